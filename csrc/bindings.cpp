@@ -1,0 +1,79 @@
+// The extension module: what Python may touch of the runtime beside the operators.
+#include <torch/csrc/utils/pybind.h>
+#include <torch/python.h>
+
+#include "gather.h"
+#include "grad_dtype.h"
+#include "reduce.h"
+
+namespace py = pybind11;
+using namespace zero3;
+
+namespace {
+
+// A view of memory that nobody allocated: full shape and strides, zero bytes of storage.
+at::Tensor make_placeholder(std::vector<int64_t> sizes, std::vector<int64_t> strides,
+                            at::ScalarType dtype, at::Device device) {
+  auto tensor = at::empty({0}, at::TensorOptions(dtype).device(device));
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
+  return tensor;
+}
+
+// Held for the life of the process: at exit, Python may be gone before statics are destroyed.
+void set_python_deliver(py::function function) {
+  PyObject* callable = function.release().ptr();
+  set_deliver([callable](const std::vector<ReducedGradient>& gradients) {
+    py::gil_scoped_acquire gil;
+    py::list arguments;
+    for (auto& [parameter, shard] : gradients) arguments.append(py::make_tuple(parameter, shard));
+    py::reinterpret_borrow<py::function>(callable)(arguments);
+  });
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  py::class_<Parameter, ParameterPtr>(m, "Parameter")
+      .def(py::init<>())
+      .def_readonly("fqn", &Parameter::fqn)
+      .def_readwrite("root", &Parameter::root)
+      .def_readwrite("group_name", &Parameter::group_name)
+      .def_readwrite("rank", &Parameter::rank)
+      .def_readwrite("world_size", &Parameter::world_size)
+      .def_readwrite("sizes", &Parameter::sizes)
+      .def_readwrite("strides", &Parameter::strides)
+      .def_readwrite("compute_dtype", &Parameter::compute_dtype)
+      .def_readwrite("device", &Parameter::device)
+      .def_readwrite("grad_dtype", &Parameter::grad_dtype)
+      .def_readwrite("reduce_dtype", &Parameter::reduce_dtype)
+      .def_readwrite("shard_grad_dtype", &Parameter::shard_grad_dtype)
+      .def_readwrite("bucket_bytes", &Parameter::bucket_bytes)
+      .def_readwrite("divide_factor", &Parameter::divide_factor)
+      .def_readwrite("requires_gradient_sync", &Parameter::requires_gradient_sync)
+      .def_readwrite("shard", &Parameter::shard)
+      .def_property(
+          "gathered", [](const Parameter& self) { return self.gathered; },
+          [](Parameter& self, const std::optional<at::Tensor>& full) {
+            self.gathered = full.value_or(at::Tensor());
+          })
+      .def_readonly("accumulated", &Parameter::accumulated)
+      .def_readwrite("pending_uses", &Parameter::pending_uses)
+      .def("register",
+           [](const ParameterPtr& self, const std::string& fqn) { Registry::get().add(self, fqn); })
+      .def("unregister", [](const ParameterPtr& self) { Registry::get().remove(self); });
+
+  py::class_<Collective>(m, "Collective")
+      .def_readonly("op", &Collective::op)
+      .def_readonly("dtype", &Collective::dtype)
+      .def_readonly("nbytes", &Collective::nbytes)
+      .def_readonly("params", &Collective::params);
+  py::class_<CollectiveLog, std::shared_ptr<CollectiveLog>>(m, "CollectiveLog")
+      .def_static("start", &CollectiveLog::start)
+      .def("stop", &CollectiveLog::stop)
+      .def("records", &CollectiveLog::records);
+
+  m.def("live_roots", [] { return Registry::get().live_roots(); });
+  m.def("make_placeholder", &make_placeholder);
+  m.def("declare_grad_dtype", &declare_grad_dtype);
+  m.def("set_deliver", &set_python_deliver);
+}

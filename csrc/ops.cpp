@@ -1,0 +1,109 @@
+// The operators. Graphs hold all_gather and reduce_grad; models call unshard.
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/library.h>
+
+#include "gather.h"
+#include "grad_dtype.h"
+#include "reduce.h"
+
+namespace zero3 {
+namespace {
+
+using at::Tensor;
+
+// An op that starts a collective takes the token of the one before it and gives its own, so that
+// no scheduler can swap two of them on one rank.
+Tensor token(const Tensor& like) { return at::empty({0}, like.options()); }
+
+std::vector<Tensor> all_gather(at::TensorList placeholders, std::vector<std::string> fqns,
+                               const std::optional<Tensor>& after) {
+  TORCH_CHECK(!placeholders.empty() && placeholders.size() == fqns.size(),
+              "zero3::all_gather needs one name for each placeholder, got ", placeholders.size(),
+              " placeholders and ", fqns.size(), " names");
+  std::vector<ParameterPtr> parameters;
+  for (auto& fqn : fqns) parameters.push_back(Registry::get().find(fqn));
+  auto result = gather(parameters);
+  result.push_back(token(placeholders[0]));
+  return result;
+}
+
+Tensor reduce_grad(const Tensor& grad, std::string fqn, const std::optional<Tensor>& after) {
+  Reduction::current()->add(Registry::get().find(fqn), grad);
+  return token(grad);
+}
+
+Tensor unshard(const Tensor& placeholder, std::string fqn) {
+  auto parameter = Registry::get().find(fqn);
+  if (parameter->gathered.defined()) return parameter->gathered.detach();
+  return gather({parameter})[0];
+}
+
+Tensor call_unshard(const Tensor& placeholder, const std::string& fqn) {
+  static auto op = c10::Dispatcher::singleton()
+                       .findSchemaOrThrow("zero3::unshard", "")
+                       .typed<Tensor(const Tensor&, std::string)>();
+  return op.call(placeholder, fqn);
+}
+
+void call_reduce_grad(const Tensor& grad, const std::string& fqn) {
+  static auto op = c10::Dispatcher::singleton()
+                       .findSchemaOrThrow("zero3::reduce_grad", "")
+                       .typed<Tensor(const Tensor&, std::string, const std::optional<Tensor>&)>();
+  op.call(grad, fqn, std::nullopt);
+}
+
+class Unshard : public torch::autograd::Function<Unshard> {
+ public:
+  static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& placeholder,
+                        std::string fqn) {
+    context->saved_data["fqn"] = fqn;
+    context->set_materialize_grads(false);
+    at::AutoDispatchBelowADInplaceOrView guard;
+    return call_unshard(placeholder, fqn);
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list grads) {
+    if (grads[0].defined()) call_reduce_grad(grads[0], context->saved_data["fqn"].toStringRef());
+    return {Tensor(), Tensor()};
+  }
+};
+
+Tensor unshard_autograd(const Tensor& placeholder, std::string fqn) {
+  auto full = Unshard::apply(placeholder, fqn);
+  if (!full.requires_grad()) return full;
+  auto parameter = Registry::get().find_or_null(fqn);
+  if (!parameter) return full;
+  declare_grad_dtype(full, parameter->grad_dtype);
+  // A recomputation inside a backward stands for a use that was counted in forward.
+  const bool traced = full.unsafeGetTensorImpl()->is_python_dispatch() ||
+                      full.key_set().has(c10::DispatchKey::Functionalize);
+  if (!traced && torch::autograd::get_current_graph_task_id() == -1) ++parameter->pending_uses;
+  return full;
+}
+
+}  // namespace
+
+TORCH_LIBRARY(zero3, m) {
+  m.def("all_gather(Tensor[] placeholders, str[] fqns, Tensor? after=None) -> Tensor[]");
+  m.def("reduce_grad(Tensor grad, str fqn, Tensor? after=None) -> Tensor");
+  m.def("unshard(Tensor placeholder, str fqn) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(zero3, CPU, m) {
+  m.impl("all_gather", all_gather);
+  m.impl("reduce_grad", reduce_grad);
+  m.impl("unshard", unshard);
+}
+
+TORCH_LIBRARY_IMPL(zero3, CUDA, m) {
+  m.impl("all_gather", all_gather);
+  m.impl("reduce_grad", reduce_grad);
+  m.impl("unshard", unshard);
+}
+
+TORCH_LIBRARY_IMPL(zero3, Autograd, m) { m.impl("unshard", unshard_autograd); }
+
+}  // namespace zero3

@@ -1,0 +1,83 @@
+#include "parameter.h"
+
+#include <algorithm>
+
+namespace zero3 {
+
+int64_t Parameter::row_numel() const {
+  int64_t numel = 1;
+  for (size_t d = 1; d < sizes.size(); ++d) numel *= sizes[d];
+  return numel;
+}
+
+std::vector<int64_t> Parameter::sizes_with_rows(int64_t rows) const {
+  std::vector<int64_t> result = sizes;
+  result[0] = rows;
+  return result;
+}
+
+bool Parameter::is_contiguous() const {
+  int64_t expected = 1;
+  for (size_t d = sizes.size(); d-- > 0;) {
+    if (sizes[d] != 1 && strides[d] != expected) return false;
+    expected *= sizes[d];
+  }
+  return true;
+}
+
+Registry& Registry::get() {
+  static Registry registry;
+  return registry;
+}
+
+void Registry::add(const ParameterPtr& parameter, const std::string& fqn) {
+  std::lock_guard lock(mutex_);
+  auto& slot = parameters_[fqn];
+  TORCH_CHECK(slot.expired(), "zero3: two live sharded parameters would be called '", fqn, "'");
+  slot = parameter;
+  parameter->fqn = fqn;
+  if (parameter->order == 0) parameter->order = ++registered_;
+}
+
+void Registry::remove(const ParameterPtr& parameter) {
+  std::lock_guard lock(mutex_);
+  auto found = parameters_.find(parameter->fqn);
+  if (found != parameters_.end() && found->second.lock() == parameter) parameters_.erase(found);
+}
+
+ParameterPtr Registry::find_or_null(const std::string& fqn) {
+  std::lock_guard lock(mutex_);
+  auto found = parameters_.find(fqn);
+  return found == parameters_.end() ? nullptr : found->second.lock();
+}
+
+ParameterPtr Registry::find(const std::string& fqn) {
+  auto parameter = find_or_null(fqn);
+  TORCH_CHECK(parameter, "zero3: no live sharded parameter is called '", fqn,
+              "'. A compiled graph outlived the model it was compiled for, or fully_shard was "
+              "called on an enclosing module after compiling: compile again.");
+  return parameter;
+}
+
+std::set<int64_t> Registry::live_roots() {
+  std::lock_guard lock(mutex_);
+  std::erase_if(parameters_, [](auto& item) { return item.second.expired(); });
+  std::set<int64_t> result;
+  for (auto& [fqn, weak] : parameters_)
+    if (auto parameter = weak.lock()) result.insert(parameter->root);
+  return result;
+}
+
+std::vector<ParameterPtr> Registry::of_root(int64_t root) {
+  std::vector<ParameterPtr> result;
+  {
+    std::lock_guard lock(mutex_);
+    for (auto& [fqn, weak] : parameters_)
+      if (auto parameter = weak.lock(); parameter && parameter->root == root)
+        result.push_back(parameter);
+  }
+  std::ranges::sort(result, {}, [](const ParameterPtr& p) { return p->order; });
+  return result;
+}
+
+}  // namespace zero3

@@ -1,0 +1,92 @@
+// One sharded parameter as the runtime sees it, and the registry that finds it by name.
+//
+//   full tensor  [rows, ...]      what the model computes with, in `compute_dtype`
+//   chunk        [chunk_rows, ...] ceil(rows / world) rows a rank, the layout of torch.chunk
+//   shard        [shard_rows, ...] the rows this rank really owns: its chunk less the padding
+//
+// Only the last ranks' chunks are padded, so the gathered chunks end to end are the full tensor
+// followed by padding.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+namespace zero3 {
+
+struct Parameter {
+  std::string fqn;
+  int64_t order = 0;  // of registration: the same on every rank
+  int64_t root = 0;   // the sharded model it belongs to; its parameters finish a backward together
+  std::string group_name;
+  int64_t rank = 0;
+  int64_t world_size = 1;
+
+  std::vector<int64_t> sizes;  // full
+  std::vector<int64_t> strides;
+  at::ScalarType compute_dtype = at::kFloat;
+  at::Device device = at::kCPU;
+
+  // The leaf's contract: gradients are cast to it; nullopt keeps whatever arrives.
+  std::optional<at::ScalarType> grad_dtype;
+  std::optional<at::ScalarType> reduce_dtype;  // on the wire; nullopt: the normalised gradient's
+  std::optional<at::ScalarType> shard_grad_dtype;  // the optimizer's; nullopt: what was on the wire
+  double divide_factor = 1;
+  int64_t bucket_bytes = 8 << 20;  // of a full bucket that this parameter opens
+  bool requires_gradient_sync = true;
+
+  at::Tensor shard;        // [shard_rows, ...], read at every gather, never written
+  at::Tensor gathered;     // the full tensor while eager code holds it, else undefined
+  at::Tensor accumulated;  // full-size gradient not reduced yet, else undefined
+
+  // Forwards whose gradient has not arrived yet. More than one means that a gradient which arrives
+  // is not the last of this backward.
+  int64_t pending_uses = 0;
+
+  int64_t rows() const { return sizes[0]; }
+  int64_t chunk_rows() const { return (rows() + world_size - 1) / world_size; }
+  int64_t shard_rows() const { return rows_of(rank); }
+  int64_t rows_of(int64_t r) const {
+    return std::clamp<int64_t>(rows() - r * chunk_rows(), 0, chunk_rows());
+  }
+  int64_t row_numel() const;
+  int64_t chunk_numel() const { return chunk_rows() * row_numel(); }
+  bool is_contiguous() const;
+  std::vector<int64_t> sizes_with_rows(int64_t rows) const;
+};
+
+using ParameterPtr = std::shared_ptr<Parameter>;
+
+// Names to parameters. It owns none of them: a parameter lives as long as its Python owner.
+class Registry {
+ public:
+  static Registry& get();
+
+  // Raises if another live parameter has this name.
+  void add(const ParameterPtr& parameter, const std::string& fqn);
+  void remove(const ParameterPtr& parameter);
+
+  // Raises if no live parameter has this name.
+  ParameterPtr find(const std::string& fqn);
+  ParameterPtr find_or_null(const std::string& fqn);
+
+  // The sharded models that have live parameters.
+  std::set<int64_t> live_roots();
+
+  // The live parameters of one sharded model, in order of registration.
+  std::vector<ParameterPtr> of_root(int64_t root);
+
+ private:
+  std::mutex mutex_;
+  std::map<std::string, std::weak_ptr<Parameter>> parameters_;
+  int64_t registered_ = 0;
+};
+
+}  // namespace zero3

@@ -1,0 +1,208 @@
+#include "reduce.h"
+
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <cmath>
+#include <unordered_map>
+
+namespace zero3 {
+namespace {
+
+// Bounds communication memory: a further bucket waits for the oldest one.
+constexpr size_t kMaxBucketsInFlight = 2;
+
+Deliver deliver;
+
+std::mutex running_mutex;
+std::unordered_map<int, std::weak_ptr<Reduction>> running;  // by the engine's graph task
+
+at::ScalarType normalised_dtype(const Parameter& parameter, const at::Tensor& raw) {
+  return parameter.grad_dtype.value_or(raw.scalar_type());
+}
+
+void check_gradient(const Parameter& parameter, const at::Tensor& raw) {
+  TORCH_CHECK(raw.layout() == at::kStrided, "zero3: the gradient of '", parameter.fqn, "' is ",
+              raw.layout(), ", and only dense gradients can be reduced: use sparse=False");
+  TORCH_CHECK(raw.sizes() == at::IntArrayRef(parameter.sizes), "zero3: the gradient of '",
+              parameter.fqn, "' has shape ", raw.sizes(), " where the full parameter has ",
+              at::IntArrayRef(parameter.sizes));
+  TORCH_CHECK(raw.device() == parameter.device, "zero3: the gradient of '", parameter.fqn,
+              "' is on ", raw.device(), " where the parameter computes on ", parameter.device);
+}
+
+// Half the scaling before the sum and half after: fp16 neither overflows nor underflows.
+double pre_divide_factor(at::ScalarType wire_dtype, double divide_factor) {
+  return wire_dtype == at::kHalf ? std::exp2(std::floor(std::log2(std::sqrt(divide_factor)))) : 1.0;
+}
+
+}  // namespace
+
+void set_deliver(Deliver function) { deliver = std::move(function); }
+
+Bucket::Bucket(const Parameter& like, at::ScalarType wire_dtype, int64_t capacity)
+    : group_name_(like.group_name),
+      world_size_(like.world_size),
+      divide_factor_(like.divide_factor),
+      pre_divide_factor_(pre_divide_factor(wire_dtype, like.divide_factor)),
+      capacity_(capacity),
+      buffer_(
+          at::empty({world_size_, capacity}, at::TensorOptions(wire_dtype).device(like.device))) {}
+
+bool Bucket::accepts(const Parameter& parameter, at::ScalarType wire_dtype) const {
+  return group_name_ == parameter.group_name && divide_factor_ == parameter.divide_factor &&
+         buffer_.scalar_type() == wire_dtype && buffer_.device() == parameter.device;
+}
+
+bool Bucket::has_room_for(const Parameter& parameter) const {
+  return used_ + parameter.chunk_numel() <= capacity_;
+}
+
+void Bucket::pack(const ParameterPtr& parameter, const at::Tensor& grad) {
+  for (int64_t rank = 0; rank < world_size_; ++rank) {
+    auto chunk = buffer_[rank].narrow(0, used_, parameter->chunk_numel());
+    const int64_t rows = parameter->rows_of(rank);
+    const int64_t owned = rows * parameter->row_numel();
+    auto target = chunk.narrow(0, 0, owned).view(parameter->sizes_with_rows(rows));
+    auto source = grad.narrow(0, std::min(rank * parameter->chunk_rows(), parameter->rows()), rows);
+    if (pre_divide_factor_ == 1.0)
+      target.copy_(source);
+    else
+      at::div_out(target, source, at::scalar_tensor(pre_divide_factor_, source.options()));
+    chunk.narrow(0, owned, chunk.numel() - owned).zero_();
+  }
+  entries_.push_back({parameter, used_});
+  used_ += parameter->chunk_numel();
+}
+
+void Bucket::launch() {
+  buffer_ = buffer_.narrow(1, 0, used_).contiguous().view(-1);
+  reduced_ = at::empty({used_}, buffer_.options());
+  std::vector<std::string> fqns;
+  for (auto& entry : entries_) fqns.push_back(entry.parameter->fqn);
+  work_ = start_reduce_scatter(group_name_, reduced_, buffer_, fqns);
+}
+
+void Bucket::finish(std::vector<ReducedGradient>& results) {
+  work_->wait();
+  const double post_divide_factor = divide_factor_ / pre_divide_factor_;
+  for (auto& [parameter, offset] : entries_) {
+    const int64_t rows = parameter->shard_rows();
+    auto summed = reduced_.narrow(0, offset, rows * parameter->row_numel())
+                      .view(parameter->sizes_with_rows(rows));
+    auto dtype = parameter->shard_grad_dtype.value_or(reduced_.scalar_type());
+    // Divide in the wire's dtype or wider, round to the shard's dtype once.
+    auto shard = at::empty(summed.sizes(), summed.options().dtype(dtype));
+    at::div_out(shard, summed, at::scalar_tensor(post_divide_factor, summed.options()));
+    results.push_back({parameter, shard});
+  }
+}
+
+std::shared_ptr<Reduction> Reduction::current() {
+  const int task = torch::autograd::get_current_graph_task_id();
+  TORCH_CHECK(task != -1, "zero3::reduce_grad was called outside of a backward");
+  std::lock_guard lock(running_mutex);
+  auto& slot = running[task];
+  auto reduction = slot.lock();
+  if (!reduction) {
+    std::erase_if(running,
+                  [task](auto& item) { return item.first != task && item.second.expired(); });
+    reduction = std::make_shared<Reduction>();
+    running[task] = reduction;
+    // The engine's task owns the reduction from here on.
+    torch::autograd::Engine::get_default_engine().queue_callback(
+        [reduction] { reduction->finish(); });
+  }
+  return reduction;
+}
+
+Reduction::~Reduction() {
+  // After finish() nothing is left here. Else the backward raised: what it left must not leak into
+  // the next one.
+  for (auto& parameter : arrived_) {
+    parameter->accumulated.reset();
+    parameter->pending_uses = 0;
+  }
+}
+
+void Reduction::add(const ParameterPtr& parameter, const at::Tensor& raw) {
+  check_gradient(*parameter, raw);
+  c10::NoGradGuard no_grad;
+  std::lock_guard lock(mutex_);
+  arrived_.push_back(parameter);
+  parameter->pending_uses = std::max<int64_t>(parameter->pending_uses - 1, 0);
+  auto grad = raw.to(normalised_dtype(*parameter, raw));
+  auto& accumulated = parameter->accumulated;
+  if (accumulated.defined()) {
+    auto wider = at::promote_types(accumulated.scalar_type(), grad.scalar_type());
+    accumulated = accumulated.to(wider).add_(grad);
+  }
+  if (!parameter->requires_gradient_sync || parameter->pending_uses > 0) {
+    if (!accumulated.defined())
+      accumulated = grad.to(parameter->reduce_dtype.value_or(grad.scalar_type()),
+                            /*non_blocking=*/false, /*copy=*/grad.is_same(raw));
+    return;
+  }
+  send(parameter, accumulated.defined() ? std::exchange(accumulated, {}) : grad);
+}
+
+void Reduction::send(const ParameterPtr& parameter, const at::Tensor& grad) {
+  const auto wire_dtype = parameter->reduce_dtype.value_or(grad.scalar_type());
+  auto bucket = std::ranges::find_if(
+      open_, [&](auto& open) { return open->accepts(*parameter, wire_dtype); });
+  if (bucket != open_.end() && !(*bucket)->has_room_for(*parameter)) {
+    auto full = std::move(*bucket);
+    open_.erase(bucket);
+    bucket = open_.end();
+    launch(std::move(full));
+  }
+  const int64_t bytes_each_rank = parameter->bucket_bytes / parameter->world_size /
+                                  static_cast<int64_t>(c10::elementSize(wire_dtype));
+  if (bucket == open_.end()) {
+    open_.push_back(std::make_unique<Bucket>(*parameter, wire_dtype,
+                                             std::max(bytes_each_rank, parameter->chunk_numel())));
+    bucket = std::prev(open_.end());
+  }
+  (*bucket)->pack(parameter, grad);
+  if (parameter->chunk_numel() >= bytes_each_rank) {
+    auto full = std::move(*bucket);
+    open_.erase(bucket);
+    launch(std::move(full));
+  }
+}
+
+void Reduction::launch(std::unique_ptr<Bucket> bucket) {
+  while (in_flight_.size() >= kMaxBucketsInFlight) finish_oldest();
+  bucket->launch();
+  in_flight_.push_back(std::move(bucket));
+}
+
+void Reduction::finish_oldest() {
+  in_flight_.front()->finish(results_);
+  in_flight_.erase(in_flight_.begin());
+}
+
+void Reduction::finish() {
+  c10::NoGradGuard no_grad;
+  std::lock_guard lock(mutex_);
+  // Uses that gave no gradient in this backward, and micro-batches accumulated without sync.
+  std::vector<int64_t> roots;
+  for (auto& parameter : arrived_) {
+    parameter->pending_uses = 0;
+    if (std::ranges::find(roots, parameter->root) == roots.end()) roots.push_back(parameter->root);
+  }
+  for (int64_t root : roots)
+    for (auto& parameter : Registry::get().of_root(root))
+      if (parameter->requires_gradient_sync && parameter->accumulated.defined())
+        send(parameter, std::exchange(parameter->accumulated, {}));
+  while (!open_.empty()) {
+    auto bucket = std::move(open_.front());
+    open_.erase(open_.begin());
+    launch(std::move(bucket));
+  }
+  while (!in_flight_.empty()) finish_oldest();
+  arrived_.clear();
+  if (deliver) deliver(std::exchange(results_, {}));
+}
+
+}  // namespace zero3

@@ -1,0 +1,32 @@
+"""ZeRO-3 as a compiler pass.
+
+fully_shard(model)                                   # DTensor shards, as FSDP2 users know them
+step = torch.compile(model, backend="zero3")         # one graph; collectives are nodes in it
+"""
+
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+
+from deepcompile_zero3.backend import Options, zero3
+from deepcompile_zero3.capture import CapturedGraph, CapturedGraphs, capture_graphs
+from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.fully_shard import fully_shard
+from deepcompile_zero3.module import Zero3Module
+from deepcompile_zero3.runtime import Collective, CollectiveLog, record_collectives
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CapturedGraph",
+    "CapturedGraphs",
+    "Collective",
+    "CollectiveLog",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "Options",
+    "Zero3Error",
+    "Zero3Module",
+    "capture_graphs",
+    "fully_shard",
+    "record_collectives",
+    "zero3",
+]

@@ -1,0 +1,224 @@
+"""The ``zero3`` backend of ``torch.compile``.
+
+::
+
+    Dynamo's graph --lift--> the single-device model --AOTAutograd, partitioner--> forward, backward
+        --insert_gathers, insert_reduces, chain_collectives--> Inductor
+"""
+
+import copy
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import fx
+
+from deepcompile_zero3 import torch_internals
+from deepcompile_zero3.capture import captured
+from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.parameter import PLACEHOLDER_OF, ShardedParameter, find
+from deepcompile_zero3.passes.chain import chain_collectives
+from deepcompile_zero3.passes.facts import ParameterFacts
+from deepcompile_zero3.passes.gather import insert_gathers
+from deepcompile_zero3.passes.lift import declare_grad_dtypes, lift_unshards
+from deepcompile_zero3.passes.reduce import insert_reduces
+
+
+@dataclass(frozen=True)
+class Options:
+    """``torch.compile(model, backend="zero3", options={...})``: every option there is.
+
+    Attributes:
+        inductor: False runs the rewritten graphs as they are, op by op, for debugging.
+        inductor_config: Inductor's own settings for these graphs, as in its ``options``.
+        gather_bucket_mb: at most so many MiB (of full parameters) are gathered by one collective,
+            a larger parameter alone.
+    """
+
+    inductor: bool = True
+    inductor_config: Mapping[str, Any] = field(default_factory=dict)
+    gather_bucket_mb: float = 64.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.inductor, bool):
+            raise ValueError(f"option 'inductor' is a bool, got {self.inductor!r}")
+        if not isinstance(self.inductor_config, Mapping):
+            raise ValueError(f"option 'inductor_config' is a dict, got {self.inductor_config!r}")
+        if self.inductor_config and not self.inductor:
+            raise ValueError("option 'inductor_config' needs 'inductor': True")
+        if not isinstance(self.gather_bucket_mb, int | float) or not self.gather_bucket_mb > 0:
+            raise ValueError(
+                f"option 'gather_bucket_mb' is a positive number, got {self.gather_bucket_mb!r}"
+            )
+
+    @staticmethod
+    def parse(options: Mapping[str, Any] | None) -> "Options":
+        """Raises ValueError for an unknown key, and lists the known ones."""
+        known = [f.name for f in fields(Options)]
+        unknown = sorted(set(options or ()) - set(known))
+        if unknown:
+            raise ValueError(
+                f"unknown option {', '.join(map(repr, unknown))} of backend 'zero3'; "
+                f"the options are {', '.join(map(repr, known))}"
+            )
+        return Options(**(options or {}))
+
+
+def zero3(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable:
+    """Compiles a graph of a sharded model; ``torch.compile`` finds it as ``backend="zero3"``.
+
+    A graph that reads no sharded parameter is compiled as by Inductor alone.
+
+    Args:
+        gm: Dynamo's graph, which reads sharded parameters through ``zero3.unshard``.
+        example_inputs: its inputs.
+        options: see :class:`Options`.
+        mode: not supported; use ``options={"inductor_config": ...}``.
+
+    Raises:
+        ValueError: an unknown option, or a mode.
+    """
+    if mode is not None:
+        raise ValueError(
+            f"backend 'zero3' has no mode {mode!r}; give Inductor's settings as "
+            "options={'inductor_config': {...}}"
+        )
+    return _CompiledGraph(gm, example_inputs, Options.parse(options))
+
+
+class _CompiledGraph:
+    """A compiled graph, and what must hold of its parameters each time it runs."""
+
+    def __init__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> None:
+        self._eager = copy.deepcopy(gm)
+        parameters = _sharded_inputs(example_inputs)
+        lifted = lift_unshards(gm)
+        missing = set(lifted) - {parameter.fqn for parameter in parameters.values()}
+        if missing:
+            raise Zero3Error(f"no graph input is the placeholder of {sorted(missing)}")
+        # Weak: a compiler's cache must not keep the shards of a deleted model.
+        self._parameters = [(p.fqn, weakref.ref(p)) for p in parameters.values()]
+        self._run = _compile(gm, example_inputs, _facts(parameters), options)
+
+    def __call__(self, *args: Any) -> Any:
+        parameters = [_alive(fqn, reference) for fqn, reference in self._parameters]
+        as_traced = True
+        for parameter in parameters:
+            as_traced &= parameter.refresh()
+        if not as_traced:
+            # requires_grad changed since the guards of this call were checked. The placeholders
+            # follow it now, so the next call compiles; this one is right in eager.
+            return self._eager(*args)
+        if torch.is_grad_enabled():
+            for parameter in parameters:
+                parameter.count_use()
+        return self._run(*args)
+
+
+def _alive(fqn: str, reference: "weakref.ref[ShardedParameter]") -> ShardedParameter:
+    parameter = reference()
+    if parameter is None:
+        raise Zero3Error(f"the model of '{fqn}' was deleted; its compiled graph cannot run")
+    return parameter
+
+
+def _sharded_inputs(example_inputs: Sequence[Any]) -> dict[int, ShardedParameter]:
+    """The inputs, by position, that are placeholders."""
+    result = {}
+    for position, value in enumerate(example_inputs):
+        parameter = find(getattr(value, PLACEHOLDER_OF, None))
+        if parameter is not None:
+            result[position] = parameter
+    return result
+
+
+def _facts(parameters: Mapping[int, ShardedParameter]) -> dict[int, ParameterFacts]:
+    groups: dict[int, int] = {}  # numbered in order of appearance: nothing run-specific in a graph
+    return {
+        position: ParameterFacts(
+            fqn=parameter.fqn,
+            group=groups.setdefault(id(parameter.group), len(groups)),
+            nbytes=parameter.placeholder.numel() * parameter.placeholder.element_size(),
+            reshard_after_forward=parameter.reshard_after_forward,
+            grad_dtype=parameter.handle.grad_dtype,
+            declares_grad_dtype=parameter.declares_grad_dtype,
+        )
+        for position, parameter in parameters.items()
+    }
+
+
+def _compile(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    inputs: Mapping[int, ParameterFacts],
+    options: Options,
+) -> Callable:
+    declare_grad_dtypes(gm, inputs)
+    bucket_bytes = int(options.gather_bucket_mb * 2**20)
+    kept: set[str] = set()
+
+    def rewrite(graph_module: fx.GraphModule, is_backward: bool) -> None:
+        nodes, gradients = _describe(graph_module, inputs)
+        if is_backward:
+            nodes = {node: facts for node, facts in nodes.items() if facts.fqn not in kept}
+            insert_reduces(graph_module, gradients)
+        result = insert_gathers(graph_module, nodes, bucket_bytes)
+        if not is_backward:
+            kept.update(result)
+        chain_collectives(graph_module)
+        captured(graph_module, is_backward)
+
+    with torch_internals.without_autograd_cache():
+        if options.inductor:
+
+            def inner_compile(
+                graph_module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
+            ) -> Callable:
+                rewrite(graph_module, bool(kwargs.get("is_backward")))
+                return torch_internals.compile_fx_inner(graph_module, example_inputs, **kwargs)
+
+            return torch_internals.compile_fx(
+                gm,
+                example_inputs,
+                inner_compile=inner_compile,
+                config_patches=dict(options.inductor_config) or None,
+            )
+
+        def interpret(is_backward: bool) -> Callable:
+            def compiler(graph_module: fx.GraphModule, _: Sequence[Any]) -> Callable:
+                rewrite(graph_module, is_backward)
+                return torch_internals.make_boxed_func(graph_module.forward)
+
+            return compiler
+
+        return torch_internals.aot_autograd(
+            fw_compiler=interpret(False),
+            bw_compiler=interpret(True),
+            partition_fn=torch_internals.min_cut_rematerialization_partition,
+        )(gm, example_inputs)
+
+
+def _describe(
+    gm: fx.GraphModule, inputs: Mapping[int, ParameterFacts]
+) -> tuple[dict[fx.Node, ParameterFacts], dict[int, ParameterFacts]]:
+    """Which inputs of a partitioned graph are placeholders, and which outputs their gradients."""
+    nodes = {}
+    for node in gm.graph.find_nodes(op="placeholder"):
+        description = node.meta.get("desc")
+        if isinstance(description, torch_internals.PlainAOTInput) and description.idx in inputs:
+            nodes[node] = inputs[description.idx]
+    gradients = {}
+    for position, description in enumerate(gm.graph.output_node().meta.get("desc", ())):
+        if isinstance(description, torch_internals.GradAOTOutput):
+            source = description.grad_of
+            if isinstance(source, torch_internals.PlainAOTInput) and source.idx in inputs:
+                gradients[position] = inputs[source.idx]
+    return nodes, gradients

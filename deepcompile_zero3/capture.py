@@ -1,0 +1,66 @@
+"""``capture_graphs``: the rewritten graphs, as the backend hands them to the compiler."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from deepcompile_zero3.graph_text import graph_text
+
+
+@dataclass(frozen=True)
+class CapturedGraph:
+    """A rewritten graph.
+
+    Attributes:
+        graph_module: a copy, of the user's to keep.
+    """
+
+    graph_module: fx.GraphModule
+
+    @property
+    def text(self) -> str:
+        """The graph a line a node, with dtypes, shapes and FQNs; the same on every machine."""
+        return graph_text(self.graph_module)
+
+
+@dataclass
+class CapturedGraphs:
+    """The graphs of a ``capture_graphs`` block, in the order of their compilation."""
+
+    forward: list[CapturedGraph] = field(default_factory=list)
+    backward: list[CapturedGraph] = field(default_factory=list)
+
+
+# Not a context variable: a backward may be compiled on a thread of the autograd engine.
+_active: list[CapturedGraphs] = []
+
+
+@contextlib.contextmanager
+def capture_graphs() -> Iterator[CapturedGraphs]:
+    """Collects the graphs that ``backend="zero3"`` rewrites while the block runs.
+
+    Only what is compiled inside of the block is seen: a model that was compiled before has no
+    reason to compile again.
+
+    Example::
+
+        with capture_graphs() as graphs:
+            torch.compile(model, backend="zero3")(x).sum().backward()
+        print(graphs.backward[0].text)
+    """
+    graphs = CapturedGraphs()
+    _active.append(graphs)
+    try:
+        yield graphs
+    finally:
+        _active.remove(graphs)
+
+
+def captured(gm: fx.GraphModule, is_backward: bool) -> None:
+    """Tells the blocks that are open of a rewritten graph."""
+    for graphs in _active:
+        copy = fx.GraphModule(gm, fx.Graph(), class_name=type(gm).__name__)
+        copy.graph.graph_copy(gm.graph, {})
+        (graphs.backward if is_backward else graphs.forward).append(CapturedGraph(copy))

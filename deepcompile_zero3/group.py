@@ -1,0 +1,126 @@
+"""The parameters of one ``fully_shard`` call, and their life in eager code.
+
+Ownership is a tree: the outermost sharded module's group, below it the groups of the blocks that
+were sharded before it. A group's parameters are gathered together when the first of them is read
+in a forward, and freed when that forward ends; what autograd saves of them is gathered again in
+backward (see ``saved``). Compiled graphs gather for themselves: nothing here runs in them.
+"""
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils._pytree import tree_map_only
+
+from deepcompile_zero3.parameter import ShardedParameter, all_gather
+from deepcompile_zero3.runtime import ops
+from deepcompile_zero3.saved import SavedTensors
+
+
+class ParameterGroup:
+    """Parameters that are gathered together.
+
+    Attributes:
+        parameters: those the group owns; a tied one belongs to the group that met it first.
+        mp_policy: dtypes of the group's computation.
+    """
+
+    def __init__(self, parameters: list[ShardedParameter], mp_policy: MixedPrecisionPolicy) -> None:
+        self.parameters = parameters
+        self.mp_policy = mp_policy
+        self._parent: weakref.ref[ParameterGroup] | None = None
+        self._depth = 0  # forwards of the group's module that are running
+        self._unsharded = False  # by unshard(), until reshard() or the end of a forward
+        self._reads: dict[ShardedParameter, torch.Tensor] = {}
+        self._saved: SavedTensors | None = None  # of the outermost forward that is running
+        for parameter in parameters:
+            parameter.group = self
+
+    @property
+    def parent(self) -> "ParameterGroup | None":
+        """The group of the nearest enclosing sharded module."""
+        return self._parent() if self._parent is not None else None
+
+    @parent.setter
+    def parent(self, group: "ParameterGroup") -> None:
+        self._parent = weakref.ref(group)
+
+    def ancestry(self) -> Iterator["ParameterGroup"]:
+        """This group and those around it, inside out."""
+        group: ParameterGroup | None = self
+        while group is not None:
+            yield group
+            group = group.parent
+
+    # ---- reads
+
+    def read(self, parameter: ShardedParameter) -> torch.Tensor:
+        """What ``module.weight`` is: the full tensor inside of a forward, else the DTensor."""
+        running = [group for group in self.ancestry() if group._depth > 0]
+        if not running and not self._unsharded:
+            return parameter.shard
+        value = self._reads.get(parameter)
+        differentiable = parameter.placeholder.requires_grad and torch.is_grad_enabled()
+        if value is None or value.requires_grad != differentiable:
+            self._gather()
+            if running and running[-1]._saved is not None:
+                running[-1]._saved.watch(self, self.parameters)
+            value = ops.unshard.default(parameter.placeholder, parameter.fqn)
+            self._reads[parameter] = value
+        return value
+
+    def unshard(self) -> None:
+        """Gathers now, for reads until ``reshard`` or the end of the next forward."""
+        self._unsharded = True
+        self._gather()
+
+    def reshard(self) -> None:
+        """Frees what was gathered."""
+        self._unsharded = False
+        self._reads.clear()
+        for group in self.ancestry():
+            if group._saved is not None:
+                group._saved.forget(self)
+        for parameter in self.parameters:
+            parameter.handle.gathered = None
+
+    def _gather(self) -> None:
+        if any(parameter.handle.gathered is None for parameter in self.parameters):
+            fulls = all_gather(self.parameters)
+            for parameter, full in zip(self.parameters, fulls, strict=True):
+                parameter.handle.gathered = full
+
+    # ---- forwards
+
+    def pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """The forward pre-hook of the group's module."""
+        if not torch.compiler.is_compiling():
+            if all(group._depth == 0 for group in self.ancestry()):
+                self._saved = SavedTensors()
+                self._saved.start()
+            self._depth += 1
+        dtype = self.mp_policy.param_dtype
+        if self.mp_policy.cast_forward_inputs and dtype is not None:
+            args, kwargs = _cast_floats((args, kwargs), dtype)
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        """The forward hook of the group's module; it runs even when the forward raised."""
+        if not torch.compiler.is_compiling() and self._depth > 0:
+            self._depth -= 1
+            if self._depth == 0:
+                self.reshard()
+                if self._saved is not None:
+                    # Groups whose own modules did not run, but whose parameters were read.
+                    for group in self._saved.stop():
+                        group.reshard()
+                    self._saved = None
+        dtype = self.mp_policy.output_dtype
+        return output if dtype is None else _cast_floats(output, dtype)
+
+
+def _cast_floats(tree: Any, dtype: torch.dtype) -> Any:
+    return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tree)

@@ -1,0 +1,237 @@
+"""One sharded parameter: the shard that the optimizer sees, the placeholder that graphs see.
+
+::
+
+    full tensor   [rows, ...]        gathered for a forward or backward, never at rest
+    shard         [shard_rows, ...]  a DTensor nn.Parameter, Shard(0), the layout of torch.chunk
+    placeholder   [rows, ...]        full shape, compute dtype and strides; zero bytes of storage
+"""
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DeviceMesh, DTensor, Shard
+
+from deepcompile_zero3 import grad_dtype, torch_internals
+from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.runtime import _C, ops
+
+if TYPE_CHECKING:
+    from deepcompile_zero3.group import ParameterGroup
+
+# Set on a placeholder: the FQN of its parameter.
+PLACEHOLDER_OF = "_zero3_placeholder_of"
+
+_live: weakref.WeakValueDictionary[str, "ShardedParameter"] = weakref.WeakValueDictionary()
+
+
+class ShardedParameter:
+    """A parameter of a sharded model, wherever and however often the model registers it.
+
+    Attributes:
+        fqn: its name relative to the outermost sharded module.
+        placeholder: what a traced graph takes in its stead.
+        handle: the C++ runtime's view of it.
+        reshard_after_forward: False keeps what forward gathered until backward has used it.
+    """
+
+    def __init__(
+        self,
+        parameter: nn.Parameter,
+        module: nn.Module,
+        name: str,
+        mesh: DeviceMesh,
+        mp_policy: MixedPrecisionPolicy,
+    ) -> None:
+        self._owner = weakref.ref(module)
+        self._group: weakref.ref[ParameterGroup] | None = None
+        self._name = name
+        self._local: torch.Tensor | None = None
+        self.fqn = ""
+        self.reshard_after_forward = True
+
+        self.orig_dtype = parameter.dtype
+        self.compute_dtype = parameter.dtype
+        if mp_policy.param_dtype is not None and parameter.is_floating_point():
+            self.compute_dtype = mp_policy.param_dtype
+        device = torch.device(mesh.device_type)
+        if device.type != "cpu":
+            device = torch.device(device.type, torch.accelerator.current_device_index())
+        contract = grad_dtype.resolve(parameter, self.compute_dtype)
+
+        self.handle = _C.Parameter()
+        self.handle.group_name = mesh.get_group().group_name
+        self.handle.rank = mesh.get_local_rank()
+        self.handle.world_size = self.handle.divide_factor = mesh.size()
+        self.handle.sizes = list(parameter.shape)
+        self.handle.strides = _dense_strides(parameter)
+        self.handle.compute_dtype = self.compute_dtype
+        self.handle.device = device
+        self.handle.grad_dtype = contract.leaf
+        self.handle.shard_grad_dtype = contract.shard
+        self.handle.reduce_dtype = mp_policy.reduce_dtype
+        self.placeholder = nn.Parameter(
+            _C.make_placeholder(self.handle.sizes, self.handle.strides, self.compute_dtype, device),
+            requires_grad=parameter.requires_grad,
+        )
+
+        shard = nn.Parameter(_shard(parameter, mesh, device), requires_grad=parameter.requires_grad)
+        shard.__dict__.update(parameter.__dict__)
+        grad_dtype.carry_over(parameter, shard)
+        if parameter.grad is not None:
+            shard.grad = _shard(parameter.grad, mesh, device)
+        module._parameters[name] = shard
+
+    @property
+    def group(self) -> "ParameterGroup":
+        """The group that gathers the parameter."""
+        group = self._group() if self._group is not None else None
+        if group is None:
+            raise Zero3Error(f"the sharded module that '{self.fqn}' belongs to was deleted")
+        return group
+
+    @group.setter
+    def group(self, group: "ParameterGroup") -> None:
+        self._group = weakref.ref(group)
+
+    @property
+    def declares_grad_dtype(self) -> bool:
+        """Whether the contract differs from what any compiler does by itself."""
+        return self.handle.grad_dtype != self.compute_dtype
+
+    @property
+    def shard(self) -> DTensor:
+        """The DTensor ``nn.Parameter`` which the model registers now."""
+        module = self._owner()
+        if module is None:
+            raise Zero3Error(f"the module of '{self.fqn}' was deleted, but it is still in use")
+        shard = module._parameters[self._name]
+        if not isinstance(shard, DTensor):
+            raise Zero3Error(
+                f"'{self.fqn}' was replaced by a {type(shard).__name__} after fully_shard; "
+                "assign a DTensor of the same placement, or copy into it in place"
+            )
+        return shard
+
+    def forget_name(self) -> None:
+        """Frees the name for another parameter."""
+        self.handle.unregister()
+        _live.pop(self.fqn, None)
+
+    def rename(self, fqn: str, root: int) -> None:
+        """Settles the name, and the sharded model that the parameter belongs to."""
+        self.handle.root = root
+        self.handle.register(fqn)
+        self.fqn = fqn
+        setattr(self.placeholder, PLACEHOLDER_OF, fqn)
+        _live[fqn] = self
+
+    def refresh(self) -> bool:
+        """Makes the runtime read the shard as it is now.
+
+        Returns whether ``requires_grad`` is what graphs were traced with; if not, it is now.
+        """
+        shard = self.shard
+        local = torch_internals.local_tensor(shard)
+        if local is not self._local:
+            if shard.dtype != self.orig_dtype:
+                raise Zero3Error(
+                    f"'{self.fqn}' was {self.orig_dtype} when it was sharded and is "
+                    f"{shard.dtype} now; convert the model before fully_shard, or compute in "
+                    "another dtype with MixedPrecisionPolicy(param_dtype=...)"
+                )
+            if local.device.type not in ("meta", self.handle.device.type):
+                raise Zero3Error(
+                    f"the shard of '{self.fqn}' is on {local.device}, but its mesh computes on "
+                    f"{self.handle.device}"
+                )
+            self._local = self.handle.shard = local
+        if self.placeholder.requires_grad == shard.requires_grad:
+            return True
+        self.placeholder.requires_grad_(shard.requires_grad)
+        return False
+
+    def count_use(self) -> None:
+        """Announces a forward whose backward will bring one gradient."""
+        if self.placeholder.requires_grad:
+            self.handle.pending_uses += 1
+
+    def accumulate_grad(self, reduced: torch.Tensor) -> None:
+        """Adds this rank's rows [shard_rows, ...] of a reduced gradient to ``.grad``."""
+        shard = self.shard
+        if not shard.requires_grad:
+            return
+        if shard.grad is None:
+            shard.grad = torch_internals.dtensor_like(reduced, shard)
+            return
+        local = torch_internals.local_tensor(cast(DTensor, shard.grad))
+        if torch.promote_types(local.dtype, reduced.dtype) == local.dtype:
+            local.add_(reduced)
+        elif shard.grad_dtype is None:
+            shard.grad = torch_internals.dtensor_like(local + reduced, shard)
+        else:
+            local.copy_(local + reduced)
+
+
+def all_gather(parameters: Sequence[ShardedParameter]) -> list[torch.Tensor]:
+    """The full tensors of ``parameters``, [rows, ...] each in its compute dtype, from the shards
+    as they are now: one collective for each process group and dtype among them.
+    """
+    for parameter in parameters:
+        parameter.refresh()
+    with torch.no_grad():
+        *fulls, _ = ops.all_gather.default(
+            [parameter.placeholder for parameter in parameters],
+            [parameter.fqn for parameter in parameters],
+        )
+    return fulls
+
+
+def find(fqn: str | None) -> ShardedParameter | None:
+    """The live parameter of this name."""
+    return _live.get(fqn) if fqn is not None else None
+
+
+def _shard(tensor: torch.Tensor, mesh: DeviceMesh, device: torch.device) -> DTensor:
+    """This rank's rows of ``tensor``, copied, so that the full tensor can be freed."""
+    tensor = tensor.detach()
+    chunks = tensor.chunk(mesh.size())
+    rank = mesh.get_local_rank()
+    rows = chunks[rank] if rank < len(chunks) else tensor[:0]
+    target = tensor.device if tensor.is_meta else device
+    local = torch.empty(rows.shape, dtype=tensor.dtype, device=target).copy_(rows)
+    return DTensor.from_local(
+        local,
+        mesh,
+        [Shard(0)],
+        run_check=False,
+        shape=tensor.shape,
+        stride=tuple(torch.empty(tensor.shape, device="meta").stride()),
+    )
+
+
+def _dense_strides(tensor: torch.Tensor) -> list[int]:
+    """Strides in the dimension order of ``tensor``, without its gaps."""
+    return list(torch.empty_like(tensor, device="meta").stride())
+
+
+def _deliver(gradients: Sequence[tuple[_C.Parameter, torch.Tensor]]) -> None:
+    """What the runtime calls at the end of a backward, with everything that was reduced in it."""
+    delivered: dict[str, ShardedParameter] = {}
+    for handle, reduced in gradients:
+        parameter = _live.get(handle.fqn)
+        if parameter is None:
+            continue  # the model was deleted during its own backward
+        parameter.accumulate_grad(reduced)
+        delivered[handle.fqn] = parameter
+    for parameter in delivered.values():
+        shard = parameter.shard
+        for hook in torch_internals.post_accumulate_grad_hooks(shard):
+            hook(shard)
+
+
+_C.set_deliver(_deliver)

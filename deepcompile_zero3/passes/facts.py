@@ -1,0 +1,26 @@
+"""What a pass may know of a parameter."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class ParameterFacts:
+    """The facts of one parameter that shape a graph.
+
+    Attributes:
+        fqn: the name it goes by in graphs.
+        group: number of its parameter group; neighbours of one group are gathered together.
+        nbytes: of the full tensor in the compute dtype.
+        reshard_after_forward: False keeps what forward gathered until backward has used it.
+        grad_dtype: of the leaf's contract; None keeps whatever arrives.
+        declares_grad_dtype: whether the contract must be declared to AOTAutograd.
+    """
+
+    fqn: str
+    group: int
+    nbytes: int
+    reshard_after_forward: bool = True
+    grad_dtype: torch.dtype | None = None
+    declares_grad_dtype: bool = False

@@ -1,0 +1,88 @@
+"""A partitioned graph: all-gathers before first use."""
+
+import operator
+from collections.abc import Iterator, Mapping
+
+from torch import fx
+
+from deepcompile_zero3.passes.facts import ParameterFacts
+from deepcompile_zero3.runtime import ops
+
+
+def insert_gathers(
+    gm: fx.GraphModule, parameters: Mapping[fx.Node, ParameterFacts], bucket_bytes: int
+) -> list[str]:
+    """Gathers each of ``parameters`` (by graph input) just before its first use.
+
+    Parameters whose first uses follow each other, of one group and up to ``bucket_bytes``
+    together, share a collective. Nothing frees what was gathered: the compiler does, after the
+    last use. An input that a forward saves for backward stays an input, so that backward gathers
+    again, unless ``reshard_after_forward`` is False.
+
+    Returns:
+        The FQNs of the parameters that the graph's output keeps gathered.
+    """
+    graph = gm.graph
+    order = {node: position for position, node in enumerate(graph.nodes)}
+    first_use = {
+        node: min(uses, key=order.__getitem__)
+        for node in parameters
+        if (uses := [user for user in node.users if user.op != "output"])
+    }
+    by_first_use = sorted(first_use, key=lambda node: order[first_use[node]])
+    kept = []
+    for bucket in _buckets(by_first_use, parameters, bucket_bytes):
+        with graph.inserting_before(first_use[bucket[0]]):
+            fqns = [parameters[node].fqn for node in bucket]
+            gather = graph.create_node(
+                "call_function", ops.all_gather.default, (bucket, fqns), name="all_gather"
+            )
+            token = bucket[0].meta["val"].new_empty(0)
+            gather.meta["val"] = [node.meta["val"] for node in bucket] + [token]
+            for position, node in enumerate(bucket):
+                full = graph.create_node(
+                    "call_function",
+                    operator.getitem,
+                    (gather, position),
+                    name=fqns[position].replace(".", "_"),
+                )
+                full.meta["val"] = node.meta["val"]
+                if _replace(node, full, gather, not parameters[node].reshard_after_forward):
+                    kept.append(fqns[position])
+    graph.lint()
+    gm.recompile()
+    return kept
+
+
+def _buckets(
+    nodes: list[fx.Node], parameters: Mapping[fx.Node, ParameterFacts], bucket_bytes: int
+) -> Iterator[list[fx.Node]]:
+    bucket: list[fx.Node] = []
+    nbytes = 0
+    for node in nodes:
+        facts = parameters[node]
+        joins = bucket and facts.group == parameters[bucket[0]].group
+        if not joins or nbytes + facts.nbytes > bucket_bytes:
+            if bucket:
+                yield bucket
+            bucket, nbytes = [], 0
+        bucket.append(node)
+        nbytes += facts.nbytes
+    if bucket:
+        yield bucket
+
+
+def _replace(placeholder: fx.Node, full: fx.Node, gather: fx.Node, keep: bool) -> bool:
+    """Lets ``full`` be used in place of ``placeholder``; returns whether the output keeps it."""
+    kept = False
+    for user in list(placeholder.users):
+        if user.target is ops.unshard.default:
+            user.replace_all_uses_with(full)
+            user.graph.erase_node(user)
+        elif user.op == "output":
+            kept = keep
+            if keep:
+                user.replace_input_with(placeholder, full)
+        elif user is not gather:
+            user.replace_input_with(placeholder, full)
+    return kept

@@ -1,0 +1,68 @@
+"""Dynamo's graph: from ``unshard(placeholder)`` to the placeholder itself.
+
+After lifting, AOTAutograd traces the plain single-device model, with the placeholder as its
+primal, and the partitioner saves the placeholder for backward: a free graph input.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import fx
+
+from deepcompile_zero3 import grad_dtype
+from deepcompile_zero3.passes.facts import ParameterFacts
+from deepcompile_zero3.runtime import ops
+
+
+def lift_unshards(gm: fx.GraphModule) -> list[str]:
+    """Replaces each ``zero3.unshard`` by its placeholder, in nested graphs too.
+
+    One whose result leaves the top graph, itself or as a view, stays: a graph may not return
+    the memory of a placeholder, which has none.
+
+    Returns:
+        The FQNs of the lifted parameters, in order of first use.
+    """
+    lifted: dict[str, None] = {}
+    escaping = _storages_of_outputs(gm.graph)
+    for graph in _graphs(gm):
+        for node in graph.find_nodes(op="call_function", target=ops.unshard.default):
+            if _storage(node) in escaping:
+                continue
+            placeholder, fqn = node.args
+            node.replace_all_uses_with(placeholder)
+            graph.erase_node(node)
+            lifted[fqn] = None
+        graph.lint()
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            module.recompile()
+    return list(lifted)
+
+
+def declare_grad_dtypes(gm: fx.GraphModule, inputs: Mapping[int, ParameterFacts]) -> None:
+    """Declares the leaf's dtype on each input (by position) that has a contract of its own."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    for position, facts in inputs.items():
+        if facts.declares_grad_dtype:
+            with gm.graph.inserting_after(placeholders[-1]):
+                gm.graph.call_function(
+                    grad_dtype.declare, (placeholders[position], facts.grad_dtype)
+                )
+    gm.graph.lint()
+    gm.recompile()
+
+
+def _graphs(gm: fx.GraphModule) -> Iterator[fx.Graph]:
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            yield module.graph
+
+
+def _storage(node: fx.Node) -> int | None:
+    value = node.meta.get("example_value")
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+
+def _storages_of_outputs(graph: fx.Graph) -> set[int | None]:
+    return {_storage(node) for node in graph.output_node().all_input_nodes} - {None}

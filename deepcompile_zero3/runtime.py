@@ -1,0 +1,83 @@
+"""The Python face of the C++ runtime: the ops' fakes, and the log of collectives.
+
+==================================================  ==============================================
+``zero3::unshard(placeholder, fqn)``                the full tensor; what a sharded module reads
+``zero3::all_gather(placeholders, fqns, after)``    full tensors and a token; what graphs hold
+``zero3::reduce_grad(grad, fqn, after)``            takes a full gradient, gives a token
+==================================================  ==============================================
+
+A *placeholder* has a parameter's full shape, compute dtype and strides, and zero bytes of storage.
+A *token* is an empty tensor that orders collectives: each takes that of the one before it.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
+
+import torch
+
+try:
+    from deepcompile_zero3 import _C
+except ImportError as error:
+    raise ImportError(
+        "the C++ runtime deepcompile_zero3._C is not built for this Python and torch "
+        f"({torch.__version__}); build it with: pip install --no-build-isolation -e ."
+    ) from error
+
+Collective: TypeAlias = _C.Collective
+ops = torch.ops.zero3
+
+
+@torch.library.register_fake("zero3::unshard")
+def _(placeholder: torch.Tensor, fqn: str) -> torch.Tensor:
+    return torch.empty_like(placeholder)
+
+
+@torch.library.register_fake("zero3::all_gather")
+def _(
+    placeholders: Sequence[torch.Tensor], fqns: Sequence[str], after: torch.Tensor | None = None
+) -> list[torch.Tensor]:
+    return [torch.empty_like(p) for p in placeholders] + [placeholders[0].new_empty(0)]
+
+
+@torch.library.register_fake("zero3::reduce_grad")
+def _(grad: torch.Tensor, fqn: str, after: torch.Tensor | None = None) -> torch.Tensor:
+    return grad.new_empty(0)
+
+
+# Nobody reads what reduce_grad returns: without this, compilers delete it as dead code.
+torch.fx.node.has_side_effect(ops.reduce_grad.default)
+
+
+class CollectiveLog(Sequence[_C.Collective]):
+    """The collectives of a ``record_collectives`` block, in the order in which they started."""
+
+    def __init__(self) -> None:
+        self._log = _C.CollectiveLog.start()
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+        return self._log.records()[index]
+
+    def __len__(self) -> int:
+        return len(self._log.records())
+
+
+@contextlib.contextmanager
+def record_collectives() -> Iterator[CollectiveLog]:
+    """Records this rank's collectives while the block runs.
+
+    Yields a sequence of records with ``op`` ("all_gather", "reduce_scatter" or "all_reduce"),
+    ``dtype`` (on the wire), ``nbytes`` (of the full, unsharded buffer, padding included) and
+    ``params`` (the FQNs inside).
+
+    Example::
+
+        with record_collectives() as log:
+            model(x).sum().backward()
+        gathered = sum(c.nbytes for c in log if c.op == "all_gather")
+    """
+    log = CollectiveLog()
+    try:
+        yield log
+    finally:
+        log._log.stop()

@@ -1,0 +1,120 @@
+"""ZeRO-3's memory in eager code: what autograd saves of a gathered tensor is gathered again.
+
+::
+
+    forward    save(view of a gathered tensor)  ->  (parameter, size, stride, offset)
+    backward   first such view of a group       ->  all_gather of what was saved of the group
+               last one released                ->  the gathered tensors are freed
+
+There are no counters: the saved views own what was gathered for them, and autograd releases them
+as backward passes. See https://docs.pytorch.org/docs/stable/autograd.html#saved-tensors-hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deepcompile_zero3 import torch_internals
+from deepcompile_zero3.parameter import ShardedParameter, all_gather
+
+
+class _Regather:
+    """The parameters that one forward of a group saved, gathered when backward needs the first."""
+
+    def __init__(self) -> None:
+        self.parameters: dict[ShardedParameter, None] = {}  # in the order in which they were saved
+        self._fulls: dict[ShardedParameter, torch.Tensor] = {}
+
+    def full(self, parameter: ShardedParameter) -> torch.Tensor:
+        if not self._fulls:
+            parameters = list(self.parameters)
+            self._fulls = dict(zip(parameters, all_gather(parameters), strict=True))
+        return self._fulls[parameter]
+
+
+@dataclass
+class _SavedView:
+    """A view of a gathered tensor, without the tensor."""
+
+    regather: _Regather
+    parameter: ShardedParameter
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+
+    def unpack(self) -> torch.Tensor:
+        full = self.regather.full(self.parameter)
+        return full.as_strided(self.size, self.stride, self.offset)
+
+
+@dataclass
+class _SavedByOther:
+    """Something that the saved-tensors hooks around ours took charge of."""
+
+    value: Any
+    unpack_hook: Callable[[Any], torch.Tensor]
+
+    def unpack(self) -> torch.Tensor:
+        return self.unpack_hook(self.value)
+
+
+def _unpack(packed: torch.Tensor | _SavedView | _SavedByOther) -> torch.Tensor:
+    return packed if isinstance(packed, torch.Tensor) else packed.unpack()
+
+
+class SavedTensors:
+    """The saved-tensors hooks of one outermost forward, from ``start`` to ``stop``."""
+
+    def __init__(self) -> None:
+        self._outer = torch_internals.outer_saved_tensors_hooks()
+        self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
+        # By storage. An entry must go before its storage does: addresses are used again.
+        self._watched: dict[int, tuple[_Regather, ShardedParameter]] = {}
+        self._owners: dict[Hashable, list[int]] = {}
+
+    def start(self) -> None:
+        """Begins packing, on this thread."""
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        self._hooks.__enter__()
+
+    def stop(self) -> list[Any]:
+        """Ends packing, and returns the owners that are still watched."""
+        hooks, self._hooks = self._hooks, None  # the hooks hold this object: let go of them
+        if hooks is not None:
+            hooks.__exit__()
+        return list(self._owners)
+
+    def watch(self, owner: Hashable, parameters: Iterable[ShardedParameter]) -> None:
+        """Takes charge of the gathered tensors of ``parameters`` until ``forget(owner)``."""
+        if owner in self._owners:
+            return
+        regather = _Regather()
+        self._owners[owner] = []
+        for parameter in parameters:
+            full = parameter.handle.gathered
+            if full is not None and parameter.reshard_after_forward:
+                storage = torch_internals.storage_address(full)
+                self._watched[storage] = regather, parameter
+                self._owners[owner].append(storage)
+
+    def forget(self, owner: Hashable) -> None:
+        """Lets go of what was gathered for ``owner``."""
+        for storage in self._owners.pop(owner, ()):
+            del self._watched[storage]
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _SavedView | _SavedByOther:
+        found = self._watched.get(torch_internals.storage_address(tensor))
+        if found is not None:
+            regather, parameter = found
+            regather.parameters[parameter] = None
+            return _SavedView(
+                regather, parameter, tensor.size(), tensor.stride(), tensor.storage_offset()
+            )
+        if self._outer is not None:
+            pack_hook, unpack_hook = self._outer
+            return _SavedByOther(pack_hook(tensor), unpack_hook)
+        return tensor

@@ -1,0 +1,97 @@
+"""Every touch of torch's private API, in one place.
+
+Tried with the releases in ``TRIED``. An untried torch warns once; a missing piece raises with its
+name, so that a new torch fails here and not in the middle of a training step.
+"""
+
+import contextlib
+import importlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+TRIED = ("2.11", "2.13", "2.15")
+OLDEST, NEWEST = (2, 11), (2, 15)
+
+
+def _release() -> tuple[int, int]:
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+if not OLDEST <= _release() <= NEWEST:
+    warnings.warn(
+        f"deepcompile_zero3 was tried with torch {', '.join(TRIED)}, not with {torch.__version__}",
+        stacklevel=2,
+    )
+
+
+def _private(module: str, name: str) -> Any:
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ImportError(
+            f"deepcompile_zero3 needs {module}.{name}, which torch {torch.__version__} does not "
+            f"have. Install one of the releases it was tried with: {', '.join(TRIED)}"
+        ) from error
+
+
+# The compiler: Inductor's own pipeline, which hands the partitioned graphs to a function of ours.
+compile_fx: Callable[..., Callable] = _private("torch._inductor.compile_fx", "compile_fx")
+compile_fx_inner: Callable[..., Callable] = _private(
+    "torch._inductor.compile_fx", "compile_fx_inner"
+)
+aot_autograd: Callable[..., Callable] = _private("torch._dynamo.backends.common", "aot_autograd")
+make_boxed_func: Callable[..., Callable] = _private("functorch.compile", "make_boxed_func")
+min_cut_rematerialization_partition: Callable = _private(
+    "functorch.compile", "min_cut_rematerialization_partition"
+)
+
+# What AOTAutograd says that an input or output of a partitioned graph is.
+PlainAOTInput: Any = _private("torch._functorch._aot_autograd.descriptors", "PlainAOTInput")
+GradAOTOutput: Any = _private("torch._functorch._aot_autograd.descriptors", "GradAOTOutput")
+InputMutationAOTOutput: Any = _private(
+    "torch._functorch._aot_autograd.descriptors", "InputMutationAOTOutput"
+)
+
+_functorch_config = _private("torch._functorch", "config")
+_DTensorSpec = _private("torch.distributed.tensor._dtensor_spec", "DTensorSpec")
+_TensorMeta = _private("torch.distributed.tensor._dtensor_spec", "TensorMeta")
+_top_saved_tensors_hooks = _private("torch._C._autograd", "_top_saved_tensors_default_hooks")
+
+
+def without_autograd_cache() -> contextlib.AbstractContextManager[None]:
+    """AOTAutograd's disk cache does not see our rewriting and would replay a graph without it."""
+    return _functorch_config.patch(enable_autograd_cache=False)
+
+
+def outer_saved_tensors_hooks() -> tuple[Callable, Callable] | None:
+    """The (pack, unpack) pair that autograd would use now, if there is one."""
+    return _top_saved_tensors_hooks(False)
+
+
+def local_tensor(tensor: DTensor) -> torch.Tensor:
+    """The very tensor behind ``tensor``: ``to_local()`` would give a new, differentiable view."""
+    return tensor._local_tensor
+
+
+def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
+    """``local`` as this rank's part of a tensor of the shape and placement of ``like``."""
+    spec = like._spec
+    meta = _TensorMeta(like.shape, like.stride(), local.dtype)
+    return DTensor(
+        local, _DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta), requires_grad=False
+    )
+
+
+def post_accumulate_grad_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
+    """The hooks of ``register_post_accumulate_grad_hook``, in order of registration."""
+    return list((parameter._post_accumulate_grad_hooks or {}).values())
+
+
+def storage_address(tensor: torch.Tensor) -> int:
+    """Which storage ``tensor`` lives in: the same for all of its views."""
+    return tensor.untyped_storage()._cdata
