@@ -57,7 +57,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
             self.gathered = full.value_or(at::Tensor());
           })
       .def_readonly("accumulated", &Parameter::accumulated)
-      .def_readwrite("pending_uses", &Parameter::pending_uses)
+      .def_readonly("pending_uses", &Parameter::pending_uses)
+      .def("add_use", &Parameter::add_use, py::arg("first"))
       .def("register",
            [](const ParameterPtr& self, const std::string& fqn) { Registry::get().add(self, fqn); })
       .def("unregister", [](const ParameterPtr& self) { Registry::get().remove(self); });
@@ -72,6 +73,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("stop", &CollectiveLog::stop)
       .def("records", &CollectiveLog::records);
 
+  m.def("forget_uses", [](int64_t root) {
+    for (auto& parameter : Registry::get().of_root(root)) parameter->pending_uses = 0;
+  });
   m.def("live_roots", [] { return Registry::get().live_roots(); });
   m.def("make_placeholder", &make_placeholder);
   m.def("declare_grad_dtype", &declare_grad_dtype);

@@ -1,6 +1,6 @@
 #include "grad_dtype.h"
 
-#include <torch/csrc/autograd/node.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
 namespace zero3 {

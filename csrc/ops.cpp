@@ -1,6 +1,5 @@
 // The operators. Graphs hold all_gather and reduce_grad; models call unshard.
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/library.h>
 
@@ -36,8 +35,11 @@ Tensor reduce_grad(const Tensor& grad, std::string fqn, const std::optional<Tens
 
 Tensor unshard(const Tensor& placeholder, std::string fqn) {
   auto parameter = Registry::get().find(fqn);
-  if (parameter->gathered.defined()) return parameter->gathered.detach();
-  return gather({parameter})[0];
+  if (!parameter->gathered.defined()) return gather({parameter})[0];
+  // A view that shares the version counter, so that writing to it is noticed.
+  auto& gathered = parameter->gathered;
+  return Tensor(gathered.unsafeGetTensorImpl()->shallow_copy_and_detach(
+      torch::autograd::impl::version_counter(gathered), /*allow_tensor_metadata_change=*/true));
 }
 
 Tensor call_unshard(const Tensor& placeholder, const std::string& fqn) {
@@ -77,10 +79,9 @@ Tensor unshard_autograd(const Tensor& placeholder, std::string fqn) {
   auto parameter = Registry::get().find_or_null(fqn);
   if (!parameter) return full;
   declare_grad_dtype(full, parameter->grad_dtype);
-  // A recomputation inside a backward stands for a use that was counted in forward.
   const bool traced = full.unsafeGetTensorImpl()->is_python_dispatch() ||
                       full.key_set().has(c10::DispatchKey::Functionalize);
-  if (!traced && torch::autograd::get_current_graph_task_id() == -1) ++parameter->pending_uses;
+  if (!traced) parameter->add_use(/*first=*/false);
   return full;
 }
 
@@ -103,6 +104,10 @@ TORCH_LIBRARY_IMPL(zero3, CUDA, m) {
   m.impl("reduce_grad", reduce_grad);
   m.impl("unshard", unshard);
 }
+
+// So that it can be refused by name.
+TORCH_LIBRARY_IMPL(zero3, SparseCPU, m) { m.impl("reduce_grad", reduce_grad); }
+TORCH_LIBRARY_IMPL(zero3, SparseCUDA, m) { m.impl("reduce_grad", reduce_grad); }
 
 TORCH_LIBRARY_IMPL(zero3, Autograd, m) { m.impl("unshard", unshard_autograd); }
 

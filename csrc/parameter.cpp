@@ -1,5 +1,7 @@
 #include "parameter.h"
 
+#include <torch/csrc/autograd/graph_task.h>
+
 #include <algorithm>
 
 namespace zero3 {
@@ -14,6 +16,11 @@ std::vector<int64_t> Parameter::sizes_with_rows(int64_t rows) const {
   std::vector<int64_t> result = sizes;
   result[0] = rows;
   return result;
+}
+
+void Parameter::add_use(bool first) {
+  if (torch::autograd::get_current_graph_task_id() != -1) return;
+  pending_uses = first ? 1 : pending_uses + 1;
 }
 
 bool Parameter::is_contiguous() const {

@@ -46,8 +46,9 @@ struct Parameter {
   at::Tensor gathered;     // the full tensor while eager code holds it, else undefined
   at::Tensor accumulated;  // full-size gradient not reduced yet, else undefined
 
-  // Forwards whose gradient has not arrived yet. More than one means that a gradient which arrives
-  // is not the last of this backward.
+  // Gradients that the latest forward promised and that have not arrived yet. While some are
+  // missing, those that arrive are summed, so that a backward reduces a parameter once. Only a
+  // hint: a promise that is not kept costs a wait until the end of the backward.
   int64_t pending_uses = 0;
 
   int64_t rows() const { return sizes[0]; }
@@ -59,6 +60,9 @@ struct Parameter {
   int64_t row_numel() const;
   int64_t chunk_numel() const { return chunk_rows() * row_numel(); }
   bool is_contiguous() const;
+  // Notes a use in forward; `first` forgets those before it. A recomputation inside a backward
+  // stands for a use that was noted already.
+  void add_use(bool first);
   std::vector<int64_t> sizes_with_rows(int64_t rows) const;
 };
 

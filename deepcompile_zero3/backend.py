@@ -48,7 +48,8 @@ class Options:
             raise ValueError(f"option 'inductor_config' is a dict, got {self.inductor_config!r}")
         if self.inductor_config and not self.inductor:
             raise ValueError("option 'inductor_config' needs 'inductor': True")
-        if not isinstance(self.gather_bucket_mb, int | float) or not self.gather_bucket_mb > 0:
+        number = isinstance(self.gather_bucket_mb, int | float)
+        if not number or not 0 < self.gather_bucket_mb < float("inf"):
             raise ValueError(
                 f"option 'gather_bucket_mb' is a positive number, got {self.gather_bucket_mb!r}"
             )
@@ -119,7 +120,9 @@ class _CompiledGraph:
             return self._eager(*args)
         if torch.is_grad_enabled():
             for parameter in parameters:
-                parameter.count_use()
+                if parameter.placeholder.requires_grad:
+                    # Where nobody is in forward in eager code, this graph is the whole forward.
+                    parameter.handle.add_use(first=not parameter.group.in_forward)
         return self._run(*args)
 
 
@@ -166,6 +169,7 @@ def _compile(
     kept: set[str] = set()
 
     def rewrite(graph_module: fx.GraphModule, is_backward: bool) -> None:
+        _refuse_writes(graph_module, inputs)
         nodes, gradients = _describe(graph_module, inputs)
         if is_backward:
             nodes = {node: facts for node, facts in nodes.items() if facts.fqn not in kept}
@@ -206,19 +210,43 @@ def _compile(
         )(gm, example_inputs)
 
 
+def _refuse_writes(gm: fx.GraphModule, inputs: Mapping[int, ParameterFacts]) -> None:
+    """AOTAutograd writes a mutated input back, in the graph or after it."""
+    written = [
+        node.args[0].meta.get("desc")
+        for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+        if isinstance(node.args[0], fx.Node)
+    ]
+    for description in gm.graph.output_node().meta.get("desc", ()):
+        if isinstance(description, torch_internals.InputMutationAOTOutput):
+            written.append(description.mutated_input)
+    for description in written:
+        facts = _facts_of(description, inputs)
+        if facts is not None:
+            raise Zero3Error(
+                f"'{facts.fqn}' is modified in place inside of a compiled forward, where it is a "
+                "temporary copy that is freed: modify the parameter outside of forward"
+            )
+
+
+def _facts_of(description: Any, inputs: Mapping[int, ParameterFacts]) -> ParameterFacts | None:
+    if isinstance(description, torch_internals.PlainAOTInput):
+        return inputs.get(description.idx)
+    return None
+
+
 def _describe(
     gm: fx.GraphModule, inputs: Mapping[int, ParameterFacts]
 ) -> tuple[dict[fx.Node, ParameterFacts], dict[int, ParameterFacts]]:
     """Which inputs of a partitioned graph are placeholders, and which outputs their gradients."""
     nodes = {}
     for node in gm.graph.find_nodes(op="placeholder"):
-        description = node.meta.get("desc")
-        if isinstance(description, torch_internals.PlainAOTInput) and description.idx in inputs:
-            nodes[node] = inputs[description.idx]
+        if (facts := _facts_of(node.meta.get("desc"), inputs)) is not None:
+            nodes[node] = facts
     gradients = {}
     for position, description in enumerate(gm.graph.output_node().meta.get("desc", ())):
-        if isinstance(description, torch_internals.GradAOTOutput):
-            source = description.grad_of
-            if isinstance(source, torch_internals.PlainAOTInput) and source.idx in inputs:
-                gradients[position] = inputs[source.idx]
+        is_gradient = isinstance(description, torch_internals.GradAOTOutput)
+        facts = _facts_of(description.grad_of, inputs) if is_gradient else None
+        if facts is not None:
+            gradients[position] = facts
     return nodes, gradients

@@ -118,6 +118,8 @@ def _settle_ownership(module: nn.Module, group: ParameterGroup) -> None:
     root = next(number for number in itertools.count(1) if number not in in_use)
     label = "" if root == 1 else f"{original_class(module).__name__}:{root}."
     names = {id(tensor): fqn for fqn, tensor in module.named_parameters()}
+    for child in groups:
+        child.root = root
     for parameter in parameters:
         parameter.rename(label + names[id(parameter.shard)], root)
 
@@ -189,7 +191,8 @@ def _check_module(module: nn.Module, ignored: set[nn.Parameter]) -> None:
         where = f"'{prefix}' ({type(submodule).__name__})" if prefix else f"the {kind}"
         if isinstance(submodule, torch.jit.ScriptModule):
             raise Zero3Error(
-                f"{where} is a ScriptModule, whose parameters nothing can take the place of"
+                f"{where} is a ScriptModule, whose parameters cannot be replaced: shard the "
+                "module itself, and use torch.compile in place of torch.jit"
             )
         if parameters_of(submodule):
             raise Zero3Error(

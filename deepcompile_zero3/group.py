@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._pytree import tree_map_only
 
 from deepcompile_zero3.parameter import ShardedParameter, all_gather
-from deepcompile_zero3.runtime import ops
+from deepcompile_zero3.runtime import _C, ops
 from deepcompile_zero3.saved import SavedTensors
 
 
@@ -26,11 +26,13 @@ class ParameterGroup:
     Attributes:
         parameters: those the group owns; a tied one belongs to the group that met it first.
         mp_policy: dtypes of the group's computation.
+        root: number of the sharded model that the group belongs to.
     """
 
     def __init__(self, parameters: list[ShardedParameter], mp_policy: MixedPrecisionPolicy) -> None:
         self.parameters = parameters
         self.mp_policy = mp_policy
+        self.root = 0
         self._parent: weakref.ref[ParameterGroup] | None = None
         self._depth = 0  # forwards of the group's module that are running
         self._unsharded = False  # by unshard(), until reshard() or the end of a forward
@@ -54,6 +56,11 @@ class ParameterGroup:
         while group is not None:
             yield group
             group = group.parent
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether the group's module or one around it is in forward, in eager code."""
+        return any(group._depth > 0 for group in self.ancestry())
 
     # ---- reads
 
@@ -85,20 +92,21 @@ class ParameterGroup:
             if group._saved is not None:
                 group._saved.forget(self)
         for parameter in self.parameters:
-            parameter.handle.gathered = None
+            parameter.hold(None)
 
     def _gather(self) -> None:
         if any(parameter.handle.gathered is None for parameter in self.parameters):
             fulls = all_gather(self.parameters)
             for parameter, full in zip(self.parameters, fulls, strict=True):
-                parameter.handle.gathered = full
+                parameter.hold(full)
 
     # ---- forwards
 
     def pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """The forward pre-hook of the group's module."""
         if not torch.compiler.is_compiling():
-            if all(group._depth == 0 for group in self.ancestry()):
+            if not self.in_forward:
+                _C.forget_uses(self.root)
                 self._saved = SavedTensors()
                 self._saved.start()
             self._depth += 1

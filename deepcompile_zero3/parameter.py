@@ -51,6 +51,7 @@ class ShardedParameter:
         self._group: weakref.ref[ParameterGroup] | None = None
         self._name = name
         self._local: torch.Tensor | None = None
+        self._held_version = 0
         self.fqn = ""
         self.reshard_after_forward = True
 
@@ -130,6 +131,20 @@ class ShardedParameter:
         setattr(self.placeholder, PLACEHOLDER_OF, fqn)
         _live[fqn] = self
 
+    def hold(self, full: torch.Tensor | None) -> None:
+        """Keeps the full tensor for the eager reads to come; None lets go of it.
+
+        Raises:
+            Zero3Error: the full tensor was written to, and the writing would be lost with it.
+        """
+        held, self.handle.gathered = self.handle.gathered, full
+        if held is not None and held._version != self._held_version:
+            raise Zero3Error(
+                f"'{self.fqn}' was modified in place inside of a forward, where it is a temporary "
+                "copy that is freed: modify the parameter outside of forward"
+            )
+        self._held_version = full._version if full is not None else 0
+
     def refresh(self) -> bool:
         """Makes the runtime read the shard as it is now.
 
@@ -154,11 +169,6 @@ class ShardedParameter:
             return True
         self.placeholder.requires_grad_(shard.requires_grad)
         return False
-
-    def count_use(self) -> None:
-        """Announces a forward whose backward will bring one gradient."""
-        if self.placeholder.requires_grad:
-            self.handle.pending_uses += 1
 
     def accumulate_grad(self, reduced: torch.Tensor) -> None:
         """Adds this rank's rows [shard_rows, ...] of a reduced gradient to ``.grad``."""

@@ -21,6 +21,8 @@ def chain_collectives(gm: fx.GraphModule) -> None:
             continue
         if token is not None:
             node.args = (*node.args[:2], token)
+            # Tracing may have noted values of the former arguments, which Inductor would trust.
+            node.meta = {"val": node.meta["val"]}
         token = node
         if node.target is ops.all_gather.default:
             last = len(node.meta["val"]) - 1

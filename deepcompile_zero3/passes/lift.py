@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import fx
 
-from deepcompile_zero3 import grad_dtype
+from deepcompile_zero3 import grad_dtype, torch_internals
 from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.runtime import ops
 
@@ -61,7 +61,7 @@ def _graphs(gm: fx.GraphModule) -> Iterator[fx.Graph]:
 
 def _storage(node: fx.Node) -> int | None:
     value = node.meta.get("example_value")
-    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+    return torch_internals.storage_address(value) if isinstance(value, torch.Tensor) else None
 
 
 def _storages_of_outputs(graph: fx.Graph) -> set[int | None]:
