@@ -148,27 +148,28 @@ void Reduction::add(const ParameterPtr& parameter, const at::Tensor& raw) {
 
 void Reduction::send(const ParameterPtr& parameter, const at::Tensor& grad) {
   const auto wire_dtype = parameter->reduce_dtype.value_or(grad.scalar_type());
+  // In elements of each rank.
+  const int64_t capacity = parameter->bucket_bytes / parameter->world_size /
+                           static_cast<int64_t>(c10::elementSize(wire_dtype));
+  if (parameter->chunk_numel() >= capacity) {
+    auto own = std::make_unique<Bucket>(*parameter, wire_dtype, parameter->chunk_numel());
+    own->pack(parameter, grad);
+    launch(std::move(own));
+    return;
+  }
   auto bucket = std::ranges::find_if(
       open_, [&](auto& open) { return open->accepts(*parameter, wire_dtype); });
   if (bucket != open_.end() && !(*bucket)->has_room_for(*parameter)) {
     auto full = std::move(*bucket);
     open_.erase(bucket);
-    bucket = open_.end();
     launch(std::move(full));
+    bucket = open_.end();
   }
-  const int64_t bytes_each_rank = parameter->bucket_bytes / parameter->world_size /
-                                  static_cast<int64_t>(c10::elementSize(wire_dtype));
   if (bucket == open_.end()) {
-    open_.push_back(std::make_unique<Bucket>(*parameter, wire_dtype,
-                                             std::max(bytes_each_rank, parameter->chunk_numel())));
+    open_.push_back(std::make_unique<Bucket>(*parameter, wire_dtype, capacity));
     bucket = std::prev(open_.end());
   }
   (*bucket)->pack(parameter, grad);
-  if (parameter->chunk_numel() >= bytes_each_rank) {
-    auto full = std::move(*bucket);
-    open_.erase(bucket);
-    launch(std::move(full));
-  }
 }
 
 void Reduction::launch(std::unique_ptr<Bucket> bucket) {

@@ -1,6 +1,7 @@
 """``capture_graphs``: the rewritten graphs, as the backend hands them to the compiler."""
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -61,6 +62,5 @@ def capture_graphs() -> Iterator[CapturedGraphs]:
 def captured(gm: fx.GraphModule, is_backward: bool) -> None:
     """Tells the blocks that are open of a rewritten graph."""
     for graphs in _active:
-        copy = fx.GraphModule(gm, fx.Graph(), class_name=type(gm).__name__)
-        copy.graph.graph_copy(gm.graph, {})
-        (graphs.backward if is_backward else graphs.forward).append(CapturedGraph(copy))
+        graph = CapturedGraph(fx.GraphModule(gm, copy.deepcopy(gm.graph)))
+        (graphs.backward if is_backward else graphs.forward).append(graph)

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._pytree import tree_map_only
 
+from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.parameter import ShardedParameter, all_gather
 from deepcompile_zero3.runtime import _C, ops
 from deepcompile_zero3.saved import SavedTensors
@@ -85,14 +86,21 @@ class ParameterGroup:
         self._gather()
 
     def reshard(self) -> None:
-        """Frees what was gathered."""
+        """Frees what was gathered.
+
+        Raises:
+            Zero3Error: somebody has written to it, and the writing is lost.
+        """
+        _refuse_writes(self._release())
+
+    def _release(self) -> list[str]:
+        """Frees what was gathered, and returns the names of what somebody has written to."""
         self._unsharded = False
         self._reads.clear()
         for group in self.ancestry():
             if group._saved is not None:
                 group._saved.forget(self)
-        for parameter in self.parameters:
-            parameter.hold(None)
+        return [parameter.fqn for parameter in self.parameters if parameter.release()]
 
     def _gather(self) -> None:
         if any(parameter.handle.gathered is None for parameter in self.parameters):
@@ -120,14 +128,22 @@ class ParameterGroup:
         if not torch.compiler.is_compiling() and self._depth > 0:
             self._depth -= 1
             if self._depth == 0:
-                self.reshard()
+                ending = {self: None}
                 if self._saved is not None:
-                    # Groups whose own modules did not run, but whose parameters were read.
-                    for group in self._saved.stop():
-                        group.reshard()
+                    # Also groups whose own modules did not run, but whose parameters were read.
+                    ending.update(dict.fromkeys(self._saved.stop()))
                     self._saved = None
+                _refuse_writes([fqn for group in ending for fqn in group._release()])
         dtype = self.mp_policy.output_dtype
         return output if dtype is None else _cast_floats(output, dtype)
+
+
+def _refuse_writes(fqns: list[str]) -> None:
+    if fqns:
+        raise Zero3Error(
+            f"{', '.join(map(repr, fqns))} was modified in place where it was a gathered copy, "
+            "which is freed now: modify the parameter outside of forward, and resharded"
+        )
 
 
 def _cast_floats(tree: Any, dtype: torch.dtype) -> Any:

@@ -50,6 +50,7 @@ class ShardedParameter:
         self._owner = weakref.ref(module)
         self._group: weakref.ref[ParameterGroup] | None = None
         self._name = name
+        self._mesh = mesh
         self._local: torch.Tensor | None = None
         self._held_version = 0
         self.fqn = ""
@@ -131,19 +132,15 @@ class ShardedParameter:
         setattr(self.placeholder, PLACEHOLDER_OF, fqn)
         _live[fqn] = self
 
-    def hold(self, full: torch.Tensor | None) -> None:
-        """Keeps the full tensor for the eager reads to come; None lets go of it.
+    def hold(self, full: torch.Tensor) -> None:
+        """Keeps the full tensor [rows, ...] for the eager reads to come."""
+        self.handle.gathered = full
+        self._held_version = full._version
 
-        Raises:
-            Zero3Error: the full tensor was written to, and the writing would be lost with it.
-        """
-        held, self.handle.gathered = self.handle.gathered, full
-        if held is not None and held._version != self._held_version:
-            raise Zero3Error(
-                f"'{self.fqn}' was modified in place inside of a forward, where it is a temporary "
-                "copy that is freed: modify the parameter outside of forward"
-            )
-        self._held_version = full._version if full is not None else 0
+    def release(self) -> bool:
+        """Lets go of the full tensor, and returns whether somebody has written to it."""
+        held, self.handle.gathered = self.handle.gathered, None
+        return held is not None and held._version != self._held_version
 
     def refresh(self) -> bool:
         """Makes the runtime read the shard as it is now.
@@ -153,22 +150,32 @@ class ShardedParameter:
         shard = self.shard
         local = torch_internals.local_tensor(shard)
         if local is not self._local:
-            if shard.dtype != self.orig_dtype:
-                raise Zero3Error(
-                    f"'{self.fqn}' was {self.orig_dtype} when it was sharded and is "
-                    f"{shard.dtype} now; convert the model before fully_shard, or compute in "
-                    "another dtype with MixedPrecisionPolicy(param_dtype=...)"
-                )
-            if local.device.type not in ("meta", self.handle.device.type):
-                raise Zero3Error(
-                    f"the shard of '{self.fqn}' is on {local.device}, but its mesh computes on "
-                    f"{self.handle.device}"
-                )
+            self._check_replacement(shard, local)
             self._local = self.handle.shard = local
         if self.placeholder.requires_grad == shard.requires_grad:
             return True
         self.placeholder.requires_grad_(shard.requires_grad)
         return False
+
+    def _check_replacement(self, shard: DTensor, local: torch.Tensor) -> None:
+        if shard.dtype != self.orig_dtype:
+            raise Zero3Error(
+                f"'{self.fqn}' was {self.orig_dtype} when it was sharded and is {shard.dtype} now; "
+                "convert the model before fully_shard, or compute in another dtype with "
+                "MixedPrecisionPolicy(param_dtype=...)"
+            )
+        layout = list(shard.shape), shard.placements, shard.device_mesh
+        if layout != (self.handle.sizes, (Shard(0),), self._mesh):
+            raise Zero3Error(
+                f"'{self.fqn}' was sharded as {self.handle.sizes} by {(Shard(0),)} over "
+                f"{self._mesh} and was replaced by {list(shard.shape)} by {shard.placements} over "
+                f"{shard.device_mesh}; keep shape, placement and mesh"
+            )
+        if local.device.type not in ("meta", self.handle.device.type):
+            raise Zero3Error(
+                f"the shard of '{self.fqn}' is on {local.device}, but its mesh computes on "
+                f"{self.handle.device}"
+            )
 
     def accumulate_grad(self, reduced: torch.Tensor) -> None:
         """Adds this rank's rows [shard_rows, ...] of a reduced gradient to ``.grad``."""
