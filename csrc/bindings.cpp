@@ -11,11 +11,16 @@ using namespace zero3;
 
 namespace {
 
-// A view of memory that nobody allocated: full shape and strides, zero bytes of storage.
+// A view of memory that nobody allocated: full shape and strides, zero bytes of storage. Whoever
+// reads it gets an exception, as with a FakeTensor.
 at::Tensor make_placeholder(std::vector<int64_t> sizes, std::vector<int64_t> strides,
                             at::ScalarType dtype, at::Device device) {
   auto tensor = at::empty({0}, at::TensorOptions(dtype).device(device));
   tensor.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
+  auto* storage = tensor.storage().unsafeGetStorageImpl();
+  storage->release_data_and_set_meta_custom_data_ptr_error_msg_(
+      "zero3: the placeholder of a sharded parameter has no data; only a compiled graph may take "
+      "it");
   return tensor;
 }
 

@@ -68,7 +68,7 @@ void Bucket::pack(const ParameterPtr& parameter, const at::Tensor& grad) {
     if (pre_divide_factor_ == 1.0)
       target.copy_(source);
     else
-      at::div_out(target, source, at::scalar_tensor(pre_divide_factor_, source.options()));
+      at::div_out(target, source, at::scalar_tensor(pre_divide_factor_, at::kDouble));
     chunk.narrow(0, owned, chunk.numel() - owned).zero_();
   }
   entries_.push_back({parameter, used_});
@@ -90,10 +90,14 @@ void Bucket::finish(std::vector<ReducedGradient>& results) {
     const int64_t rows = parameter->shard_rows();
     auto summed = reduced_.narrow(0, offset, rows * parameter->row_numel())
                       .view(parameter->sizes_with_rows(rows));
-    auto dtype = parameter->shard_grad_dtype.value_or(reduced_.scalar_type());
-    // Divide in the wire's dtype or wider, round to the shard's dtype once.
+    const auto dtype = parameter->shard_grad_dtype.value_or(summed.scalar_type());
     auto shard = at::empty(summed.sizes(), summed.options().dtype(dtype));
-    at::div_out(shard, summed, at::scalar_tensor(post_divide_factor, summed.options()));
+    auto divisor = at::scalar_tensor(post_divide_factor, at::kDouble);
+    // Divide in the wider of the two dtypes, so that rounding happens once.
+    if (at::promote_types(summed.scalar_type(), dtype) == dtype)
+      shard.copy_(summed).div_(divisor);
+    else
+      at::div_out(shard, summed, divisor);
     results.push_back({parameter, shard});
   }
 }

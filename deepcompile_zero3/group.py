@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._pytree import tree_map_only
 
+from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.parameter import ShardedParameter, all_gather
 from deepcompile_zero3.runtime import _C, ops
@@ -65,6 +66,7 @@ class ParameterGroup:
 
     # ---- reads
 
+    @torch.compiler.disable
     def read(self, parameter: ShardedParameter) -> torch.Tensor:
         """What ``module.weight`` is: the full tensor inside of a forward, else the DTensor."""
         running = [group for group in self.ancestry() if group._depth > 0]
@@ -80,11 +82,13 @@ class ParameterGroup:
             self._reads[parameter] = value
         return value
 
+    @torch.compiler.disable
     def unshard(self) -> None:
         """Gathers now, for reads until ``reshard`` or the end of the next forward."""
         self._unsharded = True
         self._gather()
 
+    @torch.compiler.disable
     def reshard(self) -> None:
         """Frees what was gathered.
 
@@ -110,32 +114,43 @@ class ParameterGroup:
 
     # ---- forwards
 
+    @torch_internals.inline_only
     def pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """The forward pre-hook of the group's module."""
         if not torch.compiler.is_compiling():
-            if not self.in_forward:
-                _C.forget_uses(self.root)
-                self._saved = SavedTensors()
-                self._saved.start()
-            self._depth += 1
+            self._begin()
         dtype = self.mp_policy.param_dtype
         if self.mp_policy.cast_forward_inputs and dtype is not None:
             args, kwargs = _cast_floats((args, kwargs), dtype)
         return args, kwargs
 
+    @torch_internals.inline_only
     def post_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
         """The forward hook of the group's module; it runs even when the forward raised."""
-        if not torch.compiler.is_compiling() and self._depth > 0:
-            self._depth -= 1
-            if self._depth == 0:
-                ending = {self: None}
-                if self._saved is not None:
-                    # Also groups whose own modules did not run, but whose parameters were read.
-                    ending.update(dict.fromkeys(self._saved.stop()))
-                    self._saved = None
-                _refuse_writes([fqn for group in ending for fqn in group._release()])
+        if not torch.compiler.is_compiling():
+            self._end()
         dtype = self.mp_policy.output_dtype
         return output if dtype is None else _cast_floats(output, dtype)
+
+    @torch.compiler.disable
+    def _begin(self) -> None:
+        if not self.in_forward:
+            _C.forget_uses(self.root)
+            self._saved = SavedTensors()
+            self._saved.start()
+        self._depth += 1
+
+    @torch.compiler.disable
+    def _end(self) -> None:
+        self._depth -= 1
+        if self._depth > 0:
+            return
+        ending = {self: None}
+        if self._saved is not None:
+            # Also groups whose own modules did not run, but whose parameters were read.
+            ending.update(dict.fromkeys(self._saved.stop()))
+            self._saved = None
+        _refuse_writes([fqn for group in ending for fqn in group._release()])
 
 
 def _refuse_writes(fqns: list[str]) -> None:

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.group import ParameterGroup
 from deepcompile_zero3.parameter import ShardedParameter
@@ -120,6 +121,7 @@ def _subclass(cls: type, bases: tuple[type, ...], names: tuple[str, ...]) -> typ
 
 
 def _property(name: str) -> property:
+    @torch_internals.inline_only
     def read(self: Any) -> torch.Tensor:
         parameter: ShardedParameter = self._zero3_parameters[name]
         if torch.compiler.is_compiling():

@@ -57,6 +57,7 @@ InputMutationAOTOutput: Any = _private(
     "torch._functorch._aot_autograd.descriptors", "InputMutationAOTOutput"
 )
 
+_skip_code: Callable[..., None] = _private("torch._dynamo.eval_frame", "skip_code")
 _functorch_config = _private("torch._functorch", "config")
 _DTensorSpec = _private("torch.distributed.tensor._dtensor_spec", "DTensorSpec")
 _TensorMeta = _private("torch.distributed.tensor._dtensor_spec", "TensorMeta")
@@ -66,6 +67,15 @@ _top_saved_tensors_hooks = _private("torch._C._autograd", "_top_saved_tensors_de
 def without_autograd_cache() -> contextlib.AbstractContextManager[None]:
     """AOTAutograd's disk cache does not see our rewriting and would replay a graph without it."""
     return _functorch_config.patch(enable_autograd_cache=False)
+
+
+def inline_only(function: Callable) -> Callable:
+    """Lets Dynamo trace ``function`` where it is called from a traced frame, but never compile it
+    alone: called from eager code, between two graphs say, it runs for real, and finds
+    ``torch.compiler.is_compiling()`` false.
+    """
+    _skip_code(function.__code__)
+    return function
 
 
 def outer_saved_tensors_hooks() -> tuple[Callable, Callable] | None:
