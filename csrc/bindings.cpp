@@ -1,4 +1,5 @@
 // The extension module: what Python may touch of the runtime beside the operators.
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/python.h>
 
@@ -78,6 +79,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("stop", &CollectiveLog::stop)
       .def("records", &CollectiveLog::records);
 
+  m.def("in_backward", [] { return torch::autograd::get_current_graph_task_id() != -1; });
   m.def("forget_uses", [](int64_t root) {
     for (auto& parameter : Registry::get().of_root(root)) parameter->pending_uses = 0;
   });

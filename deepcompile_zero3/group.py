@@ -134,7 +134,9 @@ class ParameterGroup:
 
     @torch.compiler.disable
     def _begin(self) -> None:
-        if not self.in_forward:
+        # In a backward this is a recomputation: checkpoint's own hooks are in charge, and what is
+        # saved now is used at once.
+        if not self.in_forward and not _C.in_backward():
             _C.forget_uses(self.root)
             self._saved = SavedTensors()
             self._saved.start()

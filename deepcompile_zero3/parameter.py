@@ -135,12 +135,12 @@ class ShardedParameter:
     def hold(self, full: torch.Tensor) -> None:
         """Keeps the full tensor [rows, ...] for the eager reads to come."""
         self.handle.gathered = full
-        self._held_version = full._version
+        self._held_version = _version(full)
 
     def release(self) -> bool:
         """Lets go of the full tensor, and returns whether somebody has written to it."""
         held, self.handle.gathered = self.handle.gathered, None
-        return held is not None and held._version != self._held_version
+        return held is not None and _version(held) != self._held_version
 
     def refresh(self) -> bool:
         """Makes the runtime read the shard as it is now.
@@ -211,6 +211,11 @@ def all_gather(parameters: Sequence[ShardedParameter]) -> list[torch.Tensor]:
 def find(fqn: str | None) -> ShardedParameter | None:
     """The live parameter of this name."""
     return _live.get(fqn) if fqn is not None else None
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often ``tensor`` was written to, where torch counts that."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _shard(tensor: torch.Tensor, mesh: DeviceMesh, device: torch.device) -> DTensor:
