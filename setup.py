@@ -10,10 +10,20 @@ from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, C
 ROOT = Path(__file__).parent
 SOURCES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").glob("*.cpp"))
 
-with_cuda = torch.version.cuda is not None and CUDA_HOME is not None
-if os.environ.get("ZERO3_CUDA"):
-    with_cuda = os.environ["ZERO3_CUDA"] == "1"
-extension = CUDAExtension if with_cuda else CppExtension
+
+def has_cuda() -> bool:
+    """Whether torch was built for CUDA and a toolkit to link against is at hand.
+
+    ``ZERO3_CUDA=0`` or ``1`` decides otherwise.
+    """
+    if "ZERO3_CUDA" in os.environ:
+        return os.environ["ZERO3_CUDA"] == "1"
+    if torch.version.cuda is None or CUDA_HOME is None:
+        return False
+    return any((Path(CUDA_HOME) / folder / "libcudart.so").exists() for folder in ("lib64", "lib"))
+
+
+extension = CUDAExtension if has_cuda() else CppExtension
 
 setup(
     ext_modules=[

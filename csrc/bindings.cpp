@@ -25,7 +25,16 @@ at::Tensor make_placeholder(std::vector<int64_t> sizes, std::vector<int64_t> str
   return tensor;
 }
 
-// Held for the life of the process: at exit, Python may be gone before statics are destroyed.
+// Both functions are held for the life of the process: at exit, Python may be gone before statics
+// are destroyed.
+void set_python_refresh(py::function function) {
+  PyObject* callable = function.release().ptr();
+  set_refresh([callable](const std::string& fqn) {
+    py::gil_scoped_acquire gil;
+    py::reinterpret_borrow<py::function>(callable)(fqn);
+  });
+}
+
 void set_python_deliver(py::function function) {
   PyObject* callable = function.release().ptr();
   set_deliver([callable](const std::vector<ReducedGradient>& gradients) {
@@ -56,6 +65,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readwrite("bucket_bytes", &Parameter::bucket_bytes)
       .def_readwrite("divide_factor", &Parameter::divide_factor)
       .def_readwrite("requires_gradient_sync", &Parameter::requires_gradient_sync)
+      .def_readwrite("placeholder", &Parameter::placeholder)
       .def_readwrite("shard", &Parameter::shard)
       .def_property(
           "gathered", [](const Parameter& self) { return self.gathered; },
@@ -86,5 +96,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("live_roots", [] { return Registry::get().live_roots(); });
   m.def("make_placeholder", &make_placeholder);
   m.def("declare_grad_dtype", &declare_grad_dtype);
+  m.def("set_refresh", &set_python_refresh);
   m.def("set_deliver", &set_python_deliver);
 }

@@ -7,6 +7,8 @@
 namespace zero3 {
 namespace {
 
+std::function<void(const std::string&)> refresh_function;
+
 void check_gatherable(const Parameter& parameter) {
   TORCH_CHECK(parameter.shard.defined(), "zero3: '", parameter.fqn,
               "' has no shard yet: it is gathered in a forward of its model");
@@ -63,6 +65,14 @@ std::vector<at::Tensor> gather_together(const std::vector<ParameterPtr>& paramet
 }
 
 }  // namespace
+
+void set_refresh(std::function<void(const std::string& fqn)> function) {
+  refresh_function = std::move(function);
+}
+
+void refresh(const Parameter& parameter) {
+  if (refresh_function) refresh_function(parameter.fqn);
+}
 
 std::vector<at::Tensor> gather(const std::vector<ParameterPtr>& parameters) {
   c10::NoGradGuard no_grad;

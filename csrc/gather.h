@@ -1,6 +1,8 @@
 // From shards to full tensors.
 #pragma once
 
+#include <functional>
+
 #include "parameter.h"
 
 namespace zero3 {
@@ -9,5 +11,9 @@ namespace zero3 {
 // them, in order of appearance: each fresh, [rows, ...] in the parameter's
 // compute dtype and strides, sharing memory with no shard. The cast happens before the wire.
 std::vector<at::Tensor> gather(const std::vector<ParameterPtr>& parameters);
+
+// Called by refresh(), to make `Parameter::shard` what the model registers now.
+void set_refresh(std::function<void(const std::string& fqn)> function);
+void refresh(const Parameter& parameter);
 
 }  // namespace zero3

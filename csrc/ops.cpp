@@ -35,7 +35,10 @@ Tensor reduce_grad(const Tensor& grad, std::string fqn, const std::optional<Tens
 
 Tensor unshard(const Tensor& placeholder, std::string fqn) {
   auto parameter = Registry::get().find(fqn);
-  if (!parameter->gathered.defined()) return gather({parameter})[0];
+  if (!parameter->gathered.defined()) {
+    refresh(*parameter);
+    return gather({parameter})[0];
+  }
   // A view that shares the version counter, so that writing to it is noticed.
   auto& gathered = parameter->gathered;
   return Tensor(gathered.unsafeGetTensorImpl()->shallow_copy_and_detach(

@@ -42,6 +42,7 @@ struct Parameter {
   int64_t bucket_bytes = 8 << 20;  // of a full bucket that this parameter opens
   bool requires_gradient_sync = true;
 
+  at::Tensor placeholder;  // the leaf that graphs take: full shape and no memory
   at::Tensor shard;        // [shard_rows, ...], read at every gather, never written
   at::Tensor gathered;     // the full tensor while eager code holds it, else undefined
   at::Tensor accumulated;  // full-size gradient not reduced yet, else undefined

@@ -2,6 +2,7 @@
 
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <cmath>
 #include <unordered_map>
@@ -29,6 +30,16 @@ void check_gradient(const Parameter& parameter, const at::Tensor& raw) {
               at::IntArrayRef(parameter.sizes));
   TORCH_CHECK(raw.device() == parameter.device, "zero3: the gradient of '", parameter.fqn,
               "' is on ", raw.device(), " where the parameter computes on ", parameter.device);
+}
+
+// Under torch.autograd.grad or backward(inputs=...) the engine accumulates into chosen leaves only.
+// A compiled backward computes all gradients regardless.
+bool is_wanted(const Parameter& parameter) {
+  auto* chosen = torch::autograd::get_current_graph_task_exec_info();
+  if (chosen == nullptr || chosen->empty() || !parameter.placeholder.defined()) return true;
+  auto leaf = torch::autograd::impl::grad_accumulator(parameter.placeholder);
+  auto found = chosen->find(leaf.get());
+  return found != chosen->end() && found->second.should_execute();
 }
 
 // Half the scaling before the sum and half after: fp16 neither overflows nor underflows.
@@ -131,6 +142,7 @@ Reduction::~Reduction() {
 
 void Reduction::add(const ParameterPtr& parameter, const at::Tensor& raw) {
   check_gradient(*parameter, raw);
+  if (!is_wanted(*parameter)) return;
   c10::NoGradGuard no_grad;
   std::lock_guard lock(mutex_);
   arrived_.push_back(parameter);

@@ -21,6 +21,7 @@ class Parameter:
     divide_factor: float
     bucket_bytes: int
     requires_gradient_sync: bool
+    placeholder: torch.Tensor
     shard: torch.Tensor
     gathered: torch.Tensor | None
     @property
@@ -54,6 +55,7 @@ def make_placeholder(
     sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor: ...
 def declare_grad_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> None: ...
+def set_refresh(refresh: Callable[[str], None]) -> None: ...
 def set_deliver(
     deliver: Callable[[Sequence[tuple[Parameter, torch.Tensor]]], None],
 ) -> None: ...

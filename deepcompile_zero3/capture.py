@@ -26,7 +26,7 @@ class CapturedGraph:
         return graph_text(self.graph_module)
 
 
-@dataclass
+@dataclass(eq=False)
 class CapturedGraphs:
     """The graphs of a ``capture_graphs`` block, in the order of their compilation."""
 

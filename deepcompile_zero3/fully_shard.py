@@ -220,6 +220,11 @@ def _check_parameter(fqn: str, parameter: nn.Parameter) -> None:
         )
     if parameter.shape[0] == 0:
         raise Zero3Error(f"'{fqn}' has shape {tuple(parameter.shape)}: there is nothing to shard")
+    if parameter.is_complex():
+        raise Zero3Error(
+            f"'{fqn}' is {parameter.dtype}, which cannot be communicated: keep it as a "
+            "real tensor, torch.view_as_real, or pass it in ignored_params"
+        )
     if parameter.layout != torch.strided:
         raise Zero3Error(f"'{fqn}' is {parameter.layout}; only dense parameters can be sharded")
 

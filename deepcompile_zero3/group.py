@@ -71,6 +71,9 @@ class ParameterGroup:
         """What ``module.weight`` is: the full tensor inside of a forward, else the DTensor."""
         running = [group for group in self.ancestry() if group._depth > 0]
         if not running and not self._unsharded:
+            if _C.in_backward() and torch.is_grad_enabled():
+                # A recomputation of activations, whose module is not in forward itself.
+                return ops.unshard.default(parameter.placeholder, parameter.fqn)
             return parameter.shard
         value = self._reads.get(parameter)
         differentiable = parameter.placeholder.requires_grad and torch.is_grad_enabled()

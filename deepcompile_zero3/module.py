@@ -25,6 +25,12 @@ class Zero3Module:
 
     _zero3_group: ParameterGroup
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``nn.Module``'s. Dynamo skips frames of torch's own files: entering through this one,
+        it traces the hooks around ``forward`` into the same graph.
+        """
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]
+
     def unshard(self, async_op: bool = False) -> None:
         """Gathers the parameters of this module's group, for use outside of a forward.
 

@@ -80,6 +80,7 @@ class ShardedParameter:
             _C.make_placeholder(self.handle.sizes, self.handle.strides, self.compute_dtype, device),
             requires_grad=parameter.requires_grad,
         )
+        self.handle.placeholder = self.placeholder
 
         shard = nn.Parameter(_shard(parameter, mesh, device), requires_grad=parameter.requires_grad)
         shard.__dict__.update(parameter.__dict__)
@@ -256,4 +257,12 @@ def _deliver(gradients: Sequence[tuple[_C.Parameter, torch.Tensor]]) -> None:
             hook(shard)
 
 
+def _refresh(fqn: str) -> None:
+    """What the runtime calls before it gathers for an op that met no code of ours on its way."""
+    parameter = find(fqn)
+    if parameter is not None:
+        parameter.refresh()
+
+
 _C.set_deliver(_deliver)
+_C.set_refresh(_refresh)
