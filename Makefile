@@ -1,0 +1,75 @@
+# Everything a fresh machine needs to train, test and check this project. It asks for Python 3.11
+# or later, make, git and a C++ compiler, and installs all else into $(VENV), in this folder.
+
+PYTHON ?= python3
+TORCH ?= 2.13.0
+VENV ?= .venv
+ARGS ?=
+export MAX_JOBS ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+BIN = $(VENV)/bin
+CXX_SOURCES = $(wildcard csrc/*.cpp csrc/*.h csrc/*.cu csrc/*.cuh)
+BUILD_SOURCES = setup.py pyproject.toml $(CXX_SOURCES)
+PACKAGE_SOURCES = $(wildcard deepcompile_zero3/*.py deepcompile_zero3/*/*.py)
+
+.PHONY: help train test test-torch lint clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo 'make train [ARGS="--steps 500 --ranks 4 --model gpt2"]   train a small transformer'
+	@echo 'make test [ARGS="-k gather"]                             run the tests'
+	@echo 'make test-torch TORCH=2.15.0                             smoke-test another torch'
+	@echo 'make lint                                                check style and types'
+	@echo 'make clean                                               remove what make made'
+	@echo 'PYTHON=python3.12 chooses the interpreter, TORCH=2.15.0 the version of torch.'
+
+train: $(VENV)/.installed
+	$(BIN)/python examples/train.py $(ARGS)
+
+test: $(VENV)/.installed
+	$(BIN)/pytest $(ARGS)
+
+# An environment of its own, with a copy of the package: an editable install would put a runtime
+# built for this torch where the everyday environment finds it. Run from tests/, where no import
+# can find the source tree.
+test-torch: VENV = .venv-torch-$(TORCH)
+test-torch:
+	$(MAKE) VENV=$(VENV) $(VENV)/.installed-copy
+	cd tests && ../$(BIN)/pytest -m smoke $(ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES)
+
+clean:
+	rm -rf .venv .venv-torch-* build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -f deepcompile_zero3/*.so
+	find deepcompile_zero3 tests examples bench -name __pycache__ -prune -exec rm -rf {} +
+
+# The stamps. Another version of torch is another stamp, and begins the environment anew.
+
+$(VENV)/.torch-$(TORCH):
+	@$(PYTHON) -c 'import sys; old = sys.version_info < (3, 11); sys.exit(old and \
+	  "$(PYTHON) is Python %d.%d; this project needs 3.11 or later: make PYTHON=..." \
+	  % sys.version_info[:2])'
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/pip install "torch==$(TORCH)" "setuptools>=77" wheel ninja
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.torch-$(TORCH) $(BUILD_SOURCES)
+	$(BIN)/pip install --no-build-isolation --editable ".[train,test]"
+	touch $@
+
+$(VENV)/.installed-copy: $(VENV)/.torch-$(TORCH) $(BUILD_SOURCES) $(PACKAGE_SOURCES)
+	rm -rf build/lib* build/bdist*
+	$(BIN)/pip install --no-build-isolation ".[train,test]"
+	touch $@
+
+# The extra's own list, without the package: naming the extra would compile the runtime again.
+$(VENV)/.dev: pyproject.toml | $(VENV)/.installed
+	$(BIN)/python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	  print(*project["optional-dependencies"]["dev"])' | xargs $(BIN)/pip install
+	touch $@

@@ -1,0 +1,168 @@
+"""Processes that play the ranks of a job over gloo.
+
+A pool's processes live as long as the test session, since starting one takes seconds; each run
+has a process group of its own. A run that takes too long is a failure, and so is one in which a
+rank fails: the others get a few seconds to fail for a reason of their own, then the pool is
+killed, and the next run gets a new one. A rank that had to be killed says where it hung.
+"""
+
+import faulthandler
+import gc
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+from multiprocessing import connection
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+# How long the other ranks may go on when one has failed: they are likely to wait for it.
+GRACE_SECONDS = 5.0
+
+
+class RankPool:
+    """``world_size`` processes, with ``environment`` in theirs, which run a function at a time."""
+
+    def __init__(self, world_size, **environment):
+        self.world_size = world_size
+        self._environment = environment
+        self._ranks = []
+        self._folder = None  # where a rank that hangs writes its stack
+
+    def run(self, function, *args, timeout=120):
+        """``function(*args)`` on every rank; returns the results by rank.
+
+        Args:
+            function: of a module that the ranks can import.
+            args: what it is called with; each rank gets a copy.
+            timeout: seconds that the run may take.
+
+        Raises:
+            AssertionError: with the traceback of every rank that failed, did not finish, or died.
+        """
+        __tracebackhide__ = True
+        if not self._ranks:
+            self._start()
+        with tempfile.TemporaryDirectory() as folder:
+            for _, pipe in self._ranks:
+                pipe.send((function, args, os.path.join(folder, "store")))
+            results, errors = self._collect(timeout)
+        if errors:
+            self.close()  # the ranks are out of step
+            raise AssertionError(_told_once(errors))
+        return [results[rank] for rank in range(self.world_size)]
+
+    def close(self):
+        """Kills the processes; a further run starts new ones."""
+        for process, pipe in self._ranks:
+            process.kill()
+            process.join()
+            pipe.close()
+        self._ranks = []
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def _collect(self, timeout):
+        """The results and the errors, by rank."""
+        results, errors = {}, {}
+        deadline = time.monotonic() + timeout
+        waiting = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks)}
+        while waiting:
+            ready = connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    succeeded, value = pipe.recv()
+                except EOFError:
+                    succeeded, value = False, f"died with exit code {self._exit_code(rank)}"
+                (results if succeeded else errors)[rank] = value
+            if errors:
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        limit = f"{GRACE_SECONDS} s after another rank failed" if errors else f"{timeout} s"
+        for rank in waiting.values():
+            errors[rank] = f"killed after {limit}, in\n{self._stack_of(rank)}"
+        return results, errors
+
+    def _exit_code(self, rank):
+        process, _ = self._ranks[rank]
+        process.join(1)
+        return process.exitcode
+
+    def _stack_of(self, rank):
+        """What ``rank`` is doing, as a Python traceback of all of its threads."""
+        process, _ = self._ranks[rank]
+        os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        with open(os.path.join(self._folder.name, str(rank))) as file:
+            return file.read()
+
+    def _start(self):
+        context = mp.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory()
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve,
+                args=(
+                    theirs,
+                    rank,
+                    self.world_size,
+                    self._environment,
+                    os.path.join(self._folder.name, str(rank)),
+                ),
+                daemon=True,
+            )
+            process.start()
+            theirs.close()  # so that the pipe ends with the process
+            self._ranks.append((process, ours))
+
+
+def _told_once(errors):
+    """The errors, those that several ranks share once."""
+    ranks = {}
+    for rank, error in sorted(errors.items()):
+        ranks.setdefault(error, []).append(str(rank))
+    return "\n".join(f"rank {', '.join(who)} {error}" for error, who in ranks.items())
+
+
+def _serve(pipe, rank, world_size, environment, stack_path):
+    """What a process of a pool does until its pipe is closed."""
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", **environment)
+    torch.set_num_threads(1)
+    stack = open(stack_path, "w")  # noqa: SIM115 (as long as the process)
+    faulthandler.register(signal.SIGUSR1, stack)
+    while True:
+        try:
+            function, args, store = pipe.recv()
+        except EOFError:
+            return  # the session is over
+        try:
+            answer = True, _run(function, args, store, rank, world_size)
+        except BaseException:
+            answer = False, f"failed with\n{traceback.format_exc()}"
+        sys.stdout.flush()
+        pipe.send(answer)
+
+
+def _run(function, args, store, rank, world_size):
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(hours=1),  # the pool's limit is the one that counts: it shows a stack
+    )
+    try:
+        torch.manual_seed(0)
+        return function(*args)
+    finally:
+        torch._dynamo.reset()
+        dist.destroy_process_group()
+        gc.collect()

@@ -1,0 +1,179 @@
+"""The sharded model without a compiler: when weights are whole, and what autograd may do."""
+
+import torch
+from models import (
+    Block,
+    Stack,
+    assert_same_gradients,
+    assert_same_step,
+    batch_of,
+    mean_square,
+    mine,
+    optimizers_of,
+    shard,
+)
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from deepcompile_zero3 import record_collectives
+
+
+def _shard_stack(depth=2, **kwargs):
+    model = Stack(depth=depth)
+    return shard(model, model.blocks, **kwargs)
+
+
+def _gathers(log):
+    return [c.params for c in log if c.op == "all_gather"]
+
+
+# ---- when a weight is whole
+
+
+class _Peeking(Block):
+    """Notes what it reads in forward."""
+
+    def forward(self, x):
+        self.seen = self.up.weight
+        return super().forward(x)
+
+
+def _reads():
+    model = _Peeking(8)
+    model, reference = shard(model)
+    for _ in range(2):
+        assert isinstance(model.up.weight, DTensor)
+        assert model.up.weight is model.up._parameters["weight"]
+        model(batch_of(2, 8))
+        assert not isinstance(model.seen, DTensor)
+        assert torch.equal(model.seen, reference.up.weight)
+    assert isinstance(model.up.weight, DTensor)
+
+
+def test_a_weight_is_whole_in_forward_and_sharded_outside(run_ranks):
+    run_ranks(2, _reads)
+
+
+def _gathered_groups():
+    model, reference = _shard_stack()
+    with record_collectives() as log:
+        assert_same_step(model, reference, batch_of(4, 8))
+    names = ["norm.weight", "norm.bias", "up.weight", "up.bias", "down.weight", "down.bias"]
+    blocks = [[f"blocks.{i}.{name}" for name in names] for i in range(2)]
+    forward, backward = _gathers(log)[:3], _gathers(log)[3:]
+    assert forward == [*blocks, ["head.weight", "head.bias"]], forward
+    owners = [{fqn.rpartition(".")[0].rpartition(".")[0] for fqn in group} for group in backward]
+    assert owners == [{""}, {"blocks.1"}, {"blocks.0"}], backward
+
+
+def test_a_block_is_gathered_at_a_time_and_again_in_backward(run_ranks):
+    run_ranks(2, _gathered_groups)
+
+
+# ---- who reads a weight
+
+
+class _FromOutside(nn.Module):
+    """Reads weights of modules that never run themselves."""
+
+    def __init__(self):
+        super().__init__()
+        self.list = nn.ParameterList([nn.Parameter(batch_of(8, 8, seed=i)) for i in range(2)])
+        self.named = nn.ParameterDict({"bias": nn.Parameter(batch_of(8))})
+        self.block = Block(8)  # sharded by itself, and only read
+
+    def forward(self, x):
+        for weight in self.list:
+            x = (x @ weight).tanh()
+        return nn.functional.linear(x, self.block.up.weight, None)[:, :8] + self.named["bias"]
+
+
+def _read_from_outside():
+    model = _FromOutside()
+    model, reference = shard(model, [model.block])
+    optimizers = optimizers_of(model, reference)
+    for seed in range(2):
+        batch = batch_of(4, 8, seed=seed)
+        assert_same_step(model, reference, batch, optimizers=optimizers)
+        assert isinstance(model.list[0], DTensor)
+        assert isinstance(model.block.up.weight, DTensor)
+
+
+def test_a_weight_may_be_read_in_the_forward_of_an_enclosing_module(run_ranks):
+    run_ranks(2, _read_from_outside)
+
+
+def _block_by_itself():
+    model, reference = _shard_stack()
+    block, whole = model.blocks[0], reference.blocks[0]
+    for _ in range(2):
+        mean_square(block, mine(batch_of(4, 8))).backward()
+        mean_square(whole, batch_of(4, 8)).backward()
+        assert_same_gradients(model, reference)
+    assert_same_step(model, reference, batch_of(4, 8, seed=1))
+
+
+def test_a_block_may_run_by_itself(run_ranks):
+    run_ranks(2, _block_by_itself)
+
+
+# ---- what autograd may do
+
+
+def _backward_twice():
+    model, reference = _shard_stack()
+    for m, batch in ((model, mine(batch_of(4, 8))), (reference, batch_of(4, 8))):
+        loss = mean_square(m, batch)
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert_same_gradients(model, reference)
+
+
+def test_a_retained_graph_may_run_backward_twice(run_ranks):
+    run_ranks(2, _backward_twice)
+
+
+def _saved_elsewhere():
+    model, reference = _shard_stack()
+    packed = []
+
+    def pack(tensor):
+        packed.append(tensor.shape)
+        return tensor.clone()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = mean_square(model, mine(batch_of(4, 8)))
+    loss.backward()
+    mean_square(reference, batch_of(4, 8)).backward()
+    assert_same_gradients(model, reference)
+    assert (2, 8) in packed, "activations are the user's to pack"
+    assert (16, 8) not in packed, "gathered weights are not"
+
+
+def test_saved_tensors_hooks_of_the_user_get_the_activations(run_ranks):
+    run_ranks(2, _saved_elsewhere)
+
+
+class _Views(nn.Module):
+    """Autograd saves views of its weight, and a product of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(batch_of(6, 8))
+
+    def forward(self, x):
+        first, second = self.weight.chunk(2)
+        x = torch.einsum("bi,oi->bo", x, first) * first.exp().sum()
+        return x @ second.t()[:3] @ self.weight[::2]
+
+
+def _views():
+    model, reference = shard(_Views())
+    optimizers = optimizers_of(model, reference)
+    for seed in range(2):
+        batch = batch_of(4, 8, seed=seed)
+        assert_same_step(model, reference, batch * 1e-2, optimizers=optimizers)
+
+
+def test_views_of_a_weight_are_gathered_again_for_backward(run_ranks):
+    run_ranks(2, _views)

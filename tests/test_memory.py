@@ -1,0 +1,160 @@
+"""A rank's memory is its shards and a constant, whatever the size of the model.
+
+What is measured is glibc's own count of the bytes that are allocated, and the kernel's of those
+that are resident. Both see every tensor of a CPU, also those that only C++ or a compiled graph
+holds.
+"""
+
+import ctypes
+import gc
+import time
+
+import pytest
+from models import batch_of, compiled, mean_square
+from torch import nn
+
+from deepcompile_zero3 import fully_shard
+from deepcompile_zero3.module import parameters_of
+
+MIB = 2**20
+WIDTH = 1024
+WEIGHT = 4 * MIB  # [WIDTH, WIDTH] in float32
+CONSTANT = 2 * MIB  # of all that is no weight, in bytes: half of one
+
+each_way = pytest.mark.parametrize("how", ["zero3", "eager"])
+
+
+class _Mallinfo2(ctypes.Structure):
+    """See https://man7.org/linux/man-pages/man3/mallinfo.3.html."""
+
+    _fields_ = [
+        ("arena", ctypes.c_size_t),
+        ("ordblks", ctypes.c_size_t),
+        ("smblks", ctypes.c_size_t),
+        ("hblks", ctypes.c_size_t),
+        ("hblkhd", ctypes.c_size_t),  # bytes in mappings
+        ("usmblks", ctypes.c_size_t),
+        ("fsmblks", ctypes.c_size_t),
+        ("uordblks", ctypes.c_size_t),
+        ("fordblks", ctypes.c_size_t),
+        ("keepcost", ctypes.c_size_t),
+    ]
+
+
+def _map_large_chunks():
+    """Every chunk from 64 KiB on is a mapping of its own: counted, and gone when it is freed."""
+    m_mmap_threshold = -3
+    assert ctypes.CDLL("libc.so.6").mallopt(m_mmap_threshold, 64 * 1024) == 1
+
+
+def _allocated():
+    """Bytes in such chunks, once the threads of gloo have let go of what they sent."""
+    gc.collect()
+    libc = ctypes.CDLL("libc.so.6")
+    libc.mallinfo2.restype = _Mallinfo2
+    samples = []
+    for _ in range(4):
+        time.sleep(0.1)
+        samples.append(libc.mallinfo2().hblkhd)
+    return min(samples)
+
+
+def _start_of_peak():
+    """Resident bytes, from which the peak is measured."""
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    return _status("VmRSS")
+
+
+def _status(field):
+    with open("/proc/self/status") as file:
+        (line,) = (line for line in file if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+def _chain(depth):
+    """Layers of one weight each, sharded one by one."""
+    model = nn.Sequential()
+    for _ in range(depth):
+        model.append(fully_shard(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh())))
+    return fully_shard(model)
+
+
+def _step(run):
+    mean_square(run, batch_of(4, WIDTH)).backward()
+
+
+def _warm_up(how):
+    """What a process allocates once, for its first steps."""
+    _map_large_chunks()
+    model = _chain(1)
+    run = compiled(model, how)
+    for _ in range(2):
+        _step(run)
+
+
+# ---- between the parts of a step
+
+
+def _measure_rests(how, depth):
+    """Bytes allocated beyond those at the start, by moment."""
+    _warm_up(how)
+    start = _allocated()
+    allocated = {}
+    model = _chain(depth)
+    run = compiled(model, how)
+    allocated["sharded"] = _allocated() - start
+    for _ in range(2):
+        loss = mean_square(run, batch_of(4, WIDTH))
+        allocated["after forward"] = _allocated() - start
+        loss.backward()
+        del loss
+        allocated["after backward"] = _allocated() - start
+        model.zero_grad()
+        allocated["after the step"] = _allocated() - start
+    for module in model.modules():
+        for parameter in parameters_of(module).values():
+            assert parameter.placeholder.untyped_storage().nbytes() == 0, parameter.fqn
+    return allocated
+
+
+@each_way
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_no_full_parameter_is_alive_at_rest_nor_after_forward_nor_after_backward(
+    run_ranks, how, world_size
+):
+    depth = 6
+    shards = depth * WEIGHT / world_size
+    expected = {
+        "sharded": shards,
+        "after forward": shards,
+        "after backward": 2 * shards,  # and gradients
+        "after the step": shards,
+    }
+    for measured in run_ranks(world_size, _measure_rests, how, depth):
+        for moment, nbytes in expected.items():
+            assert nbytes <= measured[moment] <= nbytes + CONSTANT, (moment, measured)
+
+
+# ---- within a step
+
+
+def _measure_peak(how, depth):
+    """Bytes resident at most in a step, beyond the shards and their gradients."""
+    _warm_up(how)
+    model = _chain(depth)
+    run = compiled(model, how)
+    for _ in range(2):
+        _step(run)
+        model.zero_grad()
+    start = _start_of_peak()
+    _step(run)
+    gradients = sum(p.grad.to_local().untyped_storage().nbytes() for p in model.parameters())
+    return _status("VmHWM") - start - gradients
+
+
+@each_way
+def test_memory_for_communication_does_not_grow_with_the_model(run_ranks, how):
+    of_six = max(run_ranks(2, _measure_peak, how, 6))
+    of_twelve = max(run_ranks(2, _measure_peak, how, 12))
+    assert of_twelve <= of_six + CONSTANT, (of_six / MIB, of_twelve / MIB)

@@ -1,0 +1,280 @@
+"""The three operators, called by themselves."""
+
+import pytest
+import torch
+from one_rank import one_rank  # noqa: F401
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.library import opcheck
+
+from deepcompile_zero3 import fully_shard, record_collectives
+from deepcompile_zero3.runtime import ops
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+class Weights(nn.Module):
+    """Parameters of the layouts and dtypes there are."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = nn.Parameter(torch.randn(3, 4))
+        self.transposed = nn.Parameter(torch.randn(4, 3).t())
+        self.vector = nn.Parameter(torch.randn(5))
+        self.bf16 = nn.Parameter(torch.randn(3, 4, dtype=torch.bfloat16))
+
+    def forward(self):
+        return sum(p.float().sum() for p in (self.dense, self.transposed, self.vector, self.bf16))
+
+
+NAMES = ("dense", "transposed", "vector", "bf16")
+
+
+@pytest.fixture
+def model(one_rank):  # noqa: F811
+    model = fully_shard(Weights())
+    model()  # a forward shows the runtime where the shards are
+    return model
+
+
+def placeholder(name, requires_grad=False):
+    """What stands for a parameter, with memory behind it: ``opcheck`` copies its inputs."""
+    return torch.empty_like(getattr(Weights(), name), requires_grad=requires_grad)
+
+
+def in_backward(function):
+    """The result of ``function()``, called by the autograd engine."""
+    results = []
+
+    class Call(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            results.append(function())
+            return grad
+
+    Call.apply(torch.ones((), requires_grad=True)).backward()
+    return results[0]
+
+
+# ---- as PyTorch wants operators to be
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_unshard_passes_opcheck(model, name):
+    opcheck(ops.unshard.default, (placeholder(name, requires_grad=True), name))
+
+
+def test_all_gather_passes_opcheck(model):
+    placeholders = [placeholder(name) for name in NAMES]
+
+    opcheck(ops.all_gather.default, (placeholders, list(NAMES)))
+    opcheck(ops.all_gather.default, (placeholders, list(NAMES), torch.empty(0)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_reduce_grad_passes_opcheck(model, name):
+    # It belongs to a backward, so opcheck runs in one. Each of opcheck's calls for real adds to the
+    # same backward, which is how a parameter that is used several times behaves.
+    grad = placeholder(name).fill_(1)
+
+    in_backward(lambda: opcheck(ops.reduce_grad.default, (grad, name)))
+    in_backward(lambda: opcheck(ops.reduce_grad.default, (grad, name, torch.empty(0))))
+
+
+# ---- values
+
+
+def test_all_gather_returns_the_full_tensors_and_a_token(model):
+    *fulls, token = ops.all_gather.default([placeholder(n) for n in NAMES], list(NAMES))
+
+    assert token.shape == (0,)
+    assert len(fulls) == len(NAMES)
+    for full, name in zip(fulls, NAMES, strict=True):
+        shard = getattr(model, name)
+        assert (full.dtype, full.shape) == (shard.dtype, shard.shape)
+        assert torch.equal(full, shard.full_tensor())
+
+
+def test_a_gathered_tensor_has_the_strides_that_the_parameter_had(model):
+    *fulls, _ = ops.all_gather.default(
+        [placeholder(n) for n in ("dense", "transposed")], ["dense", "transposed"]
+    )
+
+    assert [full.stride() for full in fulls] == [(4, 1), (1, 3)]
+
+
+def test_the_cast_to_the_compute_dtype_comes_before_the_wire(one_rank):  # noqa: F811
+    model = fully_shard(nn.Linear(4, 3), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+
+    with record_collectives() as log:
+        model(torch.ones(1, 4))
+
+    assert [(c.op, c.dtype, c.nbytes, c.params) for c in log] == [
+        ("all_gather", torch.bfloat16, 2 * (3 * 4 + 3), ["weight", "bias"])
+    ]
+
+
+def test_parameters_of_one_dtype_are_gathered_in_one_collective(model):
+    with record_collectives() as log:
+        ops.all_gather.default([placeholder(n) for n in NAMES], list(NAMES))
+
+    assert [(c.op, c.dtype, c.params) for c in log] == [
+        ("all_gather", torch.float32, ["dense", "transposed", "vector"]),
+        ("all_gather", torch.bfloat16, ["bf16"]),
+    ]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_gathered_never_shares_memory_with_the_shard(model, name):
+    shard = getattr(model, name)
+    before = shard.full_tensor().clone()
+
+    full, _ = ops.all_gather.default([placeholder(name)], [name])
+    again = ops.unshard.default(placeholder(name), name)
+    full.fill_(7)
+    again.fill_(8)
+
+    assert torch.equal(shard.full_tensor(), before)
+    assert (full == 7).all()
+
+
+def test_reduce_grad_returns_a_token_and_gives_the_shard_its_gradient(model):
+    grads = {name: torch.rand_like(placeholder(name)) for name in NAMES}
+
+    tokens = in_backward(lambda: [ops.reduce_grad.default(g, n) for n, g in grads.items()])
+
+    assert all(token.shape == (0,) for token in tokens)
+    for name, grad in grads.items():
+        assert torch.equal(getattr(model, name).grad.full_tensor(), grad)
+
+
+def test_gradients_of_one_backward_add_up_in_the_shard(model):
+    grad = torch.rand(3, 4)
+
+    in_backward(lambda: [ops.reduce_grad.default(grad, "dense") for _ in range(3)])
+    in_backward(lambda: ops.reduce_grad.default(grad, "dense"))
+
+    torch.testing.assert_close(model.dense.grad.full_tensor(), 4 * grad)
+
+
+def test_a_gradient_may_be_overwritten_as_soon_as_reduce_grad_returns(model):
+    def reduce_and_overwrite():
+        grad = torch.ones(3, 4)
+        ops.reduce_grad.default(grad, "dense")
+        grad.fill_(float("nan"))
+
+    in_backward(reduce_and_overwrite)
+
+    assert torch.equal(model.dense.grad.full_tensor(), torch.ones(3, 4))
+
+
+def test_a_gradient_of_any_strides_is_reduced_rightly(model):
+    transposed = torch.rand(4, 3).t()
+    expanded = torch.rand(3, 1).expand(3, 4)
+
+    in_backward(lambda: ops.reduce_grad.default(transposed, "dense"))
+    in_backward(lambda: ops.reduce_grad.default(expanded, "transposed"))
+
+    assert torch.equal(model.dense.grad.full_tensor(), transposed)
+    assert torch.equal(model.transposed.grad.full_tensor(), expanded)
+
+
+def test_uninitialised_memory_never_reaches_a_result(run_ranks):
+    # Three rows on two ranks are padded to four. Deterministic mode fills fresh memory with NaN.
+    for results in run_ranks(2, train_where_fresh_memory_is_nan):
+        for tensor in results:
+            assert torch.equal(tensor, torch.ones_like(tensor))
+
+
+def train_where_fresh_memory_is_nan():
+    model = fully_shard(nn.Linear(1, 3))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1)
+    torch.use_deterministic_algorithms(True)
+    try:
+        out = model(torch.zeros(1, 1))
+        (out + model(torch.ones(1, 1)) - out).sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return [out.detach(), *(parameter.grad.full_tensor() for parameter in model.parameters())]
+
+
+# ---- what they refuse
+
+
+def test_a_placeholder_raises_when_it_is_read(model):
+    placeholders = []
+
+    def backend(gm, example_inputs):
+        placeholders.extend(t for t in example_inputs if isinstance(t, nn.Parameter))
+        return gm.forward
+
+    torch.compile(model, backend=backend)()
+
+    assert len(placeholders) == len(NAMES)
+    for placeholder in placeholders:
+        assert placeholder.untyped_storage().nbytes() == 0
+        for read in (repr, torch.clone, torch.sum):
+            with pytest.raises(RuntimeError, match="placeholder"):
+                read(placeholder)
+
+
+def test_a_name_that_no_live_parameter_has_is_refused(model):
+    with pytest.raises(RuntimeError, match=r"no live sharded parameter is called 'dens'.*again"):
+        ops.unshard.default(placeholder("dense"), "dens")
+    with pytest.raises(RuntimeError, match="no live sharded parameter is called 'dens'"):
+        ops.all_gather.default([placeholder("dense")], ["dens"])
+    with pytest.raises(RuntimeError, match="no live sharded parameter is called 'dens'"):
+        in_backward(lambda: ops.reduce_grad.default(torch.ones(3, 4), "dens"))
+
+
+def test_a_name_dies_with_its_model(model):
+    parameter = placeholder("dense")
+    other = fully_shard(nn.Linear(2, 2))
+    other(torch.ones(1, 2))
+    ops.unshard.default(torch.empty(2, 2), "Linear:2.weight")
+
+    del other
+
+    with pytest.raises(RuntimeError, match=r"is called 'Linear:2\.weight'"):
+        ops.unshard.default(torch.empty(2, 2), "Linear:2.weight")
+    ops.unshard.default(parameter, "dense")
+
+
+@pytest.mark.parametrize("names", [[], ["dense", "vector"]], ids=["none", "two"])
+def test_all_gather_needs_a_name_for_each_placeholder(names):
+    with pytest.raises(RuntimeError, match=f"got 1 placeholders and {len(names)} names"):
+        ops.all_gather.default([placeholder("dense")], names)
+
+
+def test_a_gradient_of_another_shape_is_refused_with_both_shapes(model):
+    with pytest.raises(RuntimeError, match=r"'dense' has shape \[4, 3\].* has \[3, 4\]"):
+        in_backward(lambda: ops.reduce_grad.default(torch.ones(4, 3), "dense"))
+
+
+def test_a_sparse_gradient_is_refused_by_name(model):
+    with pytest.raises(RuntimeError, match=r"'dense' is Sparse.*sparse=False"):
+        in_backward(lambda: ops.reduce_grad.default(torch.ones(3, 4).to_sparse(), "dense"))
+
+
+def test_reduce_grad_outside_of_a_backward_is_refused(model):
+    with pytest.raises(RuntimeError, match="outside of a backward"):
+        ops.reduce_grad.default(torch.ones(3, 4), "dense")
+
+
+def test_a_refused_gradient_leaves_the_next_backward_clean(model):
+    def one_right_one_wrong():
+        ops.reduce_grad.default(torch.ones(3, 4), "dense")
+        ops.reduce_grad.default(torch.ones(6), "vector")
+
+    with pytest.raises(RuntimeError, match="'vector' has shape"):
+        in_backward(one_right_one_wrong)
+    in_backward(lambda: ops.reduce_grad.default(torch.ones(5), "vector"))
+
+    assert model.dense.grad is None
+    assert torch.equal(model.vector.grad.full_tensor(), torch.ones(5))

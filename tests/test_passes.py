@@ -1,0 +1,747 @@
+"""Each graph pass alone: a small graph goes in, and what comes out is shown as text.
+
+No process group and no sharded parameter exists here: a pass sees a graph and frozen facts. After
+a wanted change, ``EXPECTTEST_ACCEPT=1 pytest tests/test_passes.py`` writes the new texts.
+"""
+
+import textwrap
+
+import expecttest
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+from torch.utils.checkpoint import checkpoint
+
+from deepcompile_zero3.graph_text import graph_text
+from deepcompile_zero3.passes.chain import chain_collectives
+from deepcompile_zero3.passes.facts import ParameterFacts
+from deepcompile_zero3.passes.gather import insert_gathers
+from deepcompile_zero3.passes.lift import declare_grad_dtypes, lift_unshards
+from deepcompile_zero3.passes.reduce import insert_reduces
+from deepcompile_zero3.runtime import ops
+
+NO_LIMIT = 2**30
+
+
+def dynamo_graph(function, *args):
+    """What ``torch.compile`` hands to a backend."""
+    graphs = []
+
+    def backend(gm, example_inputs):
+        graphs.append(gm)
+        return lambda *_: tuple(torch.zeros(()) for _ in gm.graph.output_node().args[0])
+
+    torch._dynamo.reset()
+    torch.compile(function, backend=backend, fullgraph=True)(*args)
+    return graphs[0]
+
+
+def partitioned_graph(function, *inputs):
+    """A flat graph with the value of each node in ``meta["val"]``, as a partitioner leaves it."""
+    gm = fx.symbolic_trace(function)
+    with FakeTensorMode() as mode:
+        FakeTensorProp(gm, mode).propagate(*inputs)
+    return gm
+
+
+def facts(fqn, **changes):
+    return ParameterFacts(fqn=fqn, **{"group": 0, "nbytes": 64, **changes})
+
+
+def of_layers(gm, **changes):
+    """Facts of the graph's inputs w1, w2, ..., which are fc1.weight, fc2.weight, ..."""
+    weights = [n for n in gm.graph.find_nodes(op="placeholder") if n.name.startswith("w")]
+    return {n: facts(f"fc{n.name[1:]}.weight", **changes.get(n.name, {})) for n in weights}
+
+
+def assert_text(gm, expected):
+    gm.graph.lint()
+    text = textwrap.indent(graph_text(gm), 8 * " ")
+    expecttest.assert_expected_inline(f"{text}\n        ", expected, skip=1)
+
+
+# ---- lift_unshards
+
+
+def layer(x, w):
+    weight = ops.unshard.default(w, "fc.weight")
+    return torch.relu(torch.mm(x, weight))
+
+
+@pytest.fixture
+def x():
+    return torch.ones(2, 4)
+
+
+@pytest.fixture
+def w():
+    return torch.ones(4, 4, requires_grad=True)
+
+
+@pytest.mark.smoke
+def test_lifting_leaves_the_plain_model(x, w):
+    gm = dynamo_graph(layer, x, w)
+    assert_text(
+        gm,
+        """\
+        l_w_
+        l_x_
+        weight = zero3.unshard(l_w_, 'fc.weight')
+        mm = mm(l_x_, weight)
+        relu = relu(mm)
+        return [relu]
+        """,
+    )
+
+    assert lift_unshards(gm) == ["fc.weight"]
+
+    assert_text(
+        gm,
+        """\
+        l_w_
+        l_x_
+        mm = mm(l_x_, l_w_)
+        relu = relu(mm)
+        return [relu]
+        """,
+    )
+
+
+@pytest.mark.smoke
+def test_lifting_reaches_into_the_body_of_a_checkpoint(x, w):
+    gm = dynamo_graph(lambda x, w: checkpoint(layer, x, w, use_reentrant=False), x, w)
+    (body,) = gm.children()
+    assert_text(
+        body,
+        """\
+        l_w_
+        l_x_
+        weight = zero3.unshard(l_w_, 'fc.weight')
+        mm = mm(l_x_, weight)
+        relu = relu(mm)
+        return [relu]
+        """,
+    )
+
+    assert lift_unshards(gm) == ["fc.weight"]
+
+    assert_text(
+        body,
+        """\
+        l_w_
+        l_x_
+        mm = mm(l_x_, l_w_)
+        relu = relu(mm)
+        return [relu]
+        """,
+    )
+
+
+@pytest.mark.smoke
+def test_a_weight_that_leaves_the_graph_is_not_lifted(x, w):
+    def tied(x, w):
+        weight = ops.unshard.default(w, "embed.weight")
+        return layer(x, w), torch.t(weight)
+
+    gm = dynamo_graph(tied, x, w)
+
+    assert lift_unshards(gm) == ["fc.weight"]
+
+    assert_text(
+        gm,
+        """\
+        l_w_
+        l_x_
+        weight = zero3.unshard(l_w_, 'embed.weight')
+        mm = mm(l_x_, l_w_)
+        relu = relu(mm)
+        t = t(weight)
+        return [relu, t]
+        """,
+    )
+
+
+def test_a_weight_that_leaves_the_graph_through_a_checkpoint_is_not_lifted(x, w):
+    def tied(x, w):
+        weight = ops.unshard.default(w, "fc.weight")
+        return torch.mm(x, weight), torch.t(weight)
+
+    gm = dynamo_graph(lambda x, w: checkpoint(tied, x, w, use_reentrant=False), x, w)
+    (body,) = gm.children()
+
+    assert lift_unshards(gm) == []
+
+    assert len(body.graph.find_nodes(op="call_function", target=ops.unshard.default)) == 1
+
+
+def test_each_parameter_is_reported_once_in_the_order_of_first_use(x, w):
+    def model(x, b, a):
+        x = torch.mm(x, ops.unshard.default(a, "a"))
+        x = torch.mm(x, ops.unshard.default(b, "b"))
+        return torch.mm(x, ops.unshard.default(a, "a"))
+
+    gm = dynamo_graph(model, x, w.detach().clone(), w.detach().clone())
+
+    assert lift_unshards(gm) == ["a", "b"]
+
+
+def test_a_lifted_graph_computes_what_the_model_computes(x, w):
+    gm = dynamo_graph(layer, x, w)
+    lift_unshards(gm)
+
+    values = {"l_x_": x, "l_w_": w}
+    inputs = [values[node.name] for node in gm.graph.find_nodes(op="placeholder")]
+
+    assert torch.equal(gm(*inputs)[0], torch.relu(x @ w))
+
+
+# ---- declare_grad_dtypes
+
+
+@pytest.mark.smoke
+def test_a_contract_is_declared_before_its_input_is_used():
+    gm = fx.symbolic_trace(lambda x, plain, kept, fp32: torch.mm(torch.mm(x, kept), fp32) + plain)
+
+    declare_grad_dtypes(
+        gm,
+        {
+            1: facts("plain"),
+            2: facts("kept", grad_dtype=None, declares_grad_dtype=True),
+            3: facts("fp32", grad_dtype=torch.float32, declares_grad_dtype=True),
+        },
+    )
+
+    assert_text(
+        gm,
+        """\
+        x
+        plain
+        kept
+        fp32
+        declare_1 = declare(fp32, float32)
+        declare = declare(kept, None)
+        mm = mm(x, kept)
+        mm_1 = mm(mm, fp32)
+        add = add(mm_1, plain)
+        return add
+        """,
+    )
+
+
+# ---- insert_gathers
+
+
+def three_layers(x, w1, w2, w3):
+    h = torch.mm(x, w1)
+    h = torch.mm(h, w2)
+    return torch.mm(h, w3)
+
+
+def square(count=1):
+    return [torch.empty(4, 4) for _ in range(count)]
+
+
+@pytest.mark.smoke
+def test_neighbours_of_one_group_share_a_gather_before_the_first_use():
+    gm = partitioned_graph(three_layers, *square(4))
+
+    insert_gathers(gm, of_layers(gm), NO_LIMIT)
+
+    assert_text(
+        gm,
+        """\
+        x: f32[4, 4]
+        w1: f32[4, 4]
+        w2: f32[4, 4]
+        w3: f32[4, 4]
+        all_gather = zero3.all_gather([w1, w2, w3], ['fc1.weight', 'fc2.weight', 'fc3.weight'])
+        fc1_weight: f32[4, 4] = getitem(all_gather, 0)
+        fc2_weight: f32[4, 4] = getitem(all_gather, 1)
+        fc3_weight: f32[4, 4] = getitem(all_gather, 2)
+        mm: f32[4, 4] = mm(x, fc1_weight)
+        mm_1: f32[4, 4] = mm(mm, fc2_weight)
+        mm_2: f32[4, 4] = mm(mm_1, fc3_weight)
+        return mm_2
+        """,
+    )
+
+
+@pytest.mark.smoke
+def test_a_gather_ends_where_the_group_does():
+    gm = partitioned_graph(three_layers, *square(4))
+    parameters = of_layers(gm, w2={"group": 1}, w3={"group": 1})
+
+    insert_gathers(gm, parameters, NO_LIMIT)
+
+    assert_text(
+        gm,
+        """\
+        x: f32[4, 4]
+        w1: f32[4, 4]
+        w2: f32[4, 4]
+        w3: f32[4, 4]
+        all_gather = zero3.all_gather([w1], ['fc1.weight'])
+        fc1_weight: f32[4, 4] = getitem(all_gather, 0)
+        mm: f32[4, 4] = mm(x, fc1_weight)
+        all_gather_1 = zero3.all_gather([w2, w3], ['fc2.weight', 'fc3.weight'])
+        fc2_weight: f32[4, 4] = getitem(all_gather_1, 0)
+        fc3_weight: f32[4, 4] = getitem(all_gather_1, 1)
+        mm_1: f32[4, 4] = mm(mm, fc2_weight)
+        mm_2: f32[4, 4] = mm(mm_1, fc3_weight)
+        return mm_2
+        """,
+    )
+
+
+@pytest.mark.smoke
+def test_a_gather_is_no_larger_than_bucket_bytes():
+    gm = partitioned_graph(three_layers, *square(4))
+    parameters = of_layers(gm)
+
+    insert_gathers(gm, parameters, bucket_bytes=2 * 64)
+
+    assert_text(
+        gm,
+        """\
+        x: f32[4, 4]
+        w1: f32[4, 4]
+        w2: f32[4, 4]
+        w3: f32[4, 4]
+        all_gather = zero3.all_gather([w1, w2], ['fc1.weight', 'fc2.weight'])
+        fc1_weight: f32[4, 4] = getitem(all_gather, 0)
+        fc2_weight: f32[4, 4] = getitem(all_gather, 1)
+        mm: f32[4, 4] = mm(x, fc1_weight)
+        mm_1: f32[4, 4] = mm(mm, fc2_weight)
+        all_gather_1 = zero3.all_gather([w3], ['fc3.weight'])
+        fc3_weight: f32[4, 4] = getitem(all_gather_1, 0)
+        mm_2: f32[4, 4] = mm(mm_1, fc3_weight)
+        return mm_2
+        """,
+    )
+
+
+@pytest.mark.smoke
+def test_a_parameter_larger_than_bucket_bytes_is_gathered_alone():
+    gm = partitioned_graph(three_layers, *square(4))
+    parameters = of_layers(gm, w2={"nbytes": 129})
+
+    insert_gathers(gm, parameters, bucket_bytes=2 * 64)
+
+    assert_text(
+        gm,
+        """\
+        x: f32[4, 4]
+        w1: f32[4, 4]
+        w2: f32[4, 4]
+        w3: f32[4, 4]
+        all_gather = zero3.all_gather([w1], ['fc1.weight'])
+        fc1_weight: f32[4, 4] = getitem(all_gather, 0)
+        mm: f32[4, 4] = mm(x, fc1_weight)
+        all_gather_1 = zero3.all_gather([w2], ['fc2.weight'])
+        fc2_weight: f32[4, 4] = getitem(all_gather_1, 0)
+        mm_1: f32[4, 4] = mm(mm, fc2_weight)
+        all_gather_2 = zero3.all_gather([w3], ['fc3.weight'])
+        fc3_weight: f32[4, 4] = getitem(all_gather_2, 0)
+        mm_2: f32[4, 4] = mm(mm_1, fc3_weight)
+        return mm_2
+        """,
+    )
+
+
+def forward_that_saves(x, w1, w2):
+    h = torch.mm(x, w1)
+    return torch.mm(h, w2), x, h, w1, w2
+
+
+@pytest.mark.smoke
+def test_what_forward_saves_of_a_parameter_stays_a_placeholder():
+    gm = partitioned_graph(forward_that_saves, *square(3))
+
+    kept = insert_gathers(gm, of_layers(gm), NO_LIMIT)
+
+    assert kept == []
+    assert_text(
+        gm,
+        """\
+        x: f32[4, 4]
+        w1: f32[4, 4]
+        w2: f32[4, 4]
+        all_gather = zero3.all_gather([w1, w2], ['fc1.weight', 'fc2.weight'])
+        fc1_weight: f32[4, 4] = getitem(all_gather, 0)
+        fc2_weight: f32[4, 4] = getitem(all_gather, 1)
+        mm: f32[4, 4] = mm(x, fc1_weight)
+        mm_1: f32[4, 4] = mm(mm, fc2_weight)
+        return [mm_1, x, mm, w1, w2]
+        """,
+    )
+
+
+@pytest.mark.smoke
+def test_without_reshard_after_forward_the_gathered_tensor_is_saved():
+    gm = partitioned_graph(forward_that_saves, *square(3))
+    parameters = of_layers(gm, w2={"reshard_after_forward": False})
+
+    kept = insert_gathers(gm, parameters, NO_LIMIT)
+
+    assert kept == ["fc2.weight"]
+    assert_text(
+        gm,
+        """\
+        x: f32[4, 4]
+        w1: f32[4, 4]
+        w2: f32[4, 4]
+        all_gather = zero3.all_gather([w1, w2], ['fc1.weight', 'fc2.weight'])
+        fc1_weight: f32[4, 4] = getitem(all_gather, 0)
+        fc2_weight: f32[4, 4] = getitem(all_gather, 1)
+        mm: f32[4, 4] = mm(x, fc1_weight)
+        mm_1: f32[4, 4] = mm(mm, fc2_weight)
+        return [mm_1, x, mm, w1, fc2_weight]
+        """,
+    )
+
+
+@pytest.mark.smoke
+def test_backward_gathers_in_its_own_order():
+    def backward(x, h, w1, w2, tangent):
+        grad_w2 = torch.mm(torch.t(h), tangent)
+        grad_h = torch.mm(tangent, torch.t(w2))
+        grad_w1 = torch.mm(torch.t(x), grad_h)
+        grad_x = torch.mm(grad_h, torch.t(w1))
+        return grad_x, grad_w1, grad_w2
+
+    gm = partitioned_graph(backward, *square(5))
+
+    insert_gathers(gm, of_layers(gm, w2={"group": 1}), NO_LIMIT)
+
+    assert_text(
+        gm,
+        """\
+        x: f32[4, 4]
+        h: f32[4, 4]
+        w1: f32[4, 4]
+        w2: f32[4, 4]
+        tangent: f32[4, 4]
+        t: f32[4, 4] = t(h)
+        mm: f32[4, 4] = mm(t, tangent)
+        all_gather = zero3.all_gather([w2], ['fc2.weight'])
+        fc2_weight: f32[4, 4] = getitem(all_gather, 0)
+        t_1: f32[4, 4] = t(fc2_weight)
+        mm_1: f32[4, 4] = mm(tangent, t_1)
+        t_2: f32[4, 4] = t(x)
+        mm_2: f32[4, 4] = mm(t_2, mm_1)
+        all_gather_1 = zero3.all_gather([w1], ['fc1.weight'])
+        fc1_weight: f32[4, 4] = getitem(all_gather_1, 0)
+        t_3: f32[4, 4] = t(fc1_weight)
+        mm_3: f32[4, 4] = mm(mm_1, t_3)
+        return [mm_3, mm_2, mm]
+        """,
+    )
+
+
+@pytest.mark.smoke
+def test_an_unshard_that_was_not_lifted_uses_the_gather_too():
+    def forward(x, w1):
+        weight = ops.unshard.default(w1, "fc1.weight")
+        return torch.mm(x, w1), torch.t(weight)
+
+    gm = partitioned_graph(forward, *square(2))
+
+    insert_gathers(gm, of_layers(gm), NO_LIMIT)
+
+    assert_text(
+        gm,
+        """\
+        x: f32[4, 4]
+        w1: f32[4, 4]
+        all_gather = zero3.all_gather([w1], ['fc1.weight'])
+        fc1_weight: f32[4, 4] = getitem(all_gather, 0)
+        mm: f32[4, 4] = mm(x, fc1_weight)
+        t: f32[4, 4] = t(fc1_weight)
+        return [mm, t]
+        """,
+    )
+
+
+def test_a_parameter_without_a_use_is_not_gathered():
+    gm = partitioned_graph(lambda x, w1, w2: (torch.mm(x, w1), w2), *square(3))
+
+    insert_gathers(gm, of_layers(gm), NO_LIMIT)
+
+    (gather,) = gathers_of(gm)
+    assert gather.args[1] == ["fc1.weight"]
+
+
+def test_a_graph_without_parameters_stays_as_it_is():
+    gm = partitioned_graph(forward_that_saves, *square(3))
+    before = graph_text(gm)
+
+    assert insert_gathers(gm, {}, NO_LIMIT) == []
+    chain_collectives(gm)
+    insert_reduces(gm, {})
+
+    assert graph_text(gm) == before
+
+
+def gathers_of(gm):
+    return gm.graph.find_nodes(op="call_function", target=ops.all_gather.default)
+
+
+@st.composite
+def models(draw):
+    """A chain of ops on parameters p0, p1, ... in any order: (gm, facts by input, bucket_bytes)."""
+    count = draw(st.integers(1, 6))
+    limit = draw(st.integers(1, 100))
+    uses = draw(
+        st.lists(
+            st.tuples(
+                st.sampled_from(["mm", "add", "view", "pair"]),
+                st.integers(0, count - 1),
+                st.integers(0, count - 1),
+            ),
+            max_size=12,
+        )
+    )
+    saved = draw(st.sets(st.integers(0, count - 1)))
+
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    parameters = [graph.placeholder(f"p{i}") for i in range(count)]
+    graph.placeholder("unrelated")
+    for kind, i, j in uses:
+        if kind == "mm":
+            x = graph.call_function(torch.mm, (x, parameters[i]))
+        elif kind == "add":
+            x = graph.call_function(torch.add, (x, parameters[i]))
+        elif kind == "view":
+            x = graph.call_function(torch.add, (x, graph.call_function(torch.t, (parameters[i],))))
+        else:
+            both = graph.call_function(torch.mm, (parameters[i], parameters[j]))
+            x = graph.call_function(torch.add, (x, both))
+    graph.output((x, *(parameters[i] for i in sorted(saved))))
+    gm = fx.GraphModule(torch.nn.Module(), graph)
+    with FakeTensorMode() as mode:
+        FakeTensorProp(gm, mode).propagate(*(torch.empty(2, 2) for _ in range(count + 2)))
+    known = {
+        node: facts(
+            node.name,
+            group=draw(st.integers(0, 2)),
+            nbytes=draw(st.integers(1, 100)),
+            reshard_after_forward=draw(st.booleans()),
+        )
+        for node in parameters
+    }
+    return gm, known, limit
+
+
+class Gathering(fx.Interpreter):
+    """Runs a graph whose gathers find the full tensors of ``fulls``, and whose inputs are empty."""
+
+    def __init__(self, gm, fulls):
+        super().__init__(gm)
+        self.fulls = fulls
+
+    def call_function(self, target, args, kwargs):
+        if target is ops.all_gather.default:
+            return [*(self.fulls[fqn] for fqn in args[1]), torch.empty(0)]
+        return super().call_function(target, args, kwargs)
+
+
+@settings(max_examples=150, deadline=None)
+@given(models())
+def test_whatever_the_order_of_uses_each_parameter_is_gathered_once_before_them(model):
+    gm, known, bucket_bytes = model
+    used = [n for n in known if any(user.op != "output" for user in n.users)]
+    by_fqn = {f.fqn: f for f in known.values()}
+    fulls = {f.fqn: torch.randn(2, 2, dtype=torch.float64) for f in known.values()}
+    x = torch.randn(2, 2, dtype=torch.float64)
+    expected = gm(x, *fulls.values(), None)
+
+    kept = insert_gathers(gm, known, bucket_bytes)
+    chain_collectives(gm)
+
+    buckets = [gather.args[1] for gather in gathers_of(gm)]
+    gathered = [fqn for bucket in buckets for fqn in bucket]
+    assert sorted(gathered) == sorted(known[n].fqn for n in used)
+    for bucket in buckets:
+        assert len({by_fqn[fqn].group for fqn in bucket}) == 1
+        assert len(bucket) == 1 or sum(by_fqn[fqn].nbytes for fqn in bucket) <= bucket_bytes
+    for node in known:
+        assert all(
+            user.target is ops.all_gather.default or user.op == "output" for user in node.users
+        )
+    # A graph whose uses come after their gathers runs, although the inputs hold no data.
+    actual = Gathering(gm, fulls).run(x, *(f"placeholder {fqn}" for fqn in fulls), None)
+    assert torch.equal(actual[0], expected[0])
+    for saved, full in zip(actual[1:], expected[1:], strict=True):
+        (fqn,) = (fqn for fqn in fulls if fulls[fqn] is full)
+        keeps = fqn in gathered and not by_fqn[fqn].reshard_after_forward
+        assert (saved is full) if keeps else (saved == f"placeholder {fqn}")
+        assert (fqn in kept) == keeps
+
+
+# ---- insert_reduces
+
+
+@pytest.mark.smoke
+def test_a_gradient_is_reduced_as_soon_as_it_exists():
+    def backward(x, w, tangent):
+        grad_w = torch.mm(torch.t(x), tangent)
+        grad_b = torch.sum(tangent, 0)
+        grad_x = torch.mm(tangent, torch.t(w))
+        return grad_w, grad_b, grad_x
+
+    gm = partitioned_graph(backward, *square(3))
+
+    insert_reduces(gm, {0: facts("fc.weight"), 1: facts("fc.bias")})
+
+    assert_text(
+        gm,
+        """\
+        x: f32[4, 4]
+        w: f32[4, 4]
+        tangent: f32[4, 4]
+        t: f32[4, 4] = t(x)
+        mm: f32[4, 4] = mm(t, tangent)
+        reduce_grad: f32[0] = zero3.reduce_grad(mm, 'fc.weight')
+        sum_1: f32[4] = sum(tangent, 0)
+        reduce_grad_1: f32[0] = zero3.reduce_grad(sum_1, 'fc.bias')
+        t_1: f32[4, 4] = t(w)
+        mm_1: f32[4, 4] = mm(tangent, t_1)
+        return [None, None, mm_1]
+        """,
+    )
+
+
+@pytest.mark.smoke
+def test_a_gradient_that_is_a_graph_input_is_reduced_first():
+    gm = partitioned_graph(lambda x, tangent: (torch.mul(x, tangent), tangent), *square(2))
+
+    insert_reduces(gm, {1: facts("bias")})
+
+    assert_text(
+        gm,
+        """\
+        x: f32[4, 4]
+        tangent: f32[4, 4]
+        reduce_grad: f32[0] = zero3.reduce_grad(tangent, 'bias')
+        mul: f32[4, 4] = mul(x, tangent)
+        return [mul, None]
+        """,
+    )
+
+
+def test_a_parameter_without_a_gradient_is_not_reduced():
+    gm = partitioned_graph(lambda tangent: (None, torch.neg(tangent)), *square(1))
+
+    insert_reduces(gm, {0: facts("unused")})
+
+    assert not reduces_of(gm)
+    assert gm.graph.output_node().args[0][0] is None
+
+
+def test_one_tensor_that_is_the_gradient_of_two_parameters_is_reduced_for_both():
+    def backward(tangent):
+        grad = torch.neg(tangent)
+        return grad, grad
+
+    gm = partitioned_graph(backward, *square(1))
+
+    insert_reduces(gm, {0: facts("a"), 1: facts("b")})
+
+    assert sorted(node.args[1] for node in reduces_of(gm)) == ["a", "b"]
+    assert gm.graph.output_node().args[0] == (None, None)
+
+
+def test_dead_code_elimination_keeps_the_reductions():
+    gm = partitioned_graph(lambda tangent: (torch.neg(tangent),), *square(1))
+    insert_reduces(gm, {0: facts("w")})
+
+    gm.graph.eliminate_dead_code()
+
+    assert len(reduces_of(gm)) == 1
+
+
+def reduces_of(gm):
+    return gm.graph.find_nodes(op="call_function", target=ops.reduce_grad.default)
+
+
+# ---- chain_collectives
+
+
+@pytest.mark.smoke
+def test_each_collective_takes_the_token_of_the_one_before_it():
+    def backward(x, h, w1, w2, tangent):
+        grad_h = torch.mm(tangent, torch.t(w2))
+        grad_w2 = torch.mm(torch.t(h), tangent)
+        grad_x = torch.mm(grad_h, torch.t(w1))
+        grad_w1 = torch.mm(torch.t(x), grad_h)
+        return grad_x, grad_w1, grad_w2
+
+    gm = partitioned_graph(backward, *square(5))
+    insert_gathers(gm, of_layers(gm, w2={"group": 1}), NO_LIMIT)
+    insert_reduces(gm, {1: facts("fc1.weight"), 2: facts("fc2.weight")})
+
+    chain_collectives(gm)
+
+    assert_text(
+        gm,
+        """\
+        x: f32[4, 4]
+        h: f32[4, 4]
+        w1: f32[4, 4]
+        w2: f32[4, 4]
+        tangent: f32[4, 4]
+        all_gather = zero3.all_gather([w2], ['fc2.weight'])
+        gathered: f32[0] = getitem(all_gather, 1)
+        fc2_weight: f32[4, 4] = getitem(all_gather, 0)
+        t: f32[4, 4] = t(fc2_weight)
+        mm: f32[4, 4] = mm(tangent, t)
+        t_1: f32[4, 4] = t(h)
+        mm_1: f32[4, 4] = mm(t_1, tangent)
+        reduce_grad_1: f32[0] = zero3.reduce_grad(mm_1, 'fc2.weight', gathered)
+        all_gather_1 = zero3.all_gather([w1], ['fc1.weight'], reduce_grad_1)
+        gathered_1: f32[0] = getitem(all_gather_1, 1)
+        fc1_weight: f32[4, 4] = getitem(all_gather_1, 0)
+        t_2: f32[4, 4] = t(fc1_weight)
+        mm_2: f32[4, 4] = mm(mm, t_2)
+        t_3: f32[4, 4] = t(x)
+        mm_3: f32[4, 4] = mm(t_3, mm)
+        reduce_grad: f32[0] = zero3.reduce_grad(mm_3, 'fc1.weight', gathered_1)
+        return [mm_2, None, None]
+        """,
+    )
+
+
+@pytest.mark.smoke
+def test_the_chain_follows_gathers_and_leaves_no_token_unused():
+    gm = partitioned_graph(three_layers, *square(4))
+    parameters = of_layers(gm, w2={"group": 1}, w3={"group": 2})
+    insert_gathers(gm, parameters, NO_LIMIT)
+
+    chain_collectives(gm)
+
+    assert_text(
+        gm,
+        """\
+        x: f32[4, 4]
+        w1: f32[4, 4]
+        w2: f32[4, 4]
+        w3: f32[4, 4]
+        all_gather = zero3.all_gather([w1], ['fc1.weight'])
+        gathered: f32[0] = getitem(all_gather, 1)
+        fc1_weight: f32[4, 4] = getitem(all_gather, 0)
+        mm: f32[4, 4] = mm(x, fc1_weight)
+        all_gather_1 = zero3.all_gather([w2], ['fc2.weight'], gathered)
+        gathered_1: f32[0] = getitem(all_gather_1, 1)
+        fc2_weight: f32[4, 4] = getitem(all_gather_1, 0)
+        mm_1: f32[4, 4] = mm(mm, fc2_weight)
+        all_gather_2 = zero3.all_gather([w3], ['fc3.weight'], gathered_1)
+        fc3_weight: f32[4, 4] = getitem(all_gather_2, 0)
+        mm_2: f32[4, 4] = mm(mm_1, fc3_weight)
+        return mm_2
+        """,
+    )
