@@ -149,6 +149,7 @@ def _facts(parameters: Mapping[int, ShardedParameter]) -> dict[int, ParameterFac
         position: ParameterFacts(
             fqn=parameter.fqn,
             group=groups.setdefault(id(parameter.group), len(groups)),
+            dim=parameter.placeholder.dim(),
             nbytes=parameter.placeholder.numel() * parameter.placeholder.element_size(),
             reshard_after_forward=parameter.reshard_after_forward,
             grad_dtype=parameter.handle.grad_dtype,
@@ -189,11 +190,12 @@ def _compile(
                 rewrite(graph_module, bool(kwargs.get("is_backward")))
                 return torch_internals.compile_fx_inner(graph_module, example_inputs, **kwargs)
 
+            config = dict(options.inductor_config)
+            if any(facts.dim == 4 for facts in inputs.values()):
+                # It reorders the 4-D ancestors of a convolution, and would read a placeholder.
+                config["layout_optimization"] = False
             return torch_internals.compile_fx(
-                gm,
-                example_inputs,
-                inner_compile=inner_compile,
-                config_patches=dict(options.inductor_config) or None,
+                gm, example_inputs, inner_compile=inner_compile, config_patches=config or None
             )
 
         def interpret(is_backward: bool) -> Callable:

@@ -242,6 +242,7 @@ def _dense_strides(tensor: torch.Tensor) -> list[int]:
     return list(torch.empty_like(tensor, device="meta").stride())
 
 
+@torch.compiler.disable
 def _deliver(gradients: Sequence[tuple[_C.Parameter, torch.Tensor]]) -> None:
     """What the runtime calls at the end of a backward, with everything that was reduced in it."""
     delivered: dict[str, ShardedParameter] = {}
@@ -257,6 +258,7 @@ def _deliver(gradients: Sequence[tuple[_C.Parameter, torch.Tensor]]) -> None:
             hook(shard)
 
 
+@torch.compiler.disable
 def _refresh(fqn: str) -> None:
     """What the runtime calls before it gathers for an op that met no code of ours on its way."""
     parameter = find(fqn)

@@ -62,6 +62,7 @@ class _SavedByOther:
         return self.unpack_hook(self.value)
 
 
+@torch.compiler.disable
 def _unpack(packed: torch.Tensor | _SavedView | _SavedByOther) -> torch.Tensor:
     return packed if isinstance(packed, torch.Tensor) else packed.unpack()
 
@@ -106,6 +107,7 @@ class SavedTensors:
         for storage in self._owners.pop(owner, ()):
             del self._watched[storage]
 
+    @torch.compiler.disable
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _SavedView | _SavedByOther:
         found = self._watched.get(torch_internals.storage_address(tensor))
         if found is not None:

@@ -53,16 +53,23 @@ class RankPool:
                 pipe.send((function, args, os.path.join(folder, "store")))
             results, errors = self._collect(timeout)
         if errors:
-            self.close()  # the ranks are out of step
+            self._kill()  # the ranks are out of step
             raise AssertionError(_told_once(errors))
         return [results[rank] for rank in range(self.world_size)]
 
     def close(self):
-        """Kills the processes; a further run starts new ones."""
+        """Ends the processes; a further run starts new ones."""
+        for _, pipe in self._ranks:
+            pipe.close()
+        for process, _ in self._ranks:
+            process.join(GRACE_SECONDS)
+        self._kill()
+
+    def _kill(self):
         for process, pipe in self._ranks:
+            pipe.close()
             process.kill()
             process.join()
-            pipe.close()
         self._ranks = []
         if self._folder is not None:
             self._folder.cleanup()

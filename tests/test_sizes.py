@@ -94,6 +94,26 @@ def test_parameters_need_not_be_contiguous(run_ranks, how):
     run_ranks(2, _non_contiguous, how)
 
 
+class _Convolution(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 32, 2, stride=2)
+        self.head = nn.Linear(128, 5)
+
+    def forward(self, x):
+        return self.head(self.conv(x.view(-1, 3, 4, 4)).flatten(1))
+
+
+def _convolution(how):
+    _two_steps(_Convolution(), how, width=48)
+
+
+@each_way
+def test_a_convolution_gets_its_weight_in_the_layout_of_the_parameter(run_ranks, how):
+    # A compiler that prefers channels last may reorder what was gathered, not what is gathered.
+    run_ranks(2, _convolution, how)
+
+
 # ---- what is beside the parameters
 
 

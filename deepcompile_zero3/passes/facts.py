@@ -13,6 +13,7 @@ class ParameterFacts:
         fqn: the name it goes by in graphs.
         group: number of its parameter group; neighbours of one group are gathered together.
         nbytes: of the full tensor in the compute dtype.
+        dim: number of its dimensions.
         reshard_after_forward: False keeps what forward gathered until backward has used it.
         grad_dtype: of the leaf's contract; None keeps whatever arrives.
         declares_grad_dtype: whether the contract must be declared to AOTAutograd.
@@ -21,6 +22,7 @@ class ParameterFacts:
     fqn: str
     group: int
     nbytes: int
+    dim: int = 2
     reshard_after_forward: bool = True
     grad_dtype: torch.dtype | None = None
     declares_grad_dtype: bool = False
