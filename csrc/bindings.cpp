@@ -74,7 +74,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           })
       .def_readonly("accumulated", &Parameter::accumulated)
       .def_readonly("pending_uses", &Parameter::pending_uses)
-      .def("add_use", &Parameter::add_use, py::arg("first"))
       .def("register",
            [](const ParameterPtr& self, const std::string& fqn) { Registry::get().add(self, fqn); })
       .def("unregister", [](const ParameterPtr& self) { Registry::get().remove(self); });
@@ -89,7 +88,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("stop", &CollectiveLog::stop)
       .def("records", &CollectiveLog::records);
 
-  m.def("in_backward", [] { return torch::autograd::get_current_graph_task_id() != -1; });
+  m.def("add_uses", [](const std::vector<ParameterPtr>& parameters, bool first) {
+    for (auto& parameter : parameters) parameter->add_use(first);
+  });
+  m.def("running_backward", [] { return torch::autograd::get_current_graph_task_id(); });
   m.def("forget_uses", [](int64_t root) {
     for (auto& parameter : Registry::get().of_root(root)) parameter->pending_uses = 0;
   });

@@ -1,4 +1,5 @@
 // The operators. Graphs hold all_gather and reduce_grad; models call unshard.
+#include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/library.h>
@@ -28,7 +29,8 @@ std::vector<Tensor> all_gather(at::TensorList placeholders, std::vector<std::str
   return result;
 }
 
-Tensor reduce_grad(const Tensor& grad, std::string fqn, const std::optional<Tensor>& after) {
+Tensor reduce_grad(const Tensor& grad, std::string fqn, const std::optional<Tensor>& after,
+                   int64_t use) {
   Reduction::current()->add(Registry::get().find(fqn), grad);
   return token(grad);
 }
@@ -52,11 +54,23 @@ Tensor call_unshard(const Tensor& placeholder, const std::string& fqn) {
   return op.call(placeholder, fqn);
 }
 
-void call_reduce_grad(const Tensor& grad, const std::string& fqn) {
-  static auto op = c10::Dispatcher::singleton()
-                       .findSchemaOrThrow("zero3::reduce_grad", "")
-                       .typed<Tensor(const Tensor&, std::string, const std::optional<Tensor>&)>();
-  op.call(grad, fqn, std::nullopt);
+void call_reduce_grad(const Tensor& grad, const std::string& fqn, int64_t use) {
+  static auto op =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("zero3::reduce_grad", "")
+          .typed<Tensor(const Tensor&, std::string, const std::optional<Tensor>&, int64_t)>();
+  op.call(grad, fqn, std::nullopt, use);
+}
+
+bool is_traced(const Tensor& tensor) {
+  return tensor.unsafeGetTensorImpl()->is_python_dispatch() ||
+         tensor.key_set().has(c10::DispatchKey::Functionalize);
+}
+
+// A compiler merges two nodes that are alike; the same gradient for two uses must count twice.
+int64_t next_traced_use(const std::string& fqn) {
+  auto parameter = Registry::get().find_or_null(fqn);
+  return parameter ? parameter->traced_uses++ : 0;
 }
 
 class Unshard : public torch::autograd::Function<Unshard> {
@@ -64,6 +78,7 @@ class Unshard : public torch::autograd::Function<Unshard> {
   static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& placeholder,
                         std::string fqn) {
     context->saved_data["fqn"] = fqn;
+    context->saved_data["use"] = is_traced(placeholder) ? next_traced_use(fqn) : 0;
     context->set_materialize_grads(false);
     at::AutoDispatchBelowADInplaceOrView guard;
     return call_unshard(placeholder, fqn);
@@ -71,7 +86,12 @@ class Unshard : public torch::autograd::Function<Unshard> {
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  torch::autograd::variable_list grads) {
-    if (grads[0].defined()) call_reduce_grad(grads[0], context->saved_data["fqn"].toStringRef());
+    TORCH_CHECK(!c10::GradMode::is_enabled(), "zero3: the gradient of '",
+                context->saved_data["fqn"].toStringRef(),
+                "' cannot be differentiated again: backward(create_graph=True) is not supported");
+    if (grads[0].defined())
+      call_reduce_grad(grads[0], context->saved_data["fqn"].toStringRef(),
+                       context->saved_data["use"].toInt());
     return {Tensor(), Tensor()};
   }
 };
@@ -82,9 +102,7 @@ Tensor unshard_autograd(const Tensor& placeholder, std::string fqn) {
   auto parameter = Registry::get().find_or_null(fqn);
   if (!parameter) return full;
   declare_grad_dtype(full, parameter->grad_dtype);
-  const bool traced = full.unsafeGetTensorImpl()->is_python_dispatch() ||
-                      full.key_set().has(c10::DispatchKey::Functionalize);
-  if (!traced) parameter->add_use(/*first=*/false);
+  if (!is_traced(placeholder)) parameter->add_use(/*first=*/false);
   return full;
 }
 
@@ -92,7 +110,7 @@ Tensor unshard_autograd(const Tensor& placeholder, std::string fqn) {
 
 TORCH_LIBRARY(zero3, m) {
   m.def("all_gather(Tensor[] placeholders, str[] fqns, Tensor? after=None) -> Tensor[]");
-  m.def("reduce_grad(Tensor grad, str fqn, Tensor? after=None) -> Tensor");
+  m.def("reduce_grad(Tensor grad, str fqn, Tensor? after=None, int use=0) -> Tensor");
   m.def("unshard(Tensor placeholder, str fqn) -> Tensor");
 }
 

@@ -67,22 +67,26 @@ ParameterPtr Registry::find(const std::string& fqn) {
 }
 
 std::set<int64_t> Registry::live_roots() {
+  std::vector<ParameterPtr> alive;  // dies after the lock: the last owner frees tensors
   std::lock_guard lock(mutex_);
   std::erase_if(parameters_, [](auto& item) { return item.second.expired(); });
   std::set<int64_t> result;
   for (auto& [fqn, weak] : parameters_)
-    if (auto parameter = weak.lock()) result.insert(parameter->root);
+    if (auto parameter = weak.lock()) {
+      result.insert(parameter->root);
+      alive.push_back(std::move(parameter));
+    }
   return result;
 }
 
 std::vector<ParameterPtr> Registry::of_root(int64_t root) {
-  std::vector<ParameterPtr> result;
+  std::vector<ParameterPtr> result;  // dies after the lock: the last owner frees tensors
   {
     std::lock_guard lock(mutex_);
     for (auto& [fqn, weak] : parameters_)
-      if (auto parameter = weak.lock(); parameter && parameter->root == root)
-        result.push_back(parameter);
+      if (auto parameter = weak.lock()) result.push_back(std::move(parameter));
   }
+  std::erase_if(result, [root](const ParameterPtr& p) { return p->root != root; });
   std::ranges::sort(result, {}, [](const ParameterPtr& p) { return p->order; });
   return result;
 }

@@ -52,6 +52,9 @@ struct Parameter {
   // hint: a promise that is not kept costs a wait until the end of the backward.
   int64_t pending_uses = 0;
 
+  // Counts traced uses, so that no two of their reductions are the same node to a compiler.
+  int64_t traced_uses = 0;
+
   int64_t rows() const { return sizes[0]; }
   int64_t chunk_rows() const { return (rows() + world_size - 1) / world_size; }
   int64_t shard_rows() const { return rows_of(rank); }

@@ -132,12 +132,13 @@ std::shared_ptr<Reduction> Reduction::current() {
 }
 
 Reduction::~Reduction() {
-  // After finish() nothing is left here. Else the backward raised: what it left must not leak into
-  // the next one.
-  for (auto& parameter : arrived_) {
-    parameter->accumulated.reset();
-    parameter->pending_uses = 0;
-  }
+  // After finish() nothing is left here. Else the backward raised: the sums of its model's
+  // parameters are half those of this backward, and must not leak into the next one.
+  for (int64_t root : roots())
+    for (auto& parameter : Registry::get().of_root(root)) {
+      parameter->accumulated.reset();
+      parameter->pending_uses = 0;
+    }
 }
 
 void Reduction::add(const ParameterPtr& parameter, const at::Tensor& raw) {
@@ -154,9 +155,12 @@ void Reduction::add(const ParameterPtr& parameter, const at::Tensor& raw) {
     accumulated = accumulated.to(wider).add_(grad);
   }
   if (!parameter->requires_gradient_sync || parameter->pending_uses > 0) {
-    if (!accumulated.defined())
-      accumulated = grad.to(parameter->reduce_dtype.value_or(grad.scalar_type()),
+    if (!accumulated.defined()) {
+      auto wider = at::promote_types(parameter->reduce_dtype.value_or(grad.scalar_type()),
+                                     parameter->shard_grad_dtype.value_or(grad.scalar_type()));
+      accumulated = grad.to(at::promote_types(wider, grad.scalar_type()),
                             /*non_blocking=*/false, /*copy=*/grad.is_same(raw));
+    }
     return;
   }
   send(parameter, accumulated.defined() ? std::exchange(accumulated, {}) : grad);
@@ -199,16 +203,20 @@ void Reduction::finish_oldest() {
   in_flight_.erase(in_flight_.begin());
 }
 
+std::vector<int64_t> Reduction::roots() const {
+  std::vector<int64_t> result;
+  for (auto& parameter : arrived_)
+    if (std::ranges::find(result, parameter->root) == result.end())
+      result.push_back(parameter->root);
+  return result;
+}
+
 void Reduction::finish() {
   c10::NoGradGuard no_grad;
-  std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
   // Uses that gave no gradient in this backward, and micro-batches accumulated without sync.
-  std::vector<int64_t> roots;
-  for (auto& parameter : arrived_) {
-    parameter->pending_uses = 0;
-    if (std::ranges::find(roots, parameter->root) == roots.end()) roots.push_back(parameter->root);
-  }
-  for (int64_t root : roots)
+  for (auto& parameter : arrived_) parameter->pending_uses = 0;
+  for (int64_t root : roots())
     for (auto& parameter : Registry::get().of_root(root))
       if (parameter->requires_gradient_sync && parameter->accumulated.defined())
         send(parameter, std::exchange(parameter->accumulated, {}));
@@ -219,6 +227,7 @@ void Reduction::finish() {
   }
   while (!in_flight_.empty()) finish_oldest();
   arrived_.clear();
+  lock.unlock();  // hooks of the user run now
   if (deliver) deliver(std::exchange(results_, {}));
 }
 

@@ -76,6 +76,7 @@ class Reduction : public std::enable_shared_from_this<Reduction> {
   void launch(std::unique_ptr<Bucket> bucket);
   void finish_oldest();
   void finish();
+  std::vector<int64_t> roots() const;  // of the parameters that arrived, in order
 
   std::mutex mutex_;  // gradients on two devices arrive on two threads
   std::vector<ParameterPtr> arrived_;

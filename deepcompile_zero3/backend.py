@@ -24,6 +24,7 @@ from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.passes.gather import insert_gathers
 from deepcompile_zero3.passes.lift import declare_grad_dtypes, lift_unshards
 from deepcompile_zero3.passes.reduce import insert_reduces
+from deepcompile_zero3.runtime import _C
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,8 @@ class Options:
             raise ValueError(f"option 'inductor_config' is a dict, got {self.inductor_config!r}")
         if self.inductor_config and not self.inductor:
             raise ValueError("option 'inductor_config' needs 'inductor': True")
-        number = isinstance(self.gather_bucket_mb, int | float)
-        if not number or not 0 < self.gather_bucket_mb < float("inf"):
+        is_number = type(self.gather_bucket_mb) in (int, float)
+        if not is_number or not 0 < self.gather_bucket_mb < float("inf"):
             raise ValueError(
                 f"option 'gather_bucket_mb' is a positive number, got {self.gather_bucket_mb!r}"
             )
@@ -119,10 +120,9 @@ class _CompiledGraph:
             # follow it now, so the next call compiles; this one is right in eager.
             return self._eager(*args)
         if torch.is_grad_enabled():
-            for parameter in parameters:
-                if parameter.placeholder.requires_grad:
-                    # Where nobody is in forward in eager code, this graph is the whole forward.
-                    parameter.handle.add_use(first=not parameter.group.in_forward)
+            # Where nobody is in forward in eager code, this graph is the whole forward.
+            first = not any(group.in_forward for group in {p.group for p in parameters})
+            _C.add_uses([p.handle for p in parameters if p.placeholder.requires_grad], first)
         return self._run(*args)
 
 
@@ -149,11 +149,14 @@ def _facts(parameters: Mapping[int, ShardedParameter]) -> dict[int, ParameterFac
         position: ParameterFacts(
             fqn=parameter.fqn,
             group=groups.setdefault(id(parameter.group), len(groups)),
+            order=position,
             dim=parameter.placeholder.dim(),
             nbytes=parameter.placeholder.numel() * parameter.placeholder.element_size(),
             reshard_after_forward=parameter.reshard_after_forward,
             grad_dtype=parameter.handle.grad_dtype,
-            declares_grad_dtype=parameter.declares_grad_dtype,
+            declares_grad_dtype=(
+                parameter.declares_grad_dtype and parameter.placeholder.requires_grad
+            ),
         )
         for position, parameter in parameters.items()
     }

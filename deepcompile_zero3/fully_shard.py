@@ -113,7 +113,8 @@ def _settle_ownership(module: nn.Module, group: ParameterGroup) -> None:
         parameter.forget_name()
 
     # The first sharded model of a process has plain names; those of a second one begin with its
-    # class and number. Numbers follow the order of the fully_shard calls, which ranks share.
+    # class and number. Numbers follow the order of the fully_shard calls; that of a
+    # deleted model is free again.
     in_use = _C.live_roots()
     root = next(number for number in itertools.count(1) if number not in in_use)
     label = "" if root == 1 else f"{original_class(module).__name__}:{root}."
@@ -187,6 +188,10 @@ def _check_module(module: nn.Module, ignored: set[nn.Parameter]) -> None:
             f"a {kind} has no forward, so nothing would say when its parameters are needed: call "
             "fully_shard on the modules in it instead"
         )
+    for submodule in module.modules():
+        if isinstance(submodule, Zero3Module):
+            for sharded in submodule._zero3_group.parameters:
+                _ = sharded.shard  # raises if it was replaced
     for prefix, submodule in _unsharded_modules(module):
         where = f"'{prefix}' ({type(submodule).__name__})" if prefix else f"the {kind}"
         if isinstance(submodule, torch.jit.ScriptModule):

@@ -71,16 +71,18 @@ class ParameterGroup:
         """What ``module.weight`` is: the full tensor inside of a forward, else the DTensor."""
         running = [group for group in self.ancestry() if group._depth > 0]
         if not running and not self._unsharded:
-            if _C.in_backward() and torch.is_grad_enabled():
+            if _C.running_backward() != -1:
                 # A recomputation of activations, whose module is not in forward itself.
                 return ops.unshard.default(parameter.placeholder, parameter.fqn)
             return parameter.shard
+        saved = running[-1]._saved if running else None
+        if saved is not None:
+            self._gather()
+            saved.watch(self, self.parameters)
         value = self._reads.get(parameter)
         differentiable = parameter.placeholder.requires_grad and torch.is_grad_enabled()
         if value is None or value.requires_grad != differentiable:
             self._gather()
-            if running and running[-1]._saved is not None:
-                running[-1]._saved.watch(self, self.parameters)
             value = ops.unshard.default(parameter.placeholder, parameter.fqn)
             self._reads[parameter] = value
         return value
@@ -139,7 +141,7 @@ class ParameterGroup:
     def _begin(self) -> None:
         # In a backward this is a recomputation: checkpoint's own hooks are in charge, and what is
         # saved now is used at once.
-        if not self.in_forward and not _C.in_backward():
+        if not self.in_forward and _C.running_backward() == -1:
             _C.forget_uses(self.root)
             self._saved = SavedTensors()
             self._saved.start()
@@ -147,6 +149,8 @@ class ParameterGroup:
 
     @torch.compiler.disable
     def _end(self) -> None:
+        if self._depth == 0:
+            return  # something raised before _begin
         self._depth -= 1
         if self._depth > 0:
             return

@@ -262,8 +262,11 @@ def _deliver(gradients: Sequence[tuple[_C.Parameter, torch.Tensor]]) -> None:
 def _refresh(fqn: str) -> None:
     """What the runtime calls before it gathers for an op that met no code of ours on its way."""
     parameter = find(fqn)
-    if parameter is not None:
-        parameter.refresh()
+    if parameter is not None and not parameter.refresh() and parameter.placeholder.requires_grad:
+        raise Zero3Error(
+            f"'{fqn}' was frozen when this graph was compiled and needs a gradient now; run the "
+            "model again: it compiles anew"
+        )
 
 
 _C.set_deliver(_deliver)

@@ -41,7 +41,9 @@ def _(
 
 
 @torch.library.register_fake("zero3::reduce_grad")
-def _(grad: torch.Tensor, fqn: str, after: torch.Tensor | None = None) -> torch.Tensor:
+def _(
+    grad: torch.Tensor, fqn: str, after: torch.Tensor | None = None, use: int = 0
+) -> torch.Tensor:
     return grad.new_empty(0)
 
 
@@ -61,12 +63,15 @@ class CollectiveLog(Sequence[_C.Collective]):
     def __len__(self) -> int:
         return len(self._log.records())
 
+    def __iter__(self) -> Iterator[_C.Collective]:
+        return iter(self._log.records())
+
 
 @contextlib.contextmanager
 def record_collectives() -> Iterator[CollectiveLog]:
     """Records this rank's collectives while the block runs.
 
-    Yields a sequence of records with ``op`` ("all_gather", "reduce_scatter" or "all_reduce"),
+    Yields a sequence of records with ``op`` ("all_gather" or "reduce_scatter"),
     ``dtype`` (on the wire), ``nbytes`` (of the full, unsharded buffer, padding included) and
     ``params`` (the FQNs inside).
 

@@ -20,6 +20,7 @@ import torch
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.parameter import ShardedParameter, all_gather
+from deepcompile_zero3.runtime import _C
 
 
 class _Regather:
@@ -28,11 +29,16 @@ class _Regather:
     def __init__(self) -> None:
         self.parameters: dict[ShardedParameter, None] = {}  # in the order in which they were saved
         self._fulls: dict[ShardedParameter, torch.Tensor] = {}
+        self._backward = -1  # which backward they were gathered for
 
     def full(self, parameter: ShardedParameter) -> torch.Tensor:
-        if not self._fulls:
-            parameters = list(self.parameters)
-            self._fulls = dict(zip(parameters, all_gather(parameters), strict=True))
+        if self._backward != _C.running_backward():
+            # A graph that was retained runs again: parameters may have changed since.
+            self._backward = _C.running_backward()
+            self._fulls.clear()
+        if parameter not in self._fulls:
+            missing = [saved for saved in self.parameters if saved not in self._fulls]
+            self._fulls.update(zip(missing, all_gather(missing), strict=True))
         return self._fulls[parameter]
 
 
@@ -109,7 +115,8 @@ class SavedTensors:
 
     @torch.compiler.disable
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _SavedView | _SavedByOther:
-        found = self._watched.get(torch_internals.storage_address(tensor))
+        dense = tensor.layout == torch.strided
+        found = self._watched.get(torch_internals.storage_address(tensor)) if dense else None
         if found is not None:
             regather, parameter = found
             regather.parameters[parameter] = None

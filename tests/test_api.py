@@ -191,17 +191,17 @@ def test_captured_graphs_show_what_is_gathered_and_reduced_where():
     expecttest.assert_expected_inline(
         forward.text,
         """\
-primals_1: f32[4, 8]
-primals_2: f32[2, 4]
+primals_1: f32[2, 4]
+primals_2: f32[4, 8]
 primals_3: f32[8, 4]
-all_gather = zero3.all_gather([primals_1, primals_3], ['up', 'down'])
+all_gather = zero3.all_gather([primals_2, primals_3], ['up', 'down'])
 up: f32[4, 8] = getitem(all_gather, 0)
 down: f32[8, 4] = getitem(all_gather, 1)
-mm: f32[2, 8] = aten.mm(primals_2, up)
+mm: f32[2, 8] = aten.mm(primals_1, up)
 sin: f32[2, 8] = aten.sin(mm)
 mm_1: f32[2, 4] = aten.mm(sin, down)
 t: f32[8, 2] = aten.t(sin)
-t_2: f32[4, 2] = aten.t(primals_2)
+t_2: f32[4, 2] = aten.t(primals_1)
 return [mm_1, primals_3, mm, t, t_2]""",
     )
     expecttest.assert_expected_inline(

@@ -53,7 +53,7 @@ def _allocated():
     libc = ctypes.CDLL("libc.so.6")
     libc.mallinfo2.restype = _Mallinfo2
     samples = []
-    for _ in range(4):
+    for _ in range(10):
         time.sleep(0.1)
         samples.append(libc.mallinfo2().hblkhd)
     return min(samples)

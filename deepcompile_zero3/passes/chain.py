@@ -20,7 +20,7 @@ def chain_collectives(gm: fx.GraphModule) -> None:
         if node.target not in (ops.all_gather.default, ops.reduce_grad.default):
             continue
         if token is not None:
-            node.args = (*node.args[:2], token)
+            node.args = (*node.args[:2], token, *node.args[3:])
             # Tracing may have noted values of the former arguments, which Inductor would trust.
             node.meta = {"val": node.meta["val"]}
         token = node

@@ -14,6 +14,7 @@ class ParameterFacts:
         group: number of its parameter group; neighbours of one group are gathered together.
         nbytes: of the full tensor in the compute dtype.
         dim: number of its dimensions.
+        order: of the parameter in the model's forward, before any graph was optimised.
         reshard_after_forward: False keeps what forward gathered until backward has used it.
         grad_dtype: of the leaf's contract; None keeps whatever arrives.
         declares_grad_dtype: whether the contract must be declared to AOTAutograd.
@@ -23,6 +24,7 @@ class ParameterFacts:
     group: int
     nbytes: int
     dim: int = 2
+    order: int = 0
     reshard_after_forward: bool = True
     grad_dtype: torch.dtype | None = None
     declares_grad_dtype: bool = False

@@ -3,6 +3,7 @@
 import operator
 from collections.abc import Iterator, Mapping
 
+import torch
 from torch import fx
 
 from deepcompile_zero3.passes.facts import ParameterFacts
@@ -32,13 +33,17 @@ def insert_gathers(
     by_first_use = sorted(first_use, key=lambda node: order[first_use[node]])
     kept = []
     for bucket in _buckets(by_first_use, parameters, bucket_bytes):
-        with graph.inserting_before(first_use[bucket[0]]):
+        first = first_use[bucket[0]]
+        # Where two first uses lie close together, their order may depend on activation shapes.
+        bucket.sort(key=lambda node: parameters[node].order)
+        with graph.inserting_before(first):
             fqns = [parameters[node].fqn for node in bucket]
             gather = graph.create_node(
                 "call_function", ops.all_gather.default, (bucket, fqns), name="all_gather"
             )
             token = bucket[0].meta["val"].new_empty(0)
-            gather.meta["val"] = [node.meta["val"] for node in bucket] + [token]
+            values = [torch.empty_like(node.meta["val"]) for node in bucket]
+            gather.meta["val"] = [*values, token]
             for position, node in enumerate(bucket):
                 full = graph.create_node(
                     "call_function",
@@ -46,7 +51,7 @@ def insert_gathers(
                     (gather, position),
                     name=fqns[position].replace(".", "_"),
                 )
-                full.meta["val"] = node.meta["val"]
+                full.meta["val"] = values[position]
                 if _replace(node, full, gather, not parameters[node].reshard_after_forward):
                     kept.append(fqns[position])
     graph.lint()
