@@ -168,7 +168,9 @@ def _run(function, args, store, rank, world_size):
     )
     try:
         torch.manual_seed(0)
-        return function(*args)
+        result = function(*args)
+        dist.barrier()  # or a rank that is done early would hang up on one that begins late
+        return result
     finally:
         torch._dynamo.reset()
         dist.destroy_process_group()
