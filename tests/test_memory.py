@@ -11,6 +11,7 @@ import time
 
 import pytest
 from models import batch_of, compiled, mean_square
+from ranks import RankPool
 from torch import nn
 
 from deepcompile_zero3 import fully_shard
@@ -20,6 +21,21 @@ MIB = 2**20
 WIDTH = 1024
 WEIGHT = 4 * MIB  # [WIDTH, WIDTH] in float32
 CONSTANT = 2 * MIB  # of all that is no weight, in bytes: half of one
+
+
+@pytest.fixture
+def run_ranks():
+    """Processes of their own: in used ones, what earlier tests leave is freed while we measure."""
+
+    def run(world_size, function, *args):
+        pool = RankPool(world_size)
+        try:
+            return pool.run(function, *args, timeout=400)
+        finally:
+            pool.close()
+
+    return run
+
 
 each_way = pytest.mark.parametrize("how", ["zero3", "eager"])
 
