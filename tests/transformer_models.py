@@ -130,6 +130,7 @@ def t5():
 def vit():
     model = ViTForImageClassification(
         ViTConfig(
+            problem_type="single_label_classification",  # else the first step sets it
             hidden_size=32,
             num_hidden_layers=2,
             num_attention_heads=4,
