@@ -23,6 +23,7 @@ from deepcompile_zero3.passes.chain import chain_collectives
 from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.passes.gather import insert_gathers
 from deepcompile_zero3.passes.lift import declare_grad_dtypes, lift_unshards
+from deepcompile_zero3.passes.partition import settle_backward_gathers, take_needs
 from deepcompile_zero3.passes.reduce import insert_reduces
 from deepcompile_zero3.runtime import _C
 
@@ -178,9 +179,9 @@ def _compile(
         if is_backward:
             nodes = {node: facts for node, facts in nodes.items() if facts.fqn not in kept}
             insert_reduces(graph_module, gradients)
-        result = insert_gathers(graph_module, nodes, bucket_bytes)
-        if not is_backward:
-            kept.update(result)
+            insert_gathers(graph_module, nodes, bucket_bytes, take_needs(graph_module))
+        else:
+            kept.update(insert_gathers(graph_module, nodes, bucket_bytes))
         chain_collectives(graph_module)
         captured(graph_module, is_backward)
 
@@ -194,11 +195,14 @@ def _compile(
                 return torch_internals.compile_fx_inner(graph_module, example_inputs, **kwargs)
 
             config = dict(options.inductor_config)
+            config["custom_partitioner_fn"] = _Partitioner(
+                inputs, config.get("custom_partitioner_fn")
+            )
             if any(facts.dim == 4 for facts in inputs.values()):
                 # It reorders the 4-D ancestors of a convolution, and would read a placeholder.
                 config["layout_optimization"] = False
             return torch_internals.compile_fx(
-                gm, example_inputs, inner_compile=inner_compile, config_patches=config or None
+                gm, example_inputs, inner_compile=inner_compile, config_patches=config
             )
 
         def interpret(is_backward: bool) -> Callable:
@@ -211,8 +215,31 @@ def _compile(
         return torch_internals.aot_autograd(
             fw_compiler=interpret(False),
             bw_compiler=interpret(True),
-            partition_fn=torch_internals.min_cut_rematerialization_partition,
+            partition_fn=_Partitioner(inputs),
         )(gm, example_inputs)
+
+
+class _Partitioner(torch_internals.CustomPartitionerFn):  # type: ignore[misc]
+    """Inductor's partitioner, or another one of the user's, of a graph that was prepared."""
+
+    def __init__(self, inputs: Mapping[int, ParameterFacts], partitioner: Any = None) -> None:
+        self._inputs = inputs
+        self._partitioner = partitioner
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        nodes, _ = _describe(gm, self._inputs)
+        tangents = [
+            node
+            for node in gm.graph.find_nodes(op="placeholder")
+            if isinstance(node.meta.get("desc"), torch_internals.TangentAOTInput)
+        ]
+        settle_backward_gathers(gm, nodes, tangents)
+        partition = self._partitioner or torch_internals.min_cut_rematerialization_partition
+        return partition(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> Any:
+        """For Inductor's cache, whose keys have the partitioned graphs in them anyway."""
+        return self._partitioner.uuid() if self._partitioner else "deepcompile_zero3"
 
 
 def _refuse_writes(gm: fx.GraphModule, inputs: Mapping[int, ParameterFacts]) -> None:

@@ -26,10 +26,11 @@ def graph_text(gm: fx.GraphModule) -> str:
     Names are the graph's own, ops go without their default overload (``aten.mm``), and nothing
     depends on the machine, the process or the run.
     """
-    return "\n".join(_line(node) for node in gm.graph.nodes)
+    return "\n".join(node_text(node) for node in gm.graph.nodes)
 
 
-def _line(node: fx.Node) -> str:
+def node_text(node: fx.Node) -> str:
+    """A node as a line of :func:`graph_text`."""
     if node.op == "output":
         return f"return {_argument(node.args[0])}"
     value = _value(node.meta.get("val"))

@@ -52,9 +52,12 @@ min_cut_rematerialization_partition: Callable = _private(
 # What AOTAutograd says that an input or output of a partitioned graph is.
 PlainAOTInput: Any = _private("torch._functorch._aot_autograd.descriptors", "PlainAOTInput")
 GradAOTOutput: Any = _private("torch._functorch._aot_autograd.descriptors", "GradAOTOutput")
+TangentAOTInput: Any = _private("torch._functorch._aot_autograd.descriptors", "TangentAOTInput")
 InputMutationAOTOutput: Any = _private(
     "torch._functorch._aot_autograd.descriptors", "InputMutationAOTOutput"
 )
+# How Inductor is given another partitioner: a callable with a key for its cache.
+CustomPartitionerFn: Any = _private("torch._inductor.custom_graph_pass", "CustomPartitionerFn")
 
 _skip_code: Callable[..., None] = _private("torch._dynamo.eval_frame", "skip_code")
 _functorch_config = _private("torch._functorch", "config")

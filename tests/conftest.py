@@ -1,3 +1,6 @@
+import os
+import tempfile
+
 import pytest
 from ranks import RankPool
 
@@ -8,8 +11,22 @@ def pytest_configure(config):
     )
 
 
+@pytest.fixture(scope="session", autouse=True)
+def inductor_cache():
+    """Compilers find nothing on disk and leave nothing, unless TORCHINDUCTOR_CACHE_DIR is set.
+
+    A rank that is killed while it compiles may leave half a file, which no later run can load.
+    """
+    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
+        yield
+        return
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", folder)
+        yield
+
+
 @pytest.fixture(scope="session")
-def pools():
+def pools(inductor_cache):
     pools: dict[int, RankPool] = {}
     yield pools
     for pool in pools.values():

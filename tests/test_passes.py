@@ -4,6 +4,7 @@ No process group and no sharded parameter exists here: a pass sees a graph and f
 a wanted change, ``EXPECTTEST_ACCEPT=1 pytest tests/test_passes.py`` writes the new texts.
 """
 
+import inspect
 import textwrap
 
 import expecttest
@@ -13,14 +14,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
-from deepcompile_zero3.graph_text import graph_text
+from deepcompile_zero3.graph_text import graph_text, node_text
 from deepcompile_zero3.passes.chain import chain_collectives
 from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.passes.gather import insert_gathers
 from deepcompile_zero3.passes.lift import declare_grad_dtypes, lift_unshards
+from deepcompile_zero3.passes.partition import (
+    needed_in_backward,
+    settle_backward_gathers,
+    take_needs,
+)
 from deepcompile_zero3.passes.reduce import insert_reduces
 from deepcompile_zero3.runtime import ops
 
@@ -58,9 +65,10 @@ def of_layers(gm, **changes):
     return {n: facts(f"fc{n.name[1:]}.weight", **changes.get(n.name, {})) for n in weights}
 
 
-def assert_text(gm, expected):
+def assert_text(gm, expected, lines=None):
+    """The text of a graph, or some lines instead, is as expected: indented as in a test."""
     gm.graph.lint()
-    text = textwrap.indent(graph_text(gm), 8 * " ")
+    text = textwrap.indent(lines or graph_text(gm), 8 * " ")
     expecttest.assert_expected_inline(f"{text}\n        ", expected, skip=1)
 
 
@@ -581,6 +589,191 @@ def test_whatever_the_order_of_uses_each_parameter_is_gathered_once_before_them(
         keeps = fqn in gathered and not by_fqn[fqn].reshard_after_forward
         assert (saved is full) if keeps else (saved == f"placeholder {fqn}")
         assert (fqn in kept) == keeps
+
+
+@pytest.mark.smoke
+def test_what_the_partitioner_may_want_is_gathered_at_the_start():
+    gm = partitioned_graph(lambda x, w1, w2, w3: torch.mm(torch.neg(x), w3), *square(4))
+    parameters = of_layers(gm, w1={"group": 1})
+    w1, w2, _ = parameters
+
+    insert_gathers(gm, parameters, NO_LIMIT, at_the_start=[w1, w2])
+
+    assert_text(
+        gm,
+        """\
+        x: f32[4, 4]
+        w1: f32[4, 4]
+        w2: f32[4, 4]
+        w3: f32[4, 4]
+        all_gather = zero3.all_gather([w1, w2], ['fc1.weight', 'fc2.weight'])
+        fc1_weight: f32[4, 4] = getitem(all_gather, 0)
+        fc2_weight: f32[4, 4] = getitem(all_gather, 1)
+        neg: f32[4, 4] = neg(x)
+        all_gather_1 = zero3.all_gather([w3], ['fc3.weight'])
+        fc3_weight: f32[4, 4] = getitem(all_gather_1, 0)
+        mm: f32[4, 4] = mm(neg, fc3_weight)
+        return mm
+        """,
+    )
+
+
+# ---- settle_backward_gathers
+
+
+def joint_graph(function, *inputs):
+    """A joint graph, whose inputs w1, w2, ... are parameters and t1, t2, ... tangents."""
+    gm = make_fx(function)(*inputs)
+    names = inspect.signature(function).parameters
+    for node, name in zip(gm.graph.find_nodes(op="placeholder"), names, strict=True):
+        node.name = name
+    gm.recompile()
+    return gm
+
+
+def tangents_of(gm):
+    return [n for n in gm.graph.find_nodes(op="placeholder") if n.name.startswith("t")]
+
+
+def policies(gm):
+    """The nodes that the pass has tagged."""
+    tagged = [n for n in gm.graph.nodes if "recompute" in n.meta]
+    return "\n".join(f"{n.meta['recompute'].name.lower()}: {node_text(n)}" for n in tagged)
+
+
+def linear_in_bf16(x, w1, t1):
+    weight = w1.bfloat16()
+    y = x @ weight.t()
+    return y, t1 @ weight, t1.t() @ x
+
+
+@pytest.mark.smoke
+def test_a_function_of_a_parameter_is_computed_again():
+    x, w, t = torch.ones(2, 4).bfloat16(), torch.ones(4, 4), torch.ones(2, 4).bfloat16()
+    gm = joint_graph(linear_in_bf16, x, w, t)
+
+    settle_backward_gathers(gm, of_layers(gm), tangents_of(gm))
+
+    assert_text(
+        gm,
+        """\
+        must_recompute: _to_copy: bf16[4, 4] = aten._to_copy(w1, dtype=bfloat16)
+        must_recompute: t: bf16[4, 4] = aten.t(_to_copy)
+        must_save: mm: bf16[2, 4] = aten.mm(x, t)
+        """,
+        policies(gm),
+    )
+
+
+def test_a_reduction_of_a_parameter_is_saved():
+    def weight_norm(x, w1, t1):
+        weight = w1 / w1.norm()
+        return x @ weight, t1 @ weight.t()
+
+    gm = joint_graph(weight_norm, torch.ones(2, 4), torch.ones(4, 4), torch.ones(2, 4))
+
+    settle_backward_gathers(gm, of_layers(gm), tangents_of(gm))
+
+    assert_text(
+        gm,
+        """\
+        must_save: linalg_vector_norm: f32[] = aten.linalg_vector_norm(w1)
+        must_recompute: div: f32[4, 4] = aten.div.Tensor(w1, linalg_vector_norm)
+        must_save: mm: f32[2, 4] = aten.mm(x, div)
+        must_recompute: t: f32[4, 4] = aten.t(div)
+        """,
+        policies(gm),
+    )
+
+
+def test_what_mixes_activations_with_a_large_parameter_is_not_computed_again():
+    def embed(ids, w1, w2, t1):
+        x = torch.nn.functional.embedding(ids, w1) + w2
+        y = torch.sigmoid(x)
+        return y, t1 * y * (1 - y)
+
+    inputs = torch.zeros(3, dtype=torch.int64), torch.ones(9, 4), torch.ones(3, 4), torch.ones(3, 4)
+    gm = joint_graph(embed, *inputs)
+
+    settle_backward_gathers(gm, of_layers(gm), tangents_of(gm))
+
+    assert_text(
+        gm,
+        """\
+        must_save: embedding: f32[3, 4] = aten.embedding(w1, ids)
+        must_save: add: f32[3, 4] = aten.add.Tensor(embedding, w2)
+        """,
+        policies(gm),
+    )
+
+
+@pytest.mark.smoke
+def test_small_parameters_that_backward_may_want_are_named_there():
+    def norm(x, w1, w2, w3, t1):
+        h = torch.nn.functional.normalize(x) * w1
+        y = torch.addmm(w3, torch.sigmoid(h), w2)
+        return y, t1 @ w2.t()
+
+    inputs = torch.ones(2, 4), torch.ones(4), torch.ones(4, 4), torch.ones(4), torch.ones(2, 4)
+    gm = joint_graph(norm, *inputs)
+    parameters = of_layers(gm, w1={"dim": 1}, w3={"dim": 1})
+
+    settle_backward_gathers(gm, parameters, tangents_of(gm))
+
+    assert_text(
+        gm,
+        """\
+        x: f32[2, 4]
+        w1: f32[4]
+        w2: f32[4, 4]
+        w3: f32[4]
+        t1: f32[2, 4]
+        linalg_vector_norm: f32[2, 1] = aten.linalg_vector_norm(x, 2.0, [1], True)
+        clamp_min: f32[2, 1] = aten.clamp_min(linalg_vector_norm, 1e-12)
+        expand: f32[2, 4] = aten.expand(clamp_min, [2, 4])
+        div: f32[2, 4] = aten.div.Tensor(x, expand)
+        mul: f32[2, 4] = aten.mul.Tensor(div, w1)
+        sigmoid: f32[2, 4] = aten.sigmoid(mul)
+        addmm: f32[2, 4] = aten.addmm(w3, sigmoid, w2)
+        t: f32[4, 4] = aten.t(w2)
+        mm: f32[2, 4] = aten.mm(t1, t)
+        needed_in_backward: f32[2, 4] = needed_in_backward(mm, [w1])
+        return [addmm, needed_in_backward]
+        """,
+    )
+    assert take_needs(gm) == [node for node in parameters if node.name == "w1"]
+    assert not gm.graph.find_nodes(op="call_function", target=needed_in_backward)
+
+
+def test_what_a_checkpoint_computes_again_or_what_is_kept_is_left_alone():
+    x, w, t = torch.ones(2, 4), torch.ones(4, 4), torch.ones(2, 4)
+    gm = joint_graph(lambda x, w1, t1: (torch.sigmoid(x + w1[:2]), t1), x, w, t)
+    (add,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)
+    add.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+    settle_backward_gathers(gm, of_layers(gm), tangents_of(gm))
+    assert add.meta["recompute"] is CheckpointPolicy.PREFER_RECOMPUTE
+
+    gm = joint_graph(linear_in_bf16, x.bfloat16(), w, t.bfloat16())
+    settle_backward_gathers(gm, of_layers(gm, w1={"reshard_after_forward": False}), tangents_of(gm))
+    assert not any("recompute" in node.meta for node in gm.graph.nodes)
+
+
+def test_what_is_random_is_not_a_function_of_a_parameter():
+    def drop(x, w1, t1):
+        weight, _ = torch.native_dropout(w1, 0.5, True)
+        return x @ weight, t1 @ weight.t()
+
+    gm = joint_graph(drop, torch.ones(2, 4), torch.ones(4, 4), torch.ones(2, 4))
+
+    settle_backward_gathers(gm, of_layers(gm), tangents_of(gm))
+
+    assert_text(
+        gm,
+        """\
+        must_save: native_dropout = aten.native_dropout(w1, 0.5, True)
+        """,
+        policies(gm),
+    )
 
 
 # ---- insert_reduces

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+_SMALL = 2**20  # bytes
+
 
 @dataclass(frozen=True)
 class ParameterFacts:
@@ -28,3 +30,8 @@ class ParameterFacts:
     reshard_after_forward: bool = True
     grad_dtype: torch.dtype | None = None
     declares_grad_dtype: bool = False
+
+    @property
+    def is_small(self) -> bool:
+        """Whether its bytes do not matter: a bias, or the scale of a norm."""
+        return self.dim == 1 and self.nbytes <= _SMALL

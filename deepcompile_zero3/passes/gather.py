@@ -1,7 +1,7 @@
 """A partitioned graph: all-gathers before first use."""
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import fx
@@ -11,7 +11,10 @@ from deepcompile_zero3.runtime import ops
 
 
 def insert_gathers(
-    gm: fx.GraphModule, parameters: Mapping[fx.Node, ParameterFacts], bucket_bytes: int
+    gm: fx.GraphModule,
+    parameters: Mapping[fx.Node, ParameterFacts],
+    bucket_bytes: int,
+    at_the_start: Collection[fx.Node] = (),
 ) -> list[str]:
     """Gathers each of ``parameters`` (by graph input) just before its first use.
 
@@ -20,19 +23,25 @@ def insert_gathers(
     last use. An input that a forward saves for backward stays an input, so that backward gathers
     again, unless ``reshard_after_forward`` is False.
 
+    Args:
+        at_the_start: those to gather before anything else, of whichever group, used or not.
+
     Returns:
         The FQNs of the parameters that the graph's output keeps gathered.
     """
     graph = gm.graph
     order = {node: position for position, node in enumerate(graph.nodes)}
+    start = next(node for node in graph.nodes if node.op != "placeholder")
     first_use = {
         node: min(uses, key=order.__getitem__)
         for node in parameters
         if (uses := [user for user in node.users if user.op != "output"])
     }
-    by_first_use = sorted(first_use, key=lambda node: order[first_use[node]])
+    first_use.update(dict.fromkeys(at_the_start, start))
+    by_first_use = sorted(first_use, key=lambda n: (order[first_use[n]], n not in at_the_start))
+    groups = {n: None if n in at_the_start else parameters[n].group for n in by_first_use}
     kept = []
-    for bucket in _buckets(by_first_use, parameters, bucket_bytes):
+    for bucket in _buckets(groups, parameters, bucket_bytes):
         first = first_use[bucket[0]]
         # Where two first uses lie close together, their order may depend on activation shapes.
         bucket.sort(key=lambda node: parameters[node].order)
@@ -60,19 +69,20 @@ def insert_gathers(
 
 
 def _buckets(
-    nodes: list[fx.Node], parameters: Mapping[fx.Node, ParameterFacts], bucket_bytes: int
+    groups: Mapping[fx.Node, int | None],
+    parameters: Mapping[fx.Node, ParameterFacts],
+    bucket_bytes: int,
 ) -> Iterator[list[fx.Node]]:
     bucket: list[fx.Node] = []
     nbytes = 0
-    for node in nodes:
-        facts = parameters[node]
-        joins = bucket and facts.group == parameters[bucket[0]].group
-        if not joins or nbytes + facts.nbytes > bucket_bytes:
+    for node, group in groups.items():
+        joins = bucket and group == groups[bucket[0]]
+        if not joins or nbytes + parameters[node].nbytes > bucket_bytes:
             if bucket:
                 yield bucket
             bucket, nbytes = [], 0
         bucket.append(node)
-        nbytes += facts.nbytes
+        nbytes += parameters[node].nbytes
     if bucket:
         yield bucket
 

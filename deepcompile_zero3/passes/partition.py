@@ -1,0 +1,145 @@
+"""The joint graph, before it is partitioned: what backward will gather is settled here.
+
+A partitioner weighs the bytes of activations against each other, so that a batch of another size
+may save another tensor and compute another one again; and each rank sees batches of its own. Yet
+all ranks must gather the same parameters in the same order. So, for parameters that backward
+gathers again:
+
+* A function of parameters alone, such as ``w.bfloat16()``, is computed again. Saving it would keep
+  the parameter. Its reductions, such as ``w.norm()``, are saved.
+* What mixes activations with a large parameter, such as ``embedding(w, ids)``, is not computed
+  again: nothing but the computation of gradients makes backward gather a large parameter.
+* What mixes them element by element with a small one, such as the last step of a norm, is as the
+  partitioner likes. Backward gathers such parameters before anything else, needed or not.
+
+Where a user's checkpoint says what to compute again, that holds.
+"""
+
+import operator
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from deepcompile_zero3.passes.facts import ParameterFacts
+
+# A result so many times smaller than what it was computed from is a reduction, and cheap to save.
+_REDUCTION = 4
+
+
+def settle_backward_gathers(
+    gm: fx.GraphModule, parameters: Mapping[fx.Node, ParameterFacts], tangents: Iterable[fx.Node]
+) -> None:
+    """Tags the nodes of a joint graph with what a partitioner may do.
+
+    Args:
+        parameters: the graph's inputs that are parameters.
+        tangents: the graph's inputs that are gradients of outputs.
+    """
+    again = {n: facts for n, facts in parameters.items() if facts.reshard_after_forward and n.users}
+    gradients = _descendants(tangents)
+    # For each function of parameters alone, which ones; constants and reductions do not count.
+    alone: dict[fx.Node, dict[fx.Node, None]] = {node: {node: None} for node in again}
+    neutral: set[fx.Node] = set()
+    needed: dict[fx.Node, None] = {}
+    for node in gm.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        inputs = node.all_input_nodes
+        read = {p: None for source in inputs if source in alone for p in alone[source]}
+        if node in gradients:
+            needed.update(read)
+        elif _is_random(node) or not all(n in alone or n in neutral or _is_size(n) for n in inputs):
+            if _is_pointwise(node) and all(again[p].is_small for p in read):
+                needed.update(read)
+            elif read:
+                _tag(node, CheckpointPolicy.MUST_SAVE)
+        elif read and not _is_reduction(node):
+            alone[node] = read
+            _tag(node, CheckpointPolicy.MUST_RECOMPUTE)
+        else:
+            neutral.add(node)
+            if read:
+                _tag(node, CheckpointPolicy.MUST_SAVE)
+    _need([node for node in again if again[node].is_small and node in needed], gm.graph, gradients)
+    gm.recompile()
+
+
+def needed_in_backward(gradient: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Stands in a graph from here to :func:`take_needs`, so that backward gets ``parameters``."""
+    return gradient
+
+
+def take_needs(gm: fx.GraphModule) -> list[fx.Node]:
+    """Removes ``needed_in_backward`` from a backward graph, and returns what it names."""
+    parameters: list[fx.Node] = []
+    for node in gm.graph.find_nodes(op="call_function", target=needed_in_backward):
+        gradient, needed = node.args
+        parameters += needed
+        node.replace_all_uses_with(gradient)
+        gm.graph.erase_node(node)
+    return parameters
+
+
+def _need(parameters: list[fx.Node], graph: fx.Graph, gradients: set[fx.Node]) -> None:
+    output = graph.output_node()
+    gradient = next((n for n in output.all_input_nodes if n in gradients), None)
+    if not parameters or gradient is None:
+        return
+    with graph.inserting_before(output):
+        needs = graph.call_function(needed_in_backward, (gradient, parameters))
+    needs.meta.update(gradient.meta)
+    output.replace_input_with(gradient, needs)
+
+
+def _tag(node: fx.Node, policy: CheckpointPolicy) -> None:
+    asked = node.meta.get("recompute")
+    computed_again = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+    if policy is CheckpointPolicy.MUST_SAVE and asked in computed_again:
+        return
+    node.meta["recompute"] = policy
+    # Checkpointed regions are numbered, and what one hands to a later one is saved. This is in the
+    # last one, and hands nothing on.
+    node.meta["ac_graph_id"] = sys.maxsize
+
+
+def _descendants(roots: Iterable[fx.Node]) -> set[fx.Node]:
+    found = set(roots)
+    pending = list(found)
+    while pending:
+        for user in pending.pop().users:
+            if user not in found:
+                found.add(user)
+                pending.append(user)
+    return found
+
+
+def _is_random(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    return torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def _is_size(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.SymInt)
+
+
+def _is_reduction(node: fx.Node) -> bool:
+    if node.target is operator.getitem or getattr(node.target, "is_view", False):
+        return False
+    result, read = (
+        _numel(node.meta["val"]),
+        sum(_numel(n.meta["val"]) for n in node.all_input_nodes),
+    )
+    return isinstance(result, int) and isinstance(read, int) and result * _REDUCTION < read
+
+
+def _numel(value: Any) -> int:
+    if isinstance(value, list | tuple):
+        return sum(_numel(item) for item in value)
+    return value.numel() if isinstance(value, torch.Tensor) else 0
