@@ -73,6 +73,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
             self.gathered = full.value_or(at::Tensor());
           })
       .def_readonly("accumulated", &Parameter::accumulated)
+      .def_readwrite("deferred", &Parameter::deferred)
+      .def("drop_accumulated", &Parameter::drop_accumulated)
       .def_readonly("pending_uses", &Parameter::pending_uses)
       .def("register",
            [](const ParameterPtr& self, const std::string& fqn) { Registry::get().add(self, fqn); })
@@ -91,6 +93,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("add_uses", [](const std::vector<ParameterPtr>& parameters, bool first) {
     for (auto& parameter : parameters) parameter->add_use(first);
   });
+  m.def("reduce_accumulated", &reduce_accumulated, py::call_guard<py::gil_scoped_release>());
   m.def("running_backward", [] { return torch::autograd::get_current_graph_task_id(); });
   m.def("forget_uses", [](int64_t root) {
     for (auto& parameter : Registry::get().of_root(root)) parameter->pending_uses = 0;

@@ -1,6 +1,7 @@
 // The operators. Graphs hold all_gather and reduce_grad; models call unshard.
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/library.h>
 
@@ -31,7 +32,14 @@ std::vector<Tensor> all_gather(at::TensorList placeholders, std::vector<std::str
 
 Tensor reduce_grad(const Tensor& grad, std::string fqn, const std::optional<Tensor>& after,
                    int64_t use) {
-  Reduction::current()->add(Registry::get().find(fqn), grad);
+  auto parameter = Registry::get().find(fqn);
+  if (torch::autograd::get_current_graph_task_id() == -1) {
+    TORCH_CHECK(parameter->deferred, "zero3::reduce_grad('", fqn,
+                "') was called outside of a backward: call it inside of defer_reduction(model)");
+    accumulate(*parameter, grad);
+  } else {
+    Reduction::current()->add(parameter, grad);
+  }
   return token(grad);
 }
 

@@ -18,6 +18,13 @@ std::vector<int64_t> Parameter::sizes_with_rows(int64_t rows) const {
   return result;
 }
 
+void Parameter::drop_accumulated() {
+  std::lock_guard lock(accumulation_mutex);
+  accumulated.reset();
+  arrived_dtype.reset();
+  pending_uses = 0;
+}
+
 void Parameter::add_use(bool first) {
   if (torch::autograd::get_current_graph_task_id() != -1) return;
   pending_uses = first ? 1 : pending_uses + 1;

@@ -45,7 +45,13 @@ struct Parameter {
   at::Tensor placeholder;  // the leaf that graphs take: full shape and no memory
   at::Tensor shard;        // [shard_rows, ...], read at every gather, never written
   at::Tensor gathered;     // the full tensor while eager code holds it, else undefined
-  at::Tensor accumulated;  // full-size gradient not reduced yet, else undefined
+
+  // Gradients that are not reduced yet: their sum, full, else undefined; and the dtype that holds
+  // them all as they arrived. Both belong to `accumulation_mutex`.
+  at::Tensor accumulated;
+  std::optional<at::ScalarType> arrived_dtype;
+  std::mutex accumulation_mutex;
+  bool deferred = false;  // sums are reduced by reduce_accumulated(), and not by a backward
 
   // Gradients that the latest forward promised and that have not arrived yet. While some are
   // missing, those that arrive are summed, so that a backward reduces a parameter once. Only a
@@ -68,6 +74,7 @@ struct Parameter {
   // stands for a use that was noted already.
   void add_use(bool first);
   std::vector<int64_t> sizes_with_rows(int64_t rows) const;
+  void drop_accumulated();
 };
 
 using ParameterPtr = std::shared_ptr<Parameter>;

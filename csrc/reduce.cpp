@@ -18,7 +18,7 @@ Deliver deliver;
 std::mutex running_mutex;
 std::unordered_map<int, std::weak_ptr<Reduction>> running;  // by the engine's graph task
 
-at::ScalarType normalised_dtype(const Parameter& parameter, const at::Tensor& raw) {
+at::ScalarType normalised_dtype_of(const Parameter& parameter, const at::Tensor& raw) {
   return parameter.grad_dtype.value_or(raw.scalar_type());
 }
 
@@ -47,9 +47,60 @@ double pre_divide_factor(at::ScalarType wire_dtype, double divide_factor) {
   return wire_dtype == at::kHalf ? std::exp2(std::floor(std::log2(std::sqrt(divide_factor)))) : 1.0;
 }
 
+bool is_exact(at::ScalarType from, at::ScalarType to) { return at::promote_types(from, to) == to; }
+
+void copy_divided(const at::Tensor& target, const at::Tensor& source, double divisor) {
+  if (divisor == 1.0)
+    target.copy_(source);
+  else
+    at::div_out(const_cast<at::Tensor&>(target), source, at::scalar_tensor(divisor, at::kDouble));
+}
+
+// target = source.to(through) / divisor, in the dtype of `target`. Where a cast would have to go
+// through memory, it goes by blocks of rows that stay in the cache.
+void copy_through(const at::Tensor& target, const at::Tensor& source, at::ScalarType through,
+                  double divisor) {
+  const bool one_cast = divisor == 1.0 && through == target.scalar_type();
+  if (one_cast || is_exact(source.scalar_type(), through)) {
+    copy_divided(target, source, divisor);
+    return;
+  }
+  constexpr int64_t kBlock = 16 << 10;  // elements
+  const int64_t rows = target.size(0);
+  const int64_t step =
+      target.is_cpu() ? std::max<int64_t>(kBlock * rows / target.numel(), 1) : rows;
+  for (int64_t row = 0; row < rows; row += step) {
+    const int64_t count = std::min(step, rows - row);
+    copy_divided(target.narrow(0, row, count), source.narrow(0, row, count).to(through), divisor);
+  }
+}
+
 }  // namespace
 
 void set_deliver(Deliver function) { deliver = std::move(function); }
+
+void accumulate(Parameter& parameter, const at::Tensor& raw) {
+  check_gradient(parameter, raw);
+  c10::NoGradGuard no_grad;
+  const auto dtype = normalised_dtype_of(parameter, raw);
+  auto grad = raw.to(dtype);
+  auto wider = at::promote_types(parameter.reduce_dtype.value_or(dtype),
+                                 parameter.shard_grad_dtype.value_or(dtype));
+  wider = at::promote_types(wider, dtype);
+  // Whatever arrives is kept, and more may arrive: low-precision ones must not round each other.
+  if (!parameter.grad_dtype) wider = at::promote_types(wider, at::kFloat);
+  std::lock_guard lock(parameter.accumulation_mutex);
+  parameter.arrived_dtype = at::promote_types(parameter.arrived_dtype.value_or(dtype), dtype);
+  auto& sum = parameter.accumulated;
+  if (sum.defined())
+    sum = sum.to(at::promote_types(wider, sum.scalar_type())).add_(grad);
+  else
+    sum = grad.to(wider, /*non_blocking=*/false, /*copy=*/grad.is_same(raw));
+}
+
+void reduce_accumulated(const std::vector<ParameterPtr>& parameters) {
+  std::make_shared<Reduction>()->finish(parameters);
+}
 
 Bucket::Bucket(const Parameter& like, at::ScalarType wire_dtype, int64_t capacity)
     : group_name_(like.group_name),
@@ -69,20 +120,18 @@ bool Bucket::has_room_for(const Parameter& parameter) const {
   return used_ + parameter.chunk_numel() <= capacity_;
 }
 
-void Bucket::pack(const ParameterPtr& parameter, const at::Tensor& grad) {
+void Bucket::pack(const ParameterPtr& parameter, const at::Tensor& grad,
+                  at::ScalarType normalised_dtype) {
   for (int64_t rank = 0; rank < world_size_; ++rank) {
     auto chunk = buffer_[rank].narrow(0, used_, parameter->chunk_numel());
     const int64_t rows = parameter->rows_of(rank);
     const int64_t owned = rows * parameter->row_numel();
     auto target = chunk.narrow(0, 0, owned).view(parameter->sizes_with_rows(rows));
     auto source = grad.narrow(0, std::min(rank * parameter->chunk_rows(), parameter->rows()), rows);
-    if (pre_divide_factor_ == 1.0)
-      target.copy_(source);
-    else
-      at::div_out(target, source, at::scalar_tensor(pre_divide_factor_, at::kDouble));
+    if (rows > 0) copy_through(target, source, normalised_dtype, pre_divide_factor_);
     chunk.narrow(0, owned, chunk.numel() - owned).zero_();
   }
-  entries_.push_back({parameter, used_});
+  entries_.push_back({parameter, used_, normalised_dtype});
   used_ += parameter->chunk_numel();
 }
 
@@ -97,11 +146,11 @@ void Bucket::launch() {
 void Bucket::finish(std::vector<ReducedGradient>& results) {
   work_->wait();
   const double post_divide_factor = divide_factor_ / pre_divide_factor_;
-  for (auto& [parameter, offset] : entries_) {
+  for (auto& [parameter, offset, normalised_dtype] : entries_) {
     const int64_t rows = parameter->shard_rows();
     auto summed = reduced_.narrow(0, offset, rows * parameter->row_numel())
                       .view(parameter->sizes_with_rows(rows));
-    const auto dtype = parameter->shard_grad_dtype.value_or(summed.scalar_type());
+    const auto dtype = parameter->shard_grad_dtype.value_or(normalised_dtype);
     auto shard = at::empty(summed.sizes(), summed.options().dtype(dtype));
     auto divisor = at::scalar_tensor(post_divide_factor, at::kDouble);
     // Divide in the wider of the two dtypes, so that rounding happens once.
@@ -126,7 +175,7 @@ std::shared_ptr<Reduction> Reduction::current() {
     running[task] = reduction;
     // The engine's task owns the reduction from here on.
     torch::autograd::Engine::get_default_engine().queue_callback(
-        [reduction] { reduction->finish(); });
+        [reduction] { reduction->finish_backward(); });
   }
   return reduction;
 }
@@ -135,10 +184,7 @@ Reduction::~Reduction() {
   // After finish() nothing is left here. Else the backward raised: the sums of its model's
   // parameters are half those of this backward, and must not leak into the next one.
   for (int64_t root : roots())
-    for (auto& parameter : Registry::get().of_root(root)) {
-      parameter->accumulated.reset();
-      parameter->pending_uses = 0;
-    }
+    for (auto& parameter : Registry::get().of_root(root)) parameter->drop_accumulated();
 }
 
 void Reduction::add(const ParameterPtr& parameter, const at::Tensor& raw) {
@@ -148,32 +194,33 @@ void Reduction::add(const ParameterPtr& parameter, const at::Tensor& raw) {
   std::lock_guard lock(mutex_);
   arrived_.push_back(parameter);
   parameter->pending_uses = std::max<int64_t>(parameter->pending_uses - 1, 0);
-  auto grad = raw.to(normalised_dtype(*parameter, raw));
-  auto& accumulated = parameter->accumulated;
-  if (accumulated.defined()) {
-    auto wider = at::promote_types(accumulated.scalar_type(), grad.scalar_type());
-    accumulated = accumulated.to(wider).add_(grad);
-  }
-  if (!parameter->requires_gradient_sync || parameter->pending_uses > 0) {
-    if (!accumulated.defined()) {
-      auto wider = at::promote_types(parameter->reduce_dtype.value_or(grad.scalar_type()),
-                                     parameter->shard_grad_dtype.value_or(grad.scalar_type()));
-      accumulated = grad.to(at::promote_types(wider, grad.scalar_type()),
-                            /*non_blocking=*/false, /*copy=*/grad.is_same(raw));
-    }
+  const bool waits = !parameter->requires_gradient_sync || parameter->deferred;
+  if (!waits && parameter->pending_uses == 0 && !parameter->accumulated.defined()) {
+    send(parameter, raw, normalised_dtype_of(*parameter, raw));
     return;
   }
-  send(parameter, accumulated.defined() ? std::exchange(accumulated, {}) : grad);
+  accumulate(*parameter, raw);
+  if (!waits && parameter->pending_uses == 0) send_accumulated(parameter);
 }
 
-void Reduction::send(const ParameterPtr& parameter, const at::Tensor& grad) {
-  const auto wire_dtype = parameter->reduce_dtype.value_or(grad.scalar_type());
+void Reduction::send_accumulated(const ParameterPtr& parameter) {
+  std::unique_lock lock(parameter->accumulation_mutex);
+  if (!parameter->accumulated.defined()) return;
+  auto sum = std::exchange(parameter->accumulated, {});
+  const auto normalised_dtype = *std::exchange(parameter->arrived_dtype, {});
+  lock.unlock();
+  send(parameter, sum, normalised_dtype);
+}
+
+void Reduction::send(const ParameterPtr& parameter, const at::Tensor& grad,
+                     at::ScalarType normalised_dtype) {
+  const auto wire_dtype = parameter->reduce_dtype.value_or(normalised_dtype);
   // In elements of each rank.
   const int64_t capacity = parameter->bucket_bytes / parameter->world_size /
                            static_cast<int64_t>(c10::elementSize(wire_dtype));
   if (parameter->chunk_numel() >= capacity) {
     auto own = std::make_unique<Bucket>(*parameter, wire_dtype, parameter->chunk_numel());
-    own->pack(parameter, grad);
+    own->pack(parameter, grad, normalised_dtype);
     launch(std::move(own));
     return;
   }
@@ -189,7 +236,7 @@ void Reduction::send(const ParameterPtr& parameter, const at::Tensor& grad) {
     open_.push_back(std::make_unique<Bucket>(*parameter, wire_dtype, capacity));
     bucket = std::prev(open_.end());
   }
-  (*bucket)->pack(parameter, grad);
+  (*bucket)->pack(parameter, grad, normalised_dtype);
 }
 
 void Reduction::launch(std::unique_ptr<Bucket> bucket) {
@@ -211,15 +258,24 @@ std::vector<int64_t> Reduction::roots() const {
   return result;
 }
 
-void Reduction::finish() {
+void Reduction::finish_backward() {
+  std::vector<ParameterPtr> parameters;
+  {
+    std::lock_guard lock(mutex_);
+    // Uses that gave no gradient in this backward.
+    for (auto& parameter : arrived_) parameter->pending_uses = 0;
+    // All of their models': micro-batches may have been accumulated without sync.
+    for (int64_t root : roots())
+      for (auto& parameter : Registry::get().of_root(root)) parameters.push_back(parameter);
+  }
+  finish(parameters);
+}
+
+void Reduction::finish(const std::vector<ParameterPtr>& parameters) {
   c10::NoGradGuard no_grad;
   std::unique_lock lock(mutex_);
-  // Uses that gave no gradient in this backward, and micro-batches accumulated without sync.
-  for (auto& parameter : arrived_) parameter->pending_uses = 0;
-  for (int64_t root : roots())
-    for (auto& parameter : Registry::get().of_root(root))
-      if (parameter->requires_gradient_sync && parameter->accumulated.defined())
-        send(parameter, std::exchange(parameter->accumulated, {}));
+  for (auto& parameter : parameters)
+    if (parameter->requires_gradient_sync && !parameter->deferred) send_accumulated(parameter);
   while (!open_.empty()) {
     auto bucket = std::move(open_.front());
     open_.erase(open_.begin());

@@ -28,6 +28,13 @@ struct ReducedGradient {
 using Deliver = std::function<void(const std::vector<ReducedGradient>&)>;
 void set_deliver(Deliver deliver);
 
+// Adds a raw gradient to `Parameter::accumulated`, cast to the leaf's dtype, in the wider of all
+// dtypes on its way: a sum is never narrower than what arrives or what it is rounded to.
+void accumulate(Parameter& parameter, const at::Tensor& raw);
+
+// Reduces what these parameters have accumulated, in order, and delivers it.
+void reduce_accumulated(const std::vector<ParameterPtr>& parameters);
+
 // Gradients of several parameters on their way through one reduce-scatter. The buffer is
 // rank-major, [world][chunk of p0 | chunk of p1 | ... | free], so that each rank's part is one run.
 class Bucket {
@@ -37,8 +44,9 @@ class Bucket {
   bool accepts(const Parameter& parameter, at::ScalarType wire_dtype) const;
   bool has_room_for(const Parameter& parameter) const;
 
-  // Cast, lay out and copy in one pass over memory. `grad` may be reused when this returns.
-  void pack(const ParameterPtr& parameter, const at::Tensor& grad);
+  // Casts `grad` to `normalised_dtype` and that to the wire's, lays it out and copies it in one
+  // pass over memory. `grad` may be reused when this returns.
+  void pack(const ParameterPtr& parameter, const at::Tensor& grad, at::ScalarType normalised_dtype);
   void launch();
 
   // Waits, and appends each parameter's reduced and scaled shard.
@@ -48,6 +56,7 @@ class Bucket {
   struct Entry {
     ParameterPtr parameter;
     int64_t offset;  // in a rank's run, in elements
+    at::ScalarType normalised_dtype;
   };
 
   std::string group_name_;
@@ -71,11 +80,15 @@ class Reduction : public std::enable_shared_from_this<Reduction> {
   // One raw gradient of the full shape, of any floating dtype and strides.
   void add(const ParameterPtr& parameter, const at::Tensor& raw);
 
+  // Sends the sums of these parameters, launches all that is left, waits and delivers.
+  void finish(const std::vector<ParameterPtr>& parameters);
+
  private:
-  void send(const ParameterPtr& parameter, const at::Tensor& grad);
+  void send(const ParameterPtr& parameter, const at::Tensor& grad, at::ScalarType normalised_dtype);
+  void send_accumulated(const ParameterPtr& parameter);
   void launch(std::unique_ptr<Bucket> bucket);
   void finish_oldest();
-  void finish();
+  void finish_backward();
   std::vector<int64_t> roots() const;  // of the parameters that arrived, in order
 
   std::mutex mutex_;  // gradients on two devices arrive on two threads

@@ -8,6 +8,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from deepcompile_zero3.backend import Options, zero3
 from deepcompile_zero3.capture import CapturedGraph, CapturedGraphs, capture_graphs
+from deepcompile_zero3.defer import defer_reduction, deposit_grad
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.fully_shard import fully_shard
 from deepcompile_zero3.module import Zero3Module
@@ -26,6 +27,8 @@ __all__ = [
     "Zero3Error",
     "Zero3Module",
     "capture_graphs",
+    "defer_reduction",
+    "deposit_grad",
     "fully_shard",
     "record_collectives",
     "zero3",

@@ -25,6 +25,7 @@ from deepcompile_zero3.passes.gather import insert_gathers
 from deepcompile_zero3.passes.lift import declare_grad_dtypes, lift_unshards
 from deepcompile_zero3.passes.partition import settle_backward_gathers, take_needs
 from deepcompile_zero3.passes.reduce import insert_reduces
+from deepcompile_zero3.passes.widen import widen_weight_gradients
 from deepcompile_zero3.runtime import _C
 
 
@@ -37,15 +38,20 @@ class Options:
         inductor_config: Inductor's own settings for these graphs, as in its ``options``.
         gather_bucket_mb: at most so many MiB (of full parameters) are gathered by one collective,
             a larger parameter alone.
+        fp32_weight_grads: True asks matmuls of bf16 or fp16 for the fp32 that they sum in, where
+            all that they compute is a gradient whose ``grad_dtype`` is float32 or None. Eager
+            PyTorch rounds it first.
     """
 
     inductor: bool = True
     inductor_config: Mapping[str, Any] = field(default_factory=dict)
     gather_bucket_mb: float = 64.0
+    fp32_weight_grads: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.inductor, bool):
-            raise ValueError(f"option 'inductor' is a bool, got {self.inductor!r}")
+        for name in ("inductor", "fp32_weight_grads"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"option '{name}' is a bool, got {getattr(self, name)!r}")
         if not isinstance(self.inductor_config, Mapping):
             raise ValueError(f"option 'inductor_config' is a dict, got {self.inductor_config!r}")
         if self.inductor_config and not self.inductor:
@@ -155,6 +161,7 @@ def _facts(parameters: Mapping[int, ShardedParameter]) -> dict[int, ParameterFac
             nbytes=parameter.placeholder.numel() * parameter.placeholder.element_size(),
             reshard_after_forward=parameter.reshard_after_forward,
             grad_dtype=parameter.handle.grad_dtype,
+            reduce_dtype=parameter.handle.reduce_dtype,
             declares_grad_dtype=(
                 parameter.declares_grad_dtype and parameter.placeholder.requires_grad
             ),
@@ -178,6 +185,8 @@ def _compile(
         nodes, gradients = _describe(graph_module, inputs)
         if is_backward:
             nodes = {node: facts for node, facts in nodes.items() if facts.fqn not in kept}
+            if options.fp32_weight_grads:
+                widen_weight_gradients(graph_module, gradients)
             insert_reduces(graph_module, gradients)
             insert_gathers(graph_module, nodes, bucket_bytes, take_needs(graph_module))
         else:

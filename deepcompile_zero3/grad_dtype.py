@@ -25,14 +25,16 @@ class GradDtype:
     shard: torch.dtype | None
 
 
-def resolve(parameter: torch.Tensor, compute_dtype: torch.dtype) -> GradDtype:
-    """The contract of ``parameter``, whose forward computes in ``compute_dtype``.
+def resolve(
+    declared: torch.dtype | None, dtype: torch.dtype, compute_dtype: torch.dtype
+) -> GradDtype:
+    """The contract of a parameter of ``dtype`` with ``grad_dtype=declared``, whose forward computes
+    in ``compute_dtype``.
 
     A ``grad_dtype`` equal to the parameter's own dtype cannot be told from the default.
     """
-    declared = parameter.grad_dtype
-    if declared == parameter.dtype:
-        return GradDtype(leaf=compute_dtype, shard=parameter.dtype)
+    if declared == dtype:
+        return GradDtype(leaf=compute_dtype, shard=dtype)
     return GradDtype(leaf=declared, shard=declared)
 
 

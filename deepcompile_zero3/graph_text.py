@@ -6,6 +6,9 @@ from typing import Any
 import torch
 from torch import fx
 
+# In a node's meta: what the text says after its line.
+COMMENT = "zero3_comment"
+
 _DTYPES = {
     torch.float64: "f64",
     torch.float32: "f32",
@@ -39,7 +42,8 @@ def node_text(node: fx.Node) -> str:
         return head
     arguments = [_argument(argument) for argument in node.args]
     arguments += [f"{key}={_argument(argument)}" for key, argument in node.kwargs.items()]
-    return f"{head} = {_target(node)}({', '.join(arguments)})"
+    comment = f"  # {node.meta[COMMENT]}" if COMMENT in node.meta else ""
+    return f"{head} = {_target(node)}({', '.join(arguments)}){comment}"
 
 
 def _target(node: fx.Node) -> str:
@@ -49,10 +53,15 @@ def _target(node: fx.Node) -> str:
     return target if isinstance(target, str) else getattr(target, "__name__", str(target))
 
 
+def short_name(dtype: torch.dtype) -> str:
+    """As in the texts: ``bf16``."""
+    return _DTYPES.get(dtype, str(dtype).removeprefix("torch."))
+
+
 def _value(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         shape = ", ".join(str(size) for size in value.shape)
-        return f"{_DTYPES.get(value.dtype, str(value.dtype))}[{shape}]"
+        return f"{short_name(value.dtype)}[{shape}]"
     return ""
 
 

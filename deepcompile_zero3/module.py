@@ -133,6 +133,7 @@ def _property(name: str) -> property:
         if torch.compiler.is_compiling():
             # Read so that it is guarded: graphs differ by it.
             bool(parameter.reshard_after_forward)
+            _ = parameter.grad_dtype is None
             return ops.unshard.default(parameter.placeholder, parameter.fqn)
         return parameter.group.read(parameter)
 

@@ -37,6 +37,7 @@ class ShardedParameter:
         placeholder: what a traced graph takes in its stead.
         handle: the C++ runtime's view of it.
         reshard_after_forward: False keeps what forward gathered until backward has used it.
+        grad_dtype: that of the shard, when the latest forward began.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class ShardedParameter:
         self._held_version = 0
         self.fqn = ""
         self.reshard_after_forward = True
+        self.grad_dtype: torch.dtype | None = None
 
         self.orig_dtype = parameter.dtype
         self.compute_dtype = parameter.dtype
@@ -63,8 +65,6 @@ class ShardedParameter:
         device = torch.device(mesh.device_type)
         if device.type != "cpu":
             device = torch.device(device.type, torch.accelerator.current_device_index())
-        contract = grad_dtype.resolve(parameter, self.compute_dtype)
-
         self.handle = _C.Parameter()
         self.handle.group_name = mesh.get_group().group_name
         self.handle.rank = mesh.get_local_rank()
@@ -73,14 +73,13 @@ class ShardedParameter:
         self.handle.strides = _dense_strides(parameter)
         self.handle.compute_dtype = self.compute_dtype
         self.handle.device = device
-        self.handle.grad_dtype = contract.leaf
-        self.handle.shard_grad_dtype = contract.shard
         self.handle.reduce_dtype = mp_policy.reduce_dtype
         self.placeholder = nn.Parameter(
             _C.make_placeholder(self.handle.sizes, self.handle.strides, self.compute_dtype, device),
             requires_grad=parameter.requires_grad,
         )
         self.handle.placeholder = self.placeholder
+        self._settle_grad_dtype(parameter.grad_dtype)
 
         shard = nn.Parameter(_shard(parameter, mesh, device), requires_grad=parameter.requires_grad)
         shard.__dict__.update(parameter.__dict__)
@@ -146,17 +145,30 @@ class ShardedParameter:
     def refresh(self) -> bool:
         """Makes the runtime read the shard as it is now.
 
-        Returns whether ``requires_grad`` is what graphs were traced with; if not, it is now.
+        Returns whether ``requires_grad`` and ``grad_dtype`` are what graphs were traced with; if
+        not, they are now.
         """
         shard = self.shard
         local = torch_internals.local_tensor(shard)
         if local is not self._local:
             self._check_replacement(shard, local)
+            if shard.grad_dtype == shard.dtype != self.grad_dtype:
+                shard.grad_dtype = self.grad_dtype  # to_empty() and the like forget it
             self._local = self.handle.shard = local
-        if self.placeholder.requires_grad == shard.requires_grad:
-            return True
-        self.placeholder.requires_grad_(shard.requires_grad)
-        return False
+        as_traced = True
+        if self.placeholder.requires_grad != shard.requires_grad:
+            self.placeholder.requires_grad_(shard.requires_grad)
+            as_traced = False
+        if self.grad_dtype != shard.grad_dtype:
+            self._settle_grad_dtype(shard.grad_dtype)
+            as_traced = False
+        return as_traced
+
+    def _settle_grad_dtype(self, declared: torch.dtype | None) -> None:
+        self.grad_dtype = declared
+        contract = grad_dtype.resolve(declared, self.orig_dtype, self.compute_dtype)
+        self.handle.grad_dtype = contract.leaf
+        self.handle.shard_grad_dtype = contract.shard
 
     def _check_replacement(self, shard: DTensor, local: torch.Tensor) -> None:
         if shard.dtype != self.orig_dtype:
@@ -176,6 +188,15 @@ class ShardedParameter:
             raise Zero3Error(
                 f"the shard of '{self.fqn}' is on {local.device}, but its mesh computes on "
                 f"{self.handle.device}"
+            )
+
+    def check_grad_dtype(self) -> None:
+        """Raises if the gradient that was reduced kept another contract than the shard's."""
+        now = self.shard.grad_dtype
+        if now != self.grad_dtype:
+            raise Zero3Error(
+                f"grad_dtype of '{self.fqn}' was {self.grad_dtype} in forward and is {now} after "
+                "its backward: set it before the forward"
             )
 
     def accumulate_grad(self, reduced: torch.Tensor) -> None:
@@ -245,14 +266,13 @@ def _dense_strides(tensor: torch.Tensor) -> list[int]:
 @torch.compiler.disable
 def _deliver(gradients: Sequence[tuple[_C.Parameter, torch.Tensor]]) -> None:
     """What the runtime calls at the end of a backward, with everything that was reduced in it."""
-    delivered: dict[str, ShardedParameter] = {}
-    for handle, reduced in gradients:
-        parameter = _live.get(handle.fqn)
-        if parameter is None:
-            continue  # the model was deleted during its own backward
+    # One that is missing was deleted during its own backward.
+    delivered = [(p, reduced) for handle, reduced in gradients if (p := _live.get(handle.fqn))]
+    for parameter, _ in delivered:
+        parameter.check_grad_dtype()
+    for parameter, reduced in delivered:
         parameter.accumulate_grad(reduced)
-        delivered[handle.fqn] = parameter
-    for parameter in delivered.values():
+    for parameter in dict.fromkeys(parameter for parameter, _ in delivered):
         shard = parameter.shard
         for hook in torch_internals.post_accumulate_grad_hooks(shard):
             hook(shard)
@@ -264,8 +284,8 @@ def _refresh(fqn: str) -> None:
     parameter = find(fqn)
     if parameter is not None and not parameter.refresh() and parameter.placeholder.requires_grad:
         raise Zero3Error(
-            f"'{fqn}' was frozen when this graph was compiled and needs a gradient now; run the "
-            "model again: it compiles anew"
+            f"requires_grad or grad_dtype of '{fqn}' changed since this graph was compiled; run "
+            "the model again: it compiles anew"
         )
 
 

@@ -213,7 +213,7 @@ t: f32[8, 2]
 t_2: f32[4, 2]
 tangents_1: f32[2, 4]
 mm_2: f32[8, 4] = aten.mm(t, tangents_1)
-reduce_grad_1: f32[0] = zero3.reduce_grad(mm_2, 'down')
+reduce_grad_1: f32[0] = zero3.reduce_grad(mm_2, 'down')  # f32 -> f32 -> f32
 all_gather = zero3.all_gather([primals_3], ['down'], reduce_grad_1)
 gathered: f32[0] = getitem(all_gather, 1)
 down: f32[8, 4] = getitem(all_gather, 0)
@@ -222,7 +222,7 @@ mm_3: f32[2, 8] = aten.mm(tangents_1, t_1)
 cos: f32[2, 8] = aten.cos(mm)
 mul: f32[2, 8] = aten.mul.Tensor(mm_3, cos)
 mm_4: f32[4, 8] = aten.mm(t_2, mul)
-reduce_grad: f32[0] = zero3.reduce_grad(mm_4, 'up', gathered)
+reduce_grad: f32[0] = zero3.reduce_grad(mm_4, 'up', gathered)  # f32 -> f32 -> f32
 return [None, None, None]""",
     )
 

@@ -799,9 +799,9 @@ def test_a_gradient_is_reduced_as_soon_as_it_exists():
         tangent: f32[4, 4]
         t: f32[4, 4] = t(x)
         mm: f32[4, 4] = mm(t, tangent)
-        reduce_grad: f32[0] = zero3.reduce_grad(mm, 'fc.weight')
+        reduce_grad: f32[0] = zero3.reduce_grad(mm, 'fc.weight')  # f32 -> any -> f32
         sum_1: f32[4] = sum(tangent, 0)
-        reduce_grad_1: f32[0] = zero3.reduce_grad(sum_1, 'fc.bias')
+        reduce_grad_1: f32[0] = zero3.reduce_grad(sum_1, 'fc.bias')  # f32 -> any -> f32
         t_1: f32[4, 4] = t(w)
         mm_1: f32[4, 4] = mm(tangent, t_1)
         return [None, None, mm_1]
@@ -820,7 +820,7 @@ def test_a_gradient_that_is_a_graph_input_is_reduced_first():
         """\
         x: f32[4, 4]
         tangent: f32[4, 4]
-        reduce_grad: f32[0] = zero3.reduce_grad(tangent, 'bias')
+        reduce_grad: f32[0] = zero3.reduce_grad(tangent, 'bias')  # f32 -> any -> f32
         mul: f32[4, 4] = mul(x, tangent)
         return [mul, None]
         """,
@@ -895,7 +895,7 @@ def test_each_collective_takes_the_token_of_the_one_before_it():
         mm: f32[4, 4] = mm(tangent, t)
         t_1: f32[4, 4] = t(h)
         mm_1: f32[4, 4] = mm(t_1, tangent)
-        reduce_grad_1: f32[0] = zero3.reduce_grad(mm_1, 'fc2.weight', gathered)
+        reduce_grad_1: f32[0] = zero3.reduce_grad(mm_1, 'fc2.weight', gathered)  # f32 -> any -> f32
         all_gather_1 = zero3.all_gather([w1], ['fc1.weight'], reduce_grad_1)
         gathered_1: f32[0] = getitem(all_gather_1, 1)
         fc1_weight: f32[4, 4] = getitem(all_gather_1, 0)
@@ -903,7 +903,7 @@ def test_each_collective_takes_the_token_of_the_one_before_it():
         mm_2: f32[4, 4] = mm(mm, t_2)
         t_3: f32[4, 4] = t(x)
         mm_3: f32[4, 4] = mm(t_3, mm)
-        reduce_grad: f32[0] = zero3.reduce_grad(mm_3, 'fc1.weight', gathered_1)
+        reduce_grad: f32[0] = zero3.reduce_grad(mm_3, 'fc1.weight', gathered_1)  # f32 -> any -> f32
         return [mm_2, None, None]
         """,
     )

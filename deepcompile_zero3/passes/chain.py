@@ -4,6 +4,7 @@ import operator
 
 from torch import fx
 
+from deepcompile_zero3.graph_text import COMMENT
 from deepcompile_zero3.runtime import ops
 
 
@@ -22,7 +23,8 @@ def chain_collectives(gm: fx.GraphModule) -> None:
         if token is not None:
             node.args = (*node.args[:2], token, *node.args[3:])
             # Tracing may have noted values of the former arguments, which Inductor would trust.
-            node.meta = {"val": node.meta["val"]}
+            kept = ("val", COMMENT)
+            node.meta = {key: node.meta[key] for key in kept if key in node.meta}
         token = node
         if node.target is ops.all_gather.default:
             last = len(node.meta["val"]) - 1

@@ -19,6 +19,7 @@ class ParameterFacts:
         order: of the parameter in the model's forward, before any graph was optimised.
         reshard_after_forward: False keeps what forward gathered until backward has used it.
         grad_dtype: of the leaf's contract; None keeps whatever arrives.
+        reduce_dtype: of its gradient on the wire; None: as the contract left it.
         declares_grad_dtype: whether the contract must be declared to AOTAutograd.
     """
 
@@ -29,6 +30,7 @@ class ParameterFacts:
     order: int = 0
     reshard_after_forward: bool = True
     grad_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
     declares_grad_dtype: bool = False
 
     @property

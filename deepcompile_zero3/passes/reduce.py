@@ -3,10 +3,15 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import fx
 
+from deepcompile_zero3.graph_text import COMMENT, short_name
 from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.runtime import ops
+
+
+CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 
 
 def insert_reduces(gm: fx.GraphModule, gradients: Mapping[int, ParameterFacts]) -> None:
@@ -22,12 +27,23 @@ def insert_reduces(gm: fx.GraphModule, gradients: Mapping[int, ParameterFacts]) 
         grad = results[position]
         if grad is None:
             continue
+        if grad.target in CASTS and grad.meta["val"].dtype == facts.grad_dtype:
+            # The runtime does that too, and where a compiler cannot fuse it with another cast.
+            grad = grad.args[0]
         with graph.inserting_after(inputs[-1] if grad.op == "placeholder" else grad):
             reduce = graph.create_node(
                 "call_function", ops.reduce_grad.default, (grad, facts.fqn), name="reduce_grad"
             )
         reduce.meta["val"] = grad.meta["val"].new_empty(0)
+        reduce.meta[COMMENT] = _dtypes(grad.meta["val"].dtype, facts)
         results[position] = None
     output.args = (tuple(results),)
     graph.lint()
     gm.recompile()
+
+
+def _dtypes(raw: torch.dtype, facts: ParameterFacts) -> str:
+    """The way of a gradient: what the graph says that it is, the leaf's contract, the wire."""
+    wire = facts.reduce_dtype or facts.grad_dtype or raw
+    leaf = "any" if facts.grad_dtype is None else short_name(facts.grad_dtype)
+    return f"{short_name(raw)} -> {leaf} -> {short_name(wire)}"

@@ -1,0 +1,87 @@
+"""The backward graph, on request: weight gradients keep the precision they are computed in.
+
+A matmul of bf16 operands sums in fp32 and rounds the sum. Where that is a gradient which the leaf
+keeps in fp32, the rounding is in vain. Eager PyTorch rounds too: this goes beyond the contract.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from deepcompile_zero3.passes.facts import ParameterFacts
+from deepcompile_zero3.passes.reduce import CASTS
+
+aten, prims = torch.ops.aten, torch.ops.prims
+_WITH_OUT_DTYPE: dict[Any, Any] = {
+    aten.mm.default: aten.mm.dtype,
+    aten.bmm.default: aten.bmm.dtype,
+    aten.addmm.default: aten.addmm.dtype,
+}
+
+
+def widen_weight_gradients(gm: fx.GraphModule, gradients: Mapping[int, ParameterFacts]) -> None:
+    """Asks the matmuls that compute nothing but a gradient (by position in the graph's output) for
+    fp32, where the leaf's contract is fp32 or None.
+
+    On CUDA the kernel gives its accumulator. Elsewhere the operands are cast, which takes longer.
+    """
+    results: Any = gm.graph.output_node().args[0]
+    for position, facts in gradients.items():
+        node = results[position]
+        if facts.grad_dtype not in (torch.float32, None) or results.count(node) != 1:
+            continue
+        passed = []
+        while isinstance(node, fx.Node) and len(node.users) == 1 and _hands_on(node):
+            passed.append(node)
+            node = node.args[0]
+        if not isinstance(node, fx.Node) or len(node.users) != 1 or not _is_low_matmul(node):
+            continue
+        _widen(node)
+        for node in reversed(passed):
+            if node.target in CASTS:
+                node.replace_all_uses_with(node.all_input_nodes[0])
+                gm.graph.erase_node(node)
+            else:
+                node.meta["val"] = node.meta["val"].float()
+    gm.graph.lint()
+    gm.recompile()
+
+
+def _is_low_matmul(node: fx.Node) -> bool:
+    low = (torch.bfloat16, torch.float16)
+    return node.target in _WITH_OUT_DTYPE and node.meta["val"].dtype in low
+
+
+def _hands_on(node: fx.Node) -> bool:
+    """Whether ``node`` is its first input, in another shape or in fp32."""
+    if node.target in CASTS:
+        return node.meta["val"].dtype == torch.float32
+    return bool(getattr(node.target, "is_view", False)) and isinstance(
+        node.meta["val"], torch.Tensor
+    )
+
+
+def _widen(node: fx.Node) -> None:
+    graph = node.graph
+    target: Any = node.target
+    arguments: Any = node.args
+    with graph.inserting_before(node):
+        if node.meta["val"].device.type == "cuda":
+            *summand, left, right = arguments
+            target = _WITH_OUT_DTYPE[target]
+            arguments = (*map(_in_fp32, summand), left, right, torch.float32)
+        else:
+            arguments = tuple(map(_in_fp32, arguments))
+        wide = graph.call_function(target, arguments, node.kwargs)
+    wide.meta["val"] = node.meta["val"].float()
+    node.replace_all_uses_with(wide)
+    graph.erase_node(node)
+
+
+def _in_fp32(node: fx.Node) -> fx.Node:
+    cast = prims.convert_element_type.default
+    wide = node.graph.call_function(cast, (node, torch.float32))
+    wide.meta["val"] = node.meta["val"].float()
+    return wide
