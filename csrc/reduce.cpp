@@ -120,7 +120,7 @@ bool Bucket::has_room_for(const Parameter& parameter) const {
   return used_ + parameter.chunk_numel() <= capacity_;
 }
 
-void Bucket::pack(const ParameterPtr& parameter, const at::Tensor& grad,
+void Bucket::pack(const ParameterPtr& parameter, const at::Tensor& grad, at::ScalarType through,
                   at::ScalarType normalised_dtype) {
   for (int64_t rank = 0; rank < world_size_; ++rank) {
     auto chunk = buffer_[rank].narrow(0, used_, parameter->chunk_numel());
@@ -128,7 +128,7 @@ void Bucket::pack(const ParameterPtr& parameter, const at::Tensor& grad,
     const int64_t owned = rows * parameter->row_numel();
     auto target = chunk.narrow(0, 0, owned).view(parameter->sizes_with_rows(rows));
     auto source = grad.narrow(0, std::min(rank * parameter->chunk_rows(), parameter->rows()), rows);
-    if (rows > 0) copy_through(target, source, normalised_dtype, pre_divide_factor_);
+    if (rows > 0) copy_through(target, source, through, pre_divide_factor_);
     chunk.narrow(0, owned, chunk.numel() - owned).zero_();
   }
   entries_.push_back({parameter, used_, normalised_dtype});
@@ -196,7 +196,8 @@ void Reduction::add(const ParameterPtr& parameter, const at::Tensor& raw) {
   parameter->pending_uses = std::max<int64_t>(parameter->pending_uses - 1, 0);
   const bool waits = !parameter->requires_gradient_sync || parameter->deferred;
   if (!waits && parameter->pending_uses == 0 && !parameter->accumulated.defined()) {
-    send(parameter, raw, normalised_dtype_of(*parameter, raw));
+    const auto dtype = normalised_dtype_of(*parameter, raw);
+    send(parameter, raw, dtype, dtype);
     return;
   }
   accumulate(*parameter, raw);
@@ -209,10 +210,10 @@ void Reduction::send_accumulated(const ParameterPtr& parameter) {
   auto sum = std::exchange(parameter->accumulated, {});
   const auto normalised_dtype = *std::exchange(parameter->arrived_dtype, {});
   lock.unlock();
-  send(parameter, sum, normalised_dtype);
+  send(parameter, sum, sum.scalar_type(), normalised_dtype);
 }
 
-void Reduction::send(const ParameterPtr& parameter, const at::Tensor& grad,
+void Reduction::send(const ParameterPtr& parameter, const at::Tensor& grad, at::ScalarType through,
                      at::ScalarType normalised_dtype) {
   const auto wire_dtype = parameter->reduce_dtype.value_or(normalised_dtype);
   // In elements of each rank.
@@ -220,7 +221,7 @@ void Reduction::send(const ParameterPtr& parameter, const at::Tensor& grad,
                            static_cast<int64_t>(c10::elementSize(wire_dtype));
   if (parameter->chunk_numel() >= capacity) {
     auto own = std::make_unique<Bucket>(*parameter, wire_dtype, parameter->chunk_numel());
-    own->pack(parameter, grad, normalised_dtype);
+    own->pack(parameter, grad, through, normalised_dtype);
     launch(std::move(own));
     return;
   }
@@ -236,7 +237,7 @@ void Reduction::send(const ParameterPtr& parameter, const at::Tensor& grad,
     open_.push_back(std::make_unique<Bucket>(*parameter, wire_dtype, capacity));
     bucket = std::prev(open_.end());
   }
-  (*bucket)->pack(parameter, grad, normalised_dtype);
+  (*bucket)->pack(parameter, grad, through, normalised_dtype);
 }
 
 void Reduction::launch(std::unique_ptr<Bucket> bucket) {

@@ -44,9 +44,10 @@ class Bucket {
   bool accepts(const Parameter& parameter, at::ScalarType wire_dtype) const;
   bool has_room_for(const Parameter& parameter) const;
 
-  // Casts `grad` to `normalised_dtype` and that to the wire's, lays it out and copies it in one
-  // pass over memory. `grad` may be reused when this returns.
-  void pack(const ParameterPtr& parameter, const at::Tensor& grad, at::ScalarType normalised_dtype);
+  // Casts `grad` to `through` and that to the wire's, lays it out and copies it in one pass over
+  // memory. `grad` may be reused when this returns.
+  void pack(const ParameterPtr& parameter, const at::Tensor& grad, at::ScalarType through,
+            at::ScalarType normalised_dtype);
   void launch();
 
   // Waits, and appends each parameter's reduced and scaled shard.
@@ -84,7 +85,9 @@ class Reduction : public std::enable_shared_from_this<Reduction> {
   void finish(const std::vector<ParameterPtr>& parameters);
 
  private:
-  void send(const ParameterPtr& parameter, const at::Tensor& grad, at::ScalarType normalised_dtype);
+  // `through` is the normalised dtype for a raw gradient, and for a sum of such its own.
+  void send(const ParameterPtr& parameter, const at::Tensor& grad, at::ScalarType through,
+            at::ScalarType normalised_dtype);
   void send_accumulated(const ParameterPtr& parameter);
   void launch(std::unique_ptr<Bucket> bucket);
   void finish_oldest();

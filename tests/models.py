@@ -137,6 +137,24 @@ def relative_difference(actual, expected):
     return (difference / expected.norm()).item() if difference else 0.0
 
 
+def in_backward(function):
+    """The result of ``function()``, called by the autograd engine."""
+    results = []
+
+    class Call(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            results.append(function())
+            return grad
+
+    Call.apply(torch.ones((), requires_grad=True)).backward()
+    return results[0]
+
+
 def _pairs(model, reference):
     pairs = list(zip(model.named_parameters(), reference.named_parameters(), strict=True))
     assert all(ours[0] == theirs[0] for ours, theirs in pairs)

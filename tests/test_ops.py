@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from models import in_backward
 from one_rank import one_rank  # noqa: F401
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -40,24 +41,6 @@ def model(one_rank):  # noqa: F811
 def placeholder(name, requires_grad=False):
     """What stands for a parameter, with memory behind it: ``opcheck`` copies its inputs."""
     return torch.empty_like(getattr(Weights(), name), requires_grad=requires_grad)
-
-
-def in_backward(function):
-    """The result of ``function()``, called by the autograd engine."""
-    results = []
-
-    class Call(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            results.append(function())
-            return grad
-
-    Call.apply(torch.ones((), requires_grad=True)).backward()
-    return results[0]
 
 
 # ---- as PyTorch wants operators to be

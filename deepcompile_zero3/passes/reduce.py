@@ -10,7 +10,6 @@ from deepcompile_zero3.graph_text import COMMENT, short_name
 from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.runtime import ops
 
-
 CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 
 

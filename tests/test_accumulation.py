@@ -1,0 +1,407 @@
+"""Gradients that come in pieces: micro-batches, late ones, of several dtypes, in any order."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import batch_of, compiled, in_backward, mine
+from one_rank import one_rank  # noqa: F401
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from deepcompile_zero3 import (
+    Zero3Error,
+    defer_reduction,
+    deposit_grad,
+    fully_shard,
+    record_collectives,
+)
+
+ops = torch.ops.zero3
+each_way = pytest.mark.parametrize("how", ["zero3", "eager"])
+needs_a_job = pytest.mark.usefixtures("one_rank")
+
+
+class _Experts(nn.Module):
+    """Uses its second layer only when asked to."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
+        self.late = nn.Parameter(torch.randn(8, 8))  # autograd never sees it
+
+    def forward(self, x, use_both=False):
+        x = torch.tanh(self.first(x))
+        return self.second(x) if use_both else x
+
+
+# ---- micro-batches
+
+
+def _three_micro_batches(how):
+    low, high = torch.bfloat16, torch.float32
+    model = _Experts()
+    reference = copy.deepcopy(model).to(low)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=low, reduce_dtype=high))
+    run = compiled(model, how)
+    world_size = dist.get_world_size()
+
+    # The raw gradients of every rank, in bf16, summed in fp32 as they come.
+    sums = {}
+    raw = {}
+    for rank in range(world_size):
+        for step in range(3):
+            rows = batch_of(4 * world_size, 8, seed=step).narrow(0, 4 * rank, 4).to(low)
+            reference(rows, use_both=step == 2).float().square().mean().backward()
+            for name, parameter in reference.named_parameters():
+                if parameter.grad is not None:
+                    raw[name] = parameter.grad.float()
+                    key = name, rank
+                    sums[key] = sums[key] + raw[name] if key in sums else raw[name]
+                    parameter.grad = None
+        late = batch_of(8, 8, seed=100 + rank).to(low)
+        sums["late", rank] = late.float()
+        if rank == dist.get_rank():
+            my_late = late
+
+    with record_collectives() as log:
+        for step in range(3):
+            model.set_requires_gradient_sync(step == 2)
+            loss = run(mine(batch_of(4 * world_size, 8, seed=step)), use_both=step == 2)
+            if step < 2:
+                loss.float().square().mean().backward()
+            else:
+                with defer_reduction(model):
+                    loss.float().square().mean().backward()
+                    deposit_grad(model.late, my_late)
+    assert {c.dtype for c in log if c.op == "reduce_scatter"} == {high}
+    for name, parameter in model.named_parameters():
+        expected = sum(sums[name, rank] for rank in range(world_size)) / world_size
+        assert parameter.grad.dtype == high
+        actual = parameter.grad.full_tensor()
+        assert torch.equal(actual, expected), name
+        if name.startswith("first"):
+            assert not torch.equal(actual, raw[name])
+
+
+@pytest.mark.parametrize("how", ["interpreted", "eager"])
+def test_micro_batches_and_late_gradients_are_summed_in_the_wider_dtype(run_ranks, how):
+    run_ranks(2, _three_micro_batches, how)
+
+
+# ---- what the optimizer sees
+
+
+def _adamw(how):
+    low, high = nn.Linear(16, 16).bfloat16(), nn.Linear(16, 16)
+    model = nn.Sequential(low, nn.Tanh(), high)
+    model[0].register_forward_pre_hook(lambda module, args: args[0].bfloat16())
+    model[2].register_forward_pre_hook(lambda module, args: args[0].float())
+    fully_shard(model)
+    run = compiled(model, how)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    storages = {p: p.to_local().untyped_storage().data_ptr() for p in model.parameters()}
+    with warnings.catch_warnings(), record_collectives() as log:
+        warnings.simplefilter("error")
+        for step in range(3):
+            run(mine(batch_of(8, 16, seed=step))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, parameter in model.named_parameters():
+        local = parameter._local_tensor
+        assert parameter.is_leaf, name
+        assert local.is_leaf, name
+        assert local.untyped_storage().data_ptr() == storages[parameter], name
+        dtype = torch.bfloat16 if name.startswith("0") else torch.float32
+        assert parameter.dtype == local.dtype == dtype
+        assert {c.dtype for c in log if name in c.params} == {dtype}
+        assert all(s.dtype == dtype for s in optimizer.state[parameter].values() if s.dim())
+
+
+@each_way
+def test_adamw_steps_parameters_of_two_dtypes_without_a_warning(run_ranks, how):
+    run_ranks(2, _adamw, how)
+
+
+# ---- a bucket for each dtype on the wire
+
+
+class _Fp32WeightGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return grad @ w, grad.float().t() @ x.float()
+
+
+class _Kernel(nn.Linear):
+    def forward(self, x):
+        return _Fp32WeightGrad.apply(x, self.weight)
+
+
+@needs_a_job
+@pytest.mark.parametrize("how", ["interpreted", "eager"])
+@pytest.mark.parametrize(
+    ("grad_dtype", "reduce_dtype", "on_the_wire"),
+    [
+        ("default", None, [(torch.bfloat16, ["0.weight", "1.weight", "2.weight"])]),
+        ("default", torch.float32, [(torch.float32, ["0.weight", "1.weight", "2.weight"])]),
+        (
+            torch.float32,
+            None,
+            [(torch.bfloat16, ["0.weight", "2.weight"]), (torch.float32, ["1.weight"])],
+        ),
+    ],
+    ids=str,
+)
+def test_the_contract_chooses_the_bucket(how, grad_dtype, reduce_dtype, on_the_wire):
+    layers = [nn.Linear(8, 8, bias=False), _Kernel(8, 8, bias=False), nn.Linear(8, 8, bias=False)]
+    model = nn.Sequential(*layers).bfloat16()
+    if grad_dtype != "default":
+        model[1].weight.grad_dtype = grad_dtype
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
+    with record_collectives() as log:
+        compiled(model, how)(torch.randn(4, 8).bfloat16()).sum().backward()
+    found = [(c.dtype, sorted(c.params)) for c in log if c.op == "reduce_scatter"]
+    assert found == on_the_wire
+
+
+# ---- a contract that changes
+
+
+@needs_a_job
+@each_way
+def test_a_contract_that_changes_between_steps_holds_from_the_next_forward_on(how):
+    model = fully_shard(nn.Sequential(nn.Linear(8, 8).bfloat16()))
+    run = compiled(model, how)
+    for dtype in [torch.bfloat16, torch.float32, torch.float32, torch.float64, torch.bfloat16]:
+        model[0].weight.grad_dtype = dtype
+        for _ in range(2):
+            run(torch.ones(2, 8).bfloat16()).sum().backward()
+            assert model[0].weight.grad.dtype == dtype
+            model.zero_grad()
+
+
+@needs_a_job
+@each_way
+def test_a_contract_that_changes_before_backward_is_refused(how):
+    model = fully_shard(nn.Sequential(nn.Linear(8, 8).bfloat16()))
+    run = compiled(model, how)
+    loss = run(torch.ones(2, 8).bfloat16()).sum()
+    model[0].weight.grad_dtype = torch.float32
+    with pytest.raises(Zero3Error, match=r"'0\.weight' was torch\.bfloat16 .* is torch\.float32"):
+        loss.backward()
+    assert model[0].weight.grad is None
+    run(torch.ones(2, 8).bfloat16()).sum().backward()
+    assert model[0].weight.grad.dtype == torch.float32
+
+
+@needs_a_job
+def test_a_contract_survives_the_meta_device():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 8).bfloat16())
+    model[0].weight.grad_dtype = torch.float32
+    fully_shard(model)
+    model.to_empty(device="cpu")
+    nn.init.ones_(model[0].weight)
+    nn.init.ones_(model[0].bias)
+    model(torch.ones(2, 8).bfloat16()).sum().backward()
+    assert model[0].weight.grad.dtype == torch.float32
+    assert model[0].bias.grad.dtype == torch.bfloat16
+
+
+# ---- defer_reduction
+
+
+@needs_a_job
+@each_way
+def test_deferred_gradients_come_when_the_block_ends(how):
+    model = fully_shard(_Experts())
+    run = compiled(model, how)
+    fired = []
+    model.late.register_post_accumulate_grad_hook(lambda p: fired.append(p.grad.full_tensor()))
+    with record_collectives() as log, defer_reduction(model):
+        run(torch.ones(2, 8), use_both=True).sum().backward()
+        run(torch.ones(2, 8), use_both=False).sum().backward()
+        deposit_grad(model.late, torch.ones(8, 8))
+        ops.reduce_grad(2 * torch.ones(8, 8, dtype=torch.float64), "late")
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert not any(c.op == "reduce_scatter" for c in log)
+    reduced = [fqn for c in log if c.op == "reduce_scatter" for fqn in c.params]
+    assert sorted(reduced) == sorted(name for name, _ in model.named_parameters())
+    assert torch.equal(model.late.grad.full_tensor(), torch.full((8, 8), 3.0))
+    assert len(fired) == 1
+
+
+@needs_a_job
+def test_a_deferred_block_that_raises_leaves_nothing_behind():
+    model = fully_shard(_Experts())
+
+    def fail():
+        with defer_reduction(model):
+            deposit_grad(model.late, torch.ones(8, 8))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    with defer_reduction(model):
+        deposit_grad(model.late, torch.ones(8, 8))
+    assert torch.equal(model.late.grad.full_tensor(), torch.ones(8, 8))
+    assert model.first.weight.grad is None
+
+
+@needs_a_job
+def test_what_cannot_be_deposited_is_refused():
+    model = fully_shard(_Experts())
+    model.first.weight.requires_grad_(False)
+    with pytest.raises(Zero3Error, match="with defer_reduction"):
+        deposit_grad(model.late, torch.ones(8, 8))
+    with pytest.raises(RuntimeError, match=r"'late'.* inside of defer_reduction"):
+        ops.reduce_grad(torch.ones(8, 8), "late")
+    with pytest.raises(Zero3Error, match="no module of the Linear is sharded"):
+        defer_reduction(nn.Linear(2, 2)).__enter__()
+    with defer_reduction(model):
+        with pytest.raises(RuntimeError, match=r"'late' has shape \[4, 8\]"):
+            deposit_grad(model.late, torch.ones(4, 8))
+        with pytest.raises(Zero3Error, match=r"'first\.weight' needs no gradient"):
+            deposit_grad(model.first.weight, torch.ones(8, 8))
+        with pytest.raises(Zero3Error, match="is a DTensor"):
+            deposit_grad(model.late, model.late.detach())
+        with pytest.raises(Zero3Error, match="deferred already"):
+            defer_reduction(model).__enter__()
+        with pytest.raises(Zero3Error, match=r"model\.parameters\(\)"):
+            deposit_grad(nn.Parameter(torch.ones(8, 8)), torch.ones(8, 8))
+
+
+# ---- whatever comes, in whatever order
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+maybe_dtypes = st.sampled_from([None, *DTYPES])
+
+
+@st.composite
+def _cases(draw):
+    """Small integers, which every dtype holds, and the sums of few of them too."""
+    rows, columns = draw(st.integers(1, 9)), draw(st.integers(1, 5))
+    arrivals = draw(
+        st.lists(
+            st.tuples(st.sampled_from(DTYPES), st.integers(0, 2**16), st.booleans()),
+            min_size=1,
+            max_size=5,
+        )
+    )
+    return {
+        "shape": draw(st.sampled_from([(rows,), (rows, columns), (rows, columns, 2)])),
+        "dtype": draw(st.sampled_from(DTYPES)),
+        "grad_dtype": draw(st.sampled_from(["default", None, *DTYPES])),
+        "reduce_dtype": draw(maybe_dtypes),
+        "arrivals": arrivals,  # (raw dtype, seed, whether the micro-batch ends after it)
+    }
+
+
+class _Holder(nn.Module):
+    def __init__(self, case):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(case["shape"], dtype=case["dtype"]))
+        if case["grad_dtype"] != "default":
+            self.weight.grad_dtype = case["grad_dtype"]
+
+    def forward(self):
+        return self.weight
+
+
+def _check_arrivals(case):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+
+    def integers(seed, who, dtype):
+        generator = torch.Generator().manual_seed(seed * 4 + who)
+        return torch.randint(-8, 8, case["shape"], generator=generator).to(dtype)
+
+    model = fully_shard(
+        _Holder(case), mp_policy=MixedPrecisionPolicy(reduce_dtype=case["reduce_dtype"])
+    )
+    groups, group = [], []
+    for dtype, seed, ends in case["arrivals"]:
+        group.append((dtype, seed))
+        if ends:
+            groups.append(group)
+            group = []
+    groups += [group] if group else []
+    for group in groups:
+        with record_collectives() as log, defer_reduction(model):
+            for dtype, seed in group:
+                deposit_grad(model.weight, integers(seed, rank, dtype))
+        assert len(log) == 1
+
+        leaf = case["dtype"] if case["grad_dtype"] == "default" else case["grad_dtype"]
+        arrived = leaf
+        if leaf is None:
+            arrived = group[0][0]
+            for dtype, _ in group:
+                arrived = torch.promote_types(arrived, dtype)
+        assert log[0].dtype == (case["reduce_dtype"] or arrived)
+
+    everything = [
+        integers(seed, who, torch.float64)
+        for _, seed, _ in case["arrivals"]
+        for who in range(world_size)
+    ]
+    assert torch.equal(model.weight.grad.full_tensor().double(), sum(everything) / world_size)
+    if case["grad_dtype"] is not None:
+        expected = case["dtype"] if case["grad_dtype"] == "default" else case["grad_dtype"]
+        assert model.weight.grad.dtype == expected
+
+
+def _check_many(examples):
+    # The same examples on every rank: derandomised, and without a database on disk.
+    @settings(max_examples=examples, deadline=None, derandomize=True, database=None)
+    @given(_cases())
+    def check(case):
+        _check_arrivals(case)
+
+    check()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_order_and_dtypes_of_arrival_do_not_matter(run_ranks, world_size):
+    run_ranks(world_size, _check_many, 100)
+
+
+# ---- the same in one pass: raw -> leaf -> wire
+
+rounding_dtypes = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
+
+
+def _check_roundings():
+    @settings(max_examples=150, deadline=None, derandomize=True, database=None)
+    @given(
+        raw=st.sampled_from(DTYPES),
+        leaf=rounding_dtypes,
+        wire=rounding_dtypes,
+        rows=st.integers(1, 700),
+        columns=st.integers(1, 70),
+        transposed=st.booleans(),
+    )
+    def check(raw, leaf, wire, rows, columns, transposed):
+        case = {"shape": (rows, columns), "dtype": torch.float64, "grad_dtype": leaf}
+        model = fully_shard(_Holder(case), mp_policy=MixedPrecisionPolicy(reduce_dtype=wire))
+        grad = torch.randn(columns, rows).t() if transposed else torch.randn(rows, columns)
+        grad = (3 * grad).to(raw)
+        (parameter,) = model._zero3_group.parameters
+        in_backward(lambda: ops.reduce_grad(grad, parameter.fqn))
+        assert torch.equal(model.weight.grad.full_tensor(), grad.to(leaf).to(wire).to(leaf))
+
+    check()
+
+
+def test_every_rounding_of_the_contract_is_made(run_ranks):
+    run_ranks(1, _check_roundings)
