@@ -4,13 +4,15 @@
 ``EXPECTTEST_ACCEPT=1 pytest tests/test_contract.py`` writes it anew.
 """
 
+import copy
 import os
 from pathlib import Path
 
 import pytest
 import torch
 from contract import CONTRACTS, LAYERS, MATMULS, Contracts, batch
-from models import compiled
+from models import compiled, relative_difference
+from torch import nn
 from torch.distributed.fsdp import fully_shard as fsdp2
 
 from deepcompile_zero3 import fully_shard
@@ -121,3 +123,34 @@ def test_the_documentation_tells_whose_gradients_differ(run_ranks):
     else:
         assert text[start:end] == tables
     assert "zero3" not in tables
+
+
+# ---- beyond the contract
+
+
+def _errors_of_weight_gradients(inductor):
+    """Relative to double precision on the same forward, by whether fp32_weight_grads is on."""
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    errors = {}
+    for wide in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(256, 256).bfloat16()
+        model.weight.grad_dtype = torch.float32
+        exact = copy.deepcopy(model).double()
+        fully_shard(model)
+        options = {"inductor": inductor, "fp32_weight_grads": wide}
+        torch._dynamo.reset()
+        run = torch.compile(model, backend="zero3", options=options, fullgraph=True)
+        tangent = torch.randn(64, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+        run(x).backward(tangent)
+        exact(x.double()).backward(tangent.double())
+        assert model.weight.grad.dtype == torch.float32
+        errors[wide] = relative_difference(model.weight.grad.full_tensor(), exact.weight.grad)
+    return errors
+
+
+@pytest.mark.parametrize("inductor", [False, True])
+def test_fp32_weight_grads_are_nearer_to_the_truth(run_ranks, inductor):
+    (errors,) = run_ranks(1, _errors_of_weight_gradients, inductor)
+    print(f"relative error in bf16 {errors[False]:.1e}, with fp32_weight_grads {errors[True]:.1e}")
+    assert errors[True] < 1e-5 < 1e-3 < errors[False]

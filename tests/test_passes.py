@@ -29,6 +29,7 @@ from deepcompile_zero3.passes.partition import (
     take_needs,
 )
 from deepcompile_zero3.passes.reduce import insert_reduces
+from deepcompile_zero3.passes.widen import widen_weight_gradients
 from deepcompile_zero3.runtime import ops
 
 NO_LIMIT = 2**30
@@ -856,6 +857,102 @@ def test_dead_code_elimination_keeps_the_reductions():
     gm.graph.eliminate_dead_code()
 
     assert len(reduces_of(gm)) == 1
+
+
+def test_the_cast_to_the_leafs_dtype_is_left_to_the_runtime():
+    def backward(x, tangent):
+        low = torch.ops.aten.mm(x, tangent).bfloat16()
+        return low.float(), low.double()
+
+    gm = make_fx(backward)(torch.ones(4, 4), torch.ones(4, 4))
+
+    contracts = {"grad_dtype": torch.float32, "reduce_dtype": torch.bfloat16}
+    insert_reduces(gm, {0: facts("a", **contracts), 1: facts("b", **contracts)})
+
+    assert_text(
+        gm,
+        """\
+        x_1: f32[4, 4]
+        tangent_1: f32[4, 4]
+        mm: f32[4, 4] = aten.mm(x_1, tangent_1)
+        _to_copy: bf16[4, 4] = aten._to_copy(mm, dtype=bfloat16)
+        reduce_grad: bf16[0] = zero3.reduce_grad(_to_copy, 'a')  # bf16 -> f32 -> bf16
+        _to_copy_1: f32[4, 4] = aten._to_copy(_to_copy, dtype=float32)
+        _to_copy_2: f64[4, 4] = aten._to_copy(_to_copy, dtype=float64)
+        reduce_grad_1: f64[0] = zero3.reduce_grad(_to_copy_2, 'b')  # f64 -> f32 -> bf16
+        return [None, None]
+        """,
+    )
+
+
+# ---- widen_weight_gradients
+
+
+def linear_backward(x, weight, tangent):
+    grad_weight = torch.ops.aten.mm(tangent.t(), x)
+    return tangent @ weight, grad_weight.float(), tangent.sum(0).float()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_matmul_that_computes_a_gradient_alone_is_widened(device):
+    with FakeTensorMode():
+        inputs = [torch.empty(4, 4, dtype=torch.bfloat16, device=device) for _ in range(3)]
+        gm = make_fx(linear_backward)(*inputs)
+    gradients = {1: facts("weight", grad_dtype=torch.float32), 2: facts("bias", grad_dtype=None)}
+
+    widen_weight_gradients(gm, gradients)
+
+    if device == "cpu":
+        assert_text(
+            gm,
+            """\
+        x_1: bf16[4, 4]
+        weight_1: bf16[4, 4]
+        tangent_1: bf16[4, 4]
+        t: bf16[4, 4] = aten.t(tangent_1)
+        t_fp32: f32[4, 4] = prims.convert_element_type(t, float32)
+        x_1_fp32: f32[4, 4] = prims.convert_element_type(x_1, float32)
+        mm_fp32: f32[4, 4] = aten.mm(t_fp32, x_1_fp32)
+        mm_1: bf16[4, 4] = aten.mm(tangent_1, weight_1)
+        sum_1: bf16[4] = aten.sum.dim_IntList(tangent_1, [0])
+        _to_copy_1: f32[4] = aten._to_copy(sum_1, dtype=float32)
+        return [mm_1, mm_fp32, _to_copy_1]
+        """,
+        )
+    else:
+        assert_text(
+            gm,
+            """\
+        x_1: bf16[4, 4]
+        weight_1: bf16[4, 4]
+        tangent_1: bf16[4, 4]
+        t: bf16[4, 4] = aten.t(tangent_1)
+        mm_fp32: f32[4, 4] = aten.mm.dtype(t, x_1, float32)
+        mm_1: bf16[4, 4] = aten.mm(tangent_1, weight_1)
+        sum_1: bf16[4] = aten.sum.dim_IntList(tangent_1, [0])
+        _to_copy_1: f32[4] = aten._to_copy(sum_1, dtype=float32)
+        return [mm_1, mm_fp32, _to_copy_1]
+        """,
+        )
+
+
+@pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_a_matmul_whose_gradient_is_cast_otherwise_is_not_widened(grad_dtype):
+    gm = make_fx(lambda x, t: [(x.t() @ t).to(grad_dtype)])(*torch.ones(2, 4, 4).bfloat16())
+    before = graph_text(gm)
+    widen_weight_gradients(gm, {0: facts("weight", grad_dtype=grad_dtype)})
+    assert graph_text(gm) == before
+
+
+def test_a_matmul_that_others_read_too_is_not_widened():
+    def backward(x, t):
+        product = x.t() @ t
+        return product, product.relu()
+
+    gm = make_fx(backward)(*torch.ones(2, 4, 4).bfloat16())
+    before = graph_text(gm)
+    widen_weight_gradients(gm, {0: facts("weight", grad_dtype=None)})
+    assert graph_text(gm) == before
 
 
 def reduces_of(gm):

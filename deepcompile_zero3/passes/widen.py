@@ -74,7 +74,9 @@ def _widen(node: fx.Node) -> None:
             arguments = (*map(_in_fp32, summand), left, right, torch.float32)
         else:
             arguments = tuple(map(_in_fp32, arguments))
-        wide = graph.call_function(target, arguments, node.kwargs)
+        wide = graph.create_node(
+            "call_function", target, arguments, node.kwargs, name=f"{node.name}_fp32"
+        )
     wide.meta["val"] = node.meta["val"].float()
     node.replace_all_uses_with(wide)
     graph.erase_node(node)
@@ -82,6 +84,8 @@ def _widen(node: fx.Node) -> None:
 
 def _in_fp32(node: fx.Node) -> fx.Node:
     cast = prims.convert_element_type.default
-    wide = node.graph.call_function(cast, (node, torch.float32))
+    wide = node.graph.create_node(
+        "call_function", cast, (node, torch.float32), name=f"{node.name}_fp32"
+    )
     wide.meta["val"] = node.meta["val"].float()
     return wide
