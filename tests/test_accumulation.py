@@ -1,6 +1,7 @@
 """Gradients that come in pieces: micro-batches, late ones, of several dtypes, in any order."""
 
 import copy
+import functools
 import warnings
 
 import pytest
@@ -305,6 +306,7 @@ def _cases(draw):
         "grad_dtype": draw(st.sampled_from(["default", None, *DTYPES])),
         "reduce_dtype": draw(maybe_dtypes),
         "arrivals": arrivals,  # (raw dtype, seed, whether the micro-batch ends after it)
+        "syncs": draw(st.lists(st.booleans(), min_size=5, max_size=5)),  # by micro-batch
     }
 
 
@@ -336,19 +338,20 @@ def _check_arrivals(case):
             groups.append(group)
             group = []
     groups += [group] if group else []
-    for group in groups:
+    leaf = case["dtype"] if case["grad_dtype"] == "default" else case["grad_dtype"]
+    unreduced = []  # dtypes that have arrived
+    for group, sync in zip(groups, [*case["syncs"][: len(groups) - 1], True], strict=True):
+        model.set_requires_gradient_sync(sync)
         with record_collectives() as log, defer_reduction(model):
             for dtype, seed in group:
                 deposit_grad(model.weight, integers(seed, rank, dtype))
-        assert len(log) == 1
-
-        leaf = case["dtype"] if case["grad_dtype"] == "default" else case["grad_dtype"]
-        arrived = leaf
-        if leaf is None:
-            arrived = group[0][0]
-            for dtype, _ in group:
-                arrived = torch.promote_types(arrived, dtype)
-        assert log[0].dtype == (case["reduce_dtype"] or arrived)
+                unreduced.append(dtype if leaf is None else leaf)
+        if sync:
+            arrived = functools.reduce(torch.promote_types, unreduced)
+            assert [c.dtype for c in log] == [case["reduce_dtype"] or arrived]
+            unreduced = []
+        else:
+            assert len(log) == 0
 
     everything = [
         integers(seed, who, torch.float64)
@@ -356,9 +359,7 @@ def _check_arrivals(case):
         for who in range(world_size)
     ]
     assert torch.equal(model.weight.grad.full_tensor().double(), sum(everything) / world_size)
-    if case["grad_dtype"] is not None:
-        expected = case["dtype"] if case["grad_dtype"] == "default" else case["grad_dtype"]
-        assert model.weight.grad.dtype == expected
+    assert leaf is None or model.weight.grad.dtype == leaf
 
 
 def _check_many(examples):
