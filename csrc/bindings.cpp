@@ -5,6 +5,7 @@
 
 #include "gather.h"
 #include "grad_dtype.h"
+#include "ops.h"
 #include "reduce.h"
 
 namespace py = pybind11;
@@ -53,6 +54,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readonly("fqn", &Parameter::fqn)
       .def_readwrite("root", &Parameter::root)
       .def_readwrite("group_name", &Parameter::group_name)
+      .def_readwrite("reduce_group_name", &Parameter::reduce_group_name)
       .def_readwrite("rank", &Parameter::rank)
       .def_readwrite("world_size", &Parameter::world_size)
       .def_readwrite("sizes", &Parameter::sizes)
@@ -73,7 +75,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
             self.gathered = full.value_or(at::Tensor());
           })
       .def_readonly("accumulated", &Parameter::accumulated)
+      .def_readonly("arrived_dtype", &Parameter::arrived_dtype)
       .def_readwrite("deferred", &Parameter::deferred)
+      .def_readwrite("dropped", &Parameter::dropped)
+      .def("accumulate",
+           [](Parameter& self, const at::Tensor& grad) {
+             py::gil_scoped_release no_gil;
+             accumulate(self, grad);
+           })
       .def("drop_accumulated", &Parameter::drop_accumulated)
       .def_readonly("pending_uses", &Parameter::pending_uses)
       .def("register",
@@ -99,6 +108,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     for (auto& parameter : Registry::get().of_root(root)) parameter->pending_uses = 0;
   });
   m.def("live_roots", [] { return Registry::get().live_roots(); });
+  m.def("read_gathered", &read_gathered);
+  m.def("contract_name", &contract_name);
   m.def("make_placeholder", &make_placeholder);
   m.def("declare_grad_dtype", &declare_grad_dtype);
   m.def("set_refresh", &set_python_refresh);

@@ -4,6 +4,30 @@
 #include <torch/csrc/autograd/variable.h>
 
 namespace zero3 {
+namespace {
+
+constexpr std::pair<const char*, at::ScalarType> kNames[] = {
+    {"float64", at::kDouble},
+    {"float32", at::kFloat},
+    {"bfloat16", at::kBFloat16},
+    {"float16", at::kHalf},
+};
+
+}  // namespace
+
+std::string contract_name(std::optional<at::ScalarType> grad_dtype) {
+  if (!grad_dtype) return "any";
+  for (auto& [name, dtype] : kNames)
+    if (dtype == *grad_dtype) return name;
+  TORCH_CHECK(false, "zero3: gradients cannot be kept in ", *grad_dtype);
+}
+
+std::optional<at::ScalarType> contract_dtype(const std::string& name) {
+  if (name == "any") return std::nullopt;
+  for (auto& [known, dtype] : kNames)
+    if (name == known) return dtype;
+  TORCH_CHECK(false, "zero3: '", name, "' is no gradient dtype");
+}
 
 void declare_grad_dtype(const at::Tensor& tensor, std::optional<at::ScalarType> dtype) {
   auto edge = torch::autograd::impl::gradient_edge(tensor);

@@ -4,8 +4,14 @@
 #include <ATen/ATen.h>
 
 #include <optional>
+#include <string>
 
 namespace zero3 {
+
+// A leaf's contract as graphs spell it: a dtype, "bfloat16", or "any" for one that keeps whatever
+// arrives (nullopt).
+std::string contract_name(std::optional<at::ScalarType> grad_dtype);
+std::optional<at::ScalarType> contract_dtype(const std::string& name);
 
 // Makes the engine cast gradients that reach `tensor` to `dtype` (nullopt: leave them as they are)
 // before it sums them, as it does for a leaf with that `Tensor.grad_dtype`. Also for non-leaves.

@@ -1,4 +1,6 @@
 // The operators. Graphs hold all_gather and reduce_grad; models call unshard.
+#include "ops.h"
+
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -30,44 +32,54 @@ std::vector<Tensor> all_gather(at::TensorList placeholders, std::vector<std::str
   return result;
 }
 
+// Without a contract it is the user who calls, not a graph: inside of defer_reduction.
 Tensor reduce_grad(const Tensor& grad, std::string fqn, const std::optional<Tensor>& after,
-                   int64_t use) {
+                   int64_t use, std::string contract) {
   auto parameter = Registry::get().find(fqn);
-  if (torch::autograd::get_current_graph_task_id() == -1) {
-    TORCH_CHECK(parameter->deferred, "zero3::reduce_grad('", fqn,
-                "') was called outside of a backward: call it inside of defer_reduction(model)");
+  const auto expected = contract_name(parameter->grad_dtype);
+  TORCH_CHECK(contract.empty() || contract == expected, "zero3: the contract of '", fqn,
+              "' (grad_dtype) was ", contract, " in the forward of this backward and is ", expected,
+              " now: set grad_dtype before the forward");
+  const bool in_backward = torch::autograd::get_current_graph_task_id() != -1;
+  if (parameter->deferred && (contract.empty() || !in_backward)) {
     accumulate(*parameter, grad);
   } else {
+    TORCH_CHECK(in_backward, "zero3::reduce_grad('", fqn,
+                "') was called outside of a backward: call it inside of defer_reduction(model)");
     Reduction::current()->add(parameter, grad);
   }
   return token(grad);
 }
 
-Tensor unshard(const Tensor& placeholder, std::string fqn) {
+// Fresh memory: a compiler may write to what an operator returns.
+Tensor unshard(const Tensor& placeholder, std::string fqn, std::string contract) {
   auto parameter = Registry::get().find(fqn);
-  if (!parameter->gathered.defined()) {
-    refresh(*parameter);
-    return gather({parameter})[0];
-  }
-  // A view that shares the version counter, so that writing to it is noticed.
-  auto& gathered = parameter->gathered;
+  if (parameter->gathered.defined()) return parameter->gathered.clone();
+  refresh(*parameter);
+  return gather({parameter})[0];
+}
+
+// A view that shares the version counter, so that writing to it is noticed.
+Tensor view_of(const Tensor& gathered) {
   return Tensor(gathered.unsafeGetTensorImpl()->shallow_copy_and_detach(
       torch::autograd::impl::version_counter(gathered), /*allow_tensor_metadata_change=*/true));
 }
 
-Tensor call_unshard(const Tensor& placeholder, const std::string& fqn) {
+Tensor call_unshard(const Tensor& placeholder, const std::string& fqn,
+                    const std::string& contract) {
   static auto op = c10::Dispatcher::singleton()
                        .findSchemaOrThrow("zero3::unshard", "")
-                       .typed<Tensor(const Tensor&, std::string)>();
-  return op.call(placeholder, fqn);
+                       .typed<Tensor(const Tensor&, std::string, std::string)>();
+  return op.call(placeholder, fqn, contract);
 }
 
-void call_reduce_grad(const Tensor& grad, const std::string& fqn, int64_t use) {
-  static auto op =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("zero3::reduce_grad", "")
-          .typed<Tensor(const Tensor&, std::string, const std::optional<Tensor>&, int64_t)>();
-  op.call(grad, fqn, std::nullopt, use);
+void call_reduce_grad(const Tensor& grad, const std::string& fqn, int64_t use,
+                      const std::string& contract) {
+  static auto op = c10::Dispatcher::singleton()
+                       .findSchemaOrThrow("zero3::reduce_grad", "")
+                       .typed<Tensor(const Tensor&, std::string, const std::optional<Tensor>&,
+                                     int64_t, std::string)>();
+  op.call(grad, fqn, std::nullopt, use, contract);
 }
 
 bool is_traced(const Tensor& tensor) {
@@ -84,42 +96,51 @@ int64_t next_traced_use(const std::string& fqn) {
 class Unshard : public torch::autograd::Function<Unshard> {
  public:
   static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& placeholder,
-                        std::string fqn) {
+                        std::string fqn, std::string contract,
+                        const std::optional<Tensor>& gathered) {
     context->saved_data["fqn"] = fqn;
+    context->saved_data["contract"] = contract;
     context->saved_data["use"] = is_traced(placeholder) ? next_traced_use(fqn) : 0;
     context->set_materialize_grads(false);
+    if (gathered) return view_of(*gathered);
     at::AutoDispatchBelowADInplaceOrView guard;
-    return call_unshard(placeholder, fqn);
+    return call_unshard(placeholder, fqn, contract);
   }
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  torch::autograd::variable_list grads) {
-    TORCH_CHECK(!c10::GradMode::is_enabled(), "zero3: the gradient of '",
-                context->saved_data["fqn"].toStringRef(),
+    const auto& fqn = context->saved_data["fqn"].toStringRef();
+    TORCH_CHECK(!c10::GradMode::is_enabled(), "zero3: the gradient of '", fqn,
                 "' cannot be differentiated again: backward(create_graph=True) is not supported");
     if (grads[0].defined())
-      call_reduce_grad(grads[0], context->saved_data["fqn"].toStringRef(),
-                       context->saved_data["use"].toInt());
-    return {Tensor(), Tensor()};
+      call_reduce_grad(grads[0], fqn, context->saved_data["use"].toInt(),
+                       context->saved_data["contract"].toStringRef());
+    return {Tensor(), Tensor(), Tensor(), Tensor()};
   }
 };
 
-Tensor unshard_autograd(const Tensor& placeholder, std::string fqn) {
-  auto full = Unshard::apply(placeholder, fqn);
+Tensor apply_unshard(const Tensor& placeholder, const std::string& fqn, const std::string& contract,
+                     const std::optional<Tensor>& gathered) {
+  auto full = Unshard::apply(placeholder, fqn, contract, gathered);
   if (!full.requires_grad()) return full;
+  declare_grad_dtype(full, contract_dtype(contract));
   auto parameter = Registry::get().find_or_null(fqn);
-  if (!parameter) return full;
-  declare_grad_dtype(full, parameter->grad_dtype);
-  if (!is_traced(placeholder)) parameter->add_use(/*first=*/false);
+  if (parameter && !is_traced(placeholder)) parameter->add_use(/*first=*/false);
   return full;
+}
+
+Tensor unshard_autograd(const Tensor& placeholder, std::string fqn, std::string contract) {
+  return apply_unshard(placeholder, fqn, contract, std::nullopt);
 }
 
 }  // namespace
 
 TORCH_LIBRARY(zero3, m) {
   m.def("all_gather(Tensor[] placeholders, str[] fqns, Tensor? after=None) -> Tensor[]");
-  m.def("reduce_grad(Tensor grad, str fqn, Tensor? after=None, int use=0) -> Tensor");
-  m.def("unshard(Tensor placeholder, str fqn) -> Tensor");
+  m.def(
+      "reduce_grad(Tensor grad, str fqn, Tensor? after=None, int use=0, str contract='') -> "
+      "Tensor");
+  m.def("unshard(Tensor placeholder, str fqn, str contract='any') -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(zero3, CPU, m) {
@@ -139,5 +160,11 @@ TORCH_LIBRARY_IMPL(zero3, SparseCPU, m) { m.impl("reduce_grad", reduce_grad); }
 TORCH_LIBRARY_IMPL(zero3, SparseCUDA, m) { m.impl("reduce_grad", reduce_grad); }
 
 TORCH_LIBRARY_IMPL(zero3, Autograd, m) { m.impl("unshard", unshard_autograd); }
+
+Tensor read_gathered(const ParameterPtr& parameter) {
+  TORCH_CHECK(parameter->gathered.defined(), "zero3: '", parameter->fqn, "' is not gathered");
+  return apply_unshard(parameter->placeholder, parameter->fqn, contract_name(parameter->grad_dtype),
+                       parameter->gathered);
+}
 
 }  // namespace zero3

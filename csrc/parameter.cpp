@@ -22,6 +22,7 @@ void Parameter::drop_accumulated() {
   std::lock_guard lock(accumulation_mutex);
   accumulated.reset();
   arrived_dtype.reset();
+  dropped = true;
   pending_uses = 0;
 }
 

@@ -26,6 +26,7 @@ struct Parameter {
   int64_t order = 0;  // of registration: the same on every rank
   int64_t root = 0;   // the sharded model it belongs to; its parameters finish a backward together
   std::string group_name;
+  std::string reduce_group_name;  // of the same ranks; no gather has to wait for a reduction there
   int64_t rank = 0;
   int64_t world_size = 1;
 
@@ -37,7 +38,7 @@ struct Parameter {
   // The leaf's contract: gradients are cast to it; nullopt keeps whatever arrives.
   std::optional<at::ScalarType> grad_dtype;
   std::optional<at::ScalarType> reduce_dtype;  // on the wire; nullopt: the normalised gradient's
-  std::optional<at::ScalarType> shard_grad_dtype;  // the optimizer's; nullopt: what was on the wire
+  std::optional<at::ScalarType> shard_grad_dtype;  // the optimizer's; nullopt: what arrived
   double divide_factor = 1;
   int64_t bucket_bytes = 8 << 20;  // of a full bucket that this parameter opens
   bool requires_gradient_sync = true;
@@ -52,6 +53,7 @@ struct Parameter {
   std::optional<at::ScalarType> arrived_dtype;
   std::mutex accumulation_mutex;
   bool deferred = false;  // sums are reduced by reduce_accumulated(), and not by a backward
+  bool dropped = false;   // a backward raised, and took the sums with it
 
   // Gradients that the latest forward promised and that have not arrived yet. While some are
   // missing, those that arrive are summed, so that a backward reduces a parameter once. Only a

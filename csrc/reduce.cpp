@@ -25,6 +25,8 @@ at::ScalarType normalised_dtype_of(const Parameter& parameter, const at::Tensor&
 void check_gradient(const Parameter& parameter, const at::Tensor& raw) {
   TORCH_CHECK(raw.layout() == at::kStrided, "zero3: the gradient of '", parameter.fqn, "' is ",
               raw.layout(), ", and only dense gradients can be reduced: use sparse=False");
+  TORCH_CHECK(raw.is_floating_point(), "zero3: the gradient of '", parameter.fqn, "' is ",
+              raw.scalar_type(), ", and no floating dtype");
   TORCH_CHECK(raw.sizes() == at::IntArrayRef(parameter.sizes), "zero3: the gradient of '",
               parameter.fqn, "' has shape ", raw.sizes(), " where the full parameter has ",
               at::IntArrayRef(parameter.sizes));
@@ -103,7 +105,7 @@ void reduce_accumulated(const std::vector<ParameterPtr>& parameters) {
 }
 
 Bucket::Bucket(const Parameter& like, at::ScalarType wire_dtype, int64_t capacity)
-    : group_name_(like.group_name),
+    : group_name_(like.reduce_group_name),
       world_size_(like.world_size),
       divide_factor_(like.divide_factor),
       pre_divide_factor_(pre_divide_factor(wire_dtype, like.divide_factor)),
@@ -112,7 +114,7 @@ Bucket::Bucket(const Parameter& like, at::ScalarType wire_dtype, int64_t capacit
           at::empty({world_size_, capacity}, at::TensorOptions(wire_dtype).device(like.device))) {}
 
 bool Bucket::accepts(const Parameter& parameter, at::ScalarType wire_dtype) const {
-  return group_name_ == parameter.group_name && divide_factor_ == parameter.divide_factor &&
+  return group_name_ == parameter.reduce_group_name && divide_factor_ == parameter.divide_factor &&
          buffer_.scalar_type() == wire_dtype && buffer_.device() == parameter.device;
 }
 
@@ -128,7 +130,7 @@ void Bucket::pack(const ParameterPtr& parameter, const at::Tensor& grad, at::Sca
     const int64_t owned = rows * parameter->row_numel();
     auto target = chunk.narrow(0, 0, owned).view(parameter->sizes_with_rows(rows));
     auto source = grad.narrow(0, std::min(rank * parameter->chunk_rows(), parameter->rows()), rows);
-    if (rows > 0) copy_through(target, source, through, pre_divide_factor_);
+    if (owned > 0) copy_through(target, source, through, pre_divide_factor_);
     chunk.narrow(0, owned, chunk.numel() - owned).zero_();
   }
   entries_.push_back({parameter, used_, normalised_dtype});
@@ -153,11 +155,12 @@ void Bucket::finish(std::vector<ReducedGradient>& results) {
     const auto dtype = parameter->shard_grad_dtype.value_or(normalised_dtype);
     auto shard = at::empty(summed.sizes(), summed.options().dtype(dtype));
     auto divisor = at::scalar_tensor(post_divide_factor, at::kDouble);
-    // Divide in the wider of the two dtypes, so that rounding happens once.
-    if (at::promote_types(summed.scalar_type(), dtype) == dtype)
+    // Divide in a dtype that holds both, so that rounding happens once.
+    const auto wide = at::promote_types(summed.scalar_type(), dtype);
+    if (wide == dtype)
       shard.copy_(summed).div_(divisor);
     else
-      at::div_out(shard, summed, divisor);
+      at::div_out(shard, summed.to(wide), divisor);
     results.push_back({parameter, shard});
   }
 }

@@ -10,7 +10,8 @@ import copy
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -20,13 +21,20 @@ from deepcompile_zero3.capture import captured
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.parameter import PLACEHOLDER_OF, ShardedParameter, find
 from deepcompile_zero3.passes.chain import chain_collectives
-from deepcompile_zero3.passes.facts import ParameterFacts
+from deepcompile_zero3.passes.facts import (
+    ParameterFacts,
+    in_backward_order,
+    in_forward_order,
+    in_gradient_order,
+)
 from deepcompile_zero3.passes.gather import insert_gathers
-from deepcompile_zero3.passes.lift import declare_grad_dtypes, lift_unshards
+from deepcompile_zero3.passes.lift import declare_grad_dtypes, lift_unshards, set_contracts, uses_of
 from deepcompile_zero3.passes.partition import settle_backward_gathers, take_needs
 from deepcompile_zero3.passes.reduce import insert_reduces
 from deepcompile_zero3.passes.widen import widen_weight_gradients
 from deepcompile_zero3.runtime import _C
+
+_Key = TypeVar("_Key")
 
 
 @dataclass(frozen=True)
@@ -115,16 +123,17 @@ class _CompiledGraph:
             raise Zero3Error(f"no graph input is the placeholder of {sorted(missing)}")
         # Weak: a compiler's cache must not keep the shards of a deleted model.
         self._parameters = [(p.fqn, weakref.ref(p)) for p in parameters.values()]
-        self._run = _compile(gm, example_inputs, _facts(parameters), options)
+        self._run = _compile(gm, example_inputs, _facts(parameters, gm), options)
 
     def __call__(self, *args: Any) -> Any:
         parameters = [_alive(fqn, reference) for fqn, reference in self._parameters]
         as_traced = True
         for parameter in parameters:
-            as_traced &= parameter.refresh()
+            as_traced &= parameter.settle()
         if not as_traced:
-            # requires_grad changed since the guards of this call were checked. The placeholders
-            # follow it now, so the next call compiles; this one is right in eager.
+            # requires_grad or grad_dtype changed since the guards of this call were checked. What
+            # they look at follows now, so the next call compiles; this one is right in eager.
+            set_contracts(self._eager, {p.fqn: p.contract for p in parameters})
             return self._eager(*args)
         if torch.is_grad_enabled():
             # Where nobody is in forward in eager code, this graph is the whole forward.
@@ -150,13 +159,18 @@ def _sharded_inputs(example_inputs: Sequence[Any]) -> dict[int, ShardedParameter
     return result
 
 
-def _facts(parameters: Mapping[int, ShardedParameter]) -> dict[int, ParameterFacts]:
+def _facts(
+    parameters: Mapping[int, ShardedParameter], lifted: fx.GraphModule
+) -> dict[int, ParameterFacts]:
     groups: dict[int, int] = {}  # numbered in order of appearance: nothing run-specific in a graph
+    inputs = lifted.graph.find_nodes(op="placeholder")
+    uses = {position: uses_of(inputs[position]) for position in parameters}
     return {
         position: ParameterFacts(
             fqn=parameter.fqn,
             group=groups.setdefault(id(parameter.group), len(groups)),
-            order=position,
+            uses=uses[position][0],
+            only_embeds=uses[position][1],
             dim=parameter.placeholder.dim(),
             nbytes=parameter.placeholder.numel() * parameter.placeholder.element_size(),
             reshard_after_forward=parameter.reshard_after_forward,
@@ -184,12 +198,15 @@ def _compile(
         _refuse_writes(graph_module, inputs)
         nodes, gradients = _describe(graph_module, inputs)
         if is_backward:
+            take_needs(graph_module)
             nodes = {node: facts for node, facts in nodes.items() if facts.fqn not in kept}
+            gradients = _sorted(gradients, in_gradient_order)
             if options.fp32_weight_grads:
                 widen_weight_gradients(graph_module, gradients)
             insert_reduces(graph_module, gradients)
-            insert_gathers(graph_module, nodes, bucket_bytes, take_needs(graph_module))
+            insert_gathers(graph_module, _sorted(nodes, in_backward_order), bucket_bytes)
         else:
+            nodes = _sorted(nodes, in_forward_order)
             kept.update(insert_gathers(graph_module, nodes, bucket_bytes))
         chain_collectives(graph_module)
         captured(graph_module, is_backward)
@@ -204,14 +221,16 @@ def _compile(
                 return torch_internals.compile_fx_inner(graph_module, example_inputs, **kwargs)
 
             config = dict(options.inductor_config)
-            config["custom_partitioner_fn"] = _Partitioner(
-                inputs, config.get("custom_partitioner_fn")
-            )
+            if inputs:
+                config["custom_partitioner_fn"] = _Partitioner(
+                    inputs,
+                    config.get("custom_partitioner_fn", torch_internals.custom_partitioner()),
+                )
             if any(facts.dim == 4 for facts in inputs.values()):
                 # It reorders the 4-D ancestors of a convolution, and would read a placeholder.
                 config["layout_optimization"] = False
             return torch_internals.compile_fx(
-                gm, example_inputs, inner_compile=inner_compile, config_patches=config
+                gm, example_inputs, inner_compile=inner_compile, config_patches=config or None
             )
 
         def interpret(is_backward: bool) -> Callable:
@@ -226,6 +245,12 @@ def _compile(
             bw_compiler=interpret(True),
             partition_fn=_Partitioner(inputs),
         )(gm, example_inputs)
+
+
+def _sorted(
+    facts: Mapping[_Key, ParameterFacts], order: Callable[[ParameterFacts], int]
+) -> dict[_Key, ParameterFacts]:
+    return dict(sorted(facts.items(), key=lambda item: order(item[1])))
 
 
 class _Partitioner(torch_internals.CustomPartitionerFn):  # type: ignore[misc]
@@ -247,8 +272,12 @@ class _Partitioner(torch_internals.CustomPartitionerFn):  # type: ignore[misc]
         return partition(gm, joint_inputs, **kwargs)
 
     def uuid(self) -> Any:
-        """For Inductor's cache, whose keys have the partitioned graphs in them anyway."""
-        return self._partitioner.uuid() if self._partitioner else "deepcompile_zero3"
+        """Of this library's sources, and of the other partitioner: Inductor's cache keys graphs,
+        and does not see what an older version of this library had it make of them.
+        """
+        files = tuple(sorted(map(str, Path(__file__).parent.rglob("*.py"))))
+        other = self._partitioner.uuid() if self._partitioner else None
+        return torch_internals.get_hash_for_files(files), other
 
 
 def _refuse_writes(gm: fx.GraphModule, inputs: Mapping[int, ParameterFacts]) -> None:

@@ -8,16 +8,18 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.module import Zero3Module
+from deepcompile_zero3.module import parameters_of
 from deepcompile_zero3.parameter import ShardedParameter
-from deepcompile_zero3.runtime import _C, ops
+from deepcompile_zero3.runtime import _C
 
-# By id of the shard: the parameters of the models whose reduction is deferred now.
-_deferred: dict[int, ShardedParameter] = {}
+# By id of the shard, which is kept alive here: the parameters whose reduction is deferred now.
+_deferred: dict[int, tuple[torch.Tensor, ShardedParameter]] = {}
 
 
 @contextlib.contextmanager
@@ -26,14 +28,18 @@ def defer_reduction(model: nn.Module) -> Iterator[None]:
 
     Whatever comes is summed, in whatever order and dtype: backwards in eager code and in compiled
     graphs, :func:`deposit_grad`, and ``torch.ops.zero3.reduce_grad(grad, fqn)``. ``.grad`` and the
-    hooks on it follow when the block ends. It costs the memory of the full gradients. A block that
-    raises drops them. Parameters without gradient sync keep their sums, as they do anyway.
+    hooks on it follow when the block ends. It costs the memory of the full gradients.
+
+    At its end the ranks tell each other which parameters have got something; one that got nothing
+    on some rank counts as zero there. A block that raises drops all that is not reduced yet, sums
+    of micro-batches before it too. Parameters without gradient sync keep their sums.
 
     Args:
-        model: sharded, or with sharded modules in it. Every rank must use it alike.
+        model: whose parameters are sharded, or a part of such a model. All ranks enter it.
 
     Raises:
-        Zero3Error: nothing in ``model`` is sharded, or its reduction is deferred already.
+        Zero3Error: nothing in ``model`` is sharded, its reduction is deferred already, or, at the
+            end, a backward in the block has raised.
 
     Example::
 
@@ -41,22 +47,27 @@ def defer_reduction(model: nn.Module) -> Iterator[None]:
             loss.backward()
             deposit_grad(model.head.weight, late_grad)
     """
-    parameters = [
-        parameter
-        for module in model.modules()
-        if isinstance(module, Zero3Module)
-        for parameter in module._zero3_group.parameters
-    ]
+    found = (p for module in model.modules() for p in parameters_of(module).values())
+    parameters = list(dict.fromkeys(found))
     if not parameters:
-        raise Zero3Error(f"defer_reduction: no module of the {type(model).__name__} is sharded")
+        raise Zero3Error(f"defer_reduction: no parameter of the {type(model).__name__} is sharded")
     if any(parameter.handle.deferred for parameter in parameters):
         raise Zero3Error("defer_reduction: the reduction of this model is deferred already")
-    shards = {id(parameter.shard): parameter for parameter in parameters}
+    shards = {id(p.shard): (p.shard, p) for p in parameters}
+    for parameter in parameters:
+        parameter.settle()  # there may be no forward
     _deferred.update(shards)
     for parameter in parameters:
         parameter.handle.deferred = True
+        parameter.handle.dropped = False
     try:
         yield
+        dropped = [parameter.fqn for parameter in parameters if parameter.handle.dropped]
+        if dropped:
+            raise Zero3Error(
+                "defer_reduction: a backward in the block raised, and the gradients of "
+                f"{dropped[0]!r} and others that had come before it are lost"
+            )
     except BaseException:
         for parameter in parameters:
             parameter.handle.drop_accumulated()
@@ -66,7 +77,27 @@ def defer_reduction(model: nn.Module) -> Iterator[None]:
             parameter.handle.deferred = False
         for shard in shards:
             del _deferred[shard]
+    _agree(parameters)
     _C.reduce_accumulated([parameter.handle for parameter in parameters])
+
+
+def _agree(parameters: list[ShardedParameter]) -> None:
+    """Lets every rank have a sum where one has, of a dtype that holds what came on any."""
+    by_group: dict[str, list[ShardedParameter]] = {}
+    for parameter in parameters:
+        if parameter.handle.requires_gradient_sync:
+            by_group.setdefault(parameter.handle.reduce_group_name, []).append(parameter)
+    for group_name, members in by_group.items():
+        mine = [parameter.handle.arrived_dtype for parameter in members]
+        group = torch_internals.resolve_process_group(group_name)
+        arrived: list[list[torch.dtype | None]] = [[]] * dist.get_world_size(group)
+        dist.all_gather_object(arrived, mine, group=group)
+        for parameter, dtypes in zip(members, zip(*arrived, strict=True), strict=True):
+            for dtype in set(dtypes) - {None}:
+                sizes = parameter.handle.sizes
+                if dtype != parameter.handle.arrived_dtype:
+                    zero = torch.zeros((), dtype=dtype, device=parameter.handle.device)
+                    parameter.handle.accumulate(zero.expand(sizes))
 
 
 def deposit_grad(parameter: torch.Tensor, grad: torch.Tensor) -> None:
@@ -80,19 +111,20 @@ def deposit_grad(parameter: torch.Tensor, grad: torch.Tensor) -> None:
 
     Raises:
         Zero3Error: outside of ``defer_reduction``, or the parameter needs no gradient.
-        RuntimeError: ``grad`` has another shape or device than the full parameter.
+        RuntimeError: ``grad`` has another shape or device than the full parameter, or no floating
+            dtype.
     """
-    found = _deferred.get(id(parameter))
+    if not _deferred:
+        raise Zero3Error("deposit_grad works inside of a `with defer_reduction(model):` block")
+    _, found = _deferred.get(id(parameter), (None, None))
     if found is None:
         raise Zero3Error(
-            "deposit_grad takes a parameter of a model whose reduction is deferred: call it inside "
-            "of `with defer_reduction(model):`, with a parameter of model.parameters()"
+            "deposit_grad takes a DTensor of model.parameters(), of a model whose reduction is "
+            f"deferred in this block; got a {type(parameter).__name__} {list(parameter.shape)}. "
+            "Inside of a forward a module's attribute is the gathered tensor, not the parameter"
         )
     if not parameter.requires_grad:
         raise Zero3Error(f"'{found.fqn}' needs no gradient, but one was deposited for it")
     if isinstance(grad, DTensor):
-        raise Zero3Error(
-            f"the deposited gradient of '{found.fqn}' is a DTensor: pass a full tensor"
-        )
-    found.refresh()
-    ops.reduce_grad.default(grad, found.fqn)
+        raise Zero3Error(f"the gradient of '{found.fqn}' is a DTensor: deposit a full tensor")
+    found.handle.accumulate(grad)

@@ -41,8 +41,10 @@ def node_text(node: fx.Node) -> str:
     if node.op == "placeholder":
         return head
     arguments = [_argument(argument) for argument in node.args]
-    arguments += [f"{key}={_argument(argument)}" for key, argument in node.kwargs.items()]
     comment = f"  # {node.meta[COMMENT]}" if COMMENT in node.meta else ""
+    for key, argument in node.kwargs.items():
+        if not comment or key != "contract":  # which the comment says
+            arguments.append(f"{key}={_argument(argument)}")
     return f"{head} = {_target(node)}({', '.join(arguments)}){comment}"
 
 

@@ -73,7 +73,7 @@ class ParameterGroup:
         if not running and not self._unsharded:
             if _C.running_backward() != -1:
                 # A recomputation of activations, whose module is not in forward itself.
-                return ops.unshard.default(parameter.placeholder, parameter.fqn)
+                return ops.unshard.default(parameter.placeholder, parameter.fqn, parameter.contract)
             return parameter.shard
         saved = running[-1]._saved if running else None
         if saved is not None:
@@ -83,7 +83,8 @@ class ParameterGroup:
         differentiable = parameter.placeholder.requires_grad and torch.is_grad_enabled()
         if value is None or value.requires_grad != differentiable:
             self._gather()
-            value = ops.unshard.default(parameter.placeholder, parameter.fqn)
+            parameter.settle()
+            value = _C.read_gathered(parameter.handle)
             self._reads[parameter] = value
         return value
 
@@ -113,7 +114,8 @@ class ParameterGroup:
 
     def _gather(self) -> None:
         if any(parameter.handle.gathered is None for parameter in self.parameters):
-            fulls = all_gather(self.parameters)
+            with torch.inference_mode(False):  # it may be read with gradients later
+                fulls = all_gather(self.parameters)
             for parameter, full in zip(self.parameters, fulls, strict=True):
                 parameter.hold(full)
 

@@ -16,7 +16,7 @@ from torch import nn
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.group import ParameterGroup
-from deepcompile_zero3.parameter import ShardedParameter
+from deepcompile_zero3.parameter import ShardedParameter, settle
 from deepcompile_zero3.runtime import ops
 
 
@@ -131,10 +131,10 @@ def _property(name: str) -> property:
     def read(self: Any) -> torch.Tensor:
         parameter: ShardedParameter = self._zero3_parameters[name]
         if torch.compiler.is_compiling():
+            settle(parameter.fqn)
             # Read so that it is guarded: graphs differ by it.
             bool(parameter.reshard_after_forward)
-            _ = parameter.grad_dtype is None
-            return ops.unshard.default(parameter.placeholder, parameter.fqn)
+            return ops.unshard.default(parameter.placeholder, parameter.fqn, parameter.contract)
         return parameter.group.read(parameter)
 
     return property(read, doc=f"The parameter ``{name}``: whole inside of a forward, else sharded.")

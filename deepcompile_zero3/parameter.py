@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 # Set on a placeholder: the FQN of its parameter.
 PLACEHOLDER_OF = "_zero3_placeholder_of"
 
+_groups_for_reductions: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
+    weakref.WeakKeyDictionary()
+)
 _live: weakref.WeakValueDictionary[str, "ShardedParameter"] = weakref.WeakValueDictionary()
 
 
@@ -38,6 +42,7 @@ class ShardedParameter:
         handle: the C++ runtime's view of it.
         reshard_after_forward: False keeps what forward gathered until backward has used it.
         grad_dtype: that of the shard, when the latest forward began.
+        contract: of the leaf, in the words of ``zero3::unshard``.
     """
 
     def __init__(
@@ -57,6 +62,8 @@ class ShardedParameter:
         self.fqn = ""
         self.reshard_after_forward = True
         self.grad_dtype: torch.dtype | None = None
+        self.contract = ""
+        self._shard_of_forward = 0
 
         self.orig_dtype = parameter.dtype
         self.compute_dtype = parameter.dtype
@@ -67,6 +74,7 @@ class ShardedParameter:
             device = torch.device(device.type, torch.accelerator.current_device_index())
         self.handle = _C.Parameter()
         self.handle.group_name = mesh.get_group().group_name
+        self.handle.reduce_group_name = group_for_reductions(mesh.get_group()).group_name
         self.handle.rank = mesh.get_local_rank()
         self.handle.world_size = self.handle.divide_factor = mesh.size()
         self.handle.sizes = list(parameter.shape)
@@ -135,31 +143,47 @@ class ShardedParameter:
     def hold(self, full: torch.Tensor) -> None:
         """Keeps the full tensor [rows, ...] for the eager reads to come."""
         self.handle.gathered = full
-        self._held_version = _version(full)
+        self._held_version = version_of(full)
 
     def release(self) -> bool:
         """Lets go of the full tensor, and returns whether somebody has written to it."""
         held, self.handle.gathered = self.handle.gathered, None
-        return held is not None and _version(held) != self._held_version
+        return held is not None and version_of(held) != self._held_version
 
-    def refresh(self) -> bool:
-        """Makes the runtime read the shard as it is now.
-
-        Returns whether ``requires_grad`` and ``grad_dtype`` are what graphs were traced with; if
-        not, they are now.
-        """
+    def refresh(self) -> None:
+        """Makes the runtime read the shard as it is now."""
         shard = self.shard
+        if not shard.is_leaf:
+            raise Zero3Error(
+                f"'{self.fqn}' is no leaf now: a sharded model computes with its own parameters, "
+                "and functional_call with others that are computed is not supported"
+            )
         local = torch_internals.local_tensor(shard)
         if local is not self._local:
             self._check_replacement(shard, local)
             if shard.grad_dtype == shard.dtype != self.grad_dtype:
                 shard.grad_dtype = self.grad_dtype  # to_empty() and the like forget it
             self._local = self.handle.shard = local
+
+    def settle(self) -> bool:
+        """Settles what a forward holds to, which its backward will keep.
+
+        Returns whether ``requires_grad`` and ``grad_dtype`` are what graphs were traced with; if
+        not, they are now.
+        """
+        self.refresh()
+        shard = self.shard
+        self._shard_of_forward = id(shard)
         as_traced = True
         if self.placeholder.requires_grad != shard.requires_grad:
             self.placeholder.requires_grad_(shard.requires_grad)
             as_traced = False
         if self.grad_dtype != shard.grad_dtype:
+            if self.handle.accumulated is not None:
+                raise Zero3Error(
+                    f"grad_dtype of '{self.fqn}' changed from {self.grad_dtype} to "
+                    f"{shard.grad_dtype} while it has gradients that are not reduced yet"
+                )
             self._settle_grad_dtype(shard.grad_dtype)
             as_traced = False
         return as_traced
@@ -169,6 +193,7 @@ class ShardedParameter:
         contract = grad_dtype.resolve(declared, self.orig_dtype, self.compute_dtype)
         self.handle.grad_dtype = contract.leaf
         self.handle.shard_grad_dtype = contract.shard
+        self.contract = _C.contract_name(contract.leaf)
 
     def _check_replacement(self, shard: DTensor, local: torch.Tensor) -> None:
         if shard.dtype != self.orig_dtype:
@@ -190,13 +215,19 @@ class ShardedParameter:
                 f"{self.handle.device}"
             )
 
-    def check_grad_dtype(self) -> None:
-        """Raises if the gradient that was reduced kept another contract than the shard's."""
-        now = self.shard.grad_dtype
-        if now != self.grad_dtype:
+    def check_unchanged(self) -> None:
+        """Raises if the shard is another one than the forward saw, or has another contract."""
+        if self._local is not None:
+            self.refresh()
+        shard = self.shard
+        if self._shard_of_forward not in (0, id(shard)):
             raise Zero3Error(
-                f"grad_dtype of '{self.fqn}' was {self.grad_dtype} in forward and is {now} after "
-                "its backward: set it before the forward"
+                f"'{self.fqn}' was replaced by another parameter between a forward and its backward"
+            )
+        if shard.grad_dtype != self.grad_dtype:
+            raise Zero3Error(
+                f"grad_dtype of '{self.fqn}' was {self.grad_dtype} in forward and is "
+                f"{shard.grad_dtype} after its backward: set it before the forward"
             )
 
     def accumulate_grad(self, reduced: torch.Tensor) -> None:
@@ -230,12 +261,23 @@ def all_gather(parameters: Sequence[ShardedParameter]) -> list[torch.Tensor]:
     return fulls
 
 
+def group_for_reductions(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A second group of the same ranks. Between gathers and reductions no order has to be kept:
+    where a backward needs its parameters may depend on the batch, and differ from rank to rank.
+    """
+    if group not in _groups_for_reductions:
+        _groups_for_reductions[group] = dist.new_group(
+            dist.get_process_group_ranks(group), use_local_synchronization=True
+        )
+    return _groups_for_reductions[group]
+
+
 def find(fqn: str | None) -> ShardedParameter | None:
     """The live parameter of this name."""
     return _live.get(fqn) if fqn is not None else None
 
 
-def _version(tensor: torch.Tensor) -> int:
+def version_of(tensor: torch.Tensor) -> int:
     """How often ``tensor`` was written to, where torch counts that."""
     return 0 if tensor.is_inference() else tensor._version
 
@@ -269,7 +311,7 @@ def _deliver(gradients: Sequence[tuple[_C.Parameter, torch.Tensor]]) -> None:
     # One that is missing was deleted during its own backward.
     delivered = [(p, reduced) for handle, reduced in gradients if (p := _live.get(handle.fqn))]
     for parameter, _ in delivered:
-        parameter.check_grad_dtype()
+        parameter.check_unchanged()
     for parameter, reduced in delivered:
         parameter.accumulate_grad(reduced)
     for parameter in dict.fromkeys(parameter for parameter, _ in delivered):
@@ -278,14 +320,28 @@ def _deliver(gradients: Sequence[tuple[_C.Parameter, torch.Tensor]]) -> None:
             hook(shard)
 
 
+@torch.compiler.assume_constant_result
+def settle(fqn: str) -> None:
+    """Settles a parameter that is being traced: it runs when Dynamo meets it, not in the graph."""
+    parameter = find(fqn)
+    if parameter is not None:
+        parameter.settle()
+
+
 @torch.compiler.disable
 def _refresh(fqn: str) -> None:
     """What the runtime calls before it gathers for an op that met no code of ours on its way."""
     parameter = find(fqn)
-    if parameter is not None and not parameter.refresh() and parameter.placeholder.requires_grad:
+    if parameter is None:
+        return
+    if _C.running_backward() != -1:
+        parameter.refresh()
+        return
+    changed = [p.fqn for p in parameter.group.parameters if not p.settle()]
+    if changed and torch.is_grad_enabled():
         raise Zero3Error(
-            f"requires_grad or grad_dtype of '{fqn}' changed since this graph was compiled; run "
-            "the model again: it compiles anew"
+            f"requires_grad or grad_dtype of {', '.join(map(repr, changed))} changed since this "
+            "graph was compiled; run the model again: it compiles anew"
         )
 
 

@@ -1,7 +1,7 @@
 """The Python face of the C++ runtime: the ops' fakes, and the log of collectives.
 
 ==================================================  ==============================================
-``zero3::unshard(placeholder, fqn)``                the full tensor; what a sharded module reads
+``zero3::unshard(placeholder, fqn, contract)``      the full tensor; what a sharded module reads
 ``zero3::all_gather(placeholders, fqns, after)``    full tensors and a token; what graphs hold
 ``zero3::reduce_grad(grad, fqn, after)``            takes a full gradient, gives a token
 ==================================================  ==============================================
@@ -29,7 +29,7 @@ ops = torch.ops.zero3
 
 
 @torch.library.register_fake("zero3::unshard")
-def _(placeholder: torch.Tensor, fqn: str) -> torch.Tensor:
+def _(placeholder: torch.Tensor, fqn: str, contract: str = "any") -> torch.Tensor:
     return torch.empty_like(placeholder)
 
 
@@ -42,13 +42,19 @@ def _(
 
 @torch.library.register_fake("zero3::reduce_grad")
 def _(
-    grad: torch.Tensor, fqn: str, after: torch.Tensor | None = None, use: int = 0
+    grad: torch.Tensor,
+    fqn: str,
+    after: torch.Tensor | None = None,
+    use: int = 0,
+    contract: str = "",
 ) -> torch.Tensor:
     return grad.new_empty(0)
 
 
-# Nobody reads what reduce_grad returns: without this, compilers delete it as dead code.
+# Nobody reads what reduce_grad returns, and maybe nobody what a gather does, which another rank
+# needs and waits for: without this, compilers delete them as dead code.
 torch.fx.node.has_side_effect(ops.reduce_grad.default)
+torch.fx.node.has_side_effect(ops.all_gather.default)
 
 
 class CollectiveLog(Sequence[_C.Collective]):

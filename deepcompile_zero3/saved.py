@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from deepcompile_zero3 import torch_internals
-from deepcompile_zero3.parameter import ShardedParameter, all_gather
+from deepcompile_zero3.parameter import ShardedParameter, all_gather, version_of
 from deepcompile_zero3.runtime import _C
 
 
@@ -58,6 +58,24 @@ class _SavedView:
 
 
 @dataclass
+class _SavedTensor:
+    """Any other tensor. Saved itself, an output would keep the node alive that keeps it."""
+
+    tensor: torch.Tensor
+    version: int
+
+    def unpack(self) -> torch.Tensor:
+        now = version_of(self.tensor)
+        if now != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: a tensor {list(self.tensor.shape)} of {self.tensor.dtype} is "
+                f"at version {now}; expected version {self.version} instead"
+            )
+        return self.tensor
+
+
+@dataclass
 class _SavedByOther:
     """Something that the saved-tensors hooks around ours took charge of."""
 
@@ -69,8 +87,8 @@ class _SavedByOther:
 
 
 @torch.compiler.disable
-def _unpack(packed: torch.Tensor | _SavedView | _SavedByOther) -> torch.Tensor:
-    return packed if isinstance(packed, torch.Tensor) else packed.unpack()
+def _unpack(packed: _SavedView | _SavedTensor | _SavedByOther) -> torch.Tensor:
+    return packed.unpack()
 
 
 class SavedTensors:
@@ -114,7 +132,7 @@ class SavedTensors:
             del self._watched[storage]
 
     @torch.compiler.disable
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _SavedView | _SavedByOther:
+    def _pack(self, tensor: torch.Tensor) -> _SavedView | _SavedTensor | _SavedByOther:
         dense = tensor.layout == torch.strided
         found = self._watched.get(torch_internals.storage_address(tensor)) if dense else None
         if found is not None:
@@ -126,4 +144,4 @@ class SavedTensors:
         if self._outer is not None:
             pack_hook, unpack_hook = self._outer
             return _SavedByOther(pack_hook(tensor), unpack_hook)
-        return tensor
+        return _SavedTensor(tensor.detach(), version_of(tensor))

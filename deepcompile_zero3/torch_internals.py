@@ -58,12 +58,26 @@ InputMutationAOTOutput: Any = _private(
 )
 # How Inductor is given another partitioner: a callable with a key for its cache.
 CustomPartitionerFn: Any = _private("torch._inductor.custom_graph_pass", "CustomPartitionerFn")
+get_hash_for_files: Callable[..., bytes] = _private(
+    "torch._inductor.custom_graph_pass", "get_hash_for_files"
+)
+
+# A process group by the name that the runtime knows it by.
+resolve_process_group: Callable[[str], Any] = _private(
+    "torch.distributed.distributed_c10d", "_resolve_process_group"
+)
 
 _skip_code: Callable[..., None] = _private("torch._dynamo.eval_frame", "skip_code")
 _functorch_config = _private("torch._functorch", "config")
+_inductor_config = _private("torch._inductor", "config")
 _DTensorSpec = _private("torch.distributed.tensor._dtensor_spec", "DTensorSpec")
 _TensorMeta = _private("torch.distributed.tensor._dtensor_spec", "TensorMeta")
 _top_saved_tensors_hooks = _private("torch._C._autograd", "_top_saved_tensors_default_hooks")
+
+
+def custom_partitioner() -> Any:
+    """The partitioner that Inductor's own settings name, if they do."""
+    return _inductor_config.custom_partitioner_fn
 
 
 def without_autograd_cache() -> contextlib.AbstractContextManager[None]:

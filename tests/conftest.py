@@ -6,27 +6,20 @@ from ranks import RankPool
 
 
 def pytest_configure(config):
-    config.addinivalue_line(
-        "markers", "smoke: the few tests that every supported torch has to pass (make test-torch)"
-    )
-
-
-@pytest.fixture(scope="session", autouse=True)
-def inductor_cache():
     """Compilers find nothing on disk and leave nothing, unless TORCHINDUCTOR_CACHE_DIR is set.
 
     A rank that is killed while it compiles may leave half a file, which no later run can load.
+    Importing torch's compiler is too late for this: it sets the variable itself.
     """
-    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
-        yield
-        return
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", folder)
-        yield
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+        folder = tempfile.TemporaryDirectory()
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder.name
+        config.add_cleanup(folder.cleanup)
+        config.add_cleanup(lambda: os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None))
 
 
 @pytest.fixture(scope="session")
-def pools(inductor_cache):
+def pools():
     pools: dict[int, RankPool] = {}
     yield pools
     for pool in pools.values():

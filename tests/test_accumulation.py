@@ -1,5 +1,6 @@
 """Gradients that come in pieces: micro-batches, late ones, of several dtypes, in any order."""
 
+import contextlib
 import copy
 import functools
 import warnings
@@ -182,28 +183,48 @@ def test_the_contract_chooses_the_bucket(how, grad_dtype, reduce_dtype, on_the_w
 @needs_a_job
 @each_way
 def test_a_contract_that_changes_between_steps_holds_from_the_next_forward_on(how):
-    model = fully_shard(nn.Sequential(nn.Linear(8, 8).bfloat16()))
+    model = fully_shard(nn.Sequential(nn.Linear(8, 8).bfloat16(), _Kernel(8, 8).bfloat16()))
     run = compiled(model, how)
     for dtype in [torch.bfloat16, torch.float32, torch.float32, torch.float64, torch.bfloat16]:
-        model[0].weight.grad_dtype = dtype
+        model[1].weight.grad_dtype = dtype
         for _ in range(2):
-            run(torch.ones(2, 8).bfloat16()).sum().backward()
-            assert model[0].weight.grad.dtype == dtype
+            x = batch_of(4, 8).bfloat16()
+            run(x).backward(batch_of(4, 8, seed=1).bfloat16())
+            grad = model[1].weight.grad.full_tensor()
+            assert grad.dtype == dtype
+            rounded = grad.to(torch.bfloat16).to(dtype)
+            assert torch.equal(grad, rounded) == (dtype == torch.bfloat16)
             model.zero_grad()
 
 
 @needs_a_job
 @each_way
 def test_a_contract_that_changes_before_backward_is_refused(how):
+    # Of the second, eager code gathers the weight again in backward.
+    model = fully_shard(nn.Sequential(nn.Linear(8, 8).bfloat16(), nn.Linear(8, 8).bfloat16()))
+    run = compiled(model, how)
+    x = torch.ones(2, 8).bfloat16()
+    for layer in model:
+        loss = run(x).sum()
+        layer.weight.grad_dtype = torch.float32
+        with pytest.raises(Zero3Error, match=r"was torch\.bfloat16 .* is torch\.float32"):
+            loss.backward()
+        assert layer.weight.grad is None
+        run(x).sum().backward()
+        assert layer.weight.grad.dtype == torch.float32
+        model.zero_grad()
+
+
+@needs_a_job
+@each_way
+def test_each_forward_keeps_its_own_contract(how):
     model = fully_shard(nn.Sequential(nn.Linear(8, 8).bfloat16()))
     run = compiled(model, how)
-    loss = run(torch.ones(2, 8).bfloat16()).sum()
+    first = run(torch.ones(2, 8).bfloat16()).sum()
     model[0].weight.grad_dtype = torch.float32
-    with pytest.raises(Zero3Error, match=r"'0\.weight' was torch\.bfloat16 .* is torch\.float32"):
-        loss.backward()
-    assert model[0].weight.grad is None
-    run(torch.ones(2, 8).bfloat16()).sum().backward()
-    assert model[0].weight.grad.dtype == torch.float32
+    run(torch.ones(2, 8).bfloat16()).sum()
+    with pytest.raises(RuntimeError, match=r"'0\.weight'.*was bfloat16 in the forward.* float32"):
+        first.backward()
 
 
 @needs_a_job
@@ -268,11 +289,15 @@ def test_what_cannot_be_deposited_is_refused():
         deposit_grad(model.late, torch.ones(8, 8))
     with pytest.raises(RuntimeError, match=r"'late'.* inside of defer_reduction"):
         ops.reduce_grad(torch.ones(8, 8), "late")
-    with pytest.raises(Zero3Error, match="no module of the Linear is sharded"):
+    with pytest.raises(Zero3Error, match="no parameter of the Linear is sharded"):
         defer_reduction(nn.Linear(2, 2)).__enter__()
     with defer_reduction(model):
         with pytest.raises(RuntimeError, match=r"'late' has shape \[4, 8\]"):
             deposit_grad(model.late, torch.ones(4, 8))
+        with pytest.raises(RuntimeError, match=r"'late' is Long, and no floating dtype"):
+            deposit_grad(model.late, torch.ones(8, 8, dtype=torch.int64))
+        with pytest.raises(RuntimeError, match="'late' is on meta"):
+            deposit_grad(model.late, torch.ones(8, 8, device="meta"))
         with pytest.raises(Zero3Error, match=r"'first\.weight' needs no gradient"):
             deposit_grad(model.first.weight, torch.ones(8, 8))
         with pytest.raises(Zero3Error, match="is a DTensor"):
@@ -281,6 +306,56 @@ def test_what_cannot_be_deposited_is_refused():
             defer_reduction(model).__enter__()
         with pytest.raises(Zero3Error, match=r"model\.parameters\(\)"):
             deposit_grad(nn.Parameter(torch.ones(8, 8)), torch.ones(8, 8))
+
+
+@needs_a_job
+def test_a_deferred_backward_that_raises_is_not_forgotten():
+    model = fully_shard(_Experts())
+
+    def raise_in_backward():
+        deposit_grad(model.late, torch.ones(8, 8))
+        x = torch.ones(2, 8, requires_grad=True) * 1
+        x.register_hook(lambda grad: 1 / 0)  # after the gradients of the second layer
+        model(x, use_both=True).sum().backward()
+
+    def block():
+        with defer_reduction(model), contextlib.suppress(ZeroDivisionError):
+            raise_in_backward()
+
+    with pytest.raises(Zero3Error, match="a backward in the block raised"):
+        block()
+    assert model.late.grad is None
+
+
+@needs_a_job
+def test_a_deposit_counts_whatever_the_backward_around_it_is_asked_for():
+    model = fully_shard(_Experts())
+    x = torch.ones(2, 8, requires_grad=True)
+    with defer_reduction(model):
+        output = model(x)
+        late = model._parameters["late"]
+        output.register_hook(lambda grad: deposit_grad(late, torch.ones(8, 8)))
+        output.sum().backward(inputs=[x])
+    assert torch.equal(model.late.grad.full_tensor(), torch.ones(8, 8))
+    assert model.first.weight.grad is None
+
+
+def _deposit_on_one_rank_each():
+    model = fully_shard(_Experts())
+    rank = dist.get_rank()
+    weights = [model.first.weight, model.second.weight]
+    weights[rank].grad_dtype = None
+    weights[1 - rank].grad_dtype = None
+    with defer_reduction(model):
+        deposit_grad(weights[rank], torch.full((8, 8), rank + 1.0, dtype=torch.bfloat16))
+    for owner, weight in enumerate(weights):
+        expected = torch.full((8, 8), (owner + 1) / 2).bfloat16()
+        assert torch.equal(weight.grad.full_tensor(), expected)
+    assert model.late.grad is None
+
+
+def test_a_rank_without_a_deposit_counts_as_zero(run_ranks):
+    run_ranks(2, _deposit_on_one_rank_each)
 
 
 # ---- whatever comes, in whatever order

@@ -202,27 +202,28 @@ sin: f32[2, 8] = aten.sin(mm)
 mm_1: f32[2, 4] = aten.mm(sin, down)
 t: f32[8, 2] = aten.t(sin)
 t_2: f32[4, 2] = aten.t(primals_1)
-return [mm_1, primals_3, mm, t, t_2]""",
+return [mm_1, primals_2, primals_3, mm, t, t_2]""",
     )
     expecttest.assert_expected_inline(
         backward.text,
         """\
+primals_2: f32[4, 8]
 primals_3: f32[8, 4]
 mm: f32[2, 8]
 t: f32[8, 2]
 t_2: f32[4, 2]
 tangents_1: f32[2, 4]
 mm_2: f32[8, 4] = aten.mm(t, tangents_1)
-reduce_grad_1: f32[0] = zero3.reduce_grad(mm_2, 'down')  # f32 -> f32 -> f32
-all_gather = zero3.all_gather([primals_3], ['down'], reduce_grad_1)
-gathered: f32[0] = getitem(all_gather, 1)
+reduce_grad: f32[0] = zero3.reduce_grad(mm_2, 'down')  # f32 -> f32 -> f32
+all_gather = zero3.all_gather([primals_3, primals_2], ['down', 'up'])
 down: f32[8, 4] = getitem(all_gather, 0)
+up: f32[4, 8] = getitem(all_gather, 1)
 t_1: f32[4, 8] = aten.t(down)
 mm_3: f32[2, 8] = aten.mm(tangents_1, t_1)
 cos: f32[2, 8] = aten.cos(mm)
 mul: f32[2, 8] = aten.mul.Tensor(mm_3, cos)
 mm_4: f32[4, 8] = aten.mm(t_2, mul)
-reduce_grad: f32[0] = zero3.reduce_grad(mm_4, 'up', gathered)  # f32 -> f32 -> f32
+reduce_grad_1: f32[0] = zero3.reduce_grad(mm_4, 'up', reduce_grad)  # f32 -> f32 -> f32
 return [None, None, None]""",
     )
 

@@ -173,4 +173,5 @@ def _measure_peak(how, depth):
 def test_memory_for_communication_does_not_grow_with_the_model(run_ranks, how):
     of_six = max(run_ranks(2, _measure_peak, how, 6))
     of_twelve = max(run_ranks(2, _measure_peak, how, 12))
-    assert of_twelve <= of_six + CONSTANT, (of_six / MIB, of_twelve / MIB)
+    # Six more weights would not fit into one: the kernel's count is no nearer.
+    assert of_twelve <= of_six + WEIGHT, (of_six / MIB, of_twelve / MIB)

@@ -6,14 +6,15 @@ anything in another order, they would exchange the wrong bytes or wait for ever.
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformer_models
-from models import compiled
+from models import assert_same_gradients, batch_of, compiled, mean_square, shard
 from one_rank import one_rank  # noqa: F401
 from torch import nn
 
 from deepcompile_zero3 import capture_graphs, fully_shard, record_collectives
 
-pytestmark = pytest.mark.usefixtures("one_rank")
+needs_a_job = pytest.mark.usefixtures("one_rank")
 
 
 def _collectives(run, batch):
@@ -22,6 +23,7 @@ def _collectives(run, batch):
     return [(record.op, record.dtype, record.nbytes, record.params) for record in log]
 
 
+@needs_a_job
 @pytest.mark.parametrize(
     ("name", "how"),
     [
@@ -43,11 +45,23 @@ def test_batches_of_all_sizes_have_the_same_collectives(name, how):
     assert collectives[0] == collectives[1] == collectives[2]
 
 
+class _Positions(nn.Module):
+    """Uses as many rows of a parameter as the sequence has."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.positions = nn.Parameter(torch.randn(16, 8))
+
+    def forward(self, x):
+        return self.linear(x) * self.positions[: len(x)].mean(0)
+
+
 class _AdditiveAttention(nn.Module):
     """Scores of ``[batch]`` queries and 64 keys in eight parts.
 
     For one query it takes less memory to save the sums; for three, to save what is summed and to
-    sum again, for which backward would need ``bias``.
+    sum again, for which backward needs ``bias``.
     """
 
     def __init__(self):
@@ -58,18 +72,63 @@ class _AdditiveAttention(nn.Module):
 
     def forward(self, x):
         keys = sum(self.key(i * x.sum(0, keepdim=True)) for i in range(8))
-        return torch.cos(self.query(x) + keys + self.bias)
+        return torch.cos(torch.maximum(self.query(x) + keys, self.bias))
 
 
-def test_backward_gathers_no_more_because_that_would_save_memory():
-    model = fully_shard(_AdditiveAttention())
-    gathered = []
-    for size in (1, 3):
+def _encoder():
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 2)
+
+
+# By name, a model and the shape of its input but for the number of rows.
+_SHAPES_MATTER = {
+    "positions": (_Positions, (8,)),
+    "additive attention": (_AdditiveAttention, (8,)),
+    # Some are decomposed otherwise for one row.
+    "encoder": (_encoder, (5, 16)),
+    "one output": (lambda: nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 1)), (8,)),
+}
+
+
+@needs_a_job
+@pytest.mark.parametrize("bucket_mb", [64.0, 1e-4])
+@pytest.mark.parametrize("how", ["zero3", "interpreted"])
+@pytest.mark.parametrize("name", _SHAPES_MATTER)
+def test_collectives_are_the_same_where_shapes_change_the_graph(name, how, bucket_mb):
+    build, shape = _SHAPES_MATTER[name]
+    model = fully_shard(build())
+    options = {"inductor": how == "zero3", "gather_bucket_mb": bucket_mb}
+    collectives = []
+    for rows in (1, 3, 9):
         torch._dynamo.reset()
+        run = torch.compile(model, backend="zero3", options=options)
         with record_collectives() as log:
-            compiled(model, "interpreted")(torch.randn(size, 8)).sum().backward()
-        gathered.append([record.params for record in log if record.op == "all_gather"])
-    assert gathered == [[["key.weight", "key.bias", "query.weight", "query.bias", "bias"]]] * 2
+            run(torch.randn(rows, *shape)).sum().backward()
+        by_kind = {"all_gather": [], "reduce_scatter": []}
+        for record in log:
+            by_kind[record.op].append((record.dtype, record.nbytes, record.params))
+        collectives.append(by_kind)
+    assert collectives[0] == collectives[1] == collectives[2]
+
+
+def _train_on_batches_of_different_sizes(name, how):
+    build, shape = _SHAPES_MATTER[name]
+    model, reference = shard(build().double())  # some of the gradients are next to nothing
+    run = compiled(model, how)
+    world_size = dist.get_world_size()
+    for step in range(3):
+        sizes = [1 + 2 * who * step for who in range(world_size)]
+        batches = [batch_of(size, *shape, seed=size).double() for size in sizes]
+        mean_square(run, batches[dist.get_rank()]).backward()
+        for batch in batches:
+            (mean_square(reference, batch) / world_size).backward()
+        assert_same_gradients(model, reference)
+
+
+@pytest.mark.parametrize("how", ["zero3", "eager"])
+@pytest.mark.parametrize("name", ["encoder", "one output", "positions"])
+def test_ranks_may_have_batches_of_different_sizes(run_ranks, name, how):
+    run_ranks(2, _train_on_batches_of_different_sizes, name, how)
 
 
 class _Scaled(nn.Module):
@@ -84,6 +143,7 @@ class _Scaled(nn.Module):
         return torch.tanh(x @ weight)
 
 
+@needs_a_job
 def test_what_is_computed_of_a_weight_alone_is_not_kept_for_backward():
     model = fully_shard(nn.Sequential(_Scaled(), nn.Linear(16, 16), _Scaled()))
     with capture_graphs() as graphs, torch.autocast("cpu", torch.bfloat16):

@@ -5,6 +5,7 @@ a wanted change, ``EXPECTTEST_ACCEPT=1 pytest tests/test_passes.py`` writes the 
 """
 
 import inspect
+import operator
 import textwrap
 
 import expecttest
@@ -22,7 +23,7 @@ from deepcompile_zero3.graph_text import graph_text, node_text
 from deepcompile_zero3.passes.chain import chain_collectives
 from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.passes.gather import insert_gathers
-from deepcompile_zero3.passes.lift import declare_grad_dtypes, lift_unshards
+from deepcompile_zero3.passes.lift import declare_grad_dtypes, lift_unshards, uses_of
 from deepcompile_zero3.passes.partition import (
     needed_in_backward,
     settle_backward_gathers,
@@ -118,6 +119,23 @@ def test_lifting_leaves_the_plain_model(x, w):
         return [relu]
         """,
     )
+
+
+def test_uses_are_where_the_model_as_written_has_them(x, w):
+    def model(ids, table, b):
+        b = ops.unshard.default(b, "b")
+        rows = torch.nn.functional.embedding(ids, ops.unshard.default(table, "table"))
+        return torch.relu(rows @ b) @ b
+
+    gm = dynamo_graph(model, torch.zeros(2, dtype=torch.int64), w, w.detach().clone())
+    lift_unshards(gm)
+
+    uses = {n.name: uses_of(n) for n in gm.graph.find_nodes(op="placeholder")}
+    (table,) = (only for name, (_, only) in uses.items() if "table" in name)
+    (b,) = ((at, only) for name, (at, only) in uses.items() if name.startswith("l_b"))
+    assert table
+    assert not b[1]
+    assert [list(gm.graph.nodes)[at].target for at in b[0]] == [operator.matmul] * 2
 
 
 @pytest.mark.smoke
@@ -424,7 +442,7 @@ def test_backward_gathers_in_its_own_order():
 
     gm = partitioned_graph(backward, *square(5))
 
-    insert_gathers(gm, of_layers(gm, w2={"group": 1}), NO_LIMIT)
+    insert_gathers(gm, dict(reversed(of_layers(gm, w2={"group": 1}).items())), NO_LIMIT)
 
     assert_text(
         gm,
@@ -475,13 +493,35 @@ def test_an_unshard_that_was_not_lifted_uses_the_gather_too():
     )
 
 
-def test_a_parameter_without_a_use_is_not_gathered():
-    gm = partitioned_graph(lambda x, w1, w2: (torch.mm(x, w1), w2), *square(3))
+def test_gathers_keep_the_order_they_are_given_in_and_none_is_left_out():
+    gm = partitioned_graph(lambda x, w1, w2, w3: torch.mm(torch.neg(x), w1) @ w2, *square(4))
+    groups = {name: {"group": number} for number, name in enumerate(("w1", "w2", "w3"))}
+    in_reverse = dict(reversed(of_layers(gm, **groups).items()))
 
-    insert_gathers(gm, of_layers(gm), NO_LIMIT)
+    insert_gathers(gm, in_reverse, NO_LIMIT)
+    chain_collectives(gm)
 
-    (gather,) = gathers_of(gm)
-    assert gather.args[1] == ["fc1.weight"]
+    assert_text(
+        gm,
+        """\
+        x: f32[4, 4]
+        w1: f32[4, 4]
+        w2: f32[4, 4]
+        w3: f32[4, 4]
+        neg: f32[4, 4] = neg(x)
+        all_gather = zero3.all_gather([w3], ['fc3.weight'])
+        gathered: f32[0] = getitem(all_gather, 1)
+        fc3_weight: f32[4, 4] = getitem(all_gather, 0)
+        all_gather_1 = zero3.all_gather([w2], ['fc2.weight'], gathered)
+        gathered_1: f32[0] = getitem(all_gather_1, 1)
+        fc2_weight: f32[4, 4] = getitem(all_gather_1, 0)
+        all_gather_2 = zero3.all_gather([w1], ['fc1.weight'], gathered_1)
+        fc1_weight: f32[4, 4] = getitem(all_gather_2, 0)
+        mm: f32[4, 4] = mm(neg, fc1_weight)
+        matmul: f32[4, 4] = matmul(mm, fc2_weight)
+        return matmul
+        """,
+    )
 
 
 def test_a_graph_without_parameters_stays_as_it_is():
@@ -563,7 +603,6 @@ class Gathering(fx.Interpreter):
 @given(models())
 def test_whatever_the_order_of_uses_each_parameter_is_gathered_once_before_them(model):
     gm, known, bucket_bytes = model
-    used = [n for n in known if any(user.op != "output" for user in n.users)]
     by_fqn = {f.fqn: f for f in known.values()}
     fulls = {f.fqn: torch.randn(2, 2, dtype=torch.float64) for f in known.values()}
     x = torch.randn(2, 2, dtype=torch.float64)
@@ -574,7 +613,7 @@ def test_whatever_the_order_of_uses_each_parameter_is_gathered_once_before_them(
 
     buckets = [gather.args[1] for gather in gathers_of(gm)]
     gathered = [fqn for bucket in buckets for fqn in bucket]
-    assert sorted(gathered) == sorted(known[n].fqn for n in used)
+    assert gathered == list(by_fqn), "all of them, in their order"
     for bucket in buckets:
         assert len({by_fqn[fqn].group for fqn in bucket}) == 1
         assert len(bucket) == 1 or sum(by_fqn[fqn].nbytes for fqn in bucket) <= bucket_bytes
@@ -590,33 +629,6 @@ def test_whatever_the_order_of_uses_each_parameter_is_gathered_once_before_them(
         keeps = fqn in gathered and not by_fqn[fqn].reshard_after_forward
         assert (saved is full) if keeps else (saved == f"placeholder {fqn}")
         assert (fqn in kept) == keeps
-
-
-@pytest.mark.smoke
-def test_what_the_partitioner_may_want_is_gathered_at_the_start():
-    gm = partitioned_graph(lambda x, w1, w2, w3: torch.mm(torch.neg(x), w3), *square(4))
-    parameters = of_layers(gm, w1={"group": 1})
-    w1, w2, _ = parameters
-
-    insert_gathers(gm, parameters, NO_LIMIT, at_the_start=[w1, w2])
-
-    assert_text(
-        gm,
-        """\
-        x: f32[4, 4]
-        w1: f32[4, 4]
-        w2: f32[4, 4]
-        w3: f32[4, 4]
-        all_gather = zero3.all_gather([w1, w2], ['fc1.weight', 'fc2.weight'])
-        fc1_weight: f32[4, 4] = getitem(all_gather, 0)
-        fc2_weight: f32[4, 4] = getitem(all_gather, 1)
-        neg: f32[4, 4] = neg(x)
-        all_gather_1 = zero3.all_gather([w3], ['fc3.weight'])
-        fc3_weight: f32[4, 4] = getitem(all_gather_1, 0)
-        mm: f32[4, 4] = mm(neg, fc3_weight)
-        return mm
-        """,
-    )
 
 
 # ---- settle_backward_gathers
@@ -660,13 +672,12 @@ def test_a_function_of_a_parameter_is_computed_again():
         """\
         must_recompute: _to_copy: bf16[4, 4] = aten._to_copy(w1, dtype=bfloat16)
         must_recompute: t: bf16[4, 4] = aten.t(_to_copy)
-        must_save: mm: bf16[2, 4] = aten.mm(x, t)
         """,
         policies(gm),
     )
 
 
-def test_a_reduction_of_a_parameter_is_saved():
+def test_a_reduction_of_a_parameter_is_left_to_the_partitioner():
     def weight_norm(x, w1, t1):
         weight = w1 / w1.norm()
         return x @ weight, t1 @ weight.t()
@@ -678,71 +689,36 @@ def test_a_reduction_of_a_parameter_is_saved():
     assert_text(
         gm,
         """\
-        must_save: linalg_vector_norm: f32[] = aten.linalg_vector_norm(w1)
         must_recompute: div: f32[4, 4] = aten.div.Tensor(w1, linalg_vector_norm)
-        must_save: mm: f32[2, 4] = aten.mm(x, div)
         must_recompute: t: f32[4, 4] = aten.t(div)
         """,
         policies(gm),
     )
 
 
-def test_what_mixes_activations_with_a_large_parameter_is_not_computed_again():
-    def embed(ids, w1, w2, t1):
-        x = torch.nn.functional.embedding(ids, w1) + w2
-        y = torch.sigmoid(x)
-        return y, t1 * y * (1 - y)
-
-    inputs = torch.zeros(3, dtype=torch.int64), torch.ones(9, 4), torch.ones(3, 4), torch.ones(3, 4)
-    gm = joint_graph(embed, *inputs)
-
-    settle_backward_gathers(gm, of_layers(gm), tangents_of(gm))
-
-    assert_text(
-        gm,
-        """\
-        must_save: embedding: f32[3, 4] = aten.embedding(w1, ids)
-        must_save: add: f32[3, 4] = aten.add.Tensor(embedding, w2)
-        """,
-        policies(gm),
-    )
-
-
 @pytest.mark.smoke
-def test_small_parameters_that_backward_may_want_are_named_there():
-    def norm(x, w1, w2, w3, t1):
-        h = torch.nn.functional.normalize(x) * w1
-        y = torch.addmm(w3, torch.sigmoid(h), w2)
-        return y, t1 @ w2.t()
+def test_backward_gets_all_but_tables_of_embeddings():
+    def embed(ids, w1, w2, w3, t1):
+        x = torch.nn.functional.embedding(ids, w1)
+        y = torch.sigmoid(x + w2) @ w3
+        return y, t1 @ w3.t()
 
-    inputs = torch.ones(2, 4), torch.ones(4), torch.ones(4, 4), torch.ones(4), torch.ones(2, 4)
-    gm = joint_graph(norm, *inputs)
-    parameters = of_layers(gm, w1={"dim": 1}, w3={"dim": 1})
+    inputs = torch.zeros(3, dtype=torch.int64), *torch.ones(3, 4, 4), torch.ones(3, 4)
+    gm = joint_graph(lambda ids, w1, w2, w3, t1: embed(ids, w1, w2[:3], w3, t1), *inputs)
+    parameters = of_layers(gm, w1={"only_embeds": True})
 
     settle_backward_gathers(gm, parameters, tangents_of(gm))
 
     assert_text(
         gm,
         """\
-        x: f32[2, 4]
-        w1: f32[4]
-        w2: f32[4, 4]
-        w3: f32[4]
-        t1: f32[2, 4]
-        linalg_vector_norm: f32[2, 1] = aten.linalg_vector_norm(x, 2.0, [1], True)
-        clamp_min: f32[2, 1] = aten.clamp_min(linalg_vector_norm, 1e-12)
-        expand: f32[2, 4] = aten.expand(clamp_min, [2, 4])
-        div: f32[2, 4] = aten.div.Tensor(x, expand)
-        mul: f32[2, 4] = aten.mul.Tensor(div, w1)
-        sigmoid: f32[2, 4] = aten.sigmoid(mul)
-        addmm: f32[2, 4] = aten.addmm(w3, sigmoid, w2)
-        t: f32[4, 4] = aten.t(w2)
-        mm: f32[2, 4] = aten.mm(t1, t)
-        needed_in_backward: f32[2, 4] = needed_in_backward(mm, [w1])
-        return [addmm, needed_in_backward]
+        must_recompute: slice_1: f32[3, 4] = aten.slice.Tensor(w2, 0, 0, 3)
+        must_save: embedding: f32[3, 4] = aten.embedding(w1, ids)
+        must_recompute: t: f32[4, 4] = aten.t(w3)
         """,
+        policies(gm),
     )
-    assert take_needs(gm) == [node for node in parameters if node.name == "w1"]
+    assert [node.name for node in take_needs(gm)] == ["w2", "w3"]
     assert not gm.graph.find_nodes(op="call_function", target=needed_in_backward)
 
 
@@ -751,7 +727,7 @@ def test_what_a_checkpoint_computes_again_or_what_is_kept_is_left_alone():
     gm = joint_graph(lambda x, w1, t1: (torch.sigmoid(x + w1[:2]), t1), x, w, t)
     (add,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)
     add.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
-    settle_backward_gathers(gm, of_layers(gm), tangents_of(gm))
+    settle_backward_gathers(gm, of_layers(gm, w1={"only_embeds": True}), tangents_of(gm))
     assert add.meta["recompute"] is CheckpointPolicy.PREFER_RECOMPUTE
 
     gm = joint_graph(linear_in_bf16, x.bfloat16(), w, t.bfloat16())
@@ -771,13 +747,48 @@ def test_what_is_random_is_not_a_function_of_a_parameter():
     assert_text(
         gm,
         """\
-        must_save: native_dropout = aten.native_dropout(w1, 0.5, True)
+        x: f32[2, 4]
+        w1: f32[4, 4]
+        t1: f32[2, 4]
+        native_dropout = aten.native_dropout(w1, 0.5, True)
+        getitem: f32[4, 4] = getitem(native_dropout, 0)
+        getitem_1: b8[4, 4] = getitem(native_dropout, 1)
+        mm: f32[2, 4] = aten.mm(x, getitem)
+        t: f32[4, 4] = aten.t(getitem)
+        mm_1: f32[2, 4] = aten.mm(t1, t)
+        needed_in_backward: f32[2, 4] = needed_in_backward(mm_1, [w1])
+        return [mm, needed_in_backward]
         """,
         policies(gm),
     )
 
 
 # ---- insert_reduces
+
+
+def test_reductions_keep_the_order_they_are_given_in():
+    def backward(x, tangent):
+        return torch.mm(x, tangent), torch.sum(tangent, 0), torch.neg(tangent)
+
+    gm = partitioned_graph(backward, *square(2))
+
+    insert_reduces(gm, {1: facts("b"), 2: facts("c"), 0: facts("a")})
+    chain_collectives(gm)
+
+    assert_text(
+        gm,
+        """\
+        x: f32[4, 4]
+        tangent: f32[4, 4]
+        mm: f32[4, 4] = mm(x, tangent)
+        sum_1: f32[4] = sum(tangent, 0)
+        reduce_grad: f32[0] = zero3.reduce_grad(sum_1, 'b')  # f32 -> any -> f32
+        neg: f32[4, 4] = neg(tangent)
+        reduce_grad_1: f32[0] = zero3.reduce_grad(neg, 'c', reduce_grad)  # f32 -> any -> f32
+        reduce_grad_2: f32[0] = zero3.reduce_grad(mm, 'a', reduce_grad_1)  # f32 -> any -> f32
+        return [None, None, None]
+        """,
+    )
 
 
 @pytest.mark.smoke
@@ -963,7 +974,7 @@ def reduces_of(gm):
 
 
 @pytest.mark.smoke
-def test_each_collective_takes_the_token_of_the_one_before_it():
+def test_each_collective_takes_the_token_of_the_one_of_its_kind_before_it():
     def backward(x, h, w1, w2, tangent):
         grad_h = torch.mm(tangent, torch.t(w2))
         grad_w2 = torch.mm(torch.t(h), tangent)
@@ -972,8 +983,8 @@ def test_each_collective_takes_the_token_of_the_one_before_it():
         return grad_x, grad_w1, grad_w2
 
     gm = partitioned_graph(backward, *square(5))
-    insert_gathers(gm, of_layers(gm, w2={"group": 1}), NO_LIMIT)
-    insert_reduces(gm, {1: facts("fc1.weight"), 2: facts("fc2.weight")})
+    insert_gathers(gm, dict(reversed(of_layers(gm, w2={"group": 1}).items())), NO_LIMIT)
+    insert_reduces(gm, {2: facts("fc2"), 1: facts("fc1")})
 
     chain_collectives(gm)
 
@@ -992,15 +1003,14 @@ def test_each_collective_takes_the_token_of_the_one_before_it():
         mm: f32[4, 4] = mm(tangent, t)
         t_1: f32[4, 4] = t(h)
         mm_1: f32[4, 4] = mm(t_1, tangent)
-        reduce_grad_1: f32[0] = zero3.reduce_grad(mm_1, 'fc2.weight', gathered)  # f32 -> any -> f32
-        all_gather_1 = zero3.all_gather([w1], ['fc1.weight'], reduce_grad_1)
-        gathered_1: f32[0] = getitem(all_gather_1, 1)
+        reduce_grad: f32[0] = zero3.reduce_grad(mm_1, 'fc2')  # f32 -> any -> f32
+        all_gather_1 = zero3.all_gather([w1], ['fc1.weight'], gathered)
         fc1_weight: f32[4, 4] = getitem(all_gather_1, 0)
         t_2: f32[4, 4] = t(fc1_weight)
         mm_2: f32[4, 4] = mm(mm, t_2)
         t_3: f32[4, 4] = t(x)
         mm_3: f32[4, 4] = mm(t_3, mm)
-        reduce_grad: f32[0] = zero3.reduce_grad(mm_3, 'fc1.weight', gathered_1)  # f32 -> any -> f32
+        reduce_grad_1: f32[0] = zero3.reduce_grad(mm_3, 'fc1', reduce_grad)  # f32 -> any -> f32
         return [mm_2, None, None]
         """,
     )

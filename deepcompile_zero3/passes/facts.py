@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 import torch
 
-_SMALL = 2**20  # bytes
-
 
 @dataclass(frozen=True)
 class ParameterFacts:
@@ -16,7 +14,9 @@ class ParameterFacts:
         group: number of its parameter group; neighbours of one group are gathered together.
         nbytes: of the full tensor in the compute dtype.
         dim: number of its dimensions.
-        order: of the parameter in the model's forward, before any graph was optimised.
+        uses: positions of its uses in the model's forward, as written: before any graph was
+            transformed, which may depend on the batch.
+        only_embeds: whether all of them look rows up.
         reshard_after_forward: False keeps what forward gathered until backward has used it.
         grad_dtype: of the leaf's contract; None keeps whatever arrives.
         reduce_dtype: of its gradient on the wire; None: as the contract left it.
@@ -27,13 +27,24 @@ class ParameterFacts:
     group: int
     nbytes: int
     dim: int = 2
-    order: int = 0
+    uses: tuple[int, ...] = (0,)
+    only_embeds: bool = False
     reshard_after_forward: bool = True
     grad_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     declares_grad_dtype: bool = False
 
-    @property
-    def is_small(self) -> bool:
-        """Whether its bytes do not matter: a bias, or the scale of a norm."""
-        return self.dim == 1 and self.nbytes <= _SMALL
+
+def in_forward_order(facts: ParameterFacts) -> int:
+    """A sort key: the order in which a forward needs parameters."""
+    return facts.uses[0]
+
+
+def in_backward_order(facts: ParameterFacts) -> int:
+    """A sort key: the order in which a backward needs parameters."""
+    return -facts.uses[-1]
+
+
+def in_gradient_order(facts: ParameterFacts) -> int:
+    """A sort key: the order in which a backward has got their gradients."""
+    return -facts.uses[0]

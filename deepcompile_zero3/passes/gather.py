@@ -1,7 +1,7 @@
-"""A partitioned graph: all-gathers before first use."""
+"""A partitioned graph: all-gathers before first use, in an order that is given."""
 
 import operator
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import fx
@@ -11,40 +11,30 @@ from deepcompile_zero3.runtime import ops
 
 
 def insert_gathers(
-    gm: fx.GraphModule,
-    parameters: Mapping[fx.Node, ParameterFacts],
-    bucket_bytes: int,
-    at_the_start: Collection[fx.Node] = (),
+    gm: fx.GraphModule, parameters: Mapping[fx.Node, ParameterFacts], bucket_bytes: int
 ) -> list[str]:
-    """Gathers each of ``parameters`` (by graph input) just before its first use.
+    """Gathers all of ``parameters`` (by graph input), in their order.
 
-    Parameters whose first uses follow each other, of one group and up to ``bucket_bytes``
-    together, share a collective. Nothing frees what was gathered: the compiler does, after the
-    last use. An input that a forward saves for backward stays an input, so that backward gathers
-    again, unless ``reshard_after_forward`` is False.
-
-    Args:
-        at_the_start: those to gather before anything else, of whichever group, used or not.
+    Neighbours of one group, up to ``bucket_bytes`` together, share a collective. Each stands just
+    before the first use of what it gathers or of what a later one does: uses may come in another
+    order, collectives do not. Nothing frees what was gathered: the compiler does, after the last
+    use. An input that a forward saves for backward stays an input, so that backward gathers again,
+    unless ``reshard_after_forward`` is False.
 
     Returns:
         The FQNs of the parameters that the graph's output keeps gathered.
     """
     graph = gm.graph
     order = {node: position for position, node in enumerate(graph.nodes)}
-    start = next(node for node in graph.nodes if node.op != "placeholder")
-    first_use = {
-        node: min(uses, key=order.__getitem__)
-        for node in parameters
-        if (uses := [user for user in node.users if user.op != "output"])
-    }
-    first_use.update(dict.fromkeys(at_the_start, start))
-    by_first_use = sorted(first_use, key=lambda n: (order[first_use[n]], n not in at_the_start))
-    groups = {n: None if n in at_the_start else parameters[n].group for n in by_first_use}
+    buckets = list(_buckets(parameters, bucket_bytes))
+    places = []
+    place = graph.output_node()
+    for bucket in reversed(buckets):
+        uses = [user for node in bucket for user in node.users]
+        place = min([place, *uses], key=order.__getitem__)
+        places.append(place)
     kept = []
-    for bucket in _buckets(groups, parameters, bucket_bytes):
-        first = first_use[bucket[0]]
-        # Where two first uses lie close together, their order may depend on activation shapes.
-        bucket.sort(key=lambda node: parameters[node].order)
+    for bucket, first in zip(buckets, reversed(places), strict=True):
         with graph.inserting_before(first):
             fqns = [parameters[node].fqn for node in bucket]
             gather = graph.create_node(
@@ -69,20 +59,18 @@ def insert_gathers(
 
 
 def _buckets(
-    groups: Mapping[fx.Node, int | None],
-    parameters: Mapping[fx.Node, ParameterFacts],
-    bucket_bytes: int,
+    parameters: Mapping[fx.Node, ParameterFacts], bucket_bytes: int
 ) -> Iterator[list[fx.Node]]:
     bucket: list[fx.Node] = []
     nbytes = 0
-    for node, group in groups.items():
-        joins = bucket and group == groups[bucket[0]]
-        if not joins or nbytes + parameters[node].nbytes > bucket_bytes:
+    for node, facts in parameters.items():
+        joins = bucket and facts.group == parameters[bucket[0]].group
+        if not joins or nbytes + facts.nbytes > bucket_bytes:
             if bucket:
                 yield bucket
             bucket, nbytes = [], 0
         bucket.append(node)
-        nbytes += parameters[node].nbytes
+        nbytes += facts.nbytes
     if bucket:
         yield bucket
 

@@ -29,15 +29,33 @@ def lift_unshards(gm: fx.GraphModule) -> list[str]:
         for node in graph.find_nodes(op="call_function", target=ops.unshard.default):
             if _storage(node) in escaping:
                 continue
-            placeholder, fqn = node.args
+            placeholder, fqn, *_ = node.args
             node.replace_all_uses_with(placeholder)
             graph.erase_node(node)
             lifted[fqn] = None
         graph.lint()
-    for module in gm.modules():
-        if isinstance(module, fx.GraphModule):
-            module.recompile()
+    _recompile(gm)
     return list(lifted)
+
+
+def set_contracts(gm: fx.GraphModule, contracts: Mapping[str, str]) -> None:
+    """Has each ``zero3.unshard`` of a graph hold to another contract, given by FQN."""
+    for graph in _graphs(gm):
+        for node in graph.find_nodes(op="call_function", target=ops.unshard.default):
+            placeholder, fqn, *_ = node.args
+            node.args = (placeholder, fqn, contracts[fqn])
+    _recompile(gm)
+
+
+def uses_of(node: fx.Node) -> tuple[tuple[int, ...], bool]:
+    """Where a lifted graph uses an input, and whether only to look rows of it up."""
+    positions = {n: position for position, n in enumerate(node.graph.nodes)}
+    users = [user for user in node.users if user.op != "output"]
+    lookups = (torch.nn.functional.embedding, torch.embedding, torch.ops.aten.embedding.default)
+    return (
+        tuple(sorted(positions[user] for user in users)) or (len(positions),),
+        bool(users) and all(user.target in lookups for user in users),
+    )
 
 
 def declare_grad_dtypes(gm: fx.GraphModule, inputs: Mapping[int, ParameterFacts]) -> None:
@@ -51,6 +69,12 @@ def declare_grad_dtypes(gm: fx.GraphModule, inputs: Mapping[int, ParameterFacts]
                 )
     gm.graph.lint()
     gm.recompile()
+
+
+def _recompile(gm: fx.GraphModule) -> None:
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            module.recompile()
 
 
 def _graphs(gm: fx.GraphModule) -> Iterator[fx.Graph]:

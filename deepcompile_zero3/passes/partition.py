@@ -1,18 +1,13 @@
 """The joint graph, before it is partitioned: what backward will gather is settled here.
 
-A partitioner weighs the bytes of activations against each other, so that a batch of another size
-may save another tensor and compute another one again; and each rank sees batches of its own. Yet
-all ranks must gather the same parameters in the same order. So, for parameters that backward
-gathers again:
+A partitioner weighs the bytes of activations against each other, and ops are decomposed by their
+shapes, so that a batch of another size may save, and compute again, something else; and each rank
+sees batches of its own. Yet all ranks must gather the same parameters. So, of those that backward
+gathers again, it gets all, whatever it does with them, as in FSDP2. The exception are parameters
+that only look rows up, whose gradients need no weight: what they give is saved.
 
-* A function of parameters alone, such as ``w.bfloat16()``, is computed again. Saving it would keep
-  the parameter. Its reductions, such as ``w.norm()``, are saved.
-* What mixes activations with a large parameter, such as ``embedding(w, ids)``, is not computed
-  again: nothing but the computation of gradients makes backward gather a large parameter.
-* What mixes them element by element with a small one, such as the last step of a norm, is as the
-  partitioner likes. Backward gathers such parameters before anything else, needed or not.
-
-Where a user's checkpoint says what to compute again, that holds.
+A function of parameters alone, such as ``w.bfloat16()``, is computed again: saving it would keep
+the parameter. Its reductions, such as ``w.norm()``, are as the partitioner likes.
 """
 
 import operator
@@ -39,32 +34,26 @@ def settle_backward_gathers(
         parameters: the graph's inputs that are parameters.
         tangents: the graph's inputs that are gradients of outputs.
     """
-    again = {n: facts for n, facts in parameters.items() if facts.reshard_after_forward and n.users}
+    again = {node for node, facts in parameters.items() if facts.reshard_after_forward}
+    embedding = {node for node in again if parameters[node].only_embeds}
     gradients = _descendants(tangents)
-    # For each function of parameters alone, which ones; constants and reductions do not count.
-    alone: dict[fx.Node, dict[fx.Node, None]] = {node: {node: None} for node in again}
-    neutral: set[fx.Node] = set()
-    needed: dict[fx.Node, None] = {}
+    alone = set(again)  # functions of parameters alone
+    neutral: set[fx.Node] = set()  # constants and reductions: such a function may read them too
     for node in gm.graph.nodes:
-        if node.op in ("placeholder", "output"):
+        if node.op in ("placeholder", "output") or node in gradients:
             continue
-        inputs = node.all_input_nodes
-        read = {p: None for source in inputs if source in alone for p in alone[source]}
-        if node in gradients:
-            needed.update(read)
-        elif _is_random(node) or not all(n in alone or n in neutral or _is_size(n) for n in inputs):
-            if _is_pointwise(node) and all(again[p].is_small for p in read):
-                needed.update(read)
-            elif read:
+        inputs = set(node.all_input_nodes)
+        is_plain = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
+        settled = all(n in alone or n in neutral or _is_size(n) for n in inputs)
+        if not is_plain or _is_random(node) or not settled:
+            if inputs & embedding:
                 _tag(node, CheckpointPolicy.MUST_SAVE)
-        elif read and not _is_reduction(node):
-            alone[node] = read
+        elif inputs & alone and not _is_reduction(node):
+            alone.add(node)
             _tag(node, CheckpointPolicy.MUST_RECOMPUTE)
         else:
             neutral.add(node)
-            if read:
-                _tag(node, CheckpointPolicy.MUST_SAVE)
-    _need([node for node in again if again[node].is_small and node in needed], gm.graph, gradients)
+    _need([node for node in parameters if node in again - embedding], gm.graph, gradients)
     gm.recompile()
 
 
@@ -96,10 +85,8 @@ def _need(parameters: list[fx.Node], graph: fx.Graph, gradients: set[fx.Node]) -
 
 
 def _tag(node: fx.Node, policy: CheckpointPolicy) -> None:
-    asked = node.meta.get("recompute")
-    computed_again = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
-    if policy is CheckpointPolicy.MUST_SAVE and asked in computed_again:
-        return
+    if "recompute" in node.meta:
+        return  # a checkpoint of the user has said it
     node.meta["recompute"] = policy
     # Checkpointed regions are numbered, and what one hands to a later one is saved. This is in the
     # last one, and hands nothing on.
@@ -119,10 +106,6 @@ def _descendants(roots: Iterable[fx.Node]) -> set[fx.Node]:
 
 def _is_random(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-
-
-def _is_pointwise(node: fx.Node) -> bool:
-    return torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def _is_size(node: fx.Node) -> bool:

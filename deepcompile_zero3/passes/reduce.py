@@ -14,14 +14,17 @@ CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.d
 
 
 def insert_reduces(gm: fx.GraphModule, gradients: Mapping[int, ParameterFacts]) -> None:
-    """Sends each gradient (by position in the graph's output) away as soon as it exists.
+    """Sends each gradient (by position in the graph's output) away when it and those before it in
+    ``gradients`` exist: they may come in another order, reductions do not.
 
     Autograd gets None in its stead: the runtime sets the shard's ``.grad`` when the backward ends.
     """
     graph = gm.graph
     output = graph.output_node()
     results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
-    inputs = graph.find_nodes(op="placeholder")
+    order = {node: position for position, node in enumerate(graph.nodes)}
+    place = graph.find_nodes(op="placeholder")[-1]  # what the latest reduction follows
+    last = place
     for position, facts in gradients.items():
         grad = results[position]
         if grad is None:
@@ -29,16 +32,26 @@ def insert_reduces(gm: fx.GraphModule, gradients: Mapping[int, ParameterFacts]) 
         if grad.target in CASTS and grad.meta["val"].dtype == facts.grad_dtype:
             # The runtime does that too, and where a compiler cannot fuse it with another cast.
             grad = grad.args[0]
-        with graph.inserting_after(inputs[-1] if grad.op == "placeholder" else grad):
-            reduce = graph.create_node(
-                "call_function", ops.reduce_grad.default, (grad, facts.fqn), name="reduce_grad"
+        if order[grad] > order[place]:
+            place = last = grad
+        with graph.inserting_after(last):
+            last = graph.create_node(
+                "call_function",
+                ops.reduce_grad.default,
+                (grad, facts.fqn),
+                {"contract": "any" if facts.grad_dtype is None else _name(facts.grad_dtype)},
+                name="reduce_grad",
             )
-        reduce.meta["val"] = grad.meta["val"].new_empty(0)
-        reduce.meta[COMMENT] = _dtypes(grad.meta["val"].dtype, facts)
+        last.meta["val"] = grad.meta["val"].new_empty(0)
+        last.meta[COMMENT] = _dtypes(grad.meta["val"].dtype, facts)
         results[position] = None
     output.args = (tuple(results),)
     graph.lint()
     gm.recompile()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _dtypes(raw: torch.dtype, facts: ParameterFacts) -> str:
