@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import gc
 import warnings
 
 import pytest
@@ -225,6 +226,27 @@ def test_each_forward_keeps_its_own_contract(how):
     run(torch.ones(2, 8).bfloat16()).sum()
     with pytest.raises(RuntimeError, match=r"'0\.weight'.*was bfloat16 in the forward.* float32"):
         first.backward()
+
+
+class _ReadOnceUsedTwice(nn.Linear):
+    def forward(self, x):
+        weight = self.weight
+        return nn.functional.linear(x, weight) * nn.functional.linear(3.3 * x, weight)
+
+
+@needs_a_job
+def test_another_backends_cache_keeps_contracts_apart():
+    for dtype in [torch.bfloat16, torch.float32, torch.bfloat16, torch.float32]:
+        model = _ReadOnceUsedTwice(8, 8).bfloat16()
+        model.weight.grad_dtype = dtype
+        fully_shard(model)
+        torch.compile(model, backend="inductor")(batch_of(4, 8).bfloat16()).float().sum().backward()
+        grad = model.weight.grad.full_tensor()
+        is_rounded = torch.equal(grad.bfloat16().to(dtype), grad)
+        assert is_rounded == (dtype == torch.bfloat16), dtype
+        del model
+        torch._dynamo.reset()
+        gc.collect()  # or the next one would have another name
 
 
 @needs_a_job

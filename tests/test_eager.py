@@ -1,5 +1,8 @@
 """The sharded model without a compiler: when weights are whole, and what autograd may do."""
 
+import weakref
+
+import pytest
 import torch
 from models import (
     Block,
@@ -7,15 +10,19 @@ from models import (
     assert_same_gradients,
     assert_same_step,
     batch_of,
+    compiled,
     mean_square,
     mine,
     optimizers_of,
     shard,
 )
+from one_rank import one_rank  # noqa: F401
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from deepcompile_zero3 import record_collectives
+from deepcompile_zero3 import fully_shard, record_collectives
+
+needs_a_job = pytest.mark.usefixtures("one_rank")
 
 
 def _shard_stack(depth=2, **kwargs):
@@ -177,3 +184,87 @@ def _views():
 
 def test_views_of_a_weight_are_gathered_again_for_backward(run_ranks):
     run_ranks(2, _views)
+
+
+# ---- what saved-tensors hooks must not change
+
+
+class _Overwrites(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+
+    def forward(self, x):
+        hidden = torch.sigmoid(self.first(x))
+        result = self.second(hidden)
+        hidden.mul_(0)
+        return result
+
+
+@needs_a_job
+def test_overwriting_what_backward_needs_is_found_out():
+    model = fully_shard(_Overwrites())
+    loss = model(torch.randn(2, 4)).sum()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@needs_a_job
+def test_an_output_that_its_own_node_saves_is_freed_without_a_backward():
+    model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Sigmoid()))
+    output = weakref.ref(model(torch.randn(2, 4)))
+    assert output() is None
+
+
+class _InferenceFirst(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        with torch.inference_mode():
+            self.linear(x)
+        return self.linear(x)
+
+
+@needs_a_job
+def test_inference_inside_of_a_forward_loses_no_gradient():
+    model, reference = shard(_InferenceFirst())
+    assert_same_step(model, reference, batch_of(2, 4))
+
+
+class _ReadByAnother(nn.Module):
+    """Whose block is compiled by another backend, which may reuse what it was given."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16))
+
+    def forward(self, x):
+        return x @ (self.weight * 2 + 1).tanh()
+
+
+@needs_a_job
+def test_a_block_compiled_by_another_backend_does_not_write_to_gathered_weights():
+    model, reference = shard(nn.Sequential(nn.Linear(16, 16), _ReadByAnother()))
+    model[1].compile(backend="inductor")
+    x = torch.randn(4, 16)
+    model.unshard()
+    before = model[1].weight.detach().clone()
+    with torch.no_grad():
+        model[1](x)
+        assert torch.equal(model[1].weight, before)
+    model.reshard()
+    for _ in range(2):
+        torch.testing.assert_close(model(x), reference(x))
+
+
+@needs_a_job
+@pytest.mark.parametrize("how", ["eager", "interpreted"])
+def test_computing_with_other_parameters_is_refused(how):
+    model = fully_shard(nn.Sequential(nn.Linear(4, 4)))
+    run = compiled(model, how)
+    others = {name: parameter * 3 for name, parameter in model.named_parameters()}
+    with pytest.raises(Exception, match=r"'0\.weight' is no leaf now"):
+        torch.func.functional_call(run, others, (torch.randn(2, 4),))

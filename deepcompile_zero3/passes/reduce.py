@@ -10,7 +10,7 @@ from deepcompile_zero3.graph_text import COMMENT, short_name
 from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.runtime import ops
 
-CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+_CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 
 
 def insert_reduces(gm: fx.GraphModule, gradients: Mapping[int, ParameterFacts]) -> None:
@@ -29,7 +29,7 @@ def insert_reduces(gm: fx.GraphModule, gradients: Mapping[int, ParameterFacts]) 
         grad = results[position]
         if grad is None:
             continue
-        if grad.target in CASTS and grad.meta["val"].dtype == facts.grad_dtype:
+        if is_cast_to(grad, facts.grad_dtype):
             # The runtime does that too, and where a compiler cannot fuse it with another cast.
             grad = grad.args[0]
         if order[grad] > order[place]:
@@ -48,6 +48,14 @@ def insert_reduces(gm: fx.GraphModule, gradients: Mapping[int, ParameterFacts]) 
     output.args = (tuple(results),)
     graph.lint()
     gm.recompile()
+
+
+def is_cast_to(node: fx.Node, dtype: torch.dtype | None) -> bool:
+    """Whether ``node`` casts its input to ``dtype``, and does nothing else to it."""
+    if node.target not in _CASTS:
+        return False
+    value, source = node.meta["val"], node.all_input_nodes[0].meta["val"]
+    return value.dtype == dtype and value.device == source.device
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from deepcompile_zero3.passes.facts import ParameterFacts
-from deepcompile_zero3.passes.reduce import CASTS
+from deepcompile_zero3.passes.reduce import is_cast_to
 
 aten, prims = torch.ops.aten, torch.ops.prims
 _WITH_OUT_DTYPE: dict[Any, Any] = {
@@ -40,11 +40,13 @@ def widen_weight_gradients(gm: fx.GraphModule, gradients: Mapping[int, Parameter
             continue
         _widen(node)
         for node in reversed(passed):
-            if node.target in CASTS:
+            if is_cast_to(node, torch.float32):
                 node.replace_all_uses_with(node.all_input_nodes[0])
                 gm.graph.erase_node(node)
             else:
-                node.meta["val"] = node.meta["val"].float()
+                target: Any = node.target
+                arguments: Any = fx.map_arg(node.args, lambda source: source.meta["val"])
+                node.meta["val"] = target(*arguments, **node.kwargs)
     gm.graph.lint()
     gm.recompile()
 
@@ -56,11 +58,10 @@ def _is_low_matmul(node: fx.Node) -> bool:
 
 def _hands_on(node: fx.Node) -> bool:
     """Whether ``node`` is its first input, in another shape or in fp32."""
-    if node.target in CASTS:
-        return node.meta["val"].dtype == torch.float32
-    return bool(getattr(node.target, "is_view", False)) and isinstance(
-        node.meta["val"], torch.Tensor
-    )
+    if is_cast_to(node, torch.float32):
+        return True
+    is_view = getattr(node.target, "is_view", False) and node.target is not aten.view.dtype
+    return is_view and isinstance(node.meta["val"], torch.Tensor)
 
 
 def _widen(node: fx.Node) -> None:
