@@ -7,6 +7,7 @@
     placeholder   [rows, ...]        full shape, compute dtype and strides; zero bytes of storage
 """
 
+import contextlib
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
@@ -322,10 +323,14 @@ def _deliver(gradients: Sequence[tuple[_C.Parameter, torch.Tensor]]) -> None:
 
 @torch.compiler.assume_constant_result
 def settle(fqn: str) -> None:
-    """Settles a parameter that is being traced: it runs when Dynamo meets it, not in the graph."""
+    """Settles a parameter that is being traced: it runs when Dynamo meets it, not in the graph.
+
+    What is wrong with it is for the graph to say when it runs.
+    """
     parameter = find(fqn)
     if parameter is not None:
-        parameter.settle()
+        with contextlib.suppress(Zero3Error):
+            parameter.settle()
 
 
 @torch.compiler.disable
