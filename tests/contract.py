@@ -18,7 +18,7 @@ WIDTH = 16
 ROWS = 32
 
 
-class _Fp32WeightGrad(torch.autograd.Function):
+class Fp32WeightGrad(torch.autograd.Function):
     """A kernel whose weight gradient leaves in fp32, in which it was computed."""
 
     @staticmethod
@@ -32,7 +32,7 @@ class _Fp32WeightGrad(torch.autograd.Function):
         return grad @ w, grad.float().t() @ x.float()
 
 
-class _CastWeightGrad(_Fp32WeightGrad):
+class _CastWeightGrad(Fp32WeightGrad):
     """The same, but its author casts to bf16."""
 
     @staticmethod
@@ -66,7 +66,7 @@ def _(grad, x):
     return grad.new_empty(grad.shape[1], x.shape[1])
 
 
-class _LyingWeightGrad(_Fp32WeightGrad):
+class _LyingWeightGrad(Fp32WeightGrad):
     @staticmethod
     def backward(ctx, grad):
         x, w = ctx.saved_tensors
@@ -81,7 +81,7 @@ def _linear(x, w):
 # are matmuls alone are computed alike by Inductor and by eager code.
 MATMULS = {
     "linear": _linear,
-    "fp32 weight gradient": lambda x, w: _Fp32WeightGrad.apply(x, w),
+    "fp32 weight gradient": lambda x, w: Fp32WeightGrad.apply(x, w),
     "cast in a custom backward": lambda x, w: _CastWeightGrad.apply(x, w),
     "upcast in forward": lambda x, w: x.float() @ w.float().t(),
     "bf16 weight gradient": lambda x, w: _LowWeightGrad.apply(x, w),

@@ -9,6 +9,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from contract import Fp32WeightGrad
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import batch_of, compiled, in_backward, mine
@@ -134,21 +135,9 @@ def test_adamw_steps_parameters_of_two_dtypes_without_a_warning(run_ranks, how):
 # ---- a bucket for each dtype on the wire
 
 
-class _Fp32WeightGrad(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x @ w.t()
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, w = ctx.saved_tensors
-        return grad @ w, grad.float().t() @ x.float()
-
-
 class _Kernel(nn.Linear):
     def forward(self, x):
-        return _Fp32WeightGrad.apply(x, self.weight)
+        return Fp32WeightGrad.apply(x, self.weight)
 
 
 @needs_a_job

@@ -6,26 +6,13 @@ are summed, or is kept as it arrives when that is None. AOTAutograd alone forget
 
 import pytest
 import torch
+from contract import Fp32WeightGrad
 from one_rank import one_rank  # noqa: F401
 from torch import nn
 
 from deepcompile_zero3 import fully_shard
 
 pytestmark = [pytest.mark.usefixtures("one_rank"), pytest.mark.smoke]
-
-
-class Fp32WeightGrad(torch.autograd.Function):
-    """A kernel whose weight gradient leaves in the dtype in which it was computed."""
-
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x @ w.t()
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, w = ctx.saved_tensors
-        return grad @ w, grad.float().t() @ x.float()
 
 
 LAYERS = {
