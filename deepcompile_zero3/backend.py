@@ -164,13 +164,13 @@ def _facts(
 ) -> dict[int, ParameterFacts]:
     groups: dict[int, int] = {}  # numbered in order of appearance: nothing run-specific in a graph
     inputs = lifted.graph.find_nodes(op="placeholder")
-    uses = {position: uses_of(inputs[position]) for position in parameters}
+    uses = uses_of(lifted.graph)
     return {
         position: ParameterFacts(
             fqn=parameter.fqn,
             group=groups.setdefault(id(parameter.group), len(groups)),
-            uses=uses[position][0],
-            only_embeds=uses[position][1],
+            uses=uses[inputs[position]][0],
+            only_embeds=uses[inputs[position]][1],
             dim=parameter.placeholder.dim(),
             nbytes=parameter.placeholder.numel() * parameter.placeholder.element_size(),
             reshard_after_forward=parameter.reshard_after_forward,

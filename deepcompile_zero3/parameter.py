@@ -151,8 +151,8 @@ class ShardedParameter:
         held, self.handle.gathered = self.handle.gathered, None
         return held is not None and version_of(held) != self._held_version
 
-    def refresh(self) -> None:
-        """Makes the runtime read the shard as it is now."""
+    def refresh(self) -> DTensor:
+        """Makes the runtime read the shard as it is now, and returns it."""
         shard = self.shard
         if not shard.is_leaf:
             raise Zero3Error(
@@ -165,6 +165,7 @@ class ShardedParameter:
             if shard.grad_dtype == shard.dtype != self.grad_dtype:
                 shard.grad_dtype = self.grad_dtype  # to_empty() and the like forget it
             self._local = self.handle.shard = local
+        return shard
 
     def settle(self) -> bool:
         """Settles what a forward holds to, which its backward will keep.
@@ -172,8 +173,7 @@ class ShardedParameter:
         Returns whether ``requires_grad`` and ``grad_dtype`` are what graphs were traced with; if
         not, they are now.
         """
-        self.refresh()
-        shard = self.shard
+        shard = self.refresh()
         self._shard_of_forward = id(shard)
         as_traced = True
         if self.placeholder.requires_grad != shard.requires_grad:

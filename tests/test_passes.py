@@ -130,7 +130,7 @@ def test_uses_are_where_the_model_as_written_has_them(x, w):
     gm = dynamo_graph(model, torch.zeros(2, dtype=torch.int64), w, w.detach().clone())
     lift_unshards(gm)
 
-    uses = {n.name: uses_of(n) for n in gm.graph.find_nodes(op="placeholder")}
+    uses = {node.name: use for node, use in uses_of(gm.graph).items()}
     (table,) = (only for name, (_, only) in uses.items() if "table" in name)
     (b,) = ((at, only) for name, (at, only) in uses.items() if name.startswith("l_b"))
     assert table

@@ -47,15 +47,18 @@ def set_contracts(gm: fx.GraphModule, contracts: Mapping[str, str]) -> None:
     _recompile(gm)
 
 
-def uses_of(node: fx.Node) -> tuple[tuple[int, ...], bool]:
-    """Where a lifted graph uses an input, and whether only to look rows of it up."""
-    positions = {n: position for position, n in enumerate(node.graph.nodes)}
-    users = [user for user in node.users if user.op != "output"]
+def uses_of(graph: fx.Graph) -> dict[fx.Node, tuple[tuple[int, ...], bool]]:
+    """Where a lifted graph uses each of its inputs, and whether only to look rows of it up."""
     lookups = (torch.nn.functional.embedding, torch.embedding, torch.ops.aten.embedding.default)
-    return (
-        tuple(sorted(positions[user] for user in users)) or (len(positions),),
-        bool(users) and all(user.target in lookups for user in users),
-    )
+    positions = {node: position for position, node in enumerate(graph.nodes)}
+    uses = {}
+    for node in graph.find_nodes(op="placeholder"):
+        users = [user for user in node.users if user.op != "output"]
+        uses[node] = (
+            tuple(sorted(positions[user] for user in users)) or (len(positions),),
+            bool(users) and all(user.target in lookups for user in users),
+        )
+    return uses
 
 
 def declare_grad_dtypes(gm: fx.GraphModule, inputs: Mapping[int, ParameterFacts]) -> None:

@@ -8,7 +8,7 @@ from torch import fx
 
 from deepcompile_zero3.graph_text import COMMENT, short_name
 from deepcompile_zero3.passes.facts import ParameterFacts
-from deepcompile_zero3.runtime import ops
+from deepcompile_zero3.runtime import _C, ops
 
 _CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 
@@ -39,7 +39,7 @@ def insert_reduces(gm: fx.GraphModule, gradients: Mapping[int, ParameterFacts]) 
                 "call_function",
                 ops.reduce_grad.default,
                 (grad, facts.fqn),
-                {"contract": "any" if facts.grad_dtype is None else _name(facts.grad_dtype)},
+                {"contract": _C.contract_name(facts.grad_dtype)},
                 name="reduce_grad",
             )
         last.meta["val"] = grad.meta["val"].new_empty(0)
@@ -56,10 +56,6 @@ def is_cast_to(node: fx.Node, dtype: torch.dtype | None) -> bool:
         return False
     value, source = node.meta["val"], node.all_input_nodes[0].meta["val"]
     return value.dtype == dtype and value.device == source.device
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _dtypes(raw: torch.dtype, facts: ParameterFacts) -> str:
