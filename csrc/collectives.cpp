@@ -1,5 +1,7 @@
 #include "collectives.h"
 
+#include <ATen/SavedTensorHooks.h>
+
 #include <algorithm>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -38,6 +40,19 @@ WorkPtr reduce_scatter(Group& group, at::Tensor& shard, at::Tensor& full) {
     return group._reduce_scatter_base(shard, full);
 }
 
+// A Work copies the thread's state and lets go of it on a thread of its own, late or never. Hooks
+// of saved tensors are part of that state: with them it would keep a whole model alive.
+class WithoutSavedTensorHooks {
+ public:
+  WithoutSavedTensorHooks() { at::SavedTensorDefaultHooks::set_tls_state({}); }
+  ~WithoutSavedTensorHooks() { at::SavedTensorDefaultHooks::set_tls_state(state_); }
+  WithoutSavedTensorHooks(const WithoutSavedTensorHooks&) = delete;
+  WithoutSavedTensorHooks& operator=(const WithoutSavedTensorHooks&) = delete;
+
+ private:
+  const at::impl::SavedTensorDefaultHooksTLS state_ = at::SavedTensorDefaultHooks::get_tls_state();
+};
+
 }  // namespace
 
 std::shared_ptr<CollectiveLog> CollectiveLog::start() {
@@ -68,12 +83,14 @@ void CollectiveLog::add(const Collective& collective) {
 WorkPtr start_all_gather(const std::string& group_name, at::Tensor full, at::Tensor shard,
                          const std::vector<std::string>& params) {
   record("all_gather", full, params);
+  WithoutSavedTensorHooks guard;
   return all_gather(*c10d::resolve_process_group(group_name), full, shard);
 }
 
 WorkPtr start_reduce_scatter(const std::string& group_name, at::Tensor shard, at::Tensor full,
                              const std::vector<std::string>& params) {
   record("reduce_scatter", full, params);
+  WithoutSavedTensorHooks guard;
   return reduce_scatter(*c10d::resolve_process_group(group_name), shard, full);
 }
 
