@@ -38,8 +38,12 @@ Tensor reduce_grad(const Tensor& grad, std::string fqn, const std::optional<Tens
   auto parameter = Registry::get().find(fqn);
   const auto expected = contract_name(parameter->grad_dtype);
   TORCH_CHECK(contract.empty() || contract == expected, "zero3: the contract of '", fqn,
-              "' (grad_dtype) was ", contract, " in the forward of this backward and is ", expected,
-              " now: set grad_dtype before the forward");
+              "' (grad_dtype) was ", contract,
+              " where the forward of this backward was run or "
+              "compiled, and is ",
+              expected,
+              " now. Set grad_dtype before the forward; under a "
+              "backend that knows nothing of sharding, run the step again: it compiles anew");
   const bool in_backward = torch::autograd::get_current_graph_task_id() != -1;
   if (parameter->deferred && (contract.empty() || !in_backward)) {
     accumulate(*parameter, grad);

@@ -3,6 +3,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
+#include <ranges>
 
 namespace zero3 {
 
@@ -68,10 +69,23 @@ ParameterPtr Registry::find_or_null(const std::string& fqn) {
 
 ParameterPtr Registry::find(const std::string& fqn) {
   auto parameter = find_or_null(fqn);
-  TORCH_CHECK(parameter, "zero3: no live sharded parameter is called '", fqn,
-              "'. A compiled graph outlived the model it was compiled for, or fully_shard was "
-              "called on an enclosing module after compiling: compile again.");
+  TORCH_CHECK(parameter, "zero3: no live sharded parameter is called '", fqn, "'; there are ",
+              some_names(),
+              ". A compiled graph that asks for it outlived its model, or fully_shard "
+              "was called on an enclosing module after compiling: compile again.");
   return parameter;
+}
+
+std::string Registry::some_names() {
+  constexpr size_t kShown = 3;
+  std::lock_guard lock(mutex_);
+  std::erase_if(parameters_, [](auto& item) { return item.second.expired(); });
+  std::string result = parameters_.empty() ? "none" : "";
+  for (auto& [fqn, weak] : parameters_ | std::views::take(kShown))
+    result += (result.empty() ? "'" : ", '") + fqn + "'";
+  if (parameters_.size() > kShown)
+    result += " and " + std::to_string(parameters_.size() - kShown) + " others";
+  return result;
 }
 
 std::set<int64_t> Registry::live_roots() {

@@ -101,6 +101,8 @@ class Registry {
   std::vector<ParameterPtr> of_root(int64_t root);
 
  private:
+  std::string some_names();  // for an error message
+
   std::mutex mutex_;
   std::map<std::string, std::weak_ptr<Parameter>> parameters_;
   int64_t registered_ = 0;

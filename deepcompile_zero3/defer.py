@@ -110,7 +110,8 @@ def deposit_grad(parameter: torch.Tensor, grad: torch.Tensor) -> None:
         grad: a plain tensor of the parameter's full shape, of any floating dtype. It is copied.
 
     Raises:
-        Zero3Error: outside of ``defer_reduction``, or the parameter needs no gradient.
+        Zero3Error: outside of ``defer_reduction``, the parameter needs no gradient or belongs to
+            another model, or ``grad`` is no plain tensor.
         RuntimeError: ``grad`` has another shape or device than the full parameter, or no floating
             dtype.
     """
@@ -118,13 +119,20 @@ def deposit_grad(parameter: torch.Tensor, grad: torch.Tensor) -> None:
         raise Zero3Error("deposit_grad works inside of a `with defer_reduction(model):` block")
     _, found = _deferred.get(id(parameter), (None, None))
     if found is None:
+        if isinstance(parameter, DTensor):
+            raise Zero3Error(
+                f"deposit_grad: the parameter {list(parameter.shape)} belongs to no model whose "
+                "reduction is deferred in this block"
+            )
         raise Zero3Error(
-            "deposit_grad takes a DTensor of model.parameters(), of a model whose reduction is "
-            f"deferred in this block; got a {type(parameter).__name__} {list(parameter.shape)}. "
-            "Inside of a forward a module's attribute is the gathered tensor, not the parameter"
+            "deposit_grad takes a DTensor of model.parameters(), got a "
+            f"{type(parameter).__name__}. Inside of a forward a module's attribute is the gathered "
+            "tensor, not the parameter"
         )
     if not parameter.requires_grad:
         raise Zero3Error(f"'{found.fqn}' needs no gradient, but one was deposited for it")
-    if isinstance(grad, DTensor):
-        raise Zero3Error(f"the gradient of '{found.fqn}' is a DTensor: deposit a full tensor")
+    if isinstance(grad, DTensor) or not isinstance(grad, torch.Tensor):
+        raise Zero3Error(
+            f"the gradient of '{found.fqn}' is a {type(grad).__name__}: deposit a full plain tensor"
+        )
     found.handle.accumulate(grad)

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
+from deepcompile_zero3 import grad_dtype
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.group import ParameterGroup
 from deepcompile_zero3.module import Zero3Module, original_class, parameters_of, swap_class
@@ -65,11 +66,13 @@ def fully_shard(
 
     Raises:
         Zero3Error: the module cannot be sharded rightly; it is unchanged.
+        TypeError, ValueError: an argument of the wrong kind.
         NotImplementedError: an argument that is not supported yet.
     """
     _refuse_unsupported(
         module, mesh, reshard_after_forward, shard_placement_fn, offload_policy, dp_mesh_dims
     )
+    _check_policy(mp_policy)
     mesh = _default_mesh() if mesh is None else mesh
     ignored = ignored_params or set()
     _check_module(module, ignored)
@@ -176,6 +179,21 @@ def _refuse_unsupported(
         )
 
 
+def _check_policy(policy: MixedPrecisionPolicy) -> None:
+    if not isinstance(policy, MixedPrecisionPolicy):
+        raise TypeError(
+            "mp_policy is a torch.distributed.fsdp.MixedPrecisionPolicy, got a "
+            f"{type(policy).__name__}"
+        )
+    for name in ("param_dtype", "reduce_dtype"):
+        dtype = getattr(policy, name)
+        if dtype not in (None, *grad_dtype.DTYPES):
+            raise ValueError(
+                f"{name} of mp_policy is {dtype!r}; it is None or one of "
+                f"{', '.join(map(str, grad_dtype.DTYPES))}"
+            )
+
+
 def _check_module(module: nn.Module, ignored: set[nn.Parameter]) -> None:
     """Raises unless ``module`` can be sharded."""
     if not isinstance(module, nn.Module):
@@ -232,6 +250,7 @@ def _check_parameter(fqn: str, parameter: nn.Parameter) -> None:
         )
     if parameter.layout != torch.strided:
         raise Zero3Error(f"'{fqn}' is {parameter.layout}; only dense parameters can be sharded")
+    grad_dtype.check(fqn, parameter)
 
 
 def _check_private_references(where: str, module: nn.Module, own: dict[str, nn.Parameter]) -> None:

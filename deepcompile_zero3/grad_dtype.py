@@ -9,7 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
+from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.runtime import _C
+
+# What gradients can be kept in, and sent in.
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -31,11 +35,24 @@ def resolve(
     """The contract of a parameter of ``dtype`` with ``grad_dtype=declared``, whose forward computes
     in ``compute_dtype``.
 
-    A ``grad_dtype`` equal to the parameter's own dtype cannot be told from the default.
+    A ``grad_dtype`` equal to the parameter's own dtype cannot be told from the default. Integers
+    and the like have no gradient, and None.
     """
+    if compute_dtype not in DTYPES:
+        return GradDtype(leaf=None, shard=None)
     if declared == dtype:
         return GradDtype(leaf=compute_dtype, shard=dtype)
     return GradDtype(leaf=declared, shard=declared)
+
+
+def check(fqn: str, tensor: torch.Tensor) -> None:
+    """Raises if ``tensor`` declares a ``grad_dtype`` that gradients cannot be kept in."""
+    declared = tensor.grad_dtype
+    if declared not in (None, tensor.dtype, *DTYPES):
+        raise Zero3Error(
+            f"grad_dtype of '{fqn}' is {declared}; a gradient can be kept in "
+            f"{', '.join(map(str, DTYPES))}, or as it arrives (None)"
+        )
 
 
 def carry_over(source: torch.Tensor, target: torch.Tensor) -> None:

@@ -185,6 +185,7 @@ class ShardedParameter:
                     f"grad_dtype of '{self.fqn}' changed from {self.grad_dtype} to "
                     f"{shard.grad_dtype} while it has gradients that are not reduced yet"
                 )
+            grad_dtype.check(self.fqn, shard)
             self._settle_grad_dtype(shard.grad_dtype)
             as_traced = False
         return as_traced

@@ -123,9 +123,10 @@ def assert_same_parameters(model, reference, tolerance=1e-5):
     """Every parameter is a shard of the reference's."""
     for (fqn, parameter), (_, whole) in _pairs(model, reference):
         assert isinstance(parameter, DTensor), f"{fqn} is a {type(parameter).__name__}"
-        error = (parameter.detach().full_tensor() - whole.detach()).norm()
+        shard, whole = parameter.detach().double(), whole.detach().double()
+        error = (shard.full_tensor() - whole).norm()
         # One that began at zero and whose gradient is rounding noise has hardly moved from there.
-        difference = (error / whole.detach().norm().clamp_min(1e-3)).item()
+        difference = (error / whole.norm().clamp_min(1e-3)).item()
         assert difference <= tolerance, f"{fqn}: parameters differ by {difference:.1e}"
 
 

@@ -5,6 +5,7 @@ import copy
 import functools
 import gc
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from models import batch_of, compiled, in_backward, mine
 from one_rank import one_rank  # noqa: F401
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn import functional as F
 
 from deepcompile_zero3 import (
     Zero3Error,
@@ -213,7 +215,7 @@ def test_each_forward_keeps_its_own_contract(how):
     first = run(torch.ones(2, 8).bfloat16()).sum()
     model[0].weight.grad_dtype = torch.float32
     run(torch.ones(2, 8).bfloat16()).sum()
-    with pytest.raises(RuntimeError, match=r"'0\.weight'.*was bfloat16 in the forward.* float32"):
+    with pytest.raises(RuntimeError, match=r"'0\.weight'.*was bfloat16 where.* float32"):
         first.backward()
 
 
@@ -492,3 +494,35 @@ def _check_roundings():
 
 def test_every_rounding_of_the_contract_is_made(run_ranks):
     run_ranks(1, _check_roundings)
+
+
+# ---- as the documentation has it
+
+
+@needs_a_job
+@each_way
+def test_the_documented_late_layer_gives_the_gradient_of_a_usual_one(how):
+    documentation = (Path(__file__).parent.parent / "docs" / "grad_dtype.md").read_text()
+    (example,) = (b for b in documentation.split("```")[1::2] if "LateLinear" in b)
+    layer, steps = example.removeprefix("python\n").split("model.head.late = []")
+    names = {"torch": torch, "nn": nn, "F": F}
+    exec(layer, names)
+    model = nn.Sequential()
+    model.add_module("body", nn.Linear(4, 8))
+    model.add_module("head", names["LateLinear"](8, 3))
+    usual = copy.deepcopy(model)
+    usual.head.__class__ = nn.Linear
+    micro_batches = [torch.randn(2, 5, 4) for _ in range(3)]
+    for batch in micro_batches:
+        usual(batch).mean().backward()
+    fully_shard(model)
+    model.head.late = []
+
+    run = torch.compile(model, backend="zero3") if how == "zero3" else model
+    late = {"defer_reduction": defer_reduction, "deposit_grad": deposit_grad}
+    exec(steps, late | {"model": run, "micro_batches": micro_batches})
+
+    for name, parameter in usual.named_parameters():
+        grad = model.get_parameter(name).grad
+        assert grad is not None, name
+        torch.testing.assert_close(grad.full_tensor(), parameter.grad)

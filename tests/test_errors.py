@@ -10,7 +10,7 @@ from one_rank import one_rank  # noqa: F401
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from deepcompile_zero3 import Options, Zero3Error, fully_shard
@@ -424,3 +424,44 @@ def write_in_forward(how):
     except RuntimeError as error:
         return str(error)
     return None
+
+
+# ---- dtypes
+
+
+@needs_a_job
+@pytest.mark.parametrize(
+    ("policy", "error", "message"),
+    [
+        (None, TypeError, "mp_policy is a .*MixedPrecisionPolicy, got a NoneType"),
+        (
+            MixedPrecisionPolicy(param_dtype="bfloat16"),
+            ValueError,
+            "param_dtype of mp_policy is 'bfloat16'; it is None or one of .*torch.bfloat16",
+        ),
+        (
+            MixedPrecisionPolicy(reduce_dtype=torch.int32),
+            ValueError,
+            "reduce_dtype of mp_policy is torch.int32; it is None or one of torch.float64",
+        ),
+    ],
+    ids=["none", "string", "integer"],
+)
+def test_a_policy_that_cannot_be_kept_is_refused(policy, error, message):
+    model = nn.Linear(2, 2)
+
+    with pytest.raises(error, match=message):
+        fully_shard(model, mp_policy=policy)
+
+    assert type(model) is nn.Linear
+
+
+@needs_a_job
+def test_a_grad_dtype_that_holds_no_gradient_is_refused_by_name(x):
+    late, early = fully_shard(nn.Linear(2, 2)), nn.Linear(2, 2)
+    late.weight.grad_dtype = early.weight.grad_dtype = torch.int32
+
+    with pytest.raises(Zero3Error, match=r"grad_dtype of 'weight' is torch\.int32; a gradient"):
+        fully_shard(early)
+    with pytest.raises(Zero3Error, match=r"grad_dtype of 'weight' is torch\.int32; a gradient"):
+        late(x)

@@ -163,6 +163,27 @@ def test_a_frozen_parameter_gets_no_gradient(run_ranks, how):
     run_ranks(2, _frozen, how)
 
 
+class _Quantized(nn.Module):
+    """Has a frozen parameter of integers."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(8))
+        self.codes = nn.Parameter(torch.arange(24).view(3, 8), requires_grad=False)
+
+    def forward(self, x):
+        return x @ (self.codes * self.scale).t()
+
+
+def _quantized(how):
+    _two_steps(_Quantized(), how, width=8)
+
+
+@each_way
+def test_a_frozen_parameter_may_hold_integers(run_ranks, how):
+    run_ranks(2, _quantized, how)
+
+
 class _Unused(nn.Module):
     def __init__(self):
         super().__init__()

@@ -1,0 +1,171 @@
+"""``python -m bench``: the modes of training beside each other, their steps taken in turn.
+
+python -m bench                                          # every workload, every mode
+python -m bench -w A -m floor,zero3,fsdp2-blocks         # parts
+python -m bench -w B --malloc tuned                      # without the allocator's page faults
+python -m bench compile -w A -m floor,zero3              # the first step, cold and warm
+python -m bench table build/bench/*.json                 # what was measured before
+"""
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import track
+
+from bench import report
+from bench.modes import MODES
+from bench.ranks import Ranks
+from bench.workloads import WORKLOADS
+
+# glibc's allocator keeps what is freed, and so no page is faulted in twice.
+TUNED_MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "8000000000"}
+
+console = Console(stderr=True)
+
+
+def main() -> None:
+    args = parse_arguments()
+    if args.malloc == "tuned":
+        os.environ.update(TUNED_MALLOC)  # before the ranks' processes begin
+    args.run(args)
+
+
+def steps(args: argparse.Namespace) -> None:
+    """Every mode's ranks stay resident; each round is one step of each."""
+    args.output.mkdir(parents=True, exist_ok=True)
+    found = []
+    for workload in args.workloads:
+        results = _steps(workload, args)
+        found.append(results)
+        name = workload if args.malloc == "default" else f"{workload}-{args.malloc}-malloc"
+        (args.output / f"{name}.json").write_text(json.dumps(results, indent=1))
+        _print(results)
+    plot = args.output / f"steps-{args.malloc}-malloc.png"
+    report.plot(found, plot)
+    console.print(f"{args.output}/*.json, {plot}")
+
+
+def _steps(workload: str, args: argparse.Namespace) -> dict:
+    ranks: dict[str, Ranks] = {}
+    modes: dict[str, dict] = {}
+    try:
+        for mode in args.modes:
+            with (
+                console.status(f"{workload}: compiling {mode}"),
+                tempfile.TemporaryDirectory() as cache,
+            ):
+                ranks[mode] = Ranks(workload, mode, args.ranks, cache)
+                first = max(cost.wall for cost in ranks[mode].call("step"))
+                for _ in range(args.warmup):
+                    ranks[mode].call("step")
+                modes[mode] = {
+                    "first_step": first,
+                    "collectives": ranks[mode].call("collectives")[0],
+                    "steps": [],
+                }
+                ranks[mode].call("memory")
+        for _ in track(range(args.rounds), workload, console=console):
+            for mode in args.modes:
+                modes[mode]["steps"].append([asdict(cost) for cost in ranks[mode].call("step")])
+        for mode in args.modes:
+            modes[mode]["memory"] = [asdict(memory) for memory in ranks[mode].call("memory")]
+    finally:
+        for resident in ranks.values():
+            resident.close()
+    shape = WORKLOADS[workload]
+    return _about(workload, args) | {
+        "tokens": shape.batch * shape.sequence * args.ranks,
+        "modes": modes,
+    }
+
+
+def compile(args: argparse.Namespace) -> None:
+    """The first step of a mode that is alone: with nothing on disk, then with what that left."""
+    lines = ["| workload | mode | cold, s | warm, s |", "| --- | --- | ---: | ---: |"]
+    for workload in args.workloads:
+        for mode in args.modes:
+            with tempfile.TemporaryDirectory() as cache:
+                seconds = []
+                for temperature in ("cold", "warm"):
+                    with console.status(f"{workload}: {mode}, {temperature}"):
+                        ranks = Ranks(workload, mode, args.ranks, cache)
+                        try:
+                            seconds.append(max(cost.wall for cost in ranks.call("step")))
+                        finally:
+                            ranks.close()
+            lines.append(f"| {workload} | {mode} | {seconds[0]:.1f} | {seconds[1]:.1f} |")
+            console.print(lines[-1])
+    print("\n".join(lines))
+
+
+def table(args: argparse.Namespace) -> None:
+    """Prints results from their files."""
+    for path in args.files:
+        _print(json.loads(path.read_text()))
+
+
+def _print(results: dict) -> None:
+    about = WORKLOADS[results["workload"]].about
+    print(f"\n## {results['workload']}: {about}\n")
+    print(f"`{results['command']}`, {results['machine']}, {results['time']}\n")
+    print(report.table(results))
+
+
+def _about(workload: str, args: argparse.Namespace) -> dict:
+    return {
+        "workload": workload,
+        "command": shlex.join(["python", "-m", "bench", *sys.argv[1:]]),
+        "machine": f"{os.cpu_count()} cores ({platform.machine()}), {args.ranks} ranks, "
+        f"{args.malloc} malloc, torch {torch.__version__}, Python {platform.python_version()}",
+        "time": time.strftime("%Y-%m-%d %H:%M"),
+    }
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.set_defaults(run=steps)
+    parts = parser.add_subparsers(title="parts", metavar="{compile,table}")
+    for part in (parser, parts.add_parser("compile", help=compile.__doc__)):
+        part.add_argument("-w", "--workloads", type=_names(WORKLOADS), default=_DEFAULT_WORKLOADS)
+        part.add_argument("-m", "--modes", type=_names(MODES), default=list(MODES))
+        part.add_argument("--ranks", type=int, default=2)
+        part.add_argument("--malloc", choices=["default", "tuned"], default="default")
+    part.set_defaults(run=compile)
+    parser.add_argument("--rounds", type=int, default=15, help="steps of each mode")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before the first round")
+    parser.add_argument("--output", type=Path, default=Path("build/bench"))
+    reread = parts.add_parser("table", help=table.__doc__)
+    reread.add_argument("files", type=Path, nargs="+")
+    reread.set_defaults(run=table)
+    return parser.parse_args()
+
+
+_DEFAULT_WORKLOADS = [name for name in WORKLOADS if name != "tiny"]
+
+
+def _names(known: dict) -> Callable[[str], list[str]]:
+    def parse(text: str) -> list[str]:
+        if unknown := sorted(set(names := text.split(",")) - set(known)):
+            raise argparse.ArgumentTypeError(
+                f"{', '.join(unknown)} is not among {', '.join(known)}"
+            )
+        return names
+
+    return parse
+
+
+if __name__ == "__main__":
+    main()

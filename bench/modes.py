@@ -1,0 +1,159 @@
+"""The ways to train a workload: each gives a function that takes one step.
+
+A step is forward, backward, an optimizer step (fused AdamW) and clearing the gradients.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from bench.workloads import Workload
+from deepcompile_zero3 import fully_shard as zero3
+
+Step = Callable[[torch.Tensor], float]
+
+
+@dataclass(frozen=True)
+class Mode:
+    about: str
+    build: Callable[[Workload], Step]
+
+
+def _adamw(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+
+
+def _step(run: Callable, optimizer: torch.optim.Optimizer) -> Step:
+    def step(tokens: torch.Tensor) -> float:
+        loss = run(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+def _built(workload: Workload) -> nn.Module:
+    model = workload.build()
+    return model if workload.param_dtype is None else model.to(workload.param_dtype)
+
+
+def _floor(workload: Workload) -> Step:
+    """Nothing is communicated: the whole model, and AdamW over this rank's part of each tensor."""
+    model = _built(workload)
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    parts = {
+        parameter: nn.Parameter(parameter.detach().chunk(world_size)[rank].float().clone())
+        for parameter in model.parameters()
+    }
+    optimizer = _adamw(parts.values())
+    run = torch.compile(model)
+
+    def step(tokens: torch.Tensor) -> float:
+        loss = run(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        for parameter, part in parts.items():
+            part.grad = parameter.grad.chunk(world_size)[rank].to(part.dtype)
+            parameter.grad = None
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+def _sharded(workload: Workload, fully_shard: Callable, **settings: Any) -> nn.Module:
+    """Each block, and the rest with the root, as FSDP2's documentation has it."""
+    model = workload.build()
+    settings |= {
+        "mesh": init_device_mesh("cpu", (dist.get_world_size(),)),
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=workload.param_dtype, reduce_dtype=workload.reduce_dtype
+        ),
+    }
+    for block in model.model.layers:
+        fully_shard(block, **settings)
+    return fully_shard(model, **settings)
+
+
+def _zero3(workload: Workload, *, compiled: bool, **settings: Any) -> Step:
+    model = _sharded(workload, zero3, **settings)
+    run = torch.compile(model, backend="zero3") if compiled else model
+    return _step(run, _adamw(model.parameters()))
+
+
+def _fsdp2(workload: Workload, *, compiled: str) -> Step:
+    model = _sharded(workload, fsdp2)
+    if compiled == "blocks":
+        for block in model.model.layers:
+            block.compile()
+    run = torch.compile(model) if compiled == "model" else model
+    return _step(run, _adamw(model.parameters()))
+
+
+def _ddp(workload: Workload, *, compiled: bool) -> Step:
+    """In the compute dtype, on the wire too."""
+    replicated = DistributedDataParallel(_built(workload))
+    run = torch.compile(replicated) if compiled else replicated
+    return _step(run, _adamw(replicated.parameters()))
+
+
+class _Whole(nn.Module):
+    """A parametrization: a DTensor parameter is read whole, and its gradient averaged."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__()
+        self._forward_dtype = workload.param_dtype
+        self._backward_dtype = workload.reduce_dtype
+
+    def forward(self, shard: DTensor) -> torch.Tensor:
+        whole = shard.redistribute(
+            placements=[Replicate()],
+            forward_dtype=self._forward_dtype,
+            backward_dtype=self._backward_dtype,
+        )
+        return whole.to_local(grad_placements=[Partial("sum")])
+
+
+def _properties(workload: Workload) -> Step:
+    """Sharded by properties over DTensor's collectives, compiled whole: SimpleFSDP's idea.
+
+    Gloo does not average, so that gradients are sums, which takes as long.
+    """
+    model = workload.build()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in list(model.modules()):
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            shard = nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)]))
+            module.register_parameter(name, shard)
+            nn.utils.parametrize.register_parametrization(
+                module, name, _Whole(workload), unsafe=True
+            )
+    return _step(torch.compile(model), _adamw(model.parameters()))
+
+
+MODES = {
+    "floor": Mode("compiled, nothing communicated", _floor),
+    "zero3": Mode("ours, compiled", partial(_zero3, compiled=True)),
+    "zero3-keep": Mode(
+        "ours, compiled, forward's gathers kept for backward",
+        partial(_zero3, compiled=True, reshard_after_forward=False),
+    ),
+    "zero3-eager": Mode("ours, eager", partial(_zero3, compiled=False)),
+    "fsdp2-blocks": Mode("FSDP2, each block compiled", partial(_fsdp2, compiled="blocks")),
+    "fsdp2-model": Mode("FSDP2, whole model compiled", partial(_fsdp2, compiled="model")),
+    "fsdp2-eager": Mode("FSDP2, eager", partial(_fsdp2, compiled="no")),
+    "ddp": Mode("DDP, compiled; nothing sharded", partial(_ddp, compiled=True)),
+    "ddp-eager": Mode("DDP, eager; nothing sharded", partial(_ddp, compiled=False)),
+    "properties": Mode("DTensor properties, compiled (SimpleFSDP's idea)", _properties),
+}

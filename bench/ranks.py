@@ -1,0 +1,157 @@
+"""Processes that hold one mode of one workload each, and take a step when they are told to."""
+
+import os
+import resource
+import tempfile
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+TIMEOUT_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one step on one rank, in seconds.
+
+    Attributes:
+        wall: elapsed.
+        main: of the processor, by the thread that computes; less than ``wall`` while it waits for
+            others, or while other threads have its core.
+        user, system: of the processor, by all threads of the process.
+        page_faults: a count.
+    """
+
+    wall: float
+    main: float
+    user: float
+    system: float
+    page_faults: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Of one rank's process, in bytes: now, and at most since this was last asked."""
+
+    resident: int
+    peak: int
+
+
+class Ranks:
+    """The ranks of one mode, all of them resident from construction to :meth:`close`."""
+
+    def __init__(self, workload: str, mode: str, world_size: int, cache: str) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        context = mp.get_context("spawn")
+        self._ranks = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            store = f"{self._folder.name}/store"
+            process = context.Process(
+                target=_serve,
+                args=(theirs, workload, mode, rank, world_size, store, cache),
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self._ranks.append((process, ours))
+
+    def call(self, command: str) -> list:
+        """``command`` on all ranks at once; their answers, by rank."""
+        for _, pipe in self._ranks:
+            pipe.send(command)
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        answers = []
+        for rank, (_, pipe) in enumerate(self._ranks):
+            if not pipe.poll(max(deadline - time.monotonic(), 0)):
+                raise TimeoutError(f"rank {rank} did not answer '{command}' in {TIMEOUT_SECONDS} s")
+            answers.append(pipe.recv())
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        return answers
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for _, pipe in self._ranks:
+            pipe.close()
+        for process, _ in self._ranks:
+            process.join(10)
+            process.kill()
+        self._folder.cleanup()
+
+
+class _Rank:
+    """What a process does for each command."""
+
+    def __init__(self, workload: str, mode: str, rank: int) -> None:
+        from bench.modes import MODES
+        from bench.workloads import WORKLOADS
+
+        self._mode = MODES[mode]
+        self._workload = WORKLOADS[workload]
+        self._generator = torch.Generator().manual_seed(rank)
+        self._step = self._mode.build(self._workload)
+
+    def step(self) -> Cost:
+        tokens = self._workload.tokens(self._generator)
+        dist.barrier()
+        before = resource.getrusage(resource.RUSAGE_SELF)
+        main, start = time.thread_time(), time.perf_counter()
+        self._step(tokens)
+        wall, main = time.perf_counter() - start, time.thread_time() - main
+        after = resource.getrusage(resource.RUSAGE_SELF)
+        return Cost(
+            wall,
+            main,
+            after.ru_utime - before.ru_utime,
+            after.ru_stime - before.ru_stime,
+            after.ru_minflt - before.ru_minflt,
+        )
+
+    def collectives(self) -> dict[str, tuple[int, int]]:
+        """Of one step, by kind: how many, and the bytes of their full buffers."""
+        from bench.collectives import count
+
+        return count(lambda: self._step(self._workload.tokens(self._generator)))
+
+    def memory(self) -> Memory:
+        with open("/proc/self/status") as file:
+            fields = dict(line.split(":", 1) for line in file)
+        memory = Memory(*(int(fields[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM")))
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")  # the peak begins anew
+        return memory
+
+
+def _serve(pipe, workload, mode, rank, world_size, store, cache) -> None:
+    os.environ.update(
+        GLOO_SOCKET_IFNAME="lo",
+        OMP_NUM_THREADS="1",
+        TORCHINDUCTOR_CACHE_DIR=cache,
+        TORCHINDUCTOR_COMPILE_THREADS="1",
+    )
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=TIMEOUT_SECONDS),
+    )
+    served = None
+    while True:
+        try:
+            command = pipe.recv()
+        except EOFError:
+            break
+        try:
+            served = served or _Rank(workload, mode, rank)
+            pipe.send(getattr(served, command)())
+        except Exception as error:
+            pipe.send(RuntimeError(f"{mode}, rank {rank}: {type(error).__name__}: {error}"))
+    dist.destroy_process_group()

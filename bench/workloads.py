@@ -1,0 +1,93 @@
+"""The models, and how much each rank computes in a step."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A causal language model from a config, random weights, untied embeddings.
+
+    Attributes:
+        batch, sequence: windows of a rank's step, and tokens of a window.
+        param_dtype, reduce_dtype: of the mixed precision policy; None keeps fp32.
+    """
+
+    about: str
+    hidden: int
+    layers: int
+    intermediate: int
+    batch: int
+    sequence: int
+    heads: int = 8
+    vocabulary: int = 8192
+    experts: int = 0
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+
+    def build(self) -> nn.Module:
+        """The same weights in every process."""
+        torch.manual_seed(0)
+        shape = {
+            "vocab_size": self.vocabulary,
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.heads,
+            "intermediate_size": self.intermediate,
+            "max_position_embeddings": self.sequence,
+            "tie_word_embeddings": False,
+            "use_cache": False,
+        }
+        if self.experts:
+            return Qwen3MoeForCausalLM(
+                Qwen3MoeConfig(
+                    **shape,
+                    head_dim=self.hidden // self.heads,
+                    num_experts=self.experts,
+                    num_experts_per_tok=2,
+                    moe_intermediate_size=self.intermediate,
+                )
+            )
+        return LlamaForCausalLM(LlamaConfig(**shape))
+
+    def tokens(self, generator: torch.Generator) -> torch.Tensor:
+        """``[batch, sequence]`` of a rank."""
+        return torch.randint(self.vocabulary, (self.batch, self.sequence), generator=generator)
+
+
+_A = {"hidden": 512, "layers": 8, "intermediate": 1376, "batch": 4, "sequence": 128}
+_B = {"hidden": 1024, "layers": 4, "intermediate": 2752, "batch": 1, "sequence": 32}
+_LOW = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+
+WORKLOADS = {
+    "tiny": Workload(
+        "to try the benchmark itself", hidden=64, layers=2, intermediate=128, batch=2, sequence=16
+    ),
+    "A": Workload("compute-heavy, 33.7 M parameters", **_A),
+    "A-bf16": Workload("A in bf16, gradients reduced in fp32", **_A, **_LOW),
+    "B": Workload("communication-heavy, 67.4 M parameters", **_B),
+    "B-bf16": Workload(
+        "B in bf16, on the wire too", **_B, param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16
+    ),
+    "deep": Workload(
+        "33 layers, 300 small parameters",
+        hidden=128,
+        layers=33,
+        intermediate=344,
+        batch=2,
+        sequence=64,
+    ),
+    "moe": Workload(
+        "a mixture of 8 experts",
+        hidden=256,
+        layers=4,
+        intermediate=512,
+        batch=4,
+        sequence=64,
+        experts=8,
+    ),
+}
