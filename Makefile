@@ -13,13 +13,14 @@ CXX_SOURCES = $(wildcard csrc/*.cpp csrc/*.h csrc/*.cu csrc/*.cuh)
 BUILD_SOURCES = setup.py pyproject.toml $(CXX_SOURCES)
 PACKAGE_SOURCES = $(wildcard deepcompile_zero3/*.py deepcompile_zero3/*/*.py)
 
-.PHONY: help train test test-torch lint clean
+.PHONY: help train test test-torch bench lint clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make train [ARGS="--steps 500 --ranks 4 --model gpt2"]   train a small transformer'
 	@echo 'make test [ARGS="-k gather"]                             run the tests'
 	@echo 'make test-torch TORCH=2.15.0                             smoke-test another torch'
+	@echo 'make bench [ARGS="-w A -m floor,zero3"]                  compare with others; under an hour'
 	@echo 'make lint                                                check style and types'
 	@echo 'make clean                                               remove what make made'
 	@echo 'PYTHON=python3.12 chooses the interpreter, TORCH=2.15.0 the version of torch.'
@@ -37,6 +38,9 @@ test-torch: VENV = .venv-torch-$(TORCH)
 test-torch:
 	$(MAKE) VENV=$(VENV) $(VENV)/.installed-copy
 	cd tests && ../$(BIN)/pytest -m smoke $(ARGS)
+
+bench: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m bench $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -60,7 +64,7 @@ $(VENV)/.torch-$(TORCH):
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.torch-$(TORCH) $(BUILD_SOURCES)
-	$(BIN)/pip install --no-build-isolation --editable ".[train,test]"
+	$(BIN)/pip install --no-build-isolation --editable ".[train,bench,test]"
 	touch $@
 
 $(VENV)/.installed-copy: $(VENV)/.torch-$(TORCH) $(BUILD_SOURCES) $(PACKAGE_SOURCES)

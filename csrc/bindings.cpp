@@ -74,7 +74,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           [](Parameter& self, const std::optional<at::Tensor>& full) {
             self.gathered = full.value_or(at::Tensor());
           })
-      .def_readonly("accumulated", &Parameter::accumulated)
+      .def("has_accumulated", &Parameter::has_accumulated, py::call_guard<py::gil_scoped_release>())
       .def_readonly("arrived_dtype", &Parameter::arrived_dtype)
       .def_readwrite("deferred", &Parameter::deferred)
       .def_readwrite("dropped", &Parameter::dropped)
@@ -83,7 +83,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
              py::gil_scoped_release no_gil;
              accumulate(self, grad);
            })
-      .def("drop_accumulated", &Parameter::drop_accumulated)
+      .def("drop_accumulated", &Parameter::drop_accumulated,
+           py::call_guard<py::gil_scoped_release>())
       .def_readonly("pending_uses", &Parameter::pending_uses)
       .def("register",
            [](const ParameterPtr& self, const std::string& fqn) { Registry::get().add(self, fqn); })

@@ -84,6 +84,10 @@ WorkPtr start_all_gather(const std::string& group_name, at::Tensor full, at::Ten
                          const std::vector<std::string>& params) {
   record("all_gather", full, params);
   WithoutSavedTensorHooks guard;
+  if (c10::isFloat8Type(full.scalar_type())) {  // gloo does not know them
+    full = full.view(at::kByte);
+    shard = shard.view(at::kByte);
+  }
   return all_gather(*c10d::resolve_process_group(group_name), full, shard);
 }
 

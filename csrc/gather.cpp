@@ -10,8 +10,6 @@ namespace {
 std::function<void(const std::string&)> refresh_function;
 
 void check_gatherable(const Parameter& parameter) {
-  TORCH_CHECK(parameter.shard.defined(), "zero3: '", parameter.fqn,
-              "' has no shard yet: it is gathered in a forward of its model");
   TORCH_CHECK(!parameter.shard.is_meta(), "zero3: '", parameter.fqn,
               "' is still on the meta device. Materialise the sharded model first: "
               "model.to_empty(device=...), then initialise it or load a checkpoint.");

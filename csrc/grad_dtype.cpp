@@ -3,6 +3,8 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
+
 namespace zero3 {
 namespace {
 
@@ -14,6 +16,10 @@ constexpr std::pair<const char*, at::ScalarType> kNames[] = {
 };
 
 }  // namespace
+
+bool is_gradient_dtype(at::ScalarType dtype) {
+  return std::ranges::any_of(kNames, [dtype](auto& item) { return item.second == dtype; });
+}
 
 std::string contract_name(std::optional<at::ScalarType> grad_dtype) {
   if (!grad_dtype) return "any";

@@ -13,6 +13,9 @@ namespace zero3 {
 std::string contract_name(std::optional<at::ScalarType> grad_dtype);
 std::optional<at::ScalarType> contract_dtype(const std::string& name);
 
+// Whether gradients can be kept and sent in it.
+bool is_gradient_dtype(at::ScalarType dtype);
+
 // Makes the engine cast gradients that reach `tensor` to `dtype` (nullopt: leave them as they are)
 // before it sums them, as it does for a leaf with that `Tensor.grad_dtype`. Also for non-leaves.
 void declare_grad_dtype(const at::Tensor& tensor, std::optional<at::ScalarType> dtype);

@@ -38,20 +38,19 @@ Tensor reduce_grad(const Tensor& grad, std::string fqn, const std::optional<Tens
   auto parameter = Registry::get().find(fqn);
   const auto expected = contract_name(parameter->grad_dtype);
   TORCH_CHECK(contract.empty() || contract == expected, "zero3: the contract of '", fqn,
-              "' (grad_dtype) was ", contract,
-              " where the forward of this backward was run or "
-              "compiled, and is ",
-              expected,
-              " now. Set grad_dtype before the forward; under a "
-              "backend that knows nothing of sharding, run the step again: it compiles anew");
+              "' (grad_dtype) was ", contract, " in the forward of this backward and is ", expected,
+              " now: set grad_dtype before the forward");
   const bool in_backward = torch::autograd::get_current_graph_task_id() != -1;
-  if (parameter->deferred && (contract.empty() || !in_backward)) {
+  if (parameter->deferred && contract.empty()) {
     accumulate(*parameter, grad);
-  } else {
-    TORCH_CHECK(in_backward, "zero3::reduce_grad('", fqn,
-                "') was called outside of a backward: call it inside of defer_reduction(model)");
-    Reduction::current()->add(parameter, grad);
+    return token(grad);
   }
+  TORCH_CHECK(in_backward || !contract.empty(), "zero3::reduce_grad('", fqn,
+              "') was called outside of a backward: call it inside of defer_reduction(model)");
+  TORCH_CHECK(in_backward, "zero3: the gradient of '", fqn,
+              "' was computed in forward. It does not depend on that of the loss, and this backend "
+              "moved it there: use backend='zero3', or eager");
+  Reduction::current()->add(parameter, grad);
   return token(grad);
 }
 
@@ -144,7 +143,7 @@ TORCH_LIBRARY(zero3, m) {
   m.def(
       "reduce_grad(Tensor grad, str fqn, Tensor? after=None, int use=0, str contract='') -> "
       "Tensor");
-  m.def("unshard(Tensor placeholder, str fqn, str contract='any') -> Tensor");
+  m.def("unshard(Tensor placeholder, str fqn, str contract) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(zero3, CPU, m) {

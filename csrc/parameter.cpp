@@ -19,6 +19,11 @@ std::vector<int64_t> Parameter::sizes_with_rows(int64_t rows) const {
   return result;
 }
 
+bool Parameter::has_accumulated() {
+  std::lock_guard lock(accumulation_mutex);
+  return accumulated.defined();
+}
+
 void Parameter::drop_accumulated() {
   std::lock_guard lock(accumulation_mutex);
   accumulated.reset();

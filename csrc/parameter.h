@@ -48,7 +48,7 @@ struct Parameter {
   at::Tensor gathered;     // the full tensor while eager code holds it, else undefined
 
   // Gradients that are not reduced yet: their sum, full, else undefined; and the dtype that holds
-  // them all as they arrived. Both belong to `accumulation_mutex`.
+  // them all as they arrived. Both belong to `accumulation_mutex`, which nobody takes with the GIL.
   at::Tensor accumulated;
   std::optional<at::ScalarType> arrived_dtype;
   std::mutex accumulation_mutex;
@@ -76,6 +76,7 @@ struct Parameter {
   // stands for a use that was noted already.
   void add_use(bool first);
   std::vector<int64_t> sizes_with_rows(int64_t rows) const;
+  bool has_accumulated();
   void drop_accumulated();
 };
 

@@ -1,11 +1,14 @@
 #include "reduce.h"
 
+#include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <cmath>
 #include <unordered_map>
+
+#include "grad_dtype.h"
 
 namespace zero3 {
 namespace {
@@ -25,8 +28,10 @@ at::ScalarType normalised_dtype_of(const Parameter& parameter, const at::Tensor&
 void check_gradient(const Parameter& parameter, const at::Tensor& raw) {
   TORCH_CHECK(raw.layout() == at::kStrided, "zero3: the gradient of '", parameter.fqn, "' is ",
               raw.layout(), ", and only dense gradients can be reduced: use sparse=False");
-  TORCH_CHECK(raw.is_floating_point(), "zero3: the gradient of '", parameter.fqn, "' is ",
-              raw.scalar_type(), ", and no floating dtype");
+  TORCH_CHECK(is_gradient_dtype(raw.scalar_type()), "zero3: the gradient of '", parameter.fqn,
+              "' is ", raw.scalar_type(),
+              ", which cannot be summed and sent: cast it to float32, "
+              "float64, bfloat16 or float16");
   TORCH_CHECK(raw.sizes() == at::IntArrayRef(parameter.sizes), "zero3: the gradient of '",
               parameter.fqn, "' has shape ", raw.sizes(), " where the full parameter has ",
               at::IntArrayRef(parameter.sizes));
@@ -84,6 +89,7 @@ void set_deliver(Deliver function) { deliver = std::move(function); }
 void accumulate(Parameter& parameter, const at::Tensor& raw) {
   check_gradient(parameter, raw);
   c10::NoGradGuard no_grad;
+  c10::InferenceMode lasting(false);  // sums outlive the mode that a gradient was computed in
   const auto dtype = normalised_dtype_of(parameter, raw);
   auto grad = raw.to(dtype);
   auto wider = at::promote_types(parameter.reduce_dtype.value_or(dtype),
@@ -101,6 +107,7 @@ void accumulate(Parameter& parameter, const at::Tensor& raw) {
 }
 
 void reduce_accumulated(const std::vector<ParameterPtr>& parameters) {
+  c10::InferenceMode lasting(false);
   std::make_shared<Reduction>()->finish(parameters);
 }
 

@@ -25,8 +25,7 @@ class Parameter:
     placeholder: torch.Tensor
     shard: torch.Tensor
     gathered: torch.Tensor | None
-    @property
-    def accumulated(self) -> torch.Tensor | None: ...
+    def has_accumulated(self) -> bool: ...
     @property
     def arrived_dtype(self) -> torch.dtype | None: ...
     deferred: bool

@@ -29,7 +29,7 @@ from deepcompile_zero3.passes.facts import (
 )
 from deepcompile_zero3.passes.gather import insert_gathers
 from deepcompile_zero3.passes.lift import declare_grad_dtypes, lift_unshards, set_contracts, uses_of
-from deepcompile_zero3.passes.partition import settle_backward_gathers, take_needs
+from deepcompile_zero3.passes.partition import drop_needs, settle_backward_gathers
 from deepcompile_zero3.passes.reduce import insert_reduces
 from deepcompile_zero3.passes.widen import widen_weight_gradients
 from deepcompile_zero3.runtime import _C
@@ -198,7 +198,7 @@ def _compile(
         _refuse_writes(graph_module, inputs)
         nodes, gradients = _describe(graph_module, inputs)
         if is_backward:
-            take_needs(graph_module)
+            drop_needs(graph_module)
             nodes = {node: facts for node, facts in nodes.items() if facts.fqn not in kept}
             gradients = _sorted(gradients, in_gradient_order)
             if options.fp32_weight_grads:

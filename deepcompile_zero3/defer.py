@@ -32,7 +32,8 @@ def defer_reduction(model: nn.Module) -> Iterator[None]:
 
     At its end the ranks tell each other which parameters have got something; one that got nothing
     on some rank counts as zero there. A block that raises drops all that is not reduced yet, sums
-    of micro-batches before it too. Parameters without gradient sync keep their sums.
+    of micro-batches before it too, and must raise on every rank: others would wait. Parameters
+    without gradient sync keep their sums.
 
     Args:
         model: whose parameters are sharded, or a part of such a model. All ranks enter it.
@@ -55,38 +56,38 @@ def defer_reduction(model: nn.Module) -> Iterator[None]:
         raise Zero3Error("defer_reduction: the reduction of this model is deferred already")
     shards = {id(p.shard): (p.shard, p) for p in parameters}
     for parameter in parameters:
-        parameter.settle()  # there may be no forward
+        parameter.settle_between_forwards()
     _deferred.update(shards)
     for parameter in parameters:
         parameter.handle.deferred = True
         parameter.handle.dropped = False
     try:
-        yield
-        dropped = [parameter.fqn for parameter in parameters if parameter.handle.dropped]
-        if dropped:
-            raise Zero3Error(
-                "defer_reduction: a backward in the block raised, and the gradients of "
-                f"{dropped[0]!r} and others that had come before it are lost"
-            )
+        try:
+            yield
+            dropped = [parameter.fqn for parameter in parameters if parameter.handle.dropped]
+            if dropped:
+                raise Zero3Error(
+                    "defer_reduction: a backward in the block raised, and the gradients of "
+                    f"{dropped[0]!r} and others that had come before it are lost"
+                )
+            _agree(parameters)
+        finally:
+            for parameter in parameters:
+                parameter.handle.deferred = False
+            for shard in shards:
+                del _deferred[shard]
+        _C.reduce_accumulated([parameter.handle for parameter in parameters])
     except BaseException:
         for parameter in parameters:
             parameter.handle.drop_accumulated()
         raise
-    finally:
-        for parameter in parameters:
-            parameter.handle.deferred = False
-        for shard in shards:
-            del _deferred[shard]
-    _agree(parameters)
-    _C.reduce_accumulated([parameter.handle for parameter in parameters])
 
 
 def _agree(parameters: list[ShardedParameter]) -> None:
     """Lets every rank have a sum where one has, of a dtype that holds what came on any."""
     by_group: dict[str, list[ShardedParameter]] = {}
     for parameter in parameters:
-        if parameter.handle.requires_gradient_sync:
-            by_group.setdefault(parameter.handle.reduce_group_name, []).append(parameter)
+        by_group.setdefault(parameter.handle.reduce_group_name, []).append(parameter)
     for group_name, members in by_group.items():
         mine = [parameter.handle.arrived_dtype for parameter in members]
         group = torch_internals.resolve_process_group(group_name)
@@ -107,13 +108,13 @@ def deposit_grad(parameter: torch.Tensor, grad: torch.Tensor) -> None:
 
     Args:
         parameter: a DTensor of ``model.parameters()``.
-        grad: a plain tensor of the parameter's full shape, of any floating dtype. It is copied.
+        grad: a plain tensor of the parameter's full shape. It is copied.
 
     Raises:
         Zero3Error: outside of ``defer_reduction``, the parameter needs no gradient or belongs to
             another model, or ``grad`` is no plain tensor.
-        RuntimeError: ``grad`` has another shape or device than the full parameter, or no floating
-            dtype.
+        RuntimeError: ``grad`` has another shape or device than the full parameter, or a dtype
+            other than float32, float64, bfloat16 and float16.
     """
     if not _deferred:
         raise Zero3Error("deposit_grad works inside of a `with defer_reduction(model):` block")

@@ -78,7 +78,8 @@ class ParameterGroup:
         saved = running[-1]._saved if running else None
         if saved is not None:
             self._gather()
-            saved.watch(self, self.parameters)
+            if saved.watch(self, self.parameters):
+                self._reads.clear()  # of before this forward, whose contract they have
         value = self._reads.get(parameter)
         differentiable = parameter.placeholder.requires_grad and torch.is_grad_enabled()
         if value is None or value.requires_grad != differentiable:

@@ -58,7 +58,6 @@ class ShardedParameter:
         self._group: weakref.ref[ParameterGroup] | None = None
         self._name = name
         self._mesh = mesh
-        self._local: torch.Tensor | None = None
         self._held_version = 0
         self.fqn = ""
         self.reshard_after_forward = True
@@ -96,6 +95,7 @@ class ShardedParameter:
         if parameter.grad is not None:
             shard.grad = _shard(parameter.grad, mesh, device)
         module._parameters[name] = shard
+        self._local = self.handle.shard = torch_internals.local_tensor(cast(DTensor, shard))
 
     @property
     def group(self) -> "ParameterGroup":
@@ -180,7 +180,7 @@ class ShardedParameter:
             self.placeholder.requires_grad_(shard.requires_grad)
             as_traced = False
         if self.grad_dtype != shard.grad_dtype:
-            if self.handle.accumulated is not None:
+            if self.handle.has_accumulated():
                 raise Zero3Error(
                     f"grad_dtype of '{self.fqn}' changed from {self.grad_dtype} to "
                     f"{shard.grad_dtype} while it has gradients that are not reduced yet"
@@ -189,6 +189,14 @@ class ShardedParameter:
             self._settle_grad_dtype(shard.grad_dtype)
             as_traced = False
         return as_traced
+
+    def settle_between_forwards(self) -> None:
+        """As ``settle``, where perhaps no forward follows: one that has run keeps its shard."""
+        if not self._was_replaced(self.refresh()):
+            self.settle()
+
+    def _was_replaced(self, shard: DTensor) -> bool:
+        return self._shard_of_forward not in (0, id(shard))
 
     def _settle_grad_dtype(self, declared: torch.dtype | None) -> None:
         self.grad_dtype = declared
@@ -219,10 +227,8 @@ class ShardedParameter:
 
     def check_unchanged(self) -> None:
         """Raises if the shard is another one than the forward saw, or has another contract."""
-        if self._local is not None:
-            self.refresh()
-        shard = self.shard
-        if self._shard_of_forward not in (0, id(shard)):
+        shard = self.refresh()
+        if self._was_replaced(shard):
             raise Zero3Error(
                 f"'{self.fqn}' was replaced by another parameter between a forward and its backward"
             )
@@ -243,10 +249,8 @@ class ShardedParameter:
         local = torch_internals.local_tensor(cast(DTensor, shard.grad))
         if torch.promote_types(local.dtype, reduced.dtype) == local.dtype:
             local.add_(reduced)
-        elif shard.grad_dtype is None:
-            shard.grad = torch_internals.dtensor_like(local + reduced, shard)
         else:
-            local.copy_(local + reduced)
+            shard.grad = torch_internals.dtensor_like(local + reduced, shard)
 
 
 def all_gather(parameters: Sequence[ShardedParameter]) -> list[torch.Tensor]:
@@ -344,7 +348,7 @@ def _refresh(fqn: str) -> None:
         parameter.refresh()
         return
     changed = [p.fqn for p in parameter.group.parameters if not p.settle()]
-    if changed and torch.is_grad_enabled():
+    if changed:
         raise Zero3Error(
             f"requires_grad or grad_dtype of {', '.join(map(repr, changed))} changed since this "
             "graph was compiled; run the model again: it compiles anew"

@@ -29,7 +29,7 @@ ops = torch.ops.zero3
 
 
 @torch.library.register_fake("zero3::unshard")
-def _(placeholder: torch.Tensor, fqn: str, contract: str = "any") -> torch.Tensor:
+def _(placeholder: torch.Tensor, fqn: str, contract: str) -> torch.Tensor:
     return torch.empty_like(placeholder)
 
 

@@ -113,10 +113,13 @@ class SavedTensors:
             hooks.__exit__()
         return list(self._owners)
 
-    def watch(self, owner: Hashable, parameters: Iterable[ShardedParameter]) -> None:
-        """Takes charge of the gathered tensors of ``parameters`` until ``forget(owner)``."""
+    def watch(self, owner: Hashable, parameters: Iterable[ShardedParameter]) -> bool:
+        """Takes charge of the gathered tensors of ``parameters`` until ``forget(owner)``.
+
+        Returns whether that is new.
+        """
         if owner in self._owners:
-            return
+            return False
         regather = _Regather()
         self._owners[owner] = []
         for parameter in parameters:
@@ -125,6 +128,7 @@ class SavedTensors:
                 storage = torch_internals.storage_address(full)
                 self._watched[storage] = regather, parameter
                 self._owners[owner].append(storage)
+        return True
 
     def forget(self, owner: Hashable) -> None:
         """Lets go of what was gathered for ``owner``."""

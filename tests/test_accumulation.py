@@ -3,14 +3,13 @@
 import contextlib
 import copy
 import functools
-import gc
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from contract import Fp32WeightGrad
+from contract import Kernel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import batch_of, compiled, in_backward, mine
@@ -137,11 +136,6 @@ def test_adamw_steps_parameters_of_two_dtypes_without_a_warning(run_ranks, how):
 # ---- a bucket for each dtype on the wire
 
 
-class _Kernel(nn.Linear):
-    def forward(self, x):
-        return Fp32WeightGrad.apply(x, self.weight)
-
-
 @needs_a_job
 @pytest.mark.parametrize("how", ["interpreted", "eager"])
 @pytest.mark.parametrize(
@@ -158,7 +152,7 @@ class _Kernel(nn.Linear):
     ids=str,
 )
 def test_the_contract_chooses_the_bucket(how, grad_dtype, reduce_dtype, on_the_wire):
-    layers = [nn.Linear(8, 8, bias=False), _Kernel(8, 8, bias=False), nn.Linear(8, 8, bias=False)]
+    layers = [nn.Linear(8, 8, bias=False), Kernel(8, 8, bias=False), nn.Linear(8, 8, bias=False)]
     model = nn.Sequential(*layers).bfloat16()
     if grad_dtype != "default":
         model[1].weight.grad_dtype = grad_dtype
@@ -167,91 +161,6 @@ def test_the_contract_chooses_the_bucket(how, grad_dtype, reduce_dtype, on_the_w
         compiled(model, how)(torch.randn(4, 8).bfloat16()).sum().backward()
     found = [(c.dtype, sorted(c.params)) for c in log if c.op == "reduce_scatter"]
     assert found == on_the_wire
-
-
-# ---- a contract that changes
-
-
-@needs_a_job
-@each_way
-def test_a_contract_that_changes_between_steps_holds_from_the_next_forward_on(how):
-    model = fully_shard(nn.Sequential(nn.Linear(8, 8).bfloat16(), _Kernel(8, 8).bfloat16()))
-    run = compiled(model, how)
-    for dtype in [torch.bfloat16, torch.float32, torch.float32, torch.float64, torch.bfloat16]:
-        model[1].weight.grad_dtype = dtype
-        for _ in range(2):
-            x = batch_of(4, 8).bfloat16()
-            run(x).backward(batch_of(4, 8, seed=1).bfloat16())
-            grad = model[1].weight.grad.full_tensor()
-            assert grad.dtype == dtype
-            rounded = grad.to(torch.bfloat16).to(dtype)
-            assert torch.equal(grad, rounded) == (dtype == torch.bfloat16)
-            model.zero_grad()
-
-
-@needs_a_job
-@each_way
-def test_a_contract_that_changes_before_backward_is_refused(how):
-    # Of the second, eager code gathers the weight again in backward.
-    model = fully_shard(nn.Sequential(nn.Linear(8, 8).bfloat16(), nn.Linear(8, 8).bfloat16()))
-    run = compiled(model, how)
-    x = torch.ones(2, 8).bfloat16()
-    for layer in model:
-        loss = run(x).sum()
-        layer.weight.grad_dtype = torch.float32
-        with pytest.raises(Zero3Error, match=r"was torch\.bfloat16 .* is torch\.float32"):
-            loss.backward()
-        assert layer.weight.grad is None
-        run(x).sum().backward()
-        assert layer.weight.grad.dtype == torch.float32
-        model.zero_grad()
-
-
-@needs_a_job
-@each_way
-def test_each_forward_keeps_its_own_contract(how):
-    model = fully_shard(nn.Sequential(nn.Linear(8, 8).bfloat16()))
-    run = compiled(model, how)
-    first = run(torch.ones(2, 8).bfloat16()).sum()
-    model[0].weight.grad_dtype = torch.float32
-    run(torch.ones(2, 8).bfloat16()).sum()
-    with pytest.raises(RuntimeError, match=r"'0\.weight'.*was bfloat16 where.* float32"):
-        first.backward()
-
-
-class _ReadOnceUsedTwice(nn.Linear):
-    def forward(self, x):
-        weight = self.weight
-        return nn.functional.linear(x, weight) * nn.functional.linear(3.3 * x, weight)
-
-
-@needs_a_job
-def test_another_backends_cache_keeps_contracts_apart():
-    for dtype in [torch.bfloat16, torch.float32, torch.bfloat16, torch.float32]:
-        model = _ReadOnceUsedTwice(8, 8).bfloat16()
-        model.weight.grad_dtype = dtype
-        fully_shard(model)
-        torch.compile(model, backend="inductor")(batch_of(4, 8).bfloat16()).float().sum().backward()
-        grad = model.weight.grad.full_tensor()
-        is_rounded = torch.equal(grad.bfloat16().to(dtype), grad)
-        assert is_rounded == (dtype == torch.bfloat16), dtype
-        del model
-        torch._dynamo.reset()
-        gc.collect()  # or the next one would have another name
-
-
-@needs_a_job
-def test_a_contract_survives_the_meta_device():
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(8, 8).bfloat16())
-    model[0].weight.grad_dtype = torch.float32
-    fully_shard(model)
-    model.to_empty(device="cpu")
-    nn.init.ones_(model[0].weight)
-    nn.init.ones_(model[0].bias)
-    model(torch.ones(2, 8).bfloat16()).sum().backward()
-    assert model[0].weight.grad.dtype == torch.float32
-    assert model[0].bias.grad.dtype == torch.bfloat16
 
 
 # ---- defer_reduction
@@ -307,7 +216,7 @@ def test_what_cannot_be_deposited_is_refused():
     with defer_reduction(model):
         with pytest.raises(RuntimeError, match=r"'late' has shape \[4, 8\]"):
             deposit_grad(model.late, torch.ones(4, 8))
-        with pytest.raises(RuntimeError, match=r"'late' is Long, and no floating dtype"):
+        with pytest.raises(RuntimeError, match=r"'late' is Long, which cannot be summed"):
             deposit_grad(model.late, torch.ones(8, 8, dtype=torch.int64))
         with pytest.raises(RuntimeError, match="'late' is on meta"):
             deposit_grad(model.late, torch.ones(8, 8, device="meta"))
@@ -369,6 +278,79 @@ def _deposit_on_one_rank_each():
 
 def test_a_rank_without_a_deposit_counts_as_zero(run_ranks):
     run_ranks(2, _deposit_on_one_rank_each)
+
+
+def _keep_a_sum_of_one_rank():
+    model = fully_shard(_Experts())
+    model.set_requires_gradient_sync(False)
+    with defer_reduction(model):
+        if dist.get_rank() == 0:
+            deposit_grad(model.late, torch.ones(8, 8))
+    model.set_requires_gradient_sync(True)
+    model(batch_of(2, 8)).sum().backward()
+    assert torch.equal(model.late.grad.full_tensor(), torch.full((8, 8), 0.5))
+
+
+def test_a_sum_that_is_kept_on_one_rank_is_reduced_on_all(run_ranks):
+    run_ranks(2, _keep_a_sum_of_one_rank)
+
+
+@needs_a_job
+def test_gradients_may_be_deposited_in_inference_mode():
+    model = fully_shard(_Experts())
+    x = batch_of(2, 8)
+    for _ in range(2):
+        with torch.inference_mode(), defer_reduction(model):
+            deposit_grad(model.late, torch.ones(8, 8))
+        with defer_reduction(model):
+            with torch.inference_mode():
+                deposit_grad(model.second.bias, torch.ones(8))
+            model(x, use_both=True).sum().backward()
+    assert not model.late.grad.is_inference()
+    assert torch.equal(model.late.grad.full_tensor(), torch.full((8, 8), 2.0))
+    assert torch.equal(model.second.bias.grad.full_tensor(), torch.full((8,), 6.0))
+
+
+@needs_a_job
+def test_a_parameter_that_was_replaced_after_its_forward_gets_no_deferred_gradient():
+    model = fully_shard(_Experts())
+    loss = model(batch_of(2, 8)).sum()
+    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+    with pytest.raises(Zero3Error, match="was replaced"), defer_reduction(model):
+        loss.backward()
+    assert model.first.weight.grad is None
+
+
+class _Constant(torch.autograd.Function):
+    """Has a gradient that does not depend on that of the loss."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x)
+        return (x * weight).sum()
+
+    @staticmethod
+    def backward(ctx, _):
+        return None, torch.sign(ctx.saved_tensors[0])
+
+
+class _Signs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+
+    def forward(self, x):
+        return _Constant.apply(x, self.weight)
+
+
+@needs_a_job
+@pytest.mark.parametrize("deferred", [False, True])
+def test_a_gradient_that_a_backend_computes_in_forward_is_refused(deferred):
+    model = fully_shard(_Signs())
+    run = torch.compile(model, backend="aot_eager")
+    block = defer_reduction(model) if deferred else contextlib.nullcontext()
+    with pytest.raises(RuntimeError, match="'weight' was computed in forward"), block:
+        run(torch.ones(4))
 
 
 # ---- whatever comes, in whatever order

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Stack, batch_of, compiled, mean_square, mine, relative_difference, shard
+from one_rank import one_rank  # noqa: F401
 from torch import nn
 
 from deepcompile_zero3 import MixedPrecisionPolicy, fully_shard, record_collectives
@@ -119,3 +120,39 @@ def _gradients_of_two_dtypes(how):
 @each_way
 def test_gradients_of_two_dtypes_share_a_backward(run_ranks, how):
     run_ranks(2, _gradients_of_two_dtypes, how)
+
+
+class _Compressed(torch.autograd.Function):
+    """Computes the gradient of its weight in a dtype that no gradient is kept in."""
+
+    @staticmethod
+    def forward(ctx, x, weight, dtype):
+        ctx.save_for_backward(x, weight)
+        ctx.dtype = dtype
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight, (grad.t() @ x).to(ctx.dtype).to(weight.dtype), None
+
+
+class _Compressing(nn.Linear):
+    dtype = torch.int8
+
+    def forward(self, x):
+        return _Compressed.apply(x, self.weight, self.dtype)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("how", ["zero3", "interpreted", "eager"])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.float8_e4m3fn], ids=str)
+def test_a_gradient_that_was_cast_from_another_dtype_keeps_the_cast(dtype, how):
+    model = _Compressing(8, 8, bias=False)
+    model.dtype = dtype
+    reference = copy.deepcopy(model)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
+    x = batch_of(4, 8).mul(3).round()
+    compiled(model, how)(x).sum().backward()
+    reference(x).sum().backward()
+    assert torch.equal(model.weight.grad.full_tensor(), reference.weight.grad)

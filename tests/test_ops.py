@@ -120,7 +120,7 @@ def test_what_is_gathered_never_shares_memory_with_the_shard(model, name):
     before = shard.full_tensor().clone()
 
     full, _ = ops.all_gather.default([placeholder(name)], [name])
-    again = ops.unshard.default(placeholder(name), name)
+    again = ops.unshard.default(placeholder(name), name, "any")
     full.fill_(7)
     again.fill_(8)
 
@@ -226,7 +226,7 @@ def test_a_placeholder_raises_when_it_is_read(model):
 
 def test_a_name_that_no_live_parameter_has_is_refused(model):
     with pytest.raises(RuntimeError, match=r"no live sharded parameter is called 'dens'.*again"):
-        ops.unshard.default(placeholder("dense"), "dens")
+        ops.unshard.default(placeholder("dense"), "dens", "any")
     with pytest.raises(RuntimeError, match="no live sharded parameter is called 'dens'"):
         ops.all_gather.default([placeholder("dense")], ["dens"])
     with pytest.raises(RuntimeError, match="no live sharded parameter is called 'dens'"):
@@ -237,13 +237,13 @@ def test_a_name_dies_with_its_model(model):
     parameter = placeholder("dense")
     other = fully_shard(nn.Linear(2, 2))
     other(torch.ones(1, 2))
-    ops.unshard.default(torch.empty(2, 2), "Linear:2.weight")
+    ops.unshard.default(torch.empty(2, 2), "Linear:2.weight", "any")
 
     del other
 
     with pytest.raises(RuntimeError, match=r"is called 'Linear:2\.weight'"):
-        ops.unshard.default(torch.empty(2, 2), "Linear:2.weight")
-    ops.unshard.default(parameter, "dense")
+        ops.unshard.default(torch.empty(2, 2), "Linear:2.weight", "any")
+    ops.unshard.default(parameter, "dense", "any")
 
 
 @pytest.mark.parametrize("names", [[], ["dense", "vector"]], ids=["none", "two"])

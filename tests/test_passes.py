@@ -25,9 +25,9 @@ from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.passes.gather import insert_gathers
 from deepcompile_zero3.passes.lift import declare_grad_dtypes, lift_unshards, uses_of
 from deepcompile_zero3.passes.partition import (
+    drop_needs,
     needed_in_backward,
     settle_backward_gathers,
-    take_needs,
 )
 from deepcompile_zero3.passes.reduce import insert_reduces
 from deepcompile_zero3.passes.widen import widen_weight_gradients
@@ -78,7 +78,7 @@ def assert_text(gm, expected, lines=None):
 
 
 def layer(x, w):
-    weight = ops.unshard.default(w, "fc.weight")
+    weight = ops.unshard.default(w, "fc.weight", "any")
     return torch.relu(torch.mm(x, weight))
 
 
@@ -100,7 +100,7 @@ def test_lifting_leaves_the_plain_model(x, w):
         """\
         l_w_
         l_x_
-        weight = zero3.unshard(l_w_, 'fc.weight')
+        weight = zero3.unshard(l_w_, 'fc.weight', 'any')
         mm = mm(l_x_, weight)
         relu = relu(mm)
         return [relu]
@@ -123,8 +123,8 @@ def test_lifting_leaves_the_plain_model(x, w):
 
 def test_uses_are_where_the_model_as_written_has_them(x, w):
     def model(ids, table, b):
-        b = ops.unshard.default(b, "b")
-        rows = torch.nn.functional.embedding(ids, ops.unshard.default(table, "table"))
+        b = ops.unshard.default(b, "b", "any")
+        rows = torch.nn.functional.embedding(ids, ops.unshard.default(table, "table", "any"))
         return torch.relu(rows @ b) @ b
 
     gm = dynamo_graph(model, torch.zeros(2, dtype=torch.int64), w, w.detach().clone())
@@ -147,7 +147,7 @@ def test_lifting_reaches_into_the_body_of_a_checkpoint(x, w):
         """\
         l_w_
         l_x_
-        weight = zero3.unshard(l_w_, 'fc.weight')
+        weight = zero3.unshard(l_w_, 'fc.weight', 'any')
         mm = mm(l_x_, weight)
         relu = relu(mm)
         return [relu]
@@ -171,7 +171,7 @@ def test_lifting_reaches_into_the_body_of_a_checkpoint(x, w):
 @pytest.mark.smoke
 def test_a_weight_that_leaves_the_graph_is_not_lifted(x, w):
     def tied(x, w):
-        weight = ops.unshard.default(w, "embed.weight")
+        weight = ops.unshard.default(w, "embed.weight", "any")
         return layer(x, w), torch.t(weight)
 
     gm = dynamo_graph(tied, x, w)
@@ -183,7 +183,7 @@ def test_a_weight_that_leaves_the_graph_is_not_lifted(x, w):
         """\
         l_w_
         l_x_
-        weight = zero3.unshard(l_w_, 'embed.weight')
+        weight = zero3.unshard(l_w_, 'embed.weight', 'any')
         mm = mm(l_x_, l_w_)
         relu = relu(mm)
         t = t(weight)
@@ -194,7 +194,7 @@ def test_a_weight_that_leaves_the_graph_is_not_lifted(x, w):
 
 def test_a_weight_that_leaves_the_graph_through_a_checkpoint_is_not_lifted(x, w):
     def tied(x, w):
-        weight = ops.unshard.default(w, "fc.weight")
+        weight = ops.unshard.default(w, "fc.weight", "any")
         return torch.mm(x, weight), torch.t(weight)
 
     gm = dynamo_graph(lambda x, w: checkpoint(tied, x, w, use_reentrant=False), x, w)
@@ -207,9 +207,9 @@ def test_a_weight_that_leaves_the_graph_through_a_checkpoint_is_not_lifted(x, w)
 
 def test_each_parameter_is_reported_once_in_the_order_of_first_use(x, w):
     def model(x, b, a):
-        x = torch.mm(x, ops.unshard.default(a, "a"))
-        x = torch.mm(x, ops.unshard.default(b, "b"))
-        return torch.mm(x, ops.unshard.default(a, "a"))
+        x = torch.mm(x, ops.unshard.default(a, "a", "any"))
+        x = torch.mm(x, ops.unshard.default(b, "b", "any"))
+        return torch.mm(x, ops.unshard.default(a, "a", "any"))
 
     gm = dynamo_graph(model, x, w.detach().clone(), w.detach().clone())
 
@@ -472,7 +472,7 @@ def test_backward_gathers_in_its_own_order():
 @pytest.mark.smoke
 def test_an_unshard_that_was_not_lifted_uses_the_gather_too():
     def forward(x, w1):
-        weight = ops.unshard.default(w1, "fc1.weight")
+        weight = ops.unshard.default(w1, "fc1.weight", "any")
         return torch.mm(x, w1), torch.t(weight)
 
     gm = partitioned_graph(forward, *square(2))
@@ -718,7 +718,9 @@ def test_backward_gets_all_but_tables_of_embeddings():
         """,
         policies(gm),
     )
-    assert [node.name for node in take_needs(gm)] == ["w2", "w3"]
+    (needs,) = gm.graph.find_nodes(op="call_function", target=needed_in_backward)
+    assert [node.name for node in needs.args[1]] == ["w2", "w3"]
+    drop_needs(gm)
     assert not gm.graph.find_nodes(op="call_function", target=needed_in_backward)
 
 

@@ -164,23 +164,24 @@ def test_a_frozen_parameter_gets_no_gradient(run_ranks, how):
 
 
 class _Quantized(nn.Module):
-    """Has a frozen parameter of integers."""
+    """Has a frozen parameter of a dtype that nothing is computed in."""
 
-    def __init__(self):
+    def __init__(self, dtype):
         super().__init__()
         self.scale = nn.Parameter(torch.rand(8))
-        self.codes = nn.Parameter(torch.arange(24).view(3, 8), requires_grad=False)
+        self.codes = nn.Parameter(torch.arange(24).view(3, 8).to(dtype), requires_grad=False)
 
     def forward(self, x):
-        return x @ (self.codes * self.scale).t()
+        return x @ (self.codes.float() * self.scale).t()
 
 
 def _quantized(how):
-    _two_steps(_Quantized(), how, width=8)
+    for dtype in [torch.int8, torch.float8_e4m3fn]:
+        _two_steps(_Quantized(dtype), how, width=8)
 
 
 @each_way
-def test_a_frozen_parameter_may_hold_integers(run_ranks, how):
+def test_a_frozen_parameter_may_be_quantized(run_ranks, how):
     run_ranks(2, _quantized, how)
 
 

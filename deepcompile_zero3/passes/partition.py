@@ -58,19 +58,15 @@ def settle_backward_gathers(
 
 
 def needed_in_backward(gradient: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Stands in a graph from here to :func:`take_needs`, so that backward gets ``parameters``."""
+    """Stands in a graph from here to :func:`drop_needs`, so that backward gets ``parameters``."""
     return gradient
 
 
-def take_needs(gm: fx.GraphModule) -> list[fx.Node]:
-    """Removes ``needed_in_backward`` from a backward graph, and returns what it names."""
-    parameters: list[fx.Node] = []
+def drop_needs(gm: fx.GraphModule) -> None:
+    """Removes ``needed_in_backward`` from a backward graph, whose inputs stay."""
     for node in gm.graph.find_nodes(op="call_function", target=needed_in_backward):
-        gradient, needed = node.args
-        parameters += needed
-        node.replace_all_uses_with(gradient)
+        node.replace_all_uses_with(node.args[0])
         gm.graph.erase_node(node)
-    return parameters
 
 
 def _need(parameters: list[fx.Node], graph: fx.Graph, gradients: set[fx.Node]) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from deepcompile_zero3.grad_dtype import DTYPES
 from deepcompile_zero3.graph_text import COMMENT, short_name
 from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.runtime import _C, ops
@@ -51,11 +52,11 @@ def insert_reduces(gm: fx.GraphModule, gradients: Mapping[int, ParameterFacts]) 
 
 
 def is_cast_to(node: fx.Node, dtype: torch.dtype | None) -> bool:
-    """Whether ``node`` casts its input to ``dtype``, and does nothing else to it."""
+    """Whether ``node`` casts what could be a gradient to ``dtype``, and does nothing else to it."""
     if node.target not in _CASTS:
         return False
     value, source = node.meta["val"], node.all_input_nodes[0].meta["val"]
-    return value.dtype == dtype and value.device == source.device
+    return source.dtype in DTYPES and value.dtype == dtype and value.device == source.device
 
 
 def _dtypes(raw: torch.dtype, facts: ParameterFacts) -> str:
