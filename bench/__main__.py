@@ -133,8 +133,14 @@ def _about(workload: str, args: argparse.Namespace) -> dict:
 
 
 def parse_arguments() -> argparse.Namespace:
+    legend = {f"mode {name}": mode.about for name, mode in MODES.items()}
+    legend |= {f"workload {name}": workload.about for name, workload in WORKLOADS.items()}
+    legend |= {f"column {name}": meaning for name, meaning in report.COLUMNS.items()}
     parser = argparse.ArgumentParser(
-        prog="python -m bench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog="python -m bench",
+        description=__doc__,
+        epilog="\n".join(f"{name:22} {meaning}" for name, meaning in legend.items()),
+        formatter_class=argparse.RawTextHelpFormatter,
     )
     parser.set_defaults(run=steps)
     parts = parser.add_subparsers(title="parts", metavar="{compile,table}")

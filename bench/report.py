@@ -24,11 +24,16 @@ COLUMNS = {
 def table(results: dict[str, Any]) -> str:
     """A Markdown table, a mode a line."""
     modes = results["modes"]
-    base = "floor" if "floor" in modes else next(iter(modes))
+    base = _base(modes)
     columns = [column.replace("floor", base) for column in COLUMNS]
     lines = [columns, ["---", *["---:"] * (len(columns) - 1)]]
     lines += [_line(name, results, base) for name in modes]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _base(modes: dict[str, Any]) -> str:
+    """What others are compared with."""
+    return "floor" if "floor" in modes else next(iter(modes))
 
 
 def _line(name: str, results: dict[str, Any], base: str) -> list[str]:
@@ -78,7 +83,7 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
     panels = figure.subplots(1, len(results), squeeze=False)[0]
     for panel, result in zip(panels, results, strict=True):
         modes = result["modes"]
-        base = "floor" if "floor" in modes else next(iter(modes))
+        base = _base(modes)
         floor = min(_walls(modes[base]))
         ratios = [min(_walls(mode)) / floor for mode in modes.values()]
         colors = ["tab:orange" if name.startswith("zero3") else "tab:blue" for name in modes]
