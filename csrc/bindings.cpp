@@ -5,6 +5,7 @@
 
 #include "gather.h"
 #include "grad_dtype.h"
+#include "memory.h"
 #include "ops.h"
 #include "reduce.h"
 
@@ -103,6 +104,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("add_uses", [](const std::vector<ParameterPtr>& parameters, bool first) {
     for (auto& parameter : parameters) parameter->add_use(first);
   });
+  m.def("gather", &gather, py::call_guard<py::gil_scoped_release>());
   m.def("reduce_accumulated", &reduce_accumulated, py::call_guard<py::gil_scoped_release>());
   m.def("running_backward", [] { return torch::autograd::get_current_graph_task_id(); });
   m.def("forget_uses", [](int64_t root) {
@@ -111,6 +113,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("live_roots", [] { return Registry::get().live_roots(); });
   m.def("read_gathered", &read_gathered);
   m.def("contract_name", &contract_name);
+  m.def("release_buffers", &release_pool, py::call_guard<py::gil_scoped_release>());
   m.def("make_placeholder", &make_placeholder);
   m.def("declare_grad_dtype", &declare_grad_dtype);
   m.def("set_refresh", &set_python_refresh);

@@ -2,7 +2,11 @@
 
 #include <c10/core/GradMode.h>
 
-#include "collectives.h"
+#include <algorithm>
+
+#include "collective_log.h"
+#include "exchange.h"
+#include "memory.h"
 
 namespace zero3 {
 namespace {
@@ -15,54 +19,106 @@ void check_gatherable(const Parameter& parameter) {
               "model.to_empty(device=...), then initialise it or load a checkpoint.");
 }
 
-// One collective for parameters of one dtype and process group. The wire is rank-major:
-//   [ rank 0: chunk of p0 | chunk of p1 | ... ][ rank 1: chunk of p0 | ... ] ...
-std::vector<at::Tensor> gather_together(const std::vector<ParameterPtr>& parameters) {
-  const Parameter& first = *parameters.front();
-  int64_t numel = 0;  // a rank's
-  std::vector<std::string> fqns;
-  for (auto& parameter : parameters) {
-    check_gatherable(*parameter);
-    numel += parameter->chunk_numel();
-    fqns.push_back(parameter->fqn);
-  }
-  auto options = at::TensorOptions(first.compute_dtype).device(first.device);
-  auto mine = at::empty({numel}, options);
-  int64_t offset = 0;
-  for (auto& parameter : parameters) {
-    auto owned = parameter->shard_rows() * parameter->row_numel();
-    auto chunk = mine.narrow(0, offset, parameter->chunk_numel());
-    chunk.narrow(0, 0, owned).view(parameter->shard.sizes()).copy_(parameter->shard);
-    chunk.narrow(0, owned, chunk.numel() - owned).zero_();
-    offset += parameter->chunk_numel();
-  }
-  auto all = at::empty({first.world_size * numel}, options);
-  start_all_gather(first.group_name, all, mine, fqns)->wait();
-
-  std::vector<at::Tensor> fulls;
-  offset = 0;
-  for (auto& parameter : parameters) {
-    if (parameters.size() == 1 && parameter->is_contiguous()) {
-      // The chunks end to end are the full tensor already.
-      fulls.push_back(
-          all.narrow(0, 0, parameter->rows() * parameter->row_numel()).view(parameter->sizes));
-      break;
-    }
-    auto full = at::empty_strided(parameter->sizes, parameter->strides, options);
-    for (int64_t rank = 0; rank < parameter->world_size; ++rank) {
-      const int64_t rows = parameter->rows_of(rank);
-      if (rows == 0) break;
-      full.narrow(0, rank * parameter->chunk_rows(), rows)
-          .copy_(all.narrow(0, rank * numel + offset, rows * parameter->row_numel())
-                     .view(parameter->sizes_with_rows(rows)));
-    }
-    fulls.push_back(full);
-    offset += parameter->chunk_numel();
-  }
-  return fulls;
-}
-
 }  // namespace
+
+// Parameters of one compute dtype and process group on their way through one collective. Each
+// travels in rows [world, chunk]: those of one parameter end to end are the full tensor, followed
+// by padding. Small ones share rows, one chunk after the other, and are copied out of them.
+class GatherBucket {
+ public:
+  explicit GatherBucket(std::vector<ParameterPtr> parameters) : parameters_(std::move(parameters)) {
+    const Parameter& first = *parameters_.front();
+    const bool may_travel_alone =
+        parameters_.size() == 1 || is_point_to_point(first.group_name, first.device);
+    for (auto& parameter : parameters_) {
+      check_gatherable(*parameter);
+      const bool alone = may_travel_alone && parameter->is_contiguous() &&
+                         (parameters_.size() == 1 || bytes_of_chunk(*parameter) >= kLarge);
+      own_rows_.push_back(alone ? new_rows(parameter->chunk_numel()) : at::Tensor());
+      if (!alone) shared_numel_ += parameter->chunk_numel();
+    }
+    if (shared_numel_ > 0) shared_rows_ = new_rows(shared_numel_);
+  }
+
+  // Writes this rank's rows, the cast in the same pass, and starts.
+  void start() {
+    const Parameter& first = *parameters_.front();
+    std::vector<at::Tensor> all;
+    std::vector<std::string> fqns;
+    std::string key = "gather";
+    int64_t offset = 0;
+    int64_t nbytes = 0;
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      const Parameter& parameter = *parameters_[i];
+      auto rows = own_rows_[i].defined() ? own_rows_[i] : shared_rows_;
+      auto chunk = rows[first.rank];
+      if (own_rows_[i].defined()) {
+        all.push_back(rows);
+      } else {
+        chunk = chunk.narrow(0, offset, parameter.chunk_numel());
+        offset += parameter.chunk_numel();
+      }
+      const int64_t owned = parameter.shard_rows() * parameter.row_numel();
+      chunk.narrow(0, 0, owned).view(parameter.shard.sizes()).copy_(parameter.shard);
+      chunk.narrow(0, owned, chunk.numel() - owned).zero_();
+      nbytes += first.world_size * bytes_of_chunk(parameter);
+      fqns.push_back(parameter.fqn);
+      key += "|" + parameter.fqn;
+    }
+    if (shared_numel_ > 0) all.push_back(shared_rows_);
+    record({"all_gather", first.compute_dtype, nbytes, fqns});
+    exchange_ = start_gather(first.group_name, first.rank, std::move(all), key);
+  }
+
+  const std::vector<ParameterPtr>& parameters() const { return parameters_; }
+
+  // Waits, and returns the full tensors in the order of the parameters.
+  std::vector<at::Tensor> finish() {
+    exchange_->wait();
+    std::vector<at::Tensor> fulls;
+    int64_t offset = 0;
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      const Parameter& parameter = *parameters_[i];
+      if (own_rows_[i].defined()) {
+        const int64_t numel = parameter.rows() * parameter.row_numel();
+        fulls.push_back(own_rows_[i].view(-1).narrow(0, 0, numel).view(parameter.sizes));
+        continue;
+      }
+      auto full = pooled_empty(parameter.sizes, parameter.strides, shared_rows_.options());
+      for (int64_t rank = 0; rank < parameter.world_size; ++rank) {
+        const int64_t rows = parameter.rows_of(rank);
+        if (rows == 0) break;
+        full.narrow(0, rank * parameter.chunk_rows(), rows)
+            .copy_(shared_rows_[rank]
+                       .narrow(0, offset, rows * parameter.row_numel())
+                       .view(parameter.sizes_with_rows(rows)));
+      }
+      fulls.push_back(full);
+      offset += parameter.chunk_numel();
+    }
+    return fulls;
+  }
+
+ private:
+  static constexpr int64_t kLarge = 64 << 10;  // bytes of a chunk that is worth a message
+
+  static int64_t bytes_of_chunk(const Parameter& parameter) {
+    return parameter.chunk_numel() *
+           static_cast<int64_t>(c10::elementSize(parameter.compute_dtype));
+  }
+
+  at::Tensor new_rows(int64_t numel) const {
+    const Parameter& first = *parameters_.front();
+    return pooled_empty({first.world_size, numel},
+                        at::TensorOptions(first.compute_dtype).device(first.device));
+  }
+
+  std::vector<ParameterPtr> parameters_;
+  std::vector<at::Tensor> own_rows_;  // of each parameter; undefined for those that share
+  at::Tensor shared_rows_;            // [world, shared_numel]
+  int64_t shared_numel_ = 0;          // a rank's
+  std::unique_ptr<Exchange> exchange_;
+};
 
 void set_refresh(std::function<void(const std::string& fqn)> function) {
   refresh_function = std::move(function);
@@ -72,24 +128,45 @@ void refresh(const Parameter& parameter) {
   if (refresh_function) refresh_function(parameter.fqn);
 }
 
-std::vector<at::Tensor> gather(const std::vector<ParameterPtr>& parameters) {
+Gather::Gather(std::vector<ParameterPtr> parameters) : parameters_(std::move(parameters)) {
+  start();
+}
+
+Gather::~Gather() = default;
+
+void Gather::start() {
   c10::NoGradGuard no_grad;
-  std::vector<at::Tensor> fulls(parameters.size());
-  for (size_t first = 0; first < parameters.size(); ++first) {
-    if (fulls[first].defined()) continue;
-    std::vector<ParameterPtr> alike;
-    std::vector<size_t> positions;
-    for (size_t i = first; i < parameters.size(); ++i) {
-      if (parameters[i]->group_name != parameters[first]->group_name ||
-          parameters[i]->compute_dtype != parameters[first]->compute_dtype)
-        continue;
-      alike.push_back(parameters[i]);
-      positions.push_back(i);
+  for (size_t first = 0; first < parameters_.size(); ++first) {
+    const auto alike = [&](const Parameter& other) {
+      return other.group_name == parameters_[first]->group_name &&
+             other.compute_dtype == parameters_[first]->compute_dtype;
+    };
+    const auto before = parameters_.begin() + first;
+    if (std::any_of(parameters_.begin(), before, [&](auto& p) { return alike(*p); })) continue;
+    std::vector<ParameterPtr> members;
+    std::ranges::copy_if(parameters_, std::back_inserter(members),
+                         [&](auto& p) { return alike(*p); });
+    buckets_.push_back(std::make_unique<GatherBucket>(std::move(members)));
+    buckets_.back()->start();
+  }
+}
+
+std::vector<at::Tensor> Gather::finish() {
+  c10::NoGradGuard no_grad;
+  if (buckets_.empty()) start();
+  std::vector<at::Tensor> fulls(parameters_.size());
+  for (auto& bucket : std::exchange(buckets_, {})) {
+    auto gathered = bucket->finish();
+    for (size_t i = 0; i < gathered.size(); ++i) {
+      auto found = std::ranges::find(parameters_, bucket->parameters()[i]);
+      fulls[found - parameters_.begin()] = gathered[i];
     }
-    auto gathered = gather_together(alike);
-    for (size_t i = 0; i < alike.size(); ++i) fulls[positions[i]] = gathered[i];
   }
   return fulls;
+}
+
+std::vector<at::Tensor> gather(const std::vector<ParameterPtr>& parameters) {
+  return Gather(parameters).finish();
 }
 
 }  // namespace zero3

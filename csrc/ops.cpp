@@ -1,4 +1,5 @@
-// The operators. Graphs hold all_gather and reduce_grad; models call unshard.
+// The operators. Graphs hold all_gather_start, all_gather_wait and reduce_grad; models call
+// unshard.
 #include "ops.h"
 
 #include <c10/core/GradMode.h>
@@ -6,6 +7,8 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/library.h>
+
+#include <unordered_map>
 
 #include "gather.h"
 #include "grad_dtype.h"
@@ -16,20 +19,69 @@ namespace {
 
 using at::Tensor;
 
-// An op that starts a collective takes the token of the one before it and gives its own, so that
-// no scheduler can swap two of them on one rank.
+// An op that starts a collective takes what the one before it gave, a handle or a token, so that no
+// scheduler can swap two of them on one rank.
 Tensor token(const Tensor& like) { return at::empty({0}, like.options()); }
 
-std::vector<Tensor> all_gather(at::TensorList placeholders, std::vector<std::string> fqns,
-                               const std::optional<Tensor>& after) {
+// Gathers that have started, by number. Each belongs to the handle that its start returned.
+class Running {
+ public:
+  static Running& get() {
+    static Running running;
+    return running;
+  }
+
+  Tensor add(std::unique_ptr<Gather> gather) {
+    struct Owner {
+      explicit Owner(std::unique_ptr<Gather> g) : gather(std::move(g)) {}
+      ~Owner() { Running::get().remove(number); }
+      int64_t number = 0;
+      std::shared_ptr<Gather> gather;
+    };
+    auto owner = std::make_shared<Owner>(std::move(gather));
+    {
+      std::lock_guard lock(mutex_);
+      owner->number = ++started_;
+      gathers_[owner->number] = owner->gather;
+    }
+    return at::from_blob(&owner->number, {1}, [owner](void*) {}, at::kLong);
+  }
+
+  std::shared_ptr<Gather> find(const Tensor& handle) {
+    const bool is_handle =
+        handle.is_cpu() && handle.scalar_type() == at::kLong && handle.numel() == 1;
+    const int64_t number = is_handle ? handle.item<int64_t>() : 0;
+    std::lock_guard lock(mutex_);
+    auto found = gathers_.find(number);
+    auto gather = found == gathers_.end() ? nullptr : found->second.lock();
+    TORCH_CHECK(gather, "zero3::all_gather_wait takes what zero3::all_gather_start returned");
+    return gather;
+  }
+
+ private:
+  void remove(int64_t number) {
+    std::lock_guard lock(mutex_);
+    gathers_.erase(number);
+  }
+
+  std::mutex mutex_;
+  int64_t started_ = 0;
+  std::unordered_map<int64_t, std::weak_ptr<Gather>> gathers_;
+};
+
+Tensor all_gather_start(at::TensorList placeholders, std::vector<std::string> fqns,
+                        const std::optional<Tensor>& after) {
   TORCH_CHECK(!placeholders.empty() && placeholders.size() == fqns.size(),
-              "zero3::all_gather needs one name for each placeholder, got ", placeholders.size(),
-              " placeholders and ", fqns.size(), " names");
+              "zero3::all_gather_start needs one name for each placeholder, got ",
+              placeholders.size(), " placeholders and ", fqns.size(), " names");
   std::vector<ParameterPtr> parameters;
   for (auto& fqn : fqns) parameters.push_back(Registry::get().find(fqn));
-  auto result = gather(parameters);
-  result.push_back(token(placeholders[0]));
-  return result;
+  return Running::get().add(std::make_unique<Gather>(std::move(parameters)));
+}
+
+std::vector<Tensor> all_gather_wait(const Tensor& handle, at::TensorList placeholders,
+                                    const std::optional<Tensor>& after) {
+  return Running::get().find(handle)->finish();
 }
 
 // Without a contract it is the user who calls, not a graph: inside of defer_reduction.
@@ -139,7 +191,8 @@ Tensor unshard_autograd(const Tensor& placeholder, std::string fqn, std::string 
 }  // namespace
 
 TORCH_LIBRARY(zero3, m) {
-  m.def("all_gather(Tensor[] placeholders, str[] fqns, Tensor? after=None) -> Tensor[]");
+  m.def("all_gather_start(Tensor[] placeholders, str[] fqns, Tensor? after=None) -> Tensor");
+  m.def("all_gather_wait(Tensor handle, Tensor[] placeholders, Tensor? after=None) -> Tensor[]");
   m.def(
       "reduce_grad(Tensor grad, str fqn, Tensor? after=None, int use=0, str contract='') -> "
       "Tensor");
@@ -147,13 +200,15 @@ TORCH_LIBRARY(zero3, m) {
 }
 
 TORCH_LIBRARY_IMPL(zero3, CPU, m) {
-  m.impl("all_gather", all_gather);
+  m.impl("all_gather_start", all_gather_start);
+  m.impl("all_gather_wait", all_gather_wait);
   m.impl("reduce_grad", reduce_grad);
   m.impl("unshard", unshard);
 }
 
 TORCH_LIBRARY_IMPL(zero3, CUDA, m) {
-  m.impl("all_gather", all_gather);
+  m.impl("all_gather_start", all_gather_start);
+  m.impl("all_gather_wait", all_gather_wait);
   m.impl("reduce_grad", reduce_grad);
   m.impl("unshard", unshard);
 }

@@ -9,6 +9,8 @@
 #include <unordered_map>
 
 #include "grad_dtype.h"
+#include "memory.h"
+#include "sum.h"
 
 namespace zero3 {
 namespace {
@@ -113,12 +115,13 @@ void reduce_accumulated(const std::vector<ParameterPtr>& parameters) {
 
 Bucket::Bucket(const Parameter& like, at::ScalarType wire_dtype, int64_t capacity)
     : group_name_(like.reduce_group_name),
+      rank_(like.rank),
       world_size_(like.world_size),
       divide_factor_(like.divide_factor),
       pre_divide_factor_(pre_divide_factor(wire_dtype, like.divide_factor)),
       capacity_(capacity),
-      buffer_(
-          at::empty({world_size_, capacity}, at::TensorOptions(wire_dtype).device(like.device))) {}
+      buffer_(pooled_empty({world_size_, capacity},
+                           at::TensorOptions(wire_dtype).device(like.device))) {}
 
 bool Bucket::accepts(const Parameter& parameter, at::ScalarType wire_dtype) const {
   return group_name_ == parameter.reduce_group_name && divide_factor_ == parameter.divide_factor &&
@@ -145,29 +148,30 @@ void Bucket::pack(const ParameterPtr& parameter, const at::Tensor& grad, at::Sca
 }
 
 void Bucket::launch() {
-  buffer_ = buffer_.narrow(1, 0, used_).contiguous().view(-1);
-  reduced_ = at::empty({used_}, buffer_.options());
+  auto rows = std::exchange(buffer_, {}).narrow(1, 0, used_);
   std::vector<std::string> fqns;
-  for (auto& entry : entries_) fqns.push_back(entry.parameter->fqn);
-  work_ = start_reduce_scatter(group_name_, reduced_, buffer_, fqns);
+  std::string key = "reduce";
+  for (auto& entry : entries_) {
+    fqns.push_back(entry.parameter->fqn);
+    key += "|" + entry.parameter->fqn;
+  }
+  record({"reduce_scatter", rows.scalar_type(), static_cast<int64_t>(rows.nbytes()), fqns});
+  reduce_ = start_reduce(group_name_, rank_, rows, key);
 }
 
 void Bucket::finish(std::vector<ReducedGradient>& results) {
-  work_->wait();
+  reduce_->wait();
+  const auto addends = reduce_->addends();
   const double post_divide_factor = divide_factor_ / pre_divide_factor_;
   for (auto& [parameter, offset, normalised_dtype] : entries_) {
     const int64_t rows = parameter->shard_rows();
-    auto summed = reduced_.narrow(0, offset, rows * parameter->row_numel())
-                      .view(parameter->sizes_with_rows(rows));
     const auto dtype = parameter->shard_grad_dtype.value_or(normalised_dtype);
-    auto shard = at::empty(summed.sizes(), summed.options().dtype(dtype));
-    auto divisor = at::scalar_tensor(post_divide_factor, at::kDouble);
-    // Divide in a dtype that holds both, so that rounding happens once.
-    const auto wide = at::promote_types(summed.scalar_type(), dtype);
-    if (wide == dtype)
-      shard.copy_(summed).div_(divisor);
-    else
-      at::div_out(shard, summed.to(wide), divisor);
+    auto shard =
+        at::empty(parameter->sizes_with_rows(rows), addends.front().options().dtype(dtype));
+    std::vector<at::Tensor> parts;
+    for (auto& addend : addends)
+      parts.push_back(addend.narrow(0, offset, rows * parameter->row_numel()));
+    sum_and_divide(shard, parts, post_divide_factor);
     results.push_back({parameter, shard});
   }
 }

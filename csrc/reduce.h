@@ -14,7 +14,8 @@
 #include <mutex>
 #include <vector>
 
-#include "collectives.h"
+#include "collective_log.h"
+#include "exchange.h"
 #include "parameter.h"
 
 namespace zero3 {
@@ -61,15 +62,15 @@ class Bucket {
   };
 
   std::string group_name_;
+  int64_t rank_;
   int64_t world_size_;
   double divide_factor_;
   double pre_divide_factor_;
   int64_t capacity_;  // elements a rank
   int64_t used_ = 0;
-  at::Tensor buffer_;   // [world, capacity]
-  at::Tensor reduced_;  // [used]
+  at::Tensor buffer_;  // [world, capacity]
   std::vector<Entry> entries_;
-  WorkPtr work_;
+  std::unique_ptr<Reduce> reduce_;
 };
 
 class Reduction : public std::enable_shared_from_this<Reduction> {

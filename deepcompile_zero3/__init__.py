@@ -12,7 +12,7 @@ from deepcompile_zero3.defer import defer_reduction, deposit_grad
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.fully_shard import fully_shard
 from deepcompile_zero3.module import Zero3Module
-from deepcompile_zero3.runtime import Collective, CollectiveLog, record_collectives
+from deepcompile_zero3.runtime import Collective, CollectiveLog, record_collectives, release_buffers
 
 __version__ = "0.1.0"
 
@@ -31,5 +31,6 @@ __all__ = [
     "deposit_grad",
     "fully_shard",
     "record_collectives",
+    "release_buffers",
     "zero3",
 ]

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 
 from deepcompile_zero3 import grad_dtype, torch_internals
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.runtime import _C, ops
+from deepcompile_zero3.runtime import _C
 
 if TYPE_CHECKING:
     from deepcompile_zero3.group import ParameterGroup
@@ -259,12 +259,7 @@ def all_gather(parameters: Sequence[ShardedParameter]) -> list[torch.Tensor]:
     """
     for parameter in parameters:
         parameter.refresh()
-    with torch.no_grad():
-        *fulls, _ = ops.all_gather.default(
-            [parameter.placeholder for parameter in parameters],
-            [parameter.fqn for parameter in parameters],
-        )
-    return fulls
+    return _C.gather([parameter.handle for parameter in parameters])
 
 
 def group_for_reductions(group: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -33,11 +33,18 @@ def _(placeholder: torch.Tensor, fqn: str, contract: str) -> torch.Tensor:
     return torch.empty_like(placeholder)
 
 
-@torch.library.register_fake("zero3::all_gather")
+@torch.library.register_fake("zero3::all_gather_start")
 def _(
     placeholders: Sequence[torch.Tensor], fqns: Sequence[str], after: torch.Tensor | None = None
+) -> torch.Tensor:
+    return torch.empty(1, dtype=torch.int64, device="cpu")
+
+
+@torch.library.register_fake("zero3::all_gather_wait")
+def _(
+    handle: torch.Tensor, placeholders: Sequence[torch.Tensor], after: torch.Tensor | None = None
 ) -> list[torch.Tensor]:
-    return [torch.empty_like(p) for p in placeholders] + [placeholders[0].new_empty(0)]
+    return [torch.empty_like(p) for p in placeholders]
 
 
 @torch.library.register_fake("zero3::reduce_grad")
@@ -54,7 +61,8 @@ def _(
 # Nobody reads what reduce_grad returns, and maybe nobody what a gather does, which another rank
 # needs and waits for: without this, compilers delete them as dead code.
 torch.fx.node.has_side_effect(ops.reduce_grad.default)
-torch.fx.node.has_side_effect(ops.all_gather.default)
+torch.fx.node.has_side_effect(ops.all_gather_start.default)
+torch.fx.node.has_side_effect(ops.all_gather_wait.default)
 
 
 class CollectiveLog(Sequence[_C.Collective]):
@@ -92,3 +100,12 @@ def record_collectives() -> Iterator[CollectiveLog]:
         yield log
     finally:
         log._log.stop()
+
+
+def release_buffers() -> int:
+    """Frees the memory that communication keeps from step to step, and returns its bytes.
+
+    On a CPU it is memory of gathered parameters, of gradients on their way and of those that were
+    cleared, at most 512 MiB. The next step allocates it again. Elsewhere nothing is kept.
+    """
+    return _C.release_buffers()

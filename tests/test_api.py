@@ -194,9 +194,10 @@ def test_captured_graphs_show_what_is_gathered_and_reduced_where():
 primals_1: f32[2, 4]
 primals_2: f32[4, 8]
 primals_3: f32[8, 4]
-all_gather = zero3.all_gather([primals_2, primals_3], ['up', 'down'])
-up: f32[4, 8] = getitem(all_gather, 0)
-down: f32[8, 4] = getitem(all_gather, 1)
+all_gather: i64[1] = zero3.all_gather_start([primals_2, primals_3], ['up', 'down'])
+gathered = zero3.all_gather_wait(all_gather, [primals_2, primals_3])
+up: f32[4, 8] = getitem(gathered, 0)
+down: f32[8, 4] = getitem(gathered, 1)
 mm: f32[2, 8] = aten.mm(primals_1, up)
 sin: f32[2, 8] = aten.sin(mm)
 mm_1: f32[2, 4] = aten.mm(sin, down)
@@ -213,11 +214,12 @@ mm: f32[2, 8]
 t: f32[8, 2]
 t_2: f32[4, 2]
 tangents_1: f32[2, 4]
+all_gather: i64[1] = zero3.all_gather_start([primals_3, primals_2], ['down', 'up'])
 mm_2: f32[8, 4] = aten.mm(t, tangents_1)
 reduce_grad: f32[0] = zero3.reduce_grad(mm_2, 'down')  # f32 -> f32 -> f32
-all_gather = zero3.all_gather([primals_3, primals_2], ['down', 'up'])
-down: f32[8, 4] = getitem(all_gather, 0)
-up: f32[4, 8] = getitem(all_gather, 1)
+gathered = zero3.all_gather_wait(all_gather, [primals_3, primals_2])
+down: f32[8, 4] = getitem(gathered, 0)
+up: f32[4, 8] = getitem(gathered, 1)
 t_1: f32[4, 8] = aten.t(down)
 mm_3: f32[2, 8] = aten.mm(tangents_1, t_1)
 cos: f32[2, 8] = aten.cos(mm)

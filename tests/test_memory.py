@@ -14,7 +14,7 @@ from models import batch_of, compiled, mean_square
 from ranks import RankPool
 from torch import nn
 
-from deepcompile_zero3 import fully_shard
+from deepcompile_zero3 import fully_shard, release_buffers
 from deepcompile_zero3.module import parameters_of
 
 MIB = 2**20
@@ -64,8 +64,9 @@ def _map_large_chunks():
 
 
 def _allocated():
-    """Bytes in such chunks, once the threads of gloo have let go of what they sent."""
+    """Bytes in such chunks, but for the buffers of communication."""
     gc.collect()
+    release_buffers()
     libc = ctypes.CDLL("libc.so.6")
     libc.mallinfo2.restype = _Mallinfo2
     samples = []
@@ -175,3 +176,29 @@ def test_memory_for_communication_does_not_grow_with_the_model(run_ranks, how):
     of_twelve = max(run_ranks(2, _measure_peak, how, 12))
     # Six more weights would not fit into one: the kernel's count is no nearer.
     assert of_twelve <= of_six + WEIGHT, (of_six / MIB, of_twelve / MIB)
+
+
+# ---- what communication keeps
+
+
+def _measure_buffers(how, depth):
+    """Bytes that are kept after a step, and after a second one."""
+    model = _chain(depth)
+    run = compiled(model, how)
+    kept = []
+    for _ in range(2):
+        release_buffers()
+        for _ in range(2):
+            _step(run)
+            model.zero_grad()
+        kept.append(release_buffers())
+    return kept
+
+
+@each_way
+def test_what_is_kept_is_bounded_and_the_same_after_every_step(run_ranks, how):
+    for depth in (6, 12):
+        first, second = run_ranks(2, _measure_buffers, how, depth)[0]
+        assert first == second
+        gradients = depth * WEIGHT // 2
+        assert gradients <= first <= gradients + 8 * WEIGHT

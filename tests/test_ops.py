@@ -45,6 +45,12 @@ def placeholder(name, requires_grad=False):
     return torch.empty_like(getattr(Weights(), name), requires_grad=requires_grad)
 
 
+def gathered(*names):
+    placeholders = [placeholder(name) for name in names]
+    handle = ops.all_gather_start.default(placeholders, list(names))
+    return ops.all_gather_wait.default(handle, placeholders)
+
+
 # ---- as PyTorch wants operators to be
 
 
@@ -57,8 +63,13 @@ def test_unshard_passes_opcheck(model, name):
 def test_all_gather_passes_opcheck(model):
     placeholders = [placeholder(name) for name in NAMES]
 
-    opcheck(ops.all_gather.default, (placeholders, list(NAMES)))
-    opcheck(ops.all_gather.default, (placeholders, list(NAMES), torch.empty(0)))
+    handle = torch.ops.zero3.all_gather_start(placeholders, list(NAMES))
+    one_as_good_as_another = {"atol": 1e9, "rtol": 1.0}  # a handle is a number
+    for after in [None, handle]:
+        arguments = placeholders, list(NAMES), after
+        opcheck(ops.all_gather_start.default, arguments, **one_as_good_as_another)
+    opcheck(ops.all_gather_wait.default, (handle, placeholders))
+    opcheck(ops.all_gather_wait.default, (handle, placeholders, handle))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -71,13 +82,17 @@ def test_reduce_grad_passes_opcheck(model, name):
     in_backward(lambda: opcheck(ops.reduce_grad.default, (grad, name, torch.empty(0))))
 
 
+def test_a_wait_takes_the_handle_of_a_start(model):
+    with pytest.raises(RuntimeError, match="takes what zero3::all_gather_start returned"):
+        ops.all_gather_wait.default(torch.zeros(1, dtype=torch.int64), [placeholder("dense")])
+
+
 # ---- values
 
 
-def test_all_gather_returns_the_full_tensors_and_a_token(model):
-    *fulls, token = ops.all_gather.default([placeholder(n) for n in NAMES], list(NAMES))
+def test_all_gather_returns_the_full_tensors(model):
+    fulls = gathered(*NAMES)
 
-    assert token.shape == (0,)
     assert len(fulls) == len(NAMES)
     for full, name in zip(fulls, NAMES, strict=True):
         shard = getattr(model, name)
@@ -86,9 +101,7 @@ def test_all_gather_returns_the_full_tensors_and_a_token(model):
 
 
 def test_a_gathered_tensor_has_the_strides_that_the_parameter_had(model):
-    *fulls, _ = ops.all_gather.default(
-        [placeholder(n) for n in ("dense", "transposed")], ["dense", "transposed"]
-    )
+    fulls = gathered("dense", "transposed")
 
     assert [full.stride() for full in fulls] == [(4, 1), (1, 3)]
 
@@ -106,7 +119,7 @@ def test_the_cast_to_the_compute_dtype_comes_before_the_wire(one_rank):  # noqa:
 
 def test_parameters_of_one_dtype_are_gathered_in_one_collective(model):
     with record_collectives() as log:
-        ops.all_gather.default([placeholder(n) for n in NAMES], list(NAMES))
+        gathered(*NAMES)
 
     assert [(c.op, c.dtype, c.params) for c in log] == [
         ("all_gather", torch.float32, ["dense", "transposed", "vector"]),
@@ -119,7 +132,7 @@ def test_what_is_gathered_never_shares_memory_with_the_shard(model, name):
     shard = getattr(model, name)
     before = shard.full_tensor().clone()
 
-    full, _ = ops.all_gather.default([placeholder(name)], [name])
+    (full,) = gathered(name)
     again = ops.unshard.default(placeholder(name), name, "any")
     full.fill_(7)
     again.fill_(8)
@@ -138,7 +151,7 @@ def test_a_collective_keeps_no_hooks_of_saved_tensors(model):
 
     for _ in range(3000):
         with torch.autograd.graph.saved_tensors_hooks(pack, pack):
-            ops.all_gather.default([vector], ["vector"])
+            ops.all_gather_start.default([vector], ["vector"])
         assert sys.getrefcount(pack) == references
 
 
@@ -228,7 +241,7 @@ def test_a_name_that_no_live_parameter_has_is_refused(model):
     with pytest.raises(RuntimeError, match=r"no live sharded parameter is called 'dens'.*again"):
         ops.unshard.default(placeholder("dense"), "dens", "any")
     with pytest.raises(RuntimeError, match="no live sharded parameter is called 'dens'"):
-        ops.all_gather.default([placeholder("dense")], ["dens"])
+        ops.all_gather_start.default([placeholder("dense")], ["dens"])
     with pytest.raises(RuntimeError, match="no live sharded parameter is called 'dens'"):
         in_backward(lambda: ops.reduce_grad.default(torch.ones(3, 4), "dens"))
 
@@ -249,7 +262,7 @@ def test_a_name_dies_with_its_model(model):
 @pytest.mark.parametrize("names", [[], ["dense", "vector"]], ids=["none", "two"])
 def test_all_gather_needs_a_name_for_each_placeholder(names):
     with pytest.raises(RuntimeError, match=f"got 1 placeholders and {len(names)} names"):
-        ops.all_gather.default([placeholder("dense")], names)
+        ops.all_gather_start.default([placeholder("dense")], names)
 
 
 def test_a_gradient_of_another_shape_is_refused_with_both_shapes(model):

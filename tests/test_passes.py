@@ -285,15 +285,16 @@ def test_neighbours_of_one_group_share_a_gather_before_the_first_use():
         w1: f32[4, 4]
         w2: f32[4, 4]
         w3: f32[4, 4]
-        all_gather = zero3.all_gather([w1, w2, w3], ['fc1.weight', 'fc2.weight', 'fc3.weight'])
-        fc1_weight: f32[4, 4] = getitem(all_gather, 0)
-        fc2_weight: f32[4, 4] = getitem(all_gather, 1)
-        fc3_weight: f32[4, 4] = getitem(all_gather, 2)
+        all_gather: i64[1] = zero3.all_gather_start([w1, w2, w3], ['fc1.weight', 'fc2.weight', 'fc3.weight'])
+        gathered = zero3.all_gather_wait(all_gather, [w1, w2, w3])
+        fc1_weight: f32[4, 4] = getitem(gathered, 0)
+        fc2_weight: f32[4, 4] = getitem(gathered, 1)
+        fc3_weight: f32[4, 4] = getitem(gathered, 2)
         mm: f32[4, 4] = mm(x, fc1_weight)
         mm_1: f32[4, 4] = mm(mm, fc2_weight)
         mm_2: f32[4, 4] = mm(mm_1, fc3_weight)
         return mm_2
-        """,
+        """,  # noqa: E501
     )
 
 
@@ -311,12 +312,14 @@ def test_a_gather_ends_where_the_group_does():
         w1: f32[4, 4]
         w2: f32[4, 4]
         w3: f32[4, 4]
-        all_gather = zero3.all_gather([w1], ['fc1.weight'])
-        fc1_weight: f32[4, 4] = getitem(all_gather, 0)
+        all_gather: i64[1] = zero3.all_gather_start([w1], ['fc1.weight'])
+        all_gather_1: i64[1] = zero3.all_gather_start([w2, w3], ['fc2.weight', 'fc3.weight'])
+        gathered = zero3.all_gather_wait(all_gather, [w1], all_gather_1)
+        fc1_weight: f32[4, 4] = getitem(gathered, 0)
         mm: f32[4, 4] = mm(x, fc1_weight)
-        all_gather_1 = zero3.all_gather([w2, w3], ['fc2.weight', 'fc3.weight'])
-        fc2_weight: f32[4, 4] = getitem(all_gather_1, 0)
-        fc3_weight: f32[4, 4] = getitem(all_gather_1, 1)
+        gathered_1 = zero3.all_gather_wait(all_gather_1, [w2, w3])
+        fc2_weight: f32[4, 4] = getitem(gathered_1, 0)
+        fc3_weight: f32[4, 4] = getitem(gathered_1, 1)
         mm_1: f32[4, 4] = mm(mm, fc2_weight)
         mm_2: f32[4, 4] = mm(mm_1, fc3_weight)
         return mm_2
@@ -338,13 +341,15 @@ def test_a_gather_is_no_larger_than_bucket_bytes():
         w1: f32[4, 4]
         w2: f32[4, 4]
         w3: f32[4, 4]
-        all_gather = zero3.all_gather([w1, w2], ['fc1.weight', 'fc2.weight'])
-        fc1_weight: f32[4, 4] = getitem(all_gather, 0)
-        fc2_weight: f32[4, 4] = getitem(all_gather, 1)
+        all_gather: i64[1] = zero3.all_gather_start([w1, w2], ['fc1.weight', 'fc2.weight'])
+        all_gather_1: i64[1] = zero3.all_gather_start([w3], ['fc3.weight'])
+        gathered = zero3.all_gather_wait(all_gather, [w1, w2], all_gather_1)
+        fc1_weight: f32[4, 4] = getitem(gathered, 0)
+        fc2_weight: f32[4, 4] = getitem(gathered, 1)
         mm: f32[4, 4] = mm(x, fc1_weight)
         mm_1: f32[4, 4] = mm(mm, fc2_weight)
-        all_gather_1 = zero3.all_gather([w3], ['fc3.weight'])
-        fc3_weight: f32[4, 4] = getitem(all_gather_1, 0)
+        gathered_1 = zero3.all_gather_wait(all_gather_1, [w3])
+        fc3_weight: f32[4, 4] = getitem(gathered_1, 0)
         mm_2: f32[4, 4] = mm(mm_1, fc3_weight)
         return mm_2
         """,
@@ -365,14 +370,17 @@ def test_a_parameter_larger_than_bucket_bytes_is_gathered_alone():
         w1: f32[4, 4]
         w2: f32[4, 4]
         w3: f32[4, 4]
-        all_gather = zero3.all_gather([w1], ['fc1.weight'])
-        fc1_weight: f32[4, 4] = getitem(all_gather, 0)
+        all_gather: i64[1] = zero3.all_gather_start([w1], ['fc1.weight'])
+        all_gather_1: i64[1] = zero3.all_gather_start([w2], ['fc2.weight'])
+        gathered = zero3.all_gather_wait(all_gather, [w1], all_gather_1)
+        fc1_weight: f32[4, 4] = getitem(gathered, 0)
         mm: f32[4, 4] = mm(x, fc1_weight)
-        all_gather_1 = zero3.all_gather([w2], ['fc2.weight'])
-        fc2_weight: f32[4, 4] = getitem(all_gather_1, 0)
+        all_gather_2: i64[1] = zero3.all_gather_start([w3], ['fc3.weight'])
+        gathered_1 = zero3.all_gather_wait(all_gather_1, [w2], all_gather_2)
+        fc2_weight: f32[4, 4] = getitem(gathered_1, 0)
         mm_1: f32[4, 4] = mm(mm, fc2_weight)
-        all_gather_2 = zero3.all_gather([w3], ['fc3.weight'])
-        fc3_weight: f32[4, 4] = getitem(all_gather_2, 0)
+        gathered_2 = zero3.all_gather_wait(all_gather_2, [w3])
+        fc3_weight: f32[4, 4] = getitem(gathered_2, 0)
         mm_2: f32[4, 4] = mm(mm_1, fc3_weight)
         return mm_2
         """,
@@ -397,9 +405,10 @@ def test_what_forward_saves_of_a_parameter_stays_a_placeholder():
         x: f32[4, 4]
         w1: f32[4, 4]
         w2: f32[4, 4]
-        all_gather = zero3.all_gather([w1, w2], ['fc1.weight', 'fc2.weight'])
-        fc1_weight: f32[4, 4] = getitem(all_gather, 0)
-        fc2_weight: f32[4, 4] = getitem(all_gather, 1)
+        all_gather: i64[1] = zero3.all_gather_start([w1, w2], ['fc1.weight', 'fc2.weight'])
+        gathered = zero3.all_gather_wait(all_gather, [w1, w2])
+        fc1_weight: f32[4, 4] = getitem(gathered, 0)
+        fc2_weight: f32[4, 4] = getitem(gathered, 1)
         mm: f32[4, 4] = mm(x, fc1_weight)
         mm_1: f32[4, 4] = mm(mm, fc2_weight)
         return [mm_1, x, mm, w1, w2]
@@ -421,9 +430,10 @@ def test_without_reshard_after_forward_the_gathered_tensor_is_saved():
         x: f32[4, 4]
         w1: f32[4, 4]
         w2: f32[4, 4]
-        all_gather = zero3.all_gather([w1, w2], ['fc1.weight', 'fc2.weight'])
-        fc1_weight: f32[4, 4] = getitem(all_gather, 0)
-        fc2_weight: f32[4, 4] = getitem(all_gather, 1)
+        all_gather: i64[1] = zero3.all_gather_start([w1, w2], ['fc1.weight', 'fc2.weight'])
+        gathered = zero3.all_gather_wait(all_gather, [w1, w2])
+        fc1_weight: f32[4, 4] = getitem(gathered, 0)
+        fc2_weight: f32[4, 4] = getitem(gathered, 1)
         mm: f32[4, 4] = mm(x, fc1_weight)
         mm_1: f32[4, 4] = mm(mm, fc2_weight)
         return [mm_1, x, mm, w1, fc2_weight]
@@ -452,16 +462,18 @@ def test_backward_gathers_in_its_own_order():
         w1: f32[4, 4]
         w2: f32[4, 4]
         tangent: f32[4, 4]
+        all_gather: i64[1] = zero3.all_gather_start([w2], ['fc2.weight'])
         t: f32[4, 4] = t(h)
         mm: f32[4, 4] = mm(t, tangent)
-        all_gather = zero3.all_gather([w2], ['fc2.weight'])
-        fc2_weight: f32[4, 4] = getitem(all_gather, 0)
+        all_gather_1: i64[1] = zero3.all_gather_start([w1], ['fc1.weight'])
+        gathered = zero3.all_gather_wait(all_gather, [w2], all_gather_1)
+        fc2_weight: f32[4, 4] = getitem(gathered, 0)
         t_1: f32[4, 4] = t(fc2_weight)
         mm_1: f32[4, 4] = mm(tangent, t_1)
         t_2: f32[4, 4] = t(x)
         mm_2: f32[4, 4] = mm(t_2, mm_1)
-        all_gather_1 = zero3.all_gather([w1], ['fc1.weight'])
-        fc1_weight: f32[4, 4] = getitem(all_gather_1, 0)
+        gathered_1 = zero3.all_gather_wait(all_gather_1, [w1])
+        fc1_weight: f32[4, 4] = getitem(gathered_1, 0)
         t_3: f32[4, 4] = t(fc1_weight)
         mm_3: f32[4, 4] = mm(mm_1, t_3)
         return [mm_3, mm_2, mm]
@@ -484,8 +496,9 @@ def test_an_unshard_that_was_not_lifted_uses_the_gather_too():
         """\
         x: f32[4, 4]
         w1: f32[4, 4]
-        all_gather = zero3.all_gather([w1], ['fc1.weight'])
-        fc1_weight: f32[4, 4] = getitem(all_gather, 0)
+        all_gather: i64[1] = zero3.all_gather_start([w1], ['fc1.weight'])
+        gathered = zero3.all_gather_wait(all_gather, [w1])
+        fc1_weight: f32[4, 4] = getitem(gathered, 0)
         mm: f32[4, 4] = mm(x, fc1_weight)
         t: f32[4, 4] = t(fc1_weight)
         return [mm, t]
@@ -508,15 +521,16 @@ def test_gathers_keep_the_order_they_are_given_in_and_none_is_left_out():
         w1: f32[4, 4]
         w2: f32[4, 4]
         w3: f32[4, 4]
+        all_gather: i64[1] = zero3.all_gather_start([w3], ['fc3.weight'])
         neg: f32[4, 4] = neg(x)
-        all_gather = zero3.all_gather([w3], ['fc3.weight'])
-        gathered: f32[0] = getitem(all_gather, 1)
-        fc3_weight: f32[4, 4] = getitem(all_gather, 0)
-        all_gather_1 = zero3.all_gather([w2], ['fc2.weight'], gathered)
-        gathered_1: f32[0] = getitem(all_gather_1, 1)
-        fc2_weight: f32[4, 4] = getitem(all_gather_1, 0)
-        all_gather_2 = zero3.all_gather([w1], ['fc1.weight'], gathered_1)
-        fc1_weight: f32[4, 4] = getitem(all_gather_2, 0)
+        all_gather_1: i64[1] = zero3.all_gather_start([w2], ['fc2.weight'], all_gather)
+        all_gather_2: i64[1] = zero3.all_gather_start([w1], ['fc1.weight'], all_gather_1)
+        gathered = zero3.all_gather_wait(all_gather, [w3], all_gather_1)
+        fc3_weight: f32[4, 4] = getitem(gathered, 0)
+        gathered_1 = zero3.all_gather_wait(all_gather_1, [w2], all_gather_2)
+        fc2_weight: f32[4, 4] = getitem(gathered_1, 0)
+        gathered_2 = zero3.all_gather_wait(all_gather_2, [w1])
+        fc1_weight: f32[4, 4] = getitem(gathered_2, 0)
         mm: f32[4, 4] = mm(neg, fc1_weight)
         matmul: f32[4, 4] = matmul(mm, fc2_weight)
         return matmul
@@ -536,7 +550,7 @@ def test_a_graph_without_parameters_stays_as_it_is():
 
 
 def gathers_of(gm):
-    return gm.graph.find_nodes(op="call_function", target=ops.all_gather.default)
+    return gm.graph.find_nodes(op="call_function", target=ops.all_gather_start.default)
 
 
 @st.composite
@@ -594,8 +608,10 @@ class Gathering(fx.Interpreter):
         self.fulls = fulls
 
     def call_function(self, target, args, kwargs):
-        if target is ops.all_gather.default:
-            return [*(self.fulls[fqn] for fqn in args[1]), torch.empty(0)]
+        if target is ops.all_gather_start.default:
+            return [self.fulls[fqn] for fqn in args[1]]
+        if target is ops.all_gather_wait.default:
+            return args[0]
         return super().call_function(target, args, kwargs)
 
 
@@ -619,7 +635,9 @@ def test_whatever_the_order_of_uses_each_parameter_is_gathered_once_before_them(
         assert len(bucket) == 1 or sum(by_fqn[fqn].nbytes for fqn in bucket) <= bucket_bytes
     for node in known:
         assert all(
-            user.target is ops.all_gather.default or user.op == "output" for user in node.users
+            user.target in (ops.all_gather_start.default, ops.all_gather_wait.default)
+            or user.op == "output"
+            for user in node.users
         )
     # A graph whose uses come after their gathers runs, although the inputs hold no data.
     actual = Gathering(gm, fulls).run(x, *(f"placeholder {fqn}" for fqn in fulls), None)
@@ -998,16 +1016,17 @@ def test_each_collective_takes_the_token_of_the_one_of_its_kind_before_it():
         w1: f32[4, 4]
         w2: f32[4, 4]
         tangent: f32[4, 4]
-        all_gather = zero3.all_gather([w2], ['fc2.weight'])
-        gathered: f32[0] = getitem(all_gather, 1)
-        fc2_weight: f32[4, 4] = getitem(all_gather, 0)
+        all_gather: i64[1] = zero3.all_gather_start([w2], ['fc2.weight'])
+        all_gather_1: i64[1] = zero3.all_gather_start([w1], ['fc1.weight'], all_gather)
+        gathered = zero3.all_gather_wait(all_gather, [w2], all_gather_1)
+        fc2_weight: f32[4, 4] = getitem(gathered, 0)
         t: f32[4, 4] = t(fc2_weight)
         mm: f32[4, 4] = mm(tangent, t)
         t_1: f32[4, 4] = t(h)
         mm_1: f32[4, 4] = mm(t_1, tangent)
         reduce_grad: f32[0] = zero3.reduce_grad(mm_1, 'fc2')  # f32 -> any -> f32
-        all_gather_1 = zero3.all_gather([w1], ['fc1.weight'], gathered)
-        fc1_weight: f32[4, 4] = getitem(all_gather_1, 0)
+        gathered_1 = zero3.all_gather_wait(all_gather_1, [w1])
+        fc1_weight: f32[4, 4] = getitem(gathered_1, 0)
         t_2: f32[4, 4] = t(fc1_weight)
         mm_2: f32[4, 4] = mm(mm, t_2)
         t_3: f32[4, 4] = t(x)
@@ -1033,16 +1052,17 @@ def test_the_chain_follows_gathers_and_leaves_no_token_unused():
         w1: f32[4, 4]
         w2: f32[4, 4]
         w3: f32[4, 4]
-        all_gather = zero3.all_gather([w1], ['fc1.weight'])
-        gathered: f32[0] = getitem(all_gather, 1)
-        fc1_weight: f32[4, 4] = getitem(all_gather, 0)
+        all_gather: i64[1] = zero3.all_gather_start([w1], ['fc1.weight'])
+        all_gather_1: i64[1] = zero3.all_gather_start([w2], ['fc2.weight'], all_gather)
+        gathered = zero3.all_gather_wait(all_gather, [w1], all_gather_1)
+        fc1_weight: f32[4, 4] = getitem(gathered, 0)
         mm: f32[4, 4] = mm(x, fc1_weight)
-        all_gather_1 = zero3.all_gather([w2], ['fc2.weight'], gathered)
-        gathered_1: f32[0] = getitem(all_gather_1, 1)
-        fc2_weight: f32[4, 4] = getitem(all_gather_1, 0)
+        all_gather_2: i64[1] = zero3.all_gather_start([w3], ['fc3.weight'], all_gather_1)
+        gathered_1 = zero3.all_gather_wait(all_gather_1, [w2], all_gather_2)
+        fc2_weight: f32[4, 4] = getitem(gathered_1, 0)
         mm_1: f32[4, 4] = mm(mm, fc2_weight)
-        all_gather_2 = zero3.all_gather([w3], ['fc3.weight'], gathered_1)
-        fc3_weight: f32[4, 4] = getitem(all_gather_2, 0)
+        gathered_2 = zero3.all_gather_wait(all_gather_2, [w3])
+        fc3_weight: f32[4, 4] = getitem(gathered_2, 0)
         mm_2: f32[4, 4] = mm(mm_1, fc3_weight)
         return mm_2
         """,

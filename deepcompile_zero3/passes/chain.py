@@ -1,7 +1,5 @@
 """Any graph: orders of its collectives which no scheduler may change."""
 
-import operator
-
 from torch import fx
 
 from deepcompile_zero3.graph_text import COMMENT
@@ -9,7 +7,7 @@ from deepcompile_zero3.runtime import ops
 
 
 def chain_collectives(gm: fx.GraphModule) -> None:
-    """Hands each gather the token of the gather before it, and each reduction likewise.
+    """Hands each gather what the gather before it returned, and each reduction likewise.
 
     A compiler's scheduler moves nodes by what it knows of memory and time, which differs from
     rank to rank; two collectives that swap on one rank are a hang or silent corruption. A data
@@ -17,23 +15,14 @@ def chain_collectives(gm: fx.GraphModule) -> None:
     groups of their own, so that between them no order has to be kept.
     """
     graph = gm.graph
-    for target in (ops.all_gather.default, ops.reduce_grad.default):
-        token = None
+    for target in (ops.all_gather_start.default, ops.reduce_grad.default):
+        last = None
         for node in graph.find_nodes(op="call_function", target=target):
-            if token is not None:
-                node.args = (*node.args[:2], token, *node.args[3:])
+            if last is not None:
+                node.args = (*node.args[:2], last, *node.args[3:])
                 # Tracing may have noted values of the former arguments, which Inductor would trust.
                 kept = ("val", COMMENT)
                 node.meta = {key: node.meta[key] for key in kept if key in node.meta}
-            token = node
-            if target is ops.all_gather.default:
-                last = len(node.meta["val"]) - 1
-                with graph.inserting_after(node):
-                    token = graph.create_node(
-                        "call_function", operator.getitem, (node, last), name="gathered"
-                    )
-                token.meta["val"] = node.meta["val"][last]
-        if token is not None and token.target is operator.getitem:
-            graph.erase_node(token)  # that of the last gather: nothing follows
+            last = node
     graph.lint()
     gm.recompile()

@@ -1,4 +1,4 @@
-"""A partitioned graph: all-gathers before first use, in an order that is given."""
+"""A partitioned graph: all-gathers ahead of first use, in an order that is given."""
 
 import operator
 from collections.abc import Iterator, Mapping
@@ -9,23 +9,27 @@ from torch import fx
 from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.runtime import ops
 
+_GATHERS = (ops.all_gather_start.default, ops.all_gather_wait.default)
+
 
 def insert_gathers(
     gm: fx.GraphModule, parameters: Mapping[fx.Node, ParameterFacts], bucket_bytes: int
 ) -> list[str]:
     """Gathers all of ``parameters`` (by graph input), in their order.
 
-    Neighbours of one group, up to ``bucket_bytes`` together, share a collective. Each stands just
-    before the first use of what it gathers or of what a later one does: uses may come in another
-    order, collectives do not. Nothing frees what was gathered: the compiler does, after the last
-    use. An input that a forward saves for backward stays an input, so that backward gathers again,
-    unless ``reshard_after_forward`` is False.
+    Neighbours of one group, up to ``bucket_bytes`` together, share a collective. It is waited for
+    just before the first use of what it gathers or of what a later one does: uses may come in
+    another order, collectives do not. It starts just before the wait for the one ahead of it, which
+    takes what the start returned, so that no scheduler starts it later. Nothing frees what was
+    gathered: the compiler does, after the last use. An input that a forward saves for backward
+    stays one, so that backward gathers again, unless ``reshard_after_forward`` is False.
 
     Returns:
         The FQNs of the parameters that the graph's output keeps gathered.
     """
     graph = gm.graph
     order = {node: position for position, node in enumerate(graph.nodes)}
+    first_place = next(node for node in graph.nodes if node.op != "placeholder")
     buckets = list(_buckets(parameters, bucket_bytes))
     places = []
     place = graph.output_node()
@@ -34,25 +38,32 @@ def insert_gathers(
         place = min([place, *uses], key=order.__getitem__)
         places.append(place)
     kept = []
-    for bucket, first in zip(buckets, reversed(places), strict=True):
-        with graph.inserting_before(first):
-            fqns = [parameters[node].fqn for node in bucket]
-            gather = graph.create_node(
-                "call_function", ops.all_gather.default, (bucket, fqns), name="all_gather"
+    places.reverse()
+    starts = []
+    for bucket, place in zip(buckets, [first_place, *places], strict=False):
+        with graph.inserting_before(place):
+            starts.append(_start(graph, bucket, [parameters[node].fqn for node in bucket]))
+    following = [*starts[1:], None]
+    for bucket, place, start, ahead in zip(buckets, places, starts, following, strict=False):
+        with graph.inserting_before(place):
+            wait = graph.create_node(
+                "call_function",
+                ops.all_gather_wait.default,
+                (start, bucket) if ahead is None else (start, bucket, ahead),
+                name="gathered",
             )
-            token = bucket[0].meta["val"].new_empty(0)
-            values = [torch.empty_like(node.meta["val"]) for node in bucket]
-            gather.meta["val"] = [*values, token]
+            wait.meta["val"] = [torch.empty_like(node.meta["val"]) for node in bucket]
             for position, node in enumerate(bucket):
+                fqn = parameters[node].fqn
                 full = graph.create_node(
                     "call_function",
                     operator.getitem,
-                    (gather, position),
-                    name=fqns[position].replace(".", "_"),
+                    (wait, position),
+                    name=fqn.replace(".", "_"),
                 )
-                full.meta["val"] = values[position]
-                if _replace(node, full, gather, not parameters[node].reshard_after_forward):
-                    kept.append(fqns[position])
+                full.meta["val"] = wait.meta["val"][position]
+                if _replace(node, full, not parameters[node].reshard_after_forward):
+                    kept.append(fqn)
     graph.lint()
     gm.recompile()
     return kept
@@ -75,7 +86,15 @@ def _buckets(
         yield bucket
 
 
-def _replace(placeholder: fx.Node, full: fx.Node, gather: fx.Node, keep: bool) -> bool:
+def _start(graph: fx.Graph, bucket: list[fx.Node], fqns: list[str]) -> fx.Node:
+    start = graph.create_node(
+        "call_function", ops.all_gather_start.default, (bucket, fqns), name="all_gather"
+    )
+    start.meta["val"] = bucket[0].meta["val"].new_empty(1, dtype=torch.int64, device="cpu")
+    return start
+
+
+def _replace(placeholder: fx.Node, full: fx.Node, keep: bool) -> bool:
     """Lets ``full`` be used in place of ``placeholder``; returns whether the output keeps it."""
     kept = False
     for user in list(placeholder.users):
@@ -86,6 +105,6 @@ def _replace(placeholder: fx.Node, full: fx.Node, gather: fx.Node, keep: bool) -
             kept = keep
             if keep:
                 user.replace_input_with(placeholder, full)
-        elif user is not gather:
+        elif user.target not in _GATHERS:
             user.replace_input_with(placeholder, full)
     return kept

@@ -1,0 +1,48 @@
+#include "collective_log.h"
+
+#include <algorithm>
+
+namespace zero3 {
+namespace {
+
+std::mutex active_mutex;
+std::vector<std::weak_ptr<CollectiveLog>> active_logs;
+
+}  // namespace
+
+std::shared_ptr<CollectiveLog> CollectiveLog::start() {
+  auto log = std::make_shared<CollectiveLog>();
+  std::lock_guard lock(active_mutex);
+  active_logs.push_back(log);
+  return log;
+}
+
+void CollectiveLog::stop() {
+  std::lock_guard lock(active_mutex);
+  std::erase_if(active_logs, [this](auto& weak) {
+    auto log = weak.lock();
+    return !log || log.get() == this;
+  });
+}
+
+std::vector<Collective> CollectiveLog::records() {
+  std::lock_guard lock(mutex_);
+  return records_;
+}
+
+void CollectiveLog::add(const Collective& collective) {
+  std::lock_guard lock(mutex_);
+  records_.push_back(collective);
+}
+
+void record(const Collective& collective) {
+  std::vector<std::shared_ptr<CollectiveLog>> logs;
+  {
+    std::lock_guard lock(active_mutex);
+    for (auto& weak : active_logs)
+      if (auto log = weak.lock()) logs.push_back(log);
+  }
+  for (auto& log : logs) log->add(collective);
+}
+
+}  // namespace zero3

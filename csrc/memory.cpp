@@ -1,0 +1,96 @@
+#include "memory.h"
+
+#include <c10/core/CPUAllocator.h>
+
+#include <list>
+#include <memory>
+#include <mutex>
+
+namespace zero3 {
+namespace {
+
+constexpr int64_t kSmall = 64 << 10;  // bytes: malloc keeps what is smaller
+constexpr double kMostWaste = 1.125;  // a block may be so much larger than what is asked for
+
+struct Block {
+  c10::DataPtr memory;
+  int64_t nbytes;
+};
+
+class Pool {
+ public:
+  Block take(int64_t nbytes) {
+    std::lock_guard lock(mutex_);
+    auto best = kept_.end();
+    for (auto block = kept_.begin(); block != kept_.end(); ++block)
+      if (block->nbytes >= nbytes && block->nbytes <= kMostWaste * nbytes &&
+          (best == kept_.end() || block->nbytes < best->nbytes))
+        best = block;
+    Block block;
+    if (best == kept_.end()) {
+      block = {c10::GetCPUAllocator()->allocate(nbytes), nbytes};
+    } else {
+      block = std::move(*best);
+      kept_.erase(best);
+      kept_bytes_ -= block.nbytes;
+    }
+    return block;
+  }
+
+  void give_back(Block block) {
+    std::list<Block> freed;  // after the lock
+    std::lock_guard lock(mutex_);
+    kept_bytes_ += block.nbytes;
+    kept_.push_back(std::move(block));
+    while (kept_bytes_ > kMostKept) drop_oldest(freed);
+  }
+
+  int64_t release() {
+    std::list<Block> freed;
+    std::lock_guard lock(mutex_);
+    const auto nbytes = kept_bytes_;
+    while (!kept_.empty()) drop_oldest(freed);
+    return nbytes;
+  }
+
+ private:
+  void drop_oldest(std::list<Block>& freed) {
+    kept_bytes_ -= kept_.front().nbytes;
+    freed.splice(freed.end(), kept_, kept_.begin());
+  }
+
+  std::mutex mutex_;
+  std::list<Block> kept_;  // the oldest first
+  int64_t kept_bytes_ = 0;
+};
+
+// Tensors hold the pool too: some outlive the statics of this library.
+const std::shared_ptr<Pool>& pool() {
+  static const auto pool = std::make_shared<Pool>();
+  return pool;
+}
+
+}  // namespace
+
+at::Tensor pooled_empty(at::IntArrayRef sizes, at::IntArrayRef strides,
+                        const at::TensorOptions& options) {
+  const int64_t item = options.dtype().itemsize();
+  const int64_t nbytes = at::detail::computeStorageNbytes(sizes, strides, item);
+  if (!options.device().is_cpu() || nbytes < kSmall)
+    return at::empty_strided(sizes, strides, options);
+  auto block = std::make_shared<Block>(pool()->take(nbytes));
+  return at::from_blob(
+      block->memory.get(), sizes, strides,
+      [block, owner = pool()](void*) { owner->give_back(std::move(*block)); }, options);
+}
+
+at::Tensor pooled_empty(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  std::vector<int64_t> strides(sizes.size());
+  int64_t stride = 1;
+  for (int64_t dim = sizes.size(); dim-- > 0; stride *= sizes[dim]) strides[dim] = stride;
+  return pooled_empty(sizes, strides, options);
+}
+
+int64_t release_pool() { return pool()->release(); }
+
+}  // namespace zero3

@@ -1,0 +1,54 @@
+#include "sum.h"
+
+#include <ATen/Dispatch.h>
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <array>
+#include <type_traits>
+
+namespace zero3 {
+namespace {
+
+constexpr int64_t kBlock = 1024;  // elements, whose sums stay in the cache
+
+template <typename Wire, typename Out>
+void sum_on_cpu(Out* out, const std::vector<const Wire*>& addends, int64_t numel, double divisor) {
+  constexpr bool is_double = std::is_same_v<Wire, double> || std::is_same_v<Out, double>;
+  using Sum = std::conditional_t<is_double, double, float>;
+  at::parallel_for(0, numel, 64 * kBlock, [&](int64_t begin, int64_t end) {
+    std::array<Sum, kBlock> sums;
+    for (int64_t start = begin; start < end; start += kBlock) {
+      const int64_t count = std::min(kBlock, end - start);
+      for (int64_t i = 0; i < count; ++i) sums[i] = static_cast<Sum>(addends[0][start + i]);
+      for (size_t k = 1; k < addends.size(); ++k)
+        for (int64_t i = 0; i < count; ++i) sums[i] += static_cast<Sum>(addends[k][start + i]);
+      for (int64_t i = 0; i < count; ++i)
+        out[start + i] = static_cast<Out>(static_cast<Sum>(static_cast<Wire>(sums[i])) /
+                                          static_cast<Sum>(divisor));
+    }
+  });
+}
+
+}  // namespace
+
+void sum_and_divide(const at::Tensor& out, const std::vector<at::Tensor>& addends, double divisor) {
+  const auto wire = addends.front().scalar_type();
+  if (!out.is_cpu()) {
+    auto wide = at::promote_types(at::promote_types(wire, out.scalar_type()), at::kFloat);
+    auto sum = addends.front().to(wide);
+    for (size_t k = 1; k < addends.size(); ++k) sum = sum.add(addends[k]);
+    out.copy_(sum.to(wire).to(wide).div(divisor));
+    return;
+  }
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, wire, "zero3 sum", [&] {
+    using wire_t = scalar_t;
+    std::vector<const wire_t*> pointers;
+    for (auto& addend : addends) pointers.push_back(addend.const_data_ptr<wire_t>());
+    AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, out.scalar_type(), "zero3 sum", [&] {
+      sum_on_cpu(out.mutable_data_ptr<scalar_t>(), pointers, out.numel(), divisor);
+    });
+  });
+}
+
+}  // namespace zero3
