@@ -2,102 +2,92 @@
 
 #include <ATen/SavedTensorHooks.h>
 
-#include <functional>
 #include <limits>
+#include <map>
+#include <mutex>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "memory.h"
 
 namespace zero3 {
-namespace {
 
 using Group = c10d::ProcessGroup;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+struct Exchange::Running {
+  std::string group_name;
+  std::string key;
+  std::vector<at::Tensor> tensors;  // that take part
+  std::vector<WorkPtr> works;
+
+  void wait() {
+    try {
+      for (auto& work : works) work->wait();
+    } catch (const std::exception& error) {
+      TORCH_CHECK(false, "zero3: an exchange with another rank failed (", key,
+                  "). Either that rank has stopped, or it runs something else: all ranks must run "
+                  "the same forwards and backwards. ",
+                  error.what());
+    }
+  }
+};
+
+namespace {
+
+using Running = Exchange::Running;
+
+// Exchanges that nobody waits for any more. gloo never gets over a message whose buffer is gone.
+class Orphans {
+ public:
+  static Orphans& get() {
+    static auto& orphans = *new Orphans;  // for ever: some come when statics are destroyed
+    return orphans;
+  }
+
+  void add(std::unique_ptr<Running> running) {
+    std::lock_guard lock(mutex_);
+    by_group_[running->group_name].push_back(std::move(running));
+  }
+
+  void wait(const std::string& group_name) {
+    std::vector<std::unique_ptr<Running>> mine;
+    {
+      std::lock_guard lock(mutex_);
+      if (auto found = by_group_.find(group_name); found != by_group_.end())
+        mine = std::exchange(found->second, {});
+    }
+    for (auto& running : mine) running->wait();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<std::string, std::vector<std::unique_ptr<Running>>> by_group_;
+};
 
 // ---- sends and receives
 
 // Messages meet by sender and tag, in order. One that meets none ends in the group's timeout.
 int tag_of(const std::string& key) {
-  return static_cast<int>(std::hash<std::string>{}(key) % std::numeric_limits<int>::max());
+  uint64_t hash = 14695981039346656037u;  // FNV-1a: the same on every rank
+  for (unsigned char c : key) hash = (hash ^ c) * 1099511628211u;
+  return static_cast<int>(hash % std::numeric_limits<int>::max());
 }
 
-WorkPtr send(Group& group, at::Tensor row, int64_t to, int tag) {
-  std::vector<at::Tensor> message{std::move(row)};
-  return group.send(message, static_cast<int>(to), tag);
+// Sends `outgoing(r)` to each other rank r, and receives `incoming(r)` from it.
+template <typename Outgoing, typename Incoming>
+void start_messages(Running& running, Group& group, int64_t rank, int64_t world_size,
+                    Outgoing outgoing, Incoming incoming) {
+  const int tag = tag_of(running.key);
+  for (int64_t distance = 1; distance < world_size; ++distance) {
+    const int64_t to = (rank + distance) % world_size;
+    const int64_t from = (rank - distance + world_size) % world_size;
+    std::vector<at::Tensor> received{incoming(from)};
+    running.works.push_back(group.recv(received, static_cast<int>(from), tag));
+    std::vector<at::Tensor> sent{outgoing(to)};
+    running.works.push_back(group.send(sent, static_cast<int>(to), tag));
+  }
 }
-
-WorkPtr receive(Group& group, at::Tensor row, int64_t from, int tag) {
-  std::vector<at::Tensor> message{std::move(row)};
-  return group.recv(message, static_cast<int>(from), tag);
-}
-
-// `what` is the key of the exchange, for the message.
-void wait_all(std::vector<WorkPtr>& works, const std::string& what) {
-  try {
-    for (auto& work : works) work->wait();
-  } catch (const std::exception& error) {
-    TORCH_CHECK(false, "zero3: an exchange with another rank failed (", what,
-                "). Either that rank has stopped, or it runs something else: all ranks must run "
-                "the same forwards and backwards. ",
-                error.what());
-  }
-  works.clear();
-}
-
-class Messages : public Exchange {
- public:
-  Messages(Group& group, int64_t rank, std::vector<at::Tensor> rows, const std::string& key)
-      : key_(key), rows_(std::move(rows)) {
-    const int tag = tag_of(key);
-    for (auto& row : rows_)
-      for (int64_t distance = 1; distance < row.size(0); ++distance) {
-        const int64_t to = (rank + distance) % row.size(0);
-        const int64_t from = (rank - distance + row.size(0)) % row.size(0);
-        works_.push_back(receive(group, row[from], from, tag));
-        works_.push_back(send(group, row[rank], to, tag));
-      }
-  }
-  void wait() override { wait_all(works_, key_); }
-
- private:
-  std::string key_;
-  std::vector<at::Tensor> rows_;
-  std::vector<WorkPtr> works_;
-};
-
-class ReducedMessages : public Reduce {
- public:
-  ReducedMessages(Group& group, int64_t rank, at::Tensor rows, const std::string& key)
-      : key_(key),
-        rank_(rank),
-        rows_(std::move(rows)),
-        received_(pooled_empty({rows_.size(0) - 1, rows_.size(1)}, rows_.options())) {
-    const int tag = tag_of(key);
-    const int64_t world_size = rows_.size(0);
-    for (int64_t distance = 1; distance < world_size; ++distance) {
-      const int64_t to = (rank + distance) % world_size;
-      const int64_t from = (rank - distance + world_size) % world_size;
-      works_.push_back(receive(group, received_[from - (from > rank)], from, tag));
-      works_.push_back(send(group, rows_[to], to, tag));
-    }
-  }
-  void wait() override { wait_all(works_, key_); }
-
-  std::vector<at::Tensor> addends() override {
-    std::vector<at::Tensor> result;  // in the order of ranks
-    for (int64_t r = 0; r < rows_.size(0); ++r)
-      result.push_back(r == rank_ ? rows_[r] : received_[r - (r > rank_)]);
-    return result;
-  }
-
- private:
-  std::string key_;
-  int64_t rank_;
-  at::Tensor rows_;
-  at::Tensor received_;
-  std::vector<WorkPtr> works_;
-};
 
 // ---- the backend's own collectives
 
@@ -137,38 +127,20 @@ WorkPtr reduce_scatter(AnyGroup& group, at::Tensor shard, at::Tensor full) {
     return group._reduce_scatter_base(shard, full);
 }
 
-class Collectives : public Exchange {
- public:
-  Collectives(Group& group, int64_t rank, std::vector<at::Tensor> rows, const std::string& key)
-      : key_(key), rows_(std::move(rows)) {
-    for (auto& row : rows_) works_.push_back(all_gather(group, row.view(-1), row[rank]));
-  }
-  void wait() override { wait_all(works_, key_); }
-
- private:
-  std::string key_;
-  std::vector<at::Tensor> rows_;
-  std::vector<WorkPtr> works_;
-};
-
-class ReducedByCollective : public Reduce {
- public:
-  ReducedByCollective(Group& group, at::Tensor rows, const std::string& key)
-      : key_(key),
-        rows_(rows.contiguous().view(-1)),
-        reduced_(at::empty({rows.size(1)}, rows.options())),
-        works_{reduce_scatter(group, reduced_, rows_)} {}
-  void wait() override { wait_all(works_, key_); }
-  std::vector<at::Tensor> addends() override { return {reduced_}; }
-
- private:
-  std::string key_;
-  at::Tensor rows_;
-  at::Tensor reduced_;
-  std::vector<WorkPtr> works_;
-};
-
 }  // namespace
+
+Exchange::Exchange(std::unique_ptr<Running> running, std::vector<at::Tensor> addends)
+    : running_(std::move(running)), addends_(std::move(addends)) {}
+
+Exchange::~Exchange() {
+  if (running_) Orphans::get().add(std::move(running_));
+}
+
+void Exchange::wait() {
+  auto running = std::exchange(running_, nullptr);
+  TORCH_CHECK(running, "zero3: an exchange was waited for twice");
+  running->wait();
+}
 
 bool is_point_to_point(const std::string& group_name, at::Device device) {
   auto group = c10d::resolve_process_group(group_name);
@@ -177,18 +149,49 @@ bool is_point_to_point(const std::string& group_name, at::Device device) {
 
 std::unique_ptr<Exchange> start_gather(const std::string& group_name, int64_t rank,
                                        std::vector<at::Tensor> rows, const std::string& key) {
+  Orphans::get().wait(group_name);
   auto group = c10d::resolve_process_group(group_name);
-  if (is_point_to_point(group_name, rows.front().device()))
-    return std::make_unique<Messages>(*group, rank, std::move(rows), key);
-  return std::make_unique<Collectives>(*group, rank, std::move(rows), key);
+  auto exchange = std::make_unique<Exchange>(
+      std::make_unique<Running>(Running{group_name, key, rows, {}}), std::vector<at::Tensor>());
+  auto& running = exchange->running();
+  for (auto& row : rows) {
+    if (row.numel() == 0) continue;
+    if (is_point_to_point(group_name, row.device()))
+      start_messages(
+          running, *group, rank, row.size(0), [&](int64_t) { return row[rank]; },
+          [&](int64_t from) { return row[from]; });
+    else
+      running.works.push_back(all_gather(*group, row.view(-1), row[rank]));
+  }
+  return exchange;
 }
 
-std::unique_ptr<Reduce> start_reduce(const std::string& group_name, int64_t rank, at::Tensor rows,
-                                     const std::string& key) {
+std::unique_ptr<Exchange> start_reduce(const std::string& group_name, int64_t rank, at::Tensor rows,
+                                       const std::string& key) {
+  Orphans::get().wait(group_name);
   auto group = c10d::resolve_process_group(group_name);
-  if (is_point_to_point(group_name, rows.device()))
-    return std::make_unique<ReducedMessages>(*group, rank, std::move(rows), key);
-  return std::make_unique<ReducedByCollective>(*group, std::move(rows), key);
+  const int64_t world_size = rows.size(0);
+  std::vector<at::Tensor> addends;
+  const bool point_to_point = is_point_to_point(group_name, rows.device());
+  if (point_to_point) {
+    auto received = pooled_empty({world_size - 1, rows.size(1)}, rows.options());
+    for (int64_t r = 0; r < world_size; ++r)
+      addends.push_back(r == rank ? rows[r] : received[r - (r > rank)]);
+  } else {
+    rows = rows.contiguous().view(-1);
+    addends.push_back(at::empty({rows.numel() / world_size}, rows.options()));
+  }
+  auto exchange = std::make_unique<Exchange>(
+      std::make_unique<Running>(Running{group_name, key, {rows}, {}}), addends);
+  auto& running = exchange->running();
+  running.tensors.insert(running.tensors.end(), addends.begin(), addends.end());
+  if (point_to_point)
+    start_messages(
+        running, *group, rank, world_size, [&](int64_t to) { return rows[to]; },
+        [&](int64_t from) { return addends[from]; });
+  else
+    running.works.push_back(reduce_scatter(*group, addends.front(), rows));
+  return exchange;
 }
 
 }  // namespace zero3

@@ -15,18 +15,27 @@
 
 namespace zero3 {
 
-// Communication that has started. It owns the tensors that take part.
+// Communication that has started. One that is dropped before its wait, as an exception does, goes
+// on by itself and is waited for at the next start in its group: all ranks have dropped it, or one
+// of them is gone.
 class Exchange {
  public:
-  virtual ~Exchange() = default;
-  virtual void wait() = 0;
-};
+  struct Running;
 
-// A reduction that has started.
-class Reduce : public Exchange {
- public:
-  // After wait(): tensors [n] whose sum is the reduction's, the same on every run.
-  virtual std::vector<at::Tensor> addends() = 0;
+  Exchange(std::unique_ptr<Running> running, std::vector<at::Tensor> addends);
+  ~Exchange();
+
+  Running& running() { return *running_; }
+
+  // Raises, naming the key, if another rank does not take part in time.
+  void wait();
+
+  // Of a reduction, after wait(): tensors [n] whose sum it is, in the order of ranks.
+  const std::vector<at::Tensor>& addends() const { return addends_; }
+
+ private:
+  std::unique_ptr<Running> running_;  // until wait()
+  std::vector<at::Tensor> addends_;
 };
 
 // Whether exchanges of this group and device are sends and receives, one for each tensor and rank,
@@ -34,12 +43,12 @@ class Reduce : public Exchange {
 bool is_point_to_point(const std::string& group_name, at::Device device);
 
 // Starts gathering each of `rows`. Ranks start exchanges of a group in one order; `key` is the same
-// on all ranks, and two exchanges of different keys never meet.
+// on all ranks; exchanges of different keys wait for each other's like, and do not meet.
 std::unique_ptr<Exchange> start_gather(const std::string& group_name, int64_t rank,
                                        std::vector<at::Tensor> rows, const std::string& key);
 
 // Starts reducing `rows`, the part [world, n] of a buffer whose rows are contiguous.
-std::unique_ptr<Reduce> start_reduce(const std::string& group_name, int64_t rank, at::Tensor rows,
-                                     const std::string& key);
+std::unique_ptr<Exchange> start_reduce(const std::string& group_name, int64_t rank, at::Tensor rows,
+                                       const std::string& key);
 
 }  // namespace zero3

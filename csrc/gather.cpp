@@ -33,7 +33,8 @@ class GatherBucket {
     for (auto& parameter : parameters_) {
       check_gatherable(*parameter);
       const bool alone = may_travel_alone && parameter->is_contiguous() &&
-                         (parameters_.size() == 1 || bytes_of_chunk(*parameter) >= kLarge);
+                         (parameters_.size() == 1 || parameter->chunk_numel() == 0 ||
+                          bytes_of_chunk(*parameter) >= kLarge);
       own_rows_.push_back(alone ? new_rows(parameter->chunk_numel()) : at::Tensor());
       if (!alone) shared_numel_ += parameter->chunk_numel();
     }
@@ -45,7 +46,7 @@ class GatherBucket {
     const Parameter& first = *parameters_.front();
     std::vector<at::Tensor> all;
     std::vector<std::string> fqns;
-    std::string key = "gather";
+    std::string key = std::string("gather ") + c10::toString(first.compute_dtype);
     int64_t offset = 0;
     int64_t nbytes = 0;
     for (size_t i = 0; i < parameters_.size(); ++i) {
@@ -63,7 +64,7 @@ class GatherBucket {
       chunk.narrow(0, owned, chunk.numel() - owned).zero_();
       nbytes += first.world_size * bytes_of_chunk(parameter);
       fqns.push_back(parameter.fqn);
-      key += "|" + parameter.fqn;
+      key += " " + parameter.fqn + "[" + std::to_string(parameter.chunk_numel()) + "]";
     }
     if (shared_numel_ > 0) all.push_back(shared_rows_);
     record({"all_gather", first.compute_dtype, nbytes, fqns});
@@ -80,8 +81,7 @@ class GatherBucket {
     for (size_t i = 0; i < parameters_.size(); ++i) {
       const Parameter& parameter = *parameters_[i];
       if (own_rows_[i].defined()) {
-        const int64_t numel = parameter.rows() * parameter.row_numel();
-        fulls.push_back(own_rows_[i].view(-1).narrow(0, 0, numel).view(parameter.sizes));
+        fulls.push_back(own_rows_[i].as_strided(parameter.sizes, parameter.strides));
         continue;
       }
       auto full = pooled_empty(parameter.sizes, parameter.strides, shared_rows_.options());
@@ -147,8 +147,8 @@ void Gather::start() {
     std::ranges::copy_if(parameters_, std::back_inserter(members),
                          [&](auto& p) { return alike(*p); });
     buckets_.push_back(std::make_unique<GatherBucket>(std::move(members)));
-    buckets_.back()->start();
   }
+  for (auto& bucket : buckets_) bucket->start();  // once nothing is left to refuse
 }
 
 std::vector<at::Tensor> Gather::finish() {

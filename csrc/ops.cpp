@@ -27,7 +27,7 @@ Tensor token(const Tensor& like) { return at::empty({0}, like.options()); }
 class Running {
  public:
   static Running& get() {
-    static Running running;
+    static auto& running = *new Running;  // for ever: handles may outlive statics
     return running;
   }
 
@@ -36,15 +36,16 @@ class Running {
       explicit Owner(std::unique_ptr<Gather> g) : gather(std::move(g)) {}
       ~Owner() { Running::get().remove(number); }
       int64_t number = 0;
+      int64_t shown = 0;  // the handle's memory, which a compiler may use again
       std::shared_ptr<Gather> gather;
     };
     auto owner = std::make_shared<Owner>(std::move(gather));
     {
       std::lock_guard lock(mutex_);
-      owner->number = ++started_;
+      owner->number = owner->shown = ++started_;
       gathers_[owner->number] = owner->gather;
     }
-    return at::from_blob(&owner->number, {1}, [owner](void*) {}, at::kLong);
+    return at::from_blob(&owner->shown, {1}, [owner](void*) {}, at::kLong);
   }
 
   std::shared_ptr<Gather> find(const Tensor& handle) {
@@ -81,7 +82,9 @@ Tensor all_gather_start(at::TensorList placeholders, std::vector<std::string> fq
 
 std::vector<Tensor> all_gather_wait(const Tensor& handle, at::TensorList placeholders,
                                     const std::optional<Tensor>& after) {
-  return Running::get().find(handle)->finish();
+  auto result = Running::get().find(handle)->finish();
+  result.push_back(token(placeholders[0]));
+  return result;
 }
 
 // Without a contract it is the user who calls, not a graph: inside of defer_reduction.

@@ -38,6 +38,7 @@ void Parameter::add_use(bool first) {
 }
 
 bool Parameter::is_contiguous() const {
+  if (chunk_numel() == 0) return true;
   int64_t expected = 1;
   for (size_t d = sizes.size(); d-- > 0;) {
     if (sizes[d] != 1 && strides[d] != expected) return false;

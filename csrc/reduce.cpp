@@ -150,18 +150,19 @@ void Bucket::pack(const ParameterPtr& parameter, const at::Tensor& grad, at::Sca
 void Bucket::launch() {
   auto rows = std::exchange(buffer_, {}).narrow(1, 0, used_);
   std::vector<std::string> fqns;
-  std::string key = "reduce";
+  std::string key = std::string("reduce ") + c10::toString(rows.scalar_type()) + " " +
+                    std::to_string(rows.numel());
   for (auto& entry : entries_) {
     fqns.push_back(entry.parameter->fqn);
     key += "|" + entry.parameter->fqn;
   }
   record({"reduce_scatter", rows.scalar_type(), static_cast<int64_t>(rows.nbytes()), fqns});
-  reduce_ = start_reduce(group_name_, rank_, rows, key);
+  exchange_ = start_reduce(group_name_, rank_, rows, key);
 }
 
 void Bucket::finish(std::vector<ReducedGradient>& results) {
-  reduce_->wait();
-  const auto addends = reduce_->addends();
+  exchange_->wait();
+  const auto& addends = exchange_->addends();
   const double post_divide_factor = divide_factor_ / pre_divide_factor_;
   for (auto& [parameter, offset, normalised_dtype] : entries_) {
     const int64_t rows = parameter->shard_rows();

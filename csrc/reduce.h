@@ -70,7 +70,7 @@ class Bucket {
   int64_t used_ = 0;
   at::Tensor buffer_;  // [world, capacity]
   std::vector<Entry> entries_;
-  std::unique_ptr<Reduce> reduce_;
+  std::unique_ptr<Exchange> exchange_;
 };
 
 class Reduction : public std::enable_shared_from_this<Reduction> {

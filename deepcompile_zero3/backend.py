@@ -3,7 +3,7 @@
 ::
 
     Dynamo's graph --lift--> the single-device model --AOTAutograd, partitioner--> forward, backward
-        --insert_gathers, insert_reduces, chain_collectives--> Inductor
+        --insert_gathers, insert_reduces, chain_reductions--> Inductor
 """
 
 import copy
@@ -20,7 +20,7 @@ from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.capture import captured
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.parameter import PLACEHOLDER_OF, ShardedParameter, find
-from deepcompile_zero3.passes.chain import chain_collectives
+from deepcompile_zero3.passes.chain import chain_reductions
 from deepcompile_zero3.passes.facts import (
     ParameterFacts,
     in_backward_order,
@@ -208,7 +208,7 @@ def _compile(
         else:
             nodes = _sorted(nodes, in_forward_order)
             kept.update(insert_gathers(graph_module, nodes, bucket_bytes))
-        chain_collectives(graph_module)
+        chain_reductions(graph_module)
         captured(graph_module, is_backward)
 
     with torch_internals.without_autograd_cache():

@@ -2,7 +2,8 @@
 
 ==================================================  ==============================================
 ``zero3::unshard(placeholder, fqn, contract)``      the full tensor; what a sharded module reads
-``zero3::all_gather(placeholders, fqns, after)``    full tensors and a token; what graphs hold
+``zero3::all_gather_start(placeholders, fqns)``     a handle; what graphs hold, with
+``zero3::all_gather_wait(handle, placeholders)``    full tensors and a token
 ``zero3::reduce_grad(grad, fqn, after)``            takes a full gradient, gives a token
 ==================================================  ==============================================
 
@@ -44,7 +45,7 @@ def _(
 def _(
     handle: torch.Tensor, placeholders: Sequence[torch.Tensor], after: torch.Tensor | None = None
 ) -> list[torch.Tensor]:
-    return [torch.empty_like(p) for p in placeholders]
+    return [*(torch.empty_like(p) for p in placeholders), placeholders[0].new_empty(0)]
 
 
 @torch.library.register_fake("zero3::reduce_grad")

@@ -48,7 +48,7 @@ def placeholder(name, requires_grad=False):
 def gathered(*names):
     placeholders = [placeholder(name) for name in names]
     handle = ops.all_gather_start.default(placeholders, list(names))
-    return ops.all_gather_wait.default(handle, placeholders)
+    return ops.all_gather_wait.default(handle, placeholders)[:-1]
 
 
 # ---- as PyTorch wants operators to be
@@ -218,6 +218,53 @@ def train_where_fresh_memory_is_nan():
 
 
 # ---- what they refuse
+
+
+class _Large(nn.Module):
+    """Of a bucket's size and more, so that reductions start before a backward ends."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(1024, 1024, bias=False) for _ in range(4))
+
+    def forward(self, x, trap=None):
+        for layer in self.layers:
+            x = trap(layer(x)) if trap is not None and layer is self.layers[0] else layer(x)
+        return x
+
+
+class _Trap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ValueError("trap")
+
+
+def _abandon():
+    torch.manual_seed(0)
+    model = _Large()
+    whole = [layer.weight.detach().clone() for layer in model.layers]
+    fully_shard(model)
+    x = torch.ones(2, 1024)
+    for _ in range(3):
+        with pytest.raises(ValueError, match="trap"):
+            model(x, _Trap.apply).sum().backward()
+        placeholders = [parameter.placeholder for parameter in model._zero3_group.parameters]
+        names = [parameter.fqn for parameter in model._zero3_group.parameters]
+        ops.all_gather_start.default(placeholders, names)  # and its handle is dropped
+        handle = ops.all_gather_start.default(placeholders, names)
+        *fulls, _ = ops.all_gather_wait.default(handle, placeholders)
+        assert all(map(torch.equal, fulls, whole))
+        assert all(parameter.grad is None for parameter in model.parameters())
+    model(x).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_exchanges_that_nobody_waits_for_do_not_disturb_later_ones(run_ranks):
+    run_ranks(2, _abandon, timeout=60)
 
 
 def test_a_placeholder_raises_when_it_is_read(model):

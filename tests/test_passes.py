@@ -20,7 +20,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from deepcompile_zero3.graph_text import graph_text, node_text
-from deepcompile_zero3.passes.chain import chain_collectives
+from deepcompile_zero3.passes.chain import chain_reductions
 from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.passes.gather import insert_gathers
 from deepcompile_zero3.passes.lift import declare_grad_dtypes, lift_unshards, uses_of
@@ -313,7 +313,7 @@ def test_a_gather_ends_where_the_group_does():
         w2: f32[4, 4]
         w3: f32[4, 4]
         all_gather: i64[1] = zero3.all_gather_start([w1], ['fc1.weight'])
-        all_gather_1: i64[1] = zero3.all_gather_start([w2, w3], ['fc2.weight', 'fc3.weight'])
+        all_gather_1: i64[1] = zero3.all_gather_start([w2, w3], ['fc2.weight', 'fc3.weight'], all_gather)
         gathered = zero3.all_gather_wait(all_gather, [w1], all_gather_1)
         fc1_weight: f32[4, 4] = getitem(gathered, 0)
         mm: f32[4, 4] = mm(x, fc1_weight)
@@ -323,7 +323,7 @@ def test_a_gather_ends_where_the_group_does():
         mm_1: f32[4, 4] = mm(mm, fc2_weight)
         mm_2: f32[4, 4] = mm(mm_1, fc3_weight)
         return mm_2
-        """,
+        """,  # noqa: E501
     )
 
 
@@ -342,7 +342,7 @@ def test_a_gather_is_no_larger_than_bucket_bytes():
         w2: f32[4, 4]
         w3: f32[4, 4]
         all_gather: i64[1] = zero3.all_gather_start([w1, w2], ['fc1.weight', 'fc2.weight'])
-        all_gather_1: i64[1] = zero3.all_gather_start([w3], ['fc3.weight'])
+        all_gather_1: i64[1] = zero3.all_gather_start([w3], ['fc3.weight'], all_gather)
         gathered = zero3.all_gather_wait(all_gather, [w1, w2], all_gather_1)
         fc1_weight: f32[4, 4] = getitem(gathered, 0)
         fc2_weight: f32[4, 4] = getitem(gathered, 1)
@@ -371,11 +371,12 @@ def test_a_parameter_larger_than_bucket_bytes_is_gathered_alone():
         w2: f32[4, 4]
         w3: f32[4, 4]
         all_gather: i64[1] = zero3.all_gather_start([w1], ['fc1.weight'])
-        all_gather_1: i64[1] = zero3.all_gather_start([w2], ['fc2.weight'])
+        all_gather_1: i64[1] = zero3.all_gather_start([w2], ['fc2.weight'], all_gather)
         gathered = zero3.all_gather_wait(all_gather, [w1], all_gather_1)
+        token: f32[0] = getitem(gathered, 1)
         fc1_weight: f32[4, 4] = getitem(gathered, 0)
         mm: f32[4, 4] = mm(x, fc1_weight)
-        all_gather_2: i64[1] = zero3.all_gather_start([w3], ['fc3.weight'])
+        all_gather_2: i64[1] = zero3.all_gather_start([w3], ['fc3.weight'], token)
         gathered_1 = zero3.all_gather_wait(all_gather_1, [w2], all_gather_2)
         fc2_weight: f32[4, 4] = getitem(gathered_1, 0)
         mm_1: f32[4, 4] = mm(mm, fc2_weight)
@@ -465,7 +466,7 @@ def test_backward_gathers_in_its_own_order():
         all_gather: i64[1] = zero3.all_gather_start([w2], ['fc2.weight'])
         t: f32[4, 4] = t(h)
         mm: f32[4, 4] = mm(t, tangent)
-        all_gather_1: i64[1] = zero3.all_gather_start([w1], ['fc1.weight'])
+        all_gather_1: i64[1] = zero3.all_gather_start([w1], ['fc1.weight'], all_gather)
         gathered = zero3.all_gather_wait(all_gather, [w2], all_gather_1)
         fc2_weight: f32[4, 4] = getitem(gathered, 0)
         t_1: f32[4, 4] = t(fc2_weight)
@@ -512,7 +513,7 @@ def test_gathers_keep_the_order_they_are_given_in_and_none_is_left_out():
     in_reverse = dict(reversed(of_layers(gm, **groups).items()))
 
     insert_gathers(gm, in_reverse, NO_LIMIT)
-    chain_collectives(gm)
+    chain_reductions(gm)
 
     assert_text(
         gm,
@@ -524,9 +525,10 @@ def test_gathers_keep_the_order_they_are_given_in_and_none_is_left_out():
         all_gather: i64[1] = zero3.all_gather_start([w3], ['fc3.weight'])
         neg: f32[4, 4] = neg(x)
         all_gather_1: i64[1] = zero3.all_gather_start([w2], ['fc2.weight'], all_gather)
-        all_gather_2: i64[1] = zero3.all_gather_start([w1], ['fc1.weight'], all_gather_1)
         gathered = zero3.all_gather_wait(all_gather, [w3], all_gather_1)
+        token: f32[0] = getitem(gathered, 1)
         fc3_weight: f32[4, 4] = getitem(gathered, 0)
+        all_gather_2: i64[1] = zero3.all_gather_start([w1], ['fc1.weight'], token)
         gathered_1 = zero3.all_gather_wait(all_gather_1, [w2], all_gather_2)
         fc2_weight: f32[4, 4] = getitem(gathered_1, 0)
         gathered_2 = zero3.all_gather_wait(all_gather_2, [w1])
@@ -543,7 +545,7 @@ def test_a_graph_without_parameters_stays_as_it_is():
     before = graph_text(gm)
 
     assert insert_gathers(gm, {}, NO_LIMIT) == []
-    chain_collectives(gm)
+    chain_reductions(gm)
     insert_reduces(gm, {})
 
     assert graph_text(gm) == before
@@ -611,7 +613,7 @@ class Gathering(fx.Interpreter):
         if target is ops.all_gather_start.default:
             return [self.fulls[fqn] for fqn in args[1]]
         if target is ops.all_gather_wait.default:
-            return args[0]
+            return [*args[0], torch.empty(0)]
         return super().call_function(target, args, kwargs)
 
 
@@ -625,7 +627,7 @@ def test_whatever_the_order_of_uses_each_parameter_is_gathered_once_before_them(
     expected = gm(x, *fulls.values(), None)
 
     kept = insert_gathers(gm, known, bucket_bytes)
-    chain_collectives(gm)
+    chain_reductions(gm)
 
     buckets = [gather.args[1] for gather in gathers_of(gm)]
     gathered = [fqn for bucket in buckets for fqn in bucket]
@@ -793,7 +795,7 @@ def test_reductions_keep_the_order_they_are_given_in():
     gm = partitioned_graph(backward, *square(2))
 
     insert_reduces(gm, {1: facts("b"), 2: facts("c"), 0: facts("a")})
-    chain_collectives(gm)
+    chain_reductions(gm)
 
     assert_text(
         gm,
@@ -990,7 +992,7 @@ def reduces_of(gm):
     return gm.graph.find_nodes(op="call_function", target=ops.reduce_grad.default)
 
 
-# ---- chain_collectives
+# ---- chain_reductions
 
 
 @pytest.mark.smoke
@@ -1006,7 +1008,7 @@ def test_each_collective_takes_the_token_of_the_one_of_its_kind_before_it():
     insert_gathers(gm, dict(reversed(of_layers(gm, w2={"group": 1}).items())), NO_LIMIT)
     insert_reduces(gm, {2: facts("fc2"), 1: facts("fc1")})
 
-    chain_collectives(gm)
+    chain_reductions(gm)
 
     assert_text(
         gm,
@@ -1043,7 +1045,7 @@ def test_the_chain_follows_gathers_and_leaves_no_token_unused():
     parameters = of_layers(gm, w2={"group": 1}, w3={"group": 2})
     insert_gathers(gm, parameters, NO_LIMIT)
 
-    chain_collectives(gm)
+    chain_reductions(gm)
 
     assert_text(
         gm,
@@ -1055,9 +1057,10 @@ def test_the_chain_follows_gathers_and_leaves_no_token_unused():
         all_gather: i64[1] = zero3.all_gather_start([w1], ['fc1.weight'])
         all_gather_1: i64[1] = zero3.all_gather_start([w2], ['fc2.weight'], all_gather)
         gathered = zero3.all_gather_wait(all_gather, [w1], all_gather_1)
+        token: f32[0] = getitem(gathered, 1)
         fc1_weight: f32[4, 4] = getitem(gathered, 0)
         mm: f32[4, 4] = mm(x, fc1_weight)
-        all_gather_2: i64[1] = zero3.all_gather_start([w3], ['fc3.weight'], all_gather_1)
+        all_gather_2: i64[1] = zero3.all_gather_start([w3], ['fc3.weight'], token)
         gathered_1 = zero3.all_gather_wait(all_gather_1, [w2], all_gather_2)
         fc2_weight: f32[4, 4] = getitem(gathered_1, 0)
         mm_1: f32[4, 4] = mm(mm, fc2_weight)

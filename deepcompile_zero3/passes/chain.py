@@ -1,4 +1,4 @@
-"""Any graph: orders of its collectives which no scheduler may change."""
+"""A backward: one order of its reductions, which no scheduler may change."""
 
 from torch import fx
 
@@ -6,23 +6,21 @@ from deepcompile_zero3.graph_text import COMMENT
 from deepcompile_zero3.runtime import ops
 
 
-def chain_collectives(gm: fx.GraphModule) -> None:
-    """Hands each gather what the gather before it returned, and each reduction likewise.
+def chain_reductions(gm: fx.GraphModule) -> None:
+    """Hands each reduction the token of the one before it.
 
     A compiler's scheduler moves nodes by what it knows of memory and time, which differs from
     rank to rank; two collectives that swap on one rank are a hang or silent corruption. A data
-    dependency is the one thing that every scheduler keeps. Gathers and reductions go over process
-    groups of their own, so that between them no order has to be kept.
+    dependency is the one thing that every scheduler keeps. Gathers, chained by ``insert_gathers``,
+    and reductions have process groups of their own, so that between them no order has to be kept.
     """
-    graph = gm.graph
-    for target in (ops.all_gather_start.default, ops.reduce_grad.default):
-        last = None
-        for node in graph.find_nodes(op="call_function", target=target):
-            if last is not None:
-                node.args = (*node.args[:2], last, *node.args[3:])
-                # Tracing may have noted values of the former arguments, which Inductor would trust.
-                kept = ("val", COMMENT)
-                node.meta = {key: node.meta[key] for key in kept if key in node.meta}
-            last = node
-    graph.lint()
+    last = None
+    for node in gm.graph.find_nodes(op="call_function", target=ops.reduce_grad.default):
+        if last is not None:
+            node.args = (*node.args[:2], last, *node.args[3:])
+            # Tracing may have noted values of the former arguments, which Inductor would trust.
+            kept = ("val", COMMENT)
+            node.meta = {key: node.meta[key] for key in kept if key in node.meta}
+        last = node
+    gm.graph.lint()
     gm.recompile()

@@ -20,7 +20,8 @@ def insert_gathers(
     Neighbours of one group, up to ``bucket_bytes`` together, share a collective. It is waited for
     just before the first use of what it gathers or of what a later one does: uses may come in
     another order, collectives do not. It starts just before the wait for the one ahead of it, which
-    takes what the start returned, so that no scheduler starts it later. Nothing frees what was
+    takes what the start returned, so that no scheduler starts it later, and it takes a token of the
+    wait before that, so that none starts it earlier: two are alive at once. Nothing frees what was
     gathered: the compiler does, after the last use. An input that a forward saves for backward
     stays one, so that backward gathers again, unless ``reshard_after_forward`` is False.
 
@@ -37,33 +38,27 @@ def insert_gathers(
         uses = [user for node in bucket for user in node.users]
         place = min([place, *uses], key=order.__getitem__)
         places.append(place)
-    kept = []
     places.reverse()
-    starts = []
-    for bucket, place in zip(buckets, [first_place, *places], strict=False):
+    kept = []
+    after = None  # what the next start follows
+    started = []
+    for index, place in enumerate([first_place, *places]):
         with graph.inserting_before(place):
-            starts.append(_start(graph, bucket, [parameters[node].fqn for node in bucket]))
-    following = [*starts[1:], None]
-    for bucket, place, start, ahead in zip(buckets, places, starts, following, strict=False):
-        with graph.inserting_before(place):
-            wait = graph.create_node(
-                "call_function",
-                ops.all_gather_wait.default,
-                (start, bucket) if ahead is None else (start, bucket, ahead),
-                name="gathered",
-            )
-            wait.meta["val"] = [torch.empty_like(node.meta["val"]) for node in bucket]
+            if index < len(buckets):
+                fqns = [parameters[node].fqn for node in buckets[index]]
+                started.append(_start(graph, buckets[index], fqns, after))
+            if index == 0:
+                after = started[0] if started else None
+                continue
+            bucket = buckets[index - 1]
+            wait = _wait(graph, started[index - 1], bucket, started[index:])
+            if index + 1 < len(buckets):
+                after = _item(graph, wait, len(bucket), "token")
             for position, node in enumerate(bucket):
-                fqn = parameters[node].fqn
-                full = graph.create_node(
-                    "call_function",
-                    operator.getitem,
-                    (wait, position),
-                    name=fqn.replace(".", "_"),
-                )
-                full.meta["val"] = wait.meta["val"][position]
-                if _replace(node, full, not parameters[node].reshard_after_forward):
-                    kept.append(fqn)
+                facts = parameters[node]
+                full = _item(graph, wait, position, facts.fqn.replace(".", "_"))
+                if _replace(node, full, not facts.reshard_after_forward):
+                    kept.append(facts.fqn)
     graph.lint()
     gm.recompile()
     return kept
@@ -86,12 +81,30 @@ def _buckets(
         yield bucket
 
 
-def _start(graph: fx.Graph, bucket: list[fx.Node], fqns: list[str]) -> fx.Node:
+def _start(
+    graph: fx.Graph, bucket: list[fx.Node], fqns: list[str], after: fx.Node | None
+) -> fx.Node:
+    arguments = (bucket, fqns) if after is None else (bucket, fqns, after)
     start = graph.create_node(
-        "call_function", ops.all_gather_start.default, (bucket, fqns), name="all_gather"
+        "call_function", ops.all_gather_start.default, arguments, name="all_gather"
     )
     start.meta["val"] = bucket[0].meta["val"].new_empty(1, dtype=torch.int64, device="cpu")
     return start
+
+
+def _wait(graph: fx.Graph, start: fx.Node, bucket: list[fx.Node], ahead: list[fx.Node]) -> fx.Node:
+    wait = graph.create_node(
+        "call_function", ops.all_gather_wait.default, (start, bucket, *ahead), name="gathered"
+    )
+    values = [node.meta["val"] for node in bucket]
+    wait.meta["val"] = [*(torch.empty_like(value) for value in values), values[0].new_empty(0)]
+    return wait
+
+
+def _item(graph: fx.Graph, source: fx.Node, position: int, name: str) -> fx.Node:
+    item = graph.create_node("call_function", operator.getitem, (source, position), name=name)
+    item.meta["val"] = source.meta["val"][position]
+    return item
 
 
 def _replace(placeholder: fx.Node, full: fx.Node, keep: bool) -> bool:
