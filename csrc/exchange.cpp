@@ -12,34 +12,37 @@
 
 namespace zero3 {
 
+namespace {
 using Group = c10d::ProcessGroup;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+}  // namespace
 
 struct Exchange::Running {
   std::string group_name;
-  std::string key;
-  std::vector<at::Tensor> tensors;  // that take part
-  std::vector<WorkPtr> works;
+  int64_t rank;
+  c10::intrusive_ptr<Group> group;
+  std::vector<at::Tensor> tensors;                     // that take part
+  std::vector<std::pair<WorkPtr, std::string>> works;  // with their keys
 
   void wait() {
-    try {
-      for (auto& work : works) work->wait();
-    } catch (const std::exception& error) {
-      TORCH_CHECK(false, "zero3: an exchange with another rank failed (", key,
-                  "). Either that rank has stopped, or it runs something else: all ranks must run "
-                  "the same forwards and backwards. ",
-                  error.what());
+    for (auto& [work, key] : works) {
+      try {
+        work->wait();
+      } catch (const std::exception& error) {
+        TORCH_CHECK(false, "zero3: an exchange with another rank failed (", key,
+                    "). Either that rank has stopped, or it runs something else: all ranks must "
+                    "run the same forwards and backwards. ",
+                    error.what());
+      }
     }
   }
 };
 
-namespace {
-
-using Running = Exchange::Running;
-
 // Exchanges that nobody waits for any more. gloo never gets over a message whose buffer is gone.
 class Orphans {
  public:
+  using Running = Exchange::Running;
+
   static Orphans& get() {
     static auto& orphans = *new Orphans;  // for ever: some come when statics are destroyed
     return orphans;
@@ -65,6 +68,8 @@ class Orphans {
   std::map<std::string, std::vector<std::unique_ptr<Running>>> by_group_;
 };
 
+namespace {
+
 // ---- sends and receives
 
 // Messages meet by sender and tag, in order. One that meets none ends in the group's timeout.
@@ -74,18 +79,19 @@ int tag_of(const std::string& key) {
   return static_cast<int>(hash % std::numeric_limits<int>::max());
 }
 
-// Sends `outgoing(r)` to each other rank r, and receives `incoming(r)` from it.
-template <typename Outgoing, typename Incoming>
-void start_messages(Running& running, Group& group, int64_t rank, int64_t world_size,
-                    Outgoing outgoing, Incoming incoming) {
-  const int tag = tag_of(running.key);
+// Sends `outgoing(r)` to each other rank r, and receives `incoming(r)` from it; nothing where that
+// is empty. `start(work)` takes what has started.
+template <typename Outgoing, typename Incoming, typename Start>
+void start_messages(Group& group, int64_t rank, int64_t world_size, const std::string& key,
+                    Outgoing outgoing, Incoming incoming, Start start) {
+  const int tag = tag_of(key);
   for (int64_t distance = 1; distance < world_size; ++distance) {
     const int64_t to = (rank + distance) % world_size;
     const int64_t from = (rank - distance + world_size) % world_size;
     std::vector<at::Tensor> received{incoming(from)};
-    running.works.push_back(group.recv(received, static_cast<int>(from), tag));
+    if (received[0].numel() > 0) start(group.recv(received, static_cast<int>(from), tag));
     std::vector<at::Tensor> sent{outgoing(to)};
-    running.works.push_back(group.send(sent, static_cast<int>(to), tag));
+    if (sent[0].numel() > 0) start(group.send(sent, static_cast<int>(to), tag));
   }
 }
 
@@ -127,71 +133,73 @@ WorkPtr reduce_scatter(AnyGroup& group, at::Tensor shard, at::Tensor full) {
     return group._reduce_scatter_base(shard, full);
 }
 
+// Rows that lie one after the other are one run already.
+at::Tensor one_run(const Rows& rows) {
+  const auto& first = rows.front();
+  bool adjacent = true;
+  for (size_t r = 0; r < rows.size(); ++r)
+    adjacent &= rows[r].is_alias_of(first) &&
+                rows[r].storage_offset() ==
+                    first.storage_offset() + static_cast<int64_t>(r) * first.numel();
+  const int64_t world_size = rows.size();
+  return adjacent ? first.as_strided({world_size * first.numel()}, {1}) : at::cat(rows);
+}
+
 }  // namespace
-
-Exchange::Exchange(std::unique_ptr<Running> running, std::vector<at::Tensor> addends)
-    : running_(std::move(running)), addends_(std::move(addends)) {}
-
-Exchange::~Exchange() {
-  if (running_) Orphans::get().add(std::move(running_));
-}
-
-void Exchange::wait() {
-  auto running = std::exchange(running_, nullptr);
-  TORCH_CHECK(running, "zero3: an exchange was waited for twice");
-  running->wait();
-}
 
 bool is_point_to_point(const std::string& group_name, at::Device device) {
   auto group = c10d::resolve_process_group(group_name);
   return device.is_cpu() && group->getBackend(device.type())->getBackendName() == "gloo";
 }
 
-std::unique_ptr<Exchange> start_gather(const std::string& group_name, int64_t rank,
-                                       std::vector<at::Tensor> rows, const std::string& key) {
+Exchange::Exchange(const std::string& group_name, int64_t rank) {
   Orphans::get().wait(group_name);
   auto group = c10d::resolve_process_group(group_name);
-  auto exchange = std::make_unique<Exchange>(
-      std::make_unique<Running>(Running{group_name, key, rows, {}}), std::vector<at::Tensor>());
-  auto& running = exchange->running();
-  for (auto& row : rows) {
-    if (row.numel() == 0) continue;
-    if (is_point_to_point(group_name, row.device()))
-      start_messages(
-          running, *group, rank, row.size(0), [&](int64_t) { return row[rank]; },
-          [&](int64_t from) { return row[from]; });
-    else
-      running.works.push_back(all_gather(*group, row.view(-1), row[rank]));
-  }
-  return exchange;
+  running_ = std::make_unique<Running>(Running{group_name, rank, group, {}, {}});
 }
 
-std::unique_ptr<Exchange> start_reduce(const std::string& group_name, int64_t rank, at::Tensor rows,
-                                       const std::string& key) {
-  Orphans::get().wait(group_name);
-  auto group = c10d::resolve_process_group(group_name);
-  const int64_t world_size = rows.size(0);
-  std::vector<at::Tensor> addends;
-  const bool point_to_point = is_point_to_point(group_name, rows.device());
-  if (point_to_point) {
-    auto received = pooled_empty({world_size - 1, rows.size(1)}, rows.options());
-    for (int64_t r = 0; r < world_size; ++r)
-      addends.push_back(r == rank ? rows[r] : received[r - (r > rank)]);
-  } else {
-    rows = rows.contiguous().view(-1);
-    addends.push_back(at::empty({rows.numel() / world_size}, rows.options()));
-  }
-  auto exchange = std::make_unique<Exchange>(
-      std::make_unique<Running>(Running{group_name, key, {rows}, {}}), addends);
-  auto& running = exchange->running();
-  running.tensors.insert(running.tensors.end(), addends.begin(), addends.end());
-  if (point_to_point)
+Exchange::~Exchange() {
+  if (running_ && !running_->works.empty()) Orphans::get().add(std::move(running_));
+}
+
+void Exchange::gather(const at::Tensor& rows, const std::string& key) {
+  auto& [group_name, rank, group, tensors, works] = *running_;
+  tensors.push_back(rows);
+  const auto start = [&](const WorkPtr& work) { works.emplace_back(work, key); };
+  if (rows.numel() == 0) return;
+  if (is_point_to_point(group_name, rows.device()))
     start_messages(
-        running, *group, rank, world_size, [&](int64_t to) { return rows[to]; },
-        [&](int64_t from) { return addends[from]; });
+        *group, rank, rows.size(0), key, [&](int64_t) { return rows[rank]; },
+        [&](int64_t from) { return rows[from]; }, start);
   else
-    running.works.push_back(reduce_scatter(*group, addends.front(), rows));
-  return exchange;
+    start(all_gather(*group, rows.view(-1), rows[rank]));
+}
+
+void Exchange::reduce(const Rows& rows, const std::string& key) {
+  auto& [group_name, rank, group, tensors, works] = *running_;
+  Rows& addends = addends_.emplace_back();
+  const auto keep = [&](const at::Tensor& tensor) { return tensors.emplace_back(tensor); };
+  const auto start = [&](const WorkPtr& work) { works.emplace_back(work, key); };
+  const at::Tensor& own = rows[rank];
+  if (is_point_to_point(group_name, own.device())) {
+    for (auto& row : rows) {
+      keep(row);
+      addends.push_back(keep(row.is_same(own) ? own : pooled_empty(own.sizes(), own.options())));
+    }
+    start_messages(
+        *group, rank, rows.size(), key, [&](int64_t to) { return rows[to]; },
+        [&](int64_t from) { return addends[from]; }, start);
+  } else {
+    auto run = keep(one_run(rows));
+    addends.push_back(keep(at::empty_like(own)));
+    if (run.numel() > 0) start(reduce_scatter(*group, addends.front(), run));
+  }
+}
+
+void Exchange::wait() {
+  auto running = std::exchange(running_, nullptr);
+  TORCH_CHECK(running, "zero3: an exchange was waited for twice");
+  running->wait();
 }
 
 }  // namespace zero3

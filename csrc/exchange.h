@@ -1,7 +1,7 @@
 // The two exchanges of a group of ranks, over c10d.
 //
 //   gather   rows [world, n], of which this rank has written its own   ->  all rows written
-//   reduce   rows [world, n], one for each rank                        ->  this rank's of all ranks
+//   reduce   rows [n], one for each rank                               ->  this rank's of all ranks
 //
 // On gloo both are sends and receives in place: its all-gather copies twice, and its reduce-scatter
 // is an all-reduce. Other backends' own collectives are taken.
@@ -15,40 +15,43 @@
 
 namespace zero3 {
 
-// Communication that has started. One that is dropped before its wait, as an exception does, goes
-// on by itself and is waited for at the next start in its group: all ranks have dropped it, or one
-// of them is gone.
-class Exchange {
- public:
-  struct Running;
-
-  Exchange(std::unique_ptr<Running> running, std::vector<at::Tensor> addends);
-  ~Exchange();
-
-  Running& running() { return *running_; }
-
-  // Raises, naming the key, if another rank does not take part in time.
-  void wait();
-
-  // Of a reduction, after wait(): tensors [n] whose sum it is, in the order of ranks.
-  const std::vector<at::Tensor>& addends() const { return addends_; }
-
- private:
-  std::unique_ptr<Running> running_;  // until wait()
-  std::vector<at::Tensor> addends_;
-};
+// Tensors [n], each contiguous, one for each rank: n may differ from rank to rank.
+using Rows = std::vector<at::Tensor>;
 
 // Whether exchanges of this group and device are sends and receives, one for each tensor and rank,
 // so that several tensors need not share a buffer.
 bool is_point_to_point(const std::string& group_name, at::Device device);
 
-// Starts gathering each of `rows`. Ranks start exchanges of a group in one order; `key` is the same
-// on all ranks; exchanges of different keys wait for each other's like, and do not meet.
-std::unique_ptr<Exchange> start_gather(const std::string& group_name, int64_t rank,
-                                       std::vector<at::Tensor> rows, const std::string& key);
+// Tensors that are gathered or reduced, each from the moment it is given, and waited for together.
+// Ranks start exchanges of a group in one order. `key` is the same on all ranks; tensors of
+// different keys wait for each other's like, and do not meet.
+//
+// An exchange that is dropped before its wait, as an exception does, goes on by itself and is
+// waited for by the next one of its group: all ranks have dropped it, or one of them is gone.
+class Exchange {
+ public:
+  Exchange(const std::string& group_name, int64_t rank);
+  ~Exchange();
 
-// Starts reducing `rows`, the part [world, n] of a buffer whose rows are contiguous.
-std::unique_ptr<Exchange> start_reduce(const std::string& group_name, int64_t rank, at::Tensor rows,
-                                       const std::string& key);
+  // `rows` is [world, n], contiguous; others must not read it before wait().
+  void gather(const at::Tensor& rows, const std::string& key);
+
+  // All n are one unless the group is point to point. Others must not write to `rows` before
+  // wait().
+  void reduce(const Rows& rows, const std::string& key);
+
+  // Raises, naming the key, if another rank does not take part in time.
+  void wait();
+
+  // After wait(), for each call of reduce(): tensors [n] whose sum it is, in the order of ranks.
+  const std::vector<Rows>& addends() const { return addends_; }
+
+ private:
+  struct Running;
+  friend class Orphans;
+
+  std::unique_ptr<Running> running_;  // until wait()
+  std::vector<Rows> addends_;
+};
 
 }  // namespace zero3

@@ -44,31 +44,28 @@ class GatherBucket {
   // Writes this rank's rows, the cast in the same pass, and starts.
   void start() {
     const Parameter& first = *parameters_.front();
-    std::vector<at::Tensor> all;
+    const std::string kind = std::string("gather ") + c10::toString(first.compute_dtype);
     std::vector<std::string> fqns;
-    std::string key = std::string("gather ") + c10::toString(first.compute_dtype);
+    std::string shared;
     int64_t offset = 0;
     int64_t nbytes = 0;
+    exchange_ = std::make_unique<Exchange>(first.group_name, first.rank);
     for (size_t i = 0; i < parameters_.size(); ++i) {
       const Parameter& parameter = *parameters_[i];
-      auto rows = own_rows_[i].defined() ? own_rows_[i] : shared_rows_;
-      auto chunk = rows[first.rank];
+      const auto key = " " + parameter.fqn + "[" + std::to_string(parameter.chunk_numel()) + "]";
       if (own_rows_[i].defined()) {
-        all.push_back(rows);
+        write(parameter, own_rows_[i][first.rank]);
+        exchange_->gather(own_rows_[i], kind + key);
       } else {
-        chunk = chunk.narrow(0, offset, parameter.chunk_numel());
+        write(parameter, shared_rows_[first.rank].narrow(0, offset, parameter.chunk_numel()));
         offset += parameter.chunk_numel();
+        shared += key;
       }
-      const int64_t owned = parameter.shard_rows() * parameter.row_numel();
-      chunk.narrow(0, 0, owned).view(parameter.shard.sizes()).copy_(parameter.shard);
-      chunk.narrow(0, owned, chunk.numel() - owned).zero_();
       nbytes += first.world_size * bytes_of_chunk(parameter);
       fqns.push_back(parameter.fqn);
-      key += " " + parameter.fqn + "[" + std::to_string(parameter.chunk_numel()) + "]";
     }
-    if (shared_numel_ > 0) all.push_back(shared_rows_);
+    if (shared_numel_ > 0) exchange_->gather(shared_rows_, kind + shared);
     record({"all_gather", first.compute_dtype, nbytes, fqns});
-    exchange_ = start_gather(first.group_name, first.rank, std::move(all), key);
   }
 
   const std::vector<ParameterPtr>& parameters() const { return parameters_; }
@@ -105,6 +102,12 @@ class GatherBucket {
   static int64_t bytes_of_chunk(const Parameter& parameter) {
     return parameter.chunk_numel() *
            static_cast<int64_t>(c10::elementSize(parameter.compute_dtype));
+  }
+
+  static void write(const Parameter& parameter, const at::Tensor& chunk) {
+    const int64_t owned = parameter.shard_rows() * parameter.row_numel();
+    chunk.narrow(0, 0, owned).view(parameter.shard.sizes()).copy_(parameter.shard);
+    chunk.narrow(0, owned, chunk.numel() - owned).zero_();
   }
 
   at::Tensor new_rows(int64_t numel) const {

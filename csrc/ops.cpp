@@ -12,6 +12,7 @@
 
 #include "gather.h"
 #include "grad_dtype.h"
+#include "memory.h"
 #include "reduce.h"
 
 namespace zero3 {
@@ -88,25 +89,60 @@ std::vector<Tensor> all_gather_wait(const Tensor& handle, at::TensorList placeho
 }
 
 // Without a contract it is the user who calls, not a graph: inside of defer_reduction.
-Tensor reduce_grad(const Tensor& grad, std::string fqn, const std::optional<Tensor>& after,
-                   int64_t use, std::string contract) {
-  auto parameter = Registry::get().find(fqn);
-  const auto expected = contract_name(parameter->grad_dtype);
-  TORCH_CHECK(contract.empty() || contract == expected, "zero3: the contract of '", fqn,
+void check_reducible(const Parameter& parameter, const std::string& contract) {
+  const auto expected = contract_name(parameter.grad_dtype);
+  TORCH_CHECK(contract.empty() || contract == expected, "zero3: the contract of '", parameter.fqn,
               "' (grad_dtype) was ", contract, " in the forward of this backward and is ", expected,
               " now: set grad_dtype before the forward");
   const bool in_backward = torch::autograd::get_current_graph_task_id() != -1;
-  if (parameter->deferred && contract.empty()) {
-    accumulate(*parameter, grad);
-    return token(grad);
-  }
-  TORCH_CHECK(in_backward || !contract.empty(), "zero3::reduce_grad('", fqn,
+  TORCH_CHECK(in_backward || !contract.empty(), "zero3::reduce_grad('", parameter.fqn,
               "') was called outside of a backward: call it inside of defer_reduction(model)");
-  TORCH_CHECK(in_backward, "zero3: the gradient of '", fqn,
+  TORCH_CHECK(in_backward, "zero3: the gradient of '", parameter.fqn,
               "' was computed in forward. It does not depend on that of the loss, and this backend "
               "moved it there: use backend='zero3', or eager");
-  Reduction::current()->add(parameter, grad);
+}
+
+Tensor reduce_grad(const Tensor& grad, std::string fqn, const std::optional<Tensor>& after,
+                   int64_t use, std::string contract) {
+  auto parameter = Registry::get().find(fqn);
+  if (parameter->deferred && contract.empty()) {
+    accumulate(*parameter, grad);
+  } else {
+    check_reducible(*parameter, contract);
+    Reduction::current()->add(parameter, grad, /*owned=*/false);
+  }
   return token(grad);
+}
+
+// `write` computes the gradient into memory that is sent as it is.
+template <typename Write>
+Tensor reduce_written(const Tensor& like, at::IntArrayRef sizes, const std::string& fqn,
+                      const std::string& contract, Write write) {
+  auto parameter = Registry::get().find(fqn);
+  check_reducible(*parameter, contract);
+  at::AutoDispatchBelowADInplaceOrView guard;
+  auto grad = pooled_empty(sizes, like.options());
+  write(grad);
+  Reduction::current()->add(parameter, grad, /*owned=*/true);
+  return token(grad);
+}
+
+Tensor reduce_mm(at::TensorList factors, std::string fqn, const std::optional<Tensor>& after,
+                 int64_t use, std::string contract) {
+  TORCH_CHECK(factors.size() == 2, "zero3::reduce_mm takes two matrices, got ", factors.size());
+  const auto sizes = {factors[0].size(0), factors[1].size(1)};
+  return reduce_written(factors[0], sizes, fqn, contract,
+                        [&](Tensor& grad) { at::mm_out(grad, factors[0], factors[1]); });
+}
+
+Tensor reduce_rows(at::TensorList rows, std::string fqn, const std::optional<Tensor>& after,
+                   int64_t use, std::string contract) {
+  TORCH_CHECK(rows.size() == 2, "zero3::reduce_rows takes indices and values, got ", rows.size());
+  const auto sizes = Registry::get().find(fqn)->sizes;
+  return reduce_written(rows[1], sizes, fqn, contract, [&](Tensor& grad) {
+    auto indices = rows[0].reshape({-1}).clamp(0, grad.size(0) - 1);  // zeros may lie outside
+    grad.zero_().index_add_(0, indices, rows[1].reshape({-1, grad.size(1)}));
+  });
 }
 
 // Fresh memory: a compiler may write to what an operator returns.
@@ -199,6 +235,12 @@ TORCH_LIBRARY(zero3, m) {
   m.def(
       "reduce_grad(Tensor grad, str fqn, Tensor? after=None, int use=0, str contract='') -> "
       "Tensor");
+  m.def(
+      "reduce_mm(Tensor[] factors, str fqn, Tensor? after=None, int use=0, str contract='') -> "
+      "Tensor");
+  m.def(
+      "reduce_rows(Tensor[] rows, str fqn, Tensor? after=None, int use=0, str contract='') -> "
+      "Tensor");
   m.def("unshard(Tensor placeholder, str fqn, str contract) -> Tensor");
 }
 
@@ -206,6 +248,8 @@ TORCH_LIBRARY_IMPL(zero3, CPU, m) {
   m.impl("all_gather_start", all_gather_start);
   m.impl("all_gather_wait", all_gather_wait);
   m.impl("reduce_grad", reduce_grad);
+  m.impl("reduce_mm", reduce_mm);
+  m.impl("reduce_rows", reduce_rows);
   m.impl("unshard", unshard);
 }
 
@@ -213,6 +257,8 @@ TORCH_LIBRARY_IMPL(zero3, CUDA, m) {
   m.impl("all_gather_start", all_gather_start);
   m.impl("all_gather_wait", all_gather_wait);
   m.impl("reduce_grad", reduce_grad);
+  m.impl("reduce_mm", reduce_mm);
+  m.impl("reduce_rows", reduce_rows);
   m.impl("unshard", unshard);
 }
 

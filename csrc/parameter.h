@@ -40,7 +40,7 @@ struct Parameter {
   std::optional<at::ScalarType> reduce_dtype;  // on the wire; nullopt: the normalised gradient's
   std::optional<at::ScalarType> shard_grad_dtype;  // the optimizer's; nullopt: what arrived
   double divide_factor = 1;
-  int64_t bucket_bytes = 8 << 20;  // of a full bucket that this parameter opens
+  int64_t bucket_bytes = 64 << 20;  // of a full bucket that this parameter opens
   bool requires_gradient_sync = true;
 
   at::Tensor placeholder;  // the leaf that graphs take: full shape and no memory

@@ -16,7 +16,10 @@ namespace zero3 {
 namespace {
 
 // Bounds communication memory: a further bucket waits for the oldest one.
-constexpr size_t kMaxBucketsInFlight = 2;
+constexpr size_t kMaxBucketsInFlight = 1;
+
+constexpr int64_t kSlabBytes = 8 << 20;
+constexpr size_t kLarge = 64 << 10;  // bytes of a gradient that is worth messages of its own
 
 Deliver deliver;
 
@@ -84,11 +87,17 @@ void copy_through(const at::Tensor& target, const at::Tensor& source, at::Scalar
   }
 }
 
+// The rows that `rank` owns of a full tensor.
+at::Tensor rows_of(const at::Tensor& full, const Parameter& parameter, int64_t rank) {
+  const int64_t start = std::min(rank * parameter.chunk_rows(), parameter.rows());
+  return full.narrow(0, start, parameter.rows_of(rank));
+}
+
 }  // namespace
 
 void set_deliver(Deliver function) { deliver = std::move(function); }
 
-void accumulate(Parameter& parameter, const at::Tensor& raw) {
+void accumulate(Parameter& parameter, const at::Tensor& raw, bool owned) {
   check_gradient(parameter, raw);
   c10::NoGradGuard no_grad;
   c10::InferenceMode lasting(false);  // sums outlive the mode that a gradient was computed in
@@ -105,7 +114,7 @@ void accumulate(Parameter& parameter, const at::Tensor& raw) {
   if (sum.defined())
     sum = sum.to(at::promote_types(wider, sum.scalar_type())).add_(grad);
   else
-    sum = grad.to(wider, /*non_blocking=*/false, /*copy=*/grad.is_same(raw));
+    sum = grad.to(wider, /*non_blocking=*/false, /*copy=*/grad.is_same(raw) && !owned);
 }
 
 void reduce_accumulated(const std::vector<ParameterPtr>& parameters) {
@@ -113,66 +122,117 @@ void reduce_accumulated(const std::vector<ParameterPtr>& parameters) {
   std::make_shared<Reduction>()->finish(parameters);
 }
 
-Bucket::Bucket(const Parameter& like, at::ScalarType wire_dtype, int64_t capacity)
+Bucket::Bucket(const Parameter& like, at::ScalarType wire_dtype)
     : group_name_(like.reduce_group_name),
       rank_(like.rank),
       world_size_(like.world_size),
       divide_factor_(like.divide_factor),
       pre_divide_factor_(pre_divide_factor(wire_dtype, like.divide_factor)),
-      capacity_(capacity),
-      buffer_(pooled_empty({world_size_, capacity},
-                           at::TensorOptions(wire_dtype).device(like.device))) {}
+      options_(at::TensorOptions(wire_dtype).device(like.device)),
+      capacity_(like.bucket_bytes / world_size_ /
+                static_cast<int64_t>(options_.dtype().itemsize())),
+      exchange_(group_name_, rank_) {}
 
 bool Bucket::accepts(const Parameter& parameter, at::ScalarType wire_dtype) const {
   return group_name_ == parameter.reduce_group_name && divide_factor_ == parameter.divide_factor &&
-         buffer_.scalar_type() == wire_dtype && buffer_.device() == parameter.device;
+         options_.dtype() == c10::scalarTypeToTypeMeta(wire_dtype) &&
+         options_.device() == parameter.device;
 }
 
 bool Bucket::has_room_for(const Parameter& parameter) const {
-  return used_ + parameter.chunk_numel() <= capacity_;
+  return entries_.empty() || used_ + parameter.chunk_numel() <= capacity_;
 }
 
-void Bucket::pack(const ParameterPtr& parameter, const at::Tensor& grad, at::ScalarType through,
-                  at::ScalarType normalised_dtype) {
+bool Bucket::is_full() const { return used_ >= capacity_; }
+
+bool Bucket::goes_as_it_is(const Parameter& parameter, const at::Tensor& grad,
+                           at::ScalarType through) const {
+  const auto wire_dtype = options_.dtype().toScalarType();
+  const bool rows_are_alike = parameter.rows() % world_size_ == 0;
+  return grad.scalar_type() == wire_dtype && through == wire_dtype && pre_divide_factor_ == 1.0 &&
+         grad.is_contiguous() && grad.nbytes() >= kLarge &&
+         (rows_are_alike || is_point_to_point(group_name_, options_.device()));
+}
+
+void Bucket::add(const ParameterPtr& parameter, const at::Tensor& grad, at::ScalarType through,
+                 at::ScalarType normalised_dtype, bool owned) {
+  const int64_t chunk_numel = parameter->chunk_numel();
+  const auto key = parameter->fqn + "[" + std::to_string(chunk_numel) + "]";
+  used_ += chunk_numel;
+  if (owned && goes_as_it_is(*parameter, grad, through)) {
+    Rows rows;
+    for (int64_t rank = 0; rank < world_size_; ++rank)
+      rows.push_back(rows_of(grad, *parameter, rank).view(-1));
+    const auto piece = send(rows, key);
+    entries_.push_back({parameter, normalised_dtype, piece, 0, /*is_alone=*/true});
+    return;
+  }
+  if (!slab_.defined() || slab_used_ + chunk_numel > slab_.size(1)) {
+    send_slab();
+    const int64_t slab_numel = kSlabBytes / world_size_ / options_.dtype().itemsize();
+    slab_ = pooled_empty({world_size_, std::max(std::min(capacity_, slab_numel), chunk_numel)},
+                         options_);
+  }
+  slab_key_ += " " + key;
+  entries_.push_back({parameter, normalised_dtype, std::nullopt, slab_used_, /*is_alone=*/false});
+  pack(*parameter, grad, through);
+}
+
+void Bucket::pack(const Parameter& parameter, const at::Tensor& grad, at::ScalarType through) {
   for (int64_t rank = 0; rank < world_size_; ++rank) {
-    auto chunk = buffer_[rank].narrow(0, used_, parameter->chunk_numel());
-    const int64_t rows = parameter->rows_of(rank);
-    const int64_t owned = rows * parameter->row_numel();
-    auto target = chunk.narrow(0, 0, owned).view(parameter->sizes_with_rows(rows));
-    auto source = grad.narrow(0, std::min(rank * parameter->chunk_rows(), parameter->rows()), rows);
-    if (owned > 0) copy_through(target, source, through, pre_divide_factor_);
+    auto chunk = slab_[rank].narrow(0, slab_used_, parameter.chunk_numel());
+    auto source = rows_of(grad, parameter, rank);
+    const int64_t owned = source.numel();
+    if (owned > 0)
+      copy_through(chunk.narrow(0, 0, owned).view(source.sizes()), source, through,
+                   pre_divide_factor_);
     chunk.narrow(0, owned, chunk.numel() - owned).zero_();
   }
-  entries_.push_back({parameter, used_, normalised_dtype});
-  used_ += parameter->chunk_numel();
+  slab_used_ += parameter.chunk_numel();
 }
 
-void Bucket::launch() {
-  auto rows = std::exchange(buffer_, {}).narrow(1, 0, used_);
+void Bucket::send_slab() {
+  if (!slab_.defined()) return;
+  Rows rows;
+  for (int64_t rank = 0; rank < world_size_; ++rank)
+    rows.push_back(slab_[rank].narrow(0, 0, slab_used_));
+  const auto piece = send(rows, std::exchange(slab_key_, {}));
+  for (auto& entry : entries_)
+    if (!entry.piece) entry.piece = piece;
+  slab_.reset();
+  slab_used_ = 0;
+}
+
+size_t Bucket::send(const Rows& rows, const std::string& key) {
+  exchange_.reduce(
+      rows, std::string("reduce ") + c10::toString(options_.dtype().toScalarType()) + " " + key);
+  return pieces_++;
+}
+
+void Bucket::close() {
+  send_slab();
   std::vector<std::string> fqns;
-  std::string key = std::string("reduce ") + c10::toString(rows.scalar_type()) + " " +
-                    std::to_string(rows.numel());
-  for (auto& entry : entries_) {
-    fqns.push_back(entry.parameter->fqn);
-    key += "|" + entry.parameter->fqn;
-  }
-  record({"reduce_scatter", rows.scalar_type(), static_cast<int64_t>(rows.nbytes()), fqns});
-  exchange_ = start_reduce(group_name_, rank_, rows, key);
+  for (auto& entry : entries_) fqns.push_back(entry.parameter->fqn);
+  const int64_t nbytes = used_ * world_size_ * static_cast<int64_t>(options_.dtype().itemsize());
+  record({"reduce_scatter", options_.dtype().toScalarType(), nbytes, fqns});
 }
 
 void Bucket::finish(std::vector<ReducedGradient>& results) {
-  exchange_->wait();
-  const auto& addends = exchange_->addends();
+  exchange_.wait();
   const double post_divide_factor = divide_factor_ / pre_divide_factor_;
-  for (auto& [parameter, offset, normalised_dtype] : entries_) {
-    const int64_t rows = parameter->shard_rows();
+  for (auto& [parameter, normalised_dtype, piece, offset, is_alone] : entries_) {
+    const auto sizes = parameter->sizes_with_rows(parameter->shard_rows());
     const auto dtype = parameter->shard_grad_dtype.value_or(normalised_dtype);
-    auto shard =
-        at::empty(parameter->sizes_with_rows(rows), addends.front().options().dtype(dtype));
-    std::vector<at::Tensor> parts;
-    for (auto& addend : addends)
-      parts.push_back(addend.narrow(0, offset, rows * parameter->row_numel()));
-    sum_and_divide(shard, parts, post_divide_factor);
+    const int64_t numel = parameter->shard_rows() * parameter->row_numel();
+    Rows addends;
+    for (auto& addend : exchange_.addends()[*piece])
+      addends.push_back(addend.narrow(0, offset, numel));
+    at::Tensor shard;
+    if (is_alone && world_size_ > 1 && dtype == addends.front().scalar_type())
+      shard = addends[addends.size() > 1 && rank_ == 0 ? 1 : 0].view(sizes);  // what was received
+    else
+      shard = pooled_empty(sizes, options_.dtype(dtype));
+    sum_and_divide(shard, addends, post_divide_factor);
     results.push_back({parameter, shard});
   }
 }
@@ -202,7 +262,7 @@ Reduction::~Reduction() {
     for (auto& parameter : Registry::get().of_root(root)) parameter->drop_accumulated();
 }
 
-void Reduction::add(const ParameterPtr& parameter, const at::Tensor& raw) {
+void Reduction::add(const ParameterPtr& parameter, const at::Tensor& raw, bool owned) {
   check_gradient(*parameter, raw);
   if (!is_wanted(*parameter)) return;
   c10::NoGradGuard no_grad;
@@ -212,10 +272,10 @@ void Reduction::add(const ParameterPtr& parameter, const at::Tensor& raw) {
   const bool waits = !parameter->requires_gradient_sync || parameter->deferred;
   if (!waits && parameter->pending_uses == 0 && !parameter->accumulated.defined()) {
     const auto dtype = normalised_dtype_of(*parameter, raw);
-    send(parameter, raw, dtype, dtype);
+    send(parameter, raw, dtype, dtype, owned);
     return;
   }
-  accumulate(*parameter, raw);
+  accumulate(*parameter, raw, owned);
   if (!waits && parameter->pending_uses == 0) send_accumulated(parameter);
 }
 
@@ -225,21 +285,12 @@ void Reduction::send_accumulated(const ParameterPtr& parameter) {
   auto sum = std::exchange(parameter->accumulated, {});
   const auto normalised_dtype = *std::exchange(parameter->arrived_dtype, {});
   lock.unlock();
-  send(parameter, sum, sum.scalar_type(), normalised_dtype);
+  send(parameter, sum, sum.scalar_type(), normalised_dtype, /*owned=*/true);
 }
 
 void Reduction::send(const ParameterPtr& parameter, const at::Tensor& grad, at::ScalarType through,
-                     at::ScalarType normalised_dtype) {
+                     at::ScalarType normalised_dtype, bool owned) {
   const auto wire_dtype = parameter->reduce_dtype.value_or(normalised_dtype);
-  // In elements of each rank.
-  const int64_t capacity = parameter->bucket_bytes / parameter->world_size /
-                           static_cast<int64_t>(c10::elementSize(wire_dtype));
-  if (parameter->chunk_numel() >= capacity) {
-    auto own = std::make_unique<Bucket>(*parameter, wire_dtype, parameter->chunk_numel());
-    own->pack(parameter, grad, through, normalised_dtype);
-    launch(std::move(own));
-    return;
-  }
   auto bucket = std::ranges::find_if(
       open_, [&](auto& open) { return open->accepts(*parameter, wire_dtype); });
   if (bucket != open_.end() && !(*bucket)->has_room_for(*parameter)) {
@@ -249,15 +300,19 @@ void Reduction::send(const ParameterPtr& parameter, const at::Tensor& grad, at::
     bucket = open_.end();
   }
   if (bucket == open_.end()) {
-    open_.push_back(std::make_unique<Bucket>(*parameter, wire_dtype, capacity));
+    open_.push_back(std::make_unique<Bucket>(*parameter, wire_dtype));
     bucket = std::prev(open_.end());
   }
-  (*bucket)->pack(parameter, grad, through, normalised_dtype);
+  (*bucket)->add(parameter, grad, through, normalised_dtype, owned);
+  if (!(*bucket)->is_full()) return;
+  auto full = std::move(*bucket);
+  open_.erase(bucket);
+  launch(std::move(full));
 }
 
 void Reduction::launch(std::unique_ptr<Bucket> bucket) {
   while (in_flight_.size() >= kMaxBucketsInFlight) finish_oldest();
-  bucket->launch();
+  bucket->close();
   in_flight_.push_back(std::move(bucket));
 }
 

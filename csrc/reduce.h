@@ -30,26 +30,29 @@ using Deliver = std::function<void(const std::vector<ReducedGradient>&)>;
 void set_deliver(Deliver deliver);
 
 // Adds a raw gradient to `Parameter::accumulated`, cast to the leaf's dtype, in the wider of all
-// dtypes on its way: a sum is never narrower than what arrives or what it is rounded to.
-void accumulate(Parameter& parameter, const at::Tensor& raw);
+// dtypes on its way: a sum is never narrower than what arrives or what it is rounded to. The memory
+// of what is `owned` may become the sum's.
+void accumulate(Parameter& parameter, const at::Tensor& raw, bool owned = false);
 
 // Reduces what these parameters have accumulated, in order, and delivers it.
 void reduce_accumulated(const std::vector<ParameterPtr>& parameters);
 
-// Gradients of several parameters on their way through one reduce-scatter. The buffer is
-// rank-major, [world][chunk of p0 | chunk of p1 | ... | free], so that each rank's part is one run.
+// Gradients of several parameters on their way through one exchange. What is owned and large goes
+// as it is; the rest is packed into slabs, rank-major, [world][chunk of p0 | chunk of p1 | ... |
+// free], so that each rank's part is one run.
 class Bucket {
  public:
-  Bucket(const Parameter& like, at::ScalarType wire_dtype, int64_t capacity);
+  Bucket(const Parameter& like, at::ScalarType wire_dtype);
 
   bool accepts(const Parameter& parameter, at::ScalarType wire_dtype) const;
   bool has_room_for(const Parameter& parameter) const;
+  bool is_full() const;
 
-  // Casts `grad` to `through` and that to the wire's, lays it out and copies it in one pass over
-  // memory. `grad` may be reused when this returns.
-  void pack(const ParameterPtr& parameter, const at::Tensor& grad, at::ScalarType through,
-            at::ScalarType normalised_dtype);
-  void launch();
+  // Takes `grad`, cast to `through` and that to the wire's dtype. If it is lent, nobody writes to
+  // it until finish(); else it may be reused when this returns.
+  void add(const ParameterPtr& parameter, const at::Tensor& grad, at::ScalarType through,
+           at::ScalarType normalised_dtype, bool owned);
+  void close();  // Nothing more comes.
 
   // Waits, and appends each parameter's reduced and scaled shard.
   void finish(std::vector<ReducedGradient>& results);
@@ -57,20 +60,33 @@ class Bucket {
  private:
   struct Entry {
     ParameterPtr parameter;
-    int64_t offset;  // in a rank's run, in elements
     at::ScalarType normalised_dtype;
+    std::optional<size_t> piece;  // once it is sent
+    int64_t offset;               // in a rank's row, in elements
+    bool is_alone;                // in its piece, whose memory is ours
   };
+
+  bool goes_as_it_is(const Parameter& parameter, const at::Tensor& grad,
+                     at::ScalarType through) const;
+  // Casts, lays out and copies in one pass over memory.
+  void pack(const Parameter& parameter, const at::Tensor& grad, at::ScalarType through);
+  void send_slab();
+  size_t send(const Rows& rows, const std::string& key);  // gives the number of the piece
 
   std::string group_name_;
   int64_t rank_;
   int64_t world_size_;
   double divide_factor_;
   double pre_divide_factor_;
-  int64_t capacity_;  // elements a rank
+  at::TensorOptions options_;  // on the wire
+  int64_t capacity_;           // elements a rank
   int64_t used_ = 0;
-  at::Tensor buffer_;  // [world, capacity]
+  size_t pieces_ = 0;
+  at::Tensor slab_;  // [world, n], the open one
+  std::string slab_key_;
+  int64_t slab_used_ = 0;
   std::vector<Entry> entries_;
-  std::unique_ptr<Exchange> exchange_;
+  Exchange exchange_;
 };
 
 class Reduction : public std::enable_shared_from_this<Reduction> {
@@ -79,8 +95,9 @@ class Reduction : public std::enable_shared_from_this<Reduction> {
   static std::shared_ptr<Reduction> current();
   ~Reduction();
 
-  // One raw gradient of the full shape, of any floating dtype and strides.
-  void add(const ParameterPtr& parameter, const at::Tensor& raw);
+  // One raw gradient of the full shape, of any floating dtype and strides. If it is `owned`, its
+  // memory is the reduction's from here on.
+  void add(const ParameterPtr& parameter, const at::Tensor& raw, bool owned);
 
   // Sends the sums of these parameters, launches all that is left, waits and delivers.
   void finish(const std::vector<ParameterPtr>& parameters);
@@ -88,7 +105,7 @@ class Reduction : public std::enable_shared_from_this<Reduction> {
  private:
   // `through` is the normalised dtype for a raw gradient, and for a sum of such its own.
   void send(const ParameterPtr& parameter, const at::Tensor& grad, at::ScalarType through,
-            at::ScalarType normalised_dtype);
+            at::ScalarType normalised_dtype, bool owned);
   void send_accumulated(const ParameterPtr& parameter);
   void launch(std::unique_ptr<Bucket> bucket);
   void finish_oldest();

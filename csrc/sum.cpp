@@ -1,7 +1,6 @@
 #include "sum.h"
 
 #include <ATen/Dispatch.h>
-#include <ATen/Parallel.h>
 
 #include <algorithm>
 #include <array>
@@ -16,18 +15,16 @@ template <typename Wire, typename Out>
 void sum_on_cpu(Out* out, const std::vector<const Wire*>& addends, int64_t numel, double divisor) {
   constexpr bool is_double = std::is_same_v<Wire, double> || std::is_same_v<Out, double>;
   using Sum = std::conditional_t<is_double, double, float>;
-  at::parallel_for(0, numel, 64 * kBlock, [&](int64_t begin, int64_t end) {
-    std::array<Sum, kBlock> sums;
-    for (int64_t start = begin; start < end; start += kBlock) {
-      const int64_t count = std::min(kBlock, end - start);
-      for (int64_t i = 0; i < count; ++i) sums[i] = static_cast<Sum>(addends[0][start + i]);
-      for (size_t k = 1; k < addends.size(); ++k)
-        for (int64_t i = 0; i < count; ++i) sums[i] += static_cast<Sum>(addends[k][start + i]);
-      for (int64_t i = 0; i < count; ++i)
-        out[start + i] = static_cast<Out>(static_cast<Sum>(static_cast<Wire>(sums[i])) /
-                                          static_cast<Sum>(divisor));
-    }
-  });
+  std::array<Sum, kBlock> sums;
+  for (int64_t start = 0; start < numel; start += kBlock) {
+    const int64_t count = std::min(kBlock, numel - start);
+    for (int64_t i = 0; i < count; ++i) sums[i] = static_cast<Sum>(addends[0][start + i]);
+    for (size_t k = 1; k < addends.size(); ++k)
+      for (int64_t i = 0; i < count; ++i) sums[i] += static_cast<Sum>(addends[k][start + i]);
+    for (int64_t i = 0; i < count; ++i)
+      out[start + i] = static_cast<Out>(static_cast<Sum>(static_cast<Wire>(sums[i])) /
+                                        static_cast<Sum>(divisor));
+  }
 }
 
 }  // namespace

@@ -9,7 +9,8 @@ namespace zero3 {
 
 // out = (addends[0] + addends[1] + ...) / divisor, in that order, in fp32 or, where one of the two
 // dtypes is double, in that. The sum is rounded once, to the dtype on the wire, as a collective of
-// that dtype gives it, and the result to that of `out`. All contiguous and of one size.
+// that dtype gives it, and the result to that of `out`. All contiguous and of one size; `out` may
+// be one of the addends.
 void sum_and_divide(const at::Tensor& out, const std::vector<at::Tensor>& addends, double divisor);
 
 }  // namespace zero3

@@ -7,6 +7,7 @@
 """
 
 import copy
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -28,6 +29,7 @@ from deepcompile_zero3.passes.facts import (
     in_gradient_order,
 )
 from deepcompile_zero3.passes.gather import insert_gathers
+from deepcompile_zero3.passes.keep import choose_kept
 from deepcompile_zero3.passes.lift import declare_grad_dtypes, lift_unshards, set_contracts, uses_of
 from deepcompile_zero3.passes.partition import drop_needs, settle_backward_gathers
 from deepcompile_zero3.passes.reduce import insert_reduces
@@ -46,6 +48,8 @@ class Options:
         inductor_config: Inductor's own settings for these graphs, as in its ``options``.
         gather_bucket_mb: at most so many MiB (of full parameters) are gathered by one collective,
             a larger parameter alone.
+        keep_mb: where ``reshard_after_forward`` is None, each graph's forward keeps at most so many
+            MiB of full parameters for its backward, which gathers the others again.
         fp32_weight_grads: True asks matmuls of bf16 or fp16 for the fp32 that they sum in, where
             all that they compute is a gradient whose ``grad_dtype`` is float32 or None. Eager
             PyTorch rounds it first.
@@ -54,6 +58,7 @@ class Options:
     inductor: bool = True
     inductor_config: Mapping[str, Any] = field(default_factory=dict)
     gather_bucket_mb: float = 64.0
+    keep_mb: float = 64.0
     fp32_weight_grads: bool = False
 
     def __post_init__(self) -> None:
@@ -64,11 +69,14 @@ class Options:
             raise ValueError(f"option 'inductor_config' is a dict, got {self.inductor_config!r}")
         if self.inductor_config and not self.inductor:
             raise ValueError("option 'inductor_config' needs 'inductor': True")
-        is_number = type(self.gather_bucket_mb) in (int, float)
-        if not is_number or not 0 < self.gather_bucket_mb < float("inf"):
-            raise ValueError(
-                f"option 'gather_bucket_mb' is a positive number, got {self.gather_bucket_mb!r}"
-            )
+        for name, least, what in (
+            ("gather_bucket_mb", sys.float_info.min, "a positive number"),
+            ("keep_mb", 0, "a number of at least 0, or infinity"),
+        ):
+            value = getattr(self, name)
+            finite = value != float("inf") or name == "keep_mb"
+            if type(value) not in (int, float) or not (value >= least and finite):
+                raise ValueError(f"option '{name}' is {what}, got {value!r}")
 
     @staticmethod
     def parse(options: Mapping[str, Any] | None) -> "Options":
@@ -162,13 +170,13 @@ def _sharded_inputs(example_inputs: Sequence[Any]) -> dict[int, ShardedParameter
 def _facts(
     parameters: Mapping[int, ShardedParameter], lifted: fx.GraphModule
 ) -> dict[int, ParameterFacts]:
-    groups: dict[int, int] = {}  # numbered in order of appearance: nothing run-specific in a graph
+    groups: dict[str, int] = {}  # numbered in order of appearance: nothing run-specific in a graph
     inputs = lifted.graph.find_nodes(op="placeholder")
     uses = uses_of(lifted.graph)
     return {
         position: ParameterFacts(
             fqn=parameter.fqn,
-            group=groups.setdefault(id(parameter.group), len(groups)),
+            group=groups.setdefault(parameter.handle.group_name, len(groups)),
             uses=uses[inputs[position]][0],
             only_embeds=uses[inputs[position]][1],
             dim=parameter.placeholder.dim(),
@@ -207,7 +215,9 @@ def _compile(
             insert_gathers(graph_module, _sorted(nodes, in_backward_order), bucket_bytes)
         else:
             nodes = _sorted(nodes, in_forward_order)
-            kept.update(insert_gathers(graph_module, nodes, bucket_bytes))
+            keep = choose_kept(_sorted(nodes, in_backward_order), options.keep_mb * 2**20)
+            kept.update(nodes[node].fqn for node in keep)
+            insert_gathers(graph_module, nodes, bucket_bytes, keep)
         chain_reductions(graph_module)
         captured(graph_module, is_backward)
 

@@ -53,7 +53,8 @@ def fully_shard(
         mesh: 1-D. By default all ranks of the job, on the accelerator if there is one, else on
             the CPU.
         reshard_after_forward: True: backward gathers again. False: what forward gathered is kept
-            for backward. None: as True.
+            for backward. None: the compiler chooses within its option ``keep_mb``; eager code
+            gathers again.
         shard_placement_fn: not supported yet.
         mp_policy: dtypes of computation (``param_dtype``), of gradients on the wire
             (``reduce_dtype``) and of the forward's outputs (``output_dtype``).
@@ -86,7 +87,7 @@ def fully_shard(
             known = getattr(parameter, _SHARDED_AS, None)
             if known is None:
                 known = ShardedParameter(parameter, submodule, attribute, mesh, mp_policy)
-                known.reshard_after_forward = reshard_after_forward is not False
+                known.reshard_after_forward = reshard_after_forward  # type: ignore[assignment]
                 setattr(parameter, _SHARDED_AS, known)
                 owned.append(known)
             else:

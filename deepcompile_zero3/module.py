@@ -133,7 +133,7 @@ def _property(name: str) -> property:
         if torch.compiler.is_compiling():
             settle(parameter.fqn)
             # Read so that it is guarded: graphs differ by it.
-            bool(parameter.reshard_after_forward)
+            parameter.reshard_after_forward in (True, False)  # noqa: B015
             return ops.unshard.default(parameter.placeholder, parameter.fqn, parameter.contract)
         return parameter.group.read(parameter)
 

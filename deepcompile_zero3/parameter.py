@@ -41,7 +41,8 @@ class ShardedParameter:
         fqn: its name relative to the outermost sharded module.
         placeholder: what a traced graph takes in its stead.
         handle: the C++ runtime's view of it.
-        reshard_after_forward: False keeps what forward gathered until backward has used it.
+        reshard_after_forward: True gathers again in backward, False keeps what forward gathered
+            until then; None leaves the choice to the compiler, and gathers again in eager.
         grad_dtype: that of the shard, when the latest forward began.
         contract: of the leaf, in the words of ``zero3::unshard``.
     """
@@ -60,7 +61,7 @@ class ShardedParameter:
         self._mesh = mesh
         self._held_version = 0
         self.fqn = ""
-        self.reshard_after_forward = True
+        self.reshard_after_forward: bool | None = None
         self.grad_dtype: torch.dtype | None = None
         self.contract = ""
         self._shard_of_forward = 0

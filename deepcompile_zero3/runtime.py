@@ -59,11 +59,24 @@ def _(
     return grad.new_empty(0)
 
 
+@torch.library.register_fake("zero3::reduce_mm")
+@torch.library.register_fake("zero3::reduce_rows")
+def _(
+    inputs: Sequence[torch.Tensor],
+    fqn: str,
+    after: torch.Tensor | None = None,
+    use: int = 0,
+    contract: str = "",
+) -> torch.Tensor:
+    return inputs[-1].new_empty(0)
+
+
+REDUCTIONS = (ops.reduce_grad.default, ops.reduce_mm.default, ops.reduce_rows.default)
+
 # Nobody reads what reduce_grad returns, and maybe nobody what a gather does, which another rank
 # needs and waits for: without this, compilers delete them as dead code.
-torch.fx.node.has_side_effect(ops.reduce_grad.default)
-torch.fx.node.has_side_effect(ops.all_gather_start.default)
-torch.fx.node.has_side_effect(ops.all_gather_wait.default)
+for _op in (*REDUCTIONS, ops.all_gather_start.default, ops.all_gather_wait.default):
+    torch.fx.node.has_side_effect(_op)
 
 
 class CollectiveLog(Sequence[_C.Collective]):

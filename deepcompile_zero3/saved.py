@@ -124,7 +124,7 @@ class SavedTensors:
         self._owners[owner] = []
         for parameter in parameters:
             full = parameter.handle.gathered
-            if full is not None and parameter.reshard_after_forward:
+            if full is not None and parameter.reshard_after_forward is not False:
                 storage = torch_internals.storage_address(full)
                 self._watched[storage] = regather, parameter
                 self._owners[owner].append(storage)

@@ -10,7 +10,8 @@ import gc
 import time
 
 import pytest
-from models import batch_of, compiled, mean_square
+import torch
+from models import batch_of, mean_square
 from ranks import RankPool
 from torch import nn
 
@@ -20,6 +21,7 @@ from deepcompile_zero3.module import parameters_of
 MIB = 2**20
 WIDTH = 1024
 WEIGHT = 4 * MIB  # [WIDTH, WIDTH] in float32
+BUCKET = 2 * WEIGHT
 CONSTANT = 2 * MIB  # of all that is no weight, in bytes: half of one
 
 
@@ -90,11 +92,21 @@ def _status(field):
 
 
 def _chain(depth):
-    """Layers of one weight each, sharded one by one."""
-    model = nn.Sequential()
-    for _ in range(depth):
-        model.append(fully_shard(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh())))
-    return fully_shard(model)
+    """Layers of one weight each, sharded one by one, with small buckets of gradients."""
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh()) for _ in range(depth))
+    )
+    for module in (*model, model):
+        fully_shard(module, reshard_after_forward=True)
+    for module in model.modules():
+        for parameter in parameters_of(module).values():
+            parameter.handle.bucket_bytes = BUCKET
+    return model
+
+
+def _compiled(model, how):
+    options = {"gather_bucket_mb": BUCKET / MIB}
+    return torch.compile(model, backend="zero3", options=options) if how == "zero3" else model
 
 
 def _step(run):
@@ -105,7 +117,7 @@ def _warm_up(how):
     """What a process allocates once, for its first steps."""
     _map_large_chunks()
     model = _chain(1)
-    run = compiled(model, how)
+    run = _compiled(model, how)
     for _ in range(2):
         _step(run)
 
@@ -119,7 +131,7 @@ def _measure_rests(how, depth):
     start = _allocated()
     allocated = {}
     model = _chain(depth)
-    run = compiled(model, how)
+    run = _compiled(model, how)
     allocated["sharded"] = _allocated() - start
     for _ in range(2):
         loss = mean_square(run, batch_of(4, WIDTH))
@@ -160,10 +172,11 @@ def _measure_peak(how, depth):
     """Bytes resident at most in a step, beyond the shards and their gradients."""
     _warm_up(how)
     model = _chain(depth)
-    run = compiled(model, how)
+    run = _compiled(model, how)
     for _ in range(2):
         _step(run)
         model.zero_grad()
+    release_buffers()
     start = _start_of_peak()
     _step(run)
     gradients = sum(p.grad.to_local().untyped_storage().nbytes() for p in model.parameters())
@@ -184,7 +197,7 @@ def test_memory_for_communication_does_not_grow_with_the_model(run_ranks, how):
 def _measure_buffers(how, depth):
     """Bytes that are kept after a step, and after a second one."""
     model = _chain(depth)
-    run = compiled(model, how)
+    run = _compiled(model, how)
     kept = []
     for _ in range(2):
         release_buffers()

@@ -23,6 +23,7 @@ from deepcompile_zero3.graph_text import graph_text, node_text
 from deepcompile_zero3.passes.chain import chain_reductions
 from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.passes.gather import insert_gathers
+from deepcompile_zero3.passes.keep import choose_kept
 from deepcompile_zero3.passes.lift import declare_grad_dtypes, lift_unshards, uses_of
 from deepcompile_zero3.passes.partition import (
     drop_needs,
@@ -397,9 +398,8 @@ def forward_that_saves(x, w1, w2):
 def test_what_forward_saves_of_a_parameter_stays_a_placeholder():
     gm = partitioned_graph(forward_that_saves, *square(3))
 
-    kept = insert_gathers(gm, of_layers(gm), NO_LIMIT)
+    insert_gathers(gm, of_layers(gm), NO_LIMIT)
 
-    assert kept == []
     assert_text(
         gm,
         """\
@@ -422,9 +422,10 @@ def test_without_reshard_after_forward_the_gathered_tensor_is_saved():
     gm = partitioned_graph(forward_that_saves, *square(3))
     parameters = of_layers(gm, w2={"reshard_after_forward": False})
 
-    kept = insert_gathers(gm, parameters, NO_LIMIT)
+    keep = choose_kept(parameters, NO_LIMIT)
+    insert_gathers(gm, parameters, NO_LIMIT, keep)
 
-    assert kept == ["fc2.weight"]
+    assert [parameters[node].fqn for node in keep] == ["fc2.weight"]
     assert_text(
         gm,
         """\
@@ -544,7 +545,7 @@ def test_a_graph_without_parameters_stays_as_it_is():
     gm = partitioned_graph(forward_that_saves, *square(3))
     before = graph_text(gm)
 
-    assert insert_gathers(gm, {}, NO_LIMIT) == []
+    insert_gathers(gm, {}, NO_LIMIT)
     chain_reductions(gm)
     insert_reduces(gm, {})
 
@@ -595,7 +596,7 @@ def models(draw):
             node.name,
             group=draw(st.integers(0, 2)),
             nbytes=draw(st.integers(1, 100)),
-            reshard_after_forward=draw(st.booleans()),
+            reshard_after_forward=draw(st.sampled_from([True, False, None])),
         )
         for node in parameters
     }
@@ -626,7 +627,8 @@ def test_whatever_the_order_of_uses_each_parameter_is_gathered_once_before_them(
     x = torch.randn(2, 2, dtype=torch.float64)
     expected = gm(x, *fulls.values(), None)
 
-    kept = insert_gathers(gm, known, bucket_bytes)
+    keep = choose_kept(known, bucket_bytes)
+    insert_gathers(gm, known, bucket_bytes, keep)
     chain_reductions(gm)
 
     buckets = [gather.args[1] for gather in gathers_of(gm)]
@@ -646,9 +648,12 @@ def test_whatever_the_order_of_uses_each_parameter_is_gathered_once_before_them(
     assert torch.equal(actual[0], expected[0])
     for saved, full in zip(actual[1:], expected[1:], strict=True):
         (fqn,) = (fqn for fqn in fulls if fulls[fqn] is full)
-        keeps = fqn in gathered and not by_fqn[fqn].reshard_after_forward
+        keeps = any(node.name == fqn for node in keep)
         assert (saved is full) if keeps else (saved == f"placeholder {fqn}")
-        assert (fqn in kept) == keeps
+        chosen = by_fqn[fqn].reshard_after_forward
+        assert chosen is None or keeps == (not chosen)
+    open_ones = [known[node] for node in keep if known[node].reshard_after_forward is None]
+    assert sum(parameter.nbytes for parameter in open_ones) <= bucket_bytes
 
 
 # ---- settle_backward_gathers

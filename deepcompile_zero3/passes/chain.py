@@ -3,7 +3,7 @@
 from torch import fx
 
 from deepcompile_zero3.graph_text import COMMENT
-from deepcompile_zero3.runtime import ops
+from deepcompile_zero3.runtime import REDUCTIONS
 
 
 def chain_reductions(gm: fx.GraphModule) -> None:
@@ -15,7 +15,9 @@ def chain_reductions(gm: fx.GraphModule) -> None:
     and reductions have process groups of their own, so that between them no order has to be kept.
     """
     last = None
-    for node in gm.graph.find_nodes(op="call_function", target=ops.reduce_grad.default):
+    for node in gm.graph.nodes:
+        if node.target not in REDUCTIONS:
+            continue
         if last is not None:
             node.args = (*node.args[:2], last, *node.args[3:])
             # Tracing may have noted values of the former arguments, which Inductor would trust.

@@ -11,13 +11,14 @@ class ParameterFacts:
 
     Attributes:
         fqn: the name it goes by in graphs.
-        group: number of its parameter group; neighbours of one group are gathered together.
+        group: number of its process group; only neighbours of one are gathered together.
         nbytes: of the full tensor in the compute dtype.
         dim: number of its dimensions.
         uses: positions of its uses in the model's forward, as written: before any graph was
             transformed, which may depend on the batch.
         only_embeds: whether all of them look rows up.
-        reshard_after_forward: False keeps what forward gathered until backward has used it.
+        reshard_after_forward: False keeps what forward gathered until backward has used it, and
+            None leaves that open.
         grad_dtype: of the leaf's contract; None keeps whatever arrives.
         reduce_dtype: of its gradient on the wire; None: as the contract left it.
         declares_grad_dtype: whether the contract must be declared to AOTAutograd.
@@ -29,7 +30,7 @@ class ParameterFacts:
     dim: int = 2
     uses: tuple[int, ...] = (0,)
     only_embeds: bool = False
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool | None = True
     grad_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     declares_grad_dtype: bool = False

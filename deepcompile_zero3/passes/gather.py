@@ -1,7 +1,7 @@
 """A partitioned graph: all-gathers ahead of first use, in an order that is given."""
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 
 import torch
 from torch import fx
@@ -13,20 +13,20 @@ _GATHERS = (ops.all_gather_start.default, ops.all_gather_wait.default)
 
 
 def insert_gathers(
-    gm: fx.GraphModule, parameters: Mapping[fx.Node, ParameterFacts], bucket_bytes: int
-) -> list[str]:
+    gm: fx.GraphModule,
+    parameters: Mapping[fx.Node, ParameterFacts],
+    bucket_bytes: int,
+    keep: Set[fx.Node] = frozenset(),
+) -> None:
     """Gathers all of ``parameters`` (by graph input), in their order.
 
-    Neighbours of one group, up to ``bucket_bytes`` together, share a collective. It is waited for
-    just before the first use of what it gathers or of what a later one does: uses may come in
-    another order, collectives do not. It starts just before the wait for the one ahead of it, which
-    takes what the start returned, so that no scheduler starts it later, and it takes a token of the
-    wait before that, so that none starts it earlier: two are alive at once. Nothing frees what was
-    gathered: the compiler does, after the last use. An input that a forward saves for backward
-    stays one, so that backward gathers again, unless ``reshard_after_forward`` is False.
-
-    Returns:
-        The FQNs of the parameters that the graph's output keeps gathered.
+    Neighbours of one process group, up to ``bucket_bytes`` together, share a collective. It is
+    waited for just before the first use of what it gathers or of what a later one does: uses may
+    come in another order, collectives do not. It starts just before the wait for the one ahead of
+    it, which takes what the start returned, so that no scheduler starts it later, and it takes a
+    token of the wait before that, so that none starts it earlier: two are alive at once. Nothing
+    frees what was gathered: the compiler does, after the last use. An input that a forward saves
+    for backward stays one, so that backward gathers again, unless it is among those to ``keep``.
     """
     graph = gm.graph
     order = {node: position for position, node in enumerate(graph.nodes)}
@@ -39,7 +39,6 @@ def insert_gathers(
         place = min([place, *uses], key=order.__getitem__)
         places.append(place)
     places.reverse()
-    kept = []
     after = None  # what the next start follows
     started = []
     for index, place in enumerate([first_place, *places]):
@@ -57,11 +56,9 @@ def insert_gathers(
             for position, node in enumerate(bucket):
                 facts = parameters[node]
                 full = _item(graph, wait, position, facts.fqn.replace(".", "_"))
-                if _replace(node, full, not facts.reshard_after_forward):
-                    kept.append(facts.fqn)
+                _replace(node, full, node in keep)
     graph.lint()
     gm.recompile()
-    return kept
 
 
 def _buckets(
@@ -107,17 +104,11 @@ def _item(graph: fx.Graph, source: fx.Node, position: int, name: str) -> fx.Node
     return item
 
 
-def _replace(placeholder: fx.Node, full: fx.Node, keep: bool) -> bool:
-    """Lets ``full`` be used in place of ``placeholder``; returns whether the output keeps it."""
-    kept = False
+def _replace(placeholder: fx.Node, full: fx.Node, keep: bool) -> None:
+    """Lets ``full`` be used in place of ``placeholder``, by the output too if it is to be kept."""
     for user in list(placeholder.users):
         if user.target is ops.unshard.default:
             user.replace_all_uses_with(full)
             user.graph.erase_node(user)
-        elif user.op == "output":
-            kept = keep
-            if keep:
-                user.replace_input_with(placeholder, full)
-        elif user.target not in _GATHERS:
+        elif user.target not in _GATHERS and (keep or user.op != "output"):
             user.replace_input_with(placeholder, full)
-    return kept

@@ -1,7 +1,7 @@
 """The backward graph: every raw gradient of a parameter goes into ``reduce_grad``."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -11,6 +11,7 @@ from deepcompile_zero3.graph_text import COMMENT, short_name
 from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.runtime import _C, ops
 
+_LARGE = 64 << 10  # bytes of a product that is computed where it is sent from
 _CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 
 
@@ -36,12 +37,13 @@ def insert_reduces(gm: fx.GraphModule, gradients: Mapping[int, ParameterFacts]) 
         if order[grad] > order[place]:
             place = last = grad
         with graph.inserting_after(last):
+            op, source = _reduction_of(grad)
             last = graph.create_node(
                 "call_function",
-                ops.reduce_grad.default,
-                (grad, facts.fqn),
+                op.default,
+                (source, facts.fqn),
                 {"contract": _C.contract_name(facts.grad_dtype)},
-                name="reduce_grad",
+                name=op.__name__,
             )
         last.meta["val"] = grad.meta["val"].new_empty(0)
         last.meta[COMMENT] = _dtypes(grad.meta["val"].dtype, facts)
@@ -49,6 +51,39 @@ def insert_reduces(gm: fx.GraphModule, gradients: Mapping[int, ParameterFacts]) 
     output.args = (tuple(results),)
     graph.lint()
     gm.recompile()
+
+
+def _reduction_of(grad: fx.Node) -> tuple[Any, Any]:
+    """The op that reduces ``grad``, and what it takes: a large gradient that nobody else reads is
+    computed by the runtime, in memory from which it is sent.
+    """
+    value = grad.meta["val"]
+    if len(grad.users) == 1 and value.numel() * value.element_size() >= _LARGE:
+        if grad.target is torch.ops.aten.mm.default:
+            return ops.reduce_mm, list(grad.args)
+        if (rows := _embedding_rows(grad)) is not None:
+            return ops.reduce_rows, rows
+    return ops.reduce_grad, grad
+
+
+def _embedding_rows(grad: fx.Node) -> list[fx.Node] | None:
+    """The indices and the rows that ``grad``, of an embedding, sums into zeros."""
+    if grad.target is not torch.ops.aten._unsafe_masked_index_put_accumulate.default:
+        return None
+    into, mask, indices, values = cast(Any, grad.args)
+    full = torch.ops.aten.full.default
+    zeros = isinstance(into, fx.Node) and into.target is full and into.args[1] == 0
+    if not zeros or len(indices) != 1 or grad.meta["val"].dim() != 2:
+        return None
+    value = values.meta["val"]
+    with grad.graph.inserting_before(grad):
+        zero = grad.graph.call_function(
+            full, ([], 0.0), {"dtype": value.dtype, "device": value.device}
+        )
+        zero.meta["val"] = value.new_empty(())
+        masked = grad.graph.call_function(torch.ops.aten.where.self, (mask, values, zero))
+        masked.meta["val"] = torch.empty_like(value)
+    return [indices[0], masked]
 
 
 def is_cast_to(node: fx.Node, dtype: torch.dtype | None) -> bool:

@@ -1,0 +1,26 @@
+"""A forward: which parameters it keeps gathered for its backward."""
+
+from collections.abc import Mapping
+
+from torch import fx
+
+from deepcompile_zero3.passes.facts import ParameterFacts
+
+
+def choose_kept(parameters: Mapping[fx.Node, ParameterFacts], most_bytes: float) -> set[fx.Node]:
+    """Chooses among ``parameters`` (by graph input, in the order in which backward needs them).
+
+    Only what the graph saves for backward is kept. Where ``reshard_after_forward`` is None, each
+    byte that is held saves one that is gathered, whichever it is; the earlier backward needs it,
+    the shorter it is held. So the first that fit into ``most_bytes`` are kept.
+    """
+    kept = set()
+    for node, facts in parameters.items():
+        if facts.reshard_after_forward or not any(user.op == "output" for user in node.users):
+            continue
+        if facts.reshard_after_forward is None:
+            if facts.nbytes > most_bytes:
+                continue
+            most_bytes -= facts.nbytes
+        kept.add(node)
+    return kept
