@@ -39,7 +39,7 @@ def count(step: Callable[[], object]) -> dict[str, tuple[int, int]]:
         sizes = [
             _ITEM_SIZES.get(dtype, 0) * torch.Size(shape).numel()
             for dtype, shape in zip(event.dtypes(), event.shapes(), strict=True)
-            if shape and isinstance(shape[0], int)
+            if not shape or isinstance(shape[0], int)
         ]
         largest = max(sizes, default=0)
         if event.name() in _GATHERS:

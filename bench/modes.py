@@ -3,9 +3,12 @@
 A step is forward, backward, an optimizer step (fused AdamW) and clearing the gradients.
 """
 
+import os
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -142,6 +145,53 @@ def _properties(workload: Workload) -> Step:
     return _step(torch.compile(model), _adamw(model.parameters()))
 
 
+def _deepspeed(workload: Workload) -> Step:
+    """Its engine averages gradients, takes their norm and clears them.
+
+    Its default sizes are for far larger models, and would keep these ones whole from forward to
+    backward. Here all parameters are sharded, those of a block are gathered ahead or reduced
+    together, and as many may live as FSDP2 has: the root's and two blocks'.
+    """
+    os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK=str(dist.get_rank()))
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__ = {}  # else it compiles a collective for inference
+    model = workload.build()
+    layers = model.model.layers
+    block = sum(parameter.numel() for parameter in layers[0].parameters())
+    root = sum(parameter.numel() for parameter in model.parameters()) - len(layers) * block
+    config = {
+        "train_micro_batch_size_per_gpu": workload.batch,
+        "bf16": {"enabled": workload.param_dtype == torch.bfloat16},
+        "communication_data_type": "bf16" if workload.reduce_dtype == torch.bfloat16 else "fp32",
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            "stage": 3,
+            "reduce_bucket_size": block,
+            "stage3_prefetch_bucket_size": block,
+            "stage3_max_live_parameters": root + 2 * block,
+            "stage3_max_reuse_distance": 0,
+            "stage3_param_persistence_threshold": 0,
+        },
+    }
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=_adamw(model.parameters()),
+        config=config,
+        dist_init_required=False,
+    )
+
+    def step(tokens: torch.Tensor) -> float:
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # in each collective
+            loss = engine(input_ids=tokens, labels=tokens).loss
+            engine.backward(loss)
+            engine.step()
+        return loss.item()
+
+    return step
+
+
 MODES = {
     "floor": Mode("compiled, nothing communicated", _floor),
     "zero3": Mode("ours, compiled", partial(_zero3, compiled=True)),
@@ -157,3 +207,7 @@ MODES = {
     "ddp-eager": Mode("DDP, eager; nothing sharded", partial(_ddp, compiled=False)),
     "properties": Mode("DTensor properties, compiled (SimpleFSDP's idea)", _properties),
 }
+if find_spec("deepspeed"):
+    MODES["deepspeed"] = Mode(
+        "DeepSpeed ZeRO-3, eager; bf16: shards in bf16, fp32 copies in the optimizer", _deepspeed
+    )
