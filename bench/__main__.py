@@ -4,6 +4,8 @@ python -m bench                                          # every workload, every
 python -m bench -w A -m floor,zero3,fsdp2-blocks         # parts
 python -m bench -w B --malloc tuned                      # without the allocator's page faults
 python -m bench compile -w A -m floor,zero3              # the first step, cold and warm
+python -m bench -w B -m zero3-twice,without-pool         # without one optimisation
+python -m bench primitives                               # gloo's, at some sizes
 python -m bench table build/bench/*.json                 # what was measured before
 """
 
@@ -20,10 +22,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+import torch.multiprocessing as mp
 from rich.console import Console
 from rich.progress import track
 
+from bench import primitives as gloo
 from bench import report
+from bench.ablations import ABLATIONS
 from bench.modes import MODES
 from bench.ranks import Ranks
 from bench.workloads import WORKLOADS
@@ -109,6 +114,19 @@ def compile(args: argparse.Namespace) -> None:
     print("\n".join(lines))
 
 
+def primitives(args: argparse.Namespace) -> None:
+    """gloo's primitives for gathering and reducing: GB of full buffers a second."""
+    with tempfile.TemporaryDirectory() as folder, mp.Manager() as manager:
+        results = manager.list()
+        mp.spawn(gloo.run, (args.ranks, f"{folder}/store", results), args.ranks)
+        print("| dtype | MiB | primitive | ms | GB/s | processor s/GB |")
+        print("| --- | ---: | --- | ---: | ---: | ---: |")
+        for dtype, nbytes, name, wall, processor in results:
+            speed, price = nbytes / 1e9 / wall, processor / (nbytes / 1e9)
+            row = f"{nbytes / 2**20:g} | {name} | {wall * 1e3:.2f} | {speed:.2f} | {price:.2f}"
+            print(f"| {dtype} | {row} |")
+
+
 def table(args: argparse.Namespace) -> None:
     """Prints results from their files."""
     for path in args.files:
@@ -133,7 +151,8 @@ def _about(workload: str, args: argparse.Namespace) -> dict:
 
 
 def parse_arguments() -> argparse.Namespace:
-    legend = {f"mode {name}": mode.about for name, mode in MODES.items()}
+    modes = MODES | ABLATIONS
+    legend = {f"mode {name}": mode.about for name, mode in modes.items()}
     legend |= {f"workload {name}": workload.about for name, workload in WORKLOADS.items()}
     legend |= {f"column {name}": meaning for name, meaning in report.COLUMNS.items()}
     parser = argparse.ArgumentParser(
@@ -143,16 +162,20 @@ def parse_arguments() -> argparse.Namespace:
         formatter_class=argparse.RawTextHelpFormatter,
     )
     parser.set_defaults(run=steps)
-    parts = parser.add_subparsers(title="parts", metavar="{compile,table}")
+    parts = parser.add_subparsers(title="parts", metavar="{compile,primitives,table}")
     for part in (parser, parts.add_parser("compile", help=compile.__doc__)):
         part.add_argument("-w", "--workloads", type=_names(WORKLOADS), default=_DEFAULT_WORKLOADS)
-        part.add_argument("-m", "--modes", type=_names(MODES), default=list(MODES))
+        part.add_argument("-m", "--modes", type=_names(modes), default=list(MODES))
         part.add_argument("--ranks", type=int, default=2)
         part.add_argument("--malloc", choices=["default", "tuned"], default="default")
     part.set_defaults(run=compile)
     parser.add_argument("--rounds", type=int, default=15, help="steps of each mode")
     parser.add_argument("--warmup", type=int, default=3, help="steps before the first round")
     parser.add_argument("--output", type=Path, default=Path("build/bench"))
+    raw = parts.add_parser("primitives", help=primitives.__doc__)
+    raw.add_argument("--ranks", type=int, default=2)
+    raw.add_argument("--malloc", choices=["default", "tuned"], default="default")
+    raw.set_defaults(run=primitives)
     reread = parts.add_parser("table", help=table.__doc__)
     reread.add_argument("files", type=Path, nargs="+")
     reread.set_defaults(run=table)

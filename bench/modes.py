@@ -20,8 +20,9 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+import deepcompile_zero3
 from bench.workloads import Workload
-from deepcompile_zero3 import fully_shard as zero3
+from deepcompile_zero3.module import parameters_of
 
 Step = Callable[[torch.Tensor], float]
 
@@ -89,9 +90,20 @@ def _sharded(workload: Workload, fully_shard: Callable, **settings: Any) -> nn.M
     return fully_shard(model, **settings)
 
 
-def _zero3(workload: Workload, *, compiled: bool, **settings: Any) -> Step:
-    model = _sharded(workload, zero3, **settings)
-    run = torch.compile(model, backend="zero3") if compiled else model
+def zero3(
+    workload: Workload,
+    *,
+    compiled: bool = True,
+    options: dict[str, Any] | None = None,
+    reduce_bucket_mb: float = 64,
+    **settings: Any,
+) -> Step:
+    """``options`` are those of the backend, ``settings`` those of ``fully_shard``."""
+    model = _sharded(workload, deepcompile_zero3.fully_shard, **settings)
+    for module in model.modules():
+        for parameter in parameters_of(module).values():
+            parameter.handle.bucket_bytes = int(reduce_bucket_mb * 2**20)
+    run = torch.compile(model, backend="zero3", options=options) if compiled else model
     return _step(run, _adamw(model.parameters()))
 
 
@@ -194,12 +206,16 @@ def _deepspeed(workload: Workload) -> Step:
 
 MODES = {
     "floor": Mode("compiled, nothing communicated", _floor),
-    "zero3": Mode("ours, compiled", partial(_zero3, compiled=True)),
-    "zero3-keep": Mode(
-        "ours, compiled, forward's gathers kept for backward",
-        partial(_zero3, compiled=True, reshard_after_forward=False),
+    "zero3": Mode("ours, compiled, as it comes", zero3),
+    "zero3-twice": Mode(
+        "ours, compiled, all gathered again in backward",
+        partial(zero3, reshard_after_forward=True),
     ),
-    "zero3-eager": Mode("ours, eager", partial(_zero3, compiled=False)),
+    "zero3-keep": Mode(
+        "ours, compiled, all kept from forward to backward",
+        partial(zero3, reshard_after_forward=False),
+    ),
+    "zero3-eager": Mode("ours, eager", partial(zero3, compiled=False)),
     "fsdp2-blocks": Mode("FSDP2, each block compiled", partial(_fsdp2, compiled="blocks")),
     "fsdp2-model": Mode("FSDP2, whole model compiled", partial(_fsdp2, compiled="model")),
     "fsdp2-eager": Mode("FSDP2, eager", partial(_fsdp2, compiled="no")),

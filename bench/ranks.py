@@ -89,10 +89,11 @@ class _Rank:
     """What a process does for each command."""
 
     def __init__(self, workload: str, mode: str, rank: int) -> None:
+        from bench.ablations import ABLATIONS
         from bench.modes import MODES
         from bench.workloads import WORKLOADS
 
-        self._mode = MODES[mode]
+        self._mode = (MODES | ABLATIONS)[mode]
         self._workload = WORKLOADS[workload]
         self._generator = torch.Generator().manual_seed(rank)
         self._step = self._mode.build(self._workload)

@@ -114,6 +114,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("read_gathered", &read_gathered);
   m.def("contract_name", &contract_name);
   m.def("release_buffers", &release_pool, py::call_guard<py::gil_scoped_release>());
+  m.def("limit_buffers", &limit_pool, py::call_guard<py::gil_scoped_release>());
   m.def("make_placeholder", &make_placeholder);
   m.def("declare_grad_dtype", &declare_grad_dtype);
   m.def("set_refresh", &set_python_refresh);

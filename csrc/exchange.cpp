@@ -18,7 +18,6 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 }  // namespace
 
 struct Exchange::Running {
-  std::string group_name;
   int64_t rank;
   c10::intrusive_ptr<Group> group;
   std::vector<at::Tensor> tensors;                     // that take part
@@ -50,25 +49,42 @@ class Orphans {
 
   void add(std::unique_ptr<Running> running) {
     std::lock_guard lock(mutex_);
-    by_group_[running->group_name].push_back(std::move(running));
+    by_group_name_[running->group->getGroupName()].push_back(std::move(running));
   }
 
-  void wait(const std::string& group_name) {
+  // Those of a group that is gone, and had the name before, are let go.
+  void wait(const c10::intrusive_ptr<Group>& group) {
     std::vector<std::unique_ptr<Running>> mine;
     {
       std::lock_guard lock(mutex_);
-      if (auto found = by_group_.find(group_name); found != by_group_.end())
-        mine = std::exchange(found->second, {});
+      auto found = by_group_name_.find(group->getGroupName());
+      if (found == by_group_name_.end()) return;
+      mine = std::move(found->second);
+      by_group_name_.erase(found);
     }
-    for (auto& running : mine) running->wait();
+    for (auto& running : mine)
+      if (running->group == group) running->wait();
   }
 
  private:
   std::mutex mutex_;
-  std::map<std::string, std::vector<std::unique_ptr<Running>>> by_group_;
+  std::map<std::string, std::vector<std::unique_ptr<Running>>> by_group_name_;
 };
 
 namespace {
+
+// A Work copies the thread's state and lets go of it on a thread of its own, late or never. Hooks
+// of saved tensors are part of that state: with them it would keep a whole model alive.
+class WithoutSavedTensorHooks {
+ public:
+  WithoutSavedTensorHooks() { at::SavedTensorDefaultHooks::set_tls_state({}); }
+  ~WithoutSavedTensorHooks() { at::SavedTensorDefaultHooks::set_tls_state(state_); }
+  WithoutSavedTensorHooks(const WithoutSavedTensorHooks&) = delete;
+  WithoutSavedTensorHooks& operator=(const WithoutSavedTensorHooks&) = delete;
+
+ private:
+  const at::impl::SavedTensorDefaultHooksTLS state_ = at::SavedTensorDefaultHooks::get_tls_state();
+};
 
 // ---- sends and receives
 
@@ -97,23 +113,9 @@ void start_messages(Group& group, int64_t rank, int64_t world_size, const std::s
 
 // ---- the backend's own collectives
 
-// A Work copies the thread's state and lets go of it on a thread of its own, late or never. Hooks
-// of saved tensors are part of that state: with them it would keep a whole model alive.
-class WithoutSavedTensorHooks {
- public:
-  WithoutSavedTensorHooks() { at::SavedTensorDefaultHooks::set_tls_state({}); }
-  ~WithoutSavedTensorHooks() { at::SavedTensorDefaultHooks::set_tls_state(state_); }
-  WithoutSavedTensorHooks(const WithoutSavedTensorHooks&) = delete;
-  WithoutSavedTensorHooks& operator=(const WithoutSavedTensorHooks&) = delete;
-
- private:
-  const at::impl::SavedTensorDefaultHooksTLS state_ = at::SavedTensorDefaultHooks::get_tls_state();
-};
-
 // torch 2.13 renamed the two calls; the templates let one source compile against both names.
 template <typename AnyGroup>
 WorkPtr all_gather(AnyGroup& group, at::Tensor full, at::Tensor shard) {
-  WithoutSavedTensorHooks guard;
   if (c10::isFloat8Type(full.scalar_type())) {  // which backends do not know
     full = full.view(at::kByte);
     shard = shard.view(at::kByte);
@@ -126,11 +128,14 @@ WorkPtr all_gather(AnyGroup& group, at::Tensor full, at::Tensor shard) {
 
 template <typename AnyGroup>
 WorkPtr reduce_scatter(AnyGroup& group, at::Tensor shard, at::Tensor full) {
-  WithoutSavedTensorHooks guard;
   if constexpr (requires { group.reduce_scatter_single(shard, full); })
     return group.reduce_scatter_single(shard, full);
   else
     return group._reduce_scatter_base(shard, full);
+}
+
+bool is_point_to_point(Group& group, at::Device device) {
+  return device.is_cpu() && group.getBackend(device.type())->getBackendName() == "gloo";
 }
 
 // Rows that lie one after the other are one run already.
@@ -148,14 +153,13 @@ at::Tensor one_run(const Rows& rows) {
 }  // namespace
 
 bool is_point_to_point(const std::string& group_name, at::Device device) {
-  auto group = c10d::resolve_process_group(group_name);
-  return device.is_cpu() && group->getBackend(device.type())->getBackendName() == "gloo";
+  return is_point_to_point(*c10d::resolve_process_group(group_name), device);
 }
 
 Exchange::Exchange(const std::string& group_name, int64_t rank) {
-  Orphans::get().wait(group_name);
   auto group = c10d::resolve_process_group(group_name);
-  running_ = std::make_unique<Running>(Running{group_name, rank, group, {}, {}});
+  Orphans::get().wait(group);
+  running_ = std::make_unique<Running>(Running{rank, group, {}, {}});
 }
 
 Exchange::~Exchange() {
@@ -163,11 +167,12 @@ Exchange::~Exchange() {
 }
 
 void Exchange::gather(const at::Tensor& rows, const std::string& key) {
-  auto& [group_name, rank, group, tensors, works] = *running_;
+  auto& [rank, group, tensors, works] = *running_;
+  WithoutSavedTensorHooks guard;
   tensors.push_back(rows);
   const auto start = [&](const WorkPtr& work) { works.emplace_back(work, key); };
   if (rows.numel() == 0) return;
-  if (is_point_to_point(group_name, rows.device()))
+  if (is_point_to_point(*group, rows.device()))
     start_messages(
         *group, rank, rows.size(0), key, [&](int64_t) { return rows[rank]; },
         [&](int64_t from) { return rows[from]; }, start);
@@ -176,12 +181,13 @@ void Exchange::gather(const at::Tensor& rows, const std::string& key) {
 }
 
 void Exchange::reduce(const Rows& rows, const std::string& key) {
-  auto& [group_name, rank, group, tensors, works] = *running_;
+  auto& [rank, group, tensors, works] = *running_;
+  WithoutSavedTensorHooks guard;
   Rows& addends = addends_.emplace_back();
   const auto keep = [&](const at::Tensor& tensor) { return tensors.emplace_back(tensor); };
   const auto start = [&](const WorkPtr& work) { works.emplace_back(work, key); };
   const at::Tensor& own = rows[rank];
-  if (is_point_to_point(group_name, own.device())) {
+  if (is_point_to_point(*group, own.device())) {
     for (auto& row : rows) {
       keep(row);
       addends.push_back(keep(row.is_same(own) ? own : pooled_empty(own.sizes(), own.options())));

@@ -28,7 +28,7 @@ class Pool {
         best = block;
     Block block;
     if (best == kept_.end()) {
-      block = {c10::GetCPUAllocator()->allocate(nbytes), nbytes};
+      block = {allocate(nbytes), nbytes};
     } else {
       block = std::move(*best);
       kept_.erase(best);
@@ -42,7 +42,14 @@ class Pool {
     std::lock_guard lock(mutex_);
     kept_bytes_ += block.nbytes;
     kept_.push_back(std::move(block));
-    while (kept_bytes_ > kMostKept) drop_oldest(freed);
+    while (kept_bytes_ > most_kept_) drop_oldest(freed);
+  }
+
+  void limit(int64_t nbytes) {
+    std::list<Block> freed;
+    std::lock_guard lock(mutex_);
+    most_kept_ = nbytes;
+    while (kept_bytes_ > most_kept_) drop_oldest(freed);
   }
 
   int64_t release() {
@@ -54,6 +61,17 @@ class Pool {
   }
 
  private:
+  c10::DataPtr allocate(int64_t nbytes) {
+    if (kept_.empty()) return c10::GetCPUAllocator()->allocate(nbytes);
+    try {
+      return c10::GetCPUAllocator()->allocate(nbytes);
+    } catch (const c10::Error&) {  // what is kept may be what is missing
+      kept_.clear();
+      kept_bytes_ = 0;
+      return c10::GetCPUAllocator()->allocate(nbytes);
+    }
+  }
+
   void drop_oldest(std::list<Block>& freed) {
     kept_bytes_ -= kept_.front().nbytes;
     freed.splice(freed.end(), kept_, kept_.begin());
@@ -62,6 +80,7 @@ class Pool {
   std::mutex mutex_;
   std::list<Block> kept_;  // the oldest first
   int64_t kept_bytes_ = 0;
+  int64_t most_kept_ = 512 << 20;
 };
 
 // Tensors hold the pool too: some outlive the statics of this library.
@@ -79,9 +98,13 @@ at::Tensor pooled_empty(at::IntArrayRef sizes, at::IntArrayRef strides,
   if (!options.device().is_cpu() || nbytes < kSmall)
     return at::empty_strided(sizes, strides, options);
   auto block = std::make_shared<Block>(pool()->take(nbytes));
-  return at::from_blob(
-      block->memory.get(), sizes, strides,
-      [block, owner = pool()](void*) { owner->give_back(std::move(*block)); }, options);
+  return at::for_blob(block->memory.get(), sizes)
+      .strides(strides)
+      .deleter([block, owner = pool()](void*) { owner->give_back(std::move(*block)); })
+      .options(options)
+      .resizeable_storage()
+      .allocator(c10::GetCPUAllocator())
+      .make_tensor();
 }
 
 at::Tensor pooled_empty(at::IntArrayRef sizes, const at::TensorOptions& options) {
@@ -92,5 +115,7 @@ at::Tensor pooled_empty(at::IntArrayRef sizes, const at::TensorOptions& options)
 }
 
 int64_t release_pool() { return pool()->release(); }
+
+void limit_pool(int64_t nbytes) { pool()->limit(nbytes); }
 
 }  // namespace zero3

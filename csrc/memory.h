@@ -1,14 +1,11 @@
 // Memory for communication. What is freed is kept for the next buffer of about its size, so that a
 // steady step faults no page in: on a CPU that takes longer than to fill it.
 //
-// At most kMostKept bytes are kept.
 #pragma once
 
 #include <ATen/ATen.h>
 
 namespace zero3 {
-
-constexpr int64_t kMostKept = 512 << 20;
 
 // A tensor of unwritten memory. On a CPU it comes from the pool and goes back when its storage
 // dies, on any thread; elsewhere torch's allocator keeps memory itself.
@@ -18,5 +15,8 @@ at::Tensor pooled_empty(at::IntArrayRef sizes, const at::TensorOptions& options)
 
 // Gives back what is kept and not in use, and returns how many bytes that was.
 int64_t release_pool();
+
+// Keeps at most so many bytes from now on, 512 MiB before the first call.
+void limit_pool(int64_t nbytes);
 
 }  // namespace zero3

@@ -235,6 +235,7 @@ TORCH_LIBRARY(zero3, m) {
   m.def(
       "reduce_grad(Tensor grad, str fqn, Tensor? after=None, int use=0, str contract='') -> "
       "Tensor");
+  // Lists, whose strides a compiler leaves as they are: a factor is often a transposed view.
   m.def(
       "reduce_mm(Tensor[] factors, str fqn, Tensor? after=None, int use=0, str contract='') -> "
       "Tensor");

@@ -19,7 +19,7 @@ namespace {
 constexpr size_t kMaxBucketsInFlight = 1;
 
 constexpr int64_t kSlabBytes = 8 << 20;
-constexpr size_t kLarge = 64 << 10;  // bytes of a gradient that is worth messages of its own
+constexpr int64_t kLarge = 64 << 10;  // bytes of a chunk that is worth a message
 
 Deliver deliver;
 
@@ -145,13 +145,10 @@ bool Bucket::has_room_for(const Parameter& parameter) const {
 
 bool Bucket::is_full() const { return used_ >= capacity_; }
 
-bool Bucket::goes_as_it_is(const Parameter& parameter, const at::Tensor& grad,
-                           at::ScalarType through) const {
-  const auto wire_dtype = options_.dtype().toScalarType();
-  const bool rows_are_alike = parameter.rows() % world_size_ == 0;
-  return grad.scalar_type() == wire_dtype && through == wire_dtype && pre_divide_factor_ == 1.0 &&
-         grad.is_contiguous() && grad.nbytes() >= kLarge &&
-         (rows_are_alike || is_point_to_point(group_name_, options_.device()));
+bool Bucket::goes_alone(const Parameter& parameter) const {
+  const int64_t nbytes = parameter.chunk_numel() * options_.dtype().itemsize();
+  if (is_point_to_point(group_name_, options_.device())) return nbytes >= kLarge;
+  return nbytes * world_size_ >= kSlabBytes && parameter.rows() % world_size_ == 0;
 }
 
 void Bucket::add(const ParameterPtr& parameter, const at::Tensor& grad, at::ScalarType through,
@@ -159,10 +156,17 @@ void Bucket::add(const ParameterPtr& parameter, const at::Tensor& grad, at::Scal
   const int64_t chunk_numel = parameter->chunk_numel();
   const auto key = parameter->fqn + "[" + std::to_string(chunk_numel) + "]";
   used_ += chunk_numel;
-  if (owned && goes_as_it_is(*parameter, grad, through)) {
+  if (goes_alone(*parameter)) {
+    const auto wire_dtype = options_.dtype().toScalarType();
+    auto full = grad;
+    if (!owned || !grad.is_contiguous() || grad.scalar_type() != wire_dtype ||
+        through != wire_dtype || pre_divide_factor_ != 1.0) {
+      full = pooled_empty(parameter->sizes, options_);
+      copy_through(full, grad, through, pre_divide_factor_);
+    }
     Rows rows;
     for (int64_t rank = 0; rank < world_size_; ++rank)
-      rows.push_back(rows_of(grad, *parameter, rank).view(-1));
+      rows.push_back(rows_of(full, *parameter, rank).view(-1));
     const auto piece = send(rows, key);
     entries_.push_back({parameter, normalised_dtype, piece, 0, /*is_alone=*/true});
     return;

@@ -37,9 +37,9 @@ void accumulate(Parameter& parameter, const at::Tensor& raw, bool owned = false)
 // Reduces what these parameters have accumulated, in order, and delivers it.
 void reduce_accumulated(const std::vector<ParameterPtr>& parameters);
 
-// Gradients of several parameters on their way through one exchange. What is owned and large goes
-// as it is; the rest is packed into slabs, rank-major, [world][chunk of p0 | chunk of p1 | ... |
-// free], so that each rank's part is one run.
+// Gradients of several parameters on their way through one exchange. Large ones go alone, as they
+// are if they are owned; the rest is packed into slabs, rank-major, [world][chunk of p0 | chunk of
+// p1 | ... | free], so that each rank's part is one run.
 class Bucket {
  public:
   Bucket(const Parameter& like, at::ScalarType wire_dtype);
@@ -66,8 +66,8 @@ class Bucket {
     bool is_alone;                // in its piece, whose memory is ours
   };
 
-  bool goes_as_it_is(const Parameter& parameter, const at::Tensor& grad,
-                     at::ScalarType through) const;
+  // Decided from the parameter alone: ranks may compute its gradient in ways of their own.
+  bool goes_alone(const Parameter& parameter) const;
   // Casts, lays out and copies in one pass over memory.
   void pack(const Parameter& parameter, const at::Tensor& grad, at::ScalarType through);
   void send_slab();

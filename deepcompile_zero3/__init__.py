@@ -12,7 +12,13 @@ from deepcompile_zero3.defer import defer_reduction, deposit_grad
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.fully_shard import fully_shard
 from deepcompile_zero3.module import Zero3Module
-from deepcompile_zero3.runtime import Collective, CollectiveLog, record_collectives, release_buffers
+from deepcompile_zero3.runtime import (
+    Collective,
+    CollectiveLog,
+    limit_buffers,
+    record_collectives,
+    release_buffers,
+)
 
 __version__ = "0.1.0"
 
@@ -30,6 +36,7 @@ __all__ = [
     "defer_reduction",
     "deposit_grad",
     "fully_shard",
+    "limit_buffers",
     "record_collectives",
     "release_buffers",
     "zero3",

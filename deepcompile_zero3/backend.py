@@ -20,7 +20,12 @@ from torch import fx
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.capture import captured
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.parameter import PLACEHOLDER_OF, ShardedParameter, find
+from deepcompile_zero3.parameter import (
+    PLACEHOLDER_OF,
+    ShardedParameter,
+    find,
+    kept_bytes_besides,
+)
 from deepcompile_zero3.passes.chain import chain_reductions
 from deepcompile_zero3.passes.facts import (
     ParameterFacts,
@@ -48,8 +53,8 @@ class Options:
         inductor_config: Inductor's own settings for these graphs, as in its ``options``.
         gather_bucket_mb: at most so many MiB (of full parameters) are gathered by one collective,
             a larger parameter alone.
-        keep_mb: where ``reshard_after_forward`` is None, each graph's forward keeps at most so many
-            MiB of full parameters for its backward, which gathers the others again.
+        keep_mb: a model's compiled forwards keep at most so many MiB of full parameters for
+            backward, where ``reshard_after_forward`` is None; the others are gathered again.
         fp32_weight_grads: True asks matmuls of bf16 or fp16 for the fp32 that they sum in, where
             all that they compute is a gradient whose ``grad_dtype`` is float32 or None. Eager
             PyTorch rounds it first.
@@ -215,8 +220,15 @@ def _compile(
             insert_gathers(graph_module, _sorted(nodes, in_backward_order), bucket_bytes)
         else:
             nodes = _sorted(nodes, in_forward_order)
-            keep = choose_kept(_sorted(nodes, in_backward_order), options.keep_mb * 2**20)
+            # The models' other graphs have chosen, or will; this one again if it is compiled again.
+            others = kept_bytes_besides({facts.fqn for facts in inputs.values()})
+            most_bytes = options.keep_mb * 2**20 - others
+            keep = choose_kept(_sorted(nodes, in_backward_order), most_bytes)
             kept.update(nodes[node].fqn for node in keep)
+            for node, facts in nodes.items():
+                chosen = node in keep and facts.reshard_after_forward is None
+                if (parameter := find(facts.fqn)) is not None:
+                    parameter.kept_bytes = facts.nbytes if chosen else 0
             insert_gathers(graph_module, nodes, bucket_bytes, keep)
         chain_reductions(graph_module)
         captured(graph_module, is_backward)

@@ -9,7 +9,7 @@
 
 import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -43,6 +43,7 @@ class ShardedParameter:
         handle: the C++ runtime's view of it.
         reshard_after_forward: True gathers again in backward, False keeps what forward gathered
             until then; None leaves the choice to the compiler, and gathers again in eager.
+        kept_bytes: held from a compiled forward to its backward by the compiler's choice.
         grad_dtype: that of the shard, when the latest forward began.
         contract: of the leaf, in the words of ``zero3::unshard``.
     """
@@ -62,6 +63,7 @@ class ShardedParameter:
         self._held_version = 0
         self.fqn = ""
         self.reshard_after_forward: bool | None = None
+        self.kept_bytes = 0
         self.grad_dtype: torch.dtype | None = None
         self.contract = ""
         self._shard_of_forward = 0
@@ -349,6 +351,16 @@ def _refresh(fqn: str) -> None:
             f"requires_grad or grad_dtype of {', '.join(map(repr, changed))} changed since this "
             "graph was compiled; run the model again: it compiles anew"
         )
+
+
+def kept_bytes_besides(fqns: Set[str]) -> int:
+    """Bytes that compiled forwards keep, by choice, of the other parameters of the same models."""
+    roots = {parameter.handle.root for fqn in fqns if (parameter := find(fqn)) is not None}
+    return sum(
+        parameter.kept_bytes
+        for fqn, parameter in list(_live.items())
+        if fqn not in fqns and parameter.handle.root in roots
+    )
 
 
 _C.set_deliver(_deliver)

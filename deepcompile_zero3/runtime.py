@@ -80,7 +80,7 @@ for _op in (*REDUCTIONS, ops.all_gather_start.default, ops.all_gather_wait.defau
 
 
 class CollectiveLog(Sequence[_C.Collective]):
-    """The collectives of a ``record_collectives`` block, in the order in which they started."""
+    """The collectives of a ``record_collectives`` block, by when the last part of each started."""
 
     def __init__(self) -> None:
         self._log = _C.CollectiveLog.start()
@@ -97,7 +97,7 @@ class CollectiveLog(Sequence[_C.Collective]):
 
 @contextlib.contextmanager
 def record_collectives() -> Iterator[CollectiveLog]:
-    """Records this rank's collectives while the block runs.
+    """Records this rank's collectives while the block runs: what is waited for together is one.
 
     Yields a sequence of records with ``op`` ("all_gather" or "reduce_scatter"),
     ``dtype`` (on the wire), ``nbytes`` (of the full, unsharded buffer, padding included) and
@@ -120,6 +120,17 @@ def release_buffers() -> int:
     """Frees the memory that communication keeps from step to step, and returns its bytes.
 
     On a CPU it is memory of gathered parameters, of gradients on their way and of those that were
-    cleared, at most 512 MiB. The next step allocates it again. Elsewhere nothing is kept.
+    cleared, at most what :func:`limit_buffers` allows. The next step allocates it again. Elsewhere
+    nothing is kept.
     """
     return _C.release_buffers()
+
+
+def limit_buffers(nbytes: int) -> None:
+    """Keeps at most ``nbytes`` bytes of such memory in this process, 512 MiB by default.
+
+    What a step needs beyond that is allocated, and faulted in, again in each.
+    """
+    if not isinstance(nbytes, int) or nbytes < 0:
+        raise ValueError(f"nbytes is an int of at least 0, got {nbytes!r}")
+    _C.limit_buffers(nbytes)

@@ -52,13 +52,14 @@ def shard(model, blocks=(), **kwargs):
 
 def compiled(model, how):
     """``model`` as it runs under "zero3", "interpreted" (zero3 without Inductor), "eager" or
-    "inductor".
+    "inductor". Backward gathers again what forward gathered.
     """
     match how:
         case "zero3":
-            return torch.compile(model, backend="zero3")
+            return torch.compile(model, backend="zero3", options={"keep_mb": 0})
         case "interpreted":
-            return torch.compile(model, backend="zero3", options={"inductor": False})
+            options = {"keep_mb": 0, "inductor": False}
+            return torch.compile(model, backend="zero3", options=options)
         case "inductor":
             return torch.compile(model, backend="inductor")
         case "eager":

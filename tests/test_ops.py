@@ -82,6 +82,14 @@ def test_reduce_grad_passes_opcheck(model, name):
     in_backward(lambda: opcheck(ops.reduce_grad.default, (grad, name, torch.empty(0))))
 
 
+def test_written_gradients_pass_opcheck(model):
+    factors = [torch.randn(3, 2), torch.randn(2, 4)]
+    rows = [torch.tensor([[2], [0]]), torch.randn(2, 1, 4)]
+
+    in_backward(lambda: opcheck(ops.reduce_mm.default, (factors, "dense")))
+    in_backward(lambda: opcheck(ops.reduce_rows.default, (rows, "dense", torch.empty(0))))
+
+
 def test_a_wait_takes_the_handle_of_a_start(model):
     with pytest.raises(RuntimeError, match="takes what zero3::all_gather_start returned"):
         ops.all_gather_wait.default(torch.zeros(1, dtype=torch.int64), [placeholder("dense")])
@@ -172,6 +180,18 @@ def test_gradients_of_one_backward_add_up_in_the_shard(model):
     in_backward(lambda: ops.reduce_grad.default(grad, "dense"))
 
     torch.testing.assert_close(model.dense.grad.full_tensor(), 4 * grad)
+
+
+def test_written_gradients_are_a_product_and_a_sum_of_rows(model):
+    left, right = torch.randn(3, 2), torch.randn(2, 4)
+    in_backward(lambda: ops.reduce_mm.default([left, right], "dense"))
+    assert torch.equal(model.dense.grad.full_tensor(), left @ right)
+
+    model.zero_grad()
+    indices, values = torch.tensor([2, 0, 2]), torch.randn(3, 4)
+    in_backward(lambda: ops.reduce_rows.default([indices, values], "dense"))
+    expected = torch.stack([values[1], torch.zeros(4), values[0] + values[2]])
+    assert torch.equal(model.dense.grad.full_tensor(), expected)
 
 
 def test_a_gradient_may_be_overwritten_as_soon_as_reduce_grad_returns(model):

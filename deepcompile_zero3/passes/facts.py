@@ -18,7 +18,7 @@ class ParameterFacts:
             transformed, which may depend on the batch.
         only_embeds: whether all of them look rows up.
         reshard_after_forward: False keeps what forward gathered until backward has used it, and
-            None leaves that open.
+            None leaves that open: passes treat it as True, but for the one that chooses.
         grad_dtype: of the leaf's contract; None keeps whatever arrives.
         reduce_dtype: of its gradient on the wire; None: as the contract left it.
         declares_grad_dtype: whether the contract must be declared to AOTAutograd.

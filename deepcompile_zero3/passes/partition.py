@@ -34,7 +34,7 @@ def settle_backward_gathers(
         parameters: the graph's inputs that are parameters.
         tangents: the graph's inputs that are gradients of outputs.
     """
-    again = {node for node, facts in parameters.items() if facts.reshard_after_forward}
+    again = {node for node, facts in parameters.items() if facts.reshard_after_forward is not False}
     embedding = {node for node in again if parameters[node].only_embeds}
     gradients = _descendants(tangents)
     alone = set(again)  # functions of parameters alone

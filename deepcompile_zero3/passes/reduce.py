@@ -37,7 +37,7 @@ def insert_reduces(gm: fx.GraphModule, gradients: Mapping[int, ParameterFacts]) 
         if order[grad] > order[place]:
             place = last = grad
         with graph.inserting_after(last):
-            op, source = _reduction_of(grad)
+            op, source = _reduction_of(grad, facts, results)
             last = graph.create_node(
                 "call_function",
                 op.default,
@@ -53,12 +53,15 @@ def insert_reduces(gm: fx.GraphModule, gradients: Mapping[int, ParameterFacts]) 
     gm.recompile()
 
 
-def _reduction_of(grad: fx.Node) -> tuple[Any, Any]:
-    """The op that reduces ``grad``, and what it takes: a large gradient that nobody else reads is
-    computed by the runtime, in memory from which it is sent.
+def _reduction_of(grad: fx.Node, facts: ParameterFacts, results: list[Any]) -> tuple[Any, Any]:
+    """The op that reduces ``grad``, and what it takes: a large gradient that nobody else reads, and
+    that is sent in its own dtype, is computed by the runtime in the memory from which it is sent.
     """
-    value = grad.meta["val"]
-    if len(grad.users) == 1 and value.numel() * value.element_size() >= _LARGE:
+    dtype = grad.meta["val"].dtype
+    leaf = facts.grad_dtype or dtype
+    wire = facts.reduce_dtype or leaf
+    is_read = len(grad.users) > 1 or results.count(grad) > 1
+    if facts.nbytes >= _LARGE and dtype == leaf == wire and not is_read:
         if grad.target is torch.ops.aten.mm.default:
             return ops.reduce_mm, list(grad.args)
         if (rows := _embedding_rows(grad)) is not None:

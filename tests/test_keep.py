@@ -1,0 +1,70 @@
+"""What forward keeps gathered for backward, where ``reshard_after_forward`` leaves it open."""
+
+import pytest
+import torch
+from models import assert_same_step, batch_of, optimizers_of, shard
+from torch import nn
+
+from deepcompile_zero3 import record_collectives
+
+ALL = {"0.weight", "2.weight", "4.weight"}
+
+
+def _gathered_again(keep_mb, choices):
+    """What a backward gathers, after steps beside one process."""
+    layers = [nn.Linear(256, 256, bias=False) for _ in range(3)]  # 256 KiB each
+    model = nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
+    model, reference = shard(model, layers)
+    for layer, choice in choices.items():
+        model[layer].set_reshard_after_forward(choice)
+    options = {} if keep_mb is None else {"keep_mb": keep_mb}
+    run = torch.compile(model, backend="zero3", options=options)
+    optimizers = optimizers_of(model, reference)
+    for seed in range(3):
+        batch = batch_of(4, 256, seed=seed).requires_grad_()  # so that backward needs all
+        with record_collectives() as log:
+            assert_same_step(model, reference, batch, run=run, optimizers=optimizers)
+        gathered = [fqn for c in log if c.op == "all_gather" for fqn in c.params]
+        assert set(gathered) == ALL
+    return {fqn for fqn in ALL if gathered.count(fqn) == 2}
+
+
+@pytest.mark.parametrize(
+    ("keep_mb", "choices", "expected"),
+    [
+        (None, {}, set()),
+        (float("inf"), {}, set()),
+        (0, {}, ALL),
+        (0.25, {}, {"0.weight", "2.weight"}),  # the last layer is held for the shortest time
+        (0.6, {}, {"0.weight"}),
+        (0.25, {4: True}, {"0.weight", "4.weight"}),
+        (0.25, {0: False}, {"2.weight"}),  # what the user keeps takes nothing from the budget
+        (0, {0: False, 2: True}, {"2.weight", "4.weight"}),
+    ],
+)
+def test_forward_keeps_what_fits_and_never_overrules(run_ranks, keep_mb, choices, expected):
+    for again in run_ranks(2, _gathered_again, keep_mb, choices):
+        assert again == expected
+
+
+def _kept_block_by_block(depth):
+    blocks = [nn.Sequential(nn.Linear(256, 256, bias=False), nn.Tanh()) for _ in range(depth)]
+    model, reference = shard(nn.Sequential(*blocks), blocks)
+    for block in blocks:
+        block.compile(backend="zero3", options={"keep_mb": 0.5})
+    kept = []
+    for rows in (4, 4, 6, 8):  # the third compiles again
+        with record_collectives() as log:
+            assert_same_step(model, reference, batch_of(rows, 256).requires_grad_())
+            model.zero_grad()
+            reference.zero_grad()
+        gathered = [fqn for c in log if c.op == "all_gather" for fqn in c.params]
+        kept.append({fqn for fqn in gathered if gathered.count(fqn) == 1})
+    return kept
+
+
+@pytest.mark.parametrize("depth", [3, 6])
+def test_the_graphs_of_a_model_share_what_may_be_kept(run_ranks, depth):
+    first, second = ("0.0.weight", "1.0.weight")
+    for kept in run_ranks(2, _kept_block_by_block, depth):
+        assert kept == [{first, second}] * 4

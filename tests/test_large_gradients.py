@@ -1,0 +1,214 @@
+"""Large gradients, which the runtime computes in the memory that they are sent from."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import assert_same_gradients, batch_of, compiled, relative_difference, shard
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from deepcompile_zero3 import capture_graphs, defer_reduction, deposit_grad
+
+each_way = pytest.mark.parametrize("how", ["zero3", "interpreted", "eager"])
+
+
+class _Large(nn.Module):
+    """Sizes that no number of ranks divides; one weight twice, one row that gets no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(701, 131, padding_idx=3)
+        self.up = nn.Linear(131, 307)
+        self.down = nn.Linear(307, 131, bias=False)
+        self.small = nn.Linear(131, 5)
+
+    def forward(self, indices):
+        hidden = self.embedding(indices)
+        for _ in range(2):
+            hidden = hidden + self.down(torch.tanh(self.up(hidden)))
+        return self.small(hidden)
+
+
+def _indices(rank, seed):
+    generator = torch.Generator().manual_seed(10 * seed + rank)
+    return torch.randint(701, (3 + rank, 7), generator=generator)  # another shape on every rank
+
+
+def _loss(model, indices):
+    return model(indices).float().square().sum()
+
+
+def _train(how, policy, tolerance):
+    policy = MixedPrecisionPolicy(**policy)
+    model, reference = shard(_Large(), mp_policy=policy)
+    if policy.param_dtype:
+        reference.to(policy.param_dtype)
+    run = compiled(model, how)
+    world_size = dist.get_world_size()
+    for step in range(2):
+        expected = copy.deepcopy(reference)
+        model.zero_grad()
+        # Two micro-batches, of which the first is not synced, then a third that adds to `.grad`.
+        for micro_batch, sync in enumerate([False, True, True]):
+            model.set_requires_gradient_sync(sync)
+            seed = 3 * step + micro_batch
+            _loss(run, _indices(dist.get_rank(), seed)).backward()
+            for rank in range(world_size):
+                (_loss(expected, _indices(rank, seed)) / world_size).backward()
+        for (fqn, ours), theirs in zip(
+            model.named_parameters(), expected.parameters(), strict=True
+        ):
+            assert isinstance(ours.grad, DTensor)
+            assert ours.grad.dtype == ours.dtype
+            assert ours.grad.to_local().shape == ours.to_local().shape
+            difference = relative_difference(ours.grad.full_tensor(), theirs.grad)
+            assert difference <= tolerance, f"{fqn}: {difference:.1e}"
+
+
+@each_way
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_large_gradients_are_right(run_ranks, world_size, how):
+    run_ranks(world_size, _train, how, {}, 1e-5)
+
+
+@pytest.mark.parametrize("how", ["zero3", "eager"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
+        {"param_dtype": torch.bfloat16},
+        {"reduce_dtype": torch.float16},
+    ],
+)
+def test_large_gradients_are_right_in_mixed_precision(run_ranks, how, policy):
+    run_ranks(2, _train, how, policy, 3e-2)
+
+
+def _ops_of_backward():
+    model = shard(_Large())[0]
+    with capture_graphs() as graphs:
+        _loss(compiled(model, "zero3"), _indices(0, 0)).backward()
+    (backward,) = graphs.backward
+    nodes = backward.graph_module.graph.nodes
+    return {str(node.args[1]): node.target.name() for node in nodes if "reduce" in str(node.target)}
+
+
+def test_what_the_runtime_computes(run_ranks):
+    for ops in run_ranks(1, _ops_of_backward):
+        assert ops == {
+            "embedding.weight": "zero3::reduce_rows",
+            "up.weight": "zero3::reduce_grad",  # of two uses: a sum of products
+            "up.bias": "zero3::reduce_grad",
+            "down.weight": "zero3::reduce_grad",
+            "small.weight": "zero3::reduce_grad",
+            "small.bias": "zero3::reduce_grad",
+        }
+
+
+class _Once(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(600, 128)
+        self.linear = nn.Linear(128, 300)
+
+    def forward(self, indices):
+        return torch.tanh(self.linear(self.table(indices)))
+
+
+def _grads_live_on():
+    """A gradient is the user's, whatever memory it came from."""
+    model, reference = shard(_Once())
+    run = compiled(model, "zero3")
+    kept = []
+    for seed in range(4):
+        model.zero_grad()
+        reference.zero_grad()
+        for rank in range(dist.get_world_size()):
+            indices = _indices(rank, seed) % 600
+            if rank == dist.get_rank():
+                _loss(run, indices).backward()
+            (_loss(reference, indices) / dist.get_world_size()).backward()
+        assert_same_gradients(model, reference)
+        weight = model.linear.weight
+        kept.append((weight.grad, reference.linear.weight.grad.clone()))
+        copied = copy.deepcopy(weight.grad)
+        copied.mul_(2)
+    for ours, theirs in kept:
+        assert relative_difference(ours.full_tensor(), theirs) <= 1e-5
+    return sorted({c.target.name() for c in _reductions(run)})
+
+
+def _reductions(run):
+    torch._dynamo.reset()
+    with capture_graphs() as graphs:
+        _loss(run, _indices(0, 0) % 600).backward()
+    nodes = graphs.backward[0].graph_module.graph.nodes
+    return [node for node in nodes if "zero3.reduce" in str(node.target)]
+
+
+@pytest.mark.smoke
+def test_gradients_outlive_the_memory_of_later_steps(run_ranks):
+    for ops in run_ranks(2, _grads_live_on):
+        assert ops == ["zero3::reduce_grad", "zero3::reduce_mm", "zero3::reduce_rows"]
+
+
+class _Recurrent(nn.Module):
+    """Uses a weight as often as a sequence is long."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.Linear(256, 256, bias=False)
+
+    def forward(self, x):
+        hidden = x[:, 0]
+        for step in range(x.shape[1]):
+            hidden = torch.tanh(self.cell(hidden) + x[:, step])
+        return hidden
+
+
+def _each_rank_its_own_way(how):
+    model, reference = shard(_Recurrent())
+    run = compiled(model, how)
+    world_size = dist.get_world_size()
+    batches = [batch_of(4, 1 + 2 * rank, 256, seed=rank) for rank in range(world_size)]
+    # Of an input that needs a gradient, so that backward needs the weight on every rank.
+    run(batches[dist.get_rank()].requires_grad_()).sum().backward()
+    for batch in batches:
+        (reference(batch).sum() / world_size).backward()
+    assert_same_gradients(model, reference)
+
+
+@pytest.mark.parametrize("how", ["zero3", "eager"])
+def test_a_rank_may_have_one_product_and_another_a_sum(run_ranks, how):
+    run_ranks(2, _each_rank_its_own_way, how)
+
+
+def _deposit_on_one_rank():
+    model, _ = shard(nn.Linear(256, 256, bias=False))
+    grad = batch_of(256, 256)
+    with defer_reduction(model):
+        if dist.get_rank() == 0:
+            deposit_grad(model.weight, grad.t())
+    assert relative_difference(model.weight.grad.full_tensor(), grad.t() / 2) <= 1e-6
+
+
+def test_a_sum_may_have_other_strides_on_another_rank(run_ranks):
+    run_ranks(2, _deposit_on_one_rank)
+
+
+def _resize():
+    model, _ = shard(nn.Linear(256, 256))
+    model(batch_of(2, 256)).sum().backward()
+    grad = model.weight.grad.to_local()
+    before = grad.clone()
+    assert torch.equal(copy.deepcopy(grad), before)
+    grad.resize_(300, 256)
+    assert torch.equal(grad[: len(before)], before)
+    grad.untyped_storage().resize_(0)
+
+
+def test_a_gradient_can_be_resized(run_ranks):
+    run_ranks(2, _resize)
