@@ -6,6 +6,7 @@ python -m bench -w B --malloc tuned                      # without the allocator
 python -m bench compile -w A -m floor,zero3              # the first step, cold and warm
 python -m bench -w B -m zero3-twice,without-pool         # without one optimisation
 python -m bench primitives                               # gloo's, at some sizes
+python -m bench overhead                                 # a step of 300 small parameters
 python -m bench table build/bench/*.json                 # what was measured before
 """
 
@@ -26,6 +27,7 @@ import torch.multiprocessing as mp
 from rich.console import Console
 from rich.progress import track
 
+from bench import overhead as small
 from bench import primitives as gloo
 from bench import report
 from bench.ablations import ABLATIONS
@@ -127,6 +129,16 @@ def primitives(args: argparse.Namespace) -> None:
             print(f"| {dtype} | {row} |")
 
 
+def overhead(args: argparse.Namespace) -> None:
+    """A step of 300 small parameters on one rank, beside the same model that is not sharded."""
+    with tempfile.TemporaryDirectory() as folder:
+        medians = small.measure(f"{folder}/store")
+    base = next(iter(medians.values()))
+    print("| 300 parameters | ms a step | more, µs a parameter |\n| --- | ---: | ---: |")
+    for name, seconds in medians.items():
+        print(f"| {name} | {seconds * 1e3:.2f} | {(seconds - base) / 300 * 1e6:.1f} |")
+
+
 def table(args: argparse.Namespace) -> None:
     """Prints results from their files."""
     for path in args.files:
@@ -162,7 +174,7 @@ def parse_arguments() -> argparse.Namespace:
         formatter_class=argparse.RawTextHelpFormatter,
     )
     parser.set_defaults(run=steps)
-    parts = parser.add_subparsers(title="parts", metavar="{compile,primitives,table}")
+    parts = parser.add_subparsers(title="parts", metavar="{compile,primitives,overhead,table}")
     for part in (parser, parts.add_parser("compile", help=compile.__doc__)):
         part.add_argument("-w", "--workloads", type=_names(WORKLOADS), default=_DEFAULT_WORKLOADS)
         part.add_argument("-m", "--modes", type=_names(modes), default=list(MODES))
@@ -176,6 +188,7 @@ def parse_arguments() -> argparse.Namespace:
     raw.add_argument("--ranks", type=int, default=2)
     raw.add_argument("--malloc", choices=["default", "tuned"], default="default")
     raw.set_defaults(run=primitives)
+    parts.add_parser("overhead", help=overhead.__doc__).set_defaults(run=overhead, malloc="default")
     reread = parts.add_parser("table", help=table.__doc__)
     reread.add_argument("files", type=Path, nargs="+")
     reread.set_defaults(run=table)

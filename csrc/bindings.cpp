@@ -114,6 +114,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("read_gathered", &read_gathered);
   m.def("contract_name", &contract_name);
   m.def("release_buffers", &release_pool, py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "buffer_stats",
+      [](bool reset_peak) {
+        const auto stats = pool_stats(reset_peak);
+        return std::make_tuple(stats.in_use, stats.peak, stats.kept);
+      },
+      py::arg("reset_peak"), py::call_guard<py::gil_scoped_release>());
   m.def("limit_buffers", &limit_pool, py::call_guard<py::gil_scoped_release>());
   m.def("make_placeholder", &make_placeholder);
   m.def("declare_grad_dtype", &declare_grad_dtype);

@@ -2,6 +2,7 @@
 
 #include <c10/core/CPUAllocator.h>
 
+#include <algorithm>
 #include <list>
 #include <memory>
 #include <mutex>
@@ -21,6 +22,8 @@ class Pool {
  public:
   Block take(int64_t nbytes) {
     std::lock_guard lock(mutex_);
+    in_use_ += nbytes;
+    peak_ = std::max(peak_, in_use_);
     auto best = kept_.end();
     for (auto block = kept_.begin(); block != kept_.end(); ++block)
       if (block->nbytes >= nbytes && block->nbytes <= kMostWaste * nbytes &&
@@ -37,9 +40,10 @@ class Pool {
     return block;
   }
 
-  void give_back(Block block) {
+  void give_back(Block block, int64_t nbytes) {
     std::list<Block> freed;  // after the lock
     std::lock_guard lock(mutex_);
+    in_use_ -= nbytes;
     kept_bytes_ += block.nbytes;
     kept_.push_back(std::move(block));
     while (kept_bytes_ > most_kept_) drop_oldest(freed);
@@ -50,6 +54,13 @@ class Pool {
     std::lock_guard lock(mutex_);
     most_kept_ = nbytes;
     while (kept_bytes_ > most_kept_) drop_oldest(freed);
+  }
+
+  PoolStats stats(bool reset_peak) {
+    std::lock_guard lock(mutex_);
+    const PoolStats stats{in_use_, peak_, kept_bytes_};
+    if (reset_peak) peak_ = in_use_;
+    return stats;
   }
 
   int64_t release() {
@@ -80,6 +91,8 @@ class Pool {
   std::mutex mutex_;
   std::list<Block> kept_;  // the oldest first
   int64_t kept_bytes_ = 0;
+  int64_t in_use_ = 0;
+  int64_t peak_ = 0;
   int64_t most_kept_ = 512 << 20;
 };
 
@@ -100,7 +113,8 @@ at::Tensor pooled_empty(at::IntArrayRef sizes, at::IntArrayRef strides,
   auto block = std::make_shared<Block>(pool()->take(nbytes));
   return at::for_blob(block->memory.get(), sizes)
       .strides(strides)
-      .deleter([block, owner = pool()](void*) { owner->give_back(std::move(*block)); })
+      .deleter(
+          [block, nbytes, owner = pool()](void*) { owner->give_back(std::move(*block), nbytes); })
       .options(options)
       .resizeable_storage()
       .allocator(c10::GetCPUAllocator())
@@ -113,6 +127,8 @@ at::Tensor pooled_empty(at::IntArrayRef sizes, const at::TensorOptions& options)
   for (int64_t dim = sizes.size(); dim-- > 0; stride *= sizes[dim]) strides[dim] = stride;
   return pooled_empty(sizes, strides, options);
 }
+
+PoolStats pool_stats(bool reset_peak) { return pool()->stats(reset_peak); }
 
 int64_t release_pool() { return pool()->release(); }
 

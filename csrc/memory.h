@@ -13,6 +13,14 @@ at::Tensor pooled_empty(at::IntArrayRef sizes, at::IntArrayRef strides,
                         const at::TensorOptions& options);
 at::Tensor pooled_empty(at::IntArrayRef sizes, const at::TensorOptions& options);
 
+struct PoolStats {
+  int64_t in_use;  // bytes
+  int64_t peak;    // of `in_use`, since the peak was last reset
+  int64_t kept;    // bytes that are not in use
+};
+
+PoolStats pool_stats(bool reset_peak);
+
 // Gives back what is kept and not in use, and returns how many bytes that was.
 int64_t release_pool();
 

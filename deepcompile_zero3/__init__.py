@@ -13,8 +13,10 @@ from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.fully_shard import fully_shard
 from deepcompile_zero3.module import Zero3Module
 from deepcompile_zero3.runtime import (
+    BufferStats,
     Collective,
     CollectiveLog,
+    buffer_stats,
     limit_buffers,
     record_collectives,
     release_buffers,
@@ -23,6 +25,7 @@ from deepcompile_zero3.runtime import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "BufferStats",
     "CapturedGraph",
     "CapturedGraphs",
     "Collective",
@@ -32,6 +35,7 @@ __all__ = [
     "Options",
     "Zero3Error",
     "Zero3Module",
+    "buffer_stats",
     "capture_graphs",
     "defer_reduction",
     "deposit_grad",

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from deepcompile_zero3.graph_text import graph_text
+from deepcompile_zero3.peak import gathered_peak
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,13 @@ class CapturedGraph:
     def text(self) -> str:
         """The graph a line a node, with dtypes, shapes and FQNs; the same on every machine."""
         return graph_text(self.graph_module)
+
+    @property
+    def gathered_peak(self) -> int:
+        """Bytes of full parameters that are alive at once at most, by the plan: from the start of
+        each gather to the last use, nodes in their order. Compare with :func:`buffer_stats`.
+        """
+        return gathered_peak(self.graph_module.graph)
 
 
 @dataclass(eq=False)

@@ -5,6 +5,8 @@
 ``zero3::all_gather_start(placeholders, fqns)``     a handle; what graphs hold, with
 ``zero3::all_gather_wait(handle, placeholders)``    full tensors and a token
 ``zero3::reduce_grad(grad, fqn, after)``            takes a full gradient, gives a token
+``zero3::reduce_mm(factors, fqn, after)``           as of the product of two matrices
+``zero3::reduce_rows(rows, fqn, after)``            as of zeros to which values are added at indices
 ==================================================  ==============================================
 
 A *placeholder* has a parameter's full shape, compute dtype and strides, and zero bytes of storage.
@@ -13,7 +15,7 @@ A *token* is an empty tensor that orders collectives: each takes that of the one
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -124,6 +126,28 @@ def release_buffers() -> int:
     nothing is kept.
     """
     return _C.release_buffers()
+
+
+class BufferStats(NamedTuple):
+    """Bytes of this process's communication buffers on CPUs, but for small ones.
+
+    Attributes:
+        in_use: gathered parameters, gradients on their way, and those that have arrived.
+        peak: of ``in_use``, since it was last reset.
+        kept: not in use, for the next step.
+    """
+
+    in_use: int
+    peak: int
+    kept: int
+
+
+def buffer_stats(*, reset_peak: bool = False) -> BufferStats:
+    """What communication holds now and at most; ``reset_peak`` begins a new peak after that.
+
+    On other devices torch's allocator counts, as in ``torch.cuda.memory_stats``.
+    """
+    return BufferStats(*_C.buffer_stats(reset_peak))
 
 
 def limit_buffers(nbytes: int) -> None:

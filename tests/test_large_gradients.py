@@ -155,6 +155,46 @@ def test_gradients_outlive_the_memory_of_later_steps(run_ranks):
         assert ops == ["zero3::reduce_grad", "zero3::reduce_mm", "zero3::reduce_rows"]
 
 
+def _few_rows(how, dtype, reduce_dtype, tolerance):
+    """The last of four ranks owns nothing of the weight."""
+    policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+    model, reference = shard(nn.Linear(20_000, 3, bias=False).to(dtype), mp_policy=policy)
+    run = compiled(model, how)
+    world_size = dist.get_world_size()
+    batches = [batch_of(2, 20_000, seed=rank).to(dtype) for rank in range(world_size)]
+    loss = run(batches[dist.get_rank()]).cos().sum()
+    loss.backward(retain_graph=how == "eager")
+    for batch in batches:
+        (reference(batch).cos().sum() / world_size).backward()
+    assert_same_gradients(model, reference, tolerance)
+    if how == "eager":  # a second time through the same graph adds as much
+        loss.backward()
+        reference.weight.grad.mul_(2)
+        assert_same_gradients(model, reference, tolerance)
+
+
+@pytest.mark.parametrize("how", ["zero3", "eager"])
+@pytest.mark.parametrize(
+    ("dtype", "reduce_dtype", "tolerance"),
+    [(torch.float64, None, 1e-12), (torch.float32, torch.float16, 1e-2)],
+)
+def test_a_large_gradient_of_few_rows(run_ranks, how, dtype, reduce_dtype, tolerance):
+    run_ranks(4, _few_rows, how, dtype, reduce_dtype, tolerance)
+
+
+def _of_the_input_alone():
+    model, reference = shard(nn.Linear(256, 256))
+    x, same = batch_of(2, 256).requires_grad_(), batch_of(2, 256).requires_grad_()
+    (grad,) = torch.autograd.grad(compiled(model, "zero3")(x).cos().sum(), [x])
+    reference(same).cos().sum().backward()
+    assert relative_difference(grad, same.grad) <= 1e-5
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_gradient_that_nobody_wants_is_not_reduced(run_ranks):
+    run_ranks(2, _of_the_input_alone)
+
+
 class _Recurrent(nn.Module):
     """Uses a weight as often as a sequence is long."""
 

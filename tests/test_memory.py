@@ -15,7 +15,7 @@ from models import batch_of, mean_square
 from ranks import RankPool
 from torch import nn
 
-from deepcompile_zero3 import fully_shard, release_buffers
+from deepcompile_zero3 import buffer_stats, capture_graphs, fully_shard, release_buffers
 from deepcompile_zero3.module import parameters_of
 
 MIB = 2**20
@@ -189,6 +189,42 @@ def test_memory_for_communication_does_not_grow_with_the_model(run_ranks, how):
     of_twelve = max(run_ranks(2, _measure_peak, how, 12))
     # Six more weights would not fit into one: the kernel's count is no nearer.
     assert of_twelve <= of_six + WEIGHT, (of_six / MIB, of_twelve / MIB)
+
+
+# ---- the plan's prediction
+
+
+def _predict_and_measure(settings, depth):
+    """By graph, bytes gathered at once at most: what the plan says, and what the pool has seen."""
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh()) for _ in range(depth))
+    )
+    fully_shard(model)
+    with capture_graphs() as graphs:
+        run = torch.compile(model, backend="zero3", options=settings)
+        _step(run)
+    model.zero_grad()
+    start = buffer_stats(reset_peak=True).in_use
+    loss = mean_square(run, batch_of(4, WIDTH))
+    forward = buffer_stats(reset_peak=True).peak - start
+    loss.backward()
+    backward = buffer_stats().peak - start
+    predicted = [graphs.forward[0].gathered_peak, graphs.backward[0].gathered_peak]
+    return predicted, [forward, backward]
+
+
+@pytest.mark.parametrize(
+    ("settings", "bucket"), [({"keep_mb": 0}, 4), ({"keep_mb": 12}, 8), ({}, 64)]
+)
+def test_the_plan_predicts_what_is_gathered_at_once(run_ranks, settings, bucket):
+    depth = 6
+    settings = settings | {"gather_bucket_mb": bucket}
+    gradients = depth * WEIGHT
+    for (forward, backward), measured in run_ranks(2, _predict_and_measure, settings, depth):
+        assert measured[0] == forward, (measured, forward)
+        # With gradients, of which at most all are on their way, and as many have come from others.
+        assert backward <= measured[1] <= backward + 2 * gradients, (measured, backward)
+        assert forward <= max(2 * bucket * MIB, depth * WEIGHT)
 
 
 # ---- what communication keeps

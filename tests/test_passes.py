@@ -923,6 +923,93 @@ def test_the_cast_to_the_leafs_dtype_is_left_to_the_runtime():
     )
 
 
+LARGE = 1 << 20
+
+
+def reductions_of(gm):
+    """By FQN, the op that reduces it."""
+    nodes = [node for node in gm.graph.nodes if "zero3.reduce" in str(node.target)]
+    return {node.args[1]: node.target.name().removeprefix("zero3::") for node in nodes}
+
+
+@pytest.mark.smoke
+def test_a_large_product_and_an_embeddings_rows_are_left_to_the_runtime():
+    def backward(x, tangent, at, rows):
+        mask = (at != 3).unsqueeze(-1)
+        zeros = torch.zeros(9, 4)
+        table = torch.ops.aten._unsafe_masked_index_put_accumulate(zeros, mask, [at], rows)
+        return torch.ops.aten.mm(x.t(), tangent), table
+
+    inputs = torch.ones(2, 4), torch.ones(2, 5), torch.tensor([1, 3]), torch.ones(2, 4)
+    gm = make_fx(backward)(*inputs)
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.zeros.default):
+        node.target, node.args = torch.ops.aten.full.default, ([9, 4], 0)
+
+    insert_reduces(gm, {0: facts("fc", nbytes=LARGE), 1: facts("rows", nbytes=LARGE)})
+    gm.graph.eliminate_dead_code()
+
+    assert_text(
+        gm,
+        """\
+        x_1: f32[2, 4]
+        tangent_1: f32[2, 5]
+        at_1: i64[2]
+        rows_1: f32[2, 4]
+        ne: b8[2] = aten.ne.Scalar(at_1, 3)
+        unsqueeze: b8[2, 1] = aten.unsqueeze(ne, -1)
+        full_default: f32[] = aten.full([], 0.0, dtype=float32, device=device(type='cpu'))
+        where_self: f32[2, 4] = aten.where.self(unsqueeze, rows_1, full_default)
+        t: f32[4, 2] = aten.t(x_1)
+        reduce_mm: f32[0] = zero3.reduce_mm([t, tangent_1], 'fc')  # f32 -> any -> f32
+        reduce_rows: f32[0] = zero3.reduce_rows([at_1, where_self], 'rows')  # f32 -> any -> f32
+        return [None, None]
+        """,
+    )
+
+
+def _product(x, tangent):
+    return (torch.ops.aten.mm(x, tangent),)
+
+
+@pytest.mark.parametrize(
+    ("backward", "changes"),
+    [
+        (_product, {"nbytes": 64}),
+        (_product, {"grad_dtype": torch.bfloat16}),
+        (_product, {"reduce_dtype": torch.bfloat16}),
+        (lambda x, tangent: (torch.ops.aten.mm(x, tangent).neg(),), {}),
+        (lambda x, tangent: (product := torch.ops.aten.mm(x, tangent), product.relu()), {}),
+        (lambda x, tangent: (product := torch.ops.aten.mm(x, tangent), product), {}),
+    ],
+    ids=["small", "cast to the leaf", "cast to the wire", "negated", "read", "returned"],
+)
+def test_other_gradients_are_computed_in_the_graph(backward, changes):
+    gm = make_fx(backward)(torch.ones(4, 4), torch.ones(4, 4))
+    insert_reduces(gm, {0: facts("fc", **{"nbytes": LARGE, **changes})})
+    assert reductions_of(gm) == {"fc": "reduce_grad"}
+
+
+def _put(into, indices, rows):
+    mask = torch.ones_like(rows, dtype=torch.bool)
+    return torch.ops.aten._unsafe_masked_index_put_accumulate(into, mask, indices, rows)
+
+
+@pytest.mark.parametrize(
+    "backward",
+    [
+        lambda at, rows: (_put(torch.full((9, 4), 1.0), [at], rows),),
+        lambda at, rows: (_put(rows.new_ones(9, 4), [at], rows),),
+        lambda at, rows: (_put(torch.full((9, 9, 4), 0.0), [at, at], rows),),
+        lambda at, rows: (_put(torch.full((9, 4, 1), 0.0), [at], rows.unsqueeze(-1)),),
+    ],
+    ids=["into ones", "into something", "two indices", "three dimensions"],
+)
+def test_what_only_resembles_an_embeddings_gradient_is_computed_in_the_graph(backward):
+    gm = make_fx(backward)(torch.tensor([1, 3]), torch.ones(2, 4))
+    insert_reduces(gm, {0: facts("table", nbytes=LARGE)})
+    assert reductions_of(gm) == {"table": "reduce_grad"}
+
+
 # ---- widen_weight_gradients
 
 

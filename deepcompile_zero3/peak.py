@@ -1,0 +1,44 @@
+"""The plan's prediction of what a rewritten graph gathers at once."""
+
+import operator
+from itertools import accumulate
+
+import torch
+from torch import fx
+
+from deepcompile_zero3.runtime import ops
+
+
+def gathered_peak(graph: fx.Graph) -> int:
+    """Bytes of gathered parameters that are alive at once at most, if nodes run in their order.
+
+    A parameter takes memory from the start of its gather to its last use, or to the end of the
+    graph if that keeps it.
+    """
+    order = {node: position for position, node in enumerate(graph.nodes)}
+    changes = [0] * (len(order) + 1)
+    for wait in graph.find_nodes(op="call_function", target=ops.all_gather_wait.default):
+        start, placeholders = wait.args[:2]
+        for item in wait.users:
+            if item.target is not operator.getitem or item.args[1] == len(placeholders):
+                continue  # the token
+            value = item.meta["val"]
+            nbytes = value.numel() * value.element_size()
+            changes[order[start]] += nbytes
+            changes[max(order[user] for user in [item, *_uses(item)]) + 1] -= nbytes
+    return max(accumulate(changes))
+
+
+def _uses(node: fx.Node) -> set[fx.Node]:
+    """The nodes that read the memory of ``node``, directly or through views."""
+    uses = set(node.users)
+    for user in node.users:
+        if _is_view(user):
+            uses |= _uses(user)
+    return uses
+
+
+def _is_view(node: fx.Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return any(result.alias_info is not None for result in node.target._schema.returns)
