@@ -3,10 +3,12 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/python.h>
 
+#include "exchange.h"
 #include "gather.h"
 #include "grad_dtype.h"
 #include "memory.h"
 #include "ops.h"
+#include "publish.h"
 #include "reduce.h"
 
 namespace py = pybind11;
@@ -69,12 +71,20 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readwrite("divide_factor", &Parameter::divide_factor)
       .def_readwrite("requires_gradient_sync", &Parameter::requires_gradient_sync)
       .def_readwrite("placeholder", &Parameter::placeholder)
+      .def_readwrite("leaf", &Parameter::leaf)
       .def_readwrite("shard", &Parameter::shard)
       .def_property(
           "gathered", [](const Parameter& self) { return self.gathered; },
           [](Parameter& self, const std::optional<at::Tensor>& full) {
             self.gathered = full.value_or(at::Tensor());
           })
+      .def("share",
+           [](Parameter& self, const std::shared_ptr<OneHost>& one_host, const at::Tensor& progress,
+              const at::Tensor& writable, const at::Tensor& readable) {
+             self.shared =
+                 std::make_shared<SharedCopy>(one_host, self.rank, progress, writable, readable);
+           })
+      .def_property_readonly("is_shared", [](const Parameter& self) { return bool(self.shared); })
       .def("has_accumulated", &Parameter::has_accumulated, py::call_guard<py::gil_scoped_release>())
       .def_readonly("arrived_dtype", &Parameter::arrived_dtype)
       .def_readwrite("deferred", &Parameter::deferred)
@@ -91,6 +101,18 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            [](const ParameterPtr& self, const std::string& fqn) { Registry::get().add(self, fqn); })
       .def("unregister", [](const ParameterPtr& self) { Registry::get().remove(self); });
 
+  py::class_<OneHost, std::shared_ptr<OneHost>>(m, "OneHost")
+      .def(py::init<const std::string&, int64_t, const std::vector<int64_t>&, const at::Tensor&>())
+      .def_static("control_bytes", &OneHost::control_bytes)
+      .def_property_readonly(
+          "mailbox_bytes",
+          [](const OneHost& self) { return self.mailbox ? self.mailbox->capacity() : 0; })
+      .def("set_mailboxes", [](OneHost& self, const at::Tensor& memory) {
+        self.mailbox = std::make_shared<Mailbox>(self.host, memory);
+      });
+  m.attr("PROGRESS_BYTES") = sizeof(Progress);
+  m.def("make_read_only", &make_read_only);
+
   py::class_<Collective>(m, "Collective")
       .def_readonly("op", &Collective::op)
       .def_readonly("dtype", &Collective::dtype)
@@ -104,6 +126,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("add_uses", [](const std::vector<ParameterPtr>& parameters, bool first) {
     for (auto& parameter : parameters) parameter->add_use(first);
   });
+  m.def("is_point_to_point", &is_point_to_point);
   m.def("gather", &gather, py::call_guard<py::gil_scoped_release>());
   m.def("reduce_accumulated", &reduce_accumulated, py::call_guard<py::gil_scoped_release>());
   m.def("running_backward", [] { return torch::autograd::get_current_graph_task_id(); });

@@ -18,6 +18,8 @@ namespace zero3 {
 // Tensors [n], each contiguous, one for each rank: n may differ from rank to rank.
 using Rows = std::vector<at::Tensor>;
 
+constexpr int64_t kWorthAMessage = 64 << 10;  // bytes; tensors that are smaller share one
+
 // Whether exchanges of this group and device are sends and receives, one for each tensor and rank,
 // so that several tensors need not share a buffer.
 bool is_point_to_point(const std::string& group_name, at::Device device);

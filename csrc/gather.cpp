@@ -7,6 +7,7 @@
 #include "collective_log.h"
 #include "exchange.h"
 #include "memory.h"
+#include "publish.h"
 
 namespace zero3 {
 namespace {
@@ -19,22 +20,43 @@ void check_gatherable(const Parameter& parameter) {
               "model.to_empty(device=...), then initialise it or load a checkpoint.");
 }
 
+int64_t bytes_of_chunk(const Parameter& parameter) {
+  return parameter.chunk_numel() * static_cast<int64_t>(c10::elementSize(parameter.compute_dtype));
+}
+
 }  // namespace
 
-// Parameters of one compute dtype and process group on their way through one collective. Each
-// travels in rows [world, chunk]: those of one parameter end to end are the full tensor, followed
-// by padding. Small ones share rows, one chunk after the other, and are copied out of them.
-class GatherBucket {
+GatherBucket::GatherBucket(std::vector<ParameterPtr> parameters)
+    : parameters_(std::move(parameters)) {
+  for (auto& parameter : parameters_) check_gatherable(*parameter);
+}
+
+void GatherBucket::record_start() const {
+  int64_t nbytes = 0;
+  std::vector<std::string> fqns;
+  for (auto& parameter : parameters_) {
+    nbytes += parameter->world_size * bytes_of_chunk(*parameter);
+    fqns.push_back(parameter->fqn);
+  }
+  record({"all_gather", parameters_.front()->compute_dtype, nbytes, fqns});
+}
+
+namespace {
+
+// By messages. Each parameter travels in rows [world, chunk]: those of one end to end are the full
+// tensor, followed by padding. Small ones share rows, one chunk after the other, and are copied out
+// of them.
+class ExchangedBucket : public GatherBucket {
  public:
-  explicit GatherBucket(std::vector<ParameterPtr> parameters) : parameters_(std::move(parameters)) {
+  explicit ExchangedBucket(std::vector<ParameterPtr> parameters)
+      : GatherBucket(std::move(parameters)) {
     const Parameter& first = *parameters_.front();
     const bool may_travel_alone =
         parameters_.size() == 1 || is_point_to_point(first.group_name, first.device);
     for (auto& parameter : parameters_) {
-      check_gatherable(*parameter);
       const bool alone = may_travel_alone && parameter->is_contiguous() &&
                          (parameters_.size() == 1 || parameter->chunk_numel() == 0 ||
-                          bytes_of_chunk(*parameter) >= kLarge);
+                          bytes_of_chunk(*parameter) >= kWorthAMessage);
       own_rows_.push_back(alone ? new_rows(parameter->chunk_numel()) : at::Tensor());
       if (!alone) shared_numel_ += parameter->chunk_numel();
     }
@@ -42,17 +64,15 @@ class GatherBucket {
   }
 
   // Writes this rank's rows, the cast in the same pass, and starts.
-  void start() {
+  void start() override {
     const Parameter& first = *parameters_.front();
     const std::string kind = std::string("gather ") + c10::toString(first.compute_dtype);
-    std::vector<std::string> fqns;
     std::string shared;
     int64_t offset = 0;
-    int64_t nbytes = 0;
     exchange_ = std::make_unique<Exchange>(first.group_name, first.rank);
     for (size_t i = 0; i < parameters_.size(); ++i) {
       const Parameter& parameter = *parameters_[i];
-      const auto key = " " + parameter.fqn + "[" + std::to_string(parameter.chunk_numel()) + "]";
+      const auto key = " " + parameter.chunk_key();
       if (own_rows_[i].defined()) {
         write(parameter, own_rows_[i][first.rank]);
         exchange_->gather(own_rows_[i], kind + key);
@@ -61,17 +81,12 @@ class GatherBucket {
         offset += parameter.chunk_numel();
         shared += key;
       }
-      nbytes += first.world_size * bytes_of_chunk(parameter);
-      fqns.push_back(parameter.fqn);
     }
     if (shared_numel_ > 0) exchange_->gather(shared_rows_, kind + shared);
-    record({"all_gather", first.compute_dtype, nbytes, fqns});
+    record_start();
   }
 
-  const std::vector<ParameterPtr>& parameters() const { return parameters_; }
-
-  // Waits, and returns the full tensors in the order of the parameters.
-  std::vector<at::Tensor> finish() {
+  std::vector<at::Tensor> finish() override {
     exchange_->wait();
     std::vector<at::Tensor> fulls;
     int64_t offset = 0;
@@ -97,13 +112,6 @@ class GatherBucket {
   }
 
  private:
-  static constexpr int64_t kLarge = 64 << 10;  // bytes of a chunk that is worth a message
-
-  static int64_t bytes_of_chunk(const Parameter& parameter) {
-    return parameter.chunk_numel() *
-           static_cast<int64_t>(c10::elementSize(parameter.compute_dtype));
-  }
-
   static void write(const Parameter& parameter, const at::Tensor& chunk) {
     const int64_t owned = parameter.shard_rows() * parameter.row_numel();
     chunk.narrow(0, 0, owned).view(parameter.shard.sizes()).copy_(parameter.shard);
@@ -116,12 +124,18 @@ class GatherBucket {
                         at::TensorOptions(first.compute_dtype).device(first.device));
   }
 
-  std::vector<ParameterPtr> parameters_;
   std::vector<at::Tensor> own_rows_;  // of each parameter; undefined for those that share
   at::Tensor shared_rows_;            // [world, shared_numel]
   int64_t shared_numel_ = 0;          // a rank's
   std::unique_ptr<Exchange> exchange_;
 };
+
+std::unique_ptr<GatherBucket> bucket_of(std::vector<ParameterPtr> parameters) {
+  if (parameters.front()->shared) return std::make_unique<PublishedBucket>(std::move(parameters));
+  return std::make_unique<ExchangedBucket>(std::move(parameters));
+}
+
+}  // namespace
 
 void set_refresh(std::function<void(const std::string& fqn)> function) {
   refresh_function = std::move(function);
@@ -135,21 +149,20 @@ Gather::Gather(std::vector<ParameterPtr> parameters) : parameters_(std::move(par
   start();
 }
 
-Gather::~Gather() = default;
-
 void Gather::start() {
   c10::NoGradGuard no_grad;
   for (size_t first = 0; first < parameters_.size(); ++first) {
     const auto alike = [&](const Parameter& other) {
       return other.group_name == parameters_[first]->group_name &&
-             other.compute_dtype == parameters_[first]->compute_dtype;
+             other.compute_dtype == parameters_[first]->compute_dtype &&
+             (other.shared == nullptr) == (parameters_[first]->shared == nullptr);
     };
     const auto before = parameters_.begin() + first;
     if (std::any_of(parameters_.begin(), before, [&](auto& p) { return alike(*p); })) continue;
     std::vector<ParameterPtr> members;
     std::ranges::copy_if(parameters_, std::back_inserter(members),
                          [&](auto& p) { return alike(*p); });
-    buckets_.push_back(std::make_unique<GatherBucket>(std::move(members)));
+    buckets_.push_back(bucket_of(std::move(members)));
   }
   for (auto& bucket : buckets_) bucket->start();  // once nothing is left to refuse
 }
@@ -169,7 +182,17 @@ std::vector<at::Tensor> Gather::finish() {
 }
 
 std::vector<at::Tensor> gather(const std::vector<ParameterPtr>& parameters) {
-  return Gather(parameters).finish();
+  return as_fresh(Gather(parameters).finish(), parameters);
+}
+
+std::vector<at::Tensor> as_fresh(std::vector<at::Tensor> fulls,
+                                 const std::vector<ParameterPtr>& parameters) {
+  c10::NoGradGuard no_grad;
+  for (size_t i = 0; i < fulls.size(); ++i)
+    if (parameters[i]->shared)
+      fulls[i] =
+          pooled_empty(fulls[i].sizes(), fulls[i].strides(), fulls[i].options()).copy_(fulls[i]);
+  return fulls;
 }
 
 }  // namespace zero3

@@ -7,17 +7,36 @@
 
 namespace zero3 {
 
-class GatherBucket;
+// Parameters of one compute dtype and process group on their way through one collective.
+class GatherBucket {
+ public:
+  // Raises if one of them cannot be gathered.
+  explicit GatherBucket(std::vector<ParameterPtr> parameters);
+  virtual ~GatherBucket() = default;
+
+  const std::vector<ParameterPtr>& parameters() const { return parameters_; }
+
+  virtual void start() = 0;
+  // Waits, and returns the full tensors in the order of the parameters.
+  virtual std::vector<at::Tensor> finish() = 0;
+
+ protected:
+  void record_start() const;
+
+  const std::vector<ParameterPtr> parameters_;
+};
 
 // A gather of parameters that has started: one collective for each (process group, compute dtype)
 // among them, in order of appearance. The cast happens before the wire.
 class Gather {
  public:
   explicit Gather(std::vector<ParameterPtr> parameters);
-  ~Gather();
 
-  // Waits, and returns the full tensors: each fresh, [rows, ...] in the parameter's compute dtype
-  // and strides, sharing memory with no shard. Called again, it gathers again.
+  const std::vector<ParameterPtr>& parameters() const { return parameters_; }
+
+  // Waits, and returns the full tensors, [rows, ...] each in the parameter's compute dtype and
+  // strides: views of the copy that ranks share, where they do, or else fresh. Called again, it
+  // gathers again.
   std::vector<at::Tensor> finish();
 
  private:
@@ -27,8 +46,12 @@ class Gather {
   std::vector<std::unique_ptr<GatherBucket>> buckets_;
 };
 
-// Starts and finishes one.
+// Starts and finishes one, whose tensors are all fresh.
 std::vector<at::Tensor> gather(const std::vector<ParameterPtr>& parameters);
+
+// `fulls` with those copied that are views.
+std::vector<at::Tensor> as_fresh(std::vector<at::Tensor> fulls,
+                                 const std::vector<ParameterPtr>& parameters);
 
 // Called by refresh(), to make `Parameter::shard` what the model registers now.
 void set_refresh(std::function<void(const std::string& fqn)> function);

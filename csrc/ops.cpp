@@ -1,5 +1,5 @@
-// The operators. Graphs hold all_gather_start, all_gather_wait and reduce_grad; models call
-// unshard.
+// The operators. Graphs hold all_gather_start, all_gather_wait or _views, and reduce_grad or its
+// kin; models call unshard.
 #include "ops.h"
 
 #include <c10/core/GradMode.h>
@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/variable.h>
 #include <torch/library.h>
 
+#include <array>
 #include <unordered_map>
 
 #include "gather.h"
@@ -81,8 +82,18 @@ Tensor all_gather_start(at::TensorList placeholders, std::vector<std::string> fq
   return Running::get().add(std::make_unique<Gather>(std::move(parameters)));
 }
 
+// Fresh memory: a compiler may write to it once nobody reads it any more.
 std::vector<Tensor> all_gather_wait(const Tensor& handle, at::TensorList placeholders,
                                     const std::optional<Tensor>& after) {
+  auto gather = Running::get().find(handle);
+  auto result = as_fresh(gather->finish(), gather->parameters());
+  result.push_back(token(placeholders[0]));
+  return result;
+}
+
+// Memory that the graph does not own.
+std::vector<Tensor> all_gather_views(const Tensor& handle, at::TensorList placeholders,
+                                     const std::optional<Tensor>& after) {
   auto result = Running::get().find(handle)->finish();
   result.push_back(token(placeholders[0]));
   return result;
@@ -121,16 +132,17 @@ Tensor reduce_written(const Tensor& like, at::IntArrayRef sizes, const std::stri
   auto parameter = Registry::get().find(fqn);
   check_reducible(*parameter, contract);
   at::AutoDispatchBelowADInplaceOrView guard;
-  auto grad = pooled_empty(sizes, like.options());
+  auto reduction = Reduction::current();
+  auto grad = reduction->empty_for(*parameter, sizes, like.options());
   write(grad);
-  Reduction::current()->add(parameter, grad, /*owned=*/true);
+  reduction->add(parameter, grad, /*owned=*/true);
   return token(grad);
 }
 
 Tensor reduce_mm(at::TensorList factors, std::string fqn, const std::optional<Tensor>& after,
                  int64_t use, std::string contract) {
   TORCH_CHECK(factors.size() == 2, "zero3::reduce_mm takes two matrices, got ", factors.size());
-  const auto sizes = {factors[0].size(0), factors[1].size(1)};
+  const std::array sizes{factors[0].size(0), factors[1].size(1)};
   return reduce_written(factors[0], sizes, fqn, contract,
                         [&](Tensor& grad) { at::mm_out(grad, factors[0], factors[1]); });
 }
@@ -232,6 +244,10 @@ Tensor unshard_autograd(const Tensor& placeholder, std::string fqn, std::string 
 TORCH_LIBRARY(zero3, m) {
   m.def("all_gather_start(Tensor[] placeholders, str[] fqns, Tensor? after=None) -> Tensor");
   m.def("all_gather_wait(Tensor handle, Tensor[] placeholders, Tensor? after=None) -> Tensor[]");
+  // Aliases of an input, so that no compiler writes to them.
+  m.def(
+      "all_gather_views(Tensor(a) handle, Tensor[] placeholders, Tensor? after=None) -> "
+      "Tensor(a)[]");
   m.def(
       "reduce_grad(Tensor grad, str fqn, Tensor? after=None, int use=0, str contract='') -> "
       "Tensor");
@@ -248,6 +264,7 @@ TORCH_LIBRARY(zero3, m) {
 TORCH_LIBRARY_IMPL(zero3, CPU, m) {
   m.impl("all_gather_start", all_gather_start);
   m.impl("all_gather_wait", all_gather_wait);
+  m.impl("all_gather_views", all_gather_views);
   m.impl("reduce_grad", reduce_grad);
   m.impl("reduce_mm", reduce_mm);
   m.impl("reduce_rows", reduce_rows);
@@ -257,6 +274,7 @@ TORCH_LIBRARY_IMPL(zero3, CPU, m) {
 TORCH_LIBRARY_IMPL(zero3, CUDA, m) {
   m.impl("all_gather_start", all_gather_start);
   m.impl("all_gather_wait", all_gather_wait);
+  m.impl("all_gather_views", all_gather_views);
   m.impl("reduce_grad", reduce_grad);
   m.impl("reduce_mm", reduce_mm);
   m.impl("reduce_rows", reduce_rows);

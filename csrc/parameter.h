@@ -21,12 +21,15 @@
 
 namespace zero3 {
 
+class SharedCopy;
+
 struct Parameter {
   std::string fqn;
   int64_t order = 0;  // of registration: the same on every rank
   int64_t root = 0;   // the sharded model it belongs to; its parameters finish a backward together
   std::string group_name;
   std::string reduce_group_name;  // of the same ranks; no gather has to wait for a reduction there
+  std::shared_ptr<SharedCopy> shared;  // where the ranks share memory; else they exchange messages
   int64_t rank = 0;
   int64_t world_size = 1;
 
@@ -44,7 +47,8 @@ struct Parameter {
   bool requires_gradient_sync = true;
 
   at::Tensor placeholder;  // the leaf that graphs take: full shape and no memory
-  at::Tensor shard;        // [shard_rows, ...], read at every gather, never written
+  at::Tensor leaf;         // the DTensor that the optimizer steps
+  at::Tensor shard;        // [shard_rows, ...], its rows, read at every gather, never written
   at::Tensor gathered;     // the full tensor while eager code holds it, else undefined
 
   // Gradients that are not reduced yet: their sum, full, else undefined; and the dtype that holds
@@ -72,6 +76,8 @@ struct Parameter {
   int64_t row_numel() const;
   int64_t chunk_numel() const { return chunk_rows() * row_numel(); }
   bool is_contiguous() const;
+  // For messages: what travels of it.
+  std::string chunk_key() const { return fqn + "[" + std::to_string(chunk_numel()) + "]"; }
   // Notes a use in forward; `first` forgets those before it. A recomputation inside a backward
   // stands for a use that was noted already.
   void add_use(bool first);

@@ -8,8 +8,10 @@
 #include <cmath>
 #include <unordered_map>
 
+#include "exchange.h"
 #include "grad_dtype.h"
 #include "memory.h"
+#include "publish.h"
 #include "sum.h"
 
 namespace zero3 {
@@ -19,7 +21,6 @@ namespace {
 constexpr size_t kMaxBucketsInFlight = 1;
 
 constexpr int64_t kSlabBytes = 8 << 20;
-constexpr int64_t kLarge = 64 << 10;  // bytes of a chunk that is worth a message
 
 Deliver deliver;
 
@@ -124,122 +125,212 @@ void reduce_accumulated(const std::vector<ParameterPtr>& parameters) {
 
 Bucket::Bucket(const Parameter& like, at::ScalarType wire_dtype)
     : group_name_(like.reduce_group_name),
+      is_shared_(like.shared != nullptr),
       rank_(like.rank),
       world_size_(like.world_size),
       divide_factor_(like.divide_factor),
       pre_divide_factor_(pre_divide_factor(wire_dtype, like.divide_factor)),
       options_(at::TensorOptions(wire_dtype).device(like.device)),
       capacity_(like.bucket_bytes / world_size_ /
-                static_cast<int64_t>(options_.dtype().itemsize())),
-      exchange_(group_name_, rank_) {}
+                static_cast<int64_t>(options_.dtype().itemsize())) {}
 
 bool Bucket::accepts(const Parameter& parameter, at::ScalarType wire_dtype) const {
-  return group_name_ == parameter.reduce_group_name && divide_factor_ == parameter.divide_factor &&
-         options_.dtype() == c10::scalarTypeToTypeMeta(wire_dtype) &&
-         options_.device() == parameter.device;
+  return group_name_ == parameter.reduce_group_name &&
+         is_shared_ == (parameter.shared != nullptr) && divide_factor_ == parameter.divide_factor &&
+         this->wire_dtype() == wire_dtype && options_.device() == parameter.device;
 }
 
 bool Bucket::has_room_for(const Parameter& parameter) const {
-  return entries_.empty() || used_ + parameter.chunk_numel() <= capacity_;
-}
-
-bool Bucket::is_full() const { return used_ >= capacity_; }
-
-bool Bucket::goes_alone(const Parameter& parameter) const {
-  const int64_t nbytes = parameter.chunk_numel() * options_.dtype().itemsize();
-  if (is_point_to_point(group_name_, options_.device())) return nbytes >= kLarge;
-  return nbytes * world_size_ >= kSlabBytes && parameter.rows() % world_size_ == 0;
+  return fqns_.empty() || used_ + parameter.chunk_numel() <= capacity_;
 }
 
 void Bucket::add(const ParameterPtr& parameter, const at::Tensor& grad, at::ScalarType through,
                  at::ScalarType normalised_dtype, bool owned) {
-  const int64_t chunk_numel = parameter->chunk_numel();
-  const auto key = parameter->fqn + "[" + std::to_string(chunk_numel) + "]";
-  used_ += chunk_numel;
-  if (goes_alone(*parameter)) {
-    const auto wire_dtype = options_.dtype().toScalarType();
-    auto full = grad;
-    if (!owned || !grad.is_contiguous() || grad.scalar_type() != wire_dtype ||
-        through != wire_dtype || pre_divide_factor_ != 1.0) {
-      full = pooled_empty(parameter->sizes, options_);
-      copy_through(full, grad, through, pre_divide_factor_);
-    }
-    Rows rows;
-    for (int64_t rank = 0; rank < world_size_; ++rank)
-      rows.push_back(rows_of(full, *parameter, rank).view(-1));
-    const auto piece = send(rows, key);
-    entries_.push_back({parameter, normalised_dtype, piece, 0, /*is_alone=*/true});
-    return;
-  }
-  if (!slab_.defined() || slab_used_ + chunk_numel > slab_.size(1)) {
-    send_slab();
-    const int64_t slab_numel = kSlabBytes / world_size_ / options_.dtype().itemsize();
-    slab_ = pooled_empty({world_size_, std::max(std::min(capacity_, slab_numel), chunk_numel)},
-                         options_);
-  }
-  slab_key_ += " " + key;
-  entries_.push_back({parameter, normalised_dtype, std::nullopt, slab_used_, /*is_alone=*/false});
-  pack(*parameter, grad, through);
-}
-
-void Bucket::pack(const Parameter& parameter, const at::Tensor& grad, at::ScalarType through) {
-  for (int64_t rank = 0; rank < world_size_; ++rank) {
-    auto chunk = slab_[rank].narrow(0, slab_used_, parameter.chunk_numel());
-    auto source = rows_of(grad, parameter, rank);
-    const int64_t owned = source.numel();
-    if (owned > 0)
-      copy_through(chunk.narrow(0, 0, owned).view(source.sizes()), source, through,
-                   pre_divide_factor_);
-    chunk.narrow(0, owned, chunk.numel() - owned).zero_();
-  }
-  slab_used_ += parameter.chunk_numel();
-}
-
-void Bucket::send_slab() {
-  if (!slab_.defined()) return;
-  Rows rows;
-  for (int64_t rank = 0; rank < world_size_; ++rank)
-    rows.push_back(slab_[rank].narrow(0, 0, slab_used_));
-  const auto piece = send(rows, std::exchange(slab_key_, {}));
-  for (auto& entry : entries_)
-    if (!entry.piece) entry.piece = piece;
-  slab_.reset();
-  slab_used_ = 0;
-}
-
-size_t Bucket::send(const Rows& rows, const std::string& key) {
-  exchange_.reduce(
-      rows, std::string("reduce ") + c10::toString(options_.dtype().toScalarType()) + " " + key);
-  return pieces_++;
+  used_ += parameter->chunk_numel();
+  fqns_.push_back(parameter->fqn);
+  const auto shard_dtype = parameter->shard_grad_dtype.value_or(normalised_dtype);
+  send(parameter, grad, through, shard_dtype, owned);
 }
 
 void Bucket::close() {
-  send_slab();
-  std::vector<std::string> fqns;
-  for (auto& entry : entries_) fqns.push_back(entry.parameter->fqn);
+  send_rest();
   const int64_t nbytes = used_ * world_size_ * static_cast<int64_t>(options_.dtype().itemsize());
-  record({"reduce_scatter", options_.dtype().toScalarType(), nbytes, fqns});
+  record({"reduce_scatter", wire_dtype(), nbytes, fqns_});
 }
 
-void Bucket::finish(std::vector<ReducedGradient>& results) {
-  exchange_.wait();
-  const double post_divide_factor = divide_factor_ / pre_divide_factor_;
-  for (auto& [parameter, normalised_dtype, piece, offset, is_alone] : entries_) {
-    const auto sizes = parameter->sizes_with_rows(parameter->shard_rows());
-    const auto dtype = parameter->shard_grad_dtype.value_or(normalised_dtype);
-    const int64_t numel = parameter->shard_rows() * parameter->row_numel();
-    Rows addends;
-    for (auto& addend : exchange_.addends()[*piece])
-      addends.push_back(addend.narrow(0, offset, numel));
-    at::Tensor shard;
-    if (is_alone && world_size_ > 1 && dtype == addends.front().scalar_type())
-      shard = addends[addends.size() > 1 && rank_ == 0 ? 1 : 0].view(sizes);  // what was received
-    else
-      shard = pooled_empty(sizes, options_.dtype(dtype));
-    sum_and_divide(shard, addends, post_divide_factor);
-    results.push_back({parameter, shard});
+namespace {
+
+// By messages. Large gradients go alone, as they are if they are owned; the rest is packed into
+// slabs, rank-major, [world][chunk of p0 | chunk of p1 | ... | free], so that each rank's part is
+// one run.
+class ExchangedGradients : public Bucket {
+ public:
+  ExchangedGradients(const Parameter& like, at::ScalarType wire_dtype)
+      : Bucket(like, wire_dtype),
+        is_point_to_point_(is_point_to_point(group_name_, options_.device())),
+        exchange_(group_name_, rank_) {}
+
+  void finish(std::vector<ReducedGradient>& results) override {
+    exchange_.wait();
+    for (auto& [parameter, shard_dtype, piece, offset, is_alone] : entries_) {
+      const auto sizes = parameter->sizes_with_rows(parameter->shard_rows());
+      const int64_t numel = parameter->shard_rows() * parameter->row_numel();
+      Rows addends;
+      for (auto& addend : exchange_.addends()[*piece])
+        addends.push_back(addend.narrow(0, offset, numel));
+      at::Tensor shard;
+      if (is_alone && world_size_ > 1 && shard_dtype == wire_dtype())
+        shard = addends[addends.size() > 1 && rank_ == 0 ? 1 : 0].view(sizes);  // what was received
+      else
+        shard = pooled_empty(sizes, options_.dtype(shard_dtype));
+      sum_and_divide(shard, addends, wire_dtype(), divide_factor_ / pre_divide_factor_);
+      results.push_back({parameter, shard});
+    }
   }
-}
+
+ private:
+  struct Entry {
+    ParameterPtr parameter;
+    at::ScalarType shard_dtype;
+    std::optional<size_t> piece;  // once it is sent
+    int64_t offset;               // in a rank's row, in elements
+    bool is_alone;                // in its piece, whose memory is ours
+  };
+
+  // Decided from the parameter alone: ranks may compute its gradient in ways of their own.
+  bool goes_alone(const Parameter& parameter) const {
+    const int64_t nbytes = parameter.chunk_numel() * options_.dtype().itemsize();
+    if (is_point_to_point_) return nbytes >= kWorthAMessage;
+    return nbytes * world_size_ >= kSlabBytes && parameter.rows() % world_size_ == 0;
+  }
+
+  void send(const ParameterPtr& parameter, const at::Tensor& grad, at::ScalarType through,
+            at::ScalarType shard_dtype, bool owned) override {
+    const int64_t chunk_numel = parameter->chunk_numel();
+    if (goes_alone(*parameter)) {
+      auto full = grad;
+      if (!owned || !grad.is_contiguous() || grad.scalar_type() != wire_dtype() ||
+          through != wire_dtype() || pre_divide_factor_ != 1.0) {
+        full = pooled_empty(parameter->sizes, options_);
+        copy_through(full, grad, through, pre_divide_factor_);
+      }
+      Rows rows;
+      for (int64_t rank = 0; rank < world_size_; ++rank)
+        rows.push_back(rows_of(full, *parameter, rank).view(-1));
+      const auto piece = exchange(rows, parameter->chunk_key());
+      entries_.push_back({parameter, shard_dtype, piece, 0, /*is_alone=*/true});
+      return;
+    }
+    if (!slab_.defined() || slab_used_ + chunk_numel > slab_.size(1)) {
+      send_rest();
+      const int64_t slab_numel = kSlabBytes / world_size_ / options_.dtype().itemsize();
+      slab_ = pooled_empty({world_size_, std::max(std::min(capacity_, slab_numel), chunk_numel)},
+                           options_);
+    }
+    slab_key_ += " " + parameter->chunk_key();
+    entries_.push_back({parameter, shard_dtype, std::nullopt, slab_used_, /*is_alone=*/false});
+    pack(*parameter, grad, through);
+  }
+
+  // Casts, lays out and copies in one pass over memory.
+  void pack(const Parameter& parameter, const at::Tensor& grad, at::ScalarType through) {
+    for (int64_t rank = 0; rank < world_size_; ++rank) {
+      auto chunk = slab_[rank].narrow(0, slab_used_, parameter.chunk_numel());
+      auto source = rows_of(grad, parameter, rank);
+      const int64_t owned = source.numel();
+      if (owned > 0)
+        copy_through(chunk.narrow(0, 0, owned).view(source.sizes()), source, through,
+                     pre_divide_factor_);
+      chunk.narrow(0, owned, chunk.numel() - owned).zero_();
+    }
+    slab_used_ += parameter.chunk_numel();
+  }
+
+  void send_rest() override {
+    if (!slab_.defined()) return;
+    Rows rows;
+    for (int64_t rank = 0; rank < world_size_; ++rank)
+      rows.push_back(slab_[rank].narrow(0, 0, slab_used_));
+    const auto piece = exchange(rows, std::exchange(slab_key_, {}));
+    for (auto& entry : entries_)
+      if (!entry.piece) entry.piece = piece;
+    slab_.reset();
+    slab_used_ = 0;
+  }
+
+  // Gives the number of the piece.
+  size_t exchange(const Rows& rows, const std::string& key) {
+    exchange_.reduce(rows, std::string("reduce ") + c10::toString(wire_dtype()) + " " + key);
+    return pieces_++;
+  }
+
+  const bool is_point_to_point_;
+  size_t pieces_ = 0;
+  at::Tensor slab_;  // [world, n], the open one
+  std::string slab_key_;
+  int64_t slab_used_ = 0;
+  std::vector<Entry> entries_;
+  Exchange exchange_;
+};
+
+// By mailboxes. A gradient lies there in the wire's dtype, or in its own if that is narrower.
+class PostedGradients : public Bucket {
+ public:
+  PostedGradients(const Parameter& like, at::ScalarType wire_dtype, uint64_t backward)
+      : Bucket(like, wire_dtype), mailbox_(like.shared->one_host()->mailbox), backward_(backward) {}
+
+  ~PostedGradients() override {
+    for (auto& letter : letters_) mailbox_->drop(letter);
+  }
+
+  void finish(std::vector<ReducedGradient>& results) override {
+    for (auto& letter : letters_) {
+      mailbox_->finish(letter);
+      results.push_back({letter->parameter, letter->shard});
+    }
+  }
+
+ private:
+  void send(const ParameterPtr& parameter, const at::Tensor& grad, at::ScalarType through,
+            at::ScalarType shard_dtype, bool owned) override {
+    const bool as_it_is = pre_divide_factor_ == 1.0 && is_exact(through, wire_dtype());
+    const auto dtype = as_it_is ? through : wire_dtype();
+    auto posted = grad;
+    if (!owned || !mailbox_->holds(grad) || grad.scalar_type() != dtype || !grad.is_contiguous()) {
+      posted = mailbox_->empty(parameter->sizes, dtype, parameter->fqn);
+      copy_through(posted, grad, through, pre_divide_factor_);
+    }
+    letters_.push_back(mailbox_->post(parameter, posted, backward_, wire_dtype(), shard_dtype,
+                                      divide_factor_ / pre_divide_factor_));
+    mailbox_->poll();
+  }
+
+  const std::shared_ptr<Mailbox> mailbox_;
+  const uint64_t backward_;
+  std::vector<LetterPtr> letters_;
+};
+
+}  // namespace
+
+// One that this rank has begun and not ended.
+class RunningBackward {
+ public:
+  explicit RunningBackward(std::shared_ptr<OneHost> one_host)
+      : one_host_(std::move(one_host)), number_(one_host_->backwards.begin()) {}
+  ~RunningBackward() {
+    one_host_->backwards.end(number_);
+    one_host_->host->ring();
+  }
+  RunningBackward(const RunningBackward&) = delete;
+  RunningBackward& operator=(const RunningBackward&) = delete;
+
+  bool is_of(const OneHost& one_host) const { return one_host_.get() == &one_host; }
+  uint64_t number() const { return number_; }
+
+ private:
+  std::shared_ptr<OneHost> one_host_;
+  uint64_t number_;
+};
 
 std::shared_ptr<Reduction> Reduction::current() {
   const int task = torch::autograd::get_current_graph_task_id();
@@ -272,15 +363,42 @@ void Reduction::add(const ParameterPtr& parameter, const at::Tensor& raw, bool o
   c10::NoGradGuard no_grad;
   std::lock_guard lock(mutex_);
   arrived_.push_back(parameter);
+  const bool at_once = goes_at_once(*parameter);
   parameter->pending_uses = std::max<int64_t>(parameter->pending_uses - 1, 0);
-  const bool waits = !parameter->requires_gradient_sync || parameter->deferred;
-  if (!waits && parameter->pending_uses == 0 && !parameter->accumulated.defined()) {
+  if (at_once) {
     const auto dtype = normalised_dtype_of(*parameter, raw);
     send(parameter, raw, dtype, dtype, owned);
     return;
   }
   accumulate(*parameter, raw, owned);
+  const bool waits = !parameter->requires_gradient_sync || parameter->deferred;
   if (!waits && parameter->pending_uses == 0) send_accumulated(parameter);
+}
+
+bool Reduction::goes_at_once(const Parameter& parameter) const {
+  return parameter.requires_gradient_sync && !parameter.deferred && parameter.pending_uses <= 1 &&
+         !parameter.accumulated.defined();
+}
+
+at::Tensor Reduction::empty_for(const Parameter& parameter, at::IntArrayRef sizes,
+                                const at::TensorOptions& options) {
+  if (parameter.shared && goes_at_once(parameter) && is_wanted(parameter)) {
+    const auto dtype = c10::typeMetaToScalarType(options.dtype());
+    return parameter.shared->one_host()->mailbox->empty(sizes, dtype, parameter.fqn);
+  }
+  return pooled_empty(sizes, options);
+}
+
+std::unique_ptr<Bucket> Reduction::new_bucket(const Parameter& like, at::ScalarType wire_dtype) {
+  if (!like.shared) return std::make_unique<ExchangedGradients>(like, wire_dtype);
+  const auto& one_host = like.shared->one_host();
+  auto backward =
+      std::ranges::find_if(backwards_, [&](auto& running) { return running->is_of(*one_host); });
+  if (backward == backwards_.end()) {
+    backwards_.push_back(std::make_unique<RunningBackward>(one_host));
+    backward = std::prev(backwards_.end());
+  }
+  return std::make_unique<PostedGradients>(like, wire_dtype, (*backward)->number());
 }
 
 void Reduction::send_accumulated(const ParameterPtr& parameter) {
@@ -304,7 +422,7 @@ void Reduction::send(const ParameterPtr& parameter, const at::Tensor& grad, at::
     bucket = open_.end();
   }
   if (bucket == open_.end()) {
-    open_.push_back(std::make_unique<Bucket>(*parameter, wire_dtype));
+    open_.push_back(new_bucket(*parameter, wire_dtype));
     bucket = std::prev(open_.end());
   }
   (*bucket)->add(parameter, grad, through, normalised_dtype, owned);
@@ -357,6 +475,7 @@ void Reduction::finish(const std::vector<ParameterPtr>& parameters) {
     launch(std::move(bucket));
   }
   while (!in_flight_.empty()) finish_oldest();
+  backwards_.clear();
   arrived_.clear();
   lock.unlock();  // hooks of the user run now
   if (deliver) deliver(std::exchange(results_, {}));

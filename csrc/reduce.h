@@ -3,6 +3,8 @@
 //   raw -> grad_dtype -> bucket by (process group, wire dtype, divide factor, device) -> pack
 //       -> reduce-scatter -> scale -> hand the shard to the parameter's `.grad`
 //
+// The reduce-scatter is an exchange of messages, or goes through the mailboxes of one host.
+//
 // A reduction belongs to one backward of the autograd engine: it begins with the first gradient
 // that arrives and ends in a callback which the engine runs when that backward has ended. A
 // backward that raises never runs the callback; its reduction is dropped with the engine's graph
@@ -15,7 +17,6 @@
 #include <vector>
 
 #include "collective_log.h"
-#include "exchange.h"
 #include "parameter.h"
 
 namespace zero3 {
@@ -37,63 +38,57 @@ void accumulate(Parameter& parameter, const at::Tensor& raw, bool owned = false)
 // Reduces what these parameters have accumulated, in order, and delivers it.
 void reduce_accumulated(const std::vector<ParameterPtr>& parameters);
 
-// Gradients of several parameters on their way through one exchange. Large ones go alone, as they
-// are if they are owned; the rest is packed into slabs, rank-major, [world][chunk of p0 | chunk of
-// p1 | ... | free], so that each rank's part is one run.
+// Gradients of several parameters that are reduced, and waited for, together.
 class Bucket {
  public:
   Bucket(const Parameter& like, at::ScalarType wire_dtype);
+  virtual ~Bucket() = default;
 
   bool accepts(const Parameter& parameter, at::ScalarType wire_dtype) const;
   bool has_room_for(const Parameter& parameter) const;
-  bool is_full() const;
+  bool is_full() const { return used_ >= capacity_; }
 
-  // Takes `grad`, cast to `through` and that to the wire's dtype. If it is lent, nobody writes to
+  // Takes `grad`, cast to `through` and that to the wire's dtype. If it is owned, nobody writes to
   // it until finish(); else it may be reused when this returns.
   void add(const ParameterPtr& parameter, const at::Tensor& grad, at::ScalarType through,
            at::ScalarType normalised_dtype, bool owned);
   void close();  // Nothing more comes.
 
   // Waits, and appends each parameter's reduced and scaled shard.
-  void finish(std::vector<ReducedGradient>& results);
+  virtual void finish(std::vector<ReducedGradient>& results) = 0;
+
+ protected:
+  virtual void send(const ParameterPtr& parameter, const at::Tensor& grad, at::ScalarType through,
+                    at::ScalarType shard_dtype, bool owned) = 0;
+  virtual void send_rest() {}
+
+  at::ScalarType wire_dtype() const { return options_.dtype().toScalarType(); }
+
+  const std::string group_name_;
+  const bool is_shared_;
+  const int64_t rank_;
+  const int64_t world_size_;
+  const double divide_factor_;
+  const double pre_divide_factor_;
+  const at::TensorOptions options_;  // on the wire
+  const int64_t capacity_;           // elements a rank
 
  private:
-  struct Entry {
-    ParameterPtr parameter;
-    at::ScalarType normalised_dtype;
-    std::optional<size_t> piece;  // once it is sent
-    int64_t offset;               // in a rank's row, in elements
-    bool is_alone;                // in its piece, whose memory is ours
-  };
-
-  // Decided from the parameter alone: ranks may compute its gradient in ways of their own.
-  bool goes_alone(const Parameter& parameter) const;
-  // Casts, lays out and copies in one pass over memory.
-  void pack(const Parameter& parameter, const at::Tensor& grad, at::ScalarType through);
-  void send_slab();
-  size_t send(const Rows& rows, const std::string& key);  // gives the number of the piece
-
-  std::string group_name_;
-  int64_t rank_;
-  int64_t world_size_;
-  double divide_factor_;
-  double pre_divide_factor_;
-  at::TensorOptions options_;  // on the wire
-  int64_t capacity_;           // elements a rank
   int64_t used_ = 0;
-  size_t pieces_ = 0;
-  at::Tensor slab_;  // [world, n], the open one
-  std::string slab_key_;
-  int64_t slab_used_ = 0;
-  std::vector<Entry> entries_;
-  Exchange exchange_;
+  std::vector<std::string> fqns_;
 };
+
+class RunningBackward;
 
 class Reduction : public std::enable_shared_from_this<Reduction> {
  public:
   // That of the backward which is running on this thread. Raises outside of a backward.
   static std::shared_ptr<Reduction> current();
   ~Reduction();
+
+  // Memory for a gradient that is about to be added: where it will be sent from.
+  at::Tensor empty_for(const Parameter& parameter, at::IntArrayRef sizes,
+                       const at::TensorOptions& options);
 
   // One raw gradient of the full shape, of any floating dtype and strides. If it is `owned`, its
   // memory is the reduction's from here on.
@@ -103,6 +98,9 @@ class Reduction : public std::enable_shared_from_this<Reduction> {
   void finish(const std::vector<ParameterPtr>& parameters);
 
  private:
+  // Whether the next gradient of `parameter` is the only one to come.
+  bool goes_at_once(const Parameter& parameter) const;
+  std::unique_ptr<Bucket> new_bucket(const Parameter& like, at::ScalarType wire_dtype);
   // `through` is the normalised dtype for a raw gradient, and for a sum of such its own.
   void send(const ParameterPtr& parameter, const at::Tensor& grad, at::ScalarType through,
             at::ScalarType normalised_dtype, bool owned);
@@ -113,6 +111,8 @@ class Reduction : public std::enable_shared_from_this<Reduction> {
   std::vector<int64_t> roots() const;  // of the parameters that arrived, in order
 
   std::mutex mutex_;  // gradients on two devices arrive on two threads
+  std::vector<std::unique_ptr<RunningBackward>>
+      backwards_;  // of each OneHost; outlives its buckets
   std::vector<ParameterPtr> arrived_;
   std::vector<std::unique_ptr<Bucket>> open_;       // in order of opening
   std::vector<std::unique_ptr<Bucket>> in_flight_;  // in order of launching

@@ -182,6 +182,7 @@ def _facts(
         position: ParameterFacts(
             fqn=parameter.fqn,
             group=groups.setdefault(parameter.handle.group_name, len(groups)),
+            shared=parameter.handle.is_shared,
             uses=uses[inputs[position]][0],
             only_embeds=uses[inputs[position]][1],
             dim=parameter.placeholder.dim(),

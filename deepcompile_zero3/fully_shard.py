@@ -11,11 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from deepcompile_zero3 import grad_dtype
+from deepcompile_zero3 import grad_dtype, one_host
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.group import ParameterGroup
 from deepcompile_zero3.module import Zero3Module, original_class, parameters_of, swap_class
-from deepcompile_zero3.parameter import ShardedParameter
+from deepcompile_zero3.parameter import ShardedParameter, full_like
 from deepcompile_zero3.runtime import _C
 
 # Set on a parameter that was sharded, for the modules that are tied to it and come later.
@@ -32,6 +32,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (frozen)
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
+    transport: one_host.Transport = "auto",
 ) -> nn.Module:
     """Shards the parameters of ``module`` over the ranks of ``mesh``, in place.
 
@@ -45,8 +46,10 @@ def fully_shard(
     * After ``backward()``, ``parameter.grad`` is a DTensor of the same placement: the mean over
       the ranks.
 
-    It has the signature and the meaning of :func:`torch.distributed.fsdp.fully_shard`; see
-    https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html.
+    It has the signature, but for ``transport``, and the meaning of
+    :func:`torch.distributed.fsdp.fully_shard`; see
+    https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html. It is collective: all
+    ranks of the mesh call it, in one order.
 
     Args:
         module: the block or model. Ranks must hold the same values.
@@ -61,6 +64,10 @@ def fully_shard(
         offload_policy: not supported yet.
         ignored_params: parameters left as they are.
         dp_mesh_dims: not supported yet.
+        transport: how ranks gather and reduce. ``"shared_memory"``: through memory, where all of
+            them are on one host and compute on its CPU. ``"c10d"``: by messages of the process
+            group. ``"auto"``: the first where it is possible, unless the environment variable
+            ``ZERO3_TRANSPORT`` names another. See ``docs/one_host.md``.
 
     Returns:
         ``module``, now a :class:`Zero3Module` too.
@@ -76,7 +83,12 @@ def fully_shard(
     _check_policy(mp_policy)
     mesh = _default_mesh() if mesh is None else mesh
     ignored = ignored_params or set()
+    transport = one_host.resolve(transport)
     _check_module(module, ignored)
+    new = _new_parameters(module, ignored)
+    fulls = [full_like(parameter, mp_policy) for parameter in new]
+    parts = one_host.share(fulls, mesh.get_group(), mesh.device_type, transport)
+    shared = dict(zip(new, parts, strict=True)) if parts else {}
 
     owned: list[ShardedParameter] = []
     for _, submodule in _unsharded_modules(module):
@@ -86,7 +98,9 @@ def fully_shard(
                 continue
             known = getattr(parameter, _SHARDED_AS, None)
             if known is None:
-                known = ShardedParameter(parameter, submodule, attribute, mesh, mp_policy)
+                known = ShardedParameter(
+                    parameter, submodule, attribute, mesh, mp_policy, shared.get(parameter)
+                )
                 known.reshard_after_forward = reshard_after_forward  # type: ignore[assignment]
                 setattr(parameter, _SHARDED_AS, known)
                 owned.append(known)
@@ -104,6 +118,20 @@ def fully_shard(
     module.register_forward_hook(group.post_forward, always_call=True)
     _settle_ownership(module, group)
     return module
+
+
+def _new_parameters(module: nn.Module, ignored: set[nn.Parameter]) -> list[nn.Parameter]:
+    """Those that no earlier call took, each once."""
+    return [
+        parameter
+        for parameter in dict.fromkeys(
+            parameter
+            for _, submodule in _unsharded_modules(module)
+            for parameter in submodule._parameters.values()
+            if parameter is not None and parameter not in ignored
+        )
+        if not hasattr(parameter, _SHARDED_AS) and not isinstance(parameter, DTensor)
+    ]
 
 
 def _settle_ownership(module: nn.Module, group: ParameterGroup) -> None:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 
 from deepcompile_zero3 import grad_dtype, torch_internals
 from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.one_host import SharedMemory
 from deepcompile_zero3.runtime import _C
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class ShardedParameter:
         name: str,
         mesh: DeviceMesh,
         mp_policy: MixedPrecisionPolicy,
+        shared: SharedMemory | None = None,
     ) -> None:
         self._owner = weakref.ref(module)
         self._group: weakref.ref[ParameterGroup] | None = None
@@ -69,22 +71,25 @@ class ShardedParameter:
         self._shard_of_forward = 0
 
         self.orig_dtype = parameter.dtype
-        self.compute_dtype = parameter.dtype
-        if mp_policy.param_dtype is not None and parameter.is_floating_point():
-            self.compute_dtype = mp_policy.param_dtype
+        full = full_like(parameter, mp_policy)
+        self.compute_dtype = full.dtype
         device = torch.device(mesh.device_type)
         if device.type != "cpu":
             device = torch.device(device.type, torch.accelerator.current_device_index())
         self.handle = _C.Parameter()
         self.handle.group_name = mesh.get_group().group_name
-        self.handle.reduce_group_name = group_for_reductions(mesh.get_group()).group_name
         self.handle.rank = mesh.get_local_rank()
         self.handle.world_size = self.handle.divide_factor = mesh.size()
         self.handle.sizes = list(parameter.shape)
-        self.handle.strides = _dense_strides(parameter)
+        self.handle.strides = list(full.stride())
         self.handle.compute_dtype = self.compute_dtype
         self.handle.device = device
         self.handle.reduce_dtype = mp_policy.reduce_dtype
+        if shared is not None:
+            self.handle.share(*shared)
+            self.handle.reduce_group_name = self.handle.group_name
+        else:
+            self.handle.reduce_group_name = group_for_reductions(mesh.get_group()).group_name
         self.placeholder = nn.Parameter(
             _C.make_placeholder(self.handle.sizes, self.handle.strides, self.compute_dtype, device),
             requires_grad=parameter.requires_grad,
@@ -98,7 +103,11 @@ class ShardedParameter:
         if parameter.grad is not None:
             shard.grad = _shard(parameter.grad, mesh, device)
         module._parameters[name] = shard
-        self._local = self.handle.shard = torch_internals.local_tensor(cast(DTensor, shard))
+        self._set_shard(cast(DTensor, shard))
+
+    def _set_shard(self, shard: DTensor) -> None:
+        self.handle.leaf = shard
+        self._local = self.handle.shard = torch_internals.local_tensor(shard)
 
     @property
     def group(self) -> "ParameterGroup":
@@ -167,7 +176,7 @@ class ShardedParameter:
             self._check_replacement(shard, local)
             if shard.grad_dtype == shard.dtype != self.grad_dtype:
                 shard.grad_dtype = self.grad_dtype  # to_empty() and the like forget it
-            self._local = self.handle.shard = local
+            self._set_shard(shard)
         return shard
 
     def settle(self) -> bool:
@@ -265,6 +274,14 @@ def all_gather(parameters: Sequence[ShardedParameter]) -> list[torch.Tensor]:
     return _C.gather([parameter.handle for parameter in parameters])
 
 
+def full_like(parameter: torch.Tensor, mp_policy: MixedPrecisionPolicy) -> torch.Tensor:
+    """``parameter`` as it is computed with: its dtype, and strides in its order of dimensions and
+    without its gaps. On the meta device.
+    """
+    low = mp_policy.param_dtype if parameter.is_floating_point() else None
+    return torch.empty_like(parameter.detach(), dtype=low, device="meta")
+
+
 def group_for_reductions(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A second group of the same ranks. Between gathers and reductions no order has to be kept:
     where a backward needs its parameters may depend on the batch, and differ from rank to rank.
@@ -302,11 +319,6 @@ def _shard(tensor: torch.Tensor, mesh: DeviceMesh, device: torch.device) -> DTen
         shape=tensor.shape,
         stride=tuple(torch.empty(tensor.shape, device="meta").stride()),
     )
-
-
-def _dense_strides(tensor: torch.Tensor) -> list[int]:
-    """Strides in the dimension order of ``tensor``, without its gaps."""
-    return list(torch.empty_like(tensor, device="meta").stride())
 
 
 @torch.compiler.disable

@@ -4,6 +4,7 @@
 ``zero3::unshard(placeholder, fqn, contract)``      the full tensor; what a sharded module reads
 ``zero3::all_gather_start(placeholders, fqns)``     a handle; what graphs hold, with
 ``zero3::all_gather_wait(handle, placeholders)``    full tensors and a token
+``zero3::all_gather_views(handle, placeholders)``   the same, of memory that the ranks share
 ``zero3::reduce_grad(grad, fqn, after)``            takes a full gradient, gives a token
 ``zero3::reduce_mm(factors, fqn, after)``           as of the product of two matrices
 ``zero3::reduce_rows(rows, fqn, after)``            as of zeros to which values are added at indices
@@ -50,6 +51,13 @@ def _(
     return [*(torch.empty_like(p) for p in placeholders), placeholders[0].new_empty(0)]
 
 
+@torch.library.register_fake("zero3::all_gather_views")
+def _(
+    handle: torch.Tensor, placeholders: Sequence[torch.Tensor], after: torch.Tensor | None = None
+) -> list[torch.Tensor]:
+    return [*placeholders, placeholders[0].new_empty(0)]
+
+
 @torch.library.register_fake("zero3::reduce_grad")
 def _(
     grad: torch.Tensor,
@@ -75,9 +83,11 @@ def _(
 
 REDUCTIONS = (ops.reduce_grad.default, ops.reduce_mm.default, ops.reduce_rows.default)
 
+WAITS = (ops.all_gather_wait.default, ops.all_gather_views.default)
+
 # Nobody reads what reduce_grad returns, and maybe nobody what a gather does, which another rank
 # needs and waits for: without this, compilers delete them as dead code.
-for _op in (*REDUCTIONS, ops.all_gather_start.default, ops.all_gather_wait.default):
+for _op in (*REDUCTIONS, ops.all_gather_start.default, *WAITS):
     torch.fx.node.has_side_effect(_op)
 
 

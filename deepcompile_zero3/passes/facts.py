@@ -12,6 +12,7 @@ class ParameterFacts:
     Attributes:
         fqn: the name it goes by in graphs.
         group: number of its process group; only neighbours of one are gathered together.
+        shared: whether ranks share its full tensor, which nobody may write to.
         nbytes: of the full tensor in the compute dtype.
         dim: number of its dimensions.
         uses: positions of its uses in the model's forward, as written: before any graph was
@@ -27,6 +28,7 @@ class ParameterFacts:
     fqn: str
     group: int
     nbytes: int
+    shared: bool = False
     dim: int = 2
     uses: tuple[int, ...] = (0,)
     only_embeds: bool = False

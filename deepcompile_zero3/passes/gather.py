@@ -7,9 +7,9 @@ import torch
 from torch import fx
 
 from deepcompile_zero3.passes.facts import ParameterFacts
-from deepcompile_zero3.runtime import ops
+from deepcompile_zero3.runtime import WAITS, ops
 
-_GATHERS = (ops.all_gather_start.default, ops.all_gather_wait.default)
+_GATHERS = (ops.all_gather_start.default, *WAITS)
 
 
 def insert_gathers(
@@ -50,7 +50,8 @@ def insert_gathers(
                 after = started[0] if started else None
                 continue
             bucket = buckets[index - 1]
-            wait = _wait(graph, started[index - 1], bucket, started[index:])
+            shared = parameters[bucket[0]].shared
+            wait = _wait(graph, started[index - 1], bucket, shared, started[index:])
             if index + 1 < len(buckets):
                 after = _item(graph, wait, len(bucket), "token")
             for position, node in enumerate(bucket):
@@ -67,7 +68,8 @@ def _buckets(
     bucket: list[fx.Node] = []
     nbytes = 0
     for node, facts in parameters.items():
-        joins = bucket and facts.group == parameters[bucket[0]].group
+        first = parameters[bucket[0]] if bucket else facts
+        joins = bucket and (facts.group, facts.shared) == (first.group, first.shared)
         if not joins or nbytes + facts.nbytes > bucket_bytes:
             if bucket:
                 yield bucket
@@ -89,12 +91,15 @@ def _start(
     return start
 
 
-def _wait(graph: fx.Graph, start: fx.Node, bucket: list[fx.Node], ahead: list[fx.Node]) -> fx.Node:
-    wait = graph.create_node(
-        "call_function", ops.all_gather_wait.default, (start, bucket, *ahead), name="gathered"
-    )
+def _wait(
+    graph: fx.Graph, start: fx.Node, bucket: list[fx.Node], shared: bool, ahead: list[fx.Node]
+) -> fx.Node:
+    op = ops.all_gather_views if shared else ops.all_gather_wait
+    wait = graph.create_node("call_function", op.default, (start, bucket, *ahead), name="gathered")
     values = [node.meta["val"] for node in bucket]
-    wait.meta["val"] = [*(torch.empty_like(value) for value in values), values[0].new_empty(0)]
+    # To a compiler, views of a graph's input are what it may not write to.
+    fulls = values if shared else map(torch.empty_like, values)
+    wait.meta["val"] = [*fulls, values[0].new_empty(0)]
     return wait
 
 

@@ -1,0 +1,166 @@
+#include "mailbox.h"
+
+#include <algorithm>
+
+#include "memory.h"
+#include "publish.h"
+#include "sum.h"
+
+namespace zero3 {
+
+Mailbox::Mailbox(std::shared_ptr<Host> host, at::Tensor memory)
+    : host_(std::move(host)),
+      memory_(std::move(memory)),
+      mine_(memory_[host_->rank()].mutable_data_ptr<uint8_t>()),
+      capacity_(memory_.size(1)),
+      ring_(capacity_) {}
+
+at::Tensor Mailbox::empty(at::IntArrayRef sizes, at::ScalarType dtype, const std::string& fqn) {
+  const auto options = at::TensorOptions(dtype);
+  const int64_t nbytes = c10::multiply_integers(sizes) * options.dtype().itemsize();
+  std::optional<uint64_t> offset;
+  const auto take = [&] {
+    std::lock_guard lock(mutex_);
+    offset = ring_.take(nbytes);
+    return offset.has_value();
+  };
+  if (!take())
+    host_->wait([&]() -> std::optional<Host::Missing> {
+      poll(/*all=*/true);
+      if (take()) return std::nullopt;
+      auto missing = readers_of_oldest();
+      TORCH_CHECK(missing, "zero3: the gradient of '", fqn, "' in ", dtype, " takes ", nbytes,
+                  " bytes, for which the ", capacity_,
+                  " bytes that ranks share have no room: fully_shard(..., transport='c10d') has no "
+                  "such bound");
+      return missing;
+    });
+  auto deleter = [memory = memory_, weak = weak_from_this(), offset = *offset](void*) {
+    if (auto mailbox = weak.lock()) mailbox->give_back(offset);
+  };
+  return at::for_blob(mine_ + *offset, sizes).deleter(deleter).options(options).make_tensor();
+}
+
+bool Mailbox::holds(const at::Tensor& tensor) const {
+  const auto* data = static_cast<const uint8_t*>(tensor.const_data_ptr());
+  return data >= mine_ && data < mine_ + capacity_;
+}
+
+void Mailbox::give_back(uint64_t offset) {
+  std::lock_guard lock(mutex_);
+  ring_.give_back(offset);
+}
+
+LetterPtr Mailbox::post(const ParameterPtr& parameter, const at::Tensor& grad, uint64_t backward,
+                        at::ScalarType wire_dtype, at::ScalarType shard_dtype, double divisor) {
+  auto& deposit = parameter->shared->deposit;
+  const auto what = "the gradient of '" + parameter->fqn + "' in " + c10::toString(wire_dtype);
+  if (!deposit.readers(deposit.latest()).empty())
+    host_->wait([&]() -> std::optional<Host::Missing> {
+      poll(/*all=*/true);
+      auto readers = deposit.readers(deposit.latest());
+      if (readers.empty()) return std::nullopt;
+      return {{std::move(readers), "it has not read " + what}};
+    });
+  const auto offset = static_cast<const uint8_t*>(grad.const_data_ptr()) - mine_;
+  const uint64_t epoch = deposit.next_epoch(backward);
+  deposit.put(epoch, {static_cast<uint64_t>(offset), static_cast<int8_t>(grad.scalar_type()),
+                      static_cast<int8_t>(wire_dtype)});
+  auto letter =
+      std::make_shared<Letter>(Letter{parameter, epoch, wire_dtype, shard_dtype, divisor, {}});
+  {
+    std::lock_guard lock(mutex_);
+    unsummed_.push_back(letter);
+    unread_.push_back({grad, epoch, deposit, parameter->shared->progress(), what});
+  }
+  host_->ring();
+  return letter;
+}
+
+void Mailbox::finish(const LetterPtr& letter) {
+  host_->wait([&]() -> std::optional<Host::Missing> {
+    poll(/*all=*/true);
+    if (letter->shard.defined()) return std::nullopt;
+    const Parameter& parameter = *letter->parameter;
+    return {{parameter.shared->deposit.writers(letter->epoch),
+             "it has not sent the gradient of '" + parameter.fqn + "'"}};
+  });
+}
+
+void Mailbox::drop(const LetterPtr& letter) {
+  {
+    std::lock_guard lock(mutex_);
+    if (std::erase(unsummed_, letter) == 0) return;
+  }
+  letter->parameter->shared->deposit.consume(letter->epoch);
+  host_->ring();
+}
+
+void Mailbox::poll(bool all) {
+  std::list<Unread> read;  // goes after the lock, which giving memory back takes
+  bool changed = false;
+  {
+    std::lock_guard lock(mutex_);
+    for (auto it = unsummed_.begin(); it != unsummed_.end();) {
+      Letter& letter = **it;
+      auto& deposit = letter.parameter->shared->deposit;
+      if (deposit.writers(letter.epoch).empty()) {
+        sum(letter);
+        deposit.consume(letter.epoch);
+        changed = true;
+        it = unsummed_.erase(it);
+      } else if (all) {
+        ++it;
+      } else {
+        break;
+      }
+    }
+    for (auto it = unread_.begin(); it != unread_.end();) {
+      const auto next = std::next(it);
+      if (it->deposit.readers(it->epoch).empty())
+        read.splice(read.end(), unread_, it);
+      else if (!all)
+        break;
+      it = next;
+    }
+  }
+  if (changed) host_->ring();
+}
+
+at::Tensor Mailbox::rows_of(int64_t rank, const Letter& letter) const {
+  const Parameter& parameter = *letter.parameter;
+  const auto [offset, dtype, wire_dtype] = parameter.shared->deposit.of_rank(rank);
+  const auto wire = static_cast<at::ScalarType>(wire_dtype);
+  TORCH_CHECK(wire == letter.wire_dtype,
+              "zero3: ranks disagree on the dtype that the gradient of '", parameter.fqn,
+              "' is reduced in: ", wire, " on rank ", rank, " and ", letter.wire_dtype, " on rank ",
+              host_->rank(), ". Give grad_dtype and reduce_dtype the same values on all ranks");
+  const auto options = at::TensorOptions(static_cast<at::ScalarType>(dtype));
+  const int64_t first = std::min(host_->rank() * parameter.chunk_rows(), parameter.rows());
+  const int64_t skipped =
+      first * parameter.row_numel() * static_cast<int64_t>(options.dtype().itemsize());
+  auto* box = mine_ + (rank - host_->rank()) * capacity_;
+  return at::from_blob(box + offset + skipped, parameter.sizes_with_rows(parameter.shard_rows()),
+                       options);
+}
+
+void Mailbox::sum(Letter& letter) const {
+  std::vector<at::Tensor> addends;
+  for (int64_t rank = 0; rank < host_->world_size(); ++rank)
+    addends.push_back(rows_of(rank, letter));
+  const auto dtype = addends.front().scalar_type();
+  if (std::ranges::any_of(addends, [&](auto& a) { return a.scalar_type() != dtype; }))
+    for (auto& addend : addends) addend = addend.to(letter.wire_dtype);
+  auto shard = pooled_empty(addends.front().sizes(), at::TensorOptions(letter.shard_dtype));
+  sum_and_divide(shard, addends, letter.wire_dtype, letter.divisor);
+  letter.shard = shard;
+}
+
+std::optional<Host::Missing> Mailbox::readers_of_oldest() {
+  std::lock_guard lock(mutex_);
+  if (unread_.empty()) return std::nullopt;
+  const auto& oldest = unread_.front();
+  return {{oldest.deposit.readers(oldest.epoch), "it has not read " + oldest.what}};
+}
+
+}  // namespace zero3

@@ -1,0 +1,78 @@
+// Reductions of ranks that share memory: each rank leaves its gradients in its mailbox, and sums
+// its rows of all ranks' there.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <list>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "one_host.h"
+#include "parameter.h"
+
+namespace zero3 {
+
+// A gradient on its way.
+struct Letter {
+  ParameterPtr parameter;
+  uint64_t epoch;
+  at::ScalarType wire_dtype;
+  at::ScalarType shard_dtype;
+  double divisor;
+  at::Tensor shard;  // [shard_rows, ...], once this rank has summed it
+};
+using LetterPtr = std::shared_ptr<Letter>;
+
+// The mailboxes of all ranks, and what this one has in its own.
+class Mailbox : public std::enable_shared_from_this<Mailbox> {
+ public:
+  // `memory` is [world, capacity] bytes, shared.
+  Mailbox(std::shared_ptr<Host> host, at::Tensor memory);
+
+  int64_t capacity() const { return capacity_; }
+
+  // Memory in this rank's mailbox. Waits until others have read what fills it; raises if that would
+  // be in vain.
+  at::Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype, const std::string& fqn);
+  bool holds(const at::Tensor& tensor) const;
+
+  // Leaves `grad`, contiguous and in this mailbox, for all to read.
+  LetterPtr post(const ParameterPtr& parameter, const at::Tensor& grad, uint64_t backward,
+                 at::ScalarType wire_dtype, at::ScalarType shard_dtype, double divisor);
+
+  // Sums letters in their order until one is not there, and forgets what all have read.
+  void poll() { poll(/*all=*/false); }
+  void finish(const LetterPtr& letter);  // waits until this rank has summed it
+  void drop(const LetterPtr& letter);    // this rank never will
+
+ private:
+  // One that this rank has left. It holds no parameter: the latest ones stay for long.
+  struct Unread {
+    at::Tensor grad;
+    uint64_t epoch;
+    Deposit deposit;
+    at::Tensor progress;  // the memory behind `deposit`
+    std::string what;
+  };
+
+  void poll(bool all);
+  void sum(Letter& letter) const;
+  at::Tensor rows_of(int64_t rank, const Letter& letter) const;
+  void give_back(uint64_t offset);
+  std::optional<Host::Missing> readers_of_oldest();
+
+  std::shared_ptr<Host> host_;
+  at::Tensor memory_;
+  uint8_t* mine_;
+  int64_t capacity_;
+
+  std::mutex mutex_;
+  Ring ring_;
+  std::list<LetterPtr> unsummed_;  // by this rank
+  std::list<Unread> unread_;       // by some rank
+};
+
+}  // namespace zero3

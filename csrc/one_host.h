@@ -1,0 +1,239 @@
+// What the ranks of one host tell each other through memory that they share: who may write when.
+// docs/one_host.md has the protocol and why it is safe. Nothing here knows of tensors.
+//
+// Memory of zeros is the beginning of everything. Each word is written by one rank and only grows,
+// so that a rank which dies anywhere leaves nothing locked.
+#pragma once
+
+#include <sys/types.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+namespace zero3 {
+
+constexpr size_t kCacheLine = 64;
+
+// Of one rank with one parameter.
+struct alignas(kCacheLine) Progress {
+  // A gather's epochs count the publications of the parameter.
+  std::atomic<uint64_t> arrived;    // reads no copy older than this epoch's
+  std::atomic<uint64_t> published;  // has written its rows of this epoch's
+
+  // A reduction's epochs count backwards, and within one the gradients of the parameter.
+  std::atomic<uint64_t> deposited;  // has its gradient of this epoch in its mailbox, described by:
+  uint64_t offset;                  // in the mailbox, in bytes
+  int8_t dtype;
+  int8_t wire_dtype;
+  std::atomic<uint64_t> consumed;  // reads no gradient of this epoch
+};
+static_assert(std::atomic<uint64_t>::is_always_lock_free && sizeof(Progress) == kCacheLine);
+
+// Of one rank.
+struct alignas(kCacheLine) Standing {
+  std::atomic<uint64_t> settled;  // reads no gradient of backwards before this one
+};
+
+struct alignas(kCacheLine) Bell {
+  std::atomic<uint32_t> rung;
+  std::atomic<uint32_t> sleepers;
+};
+
+// The ranks of one host, as one of them sees them.
+class Host {
+ public:
+  // `pids` are those of the ranks.
+  Host(Bell* bell, int64_t rank, std::vector<pid_t> pids, std::chrono::milliseconds timeout);
+
+  int64_t rank() const { return rank_; }
+  int64_t world_size() const { return static_cast<int64_t>(peers_.size()); }
+
+  // Tells the others that something which they may wait for has changed.
+  void ring();
+
+  // Who is missing, and what is. Nobody: it has come just now.
+  struct Missing {
+    std::vector<int64_t> ranks;
+    std::string what;
+  };
+
+  // Waits until `missing`, which may itself do work, gives nothing. Raises std::runtime_error when
+  // the group's timeout has passed, or one of those that are missing is dead.
+  void wait(const std::function<std::optional<Missing>()>& missing);
+
+ private:
+  struct Peer {
+    pid_t pid;
+    uint64_t started;  // in the kernel's clock: pids are used again
+  };
+
+  std::string state_of(int64_t rank, bool* is_dead) const;
+  [[noreturn]] void fail(const Missing& missing, const std::string& why) const;
+  void check_alive(const Missing& missing) const;
+
+  Bell* bell_;
+  int64_t rank_;
+  std::vector<Peer> peers_;
+  std::chrono::milliseconds timeout_;
+};
+
+// One parameter's gathers: a copy of it that all ranks read, and each writes its rows of.
+class Publication {
+ public:
+  Publication(Progress* ranks, int64_t rank, int64_t world_size)
+      : ranks_(ranks), rank_(rank), world_size_(world_size) {}
+
+  uint64_t epoch() const { return epoch_; }
+
+  // Begins the next epoch. From here on this rank reads the copy only when it is complete().
+  void arrive() { ranks_[rank_].arrived.store(++epoch_, std::memory_order_release); }
+
+  // Those that may still read the copy of the epoch before. If there are none, this rank may
+  // write its rows, and says so by publish().
+  std::vector<int64_t> readers() const { return behind(&Progress::arrived); }
+  void publish() { ranks_[rank_].published.store(epoch_, std::memory_order_release); }
+  bool is_published() const {
+    return ranks_[rank_].published.load(std::memory_order_relaxed) >= epoch_;
+  }
+
+  // Those that have not written their rows.
+  std::vector<int64_t> writers() const { return behind(&Progress::published); }
+  bool is_complete() const { return writers().empty(); }
+
+ private:
+  std::vector<int64_t> behind(std::atomic<uint64_t> Progress::* word) const {
+    std::vector<int64_t> result;
+    for (int64_t r = 0; r < world_size_; ++r)
+      if ((ranks_[r].*word).load(std::memory_order_acquire) < epoch_) result.push_back(r);
+    return result;
+  }
+
+  Progress* ranks_;
+  int64_t rank_;
+  int64_t world_size_;
+  uint64_t epoch_ = 0;
+};
+
+// Numbers the backwards of a group: all ranks count alike.
+class Backwards {
+ public:
+  Backwards(Standing* ranks, int64_t rank) : ranks_(ranks), rank_(rank) {}
+
+  uint64_t begin() {
+    const uint64_t number = next_++;
+    running_.insert(number);
+    return number;
+  }
+
+  // This rank reads nothing of it any more.
+  void end(uint64_t number) {
+    running_.erase(number);
+    const uint64_t settled = running_.empty() ? next_ : *running_.begin();
+    ranks_[rank_].settled.store(settled, std::memory_order_release);
+  }
+
+ private:
+  Standing* ranks_;
+  int64_t rank_;
+  uint64_t next_ = 1;
+  std::set<uint64_t> running_;  // one inside of another
+};
+
+// One parameter's reductions: each rank's gradient lies in its mailbox until all have read it.
+class Deposit {
+ public:
+  struct Description {
+    uint64_t offset;
+    int8_t dtype;
+    int8_t wire_dtype;
+  };
+
+  Deposit(Progress* ranks, const Standing* standings, int64_t rank, int64_t world_size)
+      : ranks_(ranks), standings_(standings), rank_(rank), world_size_(world_size) {}
+
+  // Those that may still read this rank's gradient of `epoch`.
+  std::vector<int64_t> readers(uint64_t epoch) const {
+    std::vector<int64_t> result;
+    for (int64_t r = 0; r < world_size_; ++r)
+      if (ranks_[r].consumed.load(std::memory_order_acquire) < epoch &&
+          standings_[r].settled.load(std::memory_order_acquire) <= epoch >> kBackwardShift)
+        result.push_back(r);
+    return result;
+  }
+
+  // The epoch of the next gradient in this backward. No readers() of the latest must be left.
+  uint64_t next_epoch(uint64_t backward) const {
+    const uint64_t first = backward << kBackwardShift;
+    return std::max(latest_, first) + 1;
+  }
+  uint64_t latest() const { return latest_; }
+
+  void put(uint64_t epoch, const Description& description) {
+    Progress& mine = ranks_[rank_];
+    mine.offset = description.offset;
+    mine.dtype = description.dtype;
+    mine.wire_dtype = description.wire_dtype;
+    latest_ = epoch;
+    mine.deposited.store(epoch, std::memory_order_release);
+  }
+
+  // Those whose gradient of `epoch` is not there.
+  std::vector<int64_t> writers(uint64_t epoch) const {
+    std::vector<int64_t> result;
+    for (int64_t r = 0; r < world_size_; ++r)
+      if (ranks_[r].deposited.load(std::memory_order_acquire) < epoch) result.push_back(r);
+    return result;
+  }
+
+  // Once there are no writers().
+  Description of_rank(int64_t r) const {
+    return {ranks_[r].offset, ranks_[r].dtype, ranks_[r].wire_dtype};
+  }
+
+  // This rank has read all that it wants of `epoch`.
+  void consume(uint64_t epoch) {
+    if (ranks_[rank_].consumed.load(std::memory_order_relaxed) < epoch)
+      ranks_[rank_].consumed.store(epoch, std::memory_order_release);
+  }
+
+ private:
+  static constexpr int kBackwardShift = 20;
+
+  Progress* ranks_;
+  const Standing* standings_;
+  int64_t rank_;
+  int64_t world_size_;
+  uint64_t latest_ = 0;
+};
+
+// Bytes of a mailbox, given out one after the other and given back in any order.
+class Ring {
+ public:
+  explicit Ring(uint64_t capacity) : capacity_(capacity) {}
+
+  uint64_t capacity() const { return capacity_; }
+
+  // An offset, a multiple of the cache line's; nothing if there is no room now.
+  std::optional<uint64_t> take(uint64_t nbytes);
+  void give_back(uint64_t offset);
+
+ private:
+  struct Run {
+    uint64_t begin;
+    uint64_t end;
+    bool is_free;
+  };
+
+  uint64_t capacity_;
+  std::deque<Run> runs_;  // the oldest first; they wrap around once
+};
+
+}  // namespace zero3
