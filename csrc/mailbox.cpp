@@ -13,7 +13,7 @@ Mailbox::Mailbox(std::shared_ptr<Host> host, at::Tensor memory)
       memory_(std::move(memory)),
       mine_(memory_[host_->rank()].mutable_data_ptr<uint8_t>()),
       capacity_(memory_.size(1)),
-      ring_(capacity_) {}
+      arena_(capacity_) {}
 
 at::Tensor Mailbox::empty(at::IntArrayRef sizes, at::ScalarType dtype, const std::string& fqn) {
   const auto options = at::TensorOptions(dtype);
@@ -21,9 +21,10 @@ at::Tensor Mailbox::empty(at::IntArrayRef sizes, at::ScalarType dtype, const std
   std::optional<uint64_t> offset;
   const auto take = [&] {
     std::lock_guard lock(mutex_);
-    offset = ring_.take(nbytes);
+    offset = arena_.take(nbytes);
     return offset.has_value();
   };
+  poll();
   if (!take())
     host_->wait([&]() -> std::optional<Host::Missing> {
       poll(/*all=*/true);
@@ -48,7 +49,7 @@ bool Mailbox::holds(const at::Tensor& tensor) const {
 
 void Mailbox::give_back(uint64_t offset) {
   std::lock_guard lock(mutex_);
-  ring_.give_back(offset);
+  arena_.give_back(offset);
 }
 
 LetterPtr Mailbox::post(const ParameterPtr& parameter, const at::Tensor& grad, uint64_t backward,

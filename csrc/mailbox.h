@@ -70,7 +70,7 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
   int64_t capacity_;
 
   std::mutex mutex_;
-  Ring ring_;
+  Arena arena_;
   std::list<LetterPtr> unsummed_;  // by this rank
   std::list<Unread> unread_;       // by some rank
 };

@@ -150,30 +150,17 @@ void Host::fail(const Missing& missing, const std::string& why) const {
                            "must run the same forwards and backwards");
 }
 
-std::optional<uint64_t> Ring::take(uint64_t nbytes) {
+std::optional<uint64_t> Arena::take(uint64_t nbytes) {
   nbytes = (std::max<uint64_t>(nbytes, 1) + kCacheLine - 1) / kCacheLine * kCacheLine;
-  if (nbytes > capacity_) return std::nullopt;
   uint64_t begin = 0;
-  if (!runs_.empty()) {
-    const uint64_t oldest = runs_.front().begin;
-    const uint64_t newest = runs_.back().end;
-    const bool wrapped = runs_.back().begin < oldest;
-    begin = newest;
-    if (!wrapped && newest + nbytes > capacity_) begin = 0;
-    const bool must_end_before_oldest = wrapped || begin == 0;
-    if (begin + nbytes > (must_end_before_oldest ? oldest : capacity_)) return std::nullopt;
+  for (auto& [first, last] : taken_) {
+    if (first - begin >= nbytes) break;
+    begin = last;
   }
-  runs_.push_back({begin, begin + nbytes, false});
+  // Behind the last one, `begin` is where the free rest starts.
+  if (begin + nbytes > capacity_) return std::nullopt;
+  taken_[begin] = begin + nbytes;
   return begin;
-}
-
-void Ring::give_back(uint64_t offset) {
-  for (auto& run : runs_)
-    if (run.begin == offset && !run.is_free) {
-      run.is_free = true;
-      break;
-    }
-  while (!runs_.empty() && runs_.front().is_free) runs_.pop_front();
 }
 
 }  // namespace zero3

@@ -11,8 +11,8 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
-#include <deque>
 #include <functional>
+#include <map>
 #include <optional>
 #include <set>
 #include <string>
@@ -214,26 +214,19 @@ class Deposit {
   uint64_t latest_ = 0;
 };
 
-// Bytes of a mailbox, given out one after the other and given back in any order.
-class Ring {
+// Bytes of a mailbox. The lowest that are free are given out first: what was read a moment ago is
+// still in the cache.
+class Arena {
  public:
-  explicit Ring(uint64_t capacity) : capacity_(capacity) {}
-
-  uint64_t capacity() const { return capacity_; }
+  explicit Arena(uint64_t capacity) : capacity_(capacity) {}
 
   // An offset, a multiple of the cache line's; nothing if there is no room now.
   std::optional<uint64_t> take(uint64_t nbytes);
-  void give_back(uint64_t offset);
+  void give_back(uint64_t offset) { taken_.erase(offset); }
 
  private:
-  struct Run {
-    uint64_t begin;
-    uint64_t end;
-    bool is_free;
-  };
-
   uint64_t capacity_;
-  std::deque<Run> runs_;  // the oldest first; they wrap around once
+  std::map<uint64_t, uint64_t> taken_;  // from where to where
 };
 
 }  // namespace zero3

@@ -10,6 +10,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "memory.h"
+#include "stream.h"
 
 namespace zero3 {
 namespace {
@@ -74,8 +75,18 @@ void SharedCopy::arrive(const Parameter& parameter) {
 }
 
 void SharedCopy::publish(const Parameter& parameter) {
-  if (const int64_t rows = parameter.shard_rows(); rows > 0)
-    writable_.narrow(0, parameter.rank * parameter.chunk_rows(), rows).copy_(parameter.shard);
+  if (const int64_t rows = parameter.shard_rows(); rows > 0) {
+    const auto& shard = parameter.shard;
+    auto mine = writable_.narrow(0, parameter.rank * parameter.chunk_rows(), rows);
+    const auto nbytes = static_cast<int64_t>(mine.nbytes());
+    if (nbytes >= kWorthStreaming && mine.dtype() == shard.dtype() && mine.is_contiguous() &&
+        shard.is_contiguous()) {
+      stream(mine.mutable_data_ptr(), shard.const_data_ptr(), nbytes);
+      finish_streaming();
+    } else {
+      mine.copy_(shard);
+    }
+  }
   publication.publish();
 }
 

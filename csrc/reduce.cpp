@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <cmath>
+#include <limits>
 #include <unordered_map>
 
 #include "exchange.h"
@@ -131,8 +132,10 @@ Bucket::Bucket(const Parameter& like, at::ScalarType wire_dtype)
       divide_factor_(like.divide_factor),
       pre_divide_factor_(pre_divide_factor(wire_dtype, like.divide_factor)),
       options_(at::TensorOptions(wire_dtype).device(like.device)),
-      capacity_(like.bucket_bytes / world_size_ /
-                static_cast<int64_t>(options_.dtype().itemsize())) {}
+      // Mailboxes have a bound of their own.
+      capacity_(is_shared_ ? std::numeric_limits<int64_t>::max()
+                           : like.bucket_bytes / world_size_ /
+                                 static_cast<int64_t>(options_.dtype().itemsize())) {}
 
 bool Bucket::accepts(const Parameter& parameter, at::ScalarType wire_dtype) const {
   return group_name_ == parameter.reduce_group_name &&
