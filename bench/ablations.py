@@ -1,4 +1,4 @@
-"""Ours, gathering twice, without one of its optimisations: what each is worth.
+"""Ours, by messages, gathering twice, without one of its optimisations: what each is worth.
 
 Patches are made in the process of a rank, which trains in this mode only.
 """
@@ -14,10 +14,6 @@ from bench.workloads import Workload
 from deepcompile_zero3 import backend, limit_buffers
 from deepcompile_zero3.passes import reduce
 from deepcompile_zero3.runtime import ops
-
-
-def _without_pool() -> None:
-    limit_buffers(0)
 
 
 def _without_products() -> None:
@@ -37,32 +33,32 @@ def _without_prefetch() -> None:
     backend.insert_gathers = insert_late  # type: ignore[assignment]
 
 
+_twice = partial(zero3, transport="c10d", reshard_after_forward=True)
+
+
 def _build(workload: Workload, *, remove: Callable[[], None]) -> Step:
     remove()
-    return zero3(workload, reshard_after_forward=True)
-
-
-def _resized(workload: Workload, *, gather_mb: float = 64, reduce_mb: float = 64) -> Step:
-    return zero3(
-        workload,
-        options={"gather_bucket_mb": gather_mb},
-        reduce_bucket_mb=reduce_mb,
-        reshard_after_forward=True,
-    )
+    return _twice(workload)
 
 
 ABLATIONS = {
     "without-pool": Mode(
-        "zero3-twice, every buffer allocated anew", partial(_build, remove=_without_pool)
+        "zero3-c10d-twice, every buffer allocated anew",
+        partial(_build, remove=partial(limit_buffers, 0)),
     ),
     "without-products": Mode(
-        "zero3-twice, gradients are copied to where they are sent from",
+        "zero3-c10d-twice, gradients are copied to where they are sent from",
         partial(_build, remove=_without_products),
     ),
     "without-prefetch": Mode(
-        "zero3-twice, a gather starts when it is waited for",
+        "zero3-c10d-twice, a gather starts when it is waited for",
         partial(_build, remove=_without_prefetch),
     ),
-    "gather-8": Mode("zero3-twice, gathering 8 MiB at a time", partial(_resized, gather_mb=8)),
-    "reduce-8": Mode("zero3-twice, reducing 8 MiB at a time", partial(_resized, reduce_mb=8)),
+    "gather-8": Mode(
+        "zero3-c10d-twice, gathering 8 MiB at a time",
+        partial(_twice, options={"gather_bucket_mb": 8.0}),
+    ),
+    "reduce-8": Mode(
+        "zero3-c10d-twice, reducing 8 MiB at a time", partial(_twice, reduce_bucket_mb=8)
+    ),
 }

@@ -95,14 +95,15 @@ def zero3(
     *,
     compiled: bool = True,
     options: dict[str, Any] | None = None,
-    reduce_bucket_mb: float = 64,
+    reduce_bucket_mb: float | None = None,
     **settings: Any,
 ) -> Step:
     """``options`` are those of the backend, ``settings`` those of ``fully_shard``."""
     model = _sharded(workload, deepcompile_zero3.fully_shard, **settings)
-    for module in model.modules():
-        for parameter in parameters_of(module).values():
-            parameter.handle.bucket_bytes = int(reduce_bucket_mb * 2**20)
+    if reduce_bucket_mb is not None:
+        for module in model.modules():
+            for parameter in parameters_of(module).values():
+                parameter.handle.bucket_bytes = int(reduce_bucket_mb * 2**20)
     run = torch.compile(model, backend="zero3", options=options) if compiled else model
     return _step(run, _adamw(model.parameters()))
 
@@ -207,15 +208,18 @@ def _deepspeed(workload: Workload) -> Step:
 MODES = {
     "floor": Mode("compiled, nothing communicated", _floor),
     "zero3": Mode("ours, compiled, as it comes", zero3),
-    "zero3-twice": Mode(
-        "ours, compiled, all gathered again in backward",
-        partial(zero3, reshard_after_forward=True),
-    ),
-    "zero3-keep": Mode(
-        "ours, compiled, all kept from forward to backward",
-        partial(zero3, reshard_after_forward=False),
-    ),
     "zero3-eager": Mode("ours, eager", partial(zero3, compiled=False)),
+    "zero3-c10d": Mode(
+        "ours, compiled, by messages in place of shared memory", partial(zero3, transport="c10d")
+    ),
+    "zero3-c10d-twice": Mode(
+        "ours, compiled, by messages, all gathered again in backward",
+        partial(zero3, transport="c10d", reshard_after_forward=True),
+    ),
+    "zero3-c10d-keep": Mode(
+        "ours, compiled, by messages, all kept from forward to backward",
+        partial(zero3, transport="c10d", reshard_after_forward=False),
+    ),
     "fsdp2-blocks": Mode("FSDP2, each block compiled", partial(_fsdp2, compiled="blocks")),
     "fsdp2-model": Mode("FSDP2, whole model compiled", partial(_fsdp2, compiled="model")),
     "fsdp2-eager": Mode("FSDP2, eager", partial(_fsdp2, compiled="no")),

@@ -35,10 +35,17 @@ class Cost:
 
 @dataclass(frozen=True)
 class Memory:
-    """Of one rank's process, in bytes: now, and at most since this was last asked."""
+    """Of one rank's process, in bytes.
+
+    Attributes:
+        resident: now; what it shares with others counts whole in each.
+        peak: of that, since this was last asked.
+        proportional: now; what several share is divided among them.
+    """
 
     resident: int
     peak: int
+    proportional: int
 
 
 class Ranks:
@@ -121,9 +128,12 @@ class _Rank:
         return count(lambda: self._step(self._workload.tokens(self._generator)))
 
     def memory(self) -> Memory:
-        with open("/proc/self/status") as file:
-            fields = dict(line.split(":", 1) for line in file)
-        memory = Memory(*(int(fields[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM")))
+        fields: dict[str, str] = {}
+        for path in ("/proc/self/status", "/proc/self/smaps_rollup"):
+            with open(path) as file:
+                fields.update(line.split(":", 1) for line in file if ":" in line)
+        names = ("VmRSS", "VmHWM", "Pss")
+        memory = Memory(*(int(fields[name].split()[0]) * 1024 for name in names))
         with open("/proc/self/clear_refs", "w") as file:
             file.write("5")  # the peak begins anew
         return memory

@@ -16,6 +16,7 @@ COLUMNS = {
     "tokens/s": "all ranks together, by the median",
     "rest": "MB resident of a rank between steps, the highest",
     "peak": "MB resident of a rank in a step, the highest",
+    "host": "MB of all ranks together between steps, what they share once (PSS)",
     "all-gather": "MB of full buffers (collectives), a rank and step",
     "reduce": "MB of full buffers (collectives), reduce-scatter or all-reduce",
 }
@@ -56,6 +57,7 @@ def _line(name: str, results: dict[str, Any], base: str) -> list[str]:
         f"{results['tokens'] / median(steps):,.0f}",
         f"{max(rank['resident'] for rank in mode['memory']) / 1e6:.0f}",
         f"{max(rank['peak'] for rank in mode['memory']) / 1e6:.0f}",
+        f"{sum(rank['proportional'] for rank in mode['memory']) / 1e6:.0f}",
         _sent(sent.get("all_gather", (0, 0))),
         _sent(tuple(map(sum, zip(*reduced.values(), strict=True)))),
     ]

@@ -1,5 +1,6 @@
 // The extension module: what Python may touch of the runtime beside the operators.
 #include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/python.h>
 
@@ -71,8 +72,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readwrite("divide_factor", &Parameter::divide_factor)
       .def_readwrite("requires_gradient_sync", &Parameter::requires_gradient_sync)
       .def_readwrite("placeholder", &Parameter::placeholder)
-      .def_readwrite("leaf", &Parameter::leaf)
       .def_readwrite("shard", &Parameter::shard)
+      .def("follow_version",
+           [](Parameter& self, const at::Tensor& leaf) {
+             if (!leaf.is_inference()) self.version = torch::autograd::impl::version_counter(leaf);
+           })
       .def_property(
           "gathered", [](const Parameter& self) { return self.gathered; },
           [](Parameter& self, const std::optional<at::Tensor>& full) {

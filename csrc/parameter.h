@@ -46,10 +46,10 @@ struct Parameter {
   int64_t bucket_bytes = 64 << 20;  // of a full bucket that this parameter opens
   bool requires_gradient_sync = true;
 
-  at::Tensor placeholder;  // the leaf that graphs take: full shape and no memory
-  at::Tensor leaf;         // the DTensor that the optimizer steps
-  at::Tensor shard;        // [shard_rows, ...], its rows, read at every gather, never written
-  at::Tensor gathered;     // the full tensor while eager code holds it, else undefined
+  at::Tensor placeholder;        // the leaf that graphs take: full shape and no memory
+  at::Tensor shard;              // [shard_rows, ...], read at every gather, never written
+  c10::VariableVersion version;  // of the DTensor around the shard: an optimizer counts only there
+  at::Tensor gathered;           // the full tensor while eager code holds it, else undefined
 
   // Gradients that are not reduced yet: their sum, full, else undefined; and the dtype that holds
   // them all as they arrived. Both belong to `accumulation_mutex`, which nobody takes with the GIL.

@@ -15,12 +15,9 @@
 namespace zero3 {
 namespace {
 
-uint64_t version_of(const at::Tensor& tensor) {
-  return tensor.defined() && !tensor.is_inference() ? tensor._version() : 0;
-}
-
 uint64_t version_of(const Parameter& parameter) {
-  return version_of(parameter.shard) + version_of(parameter.leaf);
+  const auto& shard = parameter.shard;
+  return parameter.version.current_version() + (shard.is_inference() ? 0 : shard._version());
 }
 
 std::chrono::milliseconds timeout_of(const std::string& group_name) {

@@ -23,9 +23,9 @@ class Parameter:
     bucket_bytes: int
     requires_gradient_sync: bool
     placeholder: torch.Tensor
-    leaf: torch.Tensor
     shard: torch.Tensor
     gathered: torch.Tensor | None
+    def follow_version(self, leaf: torch.Tensor) -> None: ...
     @property
     def is_shared(self) -> bool: ...
     def share(

@@ -106,7 +106,7 @@ class ShardedParameter:
         self._set_shard(cast(DTensor, shard))
 
     def _set_shard(self, shard: DTensor) -> None:
-        self.handle.leaf = shard
+        self.handle.follow_version(shard)
         self._local = self.handle.shard = torch_internals.local_tensor(shard)
 
     @property

@@ -5,12 +5,25 @@ import pytest
 from ranks import RankPool
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--transport",
+        choices=["shared_memory", "c10d"],
+        help="how ranks gather and reduce where a test leaves that open",
+    )
+
+
 def pytest_configure(config):
-    """Compilers find nothing on disk and leave nothing, unless TORCHINDUCTOR_CACHE_DIR is set.
+    """Ranks use the transport that was asked for.
+
+    Compilers find nothing on disk and leave nothing, unless TORCHINDUCTOR_CACHE_DIR is set.
 
     A rank that is killed while it compiles may leave half a file, which no later run can load.
     Importing torch's compiler is too late for this: it sets the variable itself.
     """
+    if transport := config.getoption("--transport"):
+        os.environ["ZERO3_TRANSPORT"] = transport
+        config.add_cleanup(lambda: os.environ.pop("ZERO3_TRANSPORT", None))
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
         folder = tempfile.TemporaryDirectory()
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder.name

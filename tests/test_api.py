@@ -36,8 +36,9 @@ def in_new_process(program, **environment):
 # ---- fully_shard
 
 
-def test_fully_shard_has_the_signature_of_torchs():
+def test_fully_shard_has_the_signature_of_torchs_and_a_transport():
     ours = dict(inspect.signature(fully_shard).parameters)
+    assert ours.pop("transport").default == "auto"
     if "dp_mesh_dims" not in inspect.signature(torch_fully_shard).parameters:
         del ours["dp_mesh_dims"]  # newer than this torch
     torchs = inspect.signature(torch_fully_shard).parameters

@@ -1,4 +1,7 @@
-"""What forward keeps gathered for backward, where ``reshard_after_forward`` leaves it open."""
+"""What forward keeps gathered for backward, where ``reshard_after_forward`` leaves it open.
+
+By messages: where ranks share memory, gathering again costs nothing.
+"""
 
 import pytest
 import torch
@@ -14,7 +17,7 @@ def _gathered_again(keep_mb, choices):
     """What a backward gathers, after steps beside one process."""
     layers = [nn.Linear(256, 256, bias=False) for _ in range(3)]  # 256 KiB each
     model = nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
-    model, reference = shard(model, layers)
+    model, reference = shard(model, layers, transport="c10d")
     for layer, choice in choices.items():
         model[layer].set_reshard_after_forward(choice)
     options = {} if keep_mb is None else {"keep_mb": keep_mb}
@@ -49,7 +52,7 @@ def test_forward_keeps_what_fits_and_never_overrules(run_ranks, keep_mb, choices
 
 def _kept_block_by_block(depth):
     blocks = [nn.Sequential(nn.Linear(256, 256, bias=False), nn.Tanh()) for _ in range(depth)]
-    model, reference = shard(nn.Sequential(*blocks), blocks)
+    model, reference = shard(nn.Sequential(*blocks), blocks, transport="c10d")
     for block in blocks:
         block.compile(backend="zero3", options={"keep_mb": 0.5})
     kept = []

@@ -27,10 +27,12 @@ CONSTANT = 2 * MIB  # of all that is no weight, in bytes: half of one
 
 @pytest.fixture
 def run_ranks():
-    """Processes of their own: in used ones, what earlier tests leave is freed while we measure."""
+    """Processes of their own: in used ones, what earlier tests leave is freed while we measure.
+    They exchange messages; tests/test_one_host.py has the memory that ranks share.
+    """
 
     def run(world_size, function, *args):
-        pool = RankPool(world_size)
+        pool = RankPool(world_size, ZERO3_TRANSPORT="c10d")
         try:
             return pool.run(function, *args, timeout=400)
         finally:

@@ -1,0 +1,377 @@
+"""Ranks of one host share memory: who does, what a graph may do with it, and what fails how."""
+
+import contextlib
+import gc
+import os
+import resource
+import signal
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Stack, assert_same_step, batch_of, compiled, mine, optimizers_of, shard
+from one_rank import one_rank  # noqa: F401 (a fixture)
+from ranks import RankPool
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from deepcompile_zero3 import Zero3Error, fully_shard
+from deepcompile_zero3.module import parameters_of
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("ZERO3_TRANSPORT") == "c10d", reason="ranks are told to exchange messages"
+)
+
+HOW = pytest.mark.parametrize("how", ["zero3", "eager"])
+TIMEOUT = 3  # seconds, of a group whose ranks fail
+
+
+def _is_shared(model):
+    handles = [p.handle for m in model.modules() for p in parameters_of(m).values()]
+    assert len({handle.is_shared for handle in handles}) == 1
+    return handles[0].is_shared
+
+
+# ---- who shares
+
+
+def _shares(**settings):
+    model, reference = shard(Stack(), **settings)
+    assert_same_step(model, reference, batch_of(4, 8))
+    return _is_shared(model)
+
+
+def _by_arguments():
+    return [_shares(transport=name) for name in ("auto", "shared_memory", "c10d")]
+
+
+def test_ranks_share_memory_unless_they_are_told_otherwise(run_ranks):
+    assert run_ranks(2, _by_arguments) == [[True, True, False]] * 2
+
+
+def _by_environment(name):
+    os.environ["ZERO3_TRANSPORT"] = name
+    try:
+        return [_shares(), _shares(transport="shared_memory")]
+    finally:
+        del os.environ["ZERO3_TRANSPORT"]
+
+
+def test_the_environment_decides_what_is_left_open(run_ranks):
+    assert run_ranks(2, _by_environment, "c10d") == [[False, True]] * 2
+
+
+def _disagreeing():
+    model = Stack()
+    with pytest.raises(Zero3Error, match=r"disagree on the transport, \{0: 'c10d', 1: 'auto'\}"):
+        fully_shard(model, transport="c10d" if dist.get_rank() == 0 else "auto")
+    assert type(model) is Stack  # unchanged
+    assert_same_step(*shard(model), batch_of(4, 8))
+
+
+def test_ranks_that_disagree_are_told(run_ranks):
+    run_ranks(2, _disagreeing)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_an_unknown_transport_is_refused(monkeypatch):
+    with pytest.raises(ValueError, match=r"transport is one of 'auto', .*, got 'carrier pigeon'"):
+        fully_shard(nn.Linear(2, 2), transport="carrier pigeon")
+    monkeypatch.setenv("ZERO3_TRANSPORT", "socket")
+    with pytest.raises(ValueError, match=r"ZERO3_TRANSPORT is one of .*, got 'socket'"):
+        fully_shard(nn.Linear(2, 2))
+
+
+@contextlib.contextmanager
+def _no_large_files():
+    """As on a machine that has no memory to share."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def _without_memory():
+    with _no_large_files():
+        assert not _shares()
+        with pytest.raises(Zero3Error, match="not possible: rank 0: no memory to share"):
+            fully_shard(Stack(), transport="shared_memory")
+
+
+def test_where_there_is_no_memory_messages_are_exchanged(run_ranks):
+    run_ranks(2, _without_memory)
+
+
+def _mapped():
+    """Bytes of shared memory that this process has mapped."""
+    with open("/proc/self/maps") as file:
+        spans = [line.split()[0].split("-") for line in file if "memfd:zero3" in line]
+    return sum(int(end, 16) - int(begin, 16) for begin, end in spans)
+
+
+def _left_behind():
+    def files():
+        return len(os.listdir("/proc/self/fd")), sorted(os.listdir("/dev/shm"))
+
+    before = files()
+    model, reference = shard(Stack(width=64))
+    assert_same_step(model, reference, batch_of(4, 64))
+    assert files() == before
+    with_model = _mapped()
+    del model, reference
+    gc.collect()
+    with_mailboxes = _mapped()
+    assert 0 < with_mailboxes < with_model
+    shard(Stack(width=64))
+    gc.collect()
+    assert _mapped() == with_mailboxes
+
+
+def test_nothing_is_left_behind(run_ranks):
+    run_ranks(2, _left_behind)
+
+
+def _host_bytes(depth):
+    """This rank's part of the memory that is shared, what several have divided among them."""
+    width = 1024
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(depth)))
+    model = fully_shard(model)
+    run = torch.compile(model, backend="zero3")
+    for seed in range(3):
+        run(batch_of(4, width, seed=seed)).sum().backward()
+    nbytes = 0
+    with open("/proc/self/smaps") as file:
+        for line in file:
+            if "-" in line.split()[0]:
+                ours = "memfd:zero3" in line
+            elif ours and line.startswith("Pss:"):
+                nbytes += int(line.split()[1]) * 1024
+    dist.barrier()  # nobody unmaps before all have counted
+    return nbytes
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_host_holds_one_copy_and_bounded_mailboxes(world_size):
+    weight = 4 << 20
+    taken = []
+    for depth in (4, 12):
+        pool = RankPool(world_size)  # new processes have mailboxes of their own
+        try:
+            taken.append(sum(pool.run(_host_bytes, depth)) - depth * weight)
+        finally:
+            pool.close()
+    page = world_size * 16384  # of words, and the rounding of counts
+    for mailboxes in taken:
+        assert world_size * weight - page <= mailboxes
+        assert mailboxes <= world_size * (weight + (32 << 20)) + page
+
+
+# ---- what a graph may do with it
+
+
+class _Edits(nn.Module):
+    """Computes with edited copies of its weights, in ways that compilers turn into writes."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(64, 64).double() / 8)
+        self.second = nn.Parameter(torch.randn(64, 64).double() / 8)
+
+    def forward(self, x):
+        hidden = (x @ self.second).sin()
+        copy = self.second.clone()
+        copy[5] = 2.0  # the last that happens to either of them
+        put = self.first.index_put((torch.tensor([1, 3]),), torch.ones(2, 64).double())
+        # Of the weights' own size, so that their memory could be used again.
+        product = (hidden @ put @ copy).sin().cos() * 2
+        return torch.relu(product @ copy).sigmoid() + product
+
+
+def _edited(how):
+    model, reference = shard(_Edits())
+    run = compiled(model, how)
+    optimizers = optimizers_of(model, reference)
+    for seed in range(3):
+        batch = batch_of(128, 64, seed=seed).double()
+        assert_same_step(model, reference, batch, run=run, optimizers=optimizers)
+
+
+@pytest.mark.parametrize("how", ["zero3", "interpreted", "eager", "inductor"])
+def test_graphs_write_to_copies(run_ranks, how):
+    # Views are mapped read-only: a write would end the process.
+    run_ranks(2, _edited, how)
+
+
+def _kept_over_a_forward(how, transport):
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    model, reference = shard(layers, transport=transport)
+    model.set_reshard_after_forward(False)
+    run = compiled(model, how)
+    batch = batch_of(4, 8).requires_grad_()
+    loss = run(mine(batch)).square().mean()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.to_local().data.mul_(3)  # which no version counts
+        run(mine(batch))
+    loss.backward()
+    reference(batch).square().mean().backward()
+    for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad)
+
+
+@HOW
+@pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
+def test_what_is_kept_is_that_of_its_forward(run_ranks, how, transport):
+    run_ranks(2, _kept_over_a_forward, how, transport)
+
+
+class _Slow(nn.Module):
+    """Sleeps between two layers on the last rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.first(x)
+        _pause()
+        return self.second(x)
+
+
+@torch.compiler.disable
+def _pause():
+    if dist.get_rank() == dist.get_world_size() - 1:
+        time.sleep(0.3)
+
+
+def _evaluated_while_others_load(how):
+    model, reference = shard(_Slow())
+    run = compiled(model, how)
+    batch = batch_of(4, 8)
+    with torch.no_grad():
+        for factor in (1.0, 2.0, -1.0):
+            state = {name: value * factor for name, value in model.state_dict().items()}
+            model.load_state_dict(state)
+            reference.load_state_dict({n: v * factor for n, v in reference.state_dict().items()})
+            for _ in range(2):
+                torch.testing.assert_close(run(batch), reference(batch))
+
+
+@HOW
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_fast_rank_never_changes_what_a_slow_one_reads(run_ranks, how, world_size):
+    run_ranks(world_size, _evaluated_while_others_load, how)
+
+
+# ---- what fails how
+
+
+def _failing(what, how):
+    """Rank 1 fails in a way of its own, after a step that does not; gives what the others say."""
+    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
+    mesh = DeviceMesh.from_group(group, "cpu")
+    model, reference = shard(Stack(), mesh=mesh, transport="shared_memory")
+    run = compiled(model, how)
+    batch = batch_of(4, 8)
+    assert_same_step(model, reference, batch, run=run)
+    if dist.get_rank() == 1:
+        FAILURES[what](run, mine(batch))
+        time.sleep(TIMEOUT + 2)  # alive, and somewhere else
+        return None
+    start = time.monotonic()
+    try:
+        for _ in range(2):
+            run(mine(batch)).sum().backward()
+    except RuntimeError as error:
+        return time.monotonic() - start, str(error)
+    raise AssertionError("nothing was raised")
+
+
+def _never_comes(run, batch):
+    pass
+
+
+def _raises_before_backward(run, batch):
+    run(batch)
+
+
+def _raises_in_backward(run, batch):
+    output = run(batch.requires_grad_())
+    output.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        output.sum().backward()
+
+
+FAILURES = {
+    "never comes": _never_comes,
+    "raises before backward": _raises_before_backward,
+    "raises in backward": _raises_in_backward,
+}
+
+
+@HOW
+@pytest.mark.parametrize(
+    ("what", "missing"),
+    [
+        ("never comes", "it has not begun to gather 'blocks.0"),
+        ("raises before backward", "it has not sent the gradient of '"),
+        ("raises in backward", "it has not sent the gradient of '"),
+    ],
+)
+def test_a_rank_that_does_something_else_is_named_in_time(run_ranks, what, missing, how):
+    seconds, message = run_ranks(2, _failing, what, how)[0]
+    assert TIMEOUT <= seconds < TIMEOUT + 2
+    assert f"waited {TIMEOUT} s for rank 1 (pid " in message
+    assert ", sleeping): " + missing in message
+
+
+def _killed(signal_number, delay, how):
+    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT if delay is None else 60))
+    model, _ = shard(Stack(), mesh=DeviceMesh.from_group(group, "cpu"))
+    run = compiled(model, how)
+    batch = mine(batch_of(4, 8))
+    run(batch).sum().backward()
+    if dist.get_rank() == 1:
+        threading.Timer(delay or 0.0, os.kill, (os.getpid(), signal_number)).start()
+    start = time.monotonic()
+    try:
+        for _ in range(1_000_000):
+            run(batch).sum().backward()
+    except RuntimeError as error:
+        raise RuntimeError(f"after {time.monotonic() - start:.1f} s: {error}") from None
+
+
+@pytest.fixture
+def run_to_death():
+    """What a pool of its own says of ranks that are killed."""
+
+    def run(*args):
+        pool = RankPool(2)
+        try:
+            with pytest.raises(AssertionError) as raised:
+                pool.run(*args, timeout=60)
+        finally:
+            pool.close()
+        return str(raised.value)
+
+    return run
+
+
+@HOW
+@pytest.mark.parametrize("delay", [0.05, 0.12])  # somewhere in a gather, a sum or a wait
+def test_a_rank_that_is_killed_is_named_at_once(run_to_death, how, delay):
+    message = run_to_death(_killed, signal.SIGKILL, delay, how)
+    assert "rank 1 died with exit code -9" in message
+    assert "zero3: cannot go on without rank 1 (pid " in message
+    assert ", dead): it has not " in message
+
+
+def test_a_rank_that_is_stopped_is_named_in_time(run_to_death):
+    message = run_to_death(_killed, signal.SIGSTOP, None, "eager")
+    assert f"zero3: waited {TIMEOUT} s for rank 1 (pid " in message
+    assert ", stopped): it has not " in message
