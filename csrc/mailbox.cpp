@@ -29,7 +29,7 @@ at::Tensor Mailbox::empty(at::IntArrayRef sizes, at::ScalarType dtype, const std
     host_->wait([&]() -> std::optional<Host::Missing> {
       poll(/*all=*/true);
       if (take()) return std::nullopt;
-      auto missing = readers_of_oldest();
+      auto missing = who_keeps();
       TORCH_CHECK(missing, "zero3: the gradient of '", fqn, "' in ", dtype, " takes ", nbytes,
                   " bytes, for which the ", capacity_,
                   " bytes that ranks share have no room: fully_shard(..., transport='c10d') has no "
@@ -55,13 +55,12 @@ void Mailbox::give_back(uint64_t offset) {
 LetterPtr Mailbox::post(const ParameterPtr& parameter, const at::Tensor& grad, uint64_t backward,
                         at::ScalarType wire_dtype, at::ScalarType shard_dtype, double divisor) {
   auto& deposit = parameter->shared->deposit;
-  const auto what = "the gradient of '" + parameter->fqn + "' in " + c10::toString(wire_dtype);
-  if (!deposit.readers(deposit.latest()).empty())
+  const auto is_free = [&] { return deposit.readers(deposit.latest()).empty(); };
+  if (!is_free())
     host_->wait([&]() -> std::optional<Host::Missing> {
       poll(/*all=*/true);
-      auto readers = deposit.readers(deposit.latest());
-      if (readers.empty()) return std::nullopt;
-      return {{std::move(readers), "it has not read " + what}};
+      if (is_free()) return std::nullopt;
+      return who_keeps();
     });
   const auto offset = static_cast<const uint8_t*>(grad.const_data_ptr()) - mine_;
   const uint64_t epoch = deposit.next_epoch(backward);
@@ -72,7 +71,7 @@ LetterPtr Mailbox::post(const ParameterPtr& parameter, const at::Tensor& grad, u
   {
     std::lock_guard lock(mutex_);
     unsummed_.push_back(letter);
-    unread_.push_back({grad, epoch, deposit, parameter->shared->progress(), what});
+    unread_.push_back({grad, epoch, deposit, parameter->shared->progress(), parameter->fqn});
   }
   host_->ring();
   return letter;
@@ -111,6 +110,7 @@ void Mailbox::poll(bool all) {
         changed = true;
         it = unsummed_.erase(it);
       } else if (all) {
+        check_complete(letter);
         ++it;
       } else {
         break;
@@ -126,6 +126,15 @@ void Mailbox::poll(bool all) {
     }
   }
   if (changed) host_->ring();
+}
+
+void Mailbox::check_complete(const Letter& letter) const {
+  const auto& parameter = *letter.parameter;
+  const auto deserters = parameter.shared->deposit.deserters(letter.epoch);
+  TORCH_CHECK(deserters.empty(), "zero3: a backward has ended on rank ", deserters.front(),
+              " without a gradient of '", parameter.fqn,
+              "': it has raised there, or that rank does not use the parameter. All ranks must run "
+              "the same forwards and backwards");
 }
 
 at::Tensor Mailbox::rows_of(int64_t rank, const Letter& letter) const {
@@ -157,11 +166,17 @@ void Mailbox::sum(Letter& letter) const {
   letter.shard = shard;
 }
 
-std::optional<Host::Missing> Mailbox::readers_of_oldest() {
+std::optional<Host::Missing> Mailbox::who_keeps() {
   std::lock_guard lock(mutex_);
+  if (!unsummed_.empty()) {
+    const auto& parameter = *unsummed_.front()->parameter;
+    return {{parameter.shared->deposit.writers(unsummed_.front()->epoch),
+             "it has not sent the gradient of '" + parameter.fqn + "'"}};
+  }
   if (unread_.empty()) return std::nullopt;
   const auto& oldest = unread_.front();
-  return {{oldest.deposit.readers(oldest.epoch), "it has not read " + oldest.what}};
+  return {{oldest.deposit.readers(oldest.epoch),
+           "it has not read the gradient of '" + oldest.fqn + "'"}};
 }
 
 }  // namespace zero3

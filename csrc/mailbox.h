@@ -55,14 +55,17 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
     uint64_t epoch;
     Deposit deposit;
     at::Tensor progress;  // the memory behind `deposit`
-    std::string what;
+    std::string fqn;
   };
 
   void poll(bool all);
+  // Raises if a rank will never send its part.
+  void check_complete(const Letter& letter) const;
   void sum(Letter& letter) const;
   at::Tensor rows_of(int64_t rank, const Letter& letter) const;
   void give_back(uint64_t offset);
-  std::optional<Host::Missing> readers_of_oldest();
+  // Who keeps this rank's memory from being free; nothing: nobody.
+  std::optional<Host::Missing> who_keeps();
 
   std::shared_ptr<Host> host_;
   at::Tensor memory_;

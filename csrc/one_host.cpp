@@ -15,8 +15,8 @@
 namespace zero3 {
 namespace {
 
-constexpr int kSpins = 500;  // some tens of microseconds
-constexpr int kYields = 50;
+constexpr int kSpins = 200;  // some tens of microseconds
+constexpr int kYields = 20;
 constexpr std::chrono::milliseconds kNap{100};  // between two looks at who is alive
 
 void pause() {

@@ -122,13 +122,20 @@ class Publication {
   uint64_t epoch_ = 0;
 };
 
-// Numbers the backwards of a group: all ranks count alike.
+// Numbers the backwards of a group. All ranks count alike, also where a backward raised on some of
+// them before it began here: the next forward, in which they meet, sets them right.
 class Backwards {
  public:
   Backwards(Standing* ranks, int64_t rank) : ranks_(ranks), rank_(rank) {}
 
+  void count_publication() {
+    ++publications_;
+    settle();
+  }
+
   uint64_t begin() {
-    const uint64_t number = next_++;
+    const uint64_t number = next();
+    latest_ = number;
     running_.insert(number);
     return number;
   }
@@ -136,14 +143,20 @@ class Backwards {
   // This rank reads nothing of it any more.
   void end(uint64_t number) {
     running_.erase(number);
-    const uint64_t settled = running_.empty() ? next_ : *running_.begin();
-    ranks_[rank_].settled.store(settled, std::memory_order_release);
+    settle();
   }
 
  private:
+  uint64_t next() const { return std::max(latest_ + 1, publications_); }
+  void settle() {
+    const uint64_t settled = running_.empty() ? next() : *running_.begin();
+    ranks_[rank_].settled.store(settled, std::memory_order_release);
+  }
+
   Standing* ranks_;
   int64_t rank_;
-  uint64_t next_ = 1;
+  uint64_t publications_ = 0;
+  uint64_t latest_ = 0;
   std::set<uint64_t> running_;  // one inside of another
 };
 
@@ -163,8 +176,7 @@ class Deposit {
   std::vector<int64_t> readers(uint64_t epoch) const {
     std::vector<int64_t> result;
     for (int64_t r = 0; r < world_size_; ++r)
-      if (ranks_[r].consumed.load(std::memory_order_acquire) < epoch &&
-          standings_[r].settled.load(std::memory_order_acquire) <= epoch >> kBackwardShift)
+      if (ranks_[r].consumed.load(std::memory_order_acquire) < epoch && !has_settled(r, epoch))
         result.push_back(r);
     return result;
   }
@@ -193,6 +205,15 @@ class Deposit {
     return result;
   }
 
+  // Those of them that have gone on without it, and will never have it.
+  std::vector<int64_t> deserters(uint64_t epoch) const {
+    std::vector<int64_t> result;
+    for (int64_t r = 0; r < world_size_; ++r)
+      if (has_settled(r, epoch) && ranks_[r].deposited.load(std::memory_order_acquire) < epoch)
+        result.push_back(r);
+    return result;
+  }
+
   // Once there are no writers().
   Description of_rank(int64_t r) const {
     return {ranks_[r].offset, ranks_[r].dtype, ranks_[r].wire_dtype};
@@ -206,6 +227,10 @@ class Deposit {
 
  private:
   static constexpr int kBackwardShift = 20;
+
+  bool has_settled(int64_t r, uint64_t epoch) const {
+    return standings_[r].settled.load(std::memory_order_acquire) > epoch >> kBackwardShift;
+  }
 
   Progress* ranks_;
   const Standing* standings_;

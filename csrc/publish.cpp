@@ -105,6 +105,7 @@ void PublishedBucket::start() {
   for (auto& parameter : parameters_) {
     if (in_backward && !parameter->shared->is_stale(*parameter)) continue;
     parameter->shared->arrive(*parameter);
+    parameter->shared->one_host()->backwards.count_publication();
     arrived = true;
   }
   if (arrived) parameters_.front()->shared->one_host()->host->ring();
@@ -132,6 +133,7 @@ void PublishedBucket::publish_where_possible() {
 
 std::optional<Host::Missing> PublishedBucket::missing() {
   publish_where_possible();
+  parameters_.front()->shared->one_host()->mailbox->poll();  // others may wait for it
   for (auto& parameter : parameters_) {
     const auto& publication = parameter->shared->publication;
     if (!publication.is_published())

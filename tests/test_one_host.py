@@ -12,7 +12,16 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from models import Stack, assert_same_step, batch_of, compiled, mine, optimizers_of, shard
+from models import (
+    Stack,
+    assert_same_step,
+    batch_of,
+    compiled,
+    mean_square,
+    mine,
+    optimizers_of,
+    shard,
+)
 from one_rank import one_rank  # noqa: F401 (a fixture)
 from ranks import RankPool
 from torch import nn
@@ -301,10 +310,21 @@ def _raises_before_backward(run, batch):
 
 
 def _raises_in_backward(run, batch):
-    output = run(batch.requires_grad_())
-    output.register_hook(lambda grad: 1 / 0)
+    _fail_at(run.blocks[0])
     with pytest.raises(ZeroDivisionError):
-        output.sum().backward()
+        run(batch).sum().backward()
+
+
+def _fail_at(module):
+    """Lets backwards raise when they come to the output of ``module``."""
+
+    def fail(grad):
+        raise ZeroDivisionError
+
+    def hook(module, args, output):
+        output.register_hook(fail)
+
+    return module.register_forward_hook(hook)
 
 
 FAILURES = {
@@ -320,7 +340,6 @@ FAILURES = {
     [
         ("never comes", "it has not begun to gather 'blocks.0"),
         ("raises before backward", "it has not sent the gradient of '"),
-        ("raises in backward", "it has not sent the gradient of '"),
     ],
 )
 def test_a_rank_that_does_something_else_is_named_in_time(run_ranks, what, missing, how):
@@ -328,6 +347,33 @@ def test_a_rank_that_does_something_else_is_named_in_time(run_ranks, what, missi
     assert TIMEOUT <= seconds < TIMEOUT + 2
     assert f"waited {TIMEOUT} s for rank 1 (pid " in message
     assert ", sleeping): " + missing in message
+
+
+def test_a_rank_whose_backward_raises_is_named_at_once(run_ranks):
+    seconds, message = run_ranks(2, _failing, "raises in backward", "eager")[0]
+    assert seconds < TIMEOUT
+    assert "a backward has ended on rank 1 without a gradient of 'blocks.0." in message
+
+
+def _step_after_failures(how):
+    """Backwards raise at places of their own on each rank; the step after that is right."""
+    model, reference = shard(Stack())
+    run = compiled(model, how)
+    batch = batch_of(4, 8)
+    assert_same_step(model, reference, batch, run=run)
+    for attempt in range(3):
+        hook = _fail_at(model.head if dist.get_rank() == attempt % 2 else model.blocks[0])
+        with pytest.raises((ZeroDivisionError, RuntimeError)):
+            mean_square(model, mine(batch)).backward()
+        hook.remove()
+        model.zero_grad()
+        reference.zero_grad()
+        assert_same_step(model, reference, batch, run=run)
+
+
+@HOW
+def test_the_step_after_backwards_that_raised_is_right(run_ranks, how):
+    run_ranks(2, _step_after_failures, how)
 
 
 def _killed(signal_number, delay, how):

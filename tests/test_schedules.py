@@ -56,12 +56,13 @@ def _in_random_order(seed):
 
 def _gathers(code):
     """The numbers of starts (positive) and of waits (negative) in the order of a graph's code."""
-    ops = re.findall(r"zero3\.all_gather_(start|wait)\.default\(", code)
+    ops = re.findall(r"zero3\.all_gather_(start|wait|views)\.default\(", code)
     counts = {"start": 0, "wait": 0}
     order = []
     for op in ops:
-        counts[op] += 1
-        order.append(counts[op] if op == "start" else -counts[op])
+        kind = "start" if op == "start" else "wait"
+        counts[kind] += 1
+        order.append(counts[kind] if kind == "start" else -counts[kind])
     return order
 
 

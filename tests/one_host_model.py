@@ -1,0 +1,484 @@
+"""A model of ``csrc/one_host.h``, of which :func:`explore` tries all interleavings.
+
+A rank is a list of steps. Each is atomic, and reads or writes a word of the memory that ranks
+share: those of ``Progress`` and ``Standing``, the rows of a copy, and the cells that a mailbox
+consists of. What is no atomic word in C++ takes two steps to write and is ``TORN`` in between, so
+that whoever reads too early or too late sees it.
+
+A wait is one step, which is possible when what it waits for is there; how a rank hears of that is
+a model of its own, :class:`Sleeper`. It may look at several words, and that loses nothing: they
+only grow, so that one look at all of them finds what looks at one after the other do. A rank goes
+back to an earlier step only when it has published or summed something, or the bell has rung, so
+that no run is endless: where nobody gets stuck, all finish.
+
+Memory is sequentially consistent here. Whether each acquire meets its release is what
+ThreadSanitizer says of the real thing: ``test_one_host_random.py``.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+TORN = 255
+GRADIENTS = 8  # of one parameter in one backward, at most: 1 << 20 in C++
+
+Memory = bytes  # one for each word
+
+# From memory, and what the rank remembers, to both afterwards, and to how many steps further it
+# goes on. It gives none if the rank has to wait, and several if it may do either.
+Step = Callable[[Memory, Any], Iterable[tuple[Memory, Any, int]]]
+
+
+class ProtocolError(Exception):
+    """Some interleaving breaks the protocol."""
+
+
+class Layout:
+    """Where each word is: each rank has as many of a kind as ``counts`` says."""
+
+    def __init__(self, world_size: int, **counts: int):
+        self.world_size = world_size
+        names = [
+            (kind, which, rank)
+            for kind, count in counts.items()
+            for which in range(count)
+            for rank in range(world_size)
+        ]
+        self._index = {name: index for index, name in enumerate(names)}
+
+    def zeros(self) -> Memory:
+        return bytes(len(self._index))
+
+    def of(self, kind: str, which: int, rank: int) -> int:
+        return self._index[kind, which, rank]
+
+    def of_all(self, kind: str, which: int) -> list[int]:
+        return [self.of(kind, which, rank) for rank in range(self.world_size)]
+
+
+class Program:
+    """The steps of one rank, each with its name."""
+
+    def __init__(self, layout: Layout, rank: int, local: Any):
+        self.layout = layout
+        self.rank = rank
+        self.local = local  # at first
+        self.steps: list[tuple[str, Step]] = []
+
+    def add(self, name: str, step: Step) -> None:
+        self.steps.append((name, step))
+
+    def store(self, kind: str, which: int, value: int, then: int = 1) -> None:
+        index = self.layout.of(kind, which, self.rank)
+        self.add(
+            f"{kind} of {which} = {value}",
+            lambda memory, local: [(with_word(memory, index, value), local, then)],
+        )
+
+
+def with_word(memory: Memory, index: int, value: int) -> Memory:
+    return b"%b%c%b" % (memory[:index], value, memory[index + 1 :])
+
+
+def explore(programs: Sequence[Program]) -> int:
+    """Visits all states that ranks may come to, and gives their number.
+
+    Raises:
+        ProtocolError: one of them is wrong, with a shortest way there.
+    """
+    start = (programs[0].layout.zeros(), tuple((0, program.local) for program in programs))
+    came_from: dict[Any, Any] = {start: None}
+    queue = deque([start])
+    while queue:
+        state = queue.popleft()
+        memory, ranks = state
+        is_stuck = True
+        for rank, (at, local) in enumerate(ranks):
+            steps = programs[rank].steps
+            if at == len(steps):
+                continue
+            try:
+                outcomes = list(steps[at][1](memory, local))
+            except ProtocolError as error:
+                raise ProtocolError(f"{error}{_way_to(state, came_from, programs)}") from None
+            for new_memory, new_local, further in outcomes:
+                is_stuck = False
+                new_rank = (at + further, new_local)
+                new_state = (new_memory, (*ranks[:rank], new_rank, *ranks[rank + 1 :]))
+                if new_state not in came_from:
+                    came_from[new_state] = state
+                    queue.append(new_state)
+        waits = [
+            program.steps[at][0]
+            for program, (at, _) in zip(programs, ranks, strict=True)
+            if at < len(program.steps)
+        ]
+        if is_stuck and waits:
+            raise ProtocolError(f"deadlock: {waits}{_way_to(state, came_from, programs)}")
+    return len(came_from)
+
+
+def _way_to(state: Any, came_from: dict[Any, Any], programs: Sequence[Program]) -> str:
+    lines = []
+    while (before := came_from[state]) is not None:
+        for rank, (old, new) in enumerate(zip(before[1], state[1], strict=True)):
+            if old != new:
+                lines.append(f"\n  rank {rank}: {programs[rank].steps[old[0]][0]}")
+        state = before
+    return "".join(reversed(lines))
+
+
+class Letter(NamedTuple):
+    """A gradient that has been deposited."""
+
+    parameter: int
+    epoch: int
+    backward: int
+    gradient: int | None  # what all ranks must have deposited; None: the backward will raise
+
+
+class Local(NamedTuple):
+    """What a rank remembers, as far as it depends on what others did."""
+
+    held: tuple[tuple[int, int], ...]  # parameter and epoch, in each cell of its mailbox
+    cell: int = 0  # that the next gradient goes to
+    unsummed: tuple[Letter, ...] = ()
+    summing: Letter | None = None
+    cells: tuple[int, ...] = ()  # that others' gradients are in
+
+
+class Rank(Program):
+    """What one rank does with the copies and the mailboxes.
+
+    ``without`` names something that it does not do, which explore() has to find.
+    """
+
+    def __init__(
+        self, rank: int, world_size: int, parameters: int = 1, cells: int = 1, without: str = ""
+    ):
+        kinds = ("arrived", "published", "rows", "deposited", "description", "consumed")
+        counts = dict.fromkeys(kinds, parameters)
+        super().__init__(
+            Layout(world_size, **counts, settled=1, mailbox=cells),
+            rank,
+            Local(held=((0, 0),) * cells),
+        )
+        self._without = without
+        self._others = [other for other in range(world_size) if other != rank]
+        self._epochs = [0] * parameters  # of a Publication
+        self._latest = [0] * parameters  # of a Deposit
+        self._publications = 0
+        self._latest_backward = 0
+        self._running: set[int] = set()
+
+    # ---- gathers
+
+    def start(self, *bucket: int) -> None:
+        """Arrives, and publishes what nobody reads any more."""
+        for p in bucket:
+            self._epochs[p] += 1
+            self.store("arrived", p, self._epochs[p])
+            self._publications += 1
+            self._settle()
+        for p in bucket:
+            self._start_publishing(p)
+
+    def _start_publishing(self, p: int) -> None:
+        may_publish = self._may_publish(p)
+        self.add(
+            f"look for readers of {p}",
+            lambda memory, local: [(memory, local, 1 if may_publish(memory) else 4)],
+        )
+        self._publish(p)
+
+    def wait(self, *bucket: int) -> None:
+        """Publishes what is left, and waits for the others' rows."""
+        parts = [
+            (self.layout.of("published", p, self.rank), self._epochs[p], self._may_publish(p))
+            for p in bucket
+        ]
+        complete = [self._reached("published", p, self._epochs[p]) for p in bucket]
+
+        def wait(memory: Memory, local: Local):
+            for i, (published, epoch, may_publish) in enumerate(parts):
+                if memory[published] < epoch and may_publish(memory):
+                    yield memory, local, 1 + 3 * i
+            if self._without == "published" or all(check(memory) for check in complete):
+                yield memory, local, 1 + 3 * len(bucket)
+
+        self.add(f"wait for {bucket}", wait)
+        for i, p in enumerate(bucket):
+            self._publish(p, then=-3 * (i + 1))
+
+    def _may_publish(self, p: int) -> Callable[[Memory], bool]:
+        if self._without == "arrived":
+            return lambda memory: True
+        return self._reached("arrived", p, self._epochs[p])
+
+    def _publish(self, p: int, then: int = 1) -> None:
+        self.store("rows", p, TORN)
+        self.store("rows", p, self._epochs[p])
+        self.store("published", p, self._epochs[p], then)
+
+    def read(self, p: int) -> None:
+        """Reads the copy, one rank's rows after the other: all are of the latest epoch."""
+        for other in self._others:
+            self._read(p, other)
+
+    def _read(self, p: int, other: int) -> None:
+        index, epoch = self.layout.of("rows", p, other), self._epochs[p]
+
+        def read(memory: Memory, local: Local):
+            self._expect(f"rows of {other}", memory[index], epoch)
+            return [(memory, local, 1)]
+
+        self.add(f"read rows of {other} of {p}", read)
+
+    # ---- reductions
+
+    def begin(self) -> int:
+        """The number of a backward that begins."""
+        number = self._latest_backward = self._next_backward()
+        self._running.add(number)
+        return number
+
+    def _next_backward(self) -> int:
+        number = self._latest_backward + 1
+        return number if self._without == "publications" else max(number, self._publications)
+
+    def _settle(self) -> None:
+        if self._without != "settled":
+            self.store("settled", 0, min(self._running, default=self._next_backward()))
+
+    def end(self, backward: int) -> None:
+        """Says that this rank reads nothing of it any more."""
+        self._running.remove(backward)
+        self._settle()
+
+    def deposit(self, p: int, backward: int, gradient: int, raises: bool = False) -> None:
+        """Finds a cell, writes the gradient there, and posts it."""
+        latest = self._latest[p]
+        first = 0 if self._without == "backward" else backward * GRADIENTS
+        epoch = max(latest, first) + 1
+        self._latest[p] = epoch
+        letter = Letter(p, epoch, backward, None if raises else gradient)
+
+        self._poll()
+        self._summing(f"find a cell for {gradient}", self._take)
+        self._store_in_cell(TORN)
+        self._store_in_cell(gradient)
+        self._summing(
+            f"wait for readers of {latest} of {p}",
+            lambda memory, local: (
+                [local] if self._without == "latest" or self._is_read(memory, p, latest) else []
+            ),
+        )
+        self.store("description", p, TORN)
+        self._describe(letter)
+        self.store("deposited", p, epoch)
+        self._poll()
+
+    def finish(self, backward: int) -> None:
+        """Sums all that it deposited in this backward."""
+        self._summing(
+            f"finish {backward}",
+            lambda memory, local: (
+                [] if any(letter.backward == backward for letter in local.unsummed) else [local]
+            ),
+        )
+
+    def drop(self) -> None:
+        """Sums nothing of what is left, as when a backward raises."""
+
+        def drop(memory: Memory, local: Local):
+            if not local.unsummed:
+                return [(memory, local, 1)]
+            letter, *rest = local.unsummed
+            return [(self._consumed(memory, letter), local._replace(unsummed=tuple(rest)), 0)]
+
+        self.add("drop", drop)
+
+    def _take(self, memory: Memory, local: Local) -> list[Local]:
+        """Any free cell. An arena gives the lowest, but may know of fewer."""
+        return [
+            local._replace(cell=cell)
+            for cell, held in enumerate(local.held)
+            if self._without == "consumed" or self._is_read(memory, *held)
+        ]
+
+    def _store_in_cell(self, value: int) -> None:
+        def store(memory: Memory, local: Local):
+            index = self.layout.of("mailbox", local.cell, self.rank)
+            return [(with_word(memory, index, value), local, 1)]
+
+        self.add(f"write {value}", store)
+
+    def _describe(self, letter: Letter) -> None:
+        index = self.layout.of("description", letter.parameter, self.rank)
+
+        def describe(memory: Memory, local: Local):
+            held = list(local.held)
+            held[local.cell] = letter[:2]
+            unsummed = (*local.unsummed, letter)
+            noted = local._replace(held=tuple(held), unsummed=unsummed)
+            return [(with_word(memory, index, local.cell), noted, 1)]
+
+        self.add(f"describe {letter.gradient}", describe)
+
+    def _poll(self) -> None:
+        """Sums letters in their order until one is not there."""
+
+        def poll(memory: Memory, local: Local):
+            if local.unsummed and self._is_there(memory, local.unsummed[0]):
+                return [(memory, local._replace(summing=local.unsummed[0]), 1)]
+            return [(memory, local, 1 + self._steps_of_sum)]
+
+        self.add("poll", poll)
+        self._sum()
+
+    def _summing(self, name: str, leave: Callable[[Memory, Local], list[Local]]) -> None:
+        """Waits until ``leave`` gives something, and meanwhile sums any letter that is there."""
+
+        def wait(memory: Memory, local: Local):
+            for letter in local.unsummed:
+                if self._is_there(memory, letter):
+                    yield memory, local._replace(summing=letter), 1
+            for left in leave(memory, local):
+                yield memory, left, 1 + self._steps_of_sum
+
+        self.add(name, wait)
+        self._sum()
+
+    @property
+    def _steps_of_sum(self) -> int:
+        return 2 * len(self._others) + 1
+
+    def _sum(self) -> None:
+        """Sums the letter that was chosen a step ago, to which it then goes back."""
+        for other in self._others:
+            self._find_addend(other)
+        for other in self._others:
+            self._read_addend(other)
+
+        def consume(memory: Memory, local: Local):
+            letter = local.summing
+            unsummed = tuple(kept for kept in local.unsummed if kept != letter)
+            forgotten = local._replace(unsummed=unsummed, summing=None)
+            return [(self._consumed(memory, letter), forgotten, -self._steps_of_sum)]
+
+        self.add("consume", consume)
+
+    def _find_addend(self, other: int) -> None:
+        def find(memory: Memory, local: Local):
+            cell = memory[self.layout.of("description", local.summing.parameter, other)]
+            self._expect(f"description of {other} is whole", cell != TORN, True)
+            return [(memory, local._replace(cells=(*local.cells, cell)), 1)]
+
+        self.add(f"find gradient of {other}", find)
+
+    def _read_addend(self, other: int) -> None:
+        def read(memory: Memory, local: Local):
+            cell, *cells = local.cells
+            gradient = memory[self.layout.of("mailbox", cell, other)]
+            expected = local.summing.gradient
+            if expected is None:  # nobody gets this sum, but nobody may write there
+                self._expect(f"gradient of {other} is whole", gradient != TORN, True)
+            else:
+                self._expect(f"gradient of {other}", gradient, expected)
+            return [(memory, local._replace(cells=tuple(cells)), 1)]
+
+        self.add(f"read gradient of {other}", read)
+
+    def _consumed(self, memory: Memory, letter: Letter) -> Memory:
+        index = self.layout.of("consumed", letter.parameter, self.rank)
+        return with_word(memory, index, max(memory[index], letter.epoch))
+
+    def _is_read(self, memory: Memory, p: int, epoch: int) -> bool:
+        return all(
+            memory[consumed] >= epoch or memory[settled] > epoch // GRADIENTS
+            for consumed, settled in zip(
+                self.layout.of_all("consumed", p), self.layout.of_all("settled", 0), strict=True
+            )
+        )
+
+    def _is_there(self, memory: Memory, letter: Letter) -> bool:
+        return self._without == "deposited" or self._reached(
+            "deposited", letter.parameter, letter.epoch
+        )(memory)
+
+    # ---- both
+
+    def _reached(self, kind: str, which: int, value: int) -> Callable[[Memory], bool]:
+        words = self.layout.of_all(kind, which)
+        return lambda memory: all(memory[index] >= value for index in words)
+
+    def _expect(self, what: str, value: int, expected: int) -> None:
+        if value != expected:
+            raise ProtocolError(f"rank {self.rank} reads {what}: {value}, not {expected}")
+
+
+class Sleeper(Program):
+    """``Host::ring`` and ``Host::wait``, which is to find what it waits for without its naps.
+
+    ``order`` says what is done in the wrong order.
+    """
+
+    def __init__(self, rank: int, world_size: int, order: str = ""):
+        layout = Layout(world_size, rung=1, sleepers=1, asleep=1, word=1)
+        super().__init__(layout, rank, local=0)
+        self._rung = layout.of("rung", 0, 0)  # the others' are not used
+        self._sleepers = layout.of("sleepers", 0, 0)
+        self._order = order
+
+    def ring(self) -> None:
+        rings_first = self._order != "wakes before it rings"
+        if rings_first:
+            self._count(self._rung, 1)
+        self.add(
+            "look for sleepers",
+            lambda memory, local: [(memory, local, 1 if memory[self._sleepers] > 0 else 2)],
+        )
+        self.add("wake", self._wake)
+        if not rings_first:
+            self._count(self._rung, 1)
+
+    def _wake(self, memory: Memory, local: int):
+        for index in self.layout.of_all("asleep", 0):
+            memory = with_word(memory, index, 0)
+        return [(memory, local, 1)]
+
+    def wait(self, value: int) -> None:
+        """Waits until all ranks' words have this value."""
+        asleep = self.layout.of("asleep", 0, self.rank)
+        words = self.layout.of_all("word", 0)
+        listens_first = self._order != "looks before it listens"
+
+        def listen(memory: Memory, local: int):
+            return [(memory, memory[self._rung], 1)]
+
+        def look(memory: Memory, local: int):
+            is_there = all(memory[index] >= value for index in words)
+            return [(memory, local, 1 if not is_there else 4 if listens_first else 5)]
+
+        def sleep(memory: Memory, local: int):  # unless it has rung
+            return [(with_word(memory, asleep, memory[self._rung] == local), 0, 1)]
+
+        def wake_up(memory: Memory, local: int):
+            return [] if memory[asleep] else [(memory, local, 1)]
+
+        self._count(self._sleepers, 1)
+        if listens_first:
+            self.add("listen", listen)
+        self.add("look", look)
+        if not listens_first:
+            self.add("listen", listen)
+        self.add("sleep", sleep)
+        self.add("wake up", wake_up)
+        self._count(self._sleepers, -1, then=-5)
+        self._count(self._sleepers, -1)
+
+    def _count(self, index: int, by: int, then: int = 1) -> None:
+        self.add(
+            f"count {by}",
+            lambda memory, local: [(with_word(memory, index, memory[index] + by), local, then)],
+        )

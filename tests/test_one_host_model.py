@@ -1,0 +1,231 @@
+"""In whatever order the steps of one host's ranks come, they read what is right, and all finish.
+
+So says a model, ``one_host_model.py``, which tries all orders.
+"""
+
+from functools import partial
+
+import pytest
+from one_host_model import ProtocolError, Rank, Sleeper, explore
+
+
+def forward(rank, *parameters):
+    """Gathers each, with the one after it under way, and reads it twice."""
+    rank.start(parameters[0])
+    for p, ahead in zip(parameters, (*parameters[1:], None), strict=True):
+        if ahead is not None:
+            rank.start(ahead)
+        rank.wait(p)
+        rank.read(p)
+        rank.read(p)
+
+
+def backward(rank, *parameters, gradient):
+    """Reads each as forward left it, and reduces its gradient."""
+    number = rank.begin()
+    for i, p in enumerate(parameters):
+        rank.read(p)
+        rank.deposit(p, number, gradient + i)
+    rank.finish(number)
+    rank.end(number)
+
+
+def evaluation(rank, forwards, parameters=(0,)):
+    """What each rank publishes is new in each forward, as after load_state_dict."""
+    for _ in range(forwards):
+        forward(rank, *parameters)
+
+
+def buckets(rank, forwards):
+    for _ in range(forwards):
+        rank.start(0, 1)
+        rank.wait(0, 1)
+        rank.read(1)
+        rank.read(0)
+
+
+def training(rank, steps):
+    for step in range(steps):
+        forward(rank, 0, 1)
+        backward(rank, 1, 0, gradient=10 * step + 1)
+
+
+def accumulation(rank, backwards):
+    """Backwards with no forward between them, each with two gradients of one parameter."""
+    for i in range(backwards):
+        backward(rank, 0, 0, gradient=10 * i + 1)
+
+
+def nested(rank):
+    """A backward inside of another, as when a checkpoint is computed again, and one after it."""
+    outer = rank.begin()
+    rank.deposit(0, outer, gradient=1)
+    inner = rank.begin()
+    rank.deposit(1, inner, gradient=2)
+    rank.deposit(0, inner, gradient=3)
+    rank.finish(inner)
+    rank.end(inner)
+    rank.deposit(0, outer, gradient=4)
+    rank.finish(outer)
+    rank.end(outer)
+    backward(rank, 1, 0, gradient=10)
+
+
+ALL = None  # of a rank whose backward does not raise
+
+
+def raising(rank, counts, forward_between=True):
+    """A backward that raises when so many gradients of each rank are on their way, and another.
+
+    Where it raises before the first it has not begun; the next forward makes up for that.
+    """
+    forward(rank, 0)
+    count = counts[rank.rank]
+    if count != 0 or not forward_between:
+        number = rank.begin()
+        for p in (0, 1)[:count]:
+            rank.deposit(p, number, p + 1, raises=count is not ALL)
+        if count is ALL:
+            rank.finish(number)
+        else:
+            rank.drop()
+        rank.end(number)
+    if forward_between:
+        forward(rank, 0)
+    backward(rank, 0, 1, gradient=10)
+
+
+def waiting_in_another_order(rank):
+    rank.start(0)
+    rank.start(1)
+    for p in (0, 1) if rank.rank == 0 else (1, 0):
+        rank.wait(p)
+
+
+def states_of(program, world_size, **options):
+    """How many states the ranks can be in."""
+    ranks = [Rank(rank, world_size, **options) for rank in range(world_size)]
+    for rank in ranks:
+        program(rank)
+    return explore(ranks)
+
+
+def states_of_sleepers(world_size, rounds, order=""):
+    ranks = [Sleeper(rank, world_size, order) for rank in range(world_size)]
+    for rank in ranks:
+        for value in range(1, rounds + 1):
+            rank.store("word", 0, value)
+            rank.ring()
+            rank.wait(value)
+    return explore(ranks)
+
+
+@pytest.mark.parametrize(
+    ("program", "world_size", "options"),
+    [
+        (partial(evaluation, forwards=4), 2, {}),
+        (partial(evaluation, forwards=4), 3, {}),
+        (partial(evaluation, forwards=3, parameters=(0, 1)), 2, {"parameters": 2}),
+        (partial(evaluation, forwards=2, parameters=(0, 1)), 3, {"parameters": 2}),
+        (partial(buckets, forwards=3), 2, {"parameters": 2}),
+        (partial(buckets, forwards=2), 3, {"parameters": 2}),
+    ],
+)
+def test_every_read_of_a_copy_sees_the_rows_of_its_epoch(program, world_size, options):
+    assert states_of(program, world_size, **options) > 100
+
+
+@pytest.mark.parametrize(("world_size", "cells"), [(2, 1), (2, 2), (3, 1)])
+@pytest.mark.parametrize(
+    "program", [partial(training, steps=2), partial(accumulation, backwards=2), nested]
+)
+def test_every_sum_is_of_the_gradients_of_its_step(program, world_size, cells):
+    assert states_of(program, world_size, parameters=2, cells=cells) > 100
+
+
+@pytest.mark.parametrize("forward_between", [False, True])
+@pytest.mark.parametrize(
+    ("counts", "cells"),
+    [
+        ((0, 1), 1),
+        ((1, 2), 1),
+        ((2, ALL), 1),
+        ((0, 2), 2),
+        ((1, 2), 2),
+        ((2, ALL), 2),
+        ((0, 1, 1), 1),
+        ((1, 2, 1), 1),
+        ((2, 2, ALL), 1),
+    ],
+)
+def test_the_backward_after_one_that_raised_is_right(counts, cells, forward_between):
+    program = partial(raising, counts=counts, forward_between=forward_between)
+    assert states_of(program, len(counts), parameters=2, cells=cells) > 100
+
+
+@pytest.mark.parametrize(("world_size", "rounds"), [(2, 3), (3, 1)])
+def test_nobody_sleeps_through_the_bell(world_size, rounds):
+    assert states_of_sleepers(world_size, rounds) > 100
+
+
+MISTAKES = {
+    "writes before the others have arrived": (
+        partial(evaluation, forwards=2),
+        {"without": "arrived"},
+        "reads rows of",
+    ),
+    "reads before the others have published": (
+        partial(evaluation, forwards=1),
+        {"without": "published"},
+        "reads rows of",
+    ),
+    "waits for parameters in an order of its own": (waiting_in_another_order, {}, "deadlock"),
+    "reads before the others have deposited": (
+        partial(training, steps=1),
+        {"without": "deposited"},
+        "reads gradient of",
+    ),
+    "writes to memory of the mailbox that others read": (
+        partial(training, steps=1),
+        {"without": "consumed"},
+        "reads gradient of",
+    ),
+    "describes a gradient while others read what the one before is": (
+        partial(accumulation, backwards=1),
+        {"without": "latest", "cells": 2},
+        "reads (gradient|description) of",
+    ),
+    "does not settle what raised": (
+        partial(raising, counts=(1, 2)),
+        {"without": "settled", "cells": 2},
+        "deadlock",
+    ),
+    "counts gradients and not backwards": (
+        partial(raising, counts=(1, 2)),
+        {"without": "backward"},
+        "reads gradient of",
+    ),
+    "counts backwards, and not what they belong to": (
+        partial(raising, counts=(0, 1)),
+        {"without": "publications"},
+        "reads gradient of",
+    ),
+    "finds no room where others raised before they deposited": (
+        partial(raising, counts=(0, 2)),
+        {},
+        "deadlock",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_found(mistake):
+    program, options, found = MISTAKES[mistake]
+    with pytest.raises(ProtocolError, match=found):
+        states_of(program, 2, parameters=2, **options)
+
+
+@pytest.mark.parametrize("order", ["wakes before it rings", "looks before it listens"])
+def test_a_bell_that_nobody_hears_is_found(order):
+    with pytest.raises(ProtocolError, match="wake up"):
+        states_of_sleepers(2, 1, order)

@@ -1,0 +1,61 @@
+"""Threads that play the ranks of one host gather and reduce what is right, and race nowhere."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+SOURCES = [TESTS / "one_host_random.cpp", TESTS.parent / "csrc" / "one_host.cpp"]
+FLAGS = ["-std=c++20", "-O1", "-g", "-fsanitize=thread"]
+
+
+def _compile(program, *arguments):
+    command = ["g++", *FLAGS, *arguments, "-o", program]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def _run(program):
+    options = {"TSAN_OPTIONS": "halt_on_error=1"}
+    return subprocess.run(
+        [program], capture_output=True, text=True, timeout=120, env=os.environ | options
+    )
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory):
+    """``build(*arguments)``: the program, with these arguments for the compiler."""
+    if shutil.which("g++") is None:
+        pytest.skip("there is no g++")
+    folder = tmp_path_factory.mktemp("one_host_random")
+    empty = folder / "empty.cpp"
+    empty.write_text("int main() {}")
+    compiled = _compile(folder / "empty", empty)
+    if compiled.returncode != 0:
+        pytest.skip(f"g++ cannot build with ThreadSanitizer: {compiled.stderr}")
+    ran = _run(folder / "empty")
+    if ran.returncode != 0:
+        pytest.skip(f"ThreadSanitizer does not run here: {ran.stderr}")
+
+    def build(*arguments):
+        program = folder / "program"
+        compiled = _compile(program, *SOURCES, *arguments)
+        assert compiled.returncode == 0, compiled.stderr
+        return program
+
+    return build
+
+
+def test_random_gathers_and_reductions_are_right(build):
+    ran = _run(build())
+    assert "WARNING: ThreadSanitizer" not in ran.stderr, ran.stderr
+    assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize("mistake", [1, 2])
+def test_a_rank_that_waits_for_no_reader_is_found(build, mistake):
+    ran = _run(build(f"-DMISTAKE={mistake}"))
+    assert ran.returncode != 0
+    assert "WARNING: ThreadSanitizer: data race" in ran.stderr or "is wrong" in ran.stderr
