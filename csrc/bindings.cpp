@@ -75,7 +75,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readwrite("shard", &Parameter::shard)
       .def("follow_version",
            [](Parameter& self, const at::Tensor& leaf) {
-             if (!leaf.is_inference()) self.version = torch::autograd::impl::version_counter(leaf);
+             self.version = leaf.is_inference()
+                                ? c10::VariableVersion(c10::VariableVersion::DISABLED)
+                                : torch::autograd::impl::version_counter(leaf);
            })
       .def_property(
           "gathered", [](const Parameter& self) { return self.gathered; },

@@ -107,15 +107,17 @@ void Host::wait(const std::function<std::optional<Missing>()>& missing) {
   using Clock = std::chrono::steady_clock;
   const auto deadline = Clock::now() + timeout_;
   auto next_look = Clock::now() + kNap;
+  const Sleeper sleeper(bell_);
   while (true) {
-    Sleeper sleeper(bell_);
     const uint32_t rung = bell_->rung.load();
-    const auto now = missing();
+    auto now = missing();
     if (!now) return;
     if (now->ranks.empty()) continue;
     futex_wait(&bell_->rung, rung, std::min(kNap, timeout_));
     if (Clock::now() < next_look) continue;
     next_look = Clock::now() + kNap;
+    now = missing();  // this rank may have been away for long
+    if (!now) return;
     check_alive(*now);
     if (Clock::now() >= deadline)
       fail(*now, "waited " + std::to_string(timeout_.count() / 1000) + " s for");

@@ -123,7 +123,7 @@ class Publication {
 };
 
 // Numbers the backwards of a group. All ranks count alike, also where a backward raised on some of
-// them before it began here: the next forward, in which they meet, sets them right.
+// them before it began there: the next forward, in which they meet, sets them right.
 class Backwards {
  public:
   Backwards(Standing* ranks, int64_t rank) : ranks_(ranks), rank_(rank) {}
@@ -147,7 +147,9 @@ class Backwards {
   }
 
  private:
-  uint64_t next() const { return std::max(latest_ + 1, publications_); }
+  static constexpr int kPublicationShift = 12;  // more backwards for one forward than anybody has
+
+  uint64_t next() const { return std::max(latest_ + 1, publications_ << kPublicationShift); }
   void settle() {
     const uint64_t settled = running_.empty() ? next() : *running_.begin();
     ranks_[rank_].settled.store(settled, std::memory_order_release);
@@ -226,7 +228,7 @@ class Deposit {
   }
 
  private:
-  static constexpr int kBackwardShift = 20;
+  static constexpr int kBackwardShift = 16;
 
   bool has_settled(int64_t r, uint64_t epoch) const {
     return standings_[r].settled.load(std::memory_order_acquire) > epoch >> kBackwardShift;

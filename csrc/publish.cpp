@@ -16,8 +16,9 @@ namespace zero3 {
 namespace {
 
 uint64_t version_of(const Parameter& parameter) {
-  const auto& shard = parameter.shard;
-  return parameter.version.current_version() + (shard.is_inference() ? 0 : shard._version());
+  const auto& [shard, version] = std::tie(parameter.shard, parameter.version);
+  return (version.enabled() ? version.current_version() : 0) +
+         (shard.is_inference() ? 0 : shard._version());
 }
 
 std::chrono::milliseconds timeout_of(const std::string& group_name) {

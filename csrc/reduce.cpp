@@ -302,6 +302,8 @@ class PostedGradients : public Bucket {
     if (!owned || !mailbox_->holds(grad) || grad.scalar_type() != dtype || !grad.is_contiguous()) {
       posted = mailbox_->empty(parameter->sizes, dtype, parameter->fqn);
       copy_through(posted, grad, through, pre_divide_factor_);
+    } else if (pre_divide_factor_ != 1.0 || !is_exact(dtype, through)) {
+      copy_through(posted, grad.clone(), through, pre_divide_factor_);
     }
     letters_.push_back(mailbox_->post(parameter, posted, backward_, wire_dtype(), shard_dtype,
                                       divide_factor_ / pre_divide_factor_));

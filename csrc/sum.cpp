@@ -66,7 +66,8 @@ ZERO3_VECTORISED void sum_on_cpu(Out* out, const std::vector<const Addend*>& add
 void sum_and_divide(const at::Tensor& out, const std::vector<at::Tensor>& addends,
                     at::ScalarType wire_dtype, double divisor) {
   const auto dtype = addends.front().scalar_type();
-  if (!out.is_cpu() || (wire_dtype == at::kDouble && dtype != wire_dtype)) {
+  const bool is_double = wire_dtype == at::kDouble || out.scalar_type() == at::kDouble;
+  if (!out.is_cpu() || (is_double && dtype != wire_dtype)) {
     auto wide = at::promote_types(at::promote_types(wire_dtype, out.scalar_type()), at::kFloat);
     auto sum = addends.front().to(wide);
     for (size_t k = 1; k < addends.size(); ++k) sum = sum.add(addends[k]);

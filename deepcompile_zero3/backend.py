@@ -33,7 +33,7 @@ from deepcompile_zero3.passes.facts import (
     in_forward_order,
     in_gradient_order,
 )
-from deepcompile_zero3.passes.gather import insert_gathers
+from deepcompile_zero3.passes.gather import insert_gathers, own_outputs
 from deepcompile_zero3.passes.keep import choose_kept
 from deepcompile_zero3.passes.lift import declare_grad_dtypes, lift_unshards, set_contracts, uses_of
 from deepcompile_zero3.passes.partition import drop_needs, settle_backward_gathers
@@ -231,6 +231,7 @@ def _compile(
                 if (parameter := find(facts.fqn)) is not None:
                     parameter.kept_bytes = facts.nbytes if chosen else 0
             insert_gathers(graph_module, nodes, bucket_bytes, keep)
+            own_outputs(graph_module, _saved_outputs(graph_module))
         chain_reductions(graph_module)
         captured(graph_module, is_backward)
 
@@ -326,6 +327,16 @@ def _facts_of(description: Any, inputs: Mapping[int, ParameterFacts]) -> Paramet
     if isinstance(description, torch_internals.PlainAOTInput):
         return inputs.get(description.idx)
     return None
+
+
+def _saved_outputs(gm: fx.GraphModule) -> set[int]:
+    """The positions of a forward's outputs that only its backward sees."""
+    descriptions = gm.graph.output_node().meta.get("desc", ())
+    return {
+        position
+        for position, description in enumerate(descriptions)
+        if isinstance(description, torch_internals.SAVED_OUTPUTS)
+    }
 
 
 def _describe(

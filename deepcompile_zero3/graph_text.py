@@ -1,5 +1,6 @@
 """Graphs as text: stable from run to run, readable without a table."""
 
+import operator
 import re
 from typing import Any
 
@@ -73,3 +74,20 @@ def _argument(argument: Any) -> str:
     if isinstance(argument, fx.Node):
         return argument.name
     return re.sub(r"^torch\.", "", repr(argument)) if argument is not None else "None"
+
+
+def views_of(node: fx.Node) -> set[fx.Node]:
+    """The nodes whose results share the memory of ``node``, directly or through others."""
+    views = set()
+    for user in node.users:
+        if _is_view(user):
+            views |= {user, *views_of(user)}
+    return views
+
+
+def _is_view(node: fx.Node) -> bool:
+    if node.target is operator.getitem:
+        return True
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return any(result.alias_info is not None for result in node.target._schema.returns)

@@ -7,6 +7,7 @@ and is open to processes of the same user that can see each other, through ``/pr
 with it is the runtime's: see ``docs/one_host.md``.
 """
 
+import itertools
 import mmap
 import os
 import sys
@@ -49,6 +50,7 @@ class _Offer(NamedTuple):
     transport: Transport
     host: str
     pid: int
+    fulls: tuple[str, ...]  # the parameters
     files: tuple[int, ...] = ()  # its descriptors of the segments, on the first rank
     trouble: str = ""
 
@@ -68,6 +70,7 @@ def resolve(transport: Transport) -> Transport:
     return transport
 
 
+@torch.inference_mode(mode=False)  # or what is mapped could not be written to outside of it
 def share(
     fulls: Sequence[torch.Tensor], group: dist.ProcessGroup, device: str, transport: Transport
 ) -> list[SharedMemory] | None:
@@ -85,8 +88,9 @@ def share(
         The memory of each, or None: messages are exchanged.
 
     Raises:
-        Zero3Error: ``transport`` is not the same on all ranks, or it is ``"shared_memory"`` and
-            that is not possible.
+        Zero3Error: ``transport`` or the parameters are not the same on all ranks, or it is
+            ``"shared_memory"`` and that is not possible. A single rank has nobody to share with,
+            and that is no error.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     if not fulls or world_size == 1:
@@ -100,12 +104,15 @@ def share(
         return None  # as all ranks know without asking
     one_host = _one_hosts.get(group)
     layout = _Layout(fulls, world_size, one_host)
-    mine = _offer(transport, layout.sizes if rank == 0 else ())
+    described = tuple(f"{list(full.shape)} of {full.dtype}, {full.stride()}" for full in fulls)
+    mine = _offer(transport, described, layout.sizes if rank == 0 else ())
     try:
         offers = _exchange(mine, group)
         if len({offer.transport for offer in offers}) > 1:
             asked = {rank: offer.transport for rank, offer in enumerate(offers)}
             raise Zero3Error(f"ranks disagree on the transport, {asked}: give all the same")
+        for other, offer in enumerate(offers):
+            _check_alike(described, offer.fulls, rank, other)
         if transport == "c10d":
             return None
         troubles = [_trouble(offer, offers[0]) for offer in offers]
@@ -113,7 +120,10 @@ def share(
         if not any(troubles):
             try:
                 paths = [f"/proc/{offers[0].pid}/fd/{file}" for file in offers[0].files]
-                segments = list(map(_Segment, paths, layout.sizes))
+                segments = [_map(*file) for file in zip(paths, layout.sizes, strict=True)]
+                # Again, at other addresses, where nobody can write to it.
+                readable = _map(paths[-1], layout.sizes[-1])
+                _C.make_read_only(readable)
             except (OSError, RuntimeError) as error:
                 troubles[rank] = f"it cannot map memory of rank 0: {error}"
             troubles = _exchange(troubles[rank], group)
@@ -129,16 +139,17 @@ def share(
         return None
     if one_host is None:
         pids = [offer.pid for offer in offers]
-        one_host = _C.OneHost(group.group_name, rank, pids, segments.pop(0).writable)
+        one_host = _C.OneHost(group.group_name, rank, pids, segments.pop(0))
         _one_hosts[group] = one_host
     if layout.mailbox_bytes:
-        one_host.set_mailboxes(segments.pop(0).writable.view(world_size, -1))
-    return layout.parts(one_host, segments.pop(0))
+        one_host.set_mailboxes(segments.pop(0).view(world_size, -1))
+    progress, writable = segments
+    return layout.parts(one_host, progress, writable, readable)
 
 
 class _Layout:
     """The segments that some parameters need: one of the group, if it has none, one of mailboxes,
-    if they are too small, and one of the parameters.
+    if they are too small, one of progress, which may outlive the parameters, and their copies.
     """
 
     def __init__(
@@ -146,72 +157,79 @@ class _Layout:
     ) -> None:
         self._fulls = fulls
         self._progress_bytes = world_size * _C.PROGRESS_BYTES
-        largest = max(full.numel() * max(full.itemsize, 4) for full in fulls)
+        # In double at most. Memory that is not touched is not taken.
+        largest = max(full.numel() * 8 for full in fulls)
         mailbox_bytes = _round_up(largest + MAILBOX_BYTES, mmap.PAGESIZE)
         is_enough = one_host is not None and one_host.mailbox_bytes >= mailbox_bytes
         self.mailbox_bytes = 0 if is_enough else mailbox_bytes
-        end = len(fulls) * self._progress_bytes
+        end = 0
         self._offsets = []
         for full in fulls:
             self._offsets.append(end)
             end = _round_up(end + full.nbytes, 64)
         sizes = [0 if one_host else _C.OneHost.control_bytes(world_size)]
-        sizes += [world_size * self.mailbox_bytes, end]
+        sizes += [world_size * self.mailbox_bytes, len(fulls) * self._progress_bytes, end]
         self.sizes = [_round_up(size, mmap.PAGESIZE) for size in sizes if size]
 
-    def parts(self, one_host: "_C.OneHost", segment: "_Segment") -> list[SharedMemory]:
-        """Each parameter's part of the last segment."""
-        readable = segment.read_only()
+    def parts(
+        self,
+        one_host: "_C.OneHost",
+        progress: torch.Tensor,
+        writable: torch.Tensor,
+        readable: torch.Tensor,
+    ) -> list[SharedMemory]:
+        """Each parameter's part of the last two segments."""
         result = []
         for index, full in enumerate(self._fulls):
-            progress = segment.writable[index * self._progress_bytes :][: self._progress_bytes]
             begin = self._offsets[index]
             copies = (
                 memory[begin : begin + full.nbytes]
                 .view(full.dtype)
                 .as_strided(full.shape, full.stride())
-                for memory in (segment.writable, readable)
+                for memory in (writable, readable)
             )
-            result.append(SharedMemory(one_host, progress, *copies))
+            words = progress[index * self._progress_bytes :][: self._progress_bytes]
+            result.append(SharedMemory(one_host, words, *copies))
         return result
 
 
-class _Segment:
-    """A file, mapped."""
-
-    def __init__(self, path: str, nbytes: int) -> None:
-        self._path = path
-        self.writable = torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
-        self._readable = torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
-
-    def read_only(self) -> torch.Tensor:
-        """The same memory at other addresses, where nobody can write to it."""
-        _C.make_read_only(self._readable)
-        return self._readable
+def _map(path: str, nbytes: int) -> torch.Tensor:
+    """The bytes of a file that all who map it share."""
+    return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
 
 
-def _offer(transport: Transport, sizes: Sequence[int]) -> _Offer:
+def _offer(transport: Transport, fulls: tuple[str, ...], sizes: Sequence[int]) -> _Offer:
     """This rank's, with a file for each of ``sizes``."""
     pid = os.getpid()
     if transport == "c10d":
-        return _Offer(transport, "", pid)
+        return _Offer(transport, "", pid, fulls)
     if sys.platform != "linux":
-        return _Offer(transport, "", pid, trouble=f"{sys.platform} has no memfd_create")
-    # Processes see each other's files if they are of one kernel, see the same processes, and have
-    # the same rights.
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    host = f"{boot} {os.stat('/proc/self/ns/pid').st_ino} {os.getuid()}"
+        return _Offer(transport, "", pid, fulls, trouble=f"{sys.platform} has no memfd_create")
     files: list[int] = []
     try:
+        # Processes see each other's files if they are of one kernel, see the same processes, and
+        # have the same rights.
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        host = f"{boot} {os.stat('/proc/self/ns/pid').st_ino} {os.getuid()}"
         for nbytes in sizes:
             files.append(os.memfd_create("zero3", os.MFD_CLOEXEC))
             os.fchmod(files[-1], 0o600)
-            os.posix_fallocate(files[-1], 0, nbytes)
+            os.ftruncate(files[-1], nbytes)
     except OSError as error:
         for file in files:
             os.close(file)
-        return _Offer(transport, host, pid, trouble=f"no memory to share: {error}")
-    return _Offer(transport, host, pid, tuple(files))
+        return _Offer(transport, "", pid, fulls, trouble=f"no memory to share: {error}")
+    return _Offer(transport, host, pid, fulls, tuple(files))
+
+
+def _check_alike(mine: Sequence[str], others: Sequence[str], rank: int, other: int) -> None:
+    for position, (one, another) in enumerate(itertools.zip_longest(mine, others)):
+        if one != another:
+            raise Zero3Error(
+                f"ranks disagree on the module's parameter {position}: it is {one} on rank {rank} "
+                f"and {another} on rank {other} (shape, compute dtype, strides); build the same "
+                "model with the same mp_policy on all ranks"
+            )
 
 
 def _trouble(offer: _Offer, first: _Offer) -> str:

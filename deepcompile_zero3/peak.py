@@ -3,9 +3,9 @@
 import operator
 from itertools import accumulate
 
-import torch
 from torch import fx
 
+from deepcompile_zero3.graph_text import views_of
 from deepcompile_zero3.runtime import ops
 
 
@@ -31,14 +31,4 @@ def gathered_peak(graph: fx.Graph) -> int:
 
 def _uses(node: fx.Node) -> set[fx.Node]:
     """The nodes that read the memory of ``node``, directly or through views."""
-    uses = set(node.users)
-    for user in node.users:
-        if _is_view(user):
-            uses |= _uses(user)
-    return uses
-
-
-def _is_view(node: fx.Node) -> bool:
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    return any(result.alias_info is not None for result in node.target._schema.returns)
+    return {user for view in (node, *views_of(node)) for user in view.users}

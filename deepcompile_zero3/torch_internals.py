@@ -56,6 +56,12 @@ TangentAOTInput: Any = _private("torch._functorch._aot_autograd.descriptors", "T
 InputMutationAOTOutput: Any = _private(
     "torch._functorch._aot_autograd.descriptors", "InputMutationAOTOutput"
 )
+# The outputs of a forward that its backward takes; not every release has the second.
+SAVED_OUTPUTS: tuple[Any, ...] = tuple(
+    getattr(importlib.import_module("torch._functorch._aot_autograd.descriptors"), name)
+    for name in ("SavedForBackwardsAOTOutput", "SavedForBackwardsNoVcCheckAOTOutput")
+    if hasattr(importlib.import_module("torch._functorch._aot_autograd.descriptors"), name)
+)
 # How Inductor is given another partitioner: a callable with a key for its cache.
 CustomPartitionerFn: Any = _private("torch._inductor.custom_graph_pass", "CustomPartitionerFn")
 get_hash_for_files: Callable[..., bytes] = _private(

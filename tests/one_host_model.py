@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 TORN = 255
-GRADIENTS = 8  # of one parameter in one backward, at most: 1 << 20 in C++
+GRADIENTS = 8  # of one parameter in one backward, at most: 1 << 16 in C++
+BACKWARDS = 2  # from one publication to the next, at most: 1 << 12 in C++
 
 Memory = bytes  # one for each word
 
@@ -244,7 +245,11 @@ class Rank(Program):
 
     def _next_backward(self) -> int:
         number = self._latest_backward + 1
-        return number if self._without == "publications" else max(number, self._publications)
+        return (
+            number
+            if self._without == "publications"
+            else max(number, self._publications * BACKWARDS)
+        )
 
     def _settle(self) -> None:
         if self._without != "settled":

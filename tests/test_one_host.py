@@ -177,7 +177,7 @@ def test_a_host_holds_one_copy_and_bounded_mailboxes():
     page = world_size * 16384  # of words, and the rounding of counts
     for mailboxes in taken:
         assert world_size * weight - page <= mailboxes
-        assert mailboxes <= world_size * (weight + (32 << 20)) + page
+        assert mailboxes <= world_size * (2 * weight + (32 << 20)) + page
 
 
 # ---- what a graph may do with it
@@ -214,6 +214,79 @@ def _edited(how):
 def test_graphs_write_to_copies(run_ranks, how):
     # Views are mapped read-only: a write would end the process.
     run_ranks(2, _edited, how)
+
+
+class _Returns(nn.Module):
+    """Returns its weight, and a view of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x):
+        return x @ self.weight, self.weight, self.weight.t()[1:3]
+
+
+def _written_by_the_caller(grad):
+    model, reference = shard(_Returns())
+    run = compiled(model, "zero3")
+    with torch.set_grad_enabled(grad):
+        for _ in range(2):
+            _, *weights = run(torch.ones(2, 8))
+            weights = [weight.detach() for weight in weights]
+            expected = reference.weight.detach().clone()
+            torch.testing.assert_close(weights, [expected, expected.t()[1:3]])
+            for weight in weights:
+                weight.add_(1)
+    with torch.no_grad():
+        torch.testing.assert_close(run(torch.ones(2, 8))[0], reference(torch.ones(2, 8))[0])
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_what_a_forward_returns_is_the_callers(run_ranks, grad):
+    run_ranks(2, _written_by_the_caller, grad)
+
+
+def _scaled(transport, how):
+    """Gradients of a float16 model that are divided by four."""
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(256, 256).half(), transport=transport)
+    for parameter in parameters_of(model).values():
+        parameter.handle.divide_factor = 4
+    batch = batch_of(4, 256, seed=dist.get_rank()).half()
+    compiled(model, how)(batch).sum().backward()
+    return [parameter.grad.full_tensor() for parameter in model.parameters()]
+
+
+def _scaled_alike():
+    for how in ("zero3", "eager"):
+        ours, theirs = (_scaled(transport, how) for transport in ("shared_memory", "c10d"))
+        torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=1e-3)
+        assert all(gradient.abs().max() > 0.1 for gradient in ours)
+
+
+def test_float16_is_scaled_alike_over_either_transport(run_ranks):
+    run_ranks(2, _scaled_alike)
+
+
+def _different_models():
+    with pytest.raises(Zero3Error, match=r"parameter 0: .* rank 0 and .* rank 1|rank 1 and"):
+        fully_shard(nn.Linear(8, 8 + dist.get_rank()))
+
+
+def test_ranks_with_other_parameters_are_told(run_ranks):
+    run_ranks(2, _different_models)
+
+
+def _sharded_in_inference_mode():
+    with torch.inference_mode():
+        model, reference = shard(nn.Linear(8, 8))
+        for _ in range(2):
+            torch.testing.assert_close(model(batch_of(4, 8)), reference(batch_of(4, 8)))
+
+
+def test_a_model_may_be_sharded_in_inference_mode(run_ranks):
+    run_ranks(2, _sharded_in_inference_mode)
 
 
 def _kept_over_a_forward(how, transport):

@@ -2,10 +2,12 @@
 
 import operator
 from collections.abc import Iterator, Mapping, Set
+from typing import Any
 
 import torch
 from torch import fx
 
+from deepcompile_zero3.graph_text import views_of
 from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.runtime import WAITS, ops
 
@@ -59,6 +61,24 @@ def insert_gathers(
                 full = _item(graph, wait, position, facts.fqn.replace(".", "_"))
                 _replace(node, full, node in keep)
     graph.lint()
+    gm.recompile()
+
+
+def own_outputs(gm: fx.GraphModule, saved: Set[int]) -> None:
+    """Copies what a forward returns of memory that ranks share, but for what it saves for backward
+    (by position in the output): to the caller it is a tensor like any other.
+    """
+    graph = gm.graph
+    output = graph.output_node()
+    waits = graph.find_nodes(op="call_function", target=ops.all_gather_views.default)
+    shared = {view for wait in waits for view in views_of(wait)}
+    results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    for position, value in enumerate(results):
+        if value in shared and position not in saved:
+            with graph.inserting_before(output):
+                results[position] = graph.call_function(torch.ops.aten.clone.default, (value,))
+            results[position].meta["val"] = torch.empty_like(value.meta["val"])
+    output.args = (tuple(results),)
     gm.recompile()
 
 
