@@ -57,10 +57,11 @@ InputMutationAOTOutput: Any = _private(
     "torch._functorch._aot_autograd.descriptors", "InputMutationAOTOutput"
 )
 # The outputs of a forward that its backward takes; not every release has the second.
+_descriptors = vars(importlib.import_module("torch._functorch._aot_autograd.descriptors"))
 SAVED_OUTPUTS: tuple[Any, ...] = tuple(
-    getattr(importlib.import_module("torch._functorch._aot_autograd.descriptors"), name)
+    _descriptors[name]
     for name in ("SavedForBackwardsAOTOutput", "SavedForBackwardsNoVcCheckAOTOutput")
-    if hasattr(importlib.import_module("torch._functorch._aot_autograd.descriptors"), name)
+    if name in _descriptors
 )
 # How Inductor is given another partitioner: a callable with a key for its cache.
 CustomPartitionerFn: Any = _private("torch._inductor.custom_graph_pass", "CustomPartitionerFn")
