@@ -11,6 +11,7 @@
 
 #include "memory.h"
 #include "stream.h"
+#include "sum.h"
 
 namespace zero3 {
 namespace {
@@ -77,10 +78,13 @@ void SharedCopy::publish(const Parameter& parameter) {
     const auto& shard = parameter.shard;
     auto mine = writable_.narrow(0, parameter.rank * parameter.chunk_rows(), rows);
     const auto nbytes = static_cast<int64_t>(mine.nbytes());
-    if (nbytes >= kWorthStreaming && mine.dtype() == shard.dtype() && mine.is_contiguous() &&
-        shard.is_contiguous()) {
+    const bool may_stream =
+        nbytes >= kWorthStreaming && mine.is_contiguous() && shard.is_contiguous();
+    if (may_stream && mine.dtype() == shard.dtype()) {
       stream(mine.mutable_data_ptr(), shard.const_data_ptr(), nbytes);
       finish_streaming();
+    } else if (may_stream && mine.scalar_type() == at::kBFloat16) {
+      sum_and_divide(mine, {shard}, shard.scalar_type(), 1);  // a cast, quicker than torch's
     } else {
       mine.copy_(shard);
     }

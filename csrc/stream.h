@@ -31,7 +31,7 @@ inline void stream(void* to, const void* from, int64_t nbytes) {
       _mm_stream_si128(lane + 3, d);
     }
   }
-  std::memcpy(target, source, nbytes);
+  if (nbytes > 0) std::memcpy(target, source, nbytes);  // which may take its time for nothing
 #else
   std::memcpy(to, from, nbytes);
 #endif

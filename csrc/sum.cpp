@@ -40,22 +40,28 @@ ZERO3_VECTORISED void sum_on_cpu(Out* out, const std::vector<const Addend*>& add
   for (int64_t start = 0; start < numel; start += kBlock) {
     const int64_t count = std::min(kBlock, numel - start);
     const Addend* first = addends[0] + start;
-    if (addends.size() == 1)
-      for (int64_t i = 0; i < count; ++i) sums[i] = static_cast<Sum>(first[i]);
-    else
+    Out* target = past_cache ? results.data() : out + start;
+    const auto scale = [&](const auto* source) {
+      if (multiply)
+        for (int64_t i = 0; i < count; ++i)
+          target[i] = static_cast<Out>(static_cast<Sum>(source[i]) * factor);
+      else
+        for (int64_t i = 0; i < count; ++i)
+          target[i] = static_cast<Out>(static_cast<Sum>(source[i]) / factor);
+    };
+    if (addends.size() == 1) {
+      scale(first);
+    } else {
       for (int64_t i = 0; i < count; ++i)
         sums[i] = static_cast<Sum>(first[i]) + static_cast<Sum>(addends[1][start + i]);
-    for (size_t k = 2; k < addends.size(); ++k)
-      for (int64_t i = 0; i < count; ++i) sums[i] += static_cast<Sum>(addends[k][start + i]);
-    if constexpr (!std::is_same_v<Addend, Sum>)
-      if (round)
-        for (int64_t i = 0; i < count; ++i)
-          sums[i] = static_cast<Sum>(static_cast<Addend>(sums[i]));
-    Out* target = past_cache ? results.data() : out + start;
-    if (multiply)
-      for (int64_t i = 0; i < count; ++i) target[i] = static_cast<Out>(sums[i] * factor);
-    else
-      for (int64_t i = 0; i < count; ++i) target[i] = static_cast<Out>(sums[i] / factor);
+      for (size_t k = 2; k < addends.size(); ++k)
+        for (int64_t i = 0; i < count; ++i) sums[i] += static_cast<Sum>(addends[k][start + i]);
+      if constexpr (!std::is_same_v<Addend, Sum>)
+        if (round)
+          for (int64_t i = 0; i < count; ++i)
+            sums[i] = static_cast<Sum>(static_cast<Addend>(sums[i]));
+      scale(sums.data());
+    }
     if (past_cache) stream(out + start, target, count * static_cast<int64_t>(sizeof(Out)));
   }
   finish_streaming();
