@@ -208,6 +208,10 @@ def _deepspeed(workload: Workload) -> Step:
 MODES = {
     "floor": Mode("compiled, nothing communicated", _floor),
     "zero3": Mode("ours, compiled, as it comes", zero3),
+    "zero3-again": Mode(
+        "ours, compiled, all gathered again in backward, in bounded memory",
+        partial(zero3, reshard_after_forward=True),
+    ),
     "zero3-eager": Mode("ours, eager", partial(zero3, compiled=False)),
     "zero3-c10d": Mode(
         "ours, compiled, by messages in place of shared memory", partial(zero3, transport="c10d")

@@ -86,9 +86,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           })
       .def("share",
            [](Parameter& self, const std::shared_ptr<OneHost>& one_host, const at::Tensor& progress,
-              const at::Tensor& writable, const at::Tensor& readable) {
-             self.shared =
-                 std::make_shared<SharedCopy>(one_host, self.rank, progress, writable, readable);
+              const std::shared_ptr<Copies>& copies) {
+             self.shared = std::make_shared<SharedCopy>(one_host, self, progress, copies);
            })
       .def_property_readonly("is_shared", [](const Parameter& self) { return bool(self.shared); })
       .def("has_accumulated", &Parameter::has_accumulated, py::call_guard<py::gil_scoped_release>())
@@ -116,7 +115,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("set_mailboxes", [](OneHost& self, const at::Tensor& memory) {
         self.mailbox = std::make_shared<Mailbox>(self.host, memory);
       });
+  py::class_<Copies, std::shared_ptr<Copies>>(m, "Copies")
+      .def(py::init<const at::Tensor&, const at::Tensor&>())
+      .def_property_readonly("nbytes", [](const Copies& self) { return self.writable.nbytes(); });
   m.attr("PROGRESS_BYTES") = sizeof(Progress);
+  m.attr("CACHE_LINE") = kCacheLine;
   m.def("make_read_only", &make_read_only);
 
   py::class_<Collective>(m, "Collective")

@@ -152,6 +152,25 @@ void Host::fail(const Missing& missing, const std::string& why) const {
                            "must run the same forwards and backwards");
 }
 
+std::shared_ptr<Ring::Turn> Ring::next(uint64_t nbytes, bool even_if_pinned) {
+  nbytes = round_up(nbytes);
+  const uint64_t begin = cursor_ + nbytes <= std::min(capacity_, admitted_) ? cursor_ : 0;
+  const uint64_t end = begin + nbytes;
+  const auto in_its_place = [&](const std::shared_ptr<Turn>& turn) {
+    return turn->begin < end && begin < turn->end;
+  };
+  for (auto& turn : turns_)
+    if (in_its_place(turn) && turn->pins > 0 && !even_if_pinned) return nullptr;
+  for (auto& turn : turns_) {
+    if (!in_its_place(turn)) continue;
+    if (turn->leave) turn->leave();
+    turn->is_over = true;
+  }
+  std::erase_if(turns_, in_its_place);
+  cursor_ = end;
+  return turns_.emplace_back(std::make_shared<Turn>(Turn{begin, end, 0, false, {}}));
+}
+
 std::optional<uint64_t> Arena::take(uint64_t nbytes) {
   nbytes = (std::max<uint64_t>(nbytes, 1) + kCacheLine - 1) / kCacheLine * kCacheLine;
   uint64_t begin = 0;

@@ -12,7 +12,9 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <list>
 #include <map>
+#include <memory>
 #include <optional>
 #include <set>
 #include <string>
@@ -27,6 +29,7 @@ struct alignas(kCacheLine) Progress {
   // A gather's epochs count the publications of the parameter.
   std::atomic<uint64_t> arrived;    // reads no copy older than this epoch's
   std::atomic<uint64_t> published;  // has written its rows of this epoch's
+  std::atomic<uint64_t> place;      // in the memory of copies, in bytes, of the epoch arrived at
 
   // A reduction's epochs count backwards, and within one the gradients of the parameter.
   std::atomic<uint64_t> deposited;  // has its gradient of this epoch in its mailbox, described by:
@@ -93,12 +96,26 @@ class Publication {
 
   uint64_t epoch() const { return epoch_; }
 
-  // Begins the next epoch. From here on this rank reads the copy only when it is complete().
-  void arrive() { ranks_[rank_].arrived.store(++epoch_, std::memory_order_release); }
+  // Begins the next epoch, whose copy comes to `place`. From here on this rank reads what is there
+  // only when there are no writers().
+  void arrive(uint64_t place) {
+    ranks_[rank_].place.store(place, std::memory_order_relaxed);
+    ranks_[rank_].arrived.store(++epoch_, std::memory_order_release);
+  }
 
-  // Those that may still read the copy of the epoch before. If there are none, this rank may
-  // write its rows, and says so by publish().
+  // Those that may still read what was at the copy's place before. If there are none, this rank
+  // may write its rows, and says so by publish().
   std::vector<int64_t> readers() const { return behind(&Progress::arrived); }
+
+  // Then: whether all have the copy at one place. They have not if some of them have gathered
+  // something that others have not.
+  bool is_at_one_place() const {
+    const auto mine = ranks_[rank_].place.load(std::memory_order_relaxed);
+    return std::all_of(ranks_, ranks_ + world_size_, [&](const Progress& progress) {
+      return progress.place.load(std::memory_order_relaxed) == mine;
+    });
+  }
+
   void publish() { ranks_[rank_].published.store(epoch_, std::memory_order_release); }
   bool is_published() const {
     return ranks_[rank_].published.load(std::memory_order_relaxed) >= epoch_;
@@ -106,7 +123,6 @@ class Publication {
 
   // Those that have not written their rows.
   std::vector<int64_t> writers() const { return behind(&Progress::published); }
-  bool is_complete() const { return writers().empty(); }
 
  private:
   std::vector<int64_t> behind(std::atomic<uint64_t> Progress::* word) const {
@@ -239,6 +255,53 @@ class Deposit {
   int64_t rank_;
   int64_t world_size_;
   uint64_t latest_ = 0;
+};
+
+// Memory that copies take turns in: the newest takes the place of the oldest. All ranks ask for the
+// same turns in the same order, and so come to the same places.
+class Ring {
+ public:
+  struct Turn {
+    uint64_t begin;  // in bytes
+    uint64_t end;
+    int pins = 0;                 // of those who will read it: till then it should stay
+    bool is_over = false;         // another has its place
+    std::function<void()> leave;  // called before: whoever still reads it moves out
+  };
+
+  // While it lives, the turn should stay.
+  class Pin {
+   public:
+    explicit Pin(std::shared_ptr<Turn> turn) : turn_(std::move(turn)) { ++turn_->pins; }
+    ~Pin() {
+      if (turn_) --turn_->pins;
+    }
+    Pin(Pin&&) = default;
+    Pin& operator=(Pin&&) = delete;
+
+    bool has_failed() const { return turn_->is_over; }
+
+   private:
+    std::shared_ptr<Turn> turn_;
+  };
+
+  explicit Ring(uint64_t capacity) : capacity_(capacity) {}
+
+  // Copies of so many bytes take turns too. What all take together is not exceeded.
+  void admit(uint64_t nbytes) { admitted_ += round_up(nbytes); }
+
+  // The next turn; nothing if one that is pinned is in its place, unless that is not to matter.
+  std::shared_ptr<Turn> next(uint64_t nbytes, bool even_if_pinned = false);
+
+ private:
+  static uint64_t round_up(uint64_t nbytes) {
+    return (std::max<uint64_t>(nbytes, 1) + kCacheLine - 1) / kCacheLine * kCacheLine;
+  }
+
+  uint64_t capacity_;
+  uint64_t admitted_ = 0;
+  uint64_t cursor_ = 0;
+  std::list<std::shared_ptr<Turn>> turns_;
 };
 
 // Bytes of a mailbox. The lowest that are free are given out first: what was read a moment ago is

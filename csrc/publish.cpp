@@ -31,6 +31,10 @@ std::chrono::milliseconds timeout_of(const std::string& group_name) {
 
 char* data_of(const at::Tensor& tensor) { return static_cast<char*>(tensor.data_ptr()); }
 
+uint64_t nbytes_of(const Parameter& parameter) {
+  return parameter.rows() * parameter.row_numel() * c10::elementSize(parameter.compute_dtype);
+}
+
 }  // namespace
 
 int64_t OneHost::control_bytes(int64_t world_size) {
@@ -46,37 +50,54 @@ OneHost::OneHost(const std::string& group_name, int64_t rank, const std::vector<
       standings(reinterpret_cast<Standing*>(data_of(this->control) + sizeof(Bell))),
       backwards(standings, rank) {}
 
-SharedCopy::SharedCopy(std::shared_ptr<OneHost> one_host, int64_t rank, at::Tensor progress,
-                       at::Tensor writable, at::Tensor readable)
-    : publication(reinterpret_cast<Progress*>(data_of(progress)), rank,
-                  one_host->host->world_size()),
-      deposit(reinterpret_cast<Progress*>(data_of(progress)), one_host->standings, rank,
-              one_host->host->world_size()),
+Copies::Copies(at::Tensor writable, at::Tensor readable)
+    : ring(writable.nbytes()), writable(std::move(writable)), readable(std::move(readable)) {}
+
+SharedCopy::SharedCopy(std::shared_ptr<OneHost> one_host, const Parameter& parameter,
+                       at::Tensor progress, std::shared_ptr<Copies> copies)
+    : publication(reinterpret_cast<Progress*>(data_of(progress)), parameter.rank,
+                  parameter.world_size),
+      deposit(reinterpret_cast<Progress*>(data_of(progress)), one_host->standings, parameter.rank,
+              parameter.world_size),
       one_host_(std::move(one_host)),
       progress_(std::move(progress)),
-      writable_(std::move(writable)),
-      readable_(std::move(readable)) {}
-
-bool SharedCopy::is_stale(const Parameter& parameter) const {
-  return publication.epoch() == 0 || version_of(parameter) != published_version_;
+      copies_(std::move(copies)) {
+  copies_->ring.admit(nbytes_of(parameter));
 }
 
-void SharedCopy::arrive(const Parameter& parameter) {
-  for (auto& weak : std::exchange(views_, {})) {
-    auto storage = weak.lock();
-    if (!storage) continue;
-    auto memory = c10::GetCPUAllocator()->allocate(storage->nbytes());
-    std::memcpy(memory.get(), storage->data(), storage->nbytes());
-    storage->set_data_ptr(std::move(memory));
-  }
+bool SharedCopy::is_stale(const Parameter& parameter) const {
+  return !turn_ || turn_->is_over || version_of(parameter) != published_version_;
+}
+
+bool SharedCopy::arrive(const Parameter& parameter, bool even_if_pinned) {
+  auto turn = copies_->ring.next(nbytes_of(parameter), even_if_pinned);
+  if (!turn) return false;
+  turn_ = std::move(turn);
+  views_ = std::make_shared<Views>();
+  turn_->leave = [views = views_] {
+    for (auto& weak : *views) {
+      auto storage = weak.lock();
+      if (!storage) continue;
+      auto memory = c10::GetCPUAllocator()->allocate(storage->nbytes());
+      std::memcpy(memory.get(), storage->data(), storage->nbytes());
+      storage->set_data_ptr(std::move(memory));
+    }
+  };
   published_version_ = version_of(parameter);
-  publication.arrive();
+  publication.arrive(turn_->begin);
+  return true;
 }
 
 void SharedCopy::publish(const Parameter& parameter) {
+  TORCH_CHECK(publication.is_at_one_place(),
+              "zero3: ranks have gathered different parameters before '", parameter.fqn,
+              "': a forward has raised on some of them, or they do not run the same. "
+              "All ranks must run the same forwards and backwards");
   if (const int64_t rows = parameter.shard_rows(); rows > 0) {
     const auto& shard = parameter.shard;
-    auto mine = writable_.narrow(0, parameter.rank * parameter.chunk_rows(), rows);
+    auto mine = at::from_blob(data_of(copies_->writable) + turn_->begin, parameter.sizes,
+                              parameter.strides, at::TensorOptions(parameter.compute_dtype))
+                    .narrow(0, parameter.rank * parameter.chunk_rows(), rows);
     const auto nbytes = static_cast<int64_t>(mine.nbytes());
     const bool may_stream =
         nbytes >= kWorthStreaming && mine.is_contiguous() && shard.is_contiguous();
@@ -92,59 +113,84 @@ void SharedCopy::publish(const Parameter& parameter) {
   publication.publish();
 }
 
-at::Tensor SharedCopy::view() {
-  auto view = at::for_blob(const_cast<void*>(readable_.const_data_ptr()), readable_.sizes())
-                  .strides(readable_.strides())
-                  .deleter([mapped = readable_](void*) {})
-                  .options(readable_.options())
+at::Tensor SharedCopy::view(const Parameter& parameter) {
+  auto view = at::for_blob(data_of(copies_->readable) + turn_->begin, parameter.sizes)
+                  .strides(parameter.strides)
+                  .deleter([mapped = copies_->readable](void*) {})
+                  .options(at::TensorOptions(parameter.compute_dtype))
                   .make_tensor();
-  std::erase_if(views_, [](auto& weak) { return weak.expired(); });
-  views_.emplace_back(
+  std::erase_if(*views_, [](auto& weak) { return weak.expired(); });
+  views_->emplace_back(
       c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(view.storage().unsafeGetStorageImpl()));
   return view;
 }
 
+PublishedBucket::~PublishedBucket() {
+  if (is_crowded_out_) --one_host().crowded_out;
+}
+
 void PublishedBucket::start() {
-  const bool in_backward = torch::autograd::get_current_graph_task_id() != -1;
-  bool arrived = false;
-  for (auto& parameter : parameters_) {
-    if (in_backward && !parameter->shared->is_stale(*parameter)) continue;
-    parameter->shared->arrive(*parameter);
-    parameter->shared->one_host()->backwards.count_publication();
-    arrived = true;
-  }
-  if (arrived) parameters_.front()->shared->one_host()->host->ring();
-  publish_where_possible();
+  in_backward_ = torch::autograd::get_current_graph_task_id() != -1;
+  if (one_host().crowded_out == 0) start_some(/*at_least_one=*/false);
+  is_crowded_out_ = started_ < parameters_.size();
+  if (is_crowded_out_) ++one_host().crowded_out;
   record_start();
 }
 
 std::vector<at::Tensor> PublishedBucket::finish() {
-  parameters_.front()->shared->one_host()->host->wait([this] { return missing(); });
   std::vector<at::Tensor> fulls;
-  for (auto& parameter : parameters_) fulls.push_back(parameter->shared->view());
+  while (finished_ < parameters_.size()) {
+    // What is in the way now was started by somebody who has raised since, and will not read it.
+    start_some(/*at_least_one=*/started_ == finished_);
+    one_host().host->wait([this] { return missing(); });
+    for (; finished_ < started_; ++finished_) {
+      auto& parameter = *parameters_[finished_];
+      TORCH_CHECK(!pins_.front().has_failed(), "zero3: '", parameter.fqn,
+                  "' was gathered, and waited for after others that were gathered later");
+      fulls.push_back(parameter.shared->view(parameter));
+      pins_.pop_front();
+    }
+  }
   return fulls;
+}
+
+void PublishedBucket::start_some(bool at_least_one) {
+  bool arrived = false;
+  for (; started_ < parameters_.size(); ++started_, at_least_one = false) {
+    auto& parameter = *parameters_[started_];
+    if (!in_backward_ || parameter.shared->is_stale(parameter)) {
+      if (!parameter.shared->arrive(parameter, at_least_one)) break;
+      one_host().backwards.count_publication();
+      arrived = true;
+    }
+    pins_.push_back(parameter.shared->pin());
+  }
+  if (arrived) one_host().host->ring();
+  publish_where_possible();
 }
 
 void PublishedBucket::publish_where_possible() {
   bool published = false;
-  for (auto& parameter : parameters_) {
-    const auto& publication = parameter->shared->publication;
+  for (size_t i = finished_; i < started_; ++i) {
+    auto& parameter = *parameters_[i];
+    const auto& publication = parameter.shared->publication;
     if (publication.is_published() || !publication.readers().empty()) continue;
-    parameter->shared->publish(*parameter);
+    parameter.shared->publish(parameter);
     published = true;
   }
-  if (published) parameters_.front()->shared->one_host()->host->ring();
+  if (published) one_host().host->ring();
 }
 
 std::optional<Host::Missing> PublishedBucket::missing() {
   publish_where_possible();
-  parameters_.front()->shared->one_host()->mailbox->poll();  // others may wait for it
-  for (auto& parameter : parameters_) {
-    const auto& publication = parameter->shared->publication;
+  one_host().mailbox->poll();  // others may wait for it
+  for (size_t i = finished_; i < started_; ++i) {
+    const auto& publication = parameters_[i]->shared->publication;
+    const auto& fqn = parameters_[i]->fqn;
     if (!publication.is_published())
-      return {{publication.readers(), "it has not begun to gather '" + parameter->fqn + "'"}};
+      return {{publication.readers(), "it has not begun to gather '" + fqn + "'"}};
     if (auto writers = publication.writers(); !writers.empty())
-      return {{std::move(writers), "it has not published its rows of '" + parameter->fqn + "'"}};
+      return {{std::move(writers), "it has not published its rows of '" + fqn + "'"}};
   }
   return std::nullopt;
 }

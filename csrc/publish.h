@@ -4,6 +4,7 @@
 
 #include <ATen/ATen.h>
 
+#include <deque>
 #include <memory>
 #include <string>
 #include <vector>
@@ -26,56 +27,81 @@ struct OneHost {
   std::shared_ptr<Host> host;
   Standing* standings;
   Backwards backwards;
+  int crowded_out = 0;  // gathers that wait for room; those after them wait too
   std::shared_ptr<Mailbox> mailbox;
+};
+
+// Memory that gathered copies take turns in: that of one parameter, or of several.
+struct Copies {
+  // Bytes, shared, and mapped twice; nobody writes to the second.
+  Copies(at::Tensor writable, at::Tensor readable);
+
+  Ring ring;
+  at::Tensor writable;
+  at::Tensor readable;
 };
 
 // A parameter's part in it.
 class SharedCopy {
  public:
-  // `progress` is zeros, shared: a Progress for each rank. `writable` and `readable` are the same
-  // full tensor, mapped twice.
-  SharedCopy(std::shared_ptr<OneHost> one_host, int64_t rank, at::Tensor progress,
-             at::Tensor writable, at::Tensor readable);
+  // `progress` is zeros, shared: a Progress for each rank.
+  SharedCopy(std::shared_ptr<OneHost> one_host, const Parameter& parameter, at::Tensor progress,
+             std::shared_ptr<Copies> copies);
 
   const std::shared_ptr<OneHost>& one_host() const { return one_host_; }
   const at::Tensor& progress() const { return progress_; }
 
-  // Whether the copy may be older than the shard: it was never published, or an optimizer has
-  // stepped. (`_version` misses changes through `.data`, so that forwards publish always.)
+  // Whether the copy may be older than the shard, or is gone: it was never published, an optimizer
+  // has stepped, or another has its place. (`_version` misses changes through `.data`, so that
+  // forwards publish always.)
   bool is_stale(const Parameter& parameter) const;
 
-  // Begins the next publication. Views of the copy that are still alive get memory of their own.
-  void arrive(const Parameter& parameter);
+  // Begins the next publication. Views of what was in its place get memory of their own. False, and
+  // nothing is done: something is there that is pinned.
+  bool arrive(const Parameter& parameter, bool even_if_pinned);
   // Writes this rank's rows, the cast in the same pass.
   void publish(const Parameter& parameter);
 
+  Ring::Pin pin() const { return Ring::Pin(turn_); }
   // The full tensor, of the parameter's sizes and strides, which nobody can write to.
-  at::Tensor view();
+  at::Tensor view(const Parameter& parameter);
 
   Publication publication;
   Deposit deposit;
 
  private:
+  using Views = std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>>;
+
   std::shared_ptr<OneHost> one_host_;
   at::Tensor progress_;
-  at::Tensor writable_;
-  at::Tensor readable_;
+  std::shared_ptr<Copies> copies_;
+  std::shared_ptr<Ring::Turn> turn_;  // of the latest publication
+  std::shared_ptr<Views> views_;      // of that
   uint64_t published_version_ = 0;
-  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> views_;
 };
 
 // By that copy.
 class PublishedBucket : public GatherBucket {
  public:
   using GatherBucket::GatherBucket;
+  ~PublishedBucket() override;
 
-  // Publishes: what a backward gathers was published by its forward.
+  // Publishes: what a backward gathers was published by its forward, and may still be there.
   void start() override;
   std::vector<at::Tensor> finish() override;
 
  private:
+  OneHost& one_host() const { return *parameters_.front()->shared->one_host(); }
+  // As many as there is room for, and at least one if it has to be.
+  void start_some(bool at_least_one);
   void publish_where_possible();
   std::optional<Host::Missing> missing();
+
+  bool in_backward_ = false;
+  bool is_crowded_out_ = false;
+  size_t started_ = 0;
+  size_t finished_ = 0;
+  std::deque<Ring::Pin> pins_;  // of those under way
 };
 
 // Lets nobody write to the memory of `mapped`, whole pages of it.

@@ -57,7 +57,8 @@ def fully_shard(
             the CPU.
         reshard_after_forward: True: backward gathers again. False: what forward gathered is kept
             for backward. None: the compiler chooses within its option ``keep_mb``; eager code
-            gathers again.
+            gathers again. Where ranks share memory, only True bounds what gathered parameters
+            take; otherwise the host holds one copy of each.
         shard_placement_fn: not supported yet.
         mp_policy: dtypes of computation (``param_dtype``), of gradients on the wire
             (``reduce_dtype``) and of the forward's outputs (``output_dtype``).
@@ -87,7 +88,9 @@ def fully_shard(
     _check_module(module, ignored)
     new = _new_parameters(module, ignored)
     fulls = [full_like(parameter, mp_policy) for parameter in new]
-    parts = one_host.share(fulls, mesh.get_group(), mesh.device_type, transport)
+    parts = one_host.share(
+        fulls, mesh.get_group(), mesh.device_type, transport, take_turns=bool(reshard_after_forward)
+    )
     shared = dict(zip(new, parts, strict=True)) if parts else {}
 
     owned: list[ShardedParameter] = []

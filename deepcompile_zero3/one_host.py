@@ -32,16 +32,21 @@ ENVIRONMENT = "ZERO3_TRANSPORT"
 # A rank's mailbox holds the largest gradient and so much more.
 MAILBOX_BYTES = 32 << 20
 
+# Copies that are gathered again in backward take turns in so much, or twice the largest. It has
+# room for three buckets of a compiled graph: the last, whose list the graph still holds, this, and
+# the next.
+RING_BYTES = 256 << 20
+
 _one_hosts: weakref.WeakKeyDictionary[dist.ProcessGroup, _C.OneHost] = weakref.WeakKeyDictionary()
+_rings: weakref.WeakKeyDictionary[dist.ProcessGroup, _C.Copies] = weakref.WeakKeyDictionary()
 
 
 class SharedMemory(NamedTuple):
-    """What one parameter has in it: for each rank its progress, and the full tensor, twice."""
+    """What one parameter has in it: for each rank its progress, and where its copy comes to."""
 
     one_host: _C.OneHost
     progress: torch.Tensor
-    writable: torch.Tensor
-    readable: torch.Tensor
+    copies: _C.Copies
 
 
 class _Offer(NamedTuple):
@@ -72,7 +77,11 @@ def resolve(transport: Transport) -> Transport:
 
 @torch.inference_mode(mode=False)  # or what is mapped could not be written to outside of it
 def share(
-    fulls: Sequence[torch.Tensor], group: dist.ProcessGroup, device: str, transport: Transport
+    fulls: Sequence[torch.Tensor],
+    group: dist.ProcessGroup,
+    device: str,
+    transport: Transport,
+    take_turns: bool,
 ) -> list[SharedMemory] | None:
     """Memory for gathers and reductions of ``fulls`` that the ranks of ``group`` share.
 
@@ -83,6 +92,8 @@ def share(
         group: the ranks.
         device: the type of device that they compute on.
         transport: of those of :func:`resolve`.
+        take_turns: whether the copies share a bounded memory with others of the group, one after
+            the other, or each has its own.
 
     Returns:
         The memory of each, or None: messages are exchanged.
@@ -102,10 +113,13 @@ def share(
                 f"{dist.get_backend(group)}, and the mesh is on {device!r}"
             )
         return None  # as all ranks know without asking
-    one_host = _one_hosts.get(group)
-    layout = _Layout(fulls, world_size, one_host)
-    described = tuple(f"{list(full.shape)} of {full.dtype}, {full.stride()}" for full in fulls)
-    mine = _offer(transport, described, layout.sizes if rank == 0 else ())
+    segments = _Segments(fulls, group, take_turns)
+    described = tuple(
+        f"{list(full.shape)} of {full.dtype}, {full.stride()}, "
+        f"{'gathered again in backward' if take_turns else 'kept'}"
+        for full in fulls
+    )
+    mine = _offer(transport, described, segments.sizes if rank == 0 else ())
     try:
         offers = _exchange(mine, group)
         if len({offer.transport for offer in offers}) > 1:
@@ -116,14 +130,9 @@ def share(
         if transport == "c10d":
             return None
         troubles = [_trouble(offer, offers[0]) for offer in offers]
-        segments = []
         if not any(troubles):
             try:
-                paths = [f"/proc/{offers[0].pid}/fd/{file}" for file in offers[0].files]
-                segments = [_map(*file) for file in zip(paths, layout.sizes, strict=True)]
-                # Again, at other addresses, where nobody can write to it.
-                readable = _map(paths[-1], layout.sizes[-1])
-                _C.make_read_only(readable)
+                segments.map([f"/proc/{offers[0].pid}/fd/{file}" for file in offers[0].files])
             except (OSError, RuntimeError) as error:
                 troubles[rank] = f"it cannot map memory of rank 0: {error}"
             troubles = _exchange(troubles[rank], group)
@@ -137,60 +146,88 @@ def share(
                 + "; ".join(f"rank {rank}: {why}" for rank, why in enumerate(troubles) if why)
             )
         return None
-    if one_host is None:
-        pids = [offer.pid for offer in offers]
-        one_host = _C.OneHost(group.group_name, rank, pids, segments.pop(0))
-        _one_hosts[group] = one_host
-    if layout.mailbox_bytes:
-        one_host.set_mailboxes(segments.pop(0).view(world_size, -1))
-    progress, writable = segments
-    return layout.parts(one_host, progress, writable, readable)
+    return segments.parts([offer.pid for offer in offers])
 
 
-class _Layout:
-    """The segments that some parameters need: one of the group, if it has none, one of mailboxes,
-    if they are too small, one of progress, which may outlive the parameters, and their copies.
-    """
+class _Segments:
+    """The memory that some parameters need, and what their group has not, or not enough of."""
 
     def __init__(
-        self, fulls: Sequence[torch.Tensor], world_size: int, one_host: "_C.OneHost | None"
+        self, fulls: Sequence[torch.Tensor], group: dist.ProcessGroup, take_turns: bool
     ) -> None:
         self._fulls = fulls
-        self._progress_bytes = world_size * _C.PROGRESS_BYTES
-        # In double at most. Memory that is not touched is not taken.
-        largest = max(full.numel() * 8 for full in fulls)
-        mailbox_bytes = _round_up(largest + MAILBOX_BYTES, mmap.PAGESIZE)
-        is_enough = one_host is not None and one_host.mailbox_bytes >= mailbox_bytes
-        self.mailbox_bytes = 0 if is_enough else mailbox_bytes
-        end = 0
-        self._offsets = []
-        for full in fulls:
-            self._offsets.append(end)
-            end = _round_up(end + full.nbytes, 64)
-        sizes = [0 if one_host else _C.OneHost.control_bytes(world_size)]
-        sizes += [world_size * self.mailbox_bytes, len(fulls) * self._progress_bytes, end]
-        self.sizes = [_round_up(size, mmap.PAGESIZE) for size in sizes if size]
+        self._group = group
+        self._world_size = dist.get_world_size(group)
+        self._one_host = _one_hosts.get(group)
+        self._ring = _rings.get(group) if take_turns else None
+        self._offsets: list[int] = []  # of copies that have places of their own
+        self._mapped: dict[str, torch.Tensor] = {}
+        self._nbytes: dict[str, int] = {}
 
-    def parts(
-        self,
-        one_host: "_C.OneHost",
-        progress: torch.Tensor,
-        writable: torch.Tensor,
-        readable: torch.Tensor,
-    ) -> list[SharedMemory]:
-        """Each parameter's part of the last two segments."""
-        result = []
-        for index, full in enumerate(self._fulls):
-            begin = self._offsets[index]
-            copies = (
-                memory[begin : begin + full.nbytes]
-                .view(full.dtype)
-                .as_strided(full.shape, full.stride())
-                for memory in (writable, readable)
-            )
-            words = progress[index * self._progress_bytes :][: self._progress_bytes]
-            result.append(SharedMemory(one_host, words, *copies))
-        return result
+        largest = max(full.nbytes for full in fulls)
+        if self._one_host is None:
+            self._nbytes["control"] = _C.OneHost.control_bytes(self._world_size)
+        # In double at most. Memory that is not touched is not taken.
+        mailbox = _round_up(max(full.numel() * 8 for full in fulls) + MAILBOX_BYTES, mmap.PAGESIZE)
+        if self._one_host is None or self._one_host.mailbox_bytes < mailbox:
+            self._nbytes["mailboxes"] = self._world_size * mailbox
+        self._nbytes["progress"] = len(fulls) * self._progress_bytes  # may outlive the parameters
+        if take_turns:
+            needed = max(RING_BYTES, 2 * _round_up(largest, _C.CACHE_LINE))
+            if self._ring is None or self._ring.nbytes < needed:
+                self._nbytes["ring"] = needed
+        else:
+            end = 0
+            for full in fulls:
+                self._offsets.append(end)
+                end = _round_up(end + full.nbytes, _C.CACHE_LINE)
+            self._nbytes["copies"] = max(end, 1)
+        self._nbytes = {name: _round_up(n, mmap.PAGESIZE) for name, n in self._nbytes.items()}
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Of the segments, in bytes."""
+        return tuple(self._nbytes.values())
+
+    @property
+    def _progress_bytes(self) -> int:
+        return self._world_size * _C.PROGRESS_BYTES
+
+    def map(self, paths: Sequence[str]) -> None:
+        """Maps the segments from files of :attr:`sizes`.
+
+        Raises:
+            OSError, RuntimeError: that is not possible.
+        """
+        for (name, nbytes), path in zip(self._nbytes.items(), paths, strict=True):
+            self._mapped[name] = _map(path, nbytes)
+            if name in ("copies", "ring"):
+                # Again, at other addresses, where nobody can write to it.
+                self._mapped[f"{name}, to read"] = readable = _map(path, nbytes)
+                _C.make_read_only(readable)
+
+    def parts(self, pids: Sequence[int]) -> list[SharedMemory]:
+        """What each parameter has of them, once all ranks have mapped them."""
+        one_host = self._one_host
+        if one_host is None:
+            rank = dist.get_rank(self._group)
+            one_host = _C.OneHost(self._group.group_name, rank, pids, self._mapped["control"])
+            _one_hosts[self._group] = one_host
+        if "mailboxes" in self._mapped:
+            one_host.set_mailboxes(self._mapped["mailboxes"].view(self._world_size, -1))
+        if "ring" in self._mapped:
+            self._ring = _C.Copies(self._mapped["ring"], self._mapped["ring, to read"])
+            _rings[self._group] = self._ring
+        words = self._mapped["progress"].split(self._progress_bytes)
+        return [
+            SharedMemory(one_host, words[index], self._ring or self._copy(index))
+            for index in range(len(self._fulls))
+        ]
+
+    def _copy(self, index: int) -> _C.Copies:
+        begin, nbytes = self._offsets[index], self._fulls[index].nbytes
+        names = ("copies", "copies, to read")
+        return _C.Copies(*(self._mapped[name][begin : begin + nbytes] for name in names))
 
 
 def _map(path: str, nbytes: int) -> torch.Tensor:

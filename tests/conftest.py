@@ -53,3 +53,19 @@ def run_ranks(pools):
         return pools[world_size].run(function, *args, timeout=timeout)
 
     return run
+
+
+@pytest.fixture
+def run_apart():
+    """As ``run_ranks(2, ...)``, in new processes: torch remembers equal meshes, and their groups,
+    for longer than those live.
+    """
+
+    def run(function, *args):
+        pool = RankPool(2)
+        try:
+            return pool.run(function, *args, timeout=60)
+        finally:
+            pool.close()
+
+    return run

@@ -71,6 +71,8 @@ def own_outputs(gm: fx.GraphModule, saved: Set[int]) -> None:
     graph = gm.graph
     output = graph.output_node()
     waits = graph.find_nodes(op="call_function", target=ops.all_gather_views.default)
+    if not waits:
+        return
     shared = {view for wait in waits for view in views_of(wait)}
     results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
     for position, value in enumerate(results):

@@ -1,0 +1,156 @@
+"""Ranks of one host share memory, and one of them is killed, or stopped, or does something else."""
+
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from models import Stack, assert_same_step, batch_of, compiled, mean_square, mine, shard
+from torch.distributed.device_mesh import DeviceMesh
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("ZERO3_TRANSPORT") == "c10d", reason="ranks are told to exchange messages"
+)
+
+TIMEOUT = 3  # seconds, of a group whose ranks fail
+
+
+@pytest.fixture
+def run_to_death(run_apart):
+    """What ranks say of one that is killed."""
+
+    def run(function, *args):
+        with pytest.raises(AssertionError) as raised:
+            run_apart(function, *args)
+        return str(raised.value)
+
+    return run
+
+
+def _failing(what, how):
+    """Rank 1 fails in a way of its own, after a step that does not; gives what the others say."""
+    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
+    mesh = DeviceMesh.from_group(group, "cpu")
+    model, reference = shard(Stack(), mesh=mesh, transport="shared_memory")
+    run = compiled(model, how)
+    batch = batch_of(4, 8)
+    assert_same_step(model, reference, batch, run=run)
+    if dist.get_rank() == 1:
+        FAILURES[what](run, mine(batch))
+        time.sleep(TIMEOUT + 2)  # alive, and somewhere else
+        return None
+    start = time.monotonic()
+    try:
+        for _ in range(2):
+            run(mine(batch)).sum().backward()
+    except RuntimeError as error:
+        return time.monotonic() - start, str(error)
+    raise AssertionError("nothing was raised")
+
+
+def _never_comes(run, batch):
+    pass
+
+
+def _raises_before_backward(run, batch):
+    run(batch)
+
+
+def _raises_in_backward(run, batch):
+    _fail_at(run.blocks[0])
+    with pytest.raises(ZeroDivisionError):
+        run(batch).sum().backward()
+
+
+def _fail_at(module):
+    """Lets backwards raise when they come to the output of ``module``."""
+
+    def fail(grad):
+        raise ZeroDivisionError
+
+    def hook(module, args, output):
+        output.register_hook(fail)
+
+    return module.register_forward_hook(hook)
+
+
+FAILURES = {
+    "never comes": _never_comes,
+    "raises before backward": _raises_before_backward,
+    "raises in backward": _raises_in_backward,
+}
+
+
+@pytest.mark.parametrize(
+    ("what", "missing", "how"),
+    [
+        ("never comes", "it has not begun to gather 'blocks.0", "zero3"),
+        ("raises before backward", "it has not sent the gradient of '", "eager"),
+    ],
+)
+def test_a_rank_that_does_something_else_is_named_in_time(run_apart, what, missing, how):
+    seconds, message = run_apart(_failing, what, how)[0]
+    assert TIMEOUT <= seconds < TIMEOUT + 2
+    assert f"waited {TIMEOUT} s for rank 1 (pid " in message
+    assert ", sleeping): " + missing in message
+
+
+def test_a_rank_whose_backward_raises_is_named_at_once(run_apart):
+    seconds, message = run_apart(_failing, "raises in backward", "eager")[0]
+    assert seconds < TIMEOUT
+    assert "a backward has ended on rank 1 without a gradient of 'blocks.0." in message
+
+
+def _step_after_failures(how):
+    """Backwards raise at places of their own on each rank; the step after that is right."""
+    model, reference = shard(Stack())
+    run = compiled(model, how)
+    batch = batch_of(4, 8)
+    assert_same_step(model, reference, batch, run=run)
+    for attempt in range(3):
+        hook = _fail_at(model.head if dist.get_rank() == attempt % 2 else model.blocks[0])
+        with pytest.raises((ZeroDivisionError, RuntimeError)):
+            mean_square(model, mine(batch)).backward()
+        hook.remove()
+        model.zero_grad()
+        reference.zero_grad()
+        assert_same_step(model, reference, batch, run=run)
+
+
+@pytest.mark.parametrize("how", ["zero3", "eager"])
+def test_the_step_after_backwards_that_raised_is_right(run_ranks, how):
+    run_ranks(2, _step_after_failures, how)
+
+
+def _killed(signal_number, delay, how):
+    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT if delay is None else 60))
+    model, _ = shard(Stack(), mesh=DeviceMesh.from_group(group, "cpu"))
+    run = compiled(model, how)
+    batch = mine(batch_of(4, 8))
+    run(batch).sum().backward()
+    if dist.get_rank() == 1:
+        threading.Timer(delay or 0.0, os.kill, (os.getpid(), signal_number)).start()
+    start = time.monotonic()
+    try:
+        for _ in range(1_000_000):
+            run(batch).sum().backward()
+    except RuntimeError as error:
+        raise RuntimeError(f"after {time.monotonic() - start:.1f} s: {error}") from None
+
+
+# Somewhere in a gather, a sum or a wait.
+@pytest.mark.parametrize(("how", "delay"), [("zero3", 0.05), ("eager", 0.05), ("eager", 0.12)])
+def test_a_rank_that_is_killed_is_named_at_once(run_to_death, how, delay):
+    message = run_to_death(_killed, signal.SIGKILL, delay, how)
+    assert "rank 1 died with exit code -9" in message
+    assert "zero3: cannot go on without rank 1 (pid " in message
+    assert ", dead): it has not " in message
+
+
+def test_a_rank_that_is_stopped_is_named_in_time(run_to_death):
+    message = run_to_death(_killed, signal.SIGSTOP, None, "eager")
+    assert f"zero3: waited {TIMEOUT} s for rank 1 (pid " in message
+    assert ", stopped): it has not " in message
