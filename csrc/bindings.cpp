@@ -117,6 +117,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       });
   py::class_<Copies, std::shared_ptr<Copies>>(m, "Copies")
       .def(py::init<const at::Tensor&, const at::Tensor&>())
+      .def("grow", &Copies::grow)
       .def_property_readonly("nbytes", [](const Copies& self) { return self.writable.nbytes(); });
   m.attr("PROGRESS_BYTES") = sizeof(Progress);
   m.attr("CACHE_LINE") = kCacheLine;

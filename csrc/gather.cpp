@@ -86,7 +86,8 @@ class ExchangedBucket : public GatherBucket {
     record_start();
   }
 
-  std::vector<at::Tensor> finish() override {
+  // Always fresh.
+  std::vector<at::Tensor> finish(bool) override {
     exchange_->wait();
     std::vector<at::Tensor> fulls;
     int64_t offset = 0;
@@ -167,12 +168,12 @@ void Gather::start() {
   for (auto& bucket : buckets_) bucket->start();  // once nothing is left to refuse
 }
 
-std::vector<at::Tensor> Gather::finish() {
+std::vector<at::Tensor> Gather::finish(bool fresh) {
   c10::NoGradGuard no_grad;
   if (buckets_.empty()) start();
   std::vector<at::Tensor> fulls(parameters_.size());
   for (auto& bucket : std::exchange(buckets_, {})) {
-    auto gathered = bucket->finish();
+    auto gathered = bucket->finish(fresh);
     for (size_t i = 0; i < gathered.size(); ++i) {
       auto found = std::ranges::find(parameters_, bucket->parameters()[i]);
       fulls[found - parameters_.begin()] = gathered[i];
@@ -182,7 +183,7 @@ std::vector<at::Tensor> Gather::finish() {
 }
 
 std::vector<at::Tensor> gather(const std::vector<ParameterPtr>& parameters) {
-  return as_fresh(Gather(parameters).finish(), parameters);
+  return Gather(parameters).finish(/*fresh=*/true);
 }
 
 std::vector<at::Tensor> as_fresh(std::vector<at::Tensor> fulls,

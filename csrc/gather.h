@@ -18,7 +18,7 @@ class GatherBucket {
 
   virtual void start() = 0;
   // Waits, and returns the full tensors in the order of the parameters.
-  virtual std::vector<at::Tensor> finish() = 0;
+  virtual std::vector<at::Tensor> finish(bool fresh) = 0;
 
  protected:
   void record_start() const;
@@ -35,9 +35,9 @@ class Gather {
   const std::vector<ParameterPtr>& parameters() const { return parameters_; }
 
   // Waits, and returns the full tensors, [rows, ...] each in the parameter's compute dtype and
-  // strides: views of the copy that ranks share, where they do, or else fresh. Called again, it
-  // gathers again.
-  std::vector<at::Tensor> finish();
+  // strides. Where ranks share a copy, they are views of it, unless they are to be `fresh`. Called
+  // again, it gathers again.
+  std::vector<at::Tensor> finish(bool fresh);
 
  private:
   void start();
@@ -48,10 +48,6 @@ class Gather {
 
 // Starts and finishes one, whose tensors are all fresh.
 std::vector<at::Tensor> gather(const std::vector<ParameterPtr>& parameters);
-
-// `fulls` with those copied that are views.
-std::vector<at::Tensor> as_fresh(std::vector<at::Tensor> fulls,
-                                 const std::vector<ParameterPtr>& parameters);
 
 // Called by refresh(), to make `Parameter::shard` what the model registers now.
 void set_refresh(std::function<void(const std::string& fqn)> function);

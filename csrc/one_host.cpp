@@ -152,6 +152,13 @@ void Host::fail(const Missing& missing, const std::string& why) const {
                            "must run the same forwards and backwards");
 }
 
+void Ring::grow(uint64_t capacity) {
+  for (auto& turn : turns_) turn->is_over = true;
+  turns_.clear();
+  capacity_ = capacity;
+  cursor_ = 0;
+}
+
 std::shared_ptr<Ring::Turn> Ring::next(uint64_t nbytes, bool even_if_pinned) {
   nbytes = round_up(nbytes);
   const uint64_t begin = cursor_ + nbytes <= std::min(capacity_, admitted_) ? cursor_ : 0;
@@ -168,7 +175,12 @@ std::shared_ptr<Ring::Turn> Ring::next(uint64_t nbytes, bool even_if_pinned) {
   }
   std::erase_if(turns_, in_its_place);
   cursor_ = end;
-  return turns_.emplace_back(std::make_shared<Turn>(Turn{begin, end, 0, false, {}}));
+  history_ = (history_ ^ nbytes) * 0x9e3779b97f4a7c15u + 1;
+  auto turn = std::make_shared<Turn>();
+  turn->begin = begin;
+  turn->end = end;
+  turn->history = history_;
+  return turns_.emplace_back(std::move(turn));
 }
 
 std::optional<uint64_t> Arena::take(uint64_t nbytes) {

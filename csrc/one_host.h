@@ -29,7 +29,7 @@ struct alignas(kCacheLine) Progress {
   // A gather's epochs count the publications of the parameter.
   std::atomic<uint64_t> arrived;    // reads no copy older than this epoch's
   std::atomic<uint64_t> published;  // has written its rows of this epoch's
-  std::atomic<uint64_t> place;      // in the memory of copies, in bytes, of the epoch arrived at
+  std::atomic<uint64_t> history;    // of the turns of a Ring, up to that of the epoch arrived at
 
   // A reduction's epochs count backwards, and within one the gradients of the parameter.
   std::atomic<uint64_t> deposited;  // has its gradient of this epoch in its mailbox, described by:
@@ -96,10 +96,10 @@ class Publication {
 
   uint64_t epoch() const { return epoch_; }
 
-  // Begins the next epoch, whose copy comes to `place`. From here on this rank reads what is there
-  // only when there are no writers().
-  void arrive(uint64_t place) {
-    ranks_[rank_].place.store(place, std::memory_order_relaxed);
+  // Begins the next epoch, whose copy has a turn with such a history. From here on this rank reads
+  // what is there only when there are no writers().
+  void arrive(uint64_t history) {
+    ranks_[rank_].history.store(history, std::memory_order_relaxed);
     ranks_[rank_].arrived.store(++epoch_, std::memory_order_release);
   }
 
@@ -107,12 +107,12 @@ class Publication {
   // may write its rows, and says so by publish().
   std::vector<int64_t> readers() const { return behind(&Progress::arrived); }
 
-  // Then: whether all have the copy at one place. They have not if some of them have gathered
-  // something that others have not.
+  // Then: whether all have it at one place. They may not if some have gathered what others have
+  // not, or have raised, as this one will, and gone on.
   bool is_at_one_place() const {
-    const auto mine = ranks_[rank_].place.load(std::memory_order_relaxed);
+    const auto mine = ranks_[rank_].history.load(std::memory_order_relaxed);
     return std::all_of(ranks_, ranks_ + world_size_, [&](const Progress& progress) {
-      return progress.place.load(std::memory_order_relaxed) == mine;
+      return progress.history.load(std::memory_order_relaxed) == mine;
     });
   }
 
@@ -264,7 +264,8 @@ class Ring {
   struct Turn {
     uint64_t begin;  // in bytes
     uint64_t end;
-    int pins = 0;                 // of those who will read it: till then it should stay
+    uint64_t history;             // a digest of all turns so far: ranks with the same are alike
+    std::atomic<int> pins = 0;    // of those who will read it: till then it should stay
     bool is_over = false;         // another has its place
     std::function<void()> leave;  // called before: whoever still reads it moves out
   };
@@ -290,6 +291,9 @@ class Ring {
   // Copies of so many bytes take turns too. What all take together is not exceeded.
   void admit(uint64_t nbytes) { admitted_ += round_up(nbytes); }
 
+  // Has more memory from now on; turns in what it had are over, and whoever reads them may stay.
+  void grow(uint64_t capacity);
+
   // The next turn; nothing if one that is pinned is in its place, unless that is not to matter.
   std::shared_ptr<Turn> next(uint64_t nbytes, bool even_if_pinned = false);
 
@@ -301,6 +305,7 @@ class Ring {
   uint64_t capacity_;
   uint64_t admitted_ = 0;
   uint64_t cursor_ = 0;
+  uint64_t history_ = 0;
   std::list<std::shared_ptr<Turn>> turns_;
 };
 

@@ -85,8 +85,7 @@ Tensor all_gather_start(at::TensorList placeholders, std::vector<std::string> fq
 // Fresh memory: a compiler may write to it once nobody reads it any more.
 std::vector<Tensor> all_gather_wait(const Tensor& handle, at::TensorList placeholders,
                                     const std::optional<Tensor>& after) {
-  auto gather = Running::get().find(handle);
-  auto result = as_fresh(gather->finish(), gather->parameters());
+  auto result = Running::get().find(handle)->finish(/*fresh=*/true);
   result.push_back(token(placeholders[0]));
   return result;
 }
@@ -94,7 +93,7 @@ std::vector<Tensor> all_gather_wait(const Tensor& handle, at::TensorList placeho
 // Memory that the graph does not own.
 std::vector<Tensor> all_gather_views(const Tensor& handle, at::TensorList placeholders,
                                      const std::optional<Tensor>& after) {
-  auto result = Running::get().find(handle)->finish();
+  auto result = Running::get().find(handle)->finish(/*fresh=*/false);
   result.push_back(token(placeholders[0]));
   return result;
 }

@@ -9,6 +9,7 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include "grad_dtype.h"
 #include "memory.h"
 #include "stream.h"
 #include "sum.h"
@@ -53,6 +54,12 @@ OneHost::OneHost(const std::string& group_name, int64_t rank, const std::vector<
 Copies::Copies(at::Tensor writable, at::Tensor readable)
     : ring(writable.nbytes()), writable(std::move(writable)), readable(std::move(readable)) {}
 
+void Copies::grow(at::Tensor writable, at::Tensor readable) {
+  ring.grow(writable.nbytes());
+  this->writable = std::move(writable);
+  this->readable = std::move(readable);
+}
+
 SharedCopy::SharedCopy(std::shared_ptr<OneHost> one_host, const Parameter& parameter,
                        at::Tensor progress, std::shared_ptr<Copies> copies)
     : publication(reinterpret_cast<Progress*>(data_of(progress)), parameter.rank,
@@ -78,21 +85,18 @@ bool SharedCopy::arrive(const Parameter& parameter, bool even_if_pinned) {
     for (auto& weak : *views) {
       auto storage = weak.lock();
       if (!storage) continue;
-      auto memory = c10::GetCPUAllocator()->allocate(storage->nbytes());
-      std::memcpy(memory.get(), storage->data(), storage->nbytes());
-      storage->set_data_ptr(std::move(memory));
+      const auto nbytes = static_cast<int64_t>(storage->nbytes());
+      auto own = pooled_empty({nbytes}, at::TensorOptions(at::kByte));
+      std::memcpy(own.mutable_data_ptr(), storage->data(), nbytes);
+      storage->set_data_ptr(own.storage().set_data_ptr({}));
     }
   };
   published_version_ = version_of(parameter);
-  publication.arrive(turn_->begin);
+  publication.arrive(turn_->history);
   return true;
 }
 
 void SharedCopy::publish(const Parameter& parameter) {
-  TORCH_CHECK(publication.is_at_one_place(),
-              "zero3: ranks have gathered different parameters before '", parameter.fqn,
-              "': a forward has raised on some of them, or they do not run the same. "
-              "All ranks must run the same forwards and backwards");
   if (const int64_t rows = parameter.shard_rows(); rows > 0) {
     const auto& shard = parameter.shard;
     auto mine = at::from_blob(data_of(copies_->writable) + turn_->begin, parameter.sizes,
@@ -104,7 +108,8 @@ void SharedCopy::publish(const Parameter& parameter) {
     if (may_stream && mine.dtype() == shard.dtype()) {
       stream(mine.mutable_data_ptr(), shard.const_data_ptr(), nbytes);
       finish_streaming();
-    } else if (may_stream && mine.scalar_type() == at::kBFloat16) {
+    } else if (may_stream && mine.scalar_type() == at::kBFloat16 &&
+               is_gradient_dtype(shard.scalar_type())) {
       sum_and_divide(mine, {shard}, shard.scalar_type(), 1);  // a cast, quicker than torch's
     } else {
       mine.copy_(shard);
@@ -137,7 +142,11 @@ void PublishedBucket::start() {
   record_start();
 }
 
-std::vector<at::Tensor> PublishedBucket::finish() {
+std::vector<at::Tensor> PublishedBucket::finish(bool fresh) {
+  for (size_t i = 0; i < pins_.size(); ++i)
+    TORCH_CHECK(!pins_[i].has_failed() && !parameters_[i]->shared->is_gone(), "zero3: '",
+                parameters_[i]->fqn,
+                "' was gathered, and waited for after others that were gathered later");
   std::vector<at::Tensor> fulls;
   while (finished_ < parameters_.size()) {
     // What is in the way now was started by somebody who has raised since, and will not read it.
@@ -145,11 +154,11 @@ std::vector<at::Tensor> PublishedBucket::finish() {
     one_host().host->wait([this] { return missing(); });
     for (; finished_ < started_; ++finished_) {
       auto& parameter = *parameters_[finished_];
-      TORCH_CHECK(!pins_.front().has_failed(), "zero3: '", parameter.fqn,
-                  "' was gathered, and waited for after others that were gathered later");
-      fulls.push_back(parameter.shared->view(parameter));
-      pins_.pop_front();
+      auto full = parameter.shared->view(parameter);
+      if (fresh) full = pooled_empty(full.sizes(), full.strides(), full.options()).copy_(full);
+      fulls.push_back(full);
     }
+    pins_.clear();
   }
   return fulls;
 }
@@ -160,21 +169,27 @@ void PublishedBucket::start_some(bool at_least_one) {
     auto& parameter = *parameters_[started_];
     if (!in_backward_ || parameter.shared->is_stale(parameter)) {
       if (!parameter.shared->arrive(parameter, at_least_one)) break;
-      one_host().backwards.count_publication();
+      if (!in_backward_) one_host().backwards.count_publication();
       arrived = true;
     }
     pins_.push_back(parameter.shared->pin());
   }
   if (arrived) one_host().host->ring();
-  publish_where_possible();
+  publish_where_possible(/*waits=*/false);
 }
 
-void PublishedBucket::publish_where_possible() {
+void PublishedBucket::publish_where_possible(bool waits) {
   bool published = false;
   for (size_t i = finished_; i < started_; ++i) {
     auto& parameter = *parameters_[i];
     const auto& publication = parameter.shared->publication;
     if (publication.is_published() || !publication.readers().empty()) continue;
+    if (!publication.is_at_one_place()) {
+      TORCH_CHECK(!waits, "zero3: ranks have gathered different things before '", parameter.fqn,
+                  "': something has raised on some of them, or they do not run the same. All ranks "
+                  "must run the same forwards and backwards; start them again");
+      continue;
+    }
     parameter.shared->publish(parameter);
     published = true;
   }
@@ -182,7 +197,7 @@ void PublishedBucket::publish_where_possible() {
 }
 
 std::optional<Host::Missing> PublishedBucket::missing() {
-  publish_where_possible();
+  publish_where_possible(/*waits=*/true);
   one_host().mailbox->poll();  // others may wait for it
   for (size_t i = finished_; i < started_; ++i) {
     const auto& publication = parameters_[i]->shared->publication;

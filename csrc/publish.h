@@ -27,7 +27,7 @@ struct OneHost {
   std::shared_ptr<Host> host;
   Standing* standings;
   Backwards backwards;
-  int crowded_out = 0;  // gathers that wait for room; those after them wait too
+  std::atomic<int> crowded_out = 0;  // gathers that wait for room; those after them wait too
   std::shared_ptr<Mailbox> mailbox;
 };
 
@@ -35,6 +35,9 @@ struct OneHost {
 struct Copies {
   // Bytes, shared, and mapped twice; nobody writes to the second.
   Copies(at::Tensor writable, at::Tensor readable);
+
+  // Lets all that take turns do so in other memory, as of the next gather.
+  void grow(at::Tensor writable, at::Tensor readable);
 
   Ring ring;
   at::Tensor writable;
@@ -55,6 +58,7 @@ class SharedCopy {
   // has stepped, or another has its place. (`_version` misses changes through `.data`, so that
   // forwards publish always.)
   bool is_stale(const Parameter& parameter) const;
+  bool is_gone() const { return turn_->is_over; }
 
   // Begins the next publication. Views of what was in its place get memory of their own. False, and
   // nothing is done: something is there that is pinned.
@@ -88,13 +92,13 @@ class PublishedBucket : public GatherBucket {
 
   // Publishes: what a backward gathers was published by its forward, and may still be there.
   void start() override;
-  std::vector<at::Tensor> finish() override;
+  std::vector<at::Tensor> finish(bool fresh) override;
 
  private:
   OneHost& one_host() const { return *parameters_.front()->shared->one_host(); }
   // As many as there is room for, and at least one if it has to be.
   void start_some(bool at_least_one);
-  void publish_where_possible();
+  void publish_where_possible(bool waits);
   std::optional<Host::Missing> missing();
 
   bool in_backward_ = false;

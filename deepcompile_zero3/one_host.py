@@ -32,9 +32,8 @@ ENVIRONMENT = "ZERO3_TRANSPORT"
 # A rank's mailbox holds the largest gradient and so much more.
 MAILBOX_BYTES = 32 << 20
 
-# Copies that are gathered again in backward take turns in so much, or twice the largest. It has
-# room for three buckets of a compiled graph: the last, whose list the graph still holds, this, and
-# the next.
+# Copies that are gathered again in backward take turns in so much, or three times the largest:
+# that of the last bucket, whose list a compiled graph still holds, this one's, and the next one's.
 RING_BYTES = 256 << 20
 
 _one_hosts: weakref.WeakKeyDictionary[dist.ProcessGroup, _C.OneHost] = weakref.WeakKeyDictionary()
@@ -115,9 +114,7 @@ def share(
         return None  # as all ranks know without asking
     segments = _Segments(fulls, group, take_turns)
     described = tuple(
-        f"{list(full.shape)} of {full.dtype}, {full.stride()}, "
-        f"{'gathered again in backward' if take_turns else 'kept'}"
-        for full in fulls
+        f"{list(full.shape)} of {full.dtype}, {full.stride()}, {take_turns}" for full in fulls
     )
     mine = _offer(transport, described, segments.sizes if rank == 0 else ())
     try:
@@ -173,7 +170,7 @@ class _Segments:
             self._nbytes["mailboxes"] = self._world_size * mailbox
         self._nbytes["progress"] = len(fulls) * self._progress_bytes  # may outlive the parameters
         if take_turns:
-            needed = max(RING_BYTES, 2 * _round_up(largest, _C.CACHE_LINE))
+            needed = max(RING_BYTES, 3 * _round_up(largest, _C.CACHE_LINE))
             if self._ring is None or self._ring.nbytes < needed:
                 self._nbytes["ring"] = needed
         else:
@@ -216,8 +213,11 @@ class _Segments:
         if "mailboxes" in self._mapped:
             one_host.set_mailboxes(self._mapped["mailboxes"].view(self._world_size, -1))
         if "ring" in self._mapped:
-            self._ring = _C.Copies(self._mapped["ring"], self._mapped["ring, to read"])
-            _rings[self._group] = self._ring
+            memory = self._mapped["ring"], self._mapped["ring, to read"]
+            if self._ring is None:
+                self._ring = _rings[self._group] = _C.Copies(*memory)
+            else:
+                self._ring.grow(*memory)
         words = self._mapped["progress"].split(self._progress_bytes)
         return [
             SharedMemory(one_host, words[index], self._ring or self._copy(index))
@@ -264,8 +264,9 @@ def _check_alike(mine: Sequence[str], others: Sequence[str], rank: int, other: i
         if one != another:
             raise Zero3Error(
                 f"ranks disagree on the module's parameter {position}: it is {one} on rank {rank} "
-                f"and {another} on rank {other} (shape, compute dtype, strides); build the same "
-                "model with the same mp_policy on all ranks"
+                f"and {another} on rank {other} (shape, compute dtype, strides, whether "
+                "reshard_after_forward is True); build the same model with the same mp_policy and "
+                "reshard_after_forward on all ranks"
             )
 
 

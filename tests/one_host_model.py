@@ -2,8 +2,8 @@
 
 A rank is a list of steps. Each is atomic, and reads or writes a word of the memory that ranks
 share: those of ``Progress`` and ``Standing``, the rows of a copy, and the cells that a mailbox
-consists of. What is no atomic word in C++ takes two steps to write and is ``TORN`` in between, so
-that whoever reads too early or too late sees it.
+consists of, or a ``Ring`` of copies. What is no atomic word in C++ takes two steps to write and is
+``TORN`` in between, so that whoever reads too early or too late sees it.
 
 A wait is one step, which is possible when what it waits for is there; how a rank hears of that is
 a model of its own, :class:`Sleeper`. It may look at several words, and that loses nothing: they
@@ -17,11 +17,13 @@ ThreadSanitizer says of the real thing: ``test_one_host_random.py``.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 TORN = 255
 GRADIENTS = 8  # of one parameter in one backward, at most: 1 << 16 in C++
 BACKWARDS = 2  # from one publication to the next, at most: 1 << 12 in C++
+RAISES = 1 << 20  # so many steps further goes a rank that raises: beyond its last
 
 Memory = bytes  # one for each word
 
@@ -84,6 +86,8 @@ def with_word(memory: Memory, index: int, value: int) -> Memory:
 def explore(programs: Sequence[Program]) -> int:
     """Visits all states that ranks may come to, and gives their number.
 
+    Once a rank has raised, the others may wait for ever.
+
     Raises:
         ProtocolError: one of them is wrong, with a shortest way there.
     """
@@ -96,7 +100,7 @@ def explore(programs: Sequence[Program]) -> int:
         is_stuck = True
         for rank, (at, local) in enumerate(ranks):
             steps = programs[rank].steps
-            if at == len(steps):
+            if at >= len(steps):
                 continue
             try:
                 outcomes = list(steps[at][1](memory, local))
@@ -114,7 +118,7 @@ def explore(programs: Sequence[Program]) -> int:
             for program, (at, _) in zip(programs, ranks, strict=True)
             if at < len(program.steps)
         ]
-        if is_stuck and waits:
+        if is_stuck and waits and not any(at >= RAISES for at, _ in ranks):
             raise ProtocolError(f"deadlock: {waits}{_way_to(state, came_from, programs)}")
     return len(came_from)
 
@@ -148,24 +152,60 @@ class Local(NamedTuple):
     cells: tuple[int, ...] = ()  # that others' gradients are in
 
 
+@dataclass(eq=False)
+class Turn:
+    """A publication's, in a cell of a ring."""
+
+    cell: int
+    history: int = 0  # how many turns the ring has had
+    pins: int = 0
+    is_viewed: bool = False
+    is_over: bool = False  # another has the cell
+
+
+@dataclass(eq=False)
+class Bucket:
+    """A ``PublishedBucket``."""
+
+    parameters: tuple[int, ...]
+    in_backward: bool
+    started: int = 0
+    pinned: list[Turn] = field(default_factory=list)  # of those under way
+
+
 class Rank(Program):
     """What one rank does with the copies and the mailboxes.
 
-    ``without`` names something that it does not do, which explore() has to find.
+    The copies take turns in ``ring`` cells, or each has its own. ``without`` names something that
+    it does not do, which explore() has to find. It also finds ranks that have gathered different
+    things, unless they ``may_raise``, as they should.
     """
 
     def __init__(
-        self, rank: int, world_size: int, parameters: int = 1, cells: int = 1, without: str = ""
+        self,
+        rank: int,
+        world_size: int,
+        parameters: int = 1,
+        cells: int = 1,
+        ring: int | None = None,
+        without: str = "",
+        may_raise: bool = False,
     ):
-        kinds = ("arrived", "published", "rows", "deposited", "description", "consumed")
+        kinds = ("history", "arrived", "published", "deposited", "description", "consumed")
         counts = dict.fromkeys(kinds, parameters)
         super().__init__(
-            Layout(world_size, **counts, settled=1, mailbox=cells),
+            Layout(world_size, **counts, rows=ring or parameters, settled=1, mailbox=cells),
             rank,
             Local(held=((0, 0),) * cells),
         )
         self._without = without
+        self._may_raise = may_raise
         self._others = [other for other in range(world_size) if other != rank]
+        shared = deque(Turn(cell) for cell in range(ring or 0))  # the oldest is the next to go
+        self._rings = [shared if ring else deque([Turn(p)]) for p in range(parameters)]
+        self._turns = [Turn(p, is_over=True) for p in range(parameters)]  # the latest
+        self._buckets: dict[tuple[int, ...], Bucket] = {}  # that have been started
+        self._crowded_out: list[Bucket] = []
         self._epochs = [0] * parameters  # of a Publication
         self._latest = [0] * parameters  # of a Deposit
         self._publications = 0
@@ -174,66 +214,144 @@ class Rank(Program):
 
     # ---- gathers
 
-    def start(self, *bucket: int) -> None:
-        """Arrives, and publishes what nobody reads any more."""
-        for p in bucket:
-            self._epochs[p] += 1
-            self.store("arrived", p, self._epochs[p])
-            self._publications += 1
-            self._settle()
-        for p in bucket:
-            self._start_publishing(p)
+    def start(self, *parameters: int, in_backward: bool = False) -> None:
+        """Arrives, as far as there is room, and publishes what nobody reads any more."""
+        bucket = self._buckets[parameters] = Bucket(parameters, in_backward)
+        if not self._crowded_out or self._without == "line":
+            for p in self._start_some(bucket):
+                self._start_publishing(p)
+        if bucket.started < len(parameters):
+            self._crowded_out.append(bucket)
+
+    def _start_some(self, bucket: Bucket, at_least_one: bool = False) -> list[int]:
+        arrived = []
+        for p in bucket.parameters[bucket.started :]:
+            if not bucket.in_backward or self._turns[p].is_over:
+                if not self._arrive(p, even_if_pinned=at_least_one):
+                    break
+                if not bucket.in_backward:
+                    self._publications += 1
+                    self._settle()
+                arrived.append(p)
+            if self._without != "pins":
+                self._turns[p].pins += 1
+            bucket.pinned.append(self._turns[p])
+            bucket.started += 1
+            at_least_one = False
+        return arrived
+
+    def _arrive(self, p: int, even_if_pinned: bool) -> bool:
+        ring = self._rings[p]
+        if ring[0].pins > 0 and not even_if_pinned:
+            return False
+        old = ring.popleft()
+        if old.is_viewed and self._without != "leave":
+            self._read(old)  # moves out
+        old.is_over = True
+        self._epochs[p] += 1
+        history = max(turn.history for turn in (old, *ring)) + 1
+        self._turns[p] = Turn(old.cell, history)
+        ring.append(self._turns[p])
+        self.store("history", p, history)
+        self.store("arrived", p, self._epochs[p])
+        return True
 
     def _start_publishing(self, p: int) -> None:
         may_publish = self._may_publish(p)
         self.add(
             f"look for readers of {p}",
-            lambda memory, local: [(memory, local, 1 if may_publish(memory) else 4)],
+            lambda memory, local: [
+                (memory, local, 1 if may_publish(memory) else 1 + self._steps_of_publish)
+            ],
         )
-        self._publish(p)
+        self._publish(p, waits=self._without == "patience")
 
-    def wait(self, *bucket: int) -> None:
-        """Publishes what is left, and waits for the others' rows."""
+    def wait(self, *parameters: int) -> None:
+        """Publishes what is left, and waits for the others' rows, as often as it takes."""
+        bucket = self._buckets.pop(parameters)
+        finished = 0
+        while finished < len(parameters):
+            self._start_some(bucket, at_least_one=bucket.started == finished)
+            under_way = parameters[finished : bucket.started]
+            self._wait(under_way)
+            for p, pinned in zip(under_way, bucket.pinned, strict=True):
+                if pinned.is_over and self._without != "pins":
+                    raise ProtocolError(f"{p} is waited for after others that came later")
+                pinned.pins -= 1
+                self._turns[p].is_viewed = True
+            bucket.pinned.clear()
+            finished = bucket.started
+        if bucket in self._crowded_out:
+            self._crowded_out.remove(bucket)
+
+    def _wait(self, under_way: tuple[int, ...]) -> None:
         parts = [
             (self.layout.of("published", p, self.rank), self._epochs[p], self._may_publish(p))
-            for p in bucket
+            for p in under_way
         ]
-        complete = [self._reached("published", p, self._epochs[p]) for p in bucket]
+        complete = [self._reached("published", p, self._epochs[p]) for p in under_way]
+        sums = self._steps_of_sum if self._running else 0
 
         def wait(memory: Memory, local: Local):
             for i, (published, epoch, may_publish) in enumerate(parts):
                 if memory[published] < epoch and may_publish(memory):
-                    yield memory, local, 1 + 3 * i
+                    yield memory, local, 1 + sums + self._steps_of_publish * i
+            # Others may wait for that.
+            if sums and local.unsummed and self._is_there(memory, local.unsummed[0]):
+                yield memory, local._replace(summing=local.unsummed[0]), 1
             if self._without == "published" or all(check(memory) for check in complete):
-                yield memory, local, 1 + 3 * len(bucket)
+                yield memory, local, 1 + sums + self._steps_of_publish * len(under_way)
 
-        self.add(f"wait for {bucket}", wait)
-        for i, p in enumerate(bucket):
-            self._publish(p, then=-3 * (i + 1))
+        self.add(f"wait for {under_way}", wait)
+        if sums:
+            self._sum()
+        for i, p in enumerate(under_way):
+            self._publish(p, waits=True, then=-sums - self._steps_of_publish * (i + 1))
 
     def _may_publish(self, p: int) -> Callable[[Memory], bool]:
         if self._without == "arrived":
             return lambda memory: True
         return self._reached("arrived", p, self._epochs[p])
 
-    def _publish(self, p: int, then: int = 1) -> None:
-        self.store("rows", p, TORN)
-        self.store("rows", p, self._epochs[p])
+    _steps_of_publish = 4
+
+    def _publish(self, p: int, waits: bool, then: int = 1) -> None:
+        turn = self._turns[p]
+        histories = self.layout.of_all("history", p)
+
+        def check(memory: Memory, local: Local):
+            alike = all(memory[index] == turn.history for index in histories)
+            if alike or self._without in ("arrived", "history"):
+                return [(memory, local, 1)]
+            if not waits:  # others have raised, as this rank will, and go on at other places
+                return [(memory, local, self._steps_of_publish)]
+            if self._may_raise:
+                return [(memory, local, RAISES)]
+            raise ProtocolError(f"rank {self.rank} has {p} where others have it not")
+
+        self.add(f"look where {p} is", check)
+        self.store("rows", turn.cell, TORN)
+        self.store("rows", turn.cell, turn.history)
         self.store("published", p, self._epochs[p], then)
 
     def read(self, p: int) -> None:
-        """Reads the copy, one rank's rows after the other: all are of the latest epoch."""
-        for other in self._others:
-            self._read(p, other)
+        """Reads the copy, one rank's rows after the other: all are of the latest publication."""
+        turn = self._turns[p]
+        if not turn.is_over or self._without == "leave":  # or it has memory of its own
+            self._read(turn)
 
-    def _read(self, p: int, other: int) -> None:
-        index, epoch = self.layout.of("rows", p, other), self._epochs[p]
+    def _read(self, turn: Turn) -> None:
+        for other in self._others:
+            self._read_rows(turn, other)
+
+    def _read_rows(self, turn: Turn, other: int) -> None:
+        index = self.layout.of("rows", turn.cell, other)
 
         def read(memory: Memory, local: Local):
-            self._expect(f"rows of {other}", memory[index], epoch)
+            self._expect(f"rows of {other}", memory[index], turn.history)
             return [(memory, local, 1)]
 
-        self.add(f"read rows of {other} of {p}", read)
+        self.add(f"read rows of {other} of publication {turn.history}", read)
 
     # ---- reductions
 

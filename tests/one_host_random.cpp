@@ -4,7 +4,8 @@
 // They do what publish.cpp and mailbox.cpp do, with arrays for tensors. What they share is plain
 // memory, so that ThreadSanitizer sees whoever reads or writes it too early or too late.
 //
-// MISTAKE lets ranks write without waiting for those that read: 1 to copies, 2 to mailboxes.
+// MISTAKE lets ranks write without waiting for those that read: 1 to copies, 2 to mailboxes, 3 to
+// places of copies that they have started themselves.
 
 #include <sched.h>
 #include <sys/mman.h>
@@ -13,6 +14,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <deque>
 #include <list>
 #include <memory>
 #include <numeric>
@@ -33,7 +35,8 @@ using namespace zero3;
 using Element = uint64_t;
 using Random = std::mt19937_64;
 
-constexpr int kParameters = 6;
+constexpr int kParameters = 8;
+constexpr int kInTurns = 6;  // of them; each of the others has a place of its own
 constexpr int64_t kMaxElements = 300;
 constexpr int64_t kMailbox = 12 << 10;  // bytes: five of the largest gradients
 constexpr int kOperations = 3400;       // gathers and reductions of each world
@@ -63,8 +66,12 @@ struct Shared {
     for (int p = 0; p < kParameters; ++p) {
       sizes.push_back(p < 2 ? 1 + below(random, 5) : 1 + below(random, kMaxElements));
       progress.push_back(allocate<Progress>(world_size));
-      copies.push_back(allocate<Element>(sizes.back()));
     }
+    const int64_t largest = *std::max_element(sizes.begin(), sizes.begin() + kInTurns);
+    capacity = 2 * (largest * sizeof(Element) + kCacheLine);
+    ring = allocate<char>(capacity);
+    for (int p = 0; p < kParameters; ++p)
+      copies.push_back(p < kInTurns ? ring : allocate<char>(nbytes(p)));
   }
 
   template <typename T>
@@ -75,6 +82,7 @@ struct Shared {
     return static_cast<T*>(zeros);  // until the program ends
   }
 
+  int64_t nbytes(int p) const { return sizes[p] * sizeof(Element); }
   int64_t chunk(int p) const { return (sizes[p] + world_size - 1) / world_size; }
   int64_t first(int p, int64_t rank) const { return std::min(rank * chunk(p), sizes[p]); }
 
@@ -84,7 +92,77 @@ struct Shared {
   char* mailboxes;
   std::vector<int64_t> sizes;
   std::vector<Progress*> progress;
-  std::vector<Element*> copies;
+  int64_t capacity;  // in bytes, of the ring
+  char* ring;
+  std::vector<char*> copies;  // in which memory each comes to a place
+};
+
+// What a forward may keep.
+struct View {
+  int parameter;
+  uint64_t epoch;
+  const Element* data;
+  std::vector<Element> own;  // when its turn is over
+};
+using ViewPtr = std::shared_ptr<View>;
+
+// As in publish.h.
+class Copy {
+ public:
+  Copy(const Shared& shared, int p, int64_t rank, std::shared_ptr<Ring> ring)
+      : publication(shared.progress[p], rank, shared.world_size),
+        shared_(shared),
+        p_(p),
+        ring_(std::move(ring)) {
+    ring_->admit(shared_.nbytes(p));
+  }
+
+  bool is_stale() const { return !turn_ || turn_->is_over; }
+
+  bool arrive(bool even_if_pinned) {
+    auto turn = ring_->next(shared_.nbytes(p_), even_if_pinned);
+    if (!turn) return false;
+    turn_ = std::move(turn);
+    views_ = std::make_shared<Views>();
+    turn_->leave = [views = views_, size = shared_.sizes[p_]] {
+      for (auto& weak : *views)
+        if (auto view = weak.lock()) {
+          view->own.assign(view->data, view->data + size);
+          view->data = view->own.data();
+        }
+    };
+    publication.arrive(turn_->history);
+    return true;
+  }
+
+  Ring::Pin pin() const { return Ring::Pin(turn_); }
+  Element* data() const { return reinterpret_cast<Element*>(shared_.copies[p_] + turn_->begin); }
+
+  ViewPtr view() const {
+    auto view = std::make_shared<View>(View{p_, publication.epoch(), data(), {}});
+    views_->push_back(view);
+    return view;
+  }
+
+  Publication publication;
+
+ private:
+  using Views = std::vector<std::weak_ptr<View>>;
+
+  const Shared& shared_;
+  int p_;
+  std::shared_ptr<Ring> ring_;
+  std::shared_ptr<Ring::Turn> turn_;
+  std::shared_ptr<Views> views_;
+};
+
+struct Bucket {
+  std::vector<int> parameters{};
+  bool in_backward = false;
+  bool is_crowded_out = false;
+  size_t started = 0;
+  size_t finished = 0;
+  std::deque<Ring::Pin> pins{};
 };
 
 struct Letter {
@@ -106,14 +184,17 @@ class Rank {
         host_(shared.bell, rank, std::vector<pid_t>(shared.world_size, getpid()), kTimeout),
         backwards_(shared.standings, rank),
         arena_(kMailbox) {
-    for (Progress* progress : shared.progress) {
-      publications_.emplace_back(progress, rank, shared.world_size);
-      deposits_.emplace_back(progress, shared.standings, rank, shared.world_size);
+    const auto ring = std::make_shared<Ring>(shared.capacity);
+    for (int p = 0; p < kParameters; ++p) {
+      copies_.emplace_back(shared, p, rank,
+                           p < kInTurns ? ring : std::make_shared<Ring>(shared.nbytes(p)));
+      deposits_.emplace_back(shared.progress[p], shared.standings, rank, shared.world_size);
     }
   }
 
   void run() {
     while (operations_ < kOperations) {
+      if (below(program_, 8) == 0) raising_forward();
       forward();
       switch (below(program_, 4)) {
         case 0:
@@ -124,6 +205,9 @@ class Rank {
         default:
           for (int64_t i = below(program_, 2); i >= 0; --i) backward(/*may_nest=*/true);
       }
+      for (auto& view : kept_) read(*view);
+      if (below(own_, 2) == 0) kept_.clear();
+      if (below(program_, 2) == 0) forget_abandoned();
     }
   }
 
@@ -145,59 +229,116 @@ class Rank {
 
   // ---- gathers
 
-  // Up to three buckets at a time, of one parameter or two.
   void forward() {
-    std::list<std::vector<int>> in_flight;
-    for (int p : some_parameters()) {
-      if (!in_flight.empty() && in_flight.back().size() == 1 && below(program_, 3) == 0) {
-        in_flight.back().push_back(p);
-        continue;
-      }
-      if (!in_flight.empty()) start(in_flight.back());
-      if (in_flight.size() == 3) finish_oldest(in_flight);
-      in_flight.push_back({p});
-    }
-    start(in_flight.back());
-    while (!in_flight.empty()) finish_oldest(in_flight);
+    gather(some_parameters(), /*in_backward=*/false, [&](const ViewPtr& view) {
+      read(*view);
+      if (below(own_, 4) == 0) kept_.push_back(view);
+    });
   }
 
-  void start(const std::vector<int>& bucket) {
-    for (int p : bucket) {
-      linger();
-      publications_[p].arrive();
-      backwards_.count_publication();
-      ++operations_;
+  // All ranks raise when they have started. What they have started may stay for a while.
+  void raising_forward() {
+    forget_abandoned();
+    auto parameters = some_parameters();
+    parameters.resize(std::min<size_t>(parameters.size(), 3));
+    for (int p : parameters) start(abandoned_.emplace_back(Bucket{.parameters = {p}}));
+  }
+
+  void forget_abandoned() {
+    for (auto& bucket : abandoned_) leave_line(bucket);
+    abandoned_.clear();
+  }
+
+  // Up to three buckets at a time, of one parameter or two.
+  template <typename Visit>
+  void gather(const std::vector<int>& parameters, bool in_backward, Visit visit) {
+    std::deque<Bucket> buckets;
+    for (int p : parameters) {
+      const bool joins = !buckets.empty() && buckets.back().parameters.size() == 1 &&
+                         buckets.back().parameters[0] != p && below(program_, 3) == 0;
+      if (!joins) buckets.push_back({.in_backward = in_backward});
+      buckets.back().parameters.push_back(p);
+    }
+    const size_t most = 1 + below(program_, 3);
+    std::list<Bucket> in_flight;
+    while (!buckets.empty() || !in_flight.empty()) {
+      for (; !buckets.empty() && in_flight.size() < most; buckets.pop_front())
+        start(in_flight.emplace_back(std::move(buckets.front())));
+      const auto views = finish(in_flight.front());
+      in_flight.pop_front();
+      for (auto& view : views) visit(view);
+    }
+  }
+
+  void start(Bucket& bucket) {
+    if (crowded_out_ == 0) start_some(bucket, /*at_least_one=*/false);
+    bucket.is_crowded_out = bucket.started < bucket.parameters.size();
+    crowded_out_ += bucket.is_crowded_out;
+  }
+
+  void leave_line(const Bucket& bucket) { crowded_out_ -= bucket.is_crowded_out; }
+
+  std::vector<ViewPtr> finish(Bucket& bucket) {
+    std::vector<ViewPtr> views;
+    while (bucket.finished < bucket.parameters.size()) {
+      start_some(bucket, /*at_least_one=*/bucket.started == bucket.finished);
+      host_.wait([&] { return missing(bucket); });
+      for (; bucket.finished < bucket.started; ++bucket.finished) {
+        if (MISTAKE != 3) {
+          if (bucket.pins.front().has_failed()) fail("a turn was over too early");
+          bucket.pins.pop_front();
+        }
+        views.push_back(copies_[bucket.parameters[bucket.finished]].view());
+      }
+    }
+    leave_line(bucket);
+    return views;
+  }
+
+  void start_some(Bucket& bucket, bool at_least_one) {
+    for (; bucket.started < bucket.parameters.size(); ++bucket.started, at_least_one = false) {
+      Copy& copy = copies_[bucket.parameters[bucket.started]];
+      if (!bucket.in_backward || copy.is_stale()) {
+        linger();
+        if (!copy.arrive(at_least_one)) break;
+        if (!bucket.in_backward) backwards_.count_publication();
+        ++operations_;
+      }
+      if (MISTAKE != 3) bucket.pins.push_back(copy.pin());
     }
     host_.ring();
-    publish_where_possible(bucket);
+    publish_where_possible(bucket, /*waits=*/false);
   }
 
-  void finish_oldest(std::list<std::vector<int>>& in_flight) {
-    const auto bucket = in_flight.front();
-    in_flight.pop_front();
-    host_.wait([&] { return missing(bucket); });
-    for (int p : bucket) read(p);
-  }
-
-  std::optional<Host::Missing> missing(const std::vector<int>& bucket) {
-    publish_where_possible(bucket);
-    for (int p : bucket) {
-      if (!publications_[p].is_published()) return {{publications_[p].readers(), "arrival"}};
-      if (auto writers = publications_[p].writers(); !writers.empty())
+  std::optional<Host::Missing> missing(const Bucket& bucket) {
+    publish_where_possible(bucket, /*waits=*/true);
+    poll();
+    for (size_t i = bucket.finished; i < bucket.started; ++i) {
+      const Publication& publication = copies_[bucket.parameters[i]].publication;
+      if (!publication.is_published()) return {{publication.readers(), "arrival"}};
+      if (auto writers = publication.writers(); !writers.empty())
         return {{std::move(writers), "rows"}};
     }
     return std::nullopt;
   }
 
-  void publish_where_possible(const std::vector<int>& bucket) {
+  // Who does not wait yet may be late: others have raised, as it will, and go on at other places.
+  void publish_where_possible(const Bucket& bucket, bool waits) {
     bool published = false;
-    for (int p : bucket) {
-      Publication& publication = publications_[p];
+    for (size_t k = bucket.finished; k < bucket.started; ++k) {
+      const int p = bucket.parameters[k];
+      Publication& publication = copies_[p].publication;
       if (publication.is_published()) continue;
-      if (MISTAKE != 1 && !publication.readers().empty()) continue;
+      if (MISTAKE != 1) {
+        if (!publication.readers().empty()) continue;
+        if (!publication.is_at_one_place()) {
+          if (waits) fail("a copy is at two places");
+          continue;
+        }
+      }
       linger();
       for (int64_t i = shared_.first(p, rank_); i < shared_.first(p, rank_ + 1); ++i)
-        shared_.copies[p][i] = value_of(rank_, p, publication.epoch(), i);
+        copies_[p].data()[i] = value_of(rank_, p, publication.epoch(), i);
       linger();
       publication.publish();
       published = true;
@@ -205,12 +346,12 @@ class Rank {
     if (published) host_.ring();
   }
 
-  void read(int p) {
+  void read(const View& view) {
+    const int p = view.parameter;
     for (int64_t rank = 0; rank < shared_.world_size; ++rank) {
       linger();
       for (int64_t i = shared_.first(p, rank); i < shared_.first(p, rank + 1); ++i)
-        if (shared_.copies[p][i] != value_of(rank, p, publications_[p].epoch(), i))
-          fail("a gather is wrong");
+        if (view.data[i] != value_of(rank, p, view.epoch, i)) fail("a gather is wrong");
     }
   }
 
@@ -222,11 +363,11 @@ class Rank {
     for (int p : some_parameters()) parameters.push_back(p);
     const uint64_t number = backwards_.begin();
     std::vector<LetterPtr> letters;
-    for (int p : parameters) {
-      if (publications_[p].epoch() > 0) read(p);
-      letters.push_back(post(p, number, /*raises=*/false));
-      if (may_nest && below(program_, 16) == 0) backward(/*may_nest=*/false);
-    }
+    gather(parameters, /*in_backward=*/true, [&](const ViewPtr& view) {
+      read(*view);
+      letters.push_back(post(view->parameter, number, /*raises=*/false));
+    });
+    if (may_nest && below(program_, 4) == 0) backward(/*may_nest=*/false);
     for (auto& letter : letters) finish(letter);
     end(number);
   }
@@ -269,7 +410,7 @@ class Rank {
 
   LetterPtr post(int p, uint64_t backward, bool raises) {
     const auto time = static_cast<uint64_t>(operations_++);
-    const auto offset = take(shared_.sizes[p] * sizeof(Element));
+    const auto offset = take(shared_.nbytes(p));
     auto* grad = reinterpret_cast<Element*>(mailbox_of(rank_) + offset);
     for (int64_t i = 0; i < shared_.sizes[p]; ++i) grad[i] = value_of(rank_, p, time, i);
     linger();
@@ -368,7 +509,10 @@ class Rank {
   Random program_;  // the same on all ranks
   Random own_;
   Host host_;
-  std::vector<Publication> publications_;
+  std::vector<Copy> copies_;
+  std::vector<ViewPtr> kept_;
+  std::list<Bucket> abandoned_;
+  int crowded_out_ = 0;
   std::vector<Deposit> deposits_;
   Backwards backwards_;
   Arena arena_;

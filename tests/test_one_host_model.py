@@ -9,13 +9,20 @@ import pytest
 from one_host_model import ProtocolError, Rank, Sleeper, explore
 
 
+def gathered(rank, *buckets, ahead=1, in_backward=False):
+    """Each parameter, once it is gathered; so many of the buckets after its own are under way."""
+    started = 0
+    for i, bucket in enumerate(buckets):
+        for later in buckets[started : i + ahead + 1]:
+            rank.start(*later, in_backward=in_backward)
+            started += 1
+        rank.wait(*bucket)
+        yield from bucket
+
+
 def forward(rank, *parameters):
     """Gathers each, with the one after it under way, and reads it twice."""
-    rank.start(parameters[0])
-    for p, ahead in zip(parameters, (*parameters[1:], None), strict=True):
-        if ahead is not None:
-            rank.start(ahead)
-        rank.wait(p)
+    for p in gathered(rank, *((p,) for p in parameters)):
         rank.read(p)
         rank.read(p)
 
@@ -69,6 +76,42 @@ def nested(rank):
     rank.finish(outer)
     rank.end(outer)
     backward(rank, 1, 0, gradient=10)
+
+
+def in_turns(rank, buckets, ahead=1, steps=1):
+    """Forwards that gather more than there is room for, and backwards that gather what is gone."""
+    for step in range(steps):
+        for p in gathered(rank, *buckets, ahead=ahead):
+            rank.read(p)
+        number = rank.begin()
+        rank.read(0)  # which forward has kept
+        again = [bucket[::-1] for bucket in reversed(buckets)]
+        for p in gathered(rank, *again, ahead=ahead, in_backward=True):
+            rank.read(p)
+            rank.deposit(p, number, gradient=10 * step + p + 1)
+        rank.finish(number)
+        rank.end(number)
+
+
+def abandoning(rank, backward_between=False):
+    """A forward raises when it has started to gather, and leaves that pinned. There is another, or
+    first a backward of the one before it.
+    """
+    forward(rank, 0, 1)
+    rank.start(0, 1)
+    if backward_between:
+        for p in gathered(rank, (1,), (2,), (0,), in_backward=True):
+            rank.read(p)
+    forward(rank, 1, 2, 0)
+
+
+def diverging(rank, started=0):
+    """A forward raises, on rank 0 when it has started to gather so many. There is another."""
+    for p in (0, 1)[: started if rank.rank == 0 else None]:
+        rank.start(p)
+    for p in gathered(rank, (2,), (2,), (0,), (1,), ahead=0):
+        rank.read(p)
+        rank.read(p)
 
 
 ALL = None  # of a rank whose backward does not raise
@@ -135,6 +178,37 @@ def test_every_read_of_a_copy_sees_the_rows_of_its_epoch(program, world_size, op
     assert states_of(program, world_size, **options) > 100
 
 
+ONE_BY_ONE = ((0,), (1,), (2,))
+
+
+@pytest.mark.parametrize(
+    ("buckets", "ahead"),
+    [(ONE_BY_ONE, 1), (ONE_BY_ONE, 2), (((0,), (1, 2)), 1), (((0, 1, 2),), 1)],
+)
+@pytest.mark.parametrize(("world_size", "steps"), [(2, 2), (3, 1)])
+@pytest.mark.parametrize("ring", [1, 2])
+def test_copies_that_take_turns_are_right(buckets, ahead, world_size, steps, ring):
+    program = partial(in_turns, buckets=buckets, ahead=ahead, steps=steps)
+    assert states_of(program, world_size, parameters=3, ring=ring) > 100
+
+
+@pytest.mark.parametrize("backward_between", [False, True])
+@pytest.mark.parametrize(("world_size", "ring"), [(2, 1), (2, 2), (2, 3), (3, 2)])
+def test_what_comes_after_a_forward_that_raised_is_right(world_size, ring, backward_between):
+    program = partial(abandoning, backward_between=backward_between)
+    assert states_of(program, world_size, parameters=3, ring=ring) > 100
+
+
+# With 0, all come to the same places again.
+@pytest.mark.parametrize("started", [0, 1])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_nobody_reads_what_is_wrong_before_ranks_that_have_gathered_different_things_raise(
+    world_size, started
+):
+    program = partial(diverging, started=started)
+    assert states_of(program, world_size, parameters=3, ring=2, may_raise=True) > 50
+
+
 @pytest.mark.parametrize(("world_size", "cells"), [(2, 1), (2, 2), (3, 1)])
 @pytest.mark.parametrize(
     "program", [partial(training, steps=2), partial(accumulation, backwards=2), nested]
@@ -177,6 +251,36 @@ MISTAKES = {
     "reads before the others have published": (
         partial(evaluation, forwards=1),
         {"without": "published"},
+        "reads rows of",
+    ),
+    "starts where something is that it has not read": (
+        partial(in_turns, buckets=((0,), (1, 2))),
+        {"without": "pins", "ring": 2},
+        "reads rows of",
+    ),
+    "starts where something is that it still reads": (
+        partial(in_turns, buckets=ONE_BY_ONE),
+        {"without": "leave", "ring": 2},
+        "reads rows of",
+    ),
+    "starts ahead of what waits for room": (
+        partial(in_turns, buckets=ONE_BY_ONE),
+        {"without": "line", "ring": 1},
+        "is waited for after others",
+    ),
+    "raises where others have gone on after a forward that raised": (
+        abandoning,
+        {"without": "patience", "ring": 3},
+        "where others have it not",
+    ),
+    "has gathered what others have not": (
+        diverging,
+        {"ring": 2},
+        "where others have it not",
+    ),
+    "writes where others have something else": (
+        diverging,
+        {"without": "history", "ring": 2},
         "reads rows of",
     ),
     "waits for parameters in an order of its own": (waiting_in_another_order, {}, "deadlock"),
@@ -222,7 +326,7 @@ MISTAKES = {
 def test_a_mistake_is_found(mistake):
     program, options, found = MISTAKES[mistake]
     with pytest.raises(ProtocolError, match=found):
-        states_of(program, 2, parameters=2, **options)
+        states_of(program, 2, parameters=3, **options)
 
 
 @pytest.mark.parametrize("order", ["wakes before it rings", "looks before it listens"])

@@ -12,6 +12,8 @@ from models import (
     assert_same_gradients,
     assert_same_step,
     batch_of,
+    compiled,
+    in_little_memory,
     mine,
     optimizers_of,
     shard,
@@ -19,7 +21,7 @@ from models import (
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from deepcompile_zero3 import Zero3Error, fully_shard, one_host
+from deepcompile_zero3 import Zero3Error, fully_shard
 from deepcompile_zero3.module import parameters_of
 from deepcompile_zero3.runtime import ops
 
@@ -28,15 +30,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 TIMEOUT = 3  # seconds, of a group whose ranks fail
-
-
-def _in_little_memory(function, *args):
-    """``function(*args)``, whose copies take turns in twice the largest."""
-    before, one_host.RING_BYTES = one_host.RING_BYTES, 0
-    try:
-        return function(*args)
-    finally:
-        one_host.RING_BYTES = before
 
 
 def _trained(how, bucket_mb):
@@ -57,14 +50,14 @@ def _trained(how, bucket_mb):
 @pytest.mark.parametrize(("how", "bucket_mb"), [("zero3", 64), ("zero3", 0.003), ("eager", None)])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_copies_that_take_turns_are_right(run_ranks, world_size, how, bucket_mb):
-    run_ranks(world_size, _in_little_memory, _trained, how, bucket_mb)
+    run_ranks(world_size, in_little_memory, _trained, how, bucket_mb)
 
 
-def _kept_all_the_same():
-    model, reference = shard(Stack(), reshard_after_forward=True)
+def _kept_all_the_same(width=32):
+    model, reference = shard(Stack(width), reshard_after_forward=True)
     model.set_reshard_after_forward(False)  # memory stays as it was given
     run = torch.compile(model, backend="zero3")
-    batch = batch_of(4, 8)
+    batch = batch_of(4, width)
     loss = run(mine(batch)).square().mean()
     with torch.no_grad():
         run(mine(batch))  # all have turns in the place of what was kept
@@ -74,7 +67,7 @@ def _kept_all_the_same():
 
 
 def test_what_is_kept_moves_out_when_its_turn_is_over(run_ranks):
-    run_ranks(2, _in_little_memory, _kept_all_the_same)
+    run_ranks(2, in_little_memory, _kept_all_the_same)
 
 
 def _gathered_on_one_rank():
@@ -92,15 +85,64 @@ def _gathered_on_one_rank():
 
 
 def test_ranks_that_have_gathered_different_things_are_told(run_apart):
-    messages = run_apart(_in_little_memory, _gathered_on_one_rank)
-    assert any(
-        "ranks have gathered different parameters before 'blocks.0" in message
-        for message in messages
+    messages = run_apart(in_little_memory, _gathered_on_one_rank)
+    assert all(
+        "ranks have gathered different things before '" in message for message in messages
     ), messages
 
 
+def _waited_for_in_another_order():
+    model = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(4))
+    for linear in model:
+        fully_shard(linear, reshard_after_forward=True)
+    parameters = [parameters_of(linear)["weight"] for linear in model]
+    handles = [ops.all_gather_start([p.placeholder], [p.fqn]) for p in parameters]
+    last = ops.all_gather_views(handles[3], [parameters[3].placeholder])[0]  # for which is no room
+    before = last.clone()
+    with pytest.raises(RuntimeError, match="waited for after others that were gathered later"):
+        ops.all_gather_views(handles[0], [parameters[0].placeholder])
+    dist.barrier()
+    assert torch.equal(last, before)
+    # In the order of their starts there is always room.
+    for handle, parameter in zip(handles[1:3], parameters[1:3], strict=True):
+        full = ops.all_gather_views(handle, [parameter.placeholder])[0]
+        torch.testing.assert_close(full, parameter.shard.full_tensor())
+
+
+def test_what_is_waited_for_in_another_order_overwrites_nothing(run_ranks):
+    run_ranks(2, in_little_memory, _waited_for_in_another_order)
+
+
+class _Mixed(nn.Module):
+    """Parameters of several dtypes, strides and sizes, one with fewer rows than there are ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide = nn.Parameter(torch.randn(8, 40).double())
+        self.strided = nn.Parameter(torch.randn(40, 24).t())
+        self.row = nn.Parameter(torch.randn(1, 24).double())
+
+    def forward(self, x):
+        hidden = (x @ self.wide).float() @ self.strided.t()
+        return hidden.double() * self.row
+
+
+def _mixed(how):
+    model, reference = shard(_Mixed(), reshard_after_forward=True)
+    run = compiled(model, how)
+    optimizers = optimizers_of(model, reference)
+    for seed in range(3):
+        batch = batch_of(4, 8, seed=seed).double()
+        assert_same_step(model, reference, batch, run=run, optimizers=optimizers)
+
+
+@pytest.mark.parametrize("how", ["interpreted", "eager"])
+def test_copies_of_all_kinds_take_turns(run_ranks, how):
+    run_ranks(2, in_little_memory, _mixed, how)
+
+
 def _different_settings():
-    with pytest.raises(Zero3Error, match=r"gathered again in backward on rank|kept on rank"):
+    with pytest.raises(Zero3Error, match=r"whether reshard_after_forward is True"):
         fully_shard(nn.Linear(8, 8), reshard_after_forward=dist.get_rank() == 0)
 
 
@@ -109,7 +151,7 @@ def test_ranks_that_ask_for_different_memory_are_told(run_ranks):
 
 
 def _sharded_after_smaller_ones():
-    """The ring of the first is too small for the second; both are used on."""
+    """The memory of the first is too small for the second; then both take turns in another."""
     models = [shard(Stack(width), reshard_after_forward=True) for width in (8, 32)]
     for seed in range(2):
         for (model, reference), width in zip(models, (8, 32), strict=True):
@@ -117,4 +159,4 @@ def _sharded_after_smaller_ones():
 
 
 def test_a_larger_model_gets_a_larger_memory(run_ranks):
-    run_ranks(2, _in_little_memory, _sharded_after_smaller_ones)
+    run_ranks(2, in_little_memory, _sharded_after_smaller_ones)

@@ -8,7 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformer_models
-from models import assert_same_gradients, batch_of, compiled, mean_square, shard
+from models import (
+    assert_same_gradients,
+    batch_of,
+    compiled,
+    in_little_memory,
+    mean_square,
+    shard,
+)
 from one_rank import one_rank  # noqa: F401
 from torch import nn
 
@@ -111,9 +118,10 @@ def test_collectives_are_the_same_where_shapes_change_the_graph(name, how, bucke
     assert collectives[0] == collectives[1] == collectives[2]
 
 
-def _train_on_batches_of_different_sizes(name, how):
+def _train_on_batches_of_different_sizes(name, how, reshard_after_forward):
     build, shape = _SHAPES_MATTER[name]
-    model, reference = shard(build().double())  # some of the gradients are next to nothing
+    settings = {"reshard_after_forward": reshard_after_forward}
+    model, reference = shard(build().double(), **settings)  # some gradients are next to nothing
     run = compiled(model, how)
     world_size = dist.get_world_size()
     for step in range(3):
@@ -126,9 +134,13 @@ def _train_on_batches_of_different_sizes(name, how):
 
 
 @pytest.mark.parametrize("how", ["zero3", "eager"])
-@pytest.mark.parametrize("name", ["encoder", "one output", "positions"])
-def test_ranks_may_have_batches_of_different_sizes(run_ranks, name, how):
-    run_ranks(2, _train_on_batches_of_different_sizes, name, how)
+@pytest.mark.parametrize(
+    ("name", "reshard_after_forward"),
+    [("encoder", None), ("encoder", True), ("one output", None), ("positions", None)],
+)
+def test_ranks_may_have_batches_of_different_sizes(run_ranks, name, reshard_after_forward, how):
+    train = _train_on_batches_of_different_sizes
+    run_ranks(2, in_little_memory, train, name, how, reshard_after_forward)
 
 
 class _Scaled(nn.Module):

@@ -55,14 +55,15 @@ def insert_reduces(gm: fx.GraphModule, gradients: Mapping[int, ParameterFacts]) 
 
 def _reduction_of(grad: fx.Node, facts: ParameterFacts, results: list[Any]) -> tuple[Any, Any]:
     """The op that reduces ``grad``, and what it takes: a large gradient that nobody else reads, and
-    that loses nothing on its way, is computed by the runtime in memory that it may send from.
+    that is sent in its own dtype, is computed by the runtime in the memory from which it is sent.
     """
     dtype = grad.meta["val"].dtype
     leaf = facts.grad_dtype or dtype
     wire = facts.reduce_dtype or leaf
     is_read = len(grad.users) > 1 or results.count(grad) > 1
-    is_exact = dtype == leaf and torch.promote_types(dtype, wire) == wire
-    if facts.nbytes >= _LARGE and is_exact and not is_read:
+    if facts.shared and torch.promote_types(dtype, wire) == wire:
+        wire = dtype  # it lies in its own dtype where others read it
+    if facts.nbytes >= _LARGE and dtype == leaf == wire and not is_read:
         if grad.target is torch.ops.aten.mm.default:
             return ops.reduce_mm, list(grad.args)
         if (rows := _embedding_rows(grad)) is not None:
