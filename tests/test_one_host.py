@@ -5,6 +5,7 @@ import gc
 import os
 import resource
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -174,6 +175,26 @@ def test_a_host_holds_one_copy_or_less_and_bounded_mailboxes(reshard_after_forwa
         page = world_size * 16384  # of words, and the rounding of counts
         assert world_size * weight - page <= mailboxes
         assert mailboxes <= world_size * (2 * weight + (32 << 20)) + page
+
+
+def _train(seed):
+    torch.manual_seed(seed)
+    model, reference = shard(Stack(32))
+    optimizers = optimizers_of(model, reference)
+    for step in range(30):
+        assert_same_step(model, reference, batch_of(4, 32, seed=step), optimizers=optimizers)
+
+
+def test_two_jobs_of_one_user_do_not_meet():
+    jobs = [RankPool(2), RankPool(2)]
+    try:
+        with ThreadPoolExecutor() as threads:
+            runs = [threads.submit(job.run, _train, seed) for seed, job in enumerate(jobs)]
+            for run in runs:
+                run.result()
+    finally:
+        for job in jobs:
+            job.close()
 
 
 # ---- what a graph may do with it
