@@ -4,7 +4,6 @@
 
 #include <ATen/ATen.h>
 
-#include <deque>
 #include <memory>
 #include <string>
 #include <vector>
@@ -105,7 +104,7 @@ class PublishedBucket : public GatherBucket {
   bool is_crowded_out_ = false;
   size_t started_ = 0;
   size_t finished_ = 0;
-  std::deque<Ring::Pin> pins_;  // of those under way
+  std::vector<Ring::Pin> pins_;  // of those under way
 };
 
 // Lets nobody write to the memory of `mapped`, whole pages of it.
