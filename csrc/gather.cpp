@@ -186,14 +186,4 @@ std::vector<at::Tensor> gather(const std::vector<ParameterPtr>& parameters) {
   return Gather(parameters).finish(/*fresh=*/true);
 }
 
-std::vector<at::Tensor> as_fresh(std::vector<at::Tensor> fulls,
-                                 const std::vector<ParameterPtr>& parameters) {
-  c10::NoGradGuard no_grad;
-  for (size_t i = 0; i < fulls.size(); ++i)
-    if (parameters[i]->shared)
-      fulls[i] =
-          pooled_empty(fulls[i].sizes(), fulls[i].strides(), fulls[i].options()).copy_(fulls[i]);
-  return fulls;
-}
-
 }  // namespace zero3

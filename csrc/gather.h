@@ -32,8 +32,6 @@ class Gather {
  public:
   explicit Gather(std::vector<ParameterPtr> parameters);
 
-  const std::vector<ParameterPtr>& parameters() const { return parameters_; }
-
   // Waits, and returns the full tensors, [rows, ...] each in the parameter's compute dtype and
   // strides. Where ranks share a copy, they are views of it, unless they are to be `fresh`. Called
   // again, it gathers again.

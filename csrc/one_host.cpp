@@ -160,7 +160,7 @@ void Ring::grow(uint64_t capacity) {
 }
 
 std::shared_ptr<Ring::Turn> Ring::next(uint64_t nbytes, bool even_if_pinned) {
-  nbytes = round_up(nbytes);
+  nbytes = in_cache_lines(nbytes);
   const uint64_t begin = cursor_ + nbytes <= std::min(capacity_, admitted_) ? cursor_ : 0;
   const uint64_t end = begin + nbytes;
   const auto in_its_place = [&](const std::shared_ptr<Turn>& turn) {
@@ -184,7 +184,7 @@ std::shared_ptr<Ring::Turn> Ring::next(uint64_t nbytes, bool even_if_pinned) {
 }
 
 std::optional<uint64_t> Arena::take(uint64_t nbytes) {
-  nbytes = (std::max<uint64_t>(nbytes, 1) + kCacheLine - 1) / kCacheLine * kCacheLine;
+  nbytes = in_cache_lines(nbytes);
   uint64_t begin = 0;
   for (auto& [first, last] : taken_) {
     if (first - begin >= nbytes) break;

@@ -24,6 +24,11 @@ namespace zero3 {
 
 constexpr size_t kCacheLine = 64;
 
+// Whole cache lines, at least one.
+inline uint64_t in_cache_lines(uint64_t nbytes) {
+  return (std::max<uint64_t>(nbytes, 1) + kCacheLine - 1) / kCacheLine * kCacheLine;
+}
+
 // Of one rank with one parameter.
 struct alignas(kCacheLine) Progress {
   // A gather's epochs count the publications of the parameter.
@@ -289,7 +294,7 @@ class Ring {
   explicit Ring(uint64_t capacity) : capacity_(capacity) {}
 
   // Copies of so many bytes take turns too. What all take together is not exceeded.
-  void admit(uint64_t nbytes) { admitted_ += round_up(nbytes); }
+  void admit(uint64_t nbytes) { admitted_ += in_cache_lines(nbytes); }
 
   // Has more memory from now on; turns in what it had are over, and whoever reads them may stay.
   void grow(uint64_t capacity);
@@ -298,10 +303,6 @@ class Ring {
   std::shared_ptr<Turn> next(uint64_t nbytes, bool even_if_pinned = false);
 
  private:
-  static uint64_t round_up(uint64_t nbytes) {
-    return (std::max<uint64_t>(nbytes, 1) + kCacheLine - 1) / kCacheLine * kCacheLine;
-  }
-
   uint64_t capacity_;
   uint64_t admitted_ = 0;
   uint64_t cursor_ = 0;

@@ -1,6 +1,5 @@
 #include "publish.h"
 
-#include <c10/core/CPUAllocator.h>
 #include <sys/mman.h>
 #include <torch/csrc/autograd/graph_task.h>
 

@@ -161,7 +161,6 @@ class _Segments:
         self._mapped: dict[str, torch.Tensor] = {}
         self._nbytes: dict[str, int] = {}
 
-        largest = max(full.nbytes for full in fulls)
         if self._one_host is None:
             self._nbytes["control"] = _C.OneHost.control_bytes(self._world_size)
         # In double at most. Memory that is not touched is not taken.
@@ -170,6 +169,7 @@ class _Segments:
             self._nbytes["mailboxes"] = self._world_size * mailbox
         self._nbytes["progress"] = len(fulls) * self._progress_bytes  # may outlive the parameters
         if take_turns:
+            largest = max(full.nbytes for full in fulls)
             needed = max(RING_BYTES, 3 * _round_up(largest, _C.CACHE_LINE))
             if self._ring is None or self._ring.nbytes < needed:
                 self._nbytes["ring"] = needed

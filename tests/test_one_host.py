@@ -15,6 +15,7 @@ from models import (
     assert_same_step,
     batch_of,
     compiled,
+    in_little_memory,
     mine,
     optimizers_of,
     shard,
@@ -24,7 +25,7 @@ from ranks import RankPool
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from deepcompile_zero3 import Zero3Error, fully_shard, one_host
+from deepcompile_zero3 import Zero3Error, fully_shard
 from deepcompile_zero3.module import parameters_of
 
 pytestmark = pytest.mark.skipif(
@@ -143,7 +144,6 @@ def test_nothing_is_left_behind(run_ranks):
 
 def _host_bytes(depth, reshard_after_forward):
     """This rank's part of the memory that is shared, what several have divided among them."""
-    one_host.RING_BYTES = 0  # copies that take turns do so in three times the largest
     width = 1024
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(depth)))
     model = fully_shard(model, reshard_after_forward=reshard_after_forward)
@@ -168,7 +168,7 @@ def test_a_host_holds_one_copy_or_less_and_bounded_mailboxes(reshard_after_forwa
     for depth in (4, 12):
         pool = RankPool(world_size)  # new processes have mailboxes of their own
         try:
-            taken = sum(pool.run(_host_bytes, depth, reshard_after_forward))
+            taken = sum(pool.run(in_little_memory, _host_bytes, depth, reshard_after_forward))
         finally:
             pool.close()
         mailboxes = taken - weight * (3 if reshard_after_forward else depth)
