@@ -7,6 +7,7 @@
 #include "exchange.h"
 #include "gather.h"
 #include "grad_dtype.h"
+#include "heap.h"
 #include "memory.h"
 #include "ops.h"
 #include "publish.h"
@@ -146,7 +147,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("live_roots", [] { return Registry::get().live_roots(); });
   m.def("read_gathered", &read_gathered);
   m.def("contract_name", &contract_name);
-  m.def("release_buffers", &release_pool, py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "release_buffers",
+      [] {
+        const auto nbytes = release_pool();
+        let_go_of_heap();
+        return nbytes;
+      },
+      py::call_guard<py::gil_scoped_release>());
   m.def(
       "buffer_stats",
       [](bool reset_peak) {

@@ -11,6 +11,7 @@
 
 #include "exchange.h"
 #include "grad_dtype.h"
+#include "heap.h"
 #include "memory.h"
 #include "publish.h"
 #include "sum.h"
@@ -365,6 +366,7 @@ Reduction::~Reduction() {
 void Reduction::add(const ParameterPtr& parameter, const at::Tensor& raw, bool owned) {
   check_gradient(*parameter, raw);
   if (!is_wanted(*parameter)) return;
+  if (raw.is_cpu()) keep_heap();
   c10::NoGradGuard no_grad;
   std::lock_guard lock(mutex_);
   arrived_.push_back(parameter);

@@ -132,8 +132,9 @@ def release_buffers() -> int:
     """Frees the memory that communication keeps from step to step, and returns its bytes.
 
     On a CPU it is memory of gathered parameters, of gradients on their way and of those that were
-    cleared, at most what :func:`limit_buffers` allows. The next step allocates it again. Elsewhere
-    nothing is kept.
+    cleared, at most what :func:`limit_buffers` allows. The next step allocates it again. The end of
+    glibc's heap, which a backward keeps from being trimmed (what lies there is freed by others and
+    not counted), may be trimmed again too, until the next backward. Elsewhere nothing is kept.
     """
     return _C.release_buffers()
 

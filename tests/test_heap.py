@@ -1,0 +1,45 @@
+"""What a step frees at the end of glibc's heap is not given back to the system, to be faulted in
+again by the next.
+"""
+
+import resource
+
+import pytest
+import torch
+from ranks import RankPool
+from torch import nn
+
+from deepcompile_zero3 import fully_shard
+
+WIDTH = 512
+ROWS = 2048
+DEPTH = 24
+ACTIVATIONS = DEPTH * ROWS * WIDTH * 4  # bytes that the products alone save for backward
+PAGE = 4096
+
+
+def _faults_of_steps(how, steps):
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(DEPTH)]
+    model = fully_shard(nn.Sequential(*layers))
+    optimizer = torch.optim.AdamW(model.parameters())
+    run = torch.compile(model, backend="zero3") if how == "zero3" else model
+    x = torch.randn(ROWS, WIDTH)
+    faults = []
+    for _ in range(steps):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        run(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return faults
+
+
+@pytest.mark.parametrize("how", ["zero3", "eager"])
+def test_a_steady_step_faults_no_activations_in(how):
+    pool = RankPool(1)  # a new heap
+    try:
+        [faults] = pool.run(_faults_of_steps, how, 20, timeout=200)
+    finally:
+        pool.close()
+    assert sum(faults[-12:]) < ACTIVATIONS / PAGE / 2, faults
