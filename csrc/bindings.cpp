@@ -80,11 +80,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                                 ? c10::VariableVersion(c10::VariableVersion::DISABLED)
                                 : torch::autograd::impl::version_counter(leaf);
            })
-      .def_property(
-          "gathered", [](const Parameter& self) { return self.gathered; },
-          [](Parameter& self, const std::optional<at::Tensor>& full) {
-            self.gathered = full.value_or(at::Tensor());
-          })
+      .def_readonly("gathered", &Parameter::gathered)
+      .def_readwrite("reshard_after_forward", &Parameter::reshard_after_forward)
+      .def_readwrite("reshard_after_backward", &Parameter::reshard_after_backward)
+      .def("stays_after_forward", &Parameter::stays_after_forward)
+      .def("hold", [](Parameter& self, const at::Tensor& full) { self.hold(full); })
+      .def("let_go", &Parameter::let_go)
+      .def("let_go_of_held", &Parameter::let_go_of_held)
+      .def("was_written", &Parameter::was_written)
+      .def("is_stale", &Parameter::is_stale)
       .def("share",
            [](Parameter& self, const std::shared_ptr<OneHost>& one_host, const at::Tensor& progress,
               const std::shared_ptr<Copies>& copies) {
@@ -106,6 +110,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("register",
            [](const ParameterPtr& self, const std::string& fqn) { Registry::get().add(self, fqn); })
       .def("unregister", [](const ParameterPtr& self) { Registry::get().remove(self); });
+
+  py::class_<Gather>(m, "Gather")
+      .def(py::init<std::vector<ParameterPtr>>(), py::call_guard<py::gil_scoped_release>())
+      .def("finish", &Gather::finish, py::arg("fresh"), py::call_guard<py::gil_scoped_release>());
 
   py::class_<OneHost, std::shared_ptr<OneHost>>(m, "OneHost")
       .def(py::init<const std::string&, int64_t, const std::vector<int64_t>&, const at::Tensor&>())
@@ -138,7 +146,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     for (auto& parameter : parameters) parameter->add_use(first);
   });
   m.def("is_point_to_point", &is_point_to_point);
-  m.def("gather", &gather, py::call_guard<py::gil_scoped_release>());
+  m.def("count_held", &count_held);
   m.def("reduce_accumulated", &reduce_accumulated, py::call_guard<py::gil_scoped_release>());
   m.def("running_backward", [] { return torch::autograd::get_current_graph_task_id(); });
   m.def("forget_uses", [](int64_t root) {

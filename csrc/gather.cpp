@@ -1,6 +1,8 @@
 #include "gather.h"
 
+#include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
 
 #include <algorithm>
 
@@ -33,12 +35,8 @@ GatherBucket::GatherBucket(std::vector<ParameterPtr> parameters)
 
 void GatherBucket::record_start() const {
   int64_t nbytes = 0;
-  std::vector<std::string> fqns;
-  for (auto& parameter : parameters_) {
-    nbytes += parameter->world_size * bytes_of_chunk(*parameter);
-    fqns.push_back(parameter->fqn);
-  }
-  record({"all_gather", parameters_.front()->compute_dtype, nbytes, fqns});
+  for (auto& parameter : parameters_) nbytes += parameter->world_size * bytes_of_chunk(*parameter);
+  record({"all_gather", parameters_.front()->compute_dtype, nbytes, names_of(parameters_)});
 }
 
 namespace {
@@ -152,38 +150,71 @@ Gather::Gather(std::vector<ParameterPtr> parameters) : parameters_(std::move(par
 
 void Gather::start() {
   c10::NoGradGuard no_grad;
-  for (size_t first = 0; first < parameters_.size(); ++first) {
-    const auto alike = [&](const Parameter& other) {
-      return other.group_name == parameters_[first]->group_name &&
-             other.compute_dtype == parameters_[first]->compute_dtype &&
-             (other.shared == nullptr) == (parameters_[first]->shared == nullptr);
+  c10::InferenceMode lasting(false);  // it may be held for a forward with gradients
+  is_started_ = true;
+  if (!in_backward()) count_held(parameters_);
+  std::vector<ParameterPtr> missing;
+  for (auto& parameter : parameters_) {
+    held_.push_back(parameter->gathered);
+    versions_.push_back(parameter->shard_version());
+    if (!parameter->gathered.defined()) missing.push_back(parameter);
+  }
+  while (!missing.empty()) {
+    const Parameter& first = *missing.front();
+    const auto alike = [&](auto& other) {
+      return other->group_name == first.group_name && other->compute_dtype == first.compute_dtype &&
+             (other->shared == nullptr) == (first.shared == nullptr);
     };
-    const auto before = parameters_.begin() + first;
-    if (std::any_of(parameters_.begin(), before, [&](auto& p) { return alike(*p); })) continue;
     std::vector<ParameterPtr> members;
-    std::ranges::copy_if(parameters_, std::back_inserter(members),
-                         [&](auto& p) { return alike(*p); });
+    std::ranges::copy_if(missing, std::back_inserter(members), alike);
+    std::erase_if(missing, alike);
     buckets_.push_back(bucket_of(std::move(members)));
   }
-  for (auto& bucket : buckets_) bucket->start();  // once nothing is left to refuse
+  for (auto& bucket : buckets_) {  // once nothing is left to refuse
+    RECORD_USER_SCOPE(scope_name("all_gather start", bucket->parameters()));
+    bucket->start();
+  }
 }
 
 std::vector<at::Tensor> Gather::finish(bool fresh) {
   c10::NoGradGuard no_grad;
-  if (buckets_.empty()) start();
-  std::vector<at::Tensor> fulls(parameters_.size());
+  c10::InferenceMode lasting(false);
+  if (!is_started_) start();
+  is_started_ = false;
+  auto fulls = std::exchange(held_, {});
+  const auto versions = std::exchange(versions_, {});
   for (auto& bucket : std::exchange(buckets_, {})) {
+    RECORD_USER_SCOPE(scope_name("all_gather wait", bucket->parameters()));
     auto gathered = bucket->finish(fresh);
     for (size_t i = 0; i < gathered.size(); ++i) {
-      auto found = std::ranges::find(parameters_, bucket->parameters()[i]);
-      fulls[found - parameters_.begin()] = gathered[i];
+      const auto& parameter = bucket->parameters()[i];
+      const auto place = std::ranges::find(parameters_, parameter) - parameters_.begin();
+      fulls[place] = gathered[i];
+      if (!parameter->stays_gathered(in_backward())) continue;
+      parameter->hold(gathered[i], /*read_only=*/!fresh);
+      parameter->held_version = versions[place];
     }
   }
   return fulls;
 }
 
+std::vector<at::Tensor> Gather::finish_apart() {
+  auto fulls = finish(/*fresh=*/true);
+  c10::NoGradGuard no_grad;
+  for (size_t i = 0; i < fulls.size(); ++i)
+    if (parameters_[i]->gathered.is_same(fulls[i])) fulls[i] = pooled_copy(fulls[i]);
+  return fulls;
+}
+
+// Backwards are numbered by the forwards before them.
+void count_held(const std::vector<ParameterPtr>& parameters) {
+  for (auto& parameter : parameters)
+    if (parameter->held_version && parameter->shared)
+      parameter->shared->one_host()->backwards.count_publication();
+}
+
 std::vector<at::Tensor> gather(const std::vector<ParameterPtr>& parameters) {
-  return Gather(parameters).finish(/*fresh=*/true);
+  return Gather(parameters).finish_apart();
 }
 
 }  // namespace zero3

@@ -27,24 +27,32 @@ class GatherBucket {
 };
 
 // A gather of parameters that has started: one collective for each (process group, compute dtype)
-// among them, in order of appearance. The cast happens before the wire.
+// among those that are not held already, in order of appearance. The cast happens before the wire.
 class Gather {
  public:
   explicit Gather(std::vector<ParameterPtr> parameters);
 
   // Waits, and returns the full tensors, [rows, ...] each in the parameter's compute dtype and
-  // strides. Where ranks share a copy, they are views of it, unless they are to be `fresh`. Called
-  // again, it gathers again.
+  // strides. Where ranks share a copy, they are views of it, unless they are to be `fresh`. Those
+  // that are held are the very tensors. Called again, it gathers again.
   std::vector<at::Tensor> finish(bool fresh);
+  // Fresh, and nobody else has them: whoever holds one gets a copy of his own.
+  std::vector<at::Tensor> finish_apart();
 
  private:
   void start();
 
   std::vector<ParameterPtr> parameters_;  // each once
+  std::vector<at::Tensor> held_;          // of those that are; else undefined
+  std::vector<uint64_t> versions_;        // of the shards
   std::vector<std::unique_ptr<GatherBucket>> buckets_;
+  bool is_started_ = false;
 };
 
-// Starts and finishes one, whose tensors are all fresh.
+// To be called when a forward reads `parameters`, which may be held from a backward before it.
+void count_held(const std::vector<ParameterPtr>& parameters);
+
+// Starts one, and finishes it apart.
 std::vector<at::Tensor> gather(const std::vector<ParameterPtr>& parameters);
 
 // Called by refresh(), to make `Parameter::shard` what the model registers now.

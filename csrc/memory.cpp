@@ -128,6 +128,10 @@ at::Tensor pooled_empty(at::IntArrayRef sizes, const at::TensorOptions& options)
   return pooled_empty(sizes, strides, options);
 }
 
+at::Tensor pooled_copy(const at::Tensor& tensor) {
+  return pooled_empty(tensor.sizes(), tensor.strides(), tensor.options()).copy_(tensor);
+}
+
 PoolStats pool_stats(bool reset_peak) { return pool()->stats(reset_peak); }
 
 int64_t release_pool() { return pool()->release(); }

@@ -12,6 +12,7 @@ namespace zero3 {
 at::Tensor pooled_empty(at::IntArrayRef sizes, at::IntArrayRef strides,
                         const at::TensorOptions& options);
 at::Tensor pooled_empty(at::IntArrayRef sizes, const at::TensorOptions& options);
+at::Tensor pooled_copy(const at::Tensor& tensor);
 
 struct PoolStats {
   int64_t in_use;  // bytes

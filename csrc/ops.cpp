@@ -4,7 +4,6 @@
 
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/library.h>
 
@@ -85,7 +84,7 @@ Tensor all_gather_start(at::TensorList placeholders, std::vector<std::string> fq
 // Fresh memory: a compiler may write to it once nobody reads it any more.
 std::vector<Tensor> all_gather_wait(const Tensor& handle, at::TensorList placeholders,
                                     const std::optional<Tensor>& after) {
-  auto result = Running::get().find(handle)->finish(/*fresh=*/true);
+  auto result = Running::get().find(handle)->finish_apart();
   result.push_back(token(placeholders[0]));
   return result;
 }
@@ -104,10 +103,9 @@ void check_reducible(const Parameter& parameter, const std::string& contract) {
   TORCH_CHECK(contract.empty() || contract == expected, "zero3: the contract of '", parameter.fqn,
               "' (grad_dtype) was ", contract, " in the forward of this backward and is ", expected,
               " now: set grad_dtype before the forward");
-  const bool in_backward = torch::autograd::get_current_graph_task_id() != -1;
-  TORCH_CHECK(in_backward || !contract.empty(), "zero3::reduce_grad('", parameter.fqn,
+  TORCH_CHECK(in_backward() || !contract.empty(), "zero3::reduce_grad('", parameter.fqn,
               "') was called outside of a backward: call it inside of defer_reduction(model)");
-  TORCH_CHECK(in_backward, "zero3: the gradient of '", parameter.fqn,
+  TORCH_CHECK(in_backward(), "zero3: the gradient of '", parameter.fqn,
               "' was computed in forward. It does not depend on that of the loss, and this backend "
               "moved it there: use backend='zero3', or eager");
 }
@@ -159,7 +157,6 @@ Tensor reduce_rows(at::TensorList rows, std::string fqn, const std::optional<Ten
 // Fresh memory: a compiler may write to what an operator returns.
 Tensor unshard(const Tensor& placeholder, std::string fqn, std::string contract) {
   auto parameter = Registry::get().find(fqn);
-  if (parameter->gathered.defined()) return parameter->gathered.clone();
   refresh(*parameter);
   return gather({parameter})[0];
 }
@@ -288,6 +285,7 @@ TORCH_LIBRARY_IMPL(zero3, Autograd, m) { m.impl("unshard", unshard_autograd); }
 
 Tensor read_gathered(const ParameterPtr& parameter) {
   TORCH_CHECK(parameter->gathered.defined(), "zero3: '", parameter->fqn, "' is not gathered");
+  parameter->make_writable();
   return apply_unshard(parameter->placeholder, parameter->fqn, contract_name(parameter->grad_dtype),
                        parameter->gathered);
 }

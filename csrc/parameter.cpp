@@ -1,9 +1,12 @@
 #include "parameter.h"
 
+#include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <ranges>
+
+#include "memory.h"
 
 namespace zero3 {
 
@@ -17,6 +20,35 @@ std::vector<int64_t> Parameter::sizes_with_rows(int64_t rows) const {
   std::vector<int64_t> result = sizes;
   result[0] = rows;
   return result;
+}
+
+uint64_t Parameter::shard_version() const {
+  return (version.enabled() ? version.current_version() : 0) +
+         (shard.is_inference() ? 0 : shard._version());
+}
+
+void Parameter::hold(const at::Tensor& full, bool read_only) {
+  gathered = full;
+  gathered_version = full.is_inference() ? 0 : full._version();
+  is_read_only = read_only;
+}
+
+void Parameter::let_go() {
+  gathered.reset();
+  held_version.reset();
+}
+
+bool Parameter::was_written() const {
+  return gathered.defined() && !gathered.is_inference() && gathered._version() != gathered_version;
+}
+
+void Parameter::make_writable() {
+  c10::InferenceMode lasting(false);
+  if (gathered.defined() && is_read_only) hold(pooled_copy(gathered));
+}
+
+bool Parameter::stays_after_forward() const {
+  return held_version && (in_backward() || !reshard_after_forward);
 }
 
 bool Parameter::has_accumulated() {
@@ -33,7 +65,7 @@ void Parameter::drop_accumulated() {
 }
 
 void Parameter::add_use(bool first) {
-  if (torch::autograd::get_current_graph_task_id() != -1) return;
+  if (in_backward()) return;
   pending_uses = first ? 1 : pending_uses + 1;
 }
 
@@ -45,6 +77,20 @@ bool Parameter::is_contiguous() const {
     expected *= sizes[d];
   }
   return true;
+}
+
+bool in_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
+
+std::vector<std::string> names_of(const std::vector<ParameterPtr>& parameters) {
+  std::vector<std::string> result;
+  for (auto& parameter : parameters) result.push_back(parameter->fqn);
+  return result;
+}
+
+std::string scope_name(const std::string& what, const std::vector<ParameterPtr>& parameters) {
+  const auto more = parameters.size() - 1;
+  return "zero3::" + what + " " + parameters.front()->fqn +
+         (more > 0 ? " and " + std::to_string(more) + " more" : "");
 }
 
 Registry& Registry::get() {

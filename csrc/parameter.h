@@ -49,7 +49,13 @@ struct Parameter {
   at::Tensor placeholder;        // the leaf that graphs take: full shape and no memory
   at::Tensor shard;              // [shard_rows, ...], read at every gather, never written
   c10::VariableVersion version;  // of the DTensor around the shard: an optimizer counts only there
-  at::Tensor gathered;           // the full tensor while eager code holds it, else undefined
+  at::Tensor gathered;           // the full tensor while it is held, else undefined
+  int64_t gathered_version = 0;  // of that, when it came
+  // Of the shard then, where what was gathered is held from one backward to the next.
+  std::optional<uint64_t> held_version;
+  bool is_read_only = false;           // the memory of `gathered`
+  bool reshard_after_forward = false;  // true only if somebody said so
+  bool reshard_after_backward = true;
 
   // Gradients that are not reduced yet: their sum, full, else undefined; and the dtype that holds
   // them all as they arrived. Both belong to `accumulation_mutex`, which nobody takes with the GIL.
@@ -82,11 +88,35 @@ struct Parameter {
   // stands for a use that was noted already.
   void add_use(bool first);
   std::vector<int64_t> sizes_with_rows(int64_t rows) const;
+  // Counts the changes to the shard that torch knows of.
+  uint64_t shard_version() const;
+
+  void hold(const at::Tensor& full, bool read_only = false);
+  void let_go();
+  void let_go_of_held() {
+    if (held_version) let_go();
+  }
+  bool was_written() const;  // the full tensor, while it is held
+  void make_writable();      // that
+  // Whether what is gathered now is to be held for the next forward or backward.
+  bool stays_gathered(bool in_backward) const {
+    return !reshard_after_backward && (in_backward || !reshard_after_forward);
+  }
+  bool stays_after_forward() const;
+  bool is_stale() const { return held_version && *held_version != shard_version(); }
+
   bool has_accumulated();
   void drop_accumulated();
 };
 
 using ParameterPtr = std::shared_ptr<Parameter>;
+
+// Whether a backward of the autograd engine runs on this thread.
+bool in_backward();
+
+std::vector<std::string> names_of(const std::vector<ParameterPtr>& parameters);
+// What a profile calls `what` is done with them: "zero3::<what> <the first> and <n> more".
+std::string scope_name(const std::string& what, const std::vector<ParameterPtr>& parameters);
 
 // Names to parameters. It owns none of them: a parameter lives as long as its Python owner.
 class Registry {

@@ -1,7 +1,6 @@
 #include "publish.h"
 
 #include <sys/mman.h>
-#include <torch/csrc/autograd/graph_task.h>
 
 #include <cerrno>
 #include <cstring>
@@ -15,12 +14,6 @@
 
 namespace zero3 {
 namespace {
-
-uint64_t version_of(const Parameter& parameter) {
-  const auto& [shard, version] = std::tie(parameter.shard, parameter.version);
-  return (version.enabled() ? version.current_version() : 0) +
-         (shard.is_inference() ? 0 : shard._version());
-}
 
 std::chrono::milliseconds timeout_of(const std::string& group_name) {
   return c10d::resolve_process_group(group_name)
@@ -72,7 +65,7 @@ SharedCopy::SharedCopy(std::shared_ptr<OneHost> one_host, const Parameter& param
 }
 
 bool SharedCopy::is_stale(const Parameter& parameter) const {
-  return !turn_ || turn_->is_over || version_of(parameter) != published_version_;
+  return !turn_ || turn_->is_over || parameter.shard_version() != published_version_;
 }
 
 bool SharedCopy::arrive(const Parameter& parameter, bool even_if_pinned) {
@@ -90,7 +83,7 @@ bool SharedCopy::arrive(const Parameter& parameter, bool even_if_pinned) {
       storage->set_data_ptr(own.storage().set_data_ptr({}));
     }
   };
-  published_version_ = version_of(parameter);
+  published_version_ = parameter.shard_version();
   publication.arrive(turn_->history);
   return true;
 }
@@ -134,7 +127,7 @@ PublishedBucket::~PublishedBucket() {
 }
 
 void PublishedBucket::start() {
-  in_backward_ = torch::autograd::get_current_graph_task_id() != -1;
+  in_backward_ = in_backward();
   if (one_host().crowded_out == 0) start_some(/*at_least_one=*/false);
   is_crowded_out_ = started_ < parameters_.size();
   if (is_crowded_out_) ++one_host().crowded_out;
@@ -154,7 +147,7 @@ std::vector<at::Tensor> PublishedBucket::finish(bool fresh) {
     for (; finished_ < started_; ++finished_) {
       auto& parameter = *parameters_[finished_];
       auto full = parameter.shared->view(parameter);
-      if (fresh) full = pooled_empty(full.sizes(), full.strides(), full.options()).copy_(full);
+      if (fresh) full = pooled_copy(full);
       fulls.push_back(full);
     }
     pins_.clear();

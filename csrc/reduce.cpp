@@ -1,5 +1,6 @@
 #include "reduce.h"
 
+#include <ATen/record_function.h>
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -59,7 +60,9 @@ bool is_wanted(const Parameter& parameter) {
 
 // Half the scaling before the sum and half after: fp16 neither overflows nor underflows.
 double pre_divide_factor(at::ScalarType wire_dtype, double divide_factor) {
-  return wire_dtype == at::kHalf ? std::exp2(std::floor(std::log2(std::sqrt(divide_factor)))) : 1.0;
+  return wire_dtype == at::kHalf
+             ? std::exp2(std::floor(std::log2(std::sqrt(std::max(divide_factor, 1.0)))))
+             : 1.0;
 }
 
 bool is_exact(at::ScalarType from, at::ScalarType to) { return at::promote_types(from, to) == to; }
@@ -145,13 +148,13 @@ bool Bucket::accepts(const Parameter& parameter, at::ScalarType wire_dtype) cons
 }
 
 bool Bucket::has_room_for(const Parameter& parameter) const {
-  return fqns_.empty() || used_ + parameter.chunk_numel() <= capacity_;
+  return parameters_.empty() || used_ + parameter.chunk_numel() <= capacity_;
 }
 
 void Bucket::add(const ParameterPtr& parameter, const at::Tensor& grad, at::ScalarType through,
                  at::ScalarType normalised_dtype, bool owned) {
   used_ += parameter->chunk_numel();
-  fqns_.push_back(parameter->fqn);
+  parameters_.push_back(parameter);
   const auto shard_dtype = parameter->shard_grad_dtype.value_or(normalised_dtype);
   send(parameter, grad, through, shard_dtype, owned);
 }
@@ -159,7 +162,7 @@ void Bucket::add(const ParameterPtr& parameter, const at::Tensor& grad, at::Scal
 void Bucket::close() {
   send_rest();
   const int64_t nbytes = used_ * world_size_ * static_cast<int64_t>(options_.dtype().itemsize());
-  record({"reduce_scatter", wire_dtype(), nbytes, fqns_});
+  record({"reduce_scatter", wire_dtype(), nbytes, names_of(parameters_)});
 }
 
 namespace {
@@ -441,11 +444,13 @@ void Reduction::send(const ParameterPtr& parameter, const at::Tensor& grad, at::
 
 void Reduction::launch(std::unique_ptr<Bucket> bucket) {
   while (in_flight_.size() >= kMaxBucketsInFlight) finish_oldest();
+  RECORD_USER_SCOPE(scope_name("reduce_scatter start", bucket->parameters()));
   bucket->close();
   in_flight_.push_back(std::move(bucket));
 }
 
 void Reduction::finish_oldest() {
+  RECORD_USER_SCOPE(scope_name("reduce_scatter wait", in_flight_.front()->parameters()));
   in_flight_.front()->finish(results_);
   in_flight_.erase(in_flight_.begin());
 }
@@ -467,6 +472,8 @@ void Reduction::finish_backward() {
     // All of their models': micro-batches may have been accumulated without sync.
     for (int64_t root : roots())
       for (auto& parameter : Registry::get().of_root(root)) parameters.push_back(parameter);
+    for (auto& parameter : parameters)
+      if (parameter->reshard_after_backward) parameter->let_go_of_held();
   }
   finish(parameters);
 }

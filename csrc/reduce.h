@@ -47,6 +47,7 @@ class Bucket {
   bool accepts(const Parameter& parameter, at::ScalarType wire_dtype) const;
   bool has_room_for(const Parameter& parameter) const;
   bool is_full() const { return used_ >= capacity_; }
+  const std::vector<ParameterPtr>& parameters() const { return parameters_; }
 
   // Takes `grad`, cast to `through` and that to the wire's dtype. If it is owned, nobody writes to
   // it until finish(); else it may be reused when this returns.
@@ -75,7 +76,7 @@ class Bucket {
 
  private:
   int64_t used_ = 0;
-  std::vector<std::string> fqns_;
+  std::vector<ParameterPtr> parameters_;
 };
 
 class RunningBackward;

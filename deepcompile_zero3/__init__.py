@@ -11,7 +11,7 @@ from deepcompile_zero3.capture import CapturedGraph, CapturedGraphs, capture_gra
 from deepcompile_zero3.defer import defer_reduction, deposit_grad
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.fully_shard import fully_shard
-from deepcompile_zero3.module import Zero3Module
+from deepcompile_zero3.module import Zero3Module, register_fsdp_forward_method
 from deepcompile_zero3.runtime import (
     BufferStats,
     Collective,
@@ -42,6 +42,7 @@ __all__ = [
     "fully_shard",
     "limit_buffers",
     "record_collectives",
+    "register_fsdp_forward_method",
     "release_buffers",
     "zero3",
 ]

@@ -20,6 +20,7 @@ from torch import fx
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.capture import captured
 from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.group import refuse_writes
 from deepcompile_zero3.parameter import (
     PLACEHOLDER_OF,
     ShardedParameter,
@@ -143,6 +144,23 @@ class _CompiledGraph:
         as_traced = True
         for parameter in parameters:
             as_traced &= parameter.settle()
+        groups = dict.fromkeys(parameter.group for parameter in parameters)  # in one order
+        if any(group.in_forward for group in groups):  # in eager code, which frees what is held
+            return self._forward(args, parameters, as_traced, first=False)
+        unsharded = [group for group in groups if group.is_unsharded]
+        for group in unsharded:
+            group.wait_for_gather()
+        try:
+            return self._forward(args, parameters, as_traced, first=True)
+        finally:
+            for parameter in parameters:
+                if not parameter.handle.stays_after_forward():
+                    parameter.handle.let_go_of_held()
+            refuse_writes([fqn for group in unsharded for fqn in group.release(group.parameters)])
+
+    def _forward(
+        self, args: tuple, parameters: list[ShardedParameter], as_traced: bool, first: bool
+    ) -> Any:
         if not as_traced:
             # requires_grad or grad_dtype changed since the guards of this call were checked. What
             # they look at follows now, so the next call compiles; this one is right in eager.
@@ -150,7 +168,6 @@ class _CompiledGraph:
             return self._eager(*args)
         if torch.is_grad_enabled():
             # Where nobody is in forward in eager code, this graph is the whole forward.
-            first = not any(group.in_forward for group in {p.group for p in parameters})
             _C.add_uses([p.handle for p in parameters if p.placeholder.requires_grad], first)
         return self._run(*args)
 

@@ -102,9 +102,14 @@ def fully_shard(
             known = getattr(parameter, _SHARDED_AS, None)
             if known is None:
                 known = ShardedParameter(
-                    parameter, submodule, attribute, mesh, mp_policy, shared.get(parameter)
+                    parameter,
+                    submodule,
+                    attribute,
+                    mesh,
+                    mp_policy,
+                    cast(bool | None, reshard_after_forward),
+                    shared.get(parameter),
                 )
-                known.reshard_after_forward = reshard_after_forward  # type: ignore[assignment]
                 setattr(parameter, _SHARDED_AS, known)
                 owned.append(known)
             else:

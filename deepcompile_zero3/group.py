@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.parameter import ShardedParameter, all_gather
+from deepcompile_zero3.parameter import AllGather, ShardedParameter
 from deepcompile_zero3.runtime import _C, ops
 from deepcompile_zero3.saved import SavedTensors
 
@@ -29,17 +29,23 @@ class ParameterGroup:
         parameters: those the group owns; a tied one belongs to the group that met it first.
         mp_policy: dtypes of the group's computation.
         root: number of the sharded model that the group belongs to.
+        forward_prefetch: groups that an eager forward begins to gather once it has this one.
+        backward_prefetch: likewise in an eager backward.
     """
 
     def __init__(self, parameters: list[ShardedParameter], mp_policy: MixedPrecisionPolicy) -> None:
         self.parameters = parameters
         self.mp_policy = mp_policy
         self.root = 0
+        self.forward_prefetch: list[weakref.ref[ParameterGroup]] = []
+        self.backward_prefetch: list[weakref.ref[ParameterGroup]] = []
         self._parent: weakref.ref[ParameterGroup] | None = None
         self._depth = 0  # forwards of the group's module that are running
         self._unsharded = False  # by unshard(), until reshard() or the end of a forward
+        self._gathering: AllGather | None = None
         self._reads: dict[ShardedParameter, torch.Tensor] = {}
         self._saved: SavedTensors | None = None  # of the outermost forward that is running
+        self._prefetched: list[ParameterGroup] = []  # in that
         for parameter in parameters:
             parameter.group = self
 
@@ -70,30 +76,44 @@ class ParameterGroup:
     def read(self, parameter: ShardedParameter) -> torch.Tensor:
         """What ``module.weight`` is: the full tensor inside of a forward, else the DTensor."""
         running = [group for group in self.ancestry() if group._depth > 0]
-        if not running and not self._unsharded:
+        if not running and not self.is_unsharded:
             if _C.running_backward() != -1:
                 # A recomputation of activations, whose module is not in forward itself.
                 return ops.unshard.default(parameter.placeholder, parameter.fqn, parameter.contract)
             return parameter.shard
         saved = running[-1]._saved if running else None
         if saved is not None:
-            self._gather()
-            if saved.watch(self, self.parameters):
+            self.wait_for_gather()
+            if saved.watch(self, self.parameters, _alive(self.backward_prefetch)):
                 self._reads.clear()  # of before this forward, whose contract they have
+                _C.count_held([parameter.handle for parameter in self.parameters])
+                for group in _alive(self.forward_prefetch):
+                    group.start_gather()
+                    running[-1]._prefetched.append(group)
         value = self._reads.get(parameter)
         differentiable = parameter.placeholder.requires_grad and torch.is_grad_enabled()
         if value is None or value.requires_grad != differentiable:
-            self._gather()
             parameter.settle()
+            self.wait_for_gather()
             value = _C.read_gathered(parameter.handle)
             self._reads[parameter] = value
         return value
 
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether ``unshard()`` has made the parameters whole, or is about to."""
+        return self._unsharded and (
+            self._gathering is not None
+            or all(parameter.handle.gathered is not None for parameter in self.parameters)
+        )
+
     @torch.compiler.disable
-    def unshard(self) -> None:
-        """Gathers now, for reads until ``reshard`` or the end of the next forward."""
+    def unshard(self, async_op: bool) -> None:
+        """Gathers, for reads until ``reshard`` or the end of the next forward that uses them."""
         self._unsharded = True
-        self._gather()
+        self.start_gather()
+        if not async_op:
+            self.wait_for_gather()
 
     @torch.compiler.disable
     def reshard(self) -> None:
@@ -102,23 +122,36 @@ class ParameterGroup:
         Raises:
             Zero3Error: somebody has written to it, and the writing is lost.
         """
-        _refuse_writes(self._release())
+        refuse_writes(self.release(self.parameters))
 
-    def _release(self) -> list[str]:
-        """Frees what was gathered, and returns the names of what somebody has written to."""
+    def release(self, parameters: list[ShardedParameter]) -> list[str]:
+        """Frees what was gathered of ``parameters``, and returns the names of what somebody has
+        written to.
+        """
         self._unsharded = False
+        self._gathering = None
         self._reads.clear()
         for group in self.ancestry():
             if group._saved is not None:
                 group._saved.forget(self)
-        return [parameter.fqn for parameter in self.parameters if parameter.release()]
+        return [parameter.fqn for parameter in parameters if parameter.release()]
 
-    def _gather(self) -> None:
-        if any(parameter.handle.gathered is None for parameter in self.parameters):
-            with torch.inference_mode(False):  # it may be read with gradients later
-                fulls = all_gather(self.parameters)
-            for parameter, full in zip(self.parameters, fulls, strict=True):
-                parameter.hold(full)
+    def start_gather(self) -> None:
+        """Begins to gather what is not held. A wait, or the end of a forward, ends it."""
+        if self._gathering is None:
+            missing = [p for p in self.parameters if p.handle.gathered is None]
+            if missing:
+                self._gathering = AllGather(missing)
+
+    @torch.compiler.disable
+    def wait_for_gather(self) -> None:
+        """Holds the full tensors, for reads."""
+        self.start_gather()
+        if self._gathering is not None:
+            gathering, self._gathering = self._gathering, None
+            for parameter, full in zip(gathering.parameters, gathering.wait(), strict=True):
+                if parameter.handle.gathered is None:
+                    parameter.handle.hold(full)
 
     # ---- forwards
 
@@ -157,15 +190,27 @@ class ParameterGroup:
         self._depth -= 1
         if self._depth > 0:
             return
-        ending = {self: None}
+        ending: dict[ParameterGroup, None] = {self: None}
         if self._saved is not None:
             # Also groups whose own modules did not run, but whose parameters were read.
             ending.update(dict.fromkeys(self._saved.stop()))
             self._saved = None
-        _refuse_writes([fqn for group in ending for fqn in group._release()])
+            for group in self._prefetched:
+                group._gathering = None  # in vain
+            self._prefetched.clear()
+        written = []
+        for group in ending:
+            leaving = [
+                p
+                for p in group.parameters
+                if p.handle.was_written() or not p.handle.stays_after_forward()
+            ]
+            written += group.release(leaving)
+        refuse_writes(written)
 
 
-def _refuse_writes(fqns: list[str]) -> None:
+def refuse_writes(fqns: list[str]) -> None:
+    """Raises a Zero3Error that names the parameters whose full tensors were written to."""
     if fqns:
         raise Zero3Error(
             f"{', '.join(map(repr, fqns))} was modified in place where it was a gathered copy, "
@@ -175,3 +220,7 @@ def _refuse_writes(fqns: list[str]) -> None:
 
 def _cast_floats(tree: Any, dtype: torch.dtype) -> Any:
     return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
+
+
+def _alive(groups: list["weakref.ref[ParameterGroup]"]) -> list[ParameterGroup]:
+    return [group for reference in groups if (group := reference()) is not None]

@@ -7,11 +7,13 @@ asks the parameter's group. ``module._parameters`` keeps the DTensors, so that `
 """
 
 import functools
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import UnshardHandle
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
@@ -31,18 +33,18 @@ class Zero3Module:
         """
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
-    def unshard(self, async_op: bool = False) -> None:
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers the parameters of this module's group, for use outside of a forward.
 
-        Not recursive. They stay whole until :meth:`reshard` or the end of the next eager forward;
-        gradients that flow into them are reduced as in a forward.
+        Not recursive. They stay whole until :meth:`reshard` or the end of the next forward that
+        uses them; gradients that flow into them are reduced as in a forward.
 
-        Raises:
-            NotImplementedError: ``async_op=True``.
+        Args:
+            async_op: True only starts, and returns a handle whose ``wait()`` waits. So do the first
+                read of one of the parameters, and a compiled forward. All ranks wait, or none.
         """
-        if async_op:
-            raise NotImplementedError("unshard(async_op=True) is not supported yet")
-        self._zero3_group.unshard()
+        self._zero3_group.unshard(async_op)
+        return _UnshardHandle(self._zero3_group) if async_op else None
 
     def reshard(self) -> None:
         """Frees the gathered parameters of this module's group. Not recursive."""
@@ -67,13 +69,153 @@ class Zero3Module:
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"reshard_after_forward is a bool, got {reshard_after_forward!r}")
         for parameter in self._zero3_parameters_below(recurse):
-            parameter.reshard_after_forward = reshard_after_forward
+            parameter.set_reshard_after_forward(reshard_after_forward)
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether backwards from now on free what is gathered (True), or leave it to the forwards
+        and backwards after them (False), which then gather nothing that is still there.
+
+        For micro-batches between which no optimizer steps: set it to True before the last one's
+        backward. Costs the full model in memory. With ``reshard_after_forward=True`` each backward
+        gathers once; otherwise, only the first forward.
+
+        Raises:
+            ValueError: no bool. And the next forward raises a Zero3Error if a parameter was changed
+                in place while its full tensor was held; changes through ``.data`` are not noticed.
+        """
+        if not isinstance(reshard_after_backward, bool):
+            raise ValueError(f"reshard_after_backward is a bool, got {reshard_after_backward!r}")
+        for parameter in self._zero3_parameters_below(recurse):
+            parameter.handle.reshard_after_backward = reshard_after_backward
+            if reshard_after_backward and not parameter.placeholder.requires_grad:
+                parameter.handle.let_go_of_held()  # no backward brings it a gradient
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divides the ranks' sum of each gradient of this module's group by ``factor``, in place of
+        the number of ranks: 1.0 gives the sum. Not recursive.
+
+        Raises:
+            ValueError: ``factor`` is no positive finite number.
+        """
+        if isinstance(factor, bool) or not isinstance(factor, int | float):
+            raise ValueError(f"factor is a number, got {factor!r}")
+        if not 0 < factor < float("inf"):
+            raise ValueError(f"factor is positive and finite, got {factor!r}")
+        for parameter in self._zero3_group.parameters:
+            parameter.handle.divide_factor = factor
+
+    def set_modules_to_forward_prefetch(self, modules: list["Zero3Module"]) -> None:
+        """Lets an eager forward, once it has gathered this module's group, begin to gather those of
+        ``modules``, on all ranks. A compiled forward begins by itself, a bucket ahead.
+        """
+        self._zero3_group.forward_prefetch[:] = _groups_of(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list["Zero3Module"]) -> None:
+        """As :meth:`set_modules_to_forward_prefetch`, in an eager backward, which must come to
+        ``modules`` too.
+        """
+        self._zero3_group.backward_prefetch[:] = _groups_of(modules)
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Changes nothing: every backward ends when its reductions have."""
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Changes nothing on a mesh of one dimension, where nothing is all-reduced."""
+
+    def reset_iter_state(self) -> None:
+        """Gives up a sequence of micro-batches, after a forward or backward has raised say: drops
+        the gradients of this module and those in it that are not reduced yet, and frees what is
+        gathered. All ranks call it.
+        """
+        for parameter in self._zero3_parameters_below(recurse=True):
+            parameter.handle.drop_accumulated()
+        for module in self.modules():  # type: ignore[attr-defined]
+            if isinstance(module, Zero3Module):
+                module._zero3_group.release(module._zero3_group.parameters)
 
     def _zero3_parameters_below(self, recurse: bool) -> Iterator[ShardedParameter]:
         modules = self.modules() if recurse else (self,)  # type: ignore[attr-defined]
         for module in modules:
             if isinstance(module, Zero3Module):
                 yield from module._zero3_group.parameters
+
+
+def _refused(name: str, why: str) -> Callable[..., NoReturn]:
+    def method(self: Zero3Module, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(f"{name} is not supported: {why}")
+
+    method.__name__ = name
+    return method
+
+
+_REFUSED = {
+    "set_all_reduce_hook": "the runtime communicates",
+    "set_allocate_memory_from_process_group_for_comm": "the runtime has buffers of its own",
+    "set_custom_all_gather": "the runtime communicates",
+    "set_custom_reduce_scatter": "the runtime communicates",
+    "set_keep_unsharded_storage": "the runtime has buffers of its own",
+    "set_manual_backward_finalization": "every backward ends with its reductions",
+    "set_force_sum_reduction_for_comms": "reductions sum always, and divide after",
+    "set_post_optim_event": "the runtime waits for the current stream",
+    "set_reduce_scatter_divide_factor": "call set_gradient_divide_factor",
+    "set_reduce_scatter_max_input_buffers": "the runtime has buffers of its own",
+    "set_reduce_scatter_unused_params": "not there yet",
+    "set_separate_reduce_scatter_group": "reductions have a group of their own always",
+    "set_unshard_in_backward": "eager backwards gather what was saved, compiled ones by their plan",
+    "set_symm_mem_for_comm": "the runtime has buffers of its own",
+}
+"""Methods of FSDP2's, and why a :class:`Zero3Module` does not do as they say."""
+
+for _name, _why in _REFUSED.items():
+    setattr(Zero3Module, _name, _refused(_name, _why))
+
+
+class _UnshardHandle(UnshardHandle):
+    def __init__(self, group: ParameterGroup) -> None:
+        self._group = group
+
+    def wait(self) -> None:
+        if self._group.is_unsharded:
+            self._group.wait_for_gather()
+
+
+def _groups_of(modules: Iterable[Any]) -> list[weakref.ref[ParameterGroup]]:
+    modules = list(modules)
+    for module in modules:
+        if not isinstance(module, Zero3Module):
+            raise ValueError(f"{type(module).__name__} was not sharded: call fully_shard on it")
+    return [weakref.ref(module._zero3_group) for module in modules]
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Makes a method of ``module`` a forward too: in it, parameters are whole.
+
+    Nothing happens if ``module`` itself was not given to ``fully_shard``, so that code for both
+    may call it always.
+
+    Raises:
+        ValueError: there is no such method.
+    """
+    if not isinstance(module, Zero3Module):
+        return
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise ValueError(f"{type(module).__name__} has no method {method_name!r}")
+    group = module._zero3_group
+
+    @functools.wraps(method)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = group.pre_forward(module, args, kwargs)
+        try:
+            output = method(*args, **kwargs)
+        except BaseException:
+            group.post_forward(module, args, None)
+            raise
+        return group.post_forward(module, args, output)
+
+    setattr(module, method_name, forward)
 
 
 def parameters_of(module: nn.Module) -> dict[str, ShardedParameter]:

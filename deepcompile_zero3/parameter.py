@@ -56,15 +56,15 @@ class ShardedParameter:
         name: str,
         mesh: DeviceMesh,
         mp_policy: MixedPrecisionPolicy,
+        reshard_after_forward: bool | None = None,
         shared: SharedMemory | None = None,
     ) -> None:
         self._owner = weakref.ref(module)
         self._group: weakref.ref[ParameterGroup] | None = None
         self._name = name
         self._mesh = mesh
-        self._held_version = 0
         self.fqn = ""
-        self.reshard_after_forward: bool | None = None
+        self.reshard_after_forward = reshard_after_forward
         self.kept_bytes = 0
         self.grad_dtype: torch.dtype | None = None
         self.contract = ""
@@ -85,6 +85,7 @@ class ShardedParameter:
         self.handle.compute_dtype = self.compute_dtype
         self.handle.device = device
         self.handle.reduce_dtype = mp_policy.reduce_dtype
+        self.set_reshard_after_forward(reshard_after_forward)
         if shared is not None:
             self.handle.share(*shared)
             self.handle.reduce_group_name = self.handle.group_name
@@ -153,15 +154,16 @@ class ShardedParameter:
         setattr(self.placeholder, PLACEHOLDER_OF, fqn)
         _live[fqn] = self
 
-    def hold(self, full: torch.Tensor) -> None:
-        """Keeps the full tensor [rows, ...] for the eager reads to come."""
-        self.handle.gathered = full
-        self._held_version = version_of(full)
+    def set_reshard_after_forward(self, reshard_after_forward: bool | None) -> None:
+        """Changes it, for the runtime too."""
+        self.reshard_after_forward = reshard_after_forward
+        self.handle.reshard_after_forward = reshard_after_forward is True
 
     def release(self) -> bool:
         """Lets go of the full tensor, and returns whether somebody has written to it."""
-        held, self.handle.gathered = self.handle.gathered, None
-        return held is not None and version_of(held) != self._held_version
+        written = self.handle.was_written()
+        self.handle.let_go()
+        return written
 
     def refresh(self) -> DTensor:
         """Makes the runtime read the shard as it is now, and returns it."""
@@ -177,6 +179,7 @@ class ShardedParameter:
             if shard.grad_dtype == shard.dtype != self.grad_dtype:
                 shard.grad_dtype = self.grad_dtype  # to_empty() and the like forget it
             self._set_shard(shard)
+            self.handle.let_go()
         return shard
 
     def settle(self) -> bool:
@@ -186,6 +189,14 @@ class ShardedParameter:
         not, they are now.
         """
         shard = self.refresh()
+        if self.handle.is_stale() and self.handle.reshard_after_backward:
+            self.handle.let_go()  # which its last backward has not, since it raised
+        if self.handle.is_stale():
+            raise Zero3Error(
+                f"'{self.fqn}' has changed since it was gathered, and set_reshard_after_backward("
+                "False) said to compute with that again: set it to True before the last backward "
+                "of a step, or call reshard() before the next forward"
+            )
         self._shard_of_forward = id(shard)
         as_traced = True
         if self.placeholder.requires_grad != shard.requires_grad:
@@ -265,13 +276,20 @@ class ShardedParameter:
             shard.grad = torch_internals.dtensor_like(local + reduced, shard)
 
 
-def all_gather(parameters: Sequence[ShardedParameter]) -> list[torch.Tensor]:
-    """The full tensors of ``parameters``, [rows, ...] each in its compute dtype, from the shards
-    as they are now: one collective for each process group and dtype among them.
+class AllGather:
+    """A gather that has started, from the shards as they are now: one collective for each process
+    group and dtype among those of ``parameters`` that are not held already.
     """
-    for parameter in parameters:
-        parameter.refresh()
-    return _C.gather([parameter.handle for parameter in parameters])
+
+    def __init__(self, parameters: Sequence[ShardedParameter]) -> None:
+        self.parameters = tuple(parameters)
+        for parameter in parameters:
+            parameter.refresh()
+        self._gather = _C.Gather([parameter.handle for parameter in parameters])
+
+    def wait(self) -> list[torch.Tensor]:
+        """The full tensors, [rows, ...] each in its compute dtype."""
+        return self._gather.finish(fresh=True)
 
 
 def full_like(parameter: torch.Tensor, mp_policy: MixedPrecisionPolicy) -> torch.Tensor:

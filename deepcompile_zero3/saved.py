@@ -15,30 +15,53 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
 from deepcompile_zero3 import torch_internals
-from deepcompile_zero3.parameter import ShardedParameter, all_gather, version_of
+from deepcompile_zero3.parameter import AllGather, ShardedParameter, version_of
 from deepcompile_zero3.runtime import _C
 
 
 class _Regather:
-    """The parameters that one forward of a group saved, gathered when backward needs the first."""
+    """The parameters that one forward of a group saved, gathered when backward needs the first.
 
-    def __init__(self) -> None:
+    When it has them, it starts those of the owners in ``following``.
+    """
+
+    def __init__(
+        self, of_forward: WeakValueDictionary[Hashable, _Regather], following: Iterable[Hashable]
+    ) -> None:
         self.parameters: dict[ShardedParameter, None] = {}  # in the order in which they were saved
+        self._of_forward = of_forward
+        self._following = following
+        self._gathering: AllGather | None = None
         self._fulls: dict[ShardedParameter, torch.Tensor] = {}
-        self._backward = -1  # which backward they were gathered for
+        self._backward = -1  # which backward they are gathered for
 
-    def full(self, parameter: ShardedParameter) -> torch.Tensor:
+    def start(self) -> None:
         if self._backward != _C.running_backward():
             # A graph that was retained runs again: parameters may have changed since.
             self._backward = _C.running_backward()
             self._fulls.clear()
-        if parameter not in self._fulls:
-            missing = [saved for saved in self.parameters if saved not in self._fulls]
-            self._fulls.update(zip(missing, all_gather(missing), strict=True))
+            self._gathering = None
+        if self._gathering is not None:
+            return
+        for saved in self.parameters:
+            if (held := saved.handle.gathered) is not None:
+                self._fulls.setdefault(saved, held)
+        if missing := [saved for saved in self.parameters if saved not in self._fulls]:
+            self._gathering = AllGather(missing)
+
+    def full(self, parameter: ShardedParameter) -> torch.Tensor:
+        self.start()
+        if self._gathering is not None:
+            gathering, self._gathering = self._gathering, None
+            self._fulls.update(zip(gathering.parameters, gathering.wait(), strict=True))
+            for owner in self._following:
+                if (regather := self._of_forward.get(owner)) is not None:
+                    regather.start()
         return self._fulls[parameter]
 
 
@@ -97,9 +120,10 @@ class SavedTensors:
     def __init__(self) -> None:
         self._outer = torch_internals.outer_saved_tensors_hooks()
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
-        # By storage. An entry must go before its storage does: addresses are used again.
-        self._watched: dict[int, tuple[_Regather, ShardedParameter]] = {}
+        # By storage, whose address is not used again as long as the tensor is here.
+        self._watched: dict[int, tuple[_Regather, ShardedParameter, torch.Tensor]] = {}
         self._owners: dict[Hashable, list[int]] = {}
+        self._regathers: WeakValueDictionary[Hashable, _Regather] = WeakValueDictionary()
 
     def start(self) -> None:
         """Begins packing, on this thread."""
@@ -113,20 +137,27 @@ class SavedTensors:
             hooks.__exit__()
         return list(self._owners)
 
-    def watch(self, owner: Hashable, parameters: Iterable[ShardedParameter]) -> bool:
+    def watch(
+        self,
+        owner: Hashable,
+        parameters: Iterable[ShardedParameter],
+        following: Iterable[Hashable] = (),
+    ) -> bool:
         """Takes charge of the gathered tensors of ``parameters`` until ``forget(owner)``.
+
+        Once a backward has gathered them, it begins to gather those of the owners in ``following``.
 
         Returns whether that is new.
         """
         if owner in self._owners:
             return False
-        regather = _Regather()
+        regather = self._regathers[owner] = _Regather(self._regathers, following)
         self._owners[owner] = []
         for parameter in parameters:
             full = parameter.handle.gathered
             if full is not None and parameter.reshard_after_forward is not False:
                 storage = torch_internals.storage_address(full)
-                self._watched[storage] = regather, parameter
+                self._watched[storage] = regather, parameter, full
                 self._owners[owner].append(storage)
         return True
 
@@ -140,7 +171,7 @@ class SavedTensors:
         dense = tensor.layout == torch.strided
         found = self._watched.get(torch_internals.storage_address(tensor)) if dense else None
         if found is not None:
-            regather, parameter = found
+            regather, parameter, _ = found
             regather.parameters[parameter] = None
             return _SavedView(
                 regather, parameter, tensor.size(), tensor.stride(), tensor.storage_offset()

@@ -287,12 +287,6 @@ def test_a_value_that_is_no_choice_for_reshard_after_forward_is_refused():
         fully_shard(nn.Linear(2, 2)).set_reshard_after_forward("never")
 
 
-@needs_a_job
-def test_an_asynchronous_unshard_is_not_supported_yet():
-    with pytest.raises(NotImplementedError, match=r"unshard\(async_op=True\)"):
-        fully_shard(nn.Linear(2, 2)).unshard(async_op=True)
-
-
 # ---- a sharded model
 
 

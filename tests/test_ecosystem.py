@@ -1,0 +1,164 @@
+"""What people use beside a model: every optimizer, schedulers, averages, scalers, profilers."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import (
+    Stack,
+    assert_same_parameters,
+    batch_of,
+    compiled,
+    mean_square,
+    mine,
+    shard,
+)
+from one_rank import one_rank  # noqa: F401
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+needs_a_job = pytest.mark.usefixtures("one_rank")
+
+# DTensor has no rules for Adafactor, Rprop and fused SGD. LBFGS flattens all parameters into one
+# tensor, and SparseAdam wants sparse gradients.
+OPTIMIZERS = [
+    (torch.optim.Adadelta, {}),
+    (torch.optim.Adagrad, {}),
+    (torch.optim.Adam, {"foreach": False}),
+    (torch.optim.Adam, {"foreach": True}),
+    (torch.optim.Adam, {"fused": True}),
+    (torch.optim.Adam, {"amsgrad": True}),
+    (torch.optim.Adamax, {}),
+    (torch.optim.AdamW, {"foreach": True}),
+    (torch.optim.AdamW, {"fused": True}),
+    (torch.optim.ASGD, {}),
+    (torch.optim.NAdam, {}),
+    (torch.optim.RAdam, {}),
+    (torch.optim.RMSprop, {"momentum": 0.9}),
+    (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "foreach": True}),
+]
+
+
+def _three_steps(cls, kwargs):
+    model, reference = shard(Stack())
+    optimizers = [cls(m.parameters(), lr=0.01, **kwargs) for m in (model, reference)]
+    schedulers = [LambdaLR(optimizer, lambda step: 0.5**step) for optimizer in optimizers]
+    for seed in range(3):
+        mean_square(model, mine(batch_of(4, 8, seed=seed))).backward()
+        mean_square(reference, batch_of(4, 8, seed=seed)).backward()
+        for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
+            nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.1)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    # Some divide by what is nearly zero at first.
+    assert_same_parameters(model, reference, tolerance=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("cls", "kwargs"), OPTIMIZERS, ids=[f"{c.__name__}-{'-'.join(k)}" for c, k in OPTIMIZERS]
+)
+def test_optimizers_step_shards_as_they_step_whole_parameters(run_ranks, cls, kwargs):
+    run_ranks(2, _three_steps, cls, kwargs)
+
+
+def _compiled_optimizer():
+    model, reference = shard(Stack())
+    run = compiled(model, "zero3")
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, reference)]
+    step = torch.compile(optimizers[0].step)
+    for seed in range(3):
+        mean_square(run, mine(batch_of(4, 8, seed=seed))).backward()
+        mean_square(reference, batch_of(4, 8, seed=seed)).backward()
+        step()
+        optimizers[1].step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    assert_same_parameters(model, reference, tolerance=1e-3)
+
+
+def test_the_step_of_an_optimizer_can_be_compiled(run_ranks):
+    run_ranks(2, _compiled_optimizer)
+
+
+NORMS = [1.0, 2.0, 3.0, float("inf"), 0.0]
+
+
+def _clipped(norm_type, foreach):
+    model, reference = shard(Stack())
+    mean_square(model, mine(batch_of(4, 8))).backward()
+    mean_square(reference, batch_of(4, 8)).backward()
+    norms = [
+        nn.utils.clip_grad_norm_(m.parameters(), 0.1, norm_type, foreach=foreach)
+        for m in (model, reference)
+    ]
+    assert norms[0].full_tensor().item() == pytest.approx(norms[1].item(), rel=1e-5)
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+
+
+@pytest.mark.parametrize("norm_type", NORMS)
+@pytest.mark.parametrize("foreach", [True, False])
+def test_gradients_are_clipped_by_the_norm_of_all_of_them(run_ranks, norm_type, foreach):
+    run_ranks(2, _clipped, norm_type, foreach)
+
+
+def _scaled():
+    model, reference = shard(Stack())
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1) for _ in range(2)]
+    for seed in range(4):
+        batch = batch_of(4, 8, seed=seed)
+        losses = mean_square(model, mine(batch)), mean_square(reference, batch)
+        for scaler, loss in zip(scalers, losses, strict=True):
+            scaler.scale(loss).backward()
+        if seed == 1:  # in rows of the last rank alone
+            last = model.head.weight.grad
+            if dist.get_rank() == dist.get_world_size() - 1:
+                last.to_local()[-1, -1] = float("inf")
+            reference.head.weight.grad[-1, -1] = float("inf")
+        for scaler, optimizer in zip(scalers, optimizers, strict=True):
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+        assert_same_parameters(model, reference)
+
+
+def test_a_step_whose_gradients_overflow_on_one_rank_is_skipped_on_all(run_ranks):
+    run_ranks(2, _scaled)
+
+
+def _averaged():
+    model, reference = shard(Stack())
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
+    averages = [[p.detach().clone() for p in m.parameters()] for m in (model, reference)]
+    update = get_ema_multi_avg_fn(0.9)
+    for seed in range(3):
+        mean_square(model, mine(batch_of(4, 8, seed=seed))).backward()
+        mean_square(reference, batch_of(4, 8, seed=seed)).backward()
+        for m, optimizer, average in zip((model, reference), optimizers, averages, strict=True):
+            optimizer.step()
+            optimizer.zero_grad()
+            update(average, [p.detach() for p in m.parameters()], seed)
+    for ours, theirs in zip(*averages, strict=True):
+        torch.testing.assert_close(ours.full_tensor(), theirs)
+
+
+def test_an_average_of_the_parameters_is_kept_in_shards(run_ranks):
+    run_ranks(2, _averaged)
+
+
+@needs_a_job
+@pytest.mark.parametrize("how", ["zero3", "eager"])
+def test_profiles_name_gathers_and_reductions(how):
+    model, _ = shard(Stack())
+    run = compiled(model, how)
+    mean_square(run, batch_of(4, 8)).backward()
+    with torch.profiler.profile() as profile:
+        mean_square(run, batch_of(4, 8)).backward()
+    names = {event.key for event in profile.key_averages()}
+    for step in ("all_gather start", "all_gather wait"):
+        assert any(name.startswith(f"zero3::{step} blocks.0.") for name in names), names
+    for step in ("reduce_scatter start", "reduce_scatter wait"):
+        assert any(name.startswith(f"zero3::{step} head.") for name in names), names

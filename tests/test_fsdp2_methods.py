@@ -1,0 +1,493 @@
+"""The methods that a sharded module has in common with FSDP2's."""
+
+import copy
+import inspect
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import (
+    Stack,
+    assert_same_gradients,
+    assert_same_parameters,
+    assert_same_step,
+    batch_of,
+    compiled,
+    mean_square,
+    mine,
+    optimizers_of,
+    shard,
+)
+from one_rank import one_rank  # noqa: F401
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, UnshardHandle
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+from deepcompile_zero3 import (
+    Zero3Error,
+    fully_shard,
+    module,
+    record_collectives,
+    register_fsdp_forward_method,
+)
+from deepcompile_zero3.module import parameters_of
+
+ROOT = Path(__file__).parent.parent
+
+each_way = pytest.mark.parametrize("how", ["zero3", "interpreted", "eager"])
+either_transport = pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
+needs_a_job = pytest.mark.usefixtures("one_rank")
+
+
+def layers_of(*widths):
+    """Products alone: all that backward needs of a layer is its weight."""
+    pairs = itertools.pairwise(widths)
+    return nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in pairs))
+
+
+def gathered_in(log):
+    return [fqn for c in log if c.op == "all_gather" for fqn in c.params]
+
+
+def held(model):
+    """The full tensors that are held."""
+    return [
+        sharded.fqn
+        for module in model.modules()
+        for sharded in parameters_of(module).values()
+        if sharded.handle.gathered is not None
+    ]
+
+
+# ---- set_reshard_after_backward
+
+
+def _micro_batches(how, reshard_after_forward, transport):
+    """How often each micro-batch of a step gathers a weight, after two steps beside one process."""
+    model = layers_of(8, 12, 4)
+    model, reference = shard(
+        model, model, reshard_after_forward=reshard_after_forward, transport=transport
+    )
+    run = compiled(model, how)
+    optimizers = optimizers_of(model, reference)
+    for step in range(2):
+        counts = []
+        for micro in range(3):
+            model.set_requires_gradient_sync(micro == 2)
+            model.set_reshard_after_backward(micro == 2)
+            batch = batch_of(4, 8, seed=3 * step + micro).requires_grad_()
+            with record_collectives() as log:
+                mean_square(run, mine(batch)).backward()
+                gathered = gathered_in(log)
+            mean_square(reference, batch).backward()
+            assert gathered.count("0.weight") == gathered.count("1.weight")
+            counts.append(gathered.count("0.weight"))
+        assert held(model) == []
+        assert_same_gradients(model, reference)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same_parameters(model, reference)
+    return counts
+
+
+@each_way
+@either_transport
+@pytest.mark.parametrize(
+    ("reshard_after_forward", "expected"),
+    [(True, [2, 1, 1]), (False, [1, 0, 0]), (None, [1, 0, 0])],
+)
+def test_what_a_backward_leaves_gathered_is_not_gathered_again(
+    run_ranks, how, transport, reshard_after_forward, expected
+):
+    for counts in run_ranks(2, _micro_batches, how, reshard_after_forward, transport):
+        assert counts == expected
+
+
+def _changed_while_held(how, transport):
+    model, reference = shard(layers_of(8, 8, 4), transport=transport)
+    run = compiled(model, how)
+    optimizers = optimizers_of(model, reference)
+    model.set_reshard_after_backward(False)
+    assert_same_step(model, reference, batch_of(4, 8), run=run, optimizers=optimizers)
+    assert held(model) == ["0.weight", "1.weight"]
+    with pytest.raises(Zero3Error, match=r"'0\.weight' has changed since it was gathered.*reshard"):
+        run(mine(batch_of(4, 8)))
+    model.reshard()
+    assert held(model) == []
+    assert_same_step(model, reference, batch_of(4, 8, seed=1), run=run, optimizers=optimizers)
+
+
+@each_way
+@either_transport
+def test_what_is_held_while_it_changes_is_not_computed_with(run_ranks, how, transport):
+    run_ranks(2, _changed_while_held, how, transport)
+
+
+class Writing(nn.Module):
+    """Writes to its weight if it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x, writes=False):
+        if writes:
+            with torch.no_grad():
+                self.weight.mul_(2)
+        return x @ self.weight
+
+
+def _alternating(transport):
+    """Eager and compiled micro-batches in turn, evaluation, a write, and what is replaced."""
+    model, reference = shard(Writing(), transport=transport)
+    run = compiled(model, "zero3")
+    optimizers = optimizers_of(model, reference)
+    for step in range(2):
+        for micro, forward in enumerate((run, model, run, model)):
+            model.set_reshard_after_backward(micro == 3)
+            batch = batch_of(4, 8, seed=4 * step + micro)
+            mean_square(forward, mine(batch)).backward()
+            mean_square(reference, batch).backward()
+            assert bool(held(model)) == (micro < 3)
+            with torch.inference_mode():
+                assert_close(forward(batch), reference(batch))
+        assert_same_gradients(model, reference)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same_parameters(model, reference)
+    model.set_reshard_after_backward(False)
+    mean_square(run, mine(batch)).backward()
+    with pytest.raises(Zero3Error, match="'weight' was modified in place"):
+        model(mine(batch), writes=True)
+    assert held(model) == []
+    mean_square(run, mine(batch)).backward()
+    model.load_state_dict({"weight": model.weight.detach().clone()}, assign=True)
+    assert_close(model(batch), reference(batch))
+
+
+@either_transport
+def test_eager_and_compiled_code_hold_alike(run_ranks, transport):
+    run_ranks(2, _alternating, transport)
+
+
+class Recomputing(Stack):
+    """Its blocks' forwards run again in backward."""
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+
+
+def _checkpointed():
+    """How often a weight whose forward runs again in backward is gathered, by micro-batch."""
+    model = Recomputing()
+    model, reference = shard(model, model.blocks, reshard_after_forward=True)
+    counts = []
+    for micro in range(3):
+        model.set_reshard_after_backward(micro == 2)
+        batch = batch_of(4, 8, seed=micro).requires_grad_()
+        with record_collectives() as log:
+            mean_square(model, mine(batch)).backward()
+            counts.append(gathered_in(log).count("blocks.0.up.weight"))
+        mean_square(reference, batch).backward()
+    assert_same_gradients(model, reference)
+    assert held(model) == []
+    return counts
+
+
+def test_a_recomputation_leaves_it_gathered_too(run_ranks):
+    assert run_ranks(2, _checkpointed) == 2 * [[2, 1, 1]]
+
+
+# ---- set_gradient_divide_factor
+
+
+def _divided(how):
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float16)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    reference = copy.deepcopy(model)
+    first = fully_shard(model[0], mp_policy=policy)
+    fully_shard(model)
+    first.set_gradient_divide_factor(0.5)
+    model.set_gradient_divide_factor(1)  # not those of `first`
+    mean_square(compiled(model, how), mine(batch_of(4, 8))).backward()
+    mean_square(reference, batch_of(4, 8)).backward()
+    for layer, factor in ((reference[0], 0.5), (reference[1], 1)):
+        for parameter in layer.parameters():
+            parameter.grad *= dist.get_world_size() / factor
+    assert_same_gradients(model, reference, tolerance=1e-3)
+
+
+@each_way
+def test_gradients_are_divided_by_the_factor_of_their_group(run_ranks, how):
+    run_ranks(2, _divided, how)
+
+
+@needs_a_job
+@pytest.mark.parametrize("factor", [0, -1.0, float("inf"), float("nan"), "2", True])
+def test_a_factor_that_nothing_can_be_divided_by_is_refused(factor):
+    with pytest.raises(ValueError, match=f"factor is .* got {factor!r}"):
+        fully_shard(nn.Linear(2, 2)).set_gradient_divide_factor(factor)
+
+
+# ---- unshard
+
+
+def _asynchronous_unshard(transport):
+    model = layers_of(8, 8, 4)
+    weight = model[0].weight.detach().clone()
+    fully_shard(model, transport=transport)
+    with record_collectives() as log:
+        handle = model.unshard(async_op=True)
+        assert isinstance(handle, UnshardHandle)
+        assert gathered_in(log) == ["0.weight", "1.weight"]
+        handle.wait()
+        handle.wait()
+        assert torch.equal(model[0].weight, weight)
+        model.reshard()
+        handle.wait()  # of what is freed
+        assert held(model) == []
+
+        model.unshard(async_op=True)
+        assert torch.equal(model[0].weight, weight)  # waits
+
+        model.reshard()
+        model.unshard(async_op=True)
+        model.reshard()  # before anybody has waited
+        assert held(model) == []
+        model(batch_of(2, 8).requires_grad_()).sum().backward()
+        assert gathered_in(log) == 5 * ["0.weight", "1.weight"]
+
+
+@either_transport
+def test_an_unshard_may_be_waited_for_later(run_ranks, transport):
+    run_ranks(2, _asynchronous_unshard, transport)
+
+
+def _unshard_then_forward(how, transport):
+    model, reference = shard(layers_of(8, 8, 4), transport=transport)
+    run = compiled(model, how)
+    optimizers = optimizers_of(model, reference)
+    for seed in range(3):
+        with record_collectives() as log:
+            model.unshard(async_op=seed > 0)
+            loss = mean_square(run, mine(batch_of(4, 8, seed=seed)))
+            assert gathered_in(log) == ["0.weight", "1.weight"]
+        assert held(model) == []
+        loss.backward()
+        mean_square(reference, batch_of(4, 8, seed=seed)).backward()
+        assert_same_gradients(model, reference)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same_parameters(model, reference)
+
+
+@each_way
+@either_transport
+def test_a_forward_does_not_gather_what_is_unsharded(run_ranks, how, transport):
+    run_ranks(2, _unshard_then_forward, how, transport)
+
+
+# ---- prefetching
+
+
+class Skipping(Stack):
+    """Leaves its last block out if it is told to."""
+
+    def forward(self, x, skip=False):
+        for block in self.blocks[:-1] if skip else self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def _blocks_gathered_in(log):
+    return {fqn.removesuffix(".up.weight") for fqn in gathered_in(log) if "up.weight" in fqn}
+
+
+def _prefetched(transport):
+    model = Skipping(depth=3)
+    model, reference = shard(model, model.blocks, transport=transport)
+    first, second, third = model.blocks
+    first.set_modules_to_forward_prefetch([second, third])
+    third.set_modules_to_backward_prefetch([second, first])
+    optimizers = optimizers_of(model, reference)
+    logs, seen = [], []
+    see = lambda *_: seen.append(_blocks_gathered_in(logs[-1]))  # noqa: E731
+    first.register_forward_hook(see)
+
+    def see_its_gradient(module, args, output):
+        if output.requires_grad:  # when the third block's backward has run, and not the second's
+            output.register_hook(see)
+
+    second.register_forward_hook(see_its_gradient)
+    for seed in range(2):
+        batch = batch_of(4, 8, seed=seed)
+        for part in ("forward", "backward", "evaluation"):
+            with record_collectives() as log:
+                logs.append(log)
+                if part == "forward":
+                    loss = mean_square(model, mine(batch))
+                elif part == "backward":
+                    loss.backward()
+                else:
+                    with torch.no_grad():
+                        model(batch, skip=True)  # what is prefetched in vain soon is old
+        mean_square(reference, batch).backward()
+        assert_same_gradients(model, reference)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same_parameters(model, reference)
+        assert held(model) == []
+    return seen
+
+
+@either_transport
+def test_hinted_blocks_are_gathered_ahead_in_eager_code(run_ranks, transport):
+    every = {"blocks.0", "blocks.1", "blocks.2"}
+    for seen in run_ranks(2, _prefetched, transport):
+        assert seen == 2 * [every, every, every]
+
+
+def _ignored_when_compiled():
+    model = Stack()
+    model, reference = shard(model, model.blocks)
+    model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1]])
+    run = compiled(model, "zero3")
+    assert_same_step(model, reference, batch_of(4, 8), run=run)
+
+
+def test_hints_do_not_disturb_a_compiled_step(run_ranks):
+    run_ranks(2, _ignored_when_compiled)
+
+
+@needs_a_job
+def test_only_sharded_modules_can_be_prefetched():
+    model = fully_shard(layers_of(2, 2))
+    for method in (model.set_modules_to_forward_prefetch, model.set_modules_to_backward_prefetch):
+        with pytest.raises(ValueError, match="Zero3Linear was not sharded: call fully_shard"):
+            method([model[0]])
+
+
+# ---- register_fsdp_forward_method
+
+
+class Encoder(nn.Module):
+    """Has two ways in."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.down(self.encode(x))
+
+    def encode(self, x, fails=False):
+        if fails:
+            raise KeyError("as asked for")
+        return torch.tanh(x @ self.up.weight.t())  # a parameter of its own child
+
+
+def _another_way_in(how):
+    policy = MixedPrecisionPolicy(param_dtype=torch.float64)
+    model, reference = shard(Encoder(), mp_policy=policy)
+    register_fsdp_forward_method(model, "encode")
+    assert model.encode.__name__ == "encode"
+    encode = compiled(model.encode, how)
+    for seed in range(2):
+        batch = batch_of(4, 8, seed=seed)
+        output = encode(mine(batch))
+        assert output.dtype == torch.float64
+        output.square().mean().backward()
+        reference.encode(batch).square().mean().backward()
+    assert model.down.weight.grad is None
+    assert_same_gradients(model, reference)
+    with pytest.raises(KeyError):
+        model.encode(mine(batch), fails=True)
+    assert held(model) == []
+    assert_same_step(model, reference, batch)
+
+
+@each_way
+def test_a_registered_method_is_a_forward(run_ranks, how):
+    run_ranks(2, _another_way_in, how)
+
+
+@needs_a_job
+def test_a_method_can_be_registered_whether_or_not_its_module_is_sharded():
+    model = Encoder()
+    register_fsdp_forward_method(model, "encode")
+    register_fsdp_forward_method(model, "decode")
+    fully_shard(model)
+    with pytest.raises(ValueError, match="Zero3Encoder has no method 'decode'"):
+        register_fsdp_forward_method(model, "decode")
+
+
+# ---- reset_iter_state, and what changes nothing
+
+
+def _start_again(how):
+    model, reference = shard(layers_of(8, 8, 4))
+    run = compiled(model, how)
+    model.set_requires_gradient_sync(False)
+    mean_square(run, mine(batch_of(4, 8, seed=7))).backward()  # of a sequence that is given up
+    model.unshard()
+    model.reset_iter_state()
+    assert held(model) == []
+    model.set_requires_gradient_sync(True)
+    model.set_requires_all_reduce(False)
+    model.set_is_last_backward(False)
+    optimizers = optimizers_of(model, reference)
+    for seed in range(2):
+        assert_same_step(
+            model, reference, batch_of(4, 8, seed=seed), run=run, optimizers=optimizers
+        )
+
+
+@each_way
+def test_a_sequence_of_micro_batches_can_be_given_up(run_ranks, how):
+    run_ranks(2, _start_again, how)
+
+
+@needs_a_job
+@pytest.mark.parametrize("name", module._REFUSED)
+def test_what_has_no_meaning_here_is_refused_by_name(name):
+    model = fully_shard(nn.Linear(2, 2))
+    with pytest.raises(NotImplementedError, match=f"{name} is not supported: "):
+        getattr(model, name)(True)
+
+
+# ---- the document
+
+
+ROW = re.compile(r"^\| (?P<what>.*?) \| (?P<verdict>.*?) \| (?P<tests>.*?) \|$", re.MULTILINE)
+ROWS = [
+    row
+    for row in ROW.finditer((ROOT / "docs" / "fsdp2.md").read_text())
+    if row["tests"] not in ("test", "---")
+]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["what"])
+def test_each_row_of_the_document_names_the_tests_that_hold_it(row):
+    assert row["verdict"].split()[0].strip(",:;") in ("same", "likewise", "different", "refused")
+    for test in row["tests"].split(", "):
+        file, name = test.strip("`").split("::")
+        assert f"def {name}(" in (ROOT / "tests" / file).read_text()
+
+
+def test_the_document_has_a_row_for_each_argument_and_method_of_fsdp2():
+    names = {name for name in vars(FSDPModule) if not name.startswith("_")}
+    names |= set(inspect.signature(torch_fully_shard).parameters)
+    documented = {name for row in ROWS for name in re.findall(r"`(\w+)", row["what"])}
+    assert names - documented == set()
