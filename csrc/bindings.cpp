@@ -62,6 +62,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readwrite("reduce_group_name", &Parameter::reduce_group_name)
       .def_readwrite("rank", &Parameter::rank)
       .def_readwrite("world_size", &Parameter::world_size)
+      .def_readwrite("replicate_group_name", &Parameter::replicate_group_name)
+      .def_readwrite("replica", &Parameter::replica)
+      .def_readwrite("replicas", &Parameter::replicas)
       .def_readwrite("sizes", &Parameter::sizes)
       .def_readwrite("strides", &Parameter::strides)
       .def_readwrite("compute_dtype", &Parameter::compute_dtype)
@@ -72,6 +75,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readwrite("bucket_bytes", &Parameter::bucket_bytes)
       .def_readwrite("divide_factor", &Parameter::divide_factor)
       .def_readwrite("requires_gradient_sync", &Parameter::requires_gradient_sync)
+      .def_readwrite("requires_all_reduce", &Parameter::requires_all_reduce)
       .def_readwrite("placeholder", &Parameter::placeholder)
       .def_readwrite("shard", &Parameter::shard)
       .def("follow_version",
@@ -154,6 +158,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("live_roots", [] { return Registry::get().live_roots(); });
   m.def("read_gathered", &read_gathered);
+  m.def("gather_and_read", &gather_and_read, py::call_guard<py::gil_scoped_release>());
   m.def("contract_name", &contract_name);
   m.def(
       "release_buffers",

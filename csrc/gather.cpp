@@ -1,11 +1,10 @@
 #include "gather.h"
 
 #include <ATen/record_function.h>
-#include <c10/core/GradMode.h>
-#include <c10/core/InferenceMode.h>
 
 #include <algorithm>
 
+#include "apart.h"
 #include "collective_log.h"
 #include "exchange.h"
 #include "memory.h"
@@ -149,8 +148,7 @@ Gather::Gather(std::vector<ParameterPtr> parameters) : parameters_(std::move(par
 }
 
 void Gather::start() {
-  c10::NoGradGuard no_grad;
-  c10::InferenceMode lasting(false);  // it may be held for a forward with gradients
+  Apart apart;
   is_started_ = true;
   if (!in_backward()) count_held(parameters_);
   std::vector<ParameterPtr> missing;
@@ -177,8 +175,7 @@ void Gather::start() {
 }
 
 std::vector<at::Tensor> Gather::finish(bool fresh) {
-  c10::NoGradGuard no_grad;
-  c10::InferenceMode lasting(false);
+  Apart apart;
   if (!is_started_) start();
   is_started_ = false;
   auto fulls = std::exchange(held_, {});
@@ -200,7 +197,7 @@ std::vector<at::Tensor> Gather::finish(bool fresh) {
 
 std::vector<at::Tensor> Gather::finish_apart() {
   auto fulls = finish(/*fresh=*/true);
-  c10::NoGradGuard no_grad;
+  Apart apart;
   for (size_t i = 0; i < fulls.size(); ++i)
     if (parameters_[i]->gathered.is_same(fulls[i])) fulls[i] = pooled_copy(fulls[i]);
   return fulls;
@@ -208,6 +205,7 @@ std::vector<at::Tensor> Gather::finish_apart() {
 
 // Backwards are numbered by the forwards before them.
 void count_held(const std::vector<ParameterPtr>& parameters) {
+  if (in_backward()) return;
   for (auto& parameter : parameters)
     if (parameter->held_version && parameter->shared)
       parameter->shared->one_host()->backwards.count_publication();

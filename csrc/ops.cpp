@@ -290,4 +290,9 @@ Tensor read_gathered(const ParameterPtr& parameter) {
                        parameter->gathered);
 }
 
+Tensor gather_and_read(const ParameterPtr& parameter) {
+  return apply_unshard(parameter->placeholder, parameter->fqn, contract_name(parameter->grad_dtype),
+                       gather({parameter})[0]);
+}
+
 }  // namespace zero3

@@ -9,4 +9,7 @@ namespace zero3 {
 // is trusted not to write to it (that is found out when it is freed).
 at::Tensor read_gathered(const ParameterPtr& parameter);
 
+// The same of one that nobody holds: gathered now.
+at::Tensor gather_and_read(const ParameterPtr& parameter);
+
 }  // namespace zero3

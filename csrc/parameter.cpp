@@ -1,11 +1,11 @@
 #include "parameter.h"
 
-#include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <ranges>
 
+#include "apart.h"
 #include "memory.h"
 
 namespace zero3 {
@@ -43,7 +43,7 @@ bool Parameter::was_written() const {
 }
 
 void Parameter::make_writable() {
-  c10::InferenceMode lasting(false);
+  Apart apart;
   if (gathered.defined() && is_read_only) hold(pooled_copy(gathered));
 }
 
@@ -51,15 +51,32 @@ bool Parameter::stays_after_forward() const {
   return held_version && (in_backward() || !reshard_after_forward);
 }
 
+void Parameter::add_partial(PartialGradient added) {
+  std::lock_guard lock(accumulation_mutex);
+  if (partial) {
+    const auto wider = at::promote_types(partial->shard.scalar_type(), added.shard.scalar_type());
+    added.shard = partial->shard.to(wider).add_(added.shard);
+    added.wire_dtype = at::promote_types(partial->wire_dtype, added.wire_dtype);
+    added.shard_dtype = at::promote_types(partial->shard_dtype, added.shard_dtype);
+  }
+  partial = std::move(added);
+}
+
+std::optional<PartialGradient> Parameter::take_partial() {
+  std::lock_guard lock(accumulation_mutex);
+  return std::exchange(partial, std::nullopt);
+}
+
 bool Parameter::has_accumulated() {
   std::lock_guard lock(accumulation_mutex);
-  return accumulated.defined();
+  return accumulated.defined() || partial;
 }
 
 void Parameter::drop_accumulated() {
   std::lock_guard lock(accumulation_mutex);
   accumulated.reset();
   arrived_dtype.reset();
+  partial.reset();
   dropped = true;
   pending_uses = 0;
 }

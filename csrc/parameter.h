@@ -23,6 +23,14 @@ namespace zero3 {
 
 class SharedCopy;
 
+// A gradient [shard_rows, ...] that is reduced over the ranks of the shards, and not yet over those
+// that have the same shard.
+struct PartialGradient {
+  at::Tensor shard;  // in a dtype that holds the other two
+  at::ScalarType wire_dtype;
+  at::ScalarType shard_dtype;  // of what is delivered
+};
+
 struct Parameter {
   std::string fqn;
   int64_t order = 0;  // of registration: the same on every rank
@@ -30,8 +38,12 @@ struct Parameter {
   std::string group_name;
   std::string reduce_group_name;  // of the same ranks; no gather has to wait for a reduction there
   std::shared_ptr<SharedCopy> shared;  // where the ranks share memory; else they exchange messages
-  int64_t rank = 0;
-  int64_t world_size = 1;
+  int64_t rank = 0;                    // in that group
+  int64_t world_size = 1;              // of it
+  std::string
+      replicate_group_name;  // of the ranks with the same shard; empty if there are no others
+  int64_t replica = 0;       // this rank in it
+  int64_t replicas = 1;      // of it
 
   std::vector<int64_t> sizes;  // full
   std::vector<int64_t> strides;
@@ -45,6 +57,7 @@ struct Parameter {
   double divide_factor = 1;
   int64_t bucket_bytes = 64 << 20;  // of a full bucket that this parameter opens
   bool requires_gradient_sync = true;
+  bool requires_all_reduce = true;  // where the shard is replicated
 
   at::Tensor placeholder;        // the leaf that graphs take: full shape and no memory
   at::Tensor shard;              // [shard_rows, ...], read at every gather, never written
@@ -58,9 +71,10 @@ struct Parameter {
   bool reshard_after_backward = true;
 
   // Gradients that are not reduced yet: their sum, full, else undefined; and the dtype that holds
-  // them all as they arrived. Both belong to `accumulation_mutex`, which nobody takes with the GIL.
+  // them all as they arrived. They belong to `accumulation_mutex`, which nobody takes with the GIL.
   at::Tensor accumulated;
   std::optional<at::ScalarType> arrived_dtype;
+  std::optional<PartialGradient> partial;  // the sum of those that are not all-reduced yet
   std::mutex accumulation_mutex;
   bool deferred = false;  // sums are reduced by reduce_accumulated(), and not by a backward
   bool dropped = false;   // a backward raised, and took the sums with it
@@ -104,6 +118,11 @@ struct Parameter {
   }
   bool stays_after_forward() const;
   bool is_stale() const { return held_version && *held_version != shard_version(); }
+
+  bool is_replicated() const { return !replicate_group_name.empty(); }
+  // Adds to `partial`.
+  void add_partial(PartialGradient partial);
+  std::optional<PartialGradient> take_partial();
 
   bool has_accumulated();
   void drop_accumulated();

@@ -1,7 +1,6 @@
 #include "reduce.h"
 
 #include <ATen/record_function.h>
-#include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
@@ -10,6 +9,8 @@
 #include <limits>
 #include <unordered_map>
 
+#include "all_reduce.h"
+#include "apart.h"
 #include "exchange.h"
 #include "grad_dtype.h"
 #include "heap.h"
@@ -20,8 +21,8 @@
 namespace zero3 {
 namespace {
 
-// Bounds communication memory: a further bucket waits for the oldest one.
-constexpr size_t kMaxBucketsInFlight = 1;
+// Bounds communication memory: a further bucket, or all-reduce, waits for the oldest one.
+constexpr size_t kMostInFlight = 1;
 
 constexpr int64_t kSlabBytes = 8 << 20;
 
@@ -105,8 +106,7 @@ void set_deliver(Deliver function) { deliver = std::move(function); }
 
 void accumulate(Parameter& parameter, const at::Tensor& raw, bool owned) {
   check_gradient(parameter, raw);
-  c10::NoGradGuard no_grad;
-  c10::InferenceMode lasting(false);  // sums outlive the mode that a gradient was computed in
+  Apart apart;
   const auto dtype = normalised_dtype_of(parameter, raw);
   auto grad = raw.to(dtype);
   auto wider = at::promote_types(parameter.reduce_dtype.value_or(dtype),
@@ -124,12 +124,14 @@ void accumulate(Parameter& parameter, const at::Tensor& raw, bool owned) {
 }
 
 void reduce_accumulated(const std::vector<ParameterPtr>& parameters) {
-  c10::InferenceMode lasting(false);
+  c10::InferenceMode lasting(false);  // hooks of the user run in what a backward would be
+  c10::NoGradGuard no_grad;
   std::make_shared<Reduction>()->finish(parameters);
 }
 
 Bucket::Bucket(const Parameter& like, at::ScalarType wire_dtype)
     : group_name_(like.reduce_group_name),
+      replicate_group_name_(like.replicate_group_name),
       is_shared_(like.shared != nullptr),
       rank_(like.rank),
       world_size_(like.world_size),
@@ -143,6 +145,7 @@ Bucket::Bucket(const Parameter& like, at::ScalarType wire_dtype)
 
 bool Bucket::accepts(const Parameter& parameter, at::ScalarType wire_dtype) const {
   return group_name_ == parameter.reduce_group_name &&
+         replicate_group_name_ == parameter.replicate_group_name &&
          is_shared_ == (parameter.shared != nullptr) && divide_factor_ == parameter.divide_factor &&
          this->wire_dtype() == wire_dtype && options_.device() == parameter.device;
 }
@@ -155,7 +158,9 @@ void Bucket::add(const ParameterPtr& parameter, const at::Tensor& grad, at::Scal
                  at::ScalarType normalised_dtype, bool owned) {
   used_ += parameter->chunk_numel();
   parameters_.push_back(parameter);
-  const auto shard_dtype = parameter->shard_grad_dtype.value_or(normalised_dtype);
+  auto shard_dtype = parameter->shard_grad_dtype.value_or(normalised_dtype);
+  shard_dtypes_.push_back(shard_dtype);
+  if (parameter->is_replicated()) shard_dtype = at::promote_types(shard_dtype, wire_dtype());
   send(parameter, grad, through, shard_dtype, owned);
 }
 
@@ -177,8 +182,9 @@ class ExchangedGradients : public Bucket {
         is_point_to_point_(is_point_to_point(group_name_, options_.device())),
         exchange_(group_name_, rank_) {}
 
-  void finish(std::vector<ReducedGradient>& results) override {
+  std::vector<at::Tensor> finish() override {
     exchange_.wait();
+    std::vector<at::Tensor> shards;
     for (auto& [parameter, shard_dtype, piece, offset, is_alone] : entries_) {
       const auto sizes = parameter->sizes_with_rows(parameter->shard_rows());
       const int64_t numel = parameter->shard_rows() * parameter->row_numel();
@@ -191,8 +197,9 @@ class ExchangedGradients : public Bucket {
       else
         shard = pooled_empty(sizes, options_.dtype(shard_dtype));
       sum_and_divide(shard, addends, wire_dtype(), divide_factor_ / pre_divide_factor_);
-      results.push_back({parameter, shard});
+      shards.push_back(shard);
     }
+    return shards;
   }
 
  private:
@@ -290,11 +297,13 @@ class PostedGradients : public Bucket {
     for (auto& letter : letters_) mailbox_->drop(letter);
   }
 
-  void finish(std::vector<ReducedGradient>& results) override {
+  std::vector<at::Tensor> finish() override {
+    std::vector<at::Tensor> shards;
     for (auto& letter : letters_) {
       mailbox_->finish(letter);
-      results.push_back({letter->parameter, letter->shard});
+      shards.push_back(letter->shard);
     }
+    return shards;
   }
 
  private:
@@ -370,7 +379,7 @@ void Reduction::add(const ParameterPtr& parameter, const at::Tensor& raw, bool o
   check_gradient(*parameter, raw);
   if (!is_wanted(*parameter)) return;
   if (raw.is_cpu()) keep_heap();
-  c10::NoGradGuard no_grad;
+  Apart apart;
   std::lock_guard lock(mutex_);
   arrived_.push_back(parameter);
   const bool at_once = goes_at_once(*parameter);
@@ -443,16 +452,53 @@ void Reduction::send(const ParameterPtr& parameter, const at::Tensor& grad, at::
 }
 
 void Reduction::launch(std::unique_ptr<Bucket> bucket) {
-  while (in_flight_.size() >= kMaxBucketsInFlight) finish_oldest();
+  while (in_flight_.size() >= kMostInFlight) finish_oldest();
   RECORD_USER_SCOPE(scope_name("reduce_scatter start", bucket->parameters()));
   bucket->close();
   in_flight_.push_back(std::move(bucket));
 }
 
 void Reduction::finish_oldest() {
-  RECORD_USER_SCOPE(scope_name("reduce_scatter wait", in_flight_.front()->parameters()));
-  in_flight_.front()->finish(results_);
+  const auto& bucket = *in_flight_.front();
+  std::vector<at::Tensor> shards;
+  {
+    RECORD_USER_SCOPE(scope_name("reduce_scatter wait", bucket.parameters()));
+    shards = in_flight_.front()->finish();
+  }
+  for (size_t i = 0; i < shards.size(); ++i) {
+    const auto& parameter = bucket.parameters()[i];
+    if (parameter->is_replicated())
+      parameter->add_partial({shards[i], bucket.wire_dtype(), bucket.shard_dtypes()[i]});
+    else
+      results_.push_back({parameter, shards[i]});
+  }
+  const auto parameters = bucket.parameters();
   in_flight_.erase(in_flight_.begin());
+  all_reduce(parameters);
+}
+
+void Reduction::all_reduce(const std::vector<ParameterPtr>& parameters) {
+  std::vector<std::unique_ptr<AllReduce>> all_reduces;
+  for (auto& parameter : parameters) {
+    if (!parameter->is_replicated() || !parameter->requires_all_reduce) continue;
+    auto partial = parameter->take_partial();
+    if (!partial) continue;
+    auto like = std::ranges::find_if(
+        all_reduces, [&](auto& other) { return other->accepts(*parameter, *partial); });
+    if (like == all_reduces.end())
+      like = all_reduces.insert(like, std::make_unique<AllReduce>(*parameter, *partial));
+    (*like)->add(parameter, std::move(*partial));
+  }
+  for (auto& all_reduce : all_reduces) {
+    while (all_reduces_.size() >= kMostInFlight) finish_oldest_all_reduce();
+    all_reduce->start();
+    all_reduces_.push_back(std::move(all_reduce));
+  }
+}
+
+void Reduction::finish_oldest_all_reduce() {
+  all_reduces_.front()->finish(results_);
+  all_reduces_.erase(all_reduces_.begin());
 }
 
 std::vector<int64_t> Reduction::roots() const {
@@ -479,7 +525,7 @@ void Reduction::finish_backward() {
 }
 
 void Reduction::finish(const std::vector<ParameterPtr>& parameters) {
-  c10::NoGradGuard no_grad;
+  std::optional<Apart> apart(std::in_place);
   std::unique_lock lock(mutex_);
   for (auto& parameter : parameters)
     if (parameter->requires_gradient_sync && !parameter->deferred) send_accumulated(parameter);
@@ -489,9 +535,16 @@ void Reduction::finish(const std::vector<ParameterPtr>& parameters) {
     launch(std::move(bucket));
   }
   while (!in_flight_.empty()) finish_oldest();
+  std::vector<ParameterPtr> synced;
+  std::ranges::copy_if(parameters, std::back_inserter(synced), [](auto& parameter) {
+    return parameter->requires_gradient_sync && !parameter->deferred;
+  });
+  all_reduce(synced);  // of backwards before this one
+  while (!all_reduces_.empty()) finish_oldest_all_reduce();
   backwards_.clear();
   arrived_.clear();
-  lock.unlock();  // hooks of the user run now
+  lock.unlock();
+  apart.reset();  // hooks of the user run now
   if (deliver) deliver(std::exchange(results_, {}));
 }
 

@@ -1,7 +1,8 @@
 // From raw full gradients to reduced shards of gradients.
 //
 //   raw -> grad_dtype -> bucket by (process group, wire dtype, divide factor, device) -> pack
-//       -> reduce-scatter -> scale -> hand the shard to the parameter's `.grad`
+//       -> reduce-scatter -> scale -> all-reduce over replicas, if there are any
+//       -> hand the shard to the parameter's `.grad`
 //
 // The reduce-scatter is an exchange of messages, or goes through the mailboxes of one host.
 //
@@ -48,6 +49,9 @@ class Bucket {
   bool has_room_for(const Parameter& parameter) const;
   bool is_full() const { return used_ >= capacity_; }
   const std::vector<ParameterPtr>& parameters() const { return parameters_; }
+  // Of what is to be delivered of each.
+  const std::vector<at::ScalarType>& shard_dtypes() const { return shard_dtypes_; }
+  at::ScalarType wire_dtype() const { return options_.dtype().toScalarType(); }
 
   // Takes `grad`, cast to `through` and that to the wire's dtype. If it is owned, nobody writes to
   // it until finish(); else it may be reused when this returns.
@@ -55,17 +59,17 @@ class Bucket {
            at::ScalarType normalised_dtype, bool owned);
   void close();  // Nothing more comes.
 
-  // Waits, and appends each parameter's reduced and scaled shard.
-  virtual void finish(std::vector<ReducedGradient>& results) = 0;
+  // Waits. The reduced and scaled shard of each of parameters(), in its dtype of shard_dtypes() or,
+  // where it is replicated, in one that holds the wire's too.
+  virtual std::vector<at::Tensor> finish() = 0;
 
  protected:
   virtual void send(const ParameterPtr& parameter, const at::Tensor& grad, at::ScalarType through,
                     at::ScalarType shard_dtype, bool owned) = 0;
   virtual void send_rest() {}
 
-  at::ScalarType wire_dtype() const { return options_.dtype().toScalarType(); }
-
   const std::string group_name_;
+  const std::string replicate_group_name_;
   const bool is_shared_;
   const int64_t rank_;
   const int64_t world_size_;
@@ -77,8 +81,10 @@ class Bucket {
  private:
   int64_t used_ = 0;
   std::vector<ParameterPtr> parameters_;
+  std::vector<at::ScalarType> shard_dtypes_;
 };
 
+class AllReduce;
 class RunningBackward;
 
 class Reduction : public std::enable_shared_from_this<Reduction> {
@@ -108,6 +114,9 @@ class Reduction : public std::enable_shared_from_this<Reduction> {
   void send_accumulated(const ParameterPtr& parameter);
   void launch(std::unique_ptr<Bucket> bucket);
   void finish_oldest();
+  // Sums what these have over their replicas.
+  void all_reduce(const std::vector<ParameterPtr>& parameters);
+  void finish_oldest_all_reduce();
   void finish_backward();
   std::vector<int64_t> roots() const;  // of the parameters that arrived, in order
 
@@ -115,8 +124,9 @@ class Reduction : public std::enable_shared_from_this<Reduction> {
   std::vector<std::unique_ptr<RunningBackward>>
       backwards_;  // of each OneHost; outlives its buckets
   std::vector<ParameterPtr> arrived_;
-  std::vector<std::unique_ptr<Bucket>> open_;       // in order of opening
-  std::vector<std::unique_ptr<Bucket>> in_flight_;  // in order of launching
+  std::vector<std::unique_ptr<Bucket>> open_;            // in order of opening
+  std::vector<std::unique_ptr<Bucket>> in_flight_;       // in order of launching
+  std::vector<std::unique_ptr<AllReduce>> all_reduces_;  // in flight too
   std::vector<ReducedGradient> results_;
 };
 

@@ -88,6 +88,9 @@ def _agree(parameters: list[ShardedParameter]) -> None:
     by_group: dict[str, list[ShardedParameter]] = {}
     for parameter in parameters:
         by_group.setdefault(parameter.handle.reduce_group_name, []).append(parameter)
+    for parameter in parameters:  # then those that they have replicas with
+        if parameter.handle.replicate_group_name:
+            by_group.setdefault(parameter.handle.replicate_group_name, []).append(parameter)
     for group_name, members in by_group.items():
         mine = [parameter.handle.arrived_dtype for parameter in members]
         group = torch_internals.resolve_process_group(group_name)
@@ -108,7 +111,8 @@ def deposit_grad(parameter: torch.Tensor, grad: torch.Tensor) -> None:
 
     Args:
         parameter: a DTensor of ``model.parameters()``.
-        grad: a plain tensor of the parameter's full shape. It is copied.
+        grad: as the parameter is in a forward, in any dtype: of its full shape, and plain unless
+            the module's parameters were DTensors before ``fully_shard``. It is copied.
 
     Raises:
         Zero3Error: outside of ``defer_reduction``, the parameter needs no gradient or belongs to
@@ -132,8 +136,12 @@ def deposit_grad(parameter: torch.Tensor, grad: torch.Tensor) -> None:
         )
     if not parameter.requires_grad:
         raise Zero3Error(f"'{found.fqn}' needs no gradient, but one was deposited for it")
-    if isinstance(grad, DTensor) or not isinstance(grad, torch.Tensor):
+    inner = found.layout.inner
+    if not isinstance(grad, torch.Tensor) or isinstance(grad, DTensor) != (inner is not None):
         raise Zero3Error(
-            f"the gradient of '{found.fqn}' is a {type(grad).__name__}: deposit a full plain tensor"
+            f"the gradient of '{found.fqn}' is a {type(grad).__name__}: deposit a full "
+            + ("plain tensor" if inner is None else f"DTensor by {inner.placements}")
         )
-    found.handle.accumulate(grad)
+    if isinstance(grad, DTensor):
+        grad = grad.redistribute(inner.mesh, inner.placements)
+    found.handle.accumulate(found.layout.whole(grad))

@@ -1,19 +1,20 @@
 """``fully_shard``: what the user calls, what it refuses, and how names are settled."""
 
 import itertools
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor, Shard
 
 from deepcompile_zero3 import grad_dtype, one_host
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.group import ParameterGroup
+from deepcompile_zero3.layout import DataParallel, Layout
 from deepcompile_zero3.module import Zero3Module, original_class, parameters_of, swap_class
 from deepcompile_zero3.parameter import ShardedParameter, full_like
 from deepcompile_zero3.runtime import _C
@@ -21,9 +22,11 @@ from deepcompile_zero3.runtime import _C
 # Set on a parameter that was sharded, for the modules that are tied to it and come later.
 _SHARDED_AS = "_zero3_sharded_as"
 
+_AnyModule = TypeVar("_AnyModule", nn.Module, list[nn.Module])
+
 
 def fully_shard(
-    module: nn.Module,
+    module: _AnyModule,
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
@@ -33,14 +36,15 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
     transport: one_host.Transport = "auto",
-) -> nn.Module:
+) -> _AnyModule:
     """Shards the parameters of ``module`` over the ranks of ``mesh``, in place.
 
     Call it on the blocks of a model, then on the model: each call makes one group of the
     parameters that no earlier call took, and eager code gathers a group at a time. Afterwards
 
     * ``module.parameters()`` are DTensors, ``Shard(0)`` in the layout of ``torch.chunk``, in their
-      original dtype. Give them to the optimizer.
+      original dtype. Give them to the optimizer. One that was a DTensor before, as tensor
+      parallelism makes them, is one over the ranks of both meshes now.
     * In a forward, ``module.weight`` is the full tensor in ``mp_policy.param_dtype``, whether the
       forward runs in eager or under ``torch.compile`` with any backend. Outside, it is the DTensor.
     * After ``backward()``, ``parameter.grad`` is a DTensor of the same placement: the mean over
@@ -52,17 +56,20 @@ def fully_shard(
     ranks of the mesh call it, in one order.
 
     Args:
-        module: the block or model. Ranks must hold the same values.
-        mesh: 1-D. By default all ranks of the job, on the accelerator if there is one, else on
-            the CPU.
+        module: the block or model. Ranks must hold the same values. Or a list of modules, whose
+            parameters make one group: eager code frees them when the last of them has run.
+        mesh: 1-D, or 2-D: shards are over its last dimension, and replicated over the first. By
+            default all ranks of the job, on the accelerator if there is one, else on the CPU.
         reshard_after_forward: True: backward gathers again. False: what forward gathered is kept
             for backward. None: the compiler chooses within its option ``keep_mb``; eager code
             gathers again. Where ranks share memory, only True bounds what gathered parameters
             take; otherwise the host holds one copy of each.
-        shard_placement_fn: not supported yet.
+        shard_placement_fn: of a parameter, gives the ``Shard`` of another dimension than 0, or
+            None. The dimension need not divide by the ranks.
         mp_policy: dtypes of computation (``param_dtype``), of gradients on the wire
             (``reduce_dtype``) and of the forward's outputs (``output_dtype``).
-        offload_policy: not supported yet.
+        offload_policy: ``CPUOffloadPolicy`` changes nothing where the mesh is on the CPU, and is
+            not supported elsewhere yet.
         ignored_params: parameters left as they are.
         dp_mesh_dims: not supported yet.
         transport: how ranks gather and reduce. ``"shared_memory"``: through memory, where all of
@@ -78,23 +85,30 @@ def fully_shard(
         TypeError, ValueError: an argument of the wrong kind.
         NotImplementedError: an argument that is not supported yet.
     """
-    _refuse_unsupported(
-        module, mesh, reshard_after_forward, shard_placement_fn, offload_policy, dp_mesh_dims
-    )
-    _check_policy(mp_policy)
     mesh = _default_mesh() if mesh is None else mesh
+    _refuse_unsupported(mesh, reshard_after_forward, offload_policy, dp_mesh_dims)
+    _check_policy(mp_policy)
     ignored = ignored_params or set()
     transport = one_host.resolve(transport)
-    _check_module(module, ignored)
-    new = _new_parameters(module, ignored)
-    fulls = [full_like(parameter, mp_policy) for parameter in new]
+    modules = _outermost(module)
+    ranks = DataParallel(mesh)
+    for each in modules:
+        _check_module(each, ignored)
+    layouts = {
+        parameter: _layout_of(fqn, parameter, ranks, shard_placement_fn)
+        for parameter, fqn in _new_parameters(modules, ignored).items()
+    }
     parts = one_host.share(
-        fulls, mesh.get_group(), mesh.device_type, transport, take_turns=bool(reshard_after_forward)
+        [full_like(parameter, layout, mp_policy) for parameter, layout in layouts.items()],
+        ranks.shard_group,
+        mesh.device_type,
+        transport,
+        take_turns=bool(reshard_after_forward),
     )
-    shared = dict(zip(new, parts, strict=True)) if parts else {}
+    shared = dict(zip(layouts, parts, strict=True)) if parts else {}
 
     owned: list[ShardedParameter] = []
-    for _, submodule in _unsharded_modules(module):
+    for _, submodule in _unsharded_modules(modules):
         sharded: dict[str, ShardedParameter] = dict(parameters_of(submodule))
         for attribute, parameter in list(submodule._parameters.items()):
             if parameter is None or parameter in ignored or attribute in sharded:
@@ -105,7 +119,7 @@ def fully_shard(
                     parameter,
                     submodule,
                     attribute,
-                    mesh,
+                    layouts[parameter],
                     mp_policy,
                     cast(bool | None, reshard_after_forward),
                     shared.get(parameter),
@@ -117,34 +131,88 @@ def fully_shard(
             sharded[attribute] = known
         if sharded:
             submodule.__dict__["_zero3_parameters"] = sharded
-            if submodule is not module:
+            if submodule not in modules:
                 swap_class(submodule)
 
-    group = ParameterGroup(owned, mp_policy)
-    swap_class(module, group)
-    module.register_forward_pre_hook(group.pre_forward, prepend=True, with_kwargs=True)
-    module.register_forward_hook(group.post_forward, always_call=True)
-    _settle_ownership(module, group)
+    group = ParameterGroup(owned, mp_policy, len(modules))
+    for each in modules:
+        swap_class(each, group)
+        each.register_forward_pre_hook(group.pre_forward, prepend=True, with_kwargs=True)
+        each.register_forward_hook(group.post_forward, always_call=True)
+    _settle_ownership(modules, group)
     return module
 
 
-def _new_parameters(module: nn.Module, ignored: set[nn.Parameter]) -> list[nn.Parameter]:
-    """Those that no earlier call took, each once."""
-    return [
-        parameter
-        for parameter in dict.fromkeys(
-            parameter
-            for _, submodule in _unsharded_modules(module)
-            for parameter in submodule._parameters.values()
-            if parameter is not None and parameter not in ignored
+def _outermost(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
+    """The modules, without those that lie in others of them."""
+    if not isinstance(module, list | tuple):
+        return [module]
+    modules = list(dict.fromkeys(module))
+    for each in modules:
+        if not isinstance(each, nn.Module):
+            raise TypeError(f"fully_shard takes nn.Modules, got a list with {each!r}")
+    if not modules:
+        raise ValueError("fully_shard got an empty list of modules")
+    inner = {id(m) for each in modules for m in each.modules() if m is not each}
+    return [each for each in modules if id(each) not in inner]
+
+
+def _new_parameters(
+    modules: Sequence[nn.Module], ignored: set[nn.Parameter]
+) -> dict[nn.Parameter, str]:
+    """Those that no earlier call took, each once, and the first of their names."""
+    new: dict[nn.Parameter, str] = {}
+    for prefix, submodule in _unsharded_modules(modules):
+        for attribute, parameter in submodule._parameters.items():
+            if parameter is None or parameter in ignored or hasattr(parameter, _SHARDED_AS):
+                continue
+            new.setdefault(parameter, f"{prefix}.{attribute}".lstrip("."))
+    return new
+
+
+def _layout_of(
+    fqn: str,
+    parameter: nn.Parameter,
+    ranks: DataParallel,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None,
+) -> Layout:
+    placement = None if shard_placement_fn is None else shard_placement_fn(parameter)
+    if placement is None:
+        placement = Shard(0)
+    if not isinstance(placement, Shard):
+        raise NotImplementedError(
+            f"shard_placement_fn gave {placement!r} for '{fqn}'; it gives a Shard or None"
         )
-        if not hasattr(parameter, _SHARDED_AS) and not isinstance(parameter, DTensor)
-    ]
+    dim = placement.dim + parameter.dim() if placement.dim < 0 else placement.dim
+    if dim not in range(parameter.dim()):
+        raise ValueError(
+            f"shard_placement_fn gave {placement} for '{fqn}', which has {parameter.dim()} "
+            "dimensions"
+        )
+    if parameter.shape[dim] == 0:
+        raise Zero3Error(f"'{fqn}' has shape {tuple(parameter.shape)}: there is nothing to shard")
+    if not isinstance(parameter, DTensor):
+        return Layout.of(parameter, ranks, dim)
+    if any(p.is_partial() for p in parameter.placements):
+        raise Zero3Error(
+            f"'{fqn}' is a DTensor by {parameter.placements}: redistribute it to Shard or Replicate"
+        )
+    try:
+        return Layout.of(parameter, ranks, dim)
+    except RuntimeError as error:
+        raise Zero3Error(
+            f"'{fqn}' is a DTensor over {parameter.device_mesh}, which cannot be sharded over "
+            f"{ranks.mesh} too ({error}): slice both out of one mesh, "
+            'init_device_mesh(..., mesh_dim_names=("dp", "tp"))'
+        ) from error
 
 
-def _settle_ownership(module: nn.Module, group: ParameterGroup) -> None:
-    """Makes ``module`` the outermost sharded module of all that is in it, and names them by it."""
-    groups = [m._zero3_group for m in module.modules() if isinstance(m, Zero3Module)]
+def _settle_ownership(modules: list[nn.Module], group: ParameterGroup) -> None:
+    """Makes ``modules`` the outermost sharded ones of all that is in them, and names them so."""
+    whole = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
+    groups = list(
+        dict.fromkeys(m._zero3_group for m in whole.modules() if isinstance(m, Zero3Module))
+    )
     parameters = [parameter for g in groups for parameter in g.parameters]
     for child in groups:
         if child is not group and child.parent is None:
@@ -157,26 +225,26 @@ def _settle_ownership(module: nn.Module, group: ParameterGroup) -> None:
     # deleted model is free again.
     in_use = _C.live_roots()
     root = next(number for number in itertools.count(1) if number not in in_use)
-    label = "" if root == 1 else f"{original_class(module).__name__}:{root}."
-    names = {id(tensor): fqn for fqn, tensor in module.named_parameters()}
+    label = "" if root == 1 else f"{original_class(modules[0]).__name__}:{root}."
+    names = {id(tensor): fqn for fqn, tensor in whole.named_parameters()}
     for child in groups:
         child.root = root
     for parameter in parameters:
         parameter.rename(label + names[id(parameter.shard)], root)
 
 
-def _unsharded_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """``named_modules()`` without those in blocks that are sharded already."""
-    result: list[tuple[str, nn.Module]] = []
+def _unsharded_modules(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
+    """``named_modules()``, each once, without those in blocks that are sharded already."""
+    result: dict[nn.Module, str] = {}
     sharded: set[nn.Module] = set()
-    for name, submodule in module.named_modules():
+    for name, submodule in itertools.chain(*(module.named_modules() for module in modules)):
         if submodule in sharded:
             continue
         if isinstance(submodule, Zero3Module):
             sharded.update(cast(nn.Module, submodule).modules())
         else:
-            result.append((name, submodule))
-    return result
+            result.setdefault(submodule, name)
+    return [(name, submodule) for submodule, name in result.items()]
 
 
 def _default_mesh() -> DeviceMesh:
@@ -190,21 +258,23 @@ def _default_mesh() -> DeviceMesh:
 
 
 def _refuse_unsupported(
-    module: object,
-    mesh: DeviceMesh | None,
+    mesh: DeviceMesh,
     reshard_after_forward: bool | int | None,
-    shard_placement_fn: object,
     offload_policy: OffloadPolicy,
     dp_mesh_dims: object,
 ) -> None:
+    if mesh.ndim not in (1, 2):
+        raise ValueError(
+            f"fully_shard takes a mesh of one or two dimensions, got {mesh}: slice those that "
+            'compute on different data out of it, mesh["replicate", "shard"]'
+        )
+    offloads = type(offload_policy) is not OffloadPolicy
     unsupported = {
-        "a list of modules": isinstance(module, list | tuple),
-        "a mesh of more than one dimension": mesh is not None and mesh.ndim != 1,
         f"reshard_after_forward={reshard_after_forward!r}": (
             isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool)
         ),
-        "shard_placement_fn": shard_placement_fn is not None,
-        type(offload_policy).__name__: type(offload_policy) is not OffloadPolicy,
+        f"{type(offload_policy).__name__} on {mesh.device_type!r}": offloads
+        and not (isinstance(offload_policy, CPUOffloadPolicy) and mesh.device_type == "cpu"),
         "dp_mesh_dims": dp_mesh_dims is not None,
     }
     for what, asked in unsupported.items():
@@ -247,7 +317,7 @@ def _check_module(module: nn.Module, ignored: set[nn.Parameter]) -> None:
         if isinstance(submodule, Zero3Module):
             for sharded in submodule._zero3_group.parameters:
                 _ = sharded.shard  # raises if it was replaced
-    for prefix, submodule in _unsharded_modules(module):
+    for prefix, submodule in _unsharded_modules([module]):
         where = f"'{prefix}' ({type(submodule).__name__})" if prefix else f"the {kind}"
         if isinstance(submodule, torch.jit.ScriptModule):
             raise Zero3Error(
@@ -268,18 +338,11 @@ def _check_module(module: nn.Module, ignored: set[nn.Parameter]) -> None:
 def _check_parameter(fqn: str, parameter: nn.Parameter) -> None:
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         raise Zero3Error(f"'{fqn}' has no shape yet: run the lazy module once before fully_shard")
-    if isinstance(parameter, DTensor):
-        raise NotImplementedError(
-            f"'{fqn}' is a DTensor already ({parameter.placements}); composing with other "
-            "shardings is not supported yet"
-        )
     if parameter.dim() == 0:
         raise Zero3Error(
             f"'{fqn}' is a scalar, which has no rows to shard: make it a 1-D tensor of one "
             "element, or pass it in ignored_params"
         )
-    if parameter.shape[0] == 0:
-        raise Zero3Error(f"'{fqn}' has shape {tuple(parameter.shape)}: there is nothing to shard")
     if parameter.is_complex():
         raise Zero3Error(
             f"'{fqn}' is {parameter.dtype}, which cannot be communicated: keep it as a "

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.parameter import AllGather, ShardedParameter
-from deepcompile_zero3.runtime import _C, ops
+from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.saved import SavedTensors
 
 
@@ -33,9 +33,16 @@ class ParameterGroup:
         backward_prefetch: likewise in an eager backward.
     """
 
-    def __init__(self, parameters: list[ShardedParameter], mp_policy: MixedPrecisionPolicy) -> None:
+    def __init__(
+        self,
+        parameters: list[ShardedParameter],
+        mp_policy: MixedPrecisionPolicy,
+        modules: int = 1,
+    ) -> None:
         self.parameters = parameters
         self.mp_policy = mp_policy
+        self._modules = modules  # whose group it is
+        self._have_run: set[nn.Module] = set()  # of them, in the outermost forward that is running
         self.root = 0
         self.forward_prefetch: list[weakref.ref[ParameterGroup]] = []
         self.backward_prefetch: list[weakref.ref[ParameterGroup]] = []
@@ -79,7 +86,8 @@ class ParameterGroup:
         if not running and not self.is_unsharded:
             if _C.running_backward() != -1:
                 # A recomputation of activations, whose module is not in forward itself.
-                return ops.unshard.default(parameter.placeholder, parameter.fqn, parameter.contract)
+                parameter.refresh()
+                return parameter.layout.read(_C.gather_and_read(parameter.handle))
             return parameter.shard
         saved = running[-1]._saved if running else None
         if saved is not None:
@@ -95,7 +103,7 @@ class ParameterGroup:
         if value is None or value.requires_grad != differentiable:
             parameter.settle()
             self.wait_for_gather()
-            value = _C.read_gathered(parameter.handle)
+            value = parameter.layout.read(_C.read_gathered(parameter.handle))
             self._reads[parameter] = value
         return value
 
@@ -169,27 +177,36 @@ class ParameterGroup:
     def post_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
         """The forward hook of the group's module; it runs even when the forward raised."""
         if not torch.compiler.is_compiling():
-            self._end()
+            self._end(module)
         dtype = self.mp_policy.output_dtype
         return output if dtype is None else _cast_floats(output, dtype)
 
     @torch.compiler.disable
     def _begin(self) -> None:
-        # In a backward this is a recomputation: checkpoint's own hooks are in charge, and what is
-        # saved now is used at once.
-        if not self.in_forward and _C.running_backward() == -1:
-            _C.forget_uses(self.root)
+        recomputes = _C.running_backward() != -1
+        # A checkpoint that recomputes a block was inside of our hooks in forward, and is in charge
+        # now; one around the outermost module finds them again where they were.
+        if not self.in_forward and (
+            not recomputes
+            or (self.parent is None and torch_internals.outer_saved_tensors_hooks() is not None)
+        ):
+            if not recomputes:
+                _C.forget_uses(self.root)
             self._saved = SavedTensors()
             self._saved.start()
         self._depth += 1
 
     @torch.compiler.disable
-    def _end(self) -> None:
+    def _end(self, module: nn.Module) -> None:
         if self._depth == 0:
             return  # something raised before _begin
         self._depth -= 1
         if self._depth > 0:
             return
+        self._have_run.add(module)
+        outermost = next((g for g in self.ancestry() if g._saved is not None), self)
+        if outermost is not self and len(self._have_run) < self._modules:
+            return  # the others may read them
         ending: dict[ParameterGroup, None] = {self: None}
         if self._saved is not None:
             # Also groups whose own modules did not run, but whose parameters were read.
@@ -200,6 +217,7 @@ class ParameterGroup:
             self._prefetched.clear()
         written = []
         for group in ending:
+            group._have_run.clear()
             leaving = [
                 p
                 for p in group.parameters

@@ -122,7 +122,12 @@ class Zero3Module:
         """Changes nothing: every backward ends when its reductions have."""
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Changes nothing on a mesh of one dimension, where nothing is all-reduced."""
+        """Whether backwards from now on sum reduced gradients over the replicas of a mesh of two
+        dimensions, or add them up on each: ``.grad`` then stays as it was, and the first backward
+        that sums does so with all of them. Nothing changes on a mesh of one dimension.
+        """
+        for parameter in self._zero3_parameters_below(recurse):
+            parameter.handle.requires_all_reduce = requires_all_reduce
 
     def reset_iter_state(self) -> None:
         """Gives up a sequence of micro-batches, after a forward or backward has raised say: drops
@@ -276,7 +281,8 @@ def _property(name: str) -> property:
             settle(parameter.fqn)
             # Read so that it is guarded: graphs differ by it.
             parameter.reshard_after_forward in (True, False)  # noqa: B015
-            return ops.unshard.default(parameter.placeholder, parameter.fqn, parameter.contract)
+            full = ops.unshard.default(parameter.placeholder, parameter.fqn, parameter.contract)
+            return full if parameter.is_read_as_gathered else parameter.layout.read(full)
         return parameter.group.read(parameter)
 
     return property(read, doc=f"The parameter ``{name}``: whole inside of a forward, else sharded.")

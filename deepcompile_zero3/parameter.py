@@ -3,8 +3,10 @@
 ::
 
     full tensor   [rows, ...]        gathered for a forward or backward, never at rest
-    shard         [shard_rows, ...]  a DTensor nn.Parameter, Shard(0), the layout of torch.chunk
+    shard         [shard_rows, ...]  a DTensor nn.Parameter, in the layout of torch.chunk
     placeholder   [rows, ...]        full shape, compute dtype and strides; zero bytes of storage
+
+Rows are of the dimension that is sharded, which comes first here whichever it is: see ``layout``.
 """
 
 import contextlib
@@ -16,10 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DeviceMesh, DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import grad_dtype, torch_internals
 from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.layout import Layout
 from deepcompile_zero3.one_host import SharedMemory
 from deepcompile_zero3.runtime import _C
 
@@ -40,6 +43,8 @@ class ShardedParameter:
 
     Attributes:
         fqn: its name relative to the outermost sharded module.
+        layout: where its parts are.
+        is_read_as_gathered: whether a module reads what the runtime gathers, as it is.
         placeholder: what a traced graph takes in its stead.
         handle: the C++ runtime's view of it.
         reshard_after_forward: True gathers again in backward, False keeps what forward gathered
@@ -54,7 +59,7 @@ class ShardedParameter:
         parameter: nn.Parameter,
         module: nn.Module,
         name: str,
-        mesh: DeviceMesh,
+        layout: Layout,
         mp_policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | None = None,
         shared: SharedMemory | None = None,
@@ -62,8 +67,9 @@ class ShardedParameter:
         self._owner = weakref.ref(module)
         self._group: weakref.ref[ParameterGroup] | None = None
         self._name = name
-        self._mesh = mesh
         self.fqn = ""
+        self.layout = layout
+        self.is_read_as_gathered = layout.dim == 0 and layout.inner is None  # one guard, not many
         self.reshard_after_forward = reshard_after_forward
         self.kept_bytes = 0
         self.grad_dtype: torch.dtype | None = None
@@ -71,44 +77,51 @@ class ShardedParameter:
         self._shard_of_forward = 0
 
         self.orig_dtype = parameter.dtype
-        full = full_like(parameter, mp_policy)
+        self._size = parameter.shape
+        full = full_like(parameter, layout, mp_policy)
         self.compute_dtype = full.dtype
-        device = torch.device(mesh.device_type)
-        if device.type != "cpu":
-            device = torch.device(device.type, torch.accelerator.current_device_index())
+        ranks = layout.ranks
         self.handle = _C.Parameter()
-        self.handle.group_name = mesh.get_group().group_name
-        self.handle.rank = mesh.get_local_rank()
-        self.handle.world_size = self.handle.divide_factor = mesh.size()
-        self.handle.sizes = list(parameter.shape)
+        self.handle.group_name = ranks.shard_group.group_name
+        self.handle.rank = ranks.shard_group.rank()
+        self.handle.world_size = ranks.shard_group.size()
+        if ranks.replicate_group is not None:
+            self.handle.replicate_group_name = ranks.replicate_group.group_name
+            self.handle.replica = ranks.replicate_group.rank()
+            self.handle.replicas = ranks.replicate_group.size()
+        self.handle.divide_factor = ranks.mesh.size()
+        self.handle.sizes = list(full.shape)
         self.handle.strides = list(full.stride())
         self.handle.compute_dtype = self.compute_dtype
-        self.handle.device = device
+        self.handle.device = ranks.device
         self.handle.reduce_dtype = mp_policy.reduce_dtype
         self.set_reshard_after_forward(reshard_after_forward)
         if shared is not None:
             self.handle.share(*shared)
             self.handle.reduce_group_name = self.handle.group_name
         else:
-            self.handle.reduce_group_name = group_for_reductions(mesh.get_group()).group_name
+            self.handle.reduce_group_name = group_for_reductions(ranks.shard_group).group_name
         self.placeholder = nn.Parameter(
-            _C.make_placeholder(self.handle.sizes, self.handle.strides, self.compute_dtype, device),
+            _C.make_placeholder(
+                self.handle.sizes, self.handle.strides, self.compute_dtype, self.handle.device
+            ),
             requires_grad=parameter.requires_grad,
         )
         self.handle.placeholder = self.placeholder
         self._settle_grad_dtype(parameter.grad_dtype)
 
-        shard = nn.Parameter(_shard(parameter, mesh, device), requires_grad=parameter.requires_grad)
+        shard = nn.Parameter(layout.shard(parameter), requires_grad=parameter.requires_grad)
         shard.__dict__.update(parameter.__dict__)
         grad_dtype.carry_over(parameter, shard)
         if parameter.grad is not None:
-            shard.grad = _shard(parameter.grad, mesh, device)
+            shard.grad = layout.shard(parameter.grad)
         module._parameters[name] = shard
         self._set_shard(cast(DTensor, shard))
 
     def _set_shard(self, shard: DTensor) -> None:
         self.handle.follow_version(shard)
-        self._local = self.handle.shard = torch_internals.local_tensor(shard)
+        self._local = torch_internals.local_tensor(shard)
+        self.handle.shard = self.layout.rows(self._local)
 
     @property
     def group(self) -> "ParameterGroup":
@@ -235,12 +248,12 @@ class ShardedParameter:
                 "convert the model before fully_shard, or compute in another dtype with "
                 "MixedPrecisionPolicy(param_dtype=...)"
             )
+        mine = list(self._size), self.layout.placements, self.layout.mesh
         layout = list(shard.shape), shard.placements, shard.device_mesh
-        if layout != (self.handle.sizes, (Shard(0),), self._mesh):
+        if layout != mine:
             raise Zero3Error(
-                f"'{self.fqn}' was sharded as {self.handle.sizes} by {(Shard(0),)} over "
-                f"{self._mesh} and was replaced by {list(shard.shape)} by {shard.placements} over "
-                f"{shard.device_mesh}; keep shape, placement and mesh"
+                "'{}' was sharded as {} by {} over {} and was replaced by {} by {} over {}; keep "
+                "shape, placement and mesh".format(self.fqn, *mine, *layout)
             )
         if local.device.type not in ("meta", self.handle.device.type):
             raise Zero3Error(
@@ -266,6 +279,7 @@ class ShardedParameter:
         shard = self.shard
         if not shard.requires_grad:
             return
+        reduced = self.layout.local(reduced).contiguous()
         if shard.grad is None:
             shard.grad = torch_internals.dtensor_like(reduced, shard)
             return
@@ -292,12 +306,14 @@ class AllGather:
         return self._gather.finish(fresh=True)
 
 
-def full_like(parameter: torch.Tensor, mp_policy: MixedPrecisionPolicy) -> torch.Tensor:
-    """``parameter`` as it is computed with: its dtype, and strides in its order of dimensions and
-    without its gaps. On the meta device.
+def full_like(
+    parameter: torch.Tensor, layout: Layout, mp_policy: MixedPrecisionPolicy
+) -> torch.Tensor:
+    """``parameter`` as it is computed with, rows first: its dtype, and strides in its order of
+    dimensions and without its gaps. On the meta device.
     """
     low = mp_policy.param_dtype if parameter.is_floating_point() else None
-    return torch.empty_like(parameter.detach(), dtype=low, device="meta")
+    return torch.empty_like(layout.whole(parameter.detach()), dtype=low, device="meta")
 
 
 def group_for_reductions(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -319,24 +335,6 @@ def find(fqn: str | None) -> ShardedParameter | None:
 def version_of(tensor: torch.Tensor) -> int:
     """How often ``tensor`` was written to, where torch counts that."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-def _shard(tensor: torch.Tensor, mesh: DeviceMesh, device: torch.device) -> DTensor:
-    """This rank's rows of ``tensor``, copied, so that the full tensor can be freed."""
-    tensor = tensor.detach()
-    chunks = tensor.chunk(mesh.size())
-    rank = mesh.get_local_rank()
-    rows = chunks[rank] if rank < len(chunks) else tensor[:0]
-    target = tensor.device if tensor.is_meta else device
-    local = torch.empty(rows.shape, dtype=tensor.dtype, device=target).copy_(rows)
-    return DTensor.from_local(
-        local,
-        mesh,
-        [Shard(0)],
-        run_check=False,
-        shape=tensor.shape,
-        stride=tuple(torch.empty(tensor.shape, device="meta").stride()),
-    )
 
 
 @torch.compiler.disable

@@ -18,6 +18,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.parameter import AllGather, ShardedParameter, version_of
@@ -67,17 +68,19 @@ class _Regather:
 
 @dataclass
 class _SavedView:
-    """A view of a gathered tensor, without the tensor."""
+    """A view of a gathered tensor, or a DTensor whose local tensor is one, without the tensor."""
 
     regather: _Regather
     parameter: ShardedParameter
     size: torch.Size
     stride: tuple[int, ...]
     offset: int | torch.SymInt
+    spec: Any
 
     def unpack(self) -> torch.Tensor:
         full = self.regather.full(self.parameter)
-        return full.as_strided(self.size, self.stride, self.offset)
+        view = full.as_strided(self.size, self.stride, self.offset)
+        return view if self.spec is None else torch_internals.with_spec(view, self.spec)
 
 
 @dataclass
@@ -135,7 +138,11 @@ class SavedTensors:
         hooks, self._hooks = self._hooks, None  # the hooks hold this object: let go of them
         if hooks is not None:
             hooks.__exit__()
-        return list(self._owners)
+        owners = list(self._owners)
+        # Autograd keeps the hooks, and with them this object, as long as what they packed.
+        self._owners.clear()
+        self._watched.clear()
+        return owners
 
     def watch(
         self,
@@ -168,13 +175,16 @@ class SavedTensors:
 
     @torch.compiler.disable
     def _pack(self, tensor: torch.Tensor) -> _SavedView | _SavedTensor | _SavedByOther:
-        dense = tensor.layout == torch.strided
-        found = self._watched.get(torch_internals.storage_address(tensor)) if dense else None
+        local, spec = tensor, None
+        if isinstance(tensor, DTensor):
+            local, spec = torch_internals.local_tensor(tensor), torch_internals.spec_of(tensor)
+        dense = local.layout == torch.strided
+        found = self._watched.get(torch_internals.storage_address(local)) if dense else None
         if found is not None:
             regather, parameter, _ = found
             regather.parameters[parameter] = None
             return _SavedView(
-                regather, parameter, tensor.size(), tensor.stride(), tensor.storage_offset()
+                regather, parameter, local.size(), local.stride(), local.storage_offset(), spec
             )
         if self._outer is not None:
             pack_hook, unpack_hook = self._outer

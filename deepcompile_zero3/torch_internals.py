@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DeviceMesh, DTensor
 
 TRIED = ("2.11", "2.13", "2.15")
 
@@ -79,6 +79,9 @@ _functorch_config = _private("torch._functorch", "config")
 _inductor_config = _private("torch._inductor", "config")
 _DTensorSpec = _private("torch.distributed.tensor._dtensor_spec", "DTensorSpec")
 _TensorMeta = _private("torch.distributed.tensor._dtensor_spec", "TensorMeta")
+_concatenate_meshes: Callable = _private("torch.distributed.device_mesh", "DeviceMesh")._concatenate
+# Of a tensor that is sharded over one dimension of a mesh, and each shard over another.
+StridedShard: Any = _private("torch.distributed.tensor.placement_types", "_StridedShard")
 _top_saved_tensors_hooks = _private("torch._C._autograd", "_top_saved_tensors_default_hooks")
 
 
@@ -111,13 +114,32 @@ def local_tensor(tensor: DTensor) -> torch.Tensor:
     return tensor._local_tensor
 
 
+def spec_of(tensor: DTensor) -> Any:
+    """Its mesh, placements, shape, stride and dtype."""
+    return tensor._spec
+
+
+def with_spec(local: torch.Tensor, spec: Any) -> DTensor:
+    """The DTensor of this local tensor, not differentiable."""
+    return DTensor(local, spec, requires_grad=False)
+
+
+def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """One mesh of the dimensions of several, which are named slices of one mesh.
+
+    Raises:
+        RuntimeError: they are not.
+    """
+    if any(mesh.mesh_dim_names is None for mesh in meshes):
+        raise RuntimeError("a mesh has no mesh_dim_names")
+    return _concatenate_meshes(meshes)
+
+
 def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
     """``local`` as this rank's part of a tensor of the shape and placement of ``like``."""
     spec = like._spec
     meta = _TensorMeta(like.shape, like.stride(), local.dtype)
-    return DTensor(
-        local, _DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta), requires_grad=False
-    )
+    return with_spec(local, _DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta))
 
 
 def post_accumulate_grad_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:

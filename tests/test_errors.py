@@ -9,9 +9,8 @@ import torch
 from one_rank import one_rank  # noqa: F401
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from deepcompile_zero3 import Options, Zero3Error, fully_shard
 
@@ -192,19 +191,6 @@ def anatomy(model):
 
 
 @needs_a_job
-def test_other_shardings_cannot_be_composed_with_yet():
-    mesh = init_device_mesh("cpu", (1,))
-    linear = nn.Linear(2, 2)
-    linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), mesh, [Shard(1)]))
-    before = anatomy(linear)
-
-    with pytest.raises(NotImplementedError, match=r"'weight' is a DTensor already.*Shard\(dim=1\)"):
-        fully_shard(linear)
-
-    assert anatomy(linear) == before
-
-
-@needs_a_job
 @pytest.mark.parametrize("container", [nn.ModuleList, nn.ParameterList], ids=lambda c: c.__name__)
 def test_a_container_without_a_forward_is_refused(container):
     inside = nn.Linear(2, 2) if container is nn.ModuleList else nn.Parameter(torch.ones(2))
@@ -248,9 +234,7 @@ def test_what_is_not_a_module_is_refused():
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
-        ({"shard_placement_fn": lambda parameter: Shard(1)}, "shard_placement_fn"),
         ({"reshard_after_forward": 2}, "reshard_after_forward=2"),
-        ({"offload_policy": CPUOffloadPolicy()}, "CPUOffloadPolicy"),
         ({"dp_mesh_dims": ("dp",)}, "dp_mesh_dims"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -263,20 +247,6 @@ def test_an_argument_that_is_not_supported_yet_says_so(arguments, what):
         fully_shard(model, **arguments)
 
     assert anatomy(model) == before
-
-
-@needs_a_job
-def test_a_list_of_modules_is_not_supported_yet():
-    with pytest.raises(NotImplementedError, match="does not support a list of modules yet"):
-        fully_shard([nn.Linear(2, 2), nn.Linear(2, 2)])
-
-
-@needs_a_job
-def test_a_mesh_of_two_dimensions_is_not_supported_yet():
-    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
-
-    with pytest.raises(NotImplementedError, match="mesh of more than one dimension"):
-        fully_shard(nn.Linear(2, 2), mesh=mesh)
 
 
 @needs_a_job

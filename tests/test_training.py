@@ -21,7 +21,6 @@ from models import (
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 from deepcompile_zero3 import capture_graphs, record_collectives
 
@@ -297,35 +296,6 @@ def test_a_step_that_raises_leaves_the_next_one_right(run_ranks, how, where):
 
 
 # ---- gathered for longer, or again
-
-
-class _Checkpointed(Stack):
-    def __init__(self, use_reentrant):
-        super().__init__()
-        self.stem = nn.Linear(8, 8)
-        self.use_reentrant = use_reentrant
-
-    def forward(self, x):
-        x = self.stem(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
-        return self.head(x)
-
-
-def _checkpoint(how, use_reentrant):
-    model = _Checkpointed(use_reentrant)
-    model, reference = shard(model, model.blocks)
-    run = compiled(model, how)
-    optimizers = optimizers_of(model, reference)
-    for seed in range(2):
-        batch = batch_of(4, 8, seed=seed)
-        assert_same_step(model, reference, batch, run=run, optimizers=optimizers)
-
-
-@each_way
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_activations_may_be_checkpointed(run_ranks, how, use_reentrant):
-    run_ranks(2, _checkpoint, how, use_reentrant)
 
 
 def _unshard():

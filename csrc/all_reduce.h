@@ -1,0 +1,40 @@
+// Sums shards of gradients over the ranks that have the same ones: the replicas of a mesh.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "exchange.h"
+#include "parameter.h"
+#include "reduce.h"
+
+namespace zero3 {
+
+// Those of several parameters, together, in the dtype of one wire. A reduction and a gather of what
+// was reduced: in fp32 or wider, in the order of ranks, and the same on each of them.
+class AllReduce {
+ public:
+  AllReduce(const Parameter& like, const PartialGradient& partial);
+
+  bool accepts(const Parameter& parameter, const PartialGradient& partial) const;
+  void add(const ParameterPtr& parameter, PartialGradient partial);
+  void start();
+
+  // Waits, and appends what is to be delivered.
+  void finish(std::vector<ReducedGradient>& results);
+
+ private:
+  const std::string group_name_;
+  const int64_t rank_;
+  const int64_t world_size_;
+  const at::TensorOptions options_;  // on the wire
+  std::vector<ParameterPtr> parameters_;
+  std::vector<PartialGradient> partials_;
+  at::Tensor rows_;  // [world, n]: all partials end to end, and padding
+  std::unique_ptr<Exchange> exchange_;
+};
+
+}  // namespace zero3

@@ -1,0 +1,148 @@
+"""Batches and lengths that change, and that differ from rank to rank.
+
+A dimension is compiled for its size once, and when it has changed, for all sizes. A rank may
+compile while the others do not: what travels stays the same, in the same order.
+"""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import assert_same_gradients, assert_same_parameters, optimizers_of, shard
+from one_rank import one_rank  # noqa: F401
+from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+from transformer_models import VOCABULARY, llama
+
+from deepcompile_zero3 import capture_graphs, fully_shard, record_collectives
+from deepcompile_zero3.module import parameters_of
+
+INTERPRETED = {"inductor": False}
+
+
+def _layer_of_llama(transport):
+    """A sharded one of one layer, a whole copy, and their optimizers. Its buckets are small, so
+    that their order matters.
+    """
+    model = llama().model
+    del model.model.layers[1:]
+    model.config.num_hidden_layers = 1
+    model, reference = shard(model, model.model.layers, transport=transport)
+    for module in model.modules():
+        for parameter in parameters_of(module).values():
+            parameter.handle.bucket_bytes = 4096
+    return model, reference, optimizers_of(model, reference)
+
+
+def _tokens(shape, seed):
+    return torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _train(shapes, compiling, transport, options, *, mark=(), dynamic=None):
+    """How many graphs this rank compiles in each step, beside one process, and what travels in one.
+
+    Args:
+        shapes: by step, of the ranks' batches: [size, length] of each.
+        compiling: how many steps may compile.
+        mark: what dimensions of a batch are marked as dynamic.
+    """
+    model, reference, optimizers = _layer_of_llama(transport)
+    options = {"gather_bucket_mb": 4096 / 2**20, **options}
+    run = torch.compile(model, backend="zero3", options=options, dynamic=dynamic, fullgraph=True)
+    compiled, travelled = [], []
+    for step, of_ranks in enumerate(shapes):
+        batches = [_tokens(shape, 10 * step + rank) for rank, shape in enumerate(of_ranks)]
+        mine = batches[dist.get_rank()].clone()
+        for dim in mark:
+            torch._dynamo.mark_dynamic(mine, dim)
+        stance = (
+            torch.compiler.set_stance("fail_on_recompile")
+            if step >= compiling
+            else contextlib.nullcontext()
+        )
+        with stance, capture_graphs() as graphs, record_collectives() as log:
+            loss = run(input_ids=mine, labels=mine).loss
+            loss.backward()
+        compiled.append(len(graphs.forward))
+        assert len(graphs.backward) == compiled[-1]
+        travelled.append([(c.op, c.nbytes, c.params) for c in log])
+        expected = [reference(input_ids=batch, labels=batch).loss for batch in batches]
+        torch.testing.assert_close(loss, expected[dist.get_rank()])
+        torch.stack(expected).mean().backward()
+        assert_same_gradients(model, reference)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_parameters(model, reference)
+    assert all(step == travelled[0] for step in travelled)
+    return compiled, travelled[0]
+
+
+def _alike(*shapes):
+    return [[shape, shape] for shape in shapes]
+
+
+# ---- the same on all ranks
+
+
+def _train_as_said(shapes, said):
+    return _train(shapes, 1, "shared_memory", INTERPRETED, **said)
+
+
+def test_a_dimension_that_changes_is_compiled_once_more(run_ranks):
+    shapes = _alike((2, 8), (2, 8), (2, 11), (2, 5), (4, 8), (3, 10), (6, 7))
+    for compiled, _ in run_ranks(2, _train, shapes, 5, "shared_memory", INTERPRETED):
+        assert compiled == [1, 0, 1, 0, 1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "said", [{"mark": (0, 1)}, {"dynamic": True}], ids=["mark_dynamic", "dynamic=True"]
+)
+def test_what_is_said_to_be_dynamic_is_compiled_once(run_ranks, said):
+    shapes = _alike((2, 8), (2, 11), (4, 8), (3, 10))
+    for compiled, _ in run_ranks(2, _train_as_said, shapes, said):
+        assert compiled == [1, 0, 0, 0]
+
+
+# ---- different from rank to rank
+
+
+def test_a_rank_may_compile_while_another_does_not(run_ranks):
+    shapes = [
+        [(2, 8), (2, 8)],
+        [(2, 11), (2, 8)],  # the first compiles for every length
+        [(2, 5), (3, 8)],  # the second for every size
+        [(4, 9), (3, 6)],  # both for both
+        [(5, 7), (2, 12)],
+        [(3, 3), (6, 10)],
+    ]
+    options = INTERPRETED | {"keep_mb": 16 / 1024}  # some of the weights
+    results = run_ranks(2, _train, shapes, 4, "c10d", options)
+    assert [compiled for compiled, _ in results] == [[1, 1, 0, 1, 0, 0], [1, 0, 1, 1, 0, 0]]
+    assert results[0][1] == results[1][1]
+
+
+def test_inductor_may_compile_on_a_rank_alone(run_ranks):
+    shapes = [[(2, 8), (2, 8)], [(2, 11), (2, 8)], [(2, 5), (2, 8)]]
+    results = run_ranks(2, _train, shapes, 2, "c10d", {})
+    assert [compiled for compiled, _ in results] == [[1, 1, 0], [1, 0, 0]]
+    assert results[0][1] == results[1][1]
+
+
+def test_a_rank_may_have_one_row_where_another_has_many(run_ranks):
+    shapes = [[(2, 8), (2, 8)], [(1, 8), (3, 8)], [(1, 8), (4, 8)], [(2, 8), (5, 8)]]
+    results = run_ranks(2, _train, shapes, 2, "shared_memory", INTERPRETED)
+    assert [compiled for compiled, _ in results] == [[1, 1, 0, 0], [1, 1, 0, 0]]
+    assert results[0][1] == results[1][1]
+
+
+# ---- modes
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("mode", ["max-autotune", "max-autotune-no-cudagraphs", "reduce-overhead"])
+def test_modes_are_refused_by_name(mode):
+    run = torch.compile(fully_shard(nn.Linear(2, 2)), backend="zero3", mode=mode)
+    with pytest.raises(BackendCompilerFailed, match=f"no mode '{mode}'.*inductor_config"):
+        run(torch.ones(1, 2))

@@ -1,0 +1,154 @@
+"""Adapters on a frozen model: all of it is gathered, and gradients of the adapters alone travel."""
+
+import copy
+
+import pytest
+import torch
+from models import (
+    Block,
+    assert_same_gradients,
+    assert_same_parameters,
+    batch_of,
+    mean_square,
+    mine,
+)
+from torch import nn
+from torch.testing import assert_close
+from transformer_models import llama
+
+from deepcompile_zero3 import fully_shard, record_collectives
+
+each_way = pytest.mark.parametrize("how", ["zero3", "eager"])
+
+
+def _is_adapter(fqn):
+    return "lora_" in fqn
+
+
+def _train(model, blocks, how, batches, loss):
+    """Three steps beside one process; returns the names of what travels in each."""
+    reference = copy.deepcopy(model)
+    for module in (*blocks, model):
+        fully_shard(module)
+    options = {"keep_mb": 0}
+    run = (
+        torch.compile(model, backend="zero3", fullgraph=True, options=options)
+        if how == "zero3"
+        else model
+    )
+    optimizers = [
+        torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+        for m in (model, reference)
+    ]
+    frozen = {fqn: p.full_tensor() for fqn, p in model.named_parameters() if not p.requires_grad}
+    for seed in range(3):
+        batch = batches(seed)
+        with record_collectives() as log:
+            ours = loss(run, mine(batch))
+            ours.backward()
+        expected = loss(reference, batch)
+        expected.backward()
+        assert_close(ours, loss(reference, mine(batch)), rtol=1e-5, atol=0)
+        assert_same_gradients(model, reference)
+        for fqn, parameter in model.named_parameters():
+            assert (parameter.grad is not None) == parameter.requires_grad == _is_adapter(fqn)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_parameters(model, reference)
+    for fqn, parameter in model.named_parameters():
+        assert fqn not in frozen or torch.equal(parameter.full_tensor(), frozen[fqn])
+    names = {fqn for fqn, _ in model.named_parameters()}
+    travels = {
+        op: {fqn for c in log if c.op == op for fqn in c.params}
+        for op in ("all_gather", "reduce_scatter")
+    }
+    assert travels == {
+        "all_gather": names,
+        "reduce_scatter": {fqn for fqn in names if _is_adapter(fqn)},
+    }
+    return model
+
+
+# ---- by hand
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer, and a product of two thin matrices beside it."""
+
+    def __init__(self, linear, rank=2):
+        super().__init__()
+        self.linear = linear.requires_grad_(False)
+        self.lora_a = nn.Parameter(torch.randn(rank, linear.in_features) / rank)
+        self.lora_b = nn.Parameter(torch.randn(linear.out_features, rank) / rank)
+
+    def forward(self, x):
+        return self.linear(x) + x @ self.lora_a.t() @ self.lora_b.t()
+
+
+class AdaptedStack(nn.Module):
+    """[batch, 8] -> [batch, 8]."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(8).requires_grad_(False)])
+        for block in self.blocks:
+            block.up = Adapted(block.up)
+            block.down = Adapted(block.down)
+        self.head = Adapted(nn.Linear(8, 8))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def _by_hand(how):
+    model = AdaptedStack()
+    _train(model, model.blocks, how, lambda seed: batch_of(4, 8, seed=seed), mean_square)
+
+
+@each_way
+def test_adapters_by_hand_train_as_on_one_process(run_ranks, how):
+    run_ranks(2, _by_hand, how)
+
+
+# ---- of peft
+
+
+def _adapted_llama():
+    from peft import LoraConfig, get_peft_model
+
+    task = llama()
+    del task.model.model.layers[1:], task.blocks[1:]
+    task.model.config.num_hidden_layers = 1
+    config = LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False
+    )
+    return get_peft_model(task.model, config), task
+
+
+def _of_peft(how):
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+    model, task = _adapted_llama()
+    base = copy.deepcopy(model)
+    _train(
+        model,
+        task.blocks,
+        how,
+        lambda seed: task.batch(4, seed)["input_ids"],
+        lambda run, tokens: run(input_ids=tokens, labels=tokens).loss,
+    )
+    saved = get_peft_model_state_dict(model)
+    assert len(saved) == 3 * 2  # matrices of each adapted layer
+    set_peft_model_state_dict(base, {fqn: shard.full_tensor() for fqn, shard in saved.items()})
+    batch = task.batch(4, seed=9)
+    with torch.no_grad():
+        assert_close(model(**batch).logits, base(**batch).logits)
+
+
+@each_way
+def test_adapters_of_peft_train_as_on_one_process(run_ranks, how):
+    pytest.importorskip("peft")
+    run_ranks(2, _of_peft, how)

@@ -1,0 +1,249 @@
+"""ZeRO's stages, each said with FSDP2's calls: none, 1, 2 and 3.
+
+Whatever is sharded, the losses are those of one process; what travels and what is held differ.
+"""
+
+import copy
+import ctypes
+import time
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Block, batch_of, compiled, mine, optimizers_of
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
+from torch.utils.checkpoint import checkpoint
+
+from deepcompile_zero3 import (
+    capture_graphs,
+    fully_shard,
+    record_collectives,
+    release_buffers,
+)
+
+STAGES = ("none", 1, 2, 3)
+each_stage = pytest.mark.parametrize("stage", STAGES)
+each_way = pytest.mark.parametrize("how", ["zero3", "eager"])
+
+
+def sharded(model, stage, **kwargs):
+    """``model``, each of its blocks and the rest of it gathered on its own."""
+    if stage == "none":
+        kwargs["mesh"] = init_device_mesh(
+            "cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard")
+        )
+    for block in model.blocks:
+        fully_shard(block, reshard_after_forward=stage == 3, **kwargs)
+    return fully_shard(model, reshard_after_forward=stage == 3, **kwargs)
+
+
+def say(model, stage, *, last):
+    """What a script says before a micro-batch."""
+    match stage:
+        case "none":
+            model.set_requires_all_reduce(last)
+            model.set_reshard_after_backward(last)
+        case 1:
+            model.set_requires_gradient_sync(last)
+            model.set_reshard_after_backward(last)
+        case 2:
+            model.set_reshard_after_backward(last)
+
+
+# ---- losses
+
+
+class Plain(nn.Module):
+    """Blocks between two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(Block(8) for _ in range(2))
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = self.run(block, x)
+        return self.head(x)
+
+    def run(self, block, x):
+        return block(x)
+
+
+class Checkpointed(Plain):
+    def run(self, block, x):
+        return checkpoint(block, x, use_reentrant=False)
+
+
+class Tied(Plain):
+    def __init__(self):
+        super().__init__()
+        self.head.weight = self.stem.weight
+
+
+def _on_meta(stage):
+    """A sharded model of which no rank has ever had the whole, and one that has its values."""
+    reference = Plain()
+    with torch.device("meta"):
+        model = Plain()
+    sharded(model, stage).to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter, whole in zip(model.parameters(), reference.parameters(), strict=True):
+            parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements))
+    return model, reference
+
+
+def _built(stage, kind):
+    if kind == "meta":
+        return _on_meta(stage)
+    reference = {"plain": Plain, "checkpointed": Checkpointed, "tied": Tied}[kind]()
+    return sharded(copy.deepcopy(reference), stage), reference
+
+
+def _losses(run, optimizer, micro_batches, set_to_none, batches, before=lambda last: None):
+    """Three steps; the losses of this rank's rows, or of all."""
+    losses = []
+    for step in range(3):
+        loss = 0.0
+        for micro in range(micro_batches):
+            before(last=micro == micro_batches - 1)
+            part = run(batches(seed=10 * step + micro)).square().mean() / micro_batches
+            part.backward()
+            loss += part.item()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
+        losses.append(loss)
+    return losses
+
+
+def _trained(stage, kind, how):
+    """How many forwards are compiled."""
+    with capture_graphs() as graphs:
+        _train(stage, kind, how)
+    return len(graphs.forward)
+
+
+def _train(stage, kind, how):
+    model, reference = _built(stage, kind)
+    run = compiled(model, how)
+    optimizer, whole_optimizer = optimizers_of(model, reference)
+    for micro_batches in (1, 3):
+        for set_to_none in (True, False):
+            grid_point = micro_batches, set_to_none
+            ours = _losses(
+                run,
+                optimizer,
+                *grid_point,
+                batches=lambda seed: mine(batch_of(4, 8, seed=seed)),
+                before=lambda last: say(model, stage, last=last),
+            )
+            expected = _losses(
+                reference,
+                whole_optimizer,
+                *grid_point,
+                batches=lambda seed: batch_of(4, 8, seed=seed),
+            )
+            dist.all_reduce(total := torch.tensor(ours))
+            assert (total / dist.get_world_size()).tolist() == pytest.approx(expected, rel=1e-5), (
+                grid_point
+            )
+
+
+@each_stage
+@each_way
+@pytest.mark.parametrize("kind", ["plain", "checkpointed", "meta", "tied"])
+def test_losses_are_those_of_one_process(run_ranks, stage, kind, how):
+    compiled_once = 1 if how == "zero3" else 0
+    assert run_ranks(2, _trained, stage, kind, how) == 2 * [compiled_once]
+
+
+# ---- what travels, and what is held
+
+WIDTH = 512
+WEIGHT = 4 * WIDTH * WIDTH  # bytes
+
+
+class Products(nn.Module):
+    """All that backward needs of a layer is its weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class _Mallinfo2(ctypes.Structure):
+    """See https://man7.org/linux/man-pages/man3/mallinfo.3.html."""
+
+    _fields_ = [("counts", ctypes.c_size_t * 10)]
+
+
+def _map_weights():
+    """What has the size of a shard is a mapping of its own: counted, and gone when it is freed."""
+    m_mmap_threshold = -3
+    assert ctypes.CDLL("libc.so.6").mallopt(m_mmap_threshold, WEIGHT // 4) == 1
+
+
+def _allocated():
+    """Bytes in such mappings, but for what communication keeps for the next step."""
+    release_buffers()
+    libc = ctypes.CDLL("libc.so.6")
+    libc.mallinfo2.restype = _Mallinfo2
+    samples = []
+    for _ in range(5):
+        time.sleep(0.02)  # another rank's message is freed by a thread
+        samples.append(libc.mallinfo2().counts[4])
+    return min(samples)
+
+
+def _micro_batches(stage, how):
+    """By micro-batch of a second step: how often a weight travels, and how many whole models are
+    held after it beside the shards.
+    """
+    _map_weights()
+    model = sharded(Products(), stage, transport="c10d")
+    run = compiled(model, how)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        start = _allocated()
+        travels, held = [], []
+        for micro in range(3):
+            say(model, stage, last=micro == 2)
+            with record_collectives() as log:
+                run(batch_of(4, WIDTH, seed=micro).requires_grad_()).square().mean().backward()
+            travels.append(Counter(c.op for c in log if "blocks.0.weight" in c.params))
+            held.append((_allocated() - start) / (2 * WEIGHT))
+        optimizer.step()
+        optimizer.zero_grad()
+    return travels, held
+
+
+def _every_stage():
+    return [
+        (stage, *_micro_batches(stage, how)) for how in ("interpreted", "eager") for stage in STAGES
+    ]
+
+
+def test_each_stage_communicates_and_holds_what_it_does_not_shard(run_apart):
+    gather, reduce, all_reduce = {"all_gather": 1}, {"reduce_scatter": 1}, {"all_reduce": 1}
+    travelling = {
+        "none": [gather | reduce, reduce, reduce | all_reduce],  # gathered from one rank
+        1: [gather, {}, reduce],
+        2: [gather | reduce, reduce, reduce],
+        3: 3 * [{"all_gather": 2} | reduce],
+    }
+    # Parameters and gradients; after the last micro-batch, gradients alone.
+    holding = {"none": [2, 2, 1], 1: [2, 2, 0.5], 2: [1.5, 1.5, 0.5], 3: [0.5, 0.5, 0.5]}
+    for stages in run_apart(_every_stage):
+        for stage, travels, held in stages:
+            assert travels == travelling[stage], stage
+            assert held == pytest.approx(holding[stage], abs=0.1), stage
