@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from deepcompile_zero3 import grad_dtype, one_host
+from deepcompile_zero3 import grad_dtype, one_host, torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.group import ParameterGroup
 from deepcompile_zero3.layout import DataParallel, Layout
@@ -338,6 +338,12 @@ def _check_module(module: nn.Module, ignored: set[nn.Parameter]) -> None:
 def _check_parameter(fqn: str, parameter: nn.Parameter) -> None:
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         raise Zero3Error(f"'{fqn}' has no shape yet: run the lazy module once before fully_shard")
+    local = torch_internals.local_tensor(parameter) if isinstance(parameter, DTensor) else parameter
+    if torch_internals.is_wrapper(local):
+        raise NotImplementedError(
+            f"'{fqn}' is a {type(local).__name__}, a tensor subclass, and fully_shard does not "
+            "support them yet: pass it in ignored_params"
+        )
     if parameter.dim() == 0:
         raise Zero3Error(
             f"'{fqn}' is a scalar, which has no rows to shard: make it a 1-D tensor of one "

@@ -6,6 +6,7 @@ in a forward, and freed when that forward ends; what autograd saves of them is g
 backward (see ``saved``). Compiled graphs gather for themselves: nothing here runs in them.
 """
 
+import dataclasses
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
@@ -82,6 +83,12 @@ class ParameterGroup:
     @torch.compiler.disable
     def read(self, parameter: ShardedParameter) -> torch.Tensor:
         """What ``module.weight`` is: the full tensor inside of a forward, else the DTensor."""
+        if torch_internals.is_in_transform():
+            with torch_internals.outside_transforms():
+                return self._read(parameter)
+        return self._read(parameter)
+
+    def _read(self, parameter: ShardedParameter) -> torch.Tensor:
         running = [group for group in self.ancestry() if group._depth > 0]
         if not running and not self.is_unsharded:
             if _C.running_backward() != -1:
@@ -192,8 +199,9 @@ class ParameterGroup:
         ):
             if not recomputes:
                 _C.forget_uses(self.root)
-            self._saved = SavedTensors()
-            self._saved.start()
+            if not torch_internals.is_in_transform():  # which has no hooks for what is saved
+                self._saved = SavedTensors()
+                self._saved.start()
         self._depth += 1
 
     @torch.compiler.disable
@@ -237,7 +245,15 @@ def refuse_writes(fqns: list[str]) -> None:
 
 
 def _cast_floats(tree: Any, dtype: torch.dtype) -> Any:
-    return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
+    def cast(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.to(dtype) if leaf.is_floating_point() else leaf
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            values = {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf) if f.init}
+            return dataclasses.replace(leaf, **_cast_floats(values, dtype))
+        return leaf
+
+    return tree_map(cast, tree)
 
 
 def _alive(groups: list["weakref.ref[ParameterGroup]"]) -> list[ParameterGroup]:

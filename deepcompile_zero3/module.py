@@ -250,6 +250,10 @@ class _Swapped:
 
     _zero3_original: type
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """What is made of this class anew, as a slice of a ``Sequential`` is, is not sharded."""
+        return cls._zero3_original(*args, **kwargs)
+
     def __deepcopy__(self, memo: dict) -> NoReturn:
         raise Zero3Error(
             f"a sharded {type(self).__name__} cannot be deep-copied: copy the model before "

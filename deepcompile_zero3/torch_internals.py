@@ -82,6 +82,12 @@ _TensorMeta = _private("torch.distributed.tensor._dtensor_spec", "TensorMeta")
 _concatenate_meshes: Callable = _private("torch.distributed.device_mesh", "DeviceMesh")._concatenate
 # Of a tensor that is sharded over one dimension of a mesh, and each shard over another.
 StridedShard: Any = _private("torch.distributed.tensor.placement_types", "_StridedShard")
+_peek_functorch = _private("torch._C._functorch", "peek_interpreter_stack")
+_without_functorch = _private("torch._functorch.pyfunctorch", "temporarily_clear_interpreter_stack")
+# Whether a tensor is made of others, and only looks like one.
+is_wrapper: Callable[[object], bool] = _private(
+    "torch.utils._python_dispatch", "is_traceable_wrapper_subclass"
+)
 _top_saved_tensors_hooks = _private("torch._C._autograd", "_top_saved_tensors_default_hooks")
 
 
@@ -107,6 +113,16 @@ def inline_only(function: Callable) -> Callable:
 def outer_saved_tensors_hooks() -> tuple[Callable, Callable] | None:
     """The (pack, unpack) pair that autograd would use now, if there is one."""
     return _top_saved_tensors_hooks(False)
+
+
+def is_in_transform() -> bool:
+    """Whether a transform of ``torch.func`` is running."""
+    return _peek_functorch() is not None
+
+
+def outside_transforms() -> contextlib.AbstractContextManager[Any]:
+    """What is computed in it is a constant to the transforms of ``torch.func`` that are running."""
+    return _without_functorch()
 
 
 def local_tensor(tensor: DTensor) -> torch.Tensor:

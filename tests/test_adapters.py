@@ -1,9 +1,11 @@
-"""Adapters on a frozen model: all of it is gathered, and gradients of the adapters alone travel."""
+"""Adapters on a frozen model, whose gradients alone travel; and the libraries around them."""
 
 import copy
+import os
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import (
     Block,
     assert_same_gradients,
@@ -152,3 +154,46 @@ def _of_peft(how):
 def test_adapters_of_peft_train_as_on_one_process(run_ranks, how):
     pytest.importorskip("peft")
     run_ranks(2, _of_peft, how)
+
+
+# ---- accelerate
+
+
+def _accelerate():
+    from accelerate import Accelerator
+    from torch.utils.data import DataLoader
+
+    rank = str(dist.get_rank())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # the group is there already
+    batches, size = 4, 4
+    task = llama()
+    model, reference = task.model, copy.deepcopy(task.model)
+    for module in (*task.blocks, model):
+        fully_shard(module)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
+    tokens = torch.cat([task.batch(size, seed)["input_ids"] for seed in range(batches)])
+    loader = DataLoader(tokens, batch_size=size // 2)  # a rank's
+    optimizer, loader = accelerator.prepare(optimizers[0], loader)
+    for step, part in enumerate(loader):
+        with accelerator.accumulate():
+            model.set_requires_gradient_sync(accelerator.sync_gradients)
+            accelerator.backward(model(input_ids=part, labels=part).loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        whole = tokens[step * size : (step + 1) * size]
+        (reference(input_ids=whole, labels=whole).loss / 2).backward()
+        if step % 2:
+            nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+            optimizers[1].step()
+            optimizers[1].zero_grad()
+    assert step == batches - 1
+    assert_same_parameters(model, reference)
+
+
+def test_what_accelerate_prepares_trains_a_sharded_model(run_apart):
+    pytest.importorskip("accelerate")
+    run_apart(_accelerate)
