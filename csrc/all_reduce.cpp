@@ -12,27 +12,29 @@ AllReduce::AllReduce(const Parameter& like, const PartialGradient& partial)
     : group_name_(like.replicate_group_name),
       rank_(like.replica),
       world_size_(like.replicas),
-      options_(at::TensorOptions(partial.wire_dtype).device(like.device)) {}
+      options_(at::TensorOptions(partial.wire_dtype).device(like.device)),
+      capacity_(like.bucket_bytes / static_cast<int64_t>(options_.dtype().itemsize())) {}
 
 bool AllReduce::accepts(const Parameter& parameter, const PartialGradient& partial) const {
   return group_name_ == parameter.replicate_group_name && options_.dtype() == partial.wire_dtype &&
-         options_.device() == parameter.device;
+         options_.device() == parameter.device && numel_ + partial.shard.numel() <= capacity_;
 }
 
 void AllReduce::add(const ParameterPtr& parameter, PartialGradient partial) {
+  numel_ += partial.shard.numel();
   parameters_.push_back(parameter);
   partials_.push_back(std::move(partial));
 }
 
+std::string AllReduce::key() const {
+  std::string result = std::string("all-reduce ") + c10::toString(options_.dtype().toScalarType());
+  for (auto& parameter : parameters_) result += " " + parameter->chunk_key();
+  return result;
+}
+
 void AllReduce::start() {
   RECORD_USER_SCOPE(scope_name("all_reduce start", parameters_));
-  int64_t numel = 0;
-  std::string key;
-  for (size_t i = 0; i < partials_.size(); ++i) {
-    numel += partials_[i].shard.numel();
-    key += " " + parameters_[i]->chunk_key();
-  }
-  rows_ = pooled_empty({world_size_, (numel + world_size_ - 1) / world_size_}, options_);
+  rows_ = pooled_empty({world_size_, (numel_ + world_size_ - 1) / world_size_}, options_);
   auto rest = rows_.view(-1);
   for (auto& partial : partials_) {
     const int64_t count = partial.shard.numel();
@@ -41,7 +43,7 @@ void AllReduce::start() {
   }
   rest.zero_();
   exchange_ = std::make_unique<Exchange>(group_name_, rank_);
-  exchange_->reduce(rows_.unbind(), "all-reduce" + key);
+  exchange_->reduce(rows_.unbind(), key());
   record({"all_reduce", options_.dtype().toScalarType(), static_cast<int64_t>(rows_.nbytes()),
           names_of(parameters_)});
 }
@@ -53,15 +55,15 @@ void AllReduce::finish(std::vector<ReducedGradient>& results) {
   auto mine = rows_[rank_];
   sum_and_divide(mine, exchange_->addends().front(), wire_dtype, 1);
   exchange_ = std::make_unique<Exchange>(group_name_, rank_);
-  exchange_->gather(rows_, "all-reduced " + parameters_.front()->chunk_key());
+  exchange_->gather(rows_, "gather " + key());
   exchange_->wait();
   auto rest = rows_.view(-1);
   for (size_t i = 0; i < partials_.size(); ++i) {
-    auto& [shard, _, shard_dtype] = partials_[i];
+    auto& [shard, _, shard_dtype, divisor] = partials_[i];
     const int64_t count = shard.numel();
     if (shard.scalar_type() != shard_dtype)
       shard = pooled_empty(shard.sizes(), shard.options().dtype(shard_dtype));
-    shard.copy_(rest.narrow(0, 0, count).view(shard.sizes()));
+    sum_and_divide(shard, {rest.narrow(0, 0, count).view(shard.sizes())}, wire_dtype, divisor);
     rest = rest.narrow(0, count, rest.numel() - count);
     results.push_back({parameters_[i], shard});
   }

@@ -14,7 +14,7 @@
 namespace zero3 {
 
 // Those of several parameters, together, in the dtype of one wire. A reduction and a gather of what
-// was reduced: in fp32 or wider, in the order of ranks, and the same on each of them.
+// was reduced, so that it is the same on each rank.
 class AllReduce {
  public:
   AllReduce(const Parameter& like, const PartialGradient& partial);
@@ -27,10 +27,14 @@ class AllReduce {
   void finish(std::vector<ReducedGradient>& results);
 
  private:
+  std::string key() const;  // of messages
+
   const std::string group_name_;
   const int64_t rank_;
   const int64_t world_size_;
   const at::TensorOptions options_;  // on the wire
+  const int64_t capacity_;           // elements
+  int64_t numel_ = 0;
   std::vector<ParameterPtr> parameters_;
   std::vector<PartialGradient> partials_;
   at::Tensor rows_;  // [world, n]: all partials end to end, and padding

@@ -150,7 +150,7 @@ Gather::Gather(std::vector<ParameterPtr> parameters) : parameters_(std::move(par
 void Gather::start() {
   Apart apart;
   is_started_ = true;
-  if (!in_backward()) count_held(parameters_);
+  count_held(parameters_);
   std::vector<ParameterPtr> missing;
   for (auto& parameter : parameters_) {
     held_.push_back(parameter->gathered);

@@ -55,7 +55,9 @@ void Parameter::add_partial(PartialGradient added) {
   std::lock_guard lock(accumulation_mutex);
   if (partial) {
     const auto wider = at::promote_types(partial->shard.scalar_type(), added.shard.scalar_type());
-    added.shard = partial->shard.to(wider).add_(added.shard);
+    auto sum = partial->shard.to(wider);
+    if (partial->divisor != added.divisor) sum = sum.mul(added.divisor / partial->divisor);
+    added.shard = sum.add_(added.shard);
     added.wire_dtype = at::promote_types(partial->wire_dtype, added.wire_dtype);
     added.shard_dtype = at::promote_types(partial->shard_dtype, added.shard_dtype);
   }

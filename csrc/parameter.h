@@ -26,9 +26,10 @@ class SharedCopy;
 // A gradient [shard_rows, ...] that is reduced over the ranks of the shards, and not yet over those
 // that have the same shard.
 struct PartialGradient {
-  at::Tensor shard;  // in a dtype that holds the other two
+  at::Tensor shard;  // not divided; in fp32 or a dtype that holds that and the other two
   at::ScalarType wire_dtype;
   at::ScalarType shard_dtype;  // of what is delivered
+  double divisor;              // of that, once it is summed
 };
 
 struct Parameter {

@@ -160,8 +160,13 @@ void Bucket::add(const ParameterPtr& parameter, const at::Tensor& grad, at::Scal
   parameters_.push_back(parameter);
   auto shard_dtype = parameter->shard_grad_dtype.value_or(normalised_dtype);
   shard_dtypes_.push_back(shard_dtype);
-  if (parameter->is_replicated()) shard_dtype = at::promote_types(shard_dtype, wire_dtype());
+  if (parameter->is_replicated())
+    shard_dtype = at::promote_types(at::promote_types(shard_dtype, wire_dtype()), at::kFloat);
   send(parameter, grad, through, shard_dtype, owned);
+}
+
+int64_t Bucket::lowest_order() const {
+  return (*std::ranges::min_element(parameters_, {}, [](auto& p) { return p->order; }))->order;
 }
 
 void Bucket::close() {
@@ -196,7 +201,7 @@ class ExchangedGradients : public Bucket {
         shard = addends[addends.size() > 1 && rank_ == 0 ? 1 : 0].view(sizes);  // what was received
       else
         shard = pooled_empty(sizes, options_.dtype(shard_dtype));
-      sum_and_divide(shard, addends, wire_dtype(), divide_factor_ / pre_divide_factor_);
+      sum_and_divide(shard, addends, wire_dtype(), divisor_now());
       shards.push_back(shard);
     }
     return shards;
@@ -318,8 +323,8 @@ class PostedGradients : public Bucket {
     } else if (pre_divide_factor_ != 1.0 || !is_exact(dtype, through)) {
       copy_through(posted, grad.clone(), through, pre_divide_factor_);
     }
-    letters_.push_back(mailbox_->post(parameter, posted, backward_, wire_dtype(), shard_dtype,
-                                      divide_factor_ / pre_divide_factor_));
+    letters_.push_back(
+        mailbox_->post(parameter, posted, backward_, wire_dtype(), shard_dtype, divisor_now()));
     mailbox_->poll();
   }
 
@@ -468,16 +473,19 @@ void Reduction::finish_oldest() {
   for (size_t i = 0; i < shards.size(); ++i) {
     const auto& parameter = bucket.parameters()[i];
     if (parameter->is_replicated())
-      parameter->add_partial({shards[i], bucket.wire_dtype(), bucket.shard_dtypes()[i]});
+      parameter->add_partial(
+          {shards[i], bucket.wire_dtype(), bucket.shard_dtypes()[i], bucket.divisor()});
     else
       results_.push_back({parameter, shards[i]});
   }
-  const auto parameters = bucket.parameters();
+  auto parameters = bucket.parameters();
   in_flight_.erase(in_flight_.begin());
-  all_reduce(parameters);
+  all_reduce(std::move(parameters));
 }
 
-void Reduction::all_reduce(const std::vector<ParameterPtr>& parameters) {
+void Reduction::all_reduce(std::vector<ParameterPtr> parameters) {
+  // Replicas may have met them in orders of their own.
+  std::ranges::sort(parameters, {}, [](auto& parameter) { return parameter->order; });
   std::vector<std::unique_ptr<AllReduce>> all_reduces;
   for (auto& parameter : parameters) {
     if (!parameter->is_replicated() || !parameter->requires_all_reduce) continue;
@@ -529,6 +537,7 @@ void Reduction::finish(const std::vector<ParameterPtr>& parameters) {
   std::unique_lock lock(mutex_);
   for (auto& parameter : parameters)
     if (parameter->requires_gradient_sync && !parameter->deferred) send_accumulated(parameter);
+  std::ranges::sort(open_, {}, [](auto& bucket) { return bucket->lowest_order(); });
   while (!open_.empty()) {
     auto bucket = std::move(open_.front());
     open_.erase(open_.begin());
@@ -539,7 +548,7 @@ void Reduction::finish(const std::vector<ParameterPtr>& parameters) {
   std::ranges::copy_if(parameters, std::back_inserter(synced), [](auto& parameter) {
     return parameter->requires_gradient_sync && !parameter->deferred;
   });
-  all_reduce(synced);  // of backwards before this one
+  all_reduce(std::move(synced));  // of backwards before this one
   while (!all_reduces_.empty()) finish_oldest_all_reduce();
   backwards_.clear();
   arrived_.clear();

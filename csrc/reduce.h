@@ -49,6 +49,7 @@ class Bucket {
   bool has_room_for(const Parameter& parameter) const;
   bool is_full() const { return used_ >= capacity_; }
   const std::vector<ParameterPtr>& parameters() const { return parameters_; }
+  int64_t lowest_order() const;  // of them
   // Of what is to be delivered of each.
   const std::vector<at::ScalarType>& shard_dtypes() const { return shard_dtypes_; }
   at::ScalarType wire_dtype() const { return options_.dtype().toScalarType(); }
@@ -59,8 +60,12 @@ class Bucket {
            at::ScalarType normalised_dtype, bool owned);
   void close();  // Nothing more comes.
 
-  // Waits. The reduced and scaled shard of each of parameters(), in its dtype of shard_dtypes() or,
-  // where it is replicated, in one that holds the wire's too.
+  // By what the sum over all ranks is still to be divided. Where shards are replicated that is
+  // left for when they are summed too.
+  double divisor() const { return divide_factor_ / pre_divide_factor_; }
+
+  // Waits. The reduced and scaled shard of each of parameters(), in its dtype of shard_dtypes();
+  // or, where it is replicated, not scaled and in one that holds the wire's and fp32.
   virtual std::vector<at::Tensor> finish() = 0;
 
  protected:
@@ -73,6 +78,8 @@ class Bucket {
   const bool is_shared_;
   const int64_t rank_;
   const int64_t world_size_;
+  double divisor_now() const { return replicate_group_name_.empty() ? divisor() : 1.0; }
+
   const double divide_factor_;
   const double pre_divide_factor_;
   const at::TensorOptions options_;  // on the wire
@@ -115,7 +122,7 @@ class Reduction : public std::enable_shared_from_this<Reduction> {
   void launch(std::unique_ptr<Bucket> bucket);
   void finish_oldest();
   // Sums what these have over their replicas.
-  void all_reduce(const std::vector<ParameterPtr>& parameters);
+  void all_reduce(std::vector<ParameterPtr> parameters);
   void finish_oldest_all_reduce();
   void finish_backward();
   std::vector<int64_t> roots() const;  // of the parameters that arrived, in order

@@ -156,7 +156,7 @@ class _CompiledGraph:
             for parameter in parameters:
                 if not parameter.handle.stays_after_forward():
                     parameter.handle.let_go_of_held()
-            refuse_writes([fqn for group in unsharded for fqn in group.release(group.parameters)])
+            refuse_writes([fqn for group in unsharded for fqn in group.release_after_forward()])
 
     def _forward(
         self, args: tuple, parameters: list[ShardedParameter], as_traced: bool, first: bool

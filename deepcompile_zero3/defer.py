@@ -116,7 +116,8 @@ def deposit_grad(parameter: torch.Tensor, grad: torch.Tensor) -> None:
 
     Raises:
         Zero3Error: outside of ``defer_reduction``, the parameter needs no gradient or belongs to
-            another model, or ``grad`` is no plain tensor.
+            another model, or ``grad`` is a DTensor where the parameter is none, or none where it
+            is.
         RuntimeError: ``grad`` has another shape or device than the full parameter, or a dtype
             other than float32, float64, bfloat16 and float16.
     """
@@ -140,8 +141,6 @@ def deposit_grad(parameter: torch.Tensor, grad: torch.Tensor) -> None:
     if not isinstance(grad, torch.Tensor) or isinstance(grad, DTensor) != (inner is not None):
         raise Zero3Error(
             f"the gradient of '{found.fqn}' is a {type(grad).__name__}: deposit a full "
-            + ("plain tensor" if inner is None else f"DTensor by {inner.placements}")
+            + ("plain tensor" if inner is None else f"DTensor over {inner.mesh}")
         )
-    if isinstance(grad, DTensor):
-        grad = grad.redistribute(inner.mesh, inner.placements)
     found.handle.accumulate(found.layout.whole(grad))

@@ -57,7 +57,8 @@ def fully_shard(
 
     Args:
         module: the block or model. Ranks must hold the same values. Or a list of modules, whose
-            parameters make one group: eager code frees them when the last of them has run.
+            parameters make one group: within the forward of a sharded module around them, eager
+            code frees them when the last of the list has run.
         mesh: 1-D, or 2-D: shards are over its last dimension, and replicated over the first. By
             default all ranks of the job, on the accelerator if there is one, else on the CPU.
         reshard_after_forward: True: backward gathers again. False: what forward gathered is kept
@@ -98,8 +99,11 @@ def fully_shard(
         parameter: _layout_of(fqn, parameter, ranks, shard_placement_fn)
         for parameter, fqn in _new_parameters(modules, ignored).items()
     }
+    fulls = [full_like(parameter, layout, mp_policy) for parameter, layout in layouts.items()]
+    if ranks.replicate_group is not None:
+        one_host.check_alike(fulls, ranks.replicate_group)
     parts = one_host.share(
-        [full_like(parameter, layout, mp_policy) for parameter, layout in layouts.items()],
+        fulls,
         ranks.shard_group,
         mesh.device_type,
         transport,

@@ -43,7 +43,6 @@ class ParameterGroup:
         self.parameters = parameters
         self.mp_policy = mp_policy
         self._modules = modules  # whose group it is
-        self._have_run: set[nn.Module] = set()  # of them, in the outermost forward that is running
         self.root = 0
         self.forward_prefetch: list[weakref.ref[ParameterGroup]] = []
         self.backward_prefetch: list[weakref.ref[ParameterGroup]] = []
@@ -54,6 +53,7 @@ class ParameterGroup:
         self._reads: dict[ShardedParameter, torch.Tensor] = {}
         self._saved: SavedTensors | None = None  # of the outermost forward that is running
         self._prefetched: list[ParameterGroup] = []  # in that
+        self._have_run: dict[ParameterGroup, set[int]] = {}  # in that, the modules of each
         for parameter in parameters:
             parameter.group = self
 
@@ -91,10 +91,10 @@ class ParameterGroup:
     def _read(self, parameter: ShardedParameter) -> torch.Tensor:
         running = [group for group in self.ancestry() if group._depth > 0]
         if not running and not self.is_unsharded:
-            if _C.running_backward() != -1:
+            if _C.running_backward() != -1 and torch.is_grad_enabled():
                 # A recomputation of activations, whose module is not in forward itself.
                 parameter.refresh()
-                return parameter.layout.read(_C.gather_and_read(parameter.handle))
+                return parameter.read(_C.gather_and_read(parameter.handle))
             return parameter.shard
         saved = running[-1]._saved if running else None
         if saved is not None:
@@ -102,7 +102,8 @@ class ParameterGroup:
             if saved.watch(self, self.parameters, _alive(self.backward_prefetch)):
                 self._reads.clear()  # of before this forward, whose contract they have
                 _C.count_held([parameter.handle for parameter in self.parameters])
-                for group in _alive(self.forward_prefetch):
+                prefetch = self.forward_prefetch if _C.running_backward() == -1 else []
+                for group in _alive(prefetch):
                     group.start_gather()
                     running[-1]._prefetched.append(group)
         value = self._reads.get(parameter)
@@ -110,7 +111,7 @@ class ParameterGroup:
         if value is None or value.requires_grad != differentiable:
             parameter.settle()
             self.wait_for_gather()
-            value = parameter.layout.read(_C.read_gathered(parameter.handle))
+            value = parameter.read(_C.read_gathered(parameter.handle))
             self._reads[parameter] = value
         return value
 
@@ -151,6 +152,15 @@ class ParameterGroup:
                 group._saved.forget(self)
         return [parameter.fqn for parameter in parameters if parameter.release()]
 
+    def release_after_forward(self) -> list[str]:
+        """The same, but for those that are held for the next forward or backward."""
+        leaving = [
+            p
+            for p in self.parameters
+            if p.handle.was_written() or not p.handle.stays_after_forward()
+        ]
+        return self.release(leaving)
+
     def start_gather(self) -> None:
         """Begins to gather what is not held. A wait, or the end of a forward, ends it."""
         if self._gathering is None:
@@ -190,17 +200,16 @@ class ParameterGroup:
 
     @torch.compiler.disable
     def _begin(self) -> None:
-        recomputes = _C.running_backward() != -1
-        # A checkpoint that recomputes a block was inside of our hooks in forward, and is in charge
-        # now; one around the outermost module finds them again where they were.
-        if not self.in_forward and (
-            not recomputes
-            or (self.parent is None and torch_internals.outer_saved_tensors_hooks() is not None)
-        ):
+        if not self.in_forward:
+            recomputes = _C.running_backward() != -1
             if not recomputes:
                 _C.forget_uses(self.root)
-            if not torch_internals.is_in_transform():  # which has no hooks for what is saved
-                self._saved = SavedTensors()
+            self._saved = SavedTensors()
+            # A checkpoint counts what is saved, which must be the same when it recomputes. Around a
+            # block it gets all, be the block in its model's forward or not; around the outermost
+            # module, nothing that we take. A transform has no hooks.
+            takes = not recomputes and not torch_internals.is_checkpointed()
+            if (takes or self.parent is None) and not torch_internals.is_in_transform():
                 self._saved.start()
         self._depth += 1
 
@@ -211,10 +220,12 @@ class ParameterGroup:
         self._depth -= 1
         if self._depth > 0:
             return
-        self._have_run.add(module)
         outermost = next((g for g in self.ancestry() if g._saved is not None), self)
-        if outermost is not self and len(self._have_run) < self._modules:
+        have_run = outermost._have_run.setdefault(self, set())
+        have_run.add(id(module))
+        if outermost is not self and len(have_run) < self._modules:
             return  # the others may read them
+        have_run.clear()
         ending: dict[ParameterGroup, None] = {self: None}
         if self._saved is not None:
             # Also groups whose own modules did not run, but whose parameters were read.
@@ -223,16 +234,8 @@ class ParameterGroup:
             for group in self._prefetched:
                 group._gathering = None  # in vain
             self._prefetched.clear()
-        written = []
-        for group in ending:
-            group._have_run.clear()
-            leaving = [
-                p
-                for p in group.parameters
-                if p.handle.was_written() or not p.handle.stays_after_forward()
-            ]
-            written += group.release(leaving)
-        refuse_writes(written)
+            self._have_run.clear()
+        refuse_writes([fqn for group in ending for fqn in group.release_after_forward()])
 
 
 def refuse_writes(fqns: list[str]) -> None:

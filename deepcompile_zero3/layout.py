@@ -8,8 +8,9 @@
     the parameter         [*sizes]           a DTensor over all ranks, whose local tensor is a shard
 """
 
+import math
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,7 @@ class DataParallel:
         self.mesh = mesh
         self.shard_group: dist.ProcessGroup = mesh.get_group(mesh.ndim - 1)
         self.replicate_group: dist.ProcessGroup | None = (
-            mesh.get_group(0) if mesh.ndim > 1 else None
+            mesh.get_group(0) if mesh.ndim > 1 and mesh.size(0) > 1 else None
         )
 
     @property
@@ -44,6 +45,15 @@ class DataParallel:
         return torch.device(device.type, torch.accelerator.current_device_index())
 
 
+class Inner(NamedTuple):
+    """A DTensor that each of the ranks has which compute on different data."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Layout:
     """How one parameter lies on the ranks.
@@ -53,14 +63,14 @@ class Layout:
         dim: the dimension of the parameter that is.
         mesh: of the DTensor.
         placements: of it.
-        inner: what each of ``ranks`` has of a gathered parameter, if that is a DTensor itself.
+        inner: what each of ``ranks`` reads, if that is a DTensor itself.
     """
 
     ranks: DataParallel
     dim: int
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
-    inner: Any = None
+    inner: Inner | None = None
 
     @staticmethod
     def of(parameter: torch.Tensor, ranks: DataParallel, dim: int = 0) -> "Layout":
@@ -72,8 +82,14 @@ class Layout:
         replicate = (Replicate(),) * (ranks.mesh.ndim - 1)
         if not isinstance(parameter, DTensor):
             return Layout(ranks, dim, ranks.mesh, (*replicate, Shard(dim)))
-        inner = torch_internals.spec_of(parameter)
-        parts = inner.num_shards_map[dim]
+        inner = Inner(
+            parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride()
+        )
+        parts = math.prod(
+            inner.mesh.size(i)
+            for i, p in enumerate(inner.placements)
+            if getattr(p, "dim", None) == dim
+        )
         mesh = torch_internals.concatenate_meshes([ranks.mesh, inner.mesh])
         # What the inner ranks have of the dimension is sharded, not the dimension.
         shard = torch_internals.StridedShard(dim, split_factor=parts) if parts > 1 else Shard(dim)
@@ -81,7 +97,10 @@ class Layout:
 
     def whole(self, full: torch.Tensor) -> torch.Tensor:
         """What the runtime gathers of ``full``, which is as a module reads it."""
-        return self.rows(torch_internals.local_tensor(full) if isinstance(full, DTensor) else full)
+        if isinstance(full, DTensor) and self.inner is not None:
+            full = full.redistribute(self.inner.mesh, self.inner.placements)
+            return self.rows(torch_internals.local_tensor(full))
+        return self.rows(full)
 
     def read(self, whole: torch.Tensor) -> torch.Tensor:
         """What a module reads, of what was gathered. Differentiable."""

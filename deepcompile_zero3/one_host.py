@@ -113,9 +113,7 @@ def share(
             )
         return None  # as all ranks know without asking
     segments = _Segments(fulls, group, take_turns)
-    described = tuple(
-        f"{list(full.shape)} of {full.dtype}, {full.stride()}, {take_turns}" for full in fulls
-    )
+    described = _describe(fulls, take_turns)
     mine = _offer(transport, described, segments.sizes if rank == 0 else ())
     try:
         offers = _exchange(mine, group)
@@ -144,6 +142,13 @@ def share(
             )
         return None
     return segments.parts([offer.pid for offer in offers])
+
+
+def check_alike(fulls: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Raises a Zero3Error unless all ranks of ``group`` have such parameters. Collective."""
+    described = _describe(fulls, take_turns=False)
+    for other, theirs in enumerate(_exchange(described, group)):
+        _check_alike(described, theirs, dist.get_rank(group), other)
 
 
 class _Segments:
@@ -259,14 +264,20 @@ def _offer(transport: Transport, fulls: tuple[str, ...], sizes: Sequence[int]) -
     return _Offer(transport, host, pid, fulls, tuple(files))
 
 
+def _describe(fulls: Sequence[torch.Tensor], take_turns: bool) -> tuple[str, ...]:
+    return tuple(
+        f"{list(full.shape)} of {full.dtype}, {full.stride()}, {take_turns}" for full in fulls
+    )
+
+
 def _check_alike(mine: Sequence[str], others: Sequence[str], rank: int, other: int) -> None:
     for position, (one, another) in enumerate(itertools.zip_longest(mine, others)):
         if one != another:
             raise Zero3Error(
                 f"ranks disagree on the module's parameter {position}: it is {one} on rank {rank} "
                 f"and {another} on rank {other} (shape, compute dtype, strides, whether "
-                "reshard_after_forward is True); build the same model with the same mp_policy and "
-                "reshard_after_forward on all ranks"
+                "reshard_after_forward is True); build the same model with the same mp_policy, "
+                "shard_placement_fn and reshard_after_forward on all ranks"
             )
 
 

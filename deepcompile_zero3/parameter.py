@@ -172,6 +172,15 @@ class ShardedParameter:
         self.reshard_after_forward = reshard_after_forward
         self.handle.reshard_after_forward = reshard_after_forward is True
 
+    def read(self, whole: torch.Tensor) -> torch.Tensor:
+        """What a module reads, of what was gathered."""
+        if self.is_read_as_gathered:
+            return whole
+        full = self.layout.read(whole)
+        if full.requires_grad:  # or uses would be summed before they are cast
+            _C.declare_grad_dtype(full, self.handle.grad_dtype)
+        return full
+
     def release(self) -> bool:
         """Lets go of the full tensor, and returns whether somebody has written to it."""
         written = self.handle.was_written()
@@ -249,11 +258,11 @@ class ShardedParameter:
                 "MixedPrecisionPolicy(param_dtype=...)"
             )
         mine = list(self._size), self.layout.placements, self.layout.mesh
-        layout = list(shard.shape), shard.placements, shard.device_mesh
-        if layout != mine:
+        found = list(shard.shape), shard.placements, shard.device_mesh
+        if found != mine:
             raise Zero3Error(
                 "'{}' was sharded as {} by {} over {} and was replaced by {} by {} over {}; keep "
-                "shape, placement and mesh".format(self.fqn, *mine, *layout)
+                "shape, placement and mesh".format(self.fqn, *mine, *found)
             )
         if local.device.type not in ("meta", self.handle.device.type):
             raise Zero3Error(
@@ -279,9 +288,9 @@ class ShardedParameter:
         shard = self.shard
         if not shard.requires_grad:
             return
-        reduced = self.layout.local(reduced).contiguous()
+        reduced = self.layout.local(reduced)
         if shard.grad is None:
-            shard.grad = torch_internals.dtensor_like(reduced, shard)
+            shard.grad = torch_internals.dtensor_like(reduced.contiguous(), shard)
             return
         local = torch_internals.local_tensor(cast(DTensor, shard.grad))
         if torch.promote_types(local.dtype, reduced.dtype) == local.dtype:

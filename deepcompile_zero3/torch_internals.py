@@ -6,6 +6,7 @@ name, so that a new torch fails here and not in the middle of a training step.
 
 import contextlib
 import importlib
+import operator
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +31,7 @@ if ".".join(map(str, _release())) not in TRIED:
 
 def _private(module: str, name: str) -> Any:
     try:
-        return getattr(importlib.import_module(module), name)
+        return operator.attrgetter(name)(importlib.import_module(module))
     except (ImportError, AttributeError) as error:
         raise ImportError(
             f"deepcompile_zero3 needs {module}.{name}, which torch {torch.__version__} does not "
@@ -79,7 +80,7 @@ _functorch_config = _private("torch._functorch", "config")
 _inductor_config = _private("torch._inductor", "config")
 _DTensorSpec = _private("torch.distributed.tensor._dtensor_spec", "DTensorSpec")
 _TensorMeta = _private("torch.distributed.tensor._dtensor_spec", "TensorMeta")
-_concatenate_meshes: Callable = _private("torch.distributed.device_mesh", "DeviceMesh")._concatenate
+_concatenate_meshes: Callable = _private("torch.distributed.device_mesh", "DeviceMesh._concatenate")
 # Of a tensor that is sharded over one dimension of a mesh, and each shard over another.
 StridedShard: Any = _private("torch.distributed.tensor.placement_types", "_StridedShard")
 _peek_functorch = _private("torch._C._functorch", "peek_interpreter_stack")
@@ -108,6 +109,12 @@ def inline_only(function: Callable) -> Callable:
     """
     _skip_code(function.__code__)
     return function
+
+
+def is_checkpointed() -> bool:
+    """Whether ``torch.utils.checkpoint``, not reentrant, takes what autograd saves now."""
+    hooks = outer_saved_tensors_hooks()
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
 def outer_saved_tensors_hooks() -> tuple[Callable, Callable] | None:
@@ -148,7 +155,10 @@ def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
     """
     if any(mesh.mesh_dim_names is None for mesh in meshes):
         raise RuntimeError("a mesh has no mesh_dim_names")
-    return _concatenate_meshes(meshes)
+    try:
+        return _concatenate_meshes(meshes)
+    except (TypeError, ValueError) as error:
+        raise RuntimeError(str(error)) from error
 
 
 def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:

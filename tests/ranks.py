@@ -20,6 +20,7 @@ from multiprocessing import connection
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 # How long the other ranks may go on when one has failed: they are likely to wait for it.
 GRACE_SECONDS = 5.0
@@ -173,5 +174,6 @@ def _run(function, args, store, rank, world_size):
         return result
     finally:
         torch._dynamo.reset()
+        _clear_sharding_prop_cache()  # which holds meshes, and would give them for equal ones
         dist.destroy_process_group()
         gc.collect()

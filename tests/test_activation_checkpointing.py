@@ -110,17 +110,24 @@ def test_blocks_in_torchs_checkpoint_wrapper_are_sharded(run_ranks):
     run_ranks(2, _wrap)
 
 
-def _checkpoint_whole(how):
+def _checkpoint_whole(how, use_reentrant):
     model = Stack()
-    model, reference = shard(model, model.blocks)
+    model, reference = shard(model, model.blocks, reshard_after_forward=True, transport="c10d")
     run = compiled(model, how)
-    gathered = _train(model, reference, lambda x: checkpoint(run, x, use_reentrant=False))
+
+    def checkpointed(x):
+        x = x.requires_grad_()  # or a reentrant one gives no gradient
+        return checkpoint(run, x, use_reentrant=use_reentrant)
+
+    gathered = _train(model, reference, checkpointed)
     assert set(gathered.values()) <= {2, 3}, gathered
 
 
-@pytest.mark.parametrize("how", ["zero3", "eager"])
-def test_the_outermost_module_is_checkpointed(run_ranks, how):
-    run_ranks(2, _checkpoint_whole, how)
+@pytest.mark.parametrize(
+    ("how", "use_reentrant"), [("zero3", False), ("eager", False), ("eager", True)]
+)
+def test_the_outermost_module_is_checkpointed(run_ranks, how, use_reentrant):
+    run_ranks(2, _checkpoint_whole, how, use_reentrant)
 
 
 def _count_flops():

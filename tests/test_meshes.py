@@ -435,6 +435,69 @@ def test_gradients_of_replicas_are_clipped_by_the_norm_of_all(run_ranks):
     run_ranks(4, _clipped)
 
 
+class _Products(nn.Module):
+    """Its weights have the gradients that are asked for."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        self.first = nn.Parameter(torch.ones(3, 2, dtype=dtype))
+        self.second = nn.Parameter(torch.ones(2, 2, dtype=dtype))
+
+    def forward(self, first, second, is_swapped=False):
+        products = [(self.first, first), (self.second, second)]
+        return sum((w * g).sum() for w, g in (products[::-1] if is_swapped else products))
+
+
+def _sum_over_replicas():
+    mesh = replicas(2)
+    rank = dist.get_rank()
+
+    tiny = 2.0**-24  # the least of float16, whose mean is as small
+    model = fully_shard(
+        _Products(), mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16)
+    )
+    model(tiny, 2.0, is_swapped=bool(rank)).backward()  # gradients come in another order
+    assert (model.first.grad.full_tensor() == tiny).all()
+    assert (model.second.grad.full_tensor() == 2).all()
+
+    model = _Products(torch.bfloat16)
+    model.first.grad_dtype = None
+    fully_shard(model, mesh=mesh)
+    for micro_batch in range(300):
+        model.set_requires_all_reduce(micro_batch == 299)
+        model(1.0, 0.0).backward()
+    assert (model.first.grad.full_tensor() == 300).all()  # in bfloat16, 256 + 1 is 256
+
+
+def test_what_is_summed_over_replicas_is_rounded_once(run_ranks):
+    run_ranks(2, _sum_over_replicas)
+
+
+def _used_twice(how):
+    model = _Products(torch.bfloat16)
+    model.first.grad_dtype = torch.float32
+    fully_shard(model, shard_placement_fn=lambda p: Shard(1))
+    (compiled(model, how)(256.0, 0.0) + model(1.0, 0.0)).backward()
+    assert (model.first.grad.full_tensor() == 257).all()
+
+    class Twice(_Products):
+        def forward(self):
+            return (self.first * 256.0).sum() + (self.first * 1.0).sum()
+
+    model = Twice(torch.bfloat16)
+    model.first.grad_dtype = torch.float32
+    fully_shard(model, shard_placement_fn=lambda p: Shard(1))
+    compiled(model, how)().backward()
+    assert (model.first.grad.full_tensor() == 257).all()
+
+
+@either_way
+def test_uses_of_a_weight_that_is_sharded_by_columns_are_cast_before_they_are_summed(
+    run_ranks, how
+):
+    run_ranks(2, _used_twice, how)
+
+
 @needs_a_job
 def test_a_mesh_of_two_dimensions_needs_no_names():
     model = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1, 1)))
@@ -637,7 +700,9 @@ def _deposited():
     full = batch_of(16, 8, seed=mesh["dp"].get_local_rank())
     grad = DTensor.from_local(full, mesh["tp"], [Replicate()], run_check=False)
     with defer_reduction(model):
-        with pytest.raises(Zero3Error, match=r"'blocks\.0\.up\.weight' is a Tensor: .*DTensor by"):
+        with pytest.raises(
+            Zero3Error, match=r"'blocks\.0\.up\.weight' is a Tensor: .*DTensor over"
+        ):
             deposit_grad(weight, full)
         deposit_grad(weight, grad)
     expected = (batch_of(16, 8, seed=0) + batch_of(16, 8, seed=1)) / 2
