@@ -8,7 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
 from torch.distributed.tensor import DTensor, Shard
 
 from deepcompile_zero3 import grad_dtype, one_host, torch_internals
@@ -206,8 +211,8 @@ def _layout_of(
     except RuntimeError as error:
         raise Zero3Error(
             f"'{fqn}' is a DTensor over {parameter.device_mesh}, which cannot be sharded over "
-            f"{ranks.mesh} too ({error}): slice both out of one mesh, "
-            'init_device_mesh(..., mesh_dim_names=("dp", "tp"))'
+            f"{ranks.mesh} too ({error}): pass mesh= of the other dimension of one mesh, such as "
+            'mesh["dp"] of init_device_mesh(..., mesh_dim_names=("dp", "tp"))'
         ) from error
 
 
@@ -267,6 +272,10 @@ def _refuse_unsupported(
     offload_policy: OffloadPolicy,
     dp_mesh_dims: object,
 ) -> None:
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"mesh is a DeviceMesh, got a {type(mesh).__name__}; DeviceMesh.from_group makes one"
+        )
     if mesh.ndim not in (1, 2):
         raise ValueError(
             f"fully_shard takes a mesh of one or two dimensions, got {mesh}: slice those that "
@@ -323,6 +332,10 @@ def _check_module(module: nn.Module, ignored: set[nn.Parameter]) -> None:
                 _ = sharded.shard  # raises if it was replaced
     for prefix, submodule in _unsharded_modules([module]):
         where = f"'{prefix}' ({type(submodule).__name__})" if prefix else f"the {kind}"
+        if isinstance(submodule, FSDPModule):
+            raise Zero3Error(
+                f"{where} was sharded by torch's fully_shard already: use one of the two for all"
+            )
         if isinstance(submodule, torch.jit.ScriptModule):
             raise Zero3Error(
                 f"{where} is a ScriptModule, whose parameters cannot be replaced: shard the "

@@ -1008,6 +1008,21 @@ def test_each_module_of_a_group_casts_what_it_takes_and_gives(how):
 
 
 @needs_a_job
+def test_what_is_no_mesh_is_refused():
+    with pytest.raises(
+        TypeError, match=r"a DeviceMesh, got a ProcessGroup; DeviceMesh\.from_group"
+    ):
+        fully_shard(nn.Linear(2, 2), mesh=dist.group.WORLD)
+
+
+@needs_a_job
+def test_what_torchs_fully_shard_has_sharded_is_refused():
+    model = nn.Sequential(torch_fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,))))
+    with pytest.raises(Zero3Error, match=r"'0' \(FSDPLinear\) was sharded by torch's fully_shard"):
+        fully_shard(model)
+
+
+@needs_a_job
 def test_a_mesh_of_three_dimensions_is_refused():
     mesh = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("a", "b", "c"))
     model = nn.Linear(2, 2)
@@ -1037,7 +1052,9 @@ def test_a_sum_that_is_still_to_be_reduced_is_no_parameter():
 @pytest.mark.parametrize("names", [None, ("tp",)], ids=["unnamed", "named"])
 def test_meshes_that_are_not_of_one_mesh_are_refused(names):
     model = with_weight(init_device_mesh("cpu", (1,), mesh_dim_names=names), Shard(0))
-    with pytest.raises(Zero3Error, match=r"'0\.weight' is a DTensor over .*slice both out of one"):
+    with pytest.raises(
+        Zero3Error, match=r"'0\.weight' is a DTensor over .*pass mesh= of the other"
+    ):
         fully_shard(model)
     assert type(model[0]) is nn.Linear
 
@@ -1047,7 +1064,7 @@ def _overlapping():
     mesh = data_and_tensor_parallel()
     tensor_parallel(model, mesh["tp"])
     for other in (None, mesh["tp"], mesh):
-        with pytest.raises(Zero3Error, match=r"'up\.weight' is a DTensor over .*slice both out"):
+        with pytest.raises(Zero3Error, match=r"'up\.weight' is a DTensor over .*pass mesh= of"):
             fully_shard(model.blocks[0], mesh=other)
     sharded_by(fully_shard, model, mesh=mesh["dp"])
 
