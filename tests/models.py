@@ -10,7 +10,7 @@ import copy
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import fully_shard, one_host
 
@@ -108,13 +108,15 @@ def optimizers_of(*models):
 
 
 def assert_same_gradients(model, reference, tolerance=1e-5):
-    """Every gradient is a shard of the reference's gradient, or None where that is None."""
+    """Each gradient is placed as its parameter is, and equal to the reference's, or both are None."""
     for (fqn, parameter), (_, whole) in _pairs(model, reference):
         if whole.grad is None:
             assert parameter.grad is None, f"{fqn}: .grad is not None"
             continue
         assert isinstance(parameter.grad, DTensor), f"{fqn}: .grad is {parameter.grad!r}"
-        assert parameter.grad.placements == (Shard(0),), f"{fqn}: {parameter.grad.placements}"
+        assert parameter.grad.placements == parameter.placements, (
+            f"{fqn}: {parameter.grad.placements}"
+        )
         assert parameter.grad.to_local().shape == parameter.to_local().shape, fqn
         difference = relative_difference(parameter.grad.full_tensor(), whole.grad)
         assert difference <= tolerance, f"{fqn}: gradients differ by {difference:.1e}"

@@ -55,13 +55,6 @@ def fqns(log, op):
     return [fqn for c in log if c.op == op for fqn in c.params]
 
 
-def assert_gradients_of(model, reference):
-    """As ``assert_same_gradients``, whatever the mesh."""
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        assert ours.grad.placements == ours.placements
-        assert_close(ours.grad.full_tensor(), theirs.grad)
-
-
 def step(optimizers, set_to_none=True):
     for optimizer in optimizers:
         optimizer.step()
@@ -872,7 +865,7 @@ def _of_groups():
     assert_same_parameters(model, reference)
     mean_square(model, mine(batch_of(4, 8))).backward()
     mean_square(reference, batch_of(4, 8)).backward()
-    assert_gradients_of(model, reference)
+    assert_same_gradients(model, reference)
 
 
 def test_a_mesh_may_be_made_of_groups_and_replicas_of_the_first(run_ranks):
@@ -901,7 +894,7 @@ def _in_three_dimensions():
     for seed in range(2):
         mean_square(model, mine(batch_of(4, 8, seed=seed), data)).backward()
         mean_square(reference, batch_of(4, 8, seed=seed)).backward()
-        assert_gradients_of(model, reference)
+        assert_same_gradients(model, reference)
         for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
             assert_close(ours.full_tensor(), theirs)
     assert model.up.weight.device_mesh.ndim == 3

@@ -13,6 +13,7 @@ import transformer_models
 from models import (
     Block,
     Stack,
+    assert_same_gradients,
     assert_same_parameters,
     batch_of,
     compiled,
@@ -60,20 +61,6 @@ def replicas(number=2):
     return init_device_mesh(
         "cpu", (number, dist.get_world_size() // number), mesh_dim_names=("replicate", "shard")
     )
-
-
-def assert_same_gradients(model, reference, tolerance=1e-5):
-    """Every gradient is placed as its parameter is, and equal to the reference's."""
-    pairs = zip(model.named_parameters(), reference.parameters(), strict=True)
-    for (fqn, parameter), whole in pairs:
-        if whole.grad is None:
-            assert parameter.grad is None, f"{fqn}: .grad is not None"
-            continue
-        assert isinstance(parameter.grad, DTensor), f"{fqn}: .grad is {parameter.grad!r}"
-        assert parameter.grad.placements == parameter.placements, fqn
-        assert parameter.grad.to_local().shape == parameter.to_local().shape, fqn
-        difference = relative_difference(parameter.grad.full_tensor(), whole.grad)
-        assert difference <= tolerance, f"{fqn}: gradients differ by {difference:.1e}"
 
 
 def assert_same_step(model, reference, batch, *, run=None, optimizers=(), group=None):
