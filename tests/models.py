@@ -108,7 +108,7 @@ def optimizers_of(*models):
 
 
 def assert_same_gradients(model, reference, tolerance=1e-5):
-    """Each gradient is placed as its parameter is, and equal to the reference's, or both are None."""
+    """Gradients are placed as their parameters are, and equal the reference's, None's included."""
     for (fqn, parameter), (_, whole) in _pairs(model, reference):
         if whole.grad is None:
             assert parameter.grad is None, f"{fqn}: .grad is not None"
