@@ -45,7 +45,7 @@ void AllReduce::start() {
   exchange_ = std::make_unique<Exchange>(group_name_, rank_);
   exchange_->reduce(rows_.unbind(), key());
   record({"all_reduce", options_.dtype().toScalarType(), static_cast<int64_t>(rows_.nbytes()),
-          names_of(parameters_)});
+          world_size_, names_of(parameters_)});
 }
 
 void AllReduce::finish(std::vector<ReducedGradient>& results) {

@@ -4,6 +4,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/python.h>
 
+#include "error.h"
 #include "exchange.h"
 #include "gather.h"
 #include "grad_dtype.h"
@@ -51,6 +52,30 @@ void set_python_deliver(py::function function) {
   });
 }
 
+// What HANDLE_TH_ERRORS makes an exception of this type of.
+class PythonError : public torch::PyTorchError {
+ public:
+  PythonError(const std::string& message, PyObject* type)
+      : torch::PyTorchError(message), type_(type) {}
+  PyObject* python_type() override { return type_; }
+
+ private:
+  PyObject* type_;
+};
+
+void set_python_error(py::object type) {
+  PyObject* error = type.release().ptr();
+  set_throw([error](const std::string& message) { throw PythonError(message, error); });
+}
+
+void check_python_signals() {
+  py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() == 0) return;
+  python_error raised;
+  raised.persist();
+  throw raised;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -76,6 +101,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readwrite("divide_factor", &Parameter::divide_factor)
       .def_readwrite("requires_gradient_sync", &Parameter::requires_gradient_sync)
       .def_readwrite("requires_all_reduce", &Parameter::requires_all_reduce)
+      .def_readwrite("requires_gradient_on_all_ranks", &Parameter::requires_gradient_on_all_ranks)
       .def_readwrite("placeholder", &Parameter::placeholder)
       .def_readwrite("shard", &Parameter::shard)
       .def("follow_version",
@@ -87,6 +113,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readonly("gathered", &Parameter::gathered)
       .def_readwrite("reshard_after_forward", &Parameter::reshard_after_forward)
       .def_readwrite("reshard_after_backward", &Parameter::reshard_after_backward)
+      .def_readwrite("after_forward", &Parameter::after_forward)
       .def("stays_after_forward", &Parameter::stays_after_forward)
       .def("hold", [](Parameter& self, const at::Tensor& full) { self.hold(full); })
       .def("let_go", &Parameter::let_go)
@@ -101,11 +128,20 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property_readonly("is_shared", [](const Parameter& self) { return bool(self.shared); })
       .def("has_accumulated", &Parameter::has_accumulated, py::call_guard<py::gil_scoped_release>())
       .def_readonly("arrived_dtype", &Parameter::arrived_dtype)
+      .def_readwrite("detects_nonfinite", &Parameter::detects_nonfinite)
+      .def("take_nonfinite",
+           [](Parameter& self) -> std::optional<std::tuple<int64_t, int64_t, int64_t>> {
+             py::gil_scoped_release no_gil;
+             const auto found = self.take_nonfinite();
+             if (!found) return std::nullopt;
+             return std::make_tuple(found->nans, found->infinities, found->numel);
+           })
       .def_readwrite("deferred", &Parameter::deferred)
       .def_readwrite("dropped", &Parameter::dropped)
       .def("accumulate",
            [](Parameter& self, const at::Tensor& grad) {
              py::gil_scoped_release no_gil;
+             self.detect_nonfinite(grad);
              accumulate(self, grad);
            })
       .def("drop_accumulated", &Parameter::drop_accumulated,
@@ -132,7 +168,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(py::init<const at::Tensor&, const at::Tensor&>())
       .def("grow", &Copies::grow)
       .def_property_readonly("nbytes", [](const Copies& self) { return self.writable.nbytes(); });
-  m.attr("PROGRESS_BYTES") = sizeof(Progress);
+  // Of a parameter of so many rows: a Progress for each rank and block of its gradient.
+  m.def("progress_bytes", [](int64_t rows, int64_t row_bytes, int64_t world_size) {
+    return blocks_of(rows, row_bytes, world_size).size() * world_size * sizeof(Progress);
+  });
   m.attr("CACHE_LINE") = kCacheLine;
   m.def("make_read_only", &make_read_only);
 
@@ -140,6 +179,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readonly("op", &Collective::op)
       .def_readonly("dtype", &Collective::dtype)
       .def_readonly("nbytes", &Collective::nbytes)
+      .def_readonly("world_size", &Collective::world_size)
       .def_readonly("params", &Collective::params);
   py::class_<CollectiveLog, std::shared_ptr<CollectiveLog>>(m, "CollectiveLog")
       .def_static("start", &CollectiveLog::start)
@@ -150,6 +190,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     for (auto& parameter : parameters) parameter->add_use(first);
   });
   m.def("is_point_to_point", &is_point_to_point);
+  m.def("timeout_of", [](const std::string& group_name) { return timeout_of(group_name).count(); });
   m.def("count_held", &count_held);
   m.def("reduce_accumulated", &reduce_accumulated, py::call_guard<py::gil_scoped_release>());
   m.def("running_backward", [] { return torch::autograd::get_current_graph_task_id(); });
@@ -178,6 +219,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("limit_buffers", &limit_pool, py::call_guard<py::gil_scoped_release>());
   m.def("make_placeholder", &make_placeholder);
   m.def("declare_grad_dtype", &declare_grad_dtype);
+  py::register_local_exception_translator([](std::exception_ptr raised) {
+    try {
+      if (raised) std::rethrow_exception(raised);
+    } catch (PythonError& error) {
+      PyErr_SetString(error.python_type(), error.what());
+    } catch (python_error& error) {
+      error.restore();
+    }
+  });
+  set_check_signals(&check_python_signals);
+  m.def("set_error", &set_python_error);
   m.def("set_refresh", &set_python_refresh);
   m.def("set_deliver", &set_python_deliver);
 }

@@ -11,9 +11,10 @@
 namespace zero3 {
 
 struct Collective {
-  std::string op;  // "all_gather" or "reduce_scatter"
+  std::string op;  // "all_gather", "reduce_scatter" or "all_reduce"
   at::ScalarType dtype;
   int64_t nbytes;  // of the full, unsharded buffers
+  int64_t world_size;
   std::vector<std::string> params;
 };
 

@@ -8,6 +8,7 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include "error.h"
 #include "memory.h"
 
 namespace zero3 {
@@ -18,19 +19,25 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 }  // namespace
 
 struct Exchange::Running {
+  struct Part {
+    WorkPtr work;
+    std::string with;  // which rank
+    std::string key;
+  };
+
   int64_t rank;
   c10::intrusive_ptr<Group> group;
-  std::vector<at::Tensor> tensors;                     // that take part
-  std::vector<std::pair<WorkPtr, std::string>> works;  // with their keys
+  std::vector<at::Tensor> tensors;  // that take part
+  std::vector<Part> parts;
 
   void wait() {
-    for (auto& [work, key] : works) {
+    for (auto& [work, with, key] : parts) {
       try {
         work->wait();
       } catch (const std::exception& error) {
-        TORCH_CHECK(false, "zero3: an exchange with another rank failed (", key,
+        throw_error("an exchange with " + with + " failed (" + key +
                     "). Either that rank has stopped, or it runs something else: all ranks must "
-                    "run the same forwards and backwards. ",
+                    "run the same forwards and backwards. " +
                     error.what());
       }
     }
@@ -96,7 +103,7 @@ int tag_of(const std::string& key) {
 }
 
 // Sends `outgoing(r)` to each other rank r, and receives `incoming(r)` from it; nothing where that
-// is empty. `start(work)` takes what has started.
+// is empty. `start(work, r)` takes what has started.
 template <typename Outgoing, typename Incoming, typename Start>
 void start_messages(Group& group, int64_t rank, int64_t world_size, const std::string& key,
                     Outgoing outgoing, Incoming incoming, Start start) {
@@ -105,9 +112,9 @@ void start_messages(Group& group, int64_t rank, int64_t world_size, const std::s
     const int64_t to = (rank + distance) % world_size;
     const int64_t from = (rank - distance + world_size) % world_size;
     std::vector<at::Tensor> received{incoming(from)};
-    if (received[0].numel() > 0) start(group.recv(received, static_cast<int>(from), tag));
+    if (received[0].numel() > 0) start(group.recv(received, static_cast<int>(from), tag), from);
     std::vector<at::Tensor> sent{outgoing(to)};
-    if (sent[0].numel() > 0) start(group.send(sent, static_cast<int>(to), tag));
+    if (sent[0].numel() > 0) start(group.send(sent, static_cast<int>(to), tag), to);
   }
 }
 
@@ -156,6 +163,11 @@ bool is_point_to_point(const std::string& group_name, at::Device device) {
   return is_point_to_point(*c10d::resolve_process_group(group_name), device);
 }
 
+std::chrono::milliseconds timeout_of(const std::string& group_name) {
+  const auto group = c10d::resolve_process_group(group_name);
+  return group->getBackend(group->getDeviceTypes().front().type())->getBackendOptions()->timeout;
+}
+
 Exchange::Exchange(const std::string& group_name, int64_t rank) {
   auto group = c10d::resolve_process_group(group_name);
   Orphans::get().wait(group);
@@ -163,29 +175,33 @@ Exchange::Exchange(const std::string& group_name, int64_t rank) {
 }
 
 Exchange::~Exchange() {
-  if (running_ && !running_->works.empty()) Orphans::get().add(std::move(running_));
+  if (running_ && !running_->parts.empty()) Orphans::get().add(std::move(running_));
 }
 
 void Exchange::gather(const at::Tensor& rows, const std::string& key) {
-  auto& [rank, group, tensors, works] = *running_;
+  auto& [rank, group, tensors, parts] = *running_;
   WithoutSavedTensorHooks guard;
   tensors.push_back(rows);
-  const auto start = [&](const WorkPtr& work) { works.emplace_back(work, key); };
+  const auto start = [&](const WorkPtr& work, int64_t with) {
+    parts.push_back({work, "rank " + std::to_string(with), key});
+  };
   if (rows.numel() == 0) return;
   if (is_point_to_point(*group, rows.device()))
     start_messages(
         *group, rank, rows.size(0), key, [&](int64_t) { return rows[rank]; },
         [&](int64_t from) { return rows[from]; }, start);
   else
-    start(all_gather(*group, rows.view(-1), rows[rank]));
+    parts.push_back({all_gather(*group, rows.view(-1), rows[rank]), "others", key});
 }
 
 void Exchange::reduce(const Rows& rows, const std::string& key) {
-  auto& [rank, group, tensors, works] = *running_;
+  auto& [rank, group, tensors, parts] = *running_;
   WithoutSavedTensorHooks guard;
   Rows& addends = addends_.emplace_back();
   const auto keep = [&](const at::Tensor& tensor) { return tensors.emplace_back(tensor); };
-  const auto start = [&](const WorkPtr& work) { works.emplace_back(work, key); };
+  const auto start = [&](const WorkPtr& work, int64_t with) {
+    parts.push_back({work, "rank " + std::to_string(with), key});
+  };
   const at::Tensor& own = rows[rank];
   if (is_point_to_point(*group, own.device())) {
     for (auto& row : rows) {
@@ -198,13 +214,14 @@ void Exchange::reduce(const Rows& rows, const std::string& key) {
   } else {
     auto run = keep(one_run(rows));
     addends.push_back(keep(at::empty_like(own)));
-    if (run.numel() > 0) start(reduce_scatter(*group, addends.front(), run));
+    if (run.numel() > 0)
+      parts.push_back({reduce_scatter(*group, addends.front(), run), "others", key});
   }
 }
 
 void Exchange::wait() {
   auto running = std::exchange(running_, nullptr);
-  TORCH_CHECK(running, "zero3: an exchange was waited for twice");
+  ZERO3_CHECK(running, "an exchange was waited for twice");
   running->wait();
 }
 

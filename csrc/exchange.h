@@ -9,6 +9,7 @@
 
 #include <ATen/ATen.h>
 
+#include <chrono>
 #include <memory>
 #include <string>
 #include <vector>
@@ -23,6 +24,9 @@ constexpr int64_t kWorthAMessage = 64 << 10;  // bytes; tensors that are smaller
 // Whether exchanges of this group and device are sends and receives, one for each tensor and rank,
 // so that several tensors need not share a buffer.
 bool is_point_to_point(const std::string& group_name, at::Device device);
+
+// How long ranks of this group wait for each other.
+std::chrono::milliseconds timeout_of(const std::string& group_name);
 
 // Tensors that are gathered or reduced, each from the moment it is given, and waited for together.
 // Ranks start exchanges of a group in one order. `key` is the same on all ranks; tensors of

@@ -6,6 +6,7 @@
 
 #include "apart.h"
 #include "collective_log.h"
+#include "error.h"
 #include "exchange.h"
 #include "memory.h"
 #include "publish.h"
@@ -16,7 +17,7 @@ namespace {
 std::function<void(const std::string&)> refresh_function;
 
 void check_gatherable(const Parameter& parameter) {
-  TORCH_CHECK(!parameter.shard.is_meta(), "zero3: '", parameter.fqn,
+  ZERO3_CHECK(!parameter.shard.is_meta(), "'", parameter.fqn,
               "' is still on the meta device. Materialise the sharded model first: "
               "model.to_empty(device=...), then initialise it or load a checkpoint.");
 }
@@ -35,7 +36,8 @@ GatherBucket::GatherBucket(std::vector<ParameterPtr> parameters)
 void GatherBucket::record_start() const {
   int64_t nbytes = 0;
   for (auto& parameter : parameters_) nbytes += parameter->world_size * bytes_of_chunk(*parameter);
-  record({"all_gather", parameters_.front()->compute_dtype, nbytes, names_of(parameters_)});
+  const Parameter& first = *parameters_.front();
+  record({"all_gather", first.compute_dtype, nbytes, first.world_size, names_of(parameters_)});
 }
 
 namespace {
@@ -155,7 +157,8 @@ void Gather::start() {
   for (auto& parameter : parameters_) {
     held_.push_back(parameter->gathered);
     versions_.push_back(parameter->shard_version());
-    if (!parameter->gathered.defined()) missing.push_back(parameter);
+    sources_.push_back(Parameter::source_of(parameter));
+    if (!parameter->gathered.defined()) missing.push_back(sources_.back());
   }
   while (!missing.empty()) {
     const Parameter& first = *missing.front();
@@ -175,18 +178,26 @@ void Gather::start() {
 }
 
 std::vector<at::Tensor> Gather::finish(bool fresh) {
+  const bool is_recorded = at::GradMode::is_enabled();  // for a backward, by eager code
   Apart apart;
   if (!is_started_) start();
   is_started_ = false;
   auto fulls = std::exchange(held_, {});
   const auto versions = std::exchange(versions_, {});
+  const auto sources = std::exchange(sources_, {});
   for (auto& bucket : std::exchange(buckets_, {})) {
     RECORD_USER_SCOPE(scope_name("all_gather wait", bucket->parameters()));
     auto gathered = bucket->finish(fresh);
     for (size_t i = 0; i < gathered.size(); ++i) {
-      const auto& parameter = bucket->parameters()[i];
-      const auto place = std::ranges::find(parameters_, parameter) - parameters_.begin();
+      const auto place = std::ranges::find(sources, bucket->parameters()[i]) - sources.begin();
+      const auto& parameter = parameters_[place];
       fulls[place] = gathered[i];
+      if (parameter->after_forward && !in_backward()) {
+        if (is_recorded || parameter->pending_uses > 0)
+          parameter->shard_after_forward(gathered[i], versions[place]);
+        else
+          parameter->forget_after_forward();
+      }
       if (!parameter->stays_gathered(in_backward())) continue;
       parameter->hold(gathered[i], /*read_only=*/!fresh);
       parameter->held_version = versions[place];

@@ -43,6 +43,7 @@ class Gather {
   void start();
 
   std::vector<ParameterPtr> parameters_;  // each once
+  std::vector<ParameterPtr> sources_;     // of each, what its rows are gathered from
   std::vector<at::Tensor> held_;          // of those that are; else undefined
   std::vector<uint64_t> versions_;        // of the shards
   std::vector<std::unique_ptr<GatherBucket>> buckets_;

@@ -5,6 +5,8 @@
 
 #include <algorithm>
 
+#include "error.h"
+
 namespace zero3 {
 namespace {
 
@@ -25,19 +27,19 @@ std::string contract_name(std::optional<at::ScalarType> grad_dtype) {
   if (!grad_dtype) return "any";
   for (auto& [name, dtype] : kNames)
     if (dtype == *grad_dtype) return name;
-  TORCH_CHECK(false, "zero3: gradients cannot be kept in ", *grad_dtype);
+  ZERO3_CHECK(false, "gradients cannot be kept in ", *grad_dtype);
 }
 
 std::optional<at::ScalarType> contract_dtype(const std::string& name) {
   if (name == "any") return std::nullopt;
   for (auto& [known, dtype] : kNames)
     if (name == known) return dtype;
-  TORCH_CHECK(false, "zero3: '", name, "' is no gradient dtype");
+  ZERO3_CHECK(false, "'", name, "' is no gradient dtype");
 }
 
 void declare_grad_dtype(const at::Tensor& tensor, std::optional<at::ScalarType> dtype) {
   auto edge = torch::autograd::impl::gradient_edge(tensor);
-  TORCH_CHECK(edge.is_valid(), "zero3: a tensor that needs no gradient has no gradient dtype");
+  ZERO3_CHECK(edge.is_valid(), "a tensor that needs no gradient has no gradient dtype");
   edge.function->mutable_input_metadata(edge.input_nr).set_grad_dtype(dtype);
 }
 

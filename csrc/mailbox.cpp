@@ -2,11 +2,15 @@
 
 #include <algorithm>
 
-#include "memory.h"
+#include "error.h"
 #include "publish.h"
 #include "sum.h"
 
 namespace zero3 {
+
+const Block& Letter::rows() const { return parameter->shared->blocks[block]; }
+
+Deposit& Letter::deposit() const { return parameter->shared->deposits[block]; }
 
 Mailbox::Mailbox(std::shared_ptr<Host> host, at::Tensor memory)
     : host_(std::move(host)),
@@ -30,7 +34,7 @@ at::Tensor Mailbox::empty(at::IntArrayRef sizes, at::ScalarType dtype, const std
       poll(/*all=*/true);
       if (take()) return std::nullopt;
       auto missing = who_keeps();
-      TORCH_CHECK(missing, "zero3: the gradient of '", fqn, "' in ", dtype, " takes ", nbytes,
+      ZERO3_CHECK(missing, "the gradient of '", fqn, "' in ", dtype, " takes ", nbytes,
                   " bytes, for which the ", capacity_,
                   " bytes that ranks share have no room: fully_shard(..., transport='c10d') has no "
                   "such bound");
@@ -52,9 +56,10 @@ void Mailbox::give_back(uint64_t offset) {
   arena_.give_back(offset);
 }
 
-LetterPtr Mailbox::post(const ParameterPtr& parameter, const at::Tensor& grad, uint64_t backward,
-                        at::ScalarType wire_dtype, at::ScalarType shard_dtype, double divisor) {
-  auto& deposit = parameter->shared->deposit;
+LetterPtr Mailbox::post(const ParameterPtr& parameter, size_t block, const at::Tensor& grad,
+                        uint64_t backward, at::ScalarType wire_dtype, double divisor,
+                        const at::Tensor& shard) {
+  auto& deposit = parameter->shared->deposits[block];
   const auto is_free = [&] { return deposit.readers(deposit.latest()).empty(); };
   if (!is_free())
     host_->wait([&]() -> std::optional<Host::Missing> {
@@ -66,11 +71,16 @@ LetterPtr Mailbox::post(const ParameterPtr& parameter, const at::Tensor& grad, u
   const uint64_t epoch = deposit.next_epoch(backward);
   deposit.put(epoch, {static_cast<uint64_t>(offset), static_cast<int8_t>(grad.scalar_type()),
                       static_cast<int8_t>(wire_dtype)});
-  auto letter =
-      std::make_shared<Letter>(Letter{parameter, epoch, wire_dtype, shard_dtype, divisor, {}});
+  LetterPtr letter;
+  if (deposit.is_read_by(host_->rank())) {
+    const auto& [begin, rows, owner] = parameter->shared->blocks[block];
+    const int64_t first = host_->rank() * parameter->chunk_rows();
+    const auto sum = owner ? shard.narrow(0, begin - first, rows) : shard;
+    letter = std::make_shared<Letter>(Letter{parameter, block, epoch, wire_dtype, divisor, sum});
+  }
   {
     std::lock_guard lock(mutex_);
-    unsummed_.push_back(letter);
+    if (letter) unsummed_.push_back(letter);
     unread_.push_back({grad, epoch, deposit, parameter->shared->progress(), parameter->fqn});
   }
   host_->ring();
@@ -80,10 +90,9 @@ LetterPtr Mailbox::post(const ParameterPtr& parameter, const at::Tensor& grad, u
 void Mailbox::finish(const LetterPtr& letter) {
   host_->wait([&]() -> std::optional<Host::Missing> {
     poll(/*all=*/true);
-    if (letter->shard.defined()) return std::nullopt;
-    const Parameter& parameter = *letter->parameter;
-    return {{parameter.shared->deposit.writers(letter->epoch),
-             "it has not sent the gradient of '" + parameter.fqn + "'"}};
+    if (letter->is_summed) return std::nullopt;
+    return {{letter->deposit().writers(letter->epoch),
+             "it has not sent the gradient of '" + letter->parameter->fqn + "'"}};
   });
 }
 
@@ -92,7 +101,7 @@ void Mailbox::drop(const LetterPtr& letter) {
     std::lock_guard lock(mutex_);
     if (std::erase(unsummed_, letter) == 0) return;
   }
-  letter->parameter->shared->deposit.consume(letter->epoch);
+  letter->deposit().consume(letter->epoch);
   host_->ring();
 }
 
@@ -103,7 +112,7 @@ void Mailbox::poll(bool all) {
     std::lock_guard lock(mutex_);
     for (auto it = unsummed_.begin(); it != unsummed_.end();) {
       Letter& letter = **it;
-      auto& deposit = letter.parameter->shared->deposit;
+      auto& deposit = letter.deposit();
       if (deposit.writers(letter.epoch).empty()) {
         sum(letter);
         deposit.consume(letter.epoch);
@@ -130,8 +139,8 @@ void Mailbox::poll(bool all) {
 
 void Mailbox::check_complete(const Letter& letter) const {
   const auto& parameter = *letter.parameter;
-  const auto deserters = parameter.shared->deposit.deserters(letter.epoch);
-  TORCH_CHECK(deserters.empty(), "zero3: a backward has ended on rank ", deserters.front(),
+  const auto deserters = letter.deposit().deserters(letter.epoch);
+  ZERO3_CHECK(deserters.empty(), "a backward has ended on rank ", deserters.front(),
               " without a gradient of '", parameter.fqn,
               "': it has raised there, or that rank does not use the parameter. All ranks must run "
               "the same forwards and backwards");
@@ -139,19 +148,18 @@ void Mailbox::check_complete(const Letter& letter) const {
 
 at::Tensor Mailbox::rows_of(int64_t rank, const Letter& letter) const {
   const Parameter& parameter = *letter.parameter;
-  const auto [offset, dtype, wire_dtype] = parameter.shared->deposit.of_rank(rank);
+  const auto [offset, dtype, wire_dtype] = letter.deposit().of_rank(rank);
   const auto wire = static_cast<at::ScalarType>(wire_dtype);
-  TORCH_CHECK(wire == letter.wire_dtype,
-              "zero3: ranks disagree on the dtype that the gradient of '", parameter.fqn,
-              "' is reduced in: ", wire, " on rank ", rank, " and ", letter.wire_dtype, " on rank ",
-              host_->rank(), ". Give grad_dtype and reduce_dtype the same values on all ranks");
+  ZERO3_CHECK(wire == letter.wire_dtype, "ranks disagree on the dtype that the gradient of '",
+              parameter.fqn, "' is reduced in: ", wire, " on rank ", rank, " and ",
+              letter.wire_dtype, " on rank ", host_->rank(),
+              ". Give grad_dtype and reduce_dtype the same values on all ranks");
   const auto options = at::TensorOptions(static_cast<at::ScalarType>(dtype));
   const int64_t first = std::min(host_->rank() * parameter.chunk_rows(), parameter.rows());
-  const int64_t skipped =
-      first * parameter.row_numel() * static_cast<int64_t>(options.dtype().itemsize());
+  const int64_t skipped = (letter.rows().owner ? 0 : first) * parameter.row_numel() *
+                          static_cast<int64_t>(options.dtype().itemsize());
   auto* box = mine_ + (rank - host_->rank()) * capacity_;
-  return at::from_blob(box + offset + skipped, parameter.sizes_with_rows(parameter.shard_rows()),
-                       options);
+  return at::from_blob(box + offset + skipped, letter.sum.sizes(), options);
 }
 
 void Mailbox::sum(Letter& letter) const {
@@ -161,17 +169,16 @@ void Mailbox::sum(Letter& letter) const {
   const auto dtype = addends.front().scalar_type();
   if (std::ranges::any_of(addends, [&](auto& a) { return a.scalar_type() != dtype; }))
     for (auto& addend : addends) addend = addend.to(letter.wire_dtype);
-  auto shard = pooled_empty(addends.front().sizes(), at::TensorOptions(letter.shard_dtype));
-  sum_and_divide(shard, addends, letter.wire_dtype, letter.divisor);
-  letter.shard = shard;
+  sum_and_divide(letter.sum, addends, letter.wire_dtype, letter.divisor);
+  letter.is_summed = true;
 }
 
 std::optional<Host::Missing> Mailbox::who_keeps() {
   std::lock_guard lock(mutex_);
   if (!unsummed_.empty()) {
-    const auto& parameter = *unsummed_.front()->parameter;
-    return {{parameter.shared->deposit.writers(unsummed_.front()->epoch),
-             "it has not sent the gradient of '" + parameter.fqn + "'"}};
+    const auto& letter = *unsummed_.front();
+    return {{letter.deposit().writers(letter.epoch),
+             "it has not sent the gradient of '" + letter.parameter->fqn + "'"}};
   }
   if (unread_.empty()) return std::nullopt;
   const auto& oldest = unread_.front();

@@ -15,14 +15,18 @@
 
 namespace zero3 {
 
-// A gradient on its way.
+// A block of a gradient on its way, which this rank is to sum.
 struct Letter {
   ParameterPtr parameter;
+  size_t block;
   uint64_t epoch;
   at::ScalarType wire_dtype;
-  at::ScalarType shard_dtype;
   double divisor;
-  at::Tensor shard;  // [shard_rows, ...], once this rank has summed it
+  at::Tensor sum;  // to be written
+  bool is_summed = false;
+
+  const Block& rows() const;
+  Deposit& deposit() const;
 };
 using LetterPtr = std::shared_ptr<Letter>;
 
@@ -39,9 +43,11 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
   at::Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype, const std::string& fqn);
   bool holds(const at::Tensor& tensor) const;
 
-  // Leaves `grad`, contiguous and in this mailbox, for all to read.
-  LetterPtr post(const ParameterPtr& parameter, const at::Tensor& grad, uint64_t backward,
-                 at::ScalarType wire_dtype, at::ScalarType shard_dtype, double divisor);
+  // Leaves `grad`, the rows of a block, contiguous and in this mailbox, to be read. Nothing if this
+  // rank has no part in their sum; else that will be in `shard`, of all rows that this rank has.
+  LetterPtr post(const ParameterPtr& parameter, size_t block, const at::Tensor& grad,
+                 uint64_t backward, at::ScalarType wire_dtype, double divisor,
+                 const at::Tensor& shard);
 
   // Sums letters in their order until one is not there, and forgets what all have read.
   void poll() { poll(/*all=*/false); }

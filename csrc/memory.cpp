@@ -22,8 +22,6 @@ class Pool {
  public:
   Block take(int64_t nbytes) {
     std::lock_guard lock(mutex_);
-    in_use_ += nbytes;
-    peak_ = std::max(peak_, in_use_);
     auto best = kept_.end();
     for (auto block = kept_.begin(); block != kept_.end(); ++block)
       if (block->nbytes >= nbytes && block->nbytes <= kMostWaste * nbytes &&
@@ -37,6 +35,8 @@ class Pool {
       kept_.erase(best);
       kept_bytes_ -= block.nbytes;
     }
+    in_use_ += nbytes;
+    peak_ = std::max(peak_, in_use_);
     return block;
   }
 

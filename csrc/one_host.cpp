@@ -7,13 +7,17 @@
 
 #include <climits>
 #include <cstdio>
+#include <cstring>
 #include <ctime>
 #include <fstream>
 #include <sstream>
-#include <stdexcept>
+
+#include "error.h"
 
 namespace zero3 {
 namespace {
+
+constexpr int64_t kBlockBytes = 4 << 20;
 
 constexpr int kSpins = 200;  // some tens of microseconds
 constexpr int kYields = 20;
@@ -83,8 +87,37 @@ class Sleeper {
 
 }  // namespace
 
-Host::Host(Bell* bell, int64_t rank, std::vector<pid_t> pids, std::chrono::milliseconds timeout)
-    : bell_(bell), rank_(rank), timeout_(timeout) {
+// A rank's long wait.
+class Host::Waiting {
+ public:
+  explicit Waiting(Standing& standing) : standing_(standing) { standing_.waits.fetch_add(1); }
+  ~Waiting() { standing_.waits.fetch_add(1); }
+  Waiting(const Waiting&) = delete;
+  Waiting& operator=(const Waiting&) = delete;
+
+  void has_looked(const Missing& missing) {
+    if (missing.ranks.front() != standing_.for_rank.load() || missing.what != shown_) {
+      shown_ = missing.what;
+      std::string text = shown_.substr(0, sizeof(Text) - 1);
+      text.resize(sizeof(Text));
+      for (size_t i = 0; i < standing_.what.size(); ++i) {
+        uint64_t word;
+        std::memcpy(&word, text.data() + i * sizeof(word), sizeof(word));
+        standing_.what[i].store(word, std::memory_order_relaxed);
+      }
+      standing_.for_rank.store(missing.ranks.front());
+    }
+    standing_.looks.fetch_add(1);
+  }
+
+ private:
+  Standing& standing_;
+  std::string shown_;
+};
+
+Host::Host(Bell* bell, Standing* standings, int64_t rank, std::vector<pid_t> pids,
+           std::chrono::milliseconds timeout)
+    : bell_(bell), standings_(standings), rank_(rank), timeout_(timeout) {
   for (pid_t pid : pids) {
     const auto status = status_of(pid);
     peers_.push_back({pid, status ? status->started : 0});
@@ -108,20 +141,80 @@ void Host::wait(const std::function<std::optional<Missing>()>& missing) {
   const auto deadline = Clock::now() + timeout_;
   auto next_look = Clock::now() + kNap;
   const Sleeper sleeper(bell_);
+  Waiting waiting(standings_[rank_]);
+  std::optional<Circle> seen;
   while (true) {
     const uint32_t rung = bell_->rung.load();
     auto now = missing();
     if (!now) return;
     if (now->ranks.empty()) continue;
+    waiting.has_looked(*now);
     futex_wait(&bell_->rung, rung, std::min(kNap, timeout_));
     if (Clock::now() < next_look) continue;
     next_look = Clock::now() + kNap;
+    check_signals();
     now = missing();  // this rank may have been away for long
     if (!now) return;
+    if (now->ranks.empty()) continue;
+    waiting.has_looked(*now);
     check_alive(*now);
+    check_others_go_on(*now);
+    seen = check_circle(std::move(seen));
     if (Clock::now() >= deadline)
       fail(*now, "waited " + std::to_string(timeout_.count() / 1000) + " s for");
   }
+}
+
+std::optional<Host::Circle> Host::circle() const {
+  Circle circle{bell_->rung.load(), {}};
+  for (int64_t rank = rank_;; rank = standings_[rank].for_rank.load()) {
+    if (std::ranges::find(circle.links, rank, &Circle::Link::rank) != circle.links.end())
+      return circle;
+    const Standing& standing = standings_[rank];
+    circle.links.push_back({rank, standing.waits.load(), standing.looks.load()});
+    if (circle.links.back().waits % 2 == 0) return std::nullopt;  // it computes
+  }
+}
+
+std::optional<Host::Circle> Host::check_circle(std::optional<Circle> seen) {
+  auto now = circle();
+  if (!now || !seen || now->rung != seen->rung || now->links.size() != seen->links.size())
+    return now;
+  bool is_stuck = true;
+  for (size_t i = 0; i < now->links.size(); ++i) {
+    const auto &link = now->links[i], &before = seen->links[i];
+    if (link.rank != before.rank || link.waits != before.waits) return now;
+    is_stuck &= link.looks >= before.looks + 2;  // the second of them has begun since
+  }
+  if (!is_stuck || bell_->rung.load() != seen->rung) return seen;
+  standings_[rank_].gave_up.store(standings_[rank_].waits.load());
+  throw_error("ranks wait for each other: " + text_of(*now));
+}
+
+void Host::check_others_go_on(const Missing& missing) const {
+  for (int64_t rank : missing.ranks) {
+    const auto gave_up = standings_[rank].gave_up.load();
+    if (gave_up == 0 || standings_[rank].waits.load() != gave_up + 1) continue;
+    throw_error("rank " + std::to_string(rank) +
+                " has given up, since ranks wait for each other: " +
+                text_of({0, {{rank_, 0, 0}, {rank, 0, 0}}}));
+  }
+}
+
+std::string Host::text_of(const Circle& circle) const {
+  std::string text;
+  for (auto& link : circle.links) {
+    const Standing& standing = standings_[link.rank];
+    std::array<char, sizeof(Text)> what;
+    for (size_t i = 0; i < standing.what.size(); ++i) {
+      const uint64_t word = standing.what[i].load(std::memory_order_relaxed);
+      std::memcpy(what.data() + i * sizeof(word), &word, sizeof(word));
+    }
+    what.back() = '\0';
+    text += "rank " + std::to_string(link.rank) + " waits for rank " +
+            std::to_string(standing.for_rank.load()) + ", since " + what.data() + "; ";
+  }
+  return text + "all ranks must run the same forwards and backwards";
 }
 
 std::string Host::state_of(int64_t rank, bool* is_dead) const {
@@ -142,14 +235,28 @@ void Host::check_alive(const Missing& missing) const {
 }
 
 void Host::fail(const Missing& missing, const std::string& why) const {
-  std::string text = "zero3: " + why + " ";
+  std::string text = why + " ";
   for (size_t i = 0; i < missing.ranks.size(); ++i) {
     bool is_dead = false;
     text += (i > 0 ? ", " : "") + state_of(missing.ranks[i], &is_dead);
   }
-  throw std::runtime_error(text + ": " + missing.what +
-                           ". Either that rank has stopped, or it runs something else: all ranks "
-                           "must run the same forwards and backwards");
+  throw_error(text + ": " + missing.what +
+              ". Either that rank has stopped, or it runs something else: all ranks must run the "
+              "same forwards and backwards");
+}
+
+std::vector<Block> blocks_of(int64_t rows, int64_t row_bytes, int64_t world_size) {
+  if (rows * row_bytes <= kBlockBytes) return {{0, rows, std::nullopt}};
+  const int64_t chunk = (rows + world_size - 1) / world_size;
+  const int64_t step = std::max<int64_t>(kBlockBytes / std::max<int64_t>(row_bytes, 1), 1);
+  std::vector<Block> blocks;
+  for (int64_t offset = 0; offset < chunk; offset += step)  // in turn, so that all have work
+    for (int64_t r = 0; r < world_size; ++r) {
+      const int64_t begin = r * chunk + offset;
+      const int64_t end = std::min({begin + step, (r + 1) * chunk, rows});
+      if (begin < end) blocks.push_back({begin, end - begin, r});
+    }
+  return blocks;
 }
 
 void Ring::grow(uint64_t capacity) {

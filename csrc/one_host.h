@@ -8,6 +8,7 @@
 #include <sys/types.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -29,7 +30,7 @@ inline uint64_t in_cache_lines(uint64_t nbytes) {
   return (std::max<uint64_t>(nbytes, 1) + kCacheLine - 1) / kCacheLine * kCacheLine;
 }
 
-// Of one rank with one parameter.
+// Of one rank with one parameter, or with one block of its gradient: the first has it all.
 struct alignas(kCacheLine) Progress {
   // A gather's epochs count the publications of the parameter.
   std::atomic<uint64_t> arrived;    // reads no copy older than this epoch's
@@ -41,13 +42,26 @@ struct alignas(kCacheLine) Progress {
   uint64_t offset;                  // in the mailbox, in bytes
   int8_t dtype;
   int8_t wire_dtype;
+  std::atomic<uint8_t> presence;   // in the latest of Calls that it has made
   std::atomic<uint64_t> consumed;  // reads no gradient of this epoch
 };
 static_assert(std::atomic<uint64_t>::is_always_lock_free && sizeof(Progress) == kCacheLine);
 
+// What a rank waits for, in words that others may read while it writes.
+using Text = std::array<std::atomic<uint64_t>, 32>;
+
 // Of one rank.
 struct alignas(kCacheLine) Standing {
   std::atomic<uint64_t> settled;  // reads no gradient of backwards before this one
+  std::atomic<uint64_t> called;   // has said what it brings to backwards, up to this call
+  std::atomic<uint64_t> heard;    // has read what others said in calls up to this one
+
+  // Of its latest wait that was long.
+  std::atomic<uint64_t> waits;    // counts their beginnings and ends: while it is odd, it waits
+  std::atomic<uint64_t> looks;    // counts how often it has looked in vain, in all waits
+  std::atomic<int64_t> for_rank;  // one of those that it waits for
+  std::atomic<uint64_t> gave_up;  // `waits` when it found that nobody can go on
+  Text what;                      // that the other has not done
 };
 
 struct alignas(kCacheLine) Bell {
@@ -58,8 +72,9 @@ struct alignas(kCacheLine) Bell {
 // The ranks of one host, as one of them sees them.
 class Host {
  public:
-  // `pids` are those of the ranks.
-  Host(Bell* bell, int64_t rank, std::vector<pid_t> pids, std::chrono::milliseconds timeout);
+  // `standings` and `pids` are those of the ranks.
+  Host(Bell* bell, Standing* standings, int64_t rank, std::vector<pid_t> pids,
+       std::chrono::milliseconds timeout);
 
   int64_t rank() const { return rank_; }
   int64_t world_size() const { return static_cast<int64_t>(peers_.size()); }
@@ -73,8 +88,8 @@ class Host {
     std::string what;
   };
 
-  // Waits until `missing`, which may itself do work, gives nothing. Raises std::runtime_error when
-  // the group's timeout has passed, or one of those that are missing is dead.
+  // Waits until `missing`, which may itself do work, gives nothing. Throws when the group's timeout
+  // has passed, one of those that are missing is dead, or ranks wait for each other.
   void wait(const std::function<std::optional<Missing>()>& missing);
 
  private:
@@ -83,11 +98,32 @@ class Host {
     uint64_t started;  // in the kernel's clock: pids are used again
   };
 
+  class Waiting;
+
+  // From this rank on, each waits for the next, and the last for one of them; how that was seen.
+  struct Circle {
+    struct Link {
+      int64_t rank;
+      uint64_t waits;
+      uint64_t looks;
+    };
+    uint32_t rung;
+    std::vector<Link> links;
+  };
+
+  std::optional<Circle> circle() const;
+  // Throws if all in a circle have looked in vain since it was `seen`, and nothing has changed:
+  // then nobody in it ever will go on. Else gives what is seen now.
+  std::optional<Circle> check_circle(std::optional<Circle> seen);
+  void check_others_go_on(const Missing& missing) const;
+  std::string text_of(const Circle& circle) const;
+
   std::string state_of(int64_t rank, bool* is_dead) const;
   [[noreturn]] void fail(const Missing& missing, const std::string& why) const;
   void check_alive(const Missing& missing) const;
 
   Bell* bell_;
+  Standing* standings_;
   int64_t rank_;
   std::vector<Peer> peers_;
   std::chrono::milliseconds timeout_;
@@ -183,7 +219,63 @@ class Backwards {
   std::set<uint64_t> running_;  // one inside of another
 };
 
-// One parameter's reductions: each rank's gradient lies in its mailbox until all have read it.
+// Calls in which each rank says something, and hears what the others say. They are numbered by the
+// backwards, and within one counted.
+class Calls {
+ public:
+  Calls(Standing* ranks, int64_t rank, int64_t world_size)
+      : ranks_(ranks), rank_(rank), world_size_(world_size) {}
+
+  // Those that may still read what this rank said in its latest call. If there are none, it may
+  // write what it says in the next(), and then say() so.
+  std::vector<int64_t> readers() const {
+    return those([&](const Standing& standing) {
+      return standing.heard.load(std::memory_order_acquire) < latest_ &&
+             !has_settled(standing, latest_);
+    });
+  }
+  uint64_t next(uint64_t backward) {
+    return latest_ = std::max(latest_, backward << kBackwardShift) + 1;
+  }
+  void say(uint64_t call) { ranks_[rank_].called.store(call, std::memory_order_release); }
+
+  // Those that have not said it. If there are none, all can be read, until hear().
+  std::vector<int64_t> silent(uint64_t call) const {
+    return those([&](const Standing& standing) {
+      return standing.called.load(std::memory_order_acquire) < call;
+    });
+  }
+  // Those of them that never will.
+  std::vector<int64_t> gone(uint64_t call) const {
+    return those([&](const Standing& standing) {
+      return has_settled(standing, call) && standing.called.load(std::memory_order_acquire) < call;
+    });
+  }
+  void hear(uint64_t call) { ranks_[rank_].heard.store(call, std::memory_order_release); }
+
+ private:
+  static constexpr int kBackwardShift = 8;
+
+  static bool has_settled(const Standing& standing, uint64_t call) {
+    return standing.settled.load(std::memory_order_acquire) > call >> kBackwardShift;
+  }
+
+  template <typename Predicate>
+  std::vector<int64_t> those(Predicate predicate) const {
+    std::vector<int64_t> result;
+    for (int64_t r = 0; r < world_size_; ++r)
+      if (predicate(ranks_[r])) result.push_back(r);
+    return result;
+  }
+
+  Standing* ranks_;
+  int64_t rank_;
+  int64_t world_size_;
+  uint64_t latest_ = 0;
+};
+
+// Reductions of one block of a parameter: each rank's gradient lies in its mailbox until it is
+// read.
 class Deposit {
  public:
   struct Description {
@@ -192,14 +284,19 @@ class Deposit {
     int8_t wire_dtype;
   };
 
-  Deposit(Progress* ranks, const Standing* standings, int64_t rank, int64_t world_size)
-      : ranks_(ranks), standings_(standings), rank_(rank), world_size_(world_size) {}
+  // If it has an `owner`, that rank alone reads; else all do.
+  Deposit(Progress* ranks, const Standing* standings, int64_t rank, int64_t world_size,
+          std::optional<int64_t> owner = std::nullopt)
+      : ranks_(ranks), standings_(standings), rank_(rank), world_size_(world_size), owner_(owner) {}
+
+  bool is_read_by(int64_t r) const { return !owner_ || *owner_ == r; }
 
   // Those that may still read this rank's gradient of `epoch`.
   std::vector<int64_t> readers(uint64_t epoch) const {
     std::vector<int64_t> result;
     for (int64_t r = 0; r < world_size_; ++r)
-      if (ranks_[r].consumed.load(std::memory_order_acquire) < epoch && !has_settled(r, epoch))
+      if (is_read_by(r) && ranks_[r].consumed.load(std::memory_order_acquire) < epoch &&
+          !has_settled(r, epoch))
         result.push_back(r);
     return result;
   }
@@ -259,8 +356,17 @@ class Deposit {
   const Standing* standings_;
   int64_t rank_;
   int64_t world_size_;
+  std::optional<int64_t> owner_;
   uint64_t latest_ = 0;
 };
+
+// Rows of a gradient that are sent, and summed, at a time: few enough to stay in caches until then.
+struct Block {
+  int64_t begin;
+  int64_t rows;
+  std::optional<int64_t> owner;  // the rank whose they are; if it is all of the gradient, none
+};
+std::vector<Block> blocks_of(int64_t rows, int64_t row_bytes, int64_t world_size);
 
 // Memory that copies take turns in: the newest takes the place of the oldest. All ranks ask for the
 // same turns in the same order, and so come to the same places.

@@ -10,6 +10,7 @@
 #include <array>
 #include <unordered_map>
 
+#include "error.h"
 #include "gather.h"
 #include "grad_dtype.h"
 #include "memory.h"
@@ -56,7 +57,7 @@ class Running {
     std::lock_guard lock(mutex_);
     auto found = gathers_.find(number);
     auto gather = found == gathers_.end() ? nullptr : found->second.lock();
-    TORCH_CHECK(gather, "zero3::all_gather_wait takes what zero3::all_gather_start returned");
+    ZERO3_CHECK(gather, "zero3::all_gather_wait takes what zero3::all_gather_start returned");
     return gather;
   }
 
@@ -73,7 +74,7 @@ class Running {
 
 Tensor all_gather_start(at::TensorList placeholders, std::vector<std::string> fqns,
                         const std::optional<Tensor>& after) {
-  TORCH_CHECK(!placeholders.empty() && placeholders.size() == fqns.size(),
+  ZERO3_CHECK(!placeholders.empty() && placeholders.size() == fqns.size(),
               "zero3::all_gather_start needs one name for each placeholder, got ",
               placeholders.size(), " placeholders and ", fqns.size(), " names");
   std::vector<ParameterPtr> parameters;
@@ -100,12 +101,12 @@ std::vector<Tensor> all_gather_views(const Tensor& handle, at::TensorList placeh
 // Without a contract it is the user who calls, not a graph: inside of defer_reduction.
 void check_reducible(const Parameter& parameter, const std::string& contract) {
   const auto expected = contract_name(parameter.grad_dtype);
-  TORCH_CHECK(contract.empty() || contract == expected, "zero3: the contract of '", parameter.fqn,
+  ZERO3_CHECK(contract.empty() || contract == expected, "the contract of '", parameter.fqn,
               "' (grad_dtype) was ", contract, " in the forward of this backward and is ", expected,
               " now: set grad_dtype before the forward");
-  TORCH_CHECK(in_backward() || !contract.empty(), "zero3::reduce_grad('", parameter.fqn,
+  ZERO3_CHECK(in_backward() || !contract.empty(), "zero3::reduce_grad('", parameter.fqn,
               "') was called outside of a backward: call it inside of defer_reduction(model)");
-  TORCH_CHECK(in_backward(), "zero3: the gradient of '", parameter.fqn,
+  ZERO3_CHECK(in_backward(), "the gradient of '", parameter.fqn,
               "' was computed in forward. It does not depend on that of the loss, and this backend "
               "moved it there: use backend='zero3', or eager");
 }
@@ -114,6 +115,7 @@ Tensor reduce_grad(const Tensor& grad, std::string fqn, const std::optional<Tens
                    int64_t use, std::string contract) {
   auto parameter = Registry::get().find(fqn);
   if (parameter->deferred && contract.empty()) {
+    parameter->detect_nonfinite(grad);
     accumulate(*parameter, grad);
   } else {
     check_reducible(*parameter, contract);
@@ -122,36 +124,28 @@ Tensor reduce_grad(const Tensor& grad, std::string fqn, const std::optional<Tens
   return token(grad);
 }
 
-// `write` computes the gradient into memory that is sent as it is.
-template <typename Write>
-Tensor reduce_written(const Tensor& like, at::IntArrayRef sizes, const std::string& fqn,
-                      const std::string& contract, Write write) {
+Tensor reduce_mm(at::TensorList factors, std::string fqn, const std::optional<Tensor>& after,
+                 int64_t use, std::string contract) {
+  ZERO3_CHECK(factors.size() == 2, "zero3::reduce_mm takes two matrices, got ", factors.size());
   auto parameter = Registry::get().find(fqn);
   check_reducible(*parameter, contract);
   at::AutoDispatchBelowADInplaceOrView guard;
-  auto reduction = Reduction::current();
-  auto grad = reduction->empty_for(*parameter, sizes, like.options());
-  write(grad);
-  reduction->add(parameter, grad, /*owned=*/true);
-  return token(grad);
-}
-
-Tensor reduce_mm(at::TensorList factors, std::string fqn, const std::optional<Tensor>& after,
-                 int64_t use, std::string contract) {
-  TORCH_CHECK(factors.size() == 2, "zero3::reduce_mm takes two matrices, got ", factors.size());
-  const std::array sizes{factors[0].size(0), factors[1].size(1)};
-  return reduce_written(factors[0], sizes, fqn, contract,
-                        [&](Tensor& grad) { at::mm_out(grad, factors[0], factors[1]); });
+  Reduction::current()->add_product(parameter, factors[0], factors[1]);
+  return token(factors[0]);
 }
 
 Tensor reduce_rows(at::TensorList rows, std::string fqn, const std::optional<Tensor>& after,
                    int64_t use, std::string contract) {
-  TORCH_CHECK(rows.size() == 2, "zero3::reduce_rows takes indices and values, got ", rows.size());
-  const auto sizes = Registry::get().find(fqn)->sizes;
-  return reduce_written(rows[1], sizes, fqn, contract, [&](Tensor& grad) {
-    auto indices = rows[0].reshape({-1}).clamp(0, grad.size(0) - 1);  // zeros may lie outside
-    grad.zero_().index_add_(0, indices, rows[1].reshape({-1, grad.size(1)}));
-  });
+  ZERO3_CHECK(rows.size() == 2, "zero3::reduce_rows takes indices and values, got ", rows.size());
+  auto parameter = Registry::get().find(fqn);
+  check_reducible(*parameter, contract);
+  at::AutoDispatchBelowADInplaceOrView guard;
+  auto reduction = Reduction::current();
+  auto grad = reduction->empty_for(*parameter, parameter->sizes, rows[1].options());
+  auto indices = rows[0].reshape({-1}).clamp(0, grad.size(0) - 1);  // zeros may lie outside
+  grad.zero_().index_add_(0, indices, rows[1].reshape({-1, grad.size(1)}));
+  reduction->add(parameter, grad, /*owned=*/true);
+  return token(grad);
 }
 
 // Fresh memory: a compiler may write to what an operator returns.
@@ -212,7 +206,7 @@ class Unshard : public torch::autograd::Function<Unshard> {
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  torch::autograd::variable_list grads) {
     const auto& fqn = context->saved_data["fqn"].toStringRef();
-    TORCH_CHECK(!c10::GradMode::is_enabled(), "zero3: the gradient of '", fqn,
+    ZERO3_CHECK(!c10::GradMode::is_enabled(), "the gradient of '", fqn,
                 "' cannot be differentiated again: backward(create_graph=True) is not supported");
     if (grads[0].defined())
       call_reduce_grad(grads[0], fqn, context->saved_data["use"].toInt(),
@@ -284,7 +278,7 @@ TORCH_LIBRARY_IMPL(zero3, SparseCUDA, m) { m.impl("reduce_grad", reduce_grad); }
 TORCH_LIBRARY_IMPL(zero3, Autograd, m) { m.impl("unshard", unshard_autograd); }
 
 Tensor read_gathered(const ParameterPtr& parameter) {
-  TORCH_CHECK(parameter->gathered.defined(), "zero3: '", parameter->fqn, "' is not gathered");
+  ZERO3_CHECK(parameter->gathered.defined(), "'", parameter->fqn, "' is not gathered");
   parameter->make_writable();
   return apply_unshard(parameter->placeholder, parameter->fqn, contract_name(parameter->grad_dtype),
                        parameter->gathered);

@@ -1,11 +1,13 @@
 #include "parameter.h"
 
 #include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <ranges>
 
 #include "apart.h"
+#include "error.h"
 #include "memory.h"
 
 namespace zero3 {
@@ -51,6 +53,25 @@ bool Parameter::stays_after_forward() const {
   return held_version && (in_backward() || !reshard_after_forward);
 }
 
+void Parameter::shard_after_forward(const at::Tensor& full, uint64_t version) {
+  auto& there = *after_forward;
+  there.fqn = fqn;
+  const auto start = std::min(there.rank * there.chunk_rows(), rows());
+  there.shard = pooled_copy(full.narrow(0, start, there.shard_rows()));
+  there.held_version = version;
+}
+
+void Parameter::forget_after_forward() {
+  if (after_forward) after_forward->shard.reset();
+}
+
+ParameterPtr Parameter::source_of(const ParameterPtr& parameter) {
+  const auto& there = parameter->after_forward;
+  const bool is_there = in_backward() && there && there->shard.defined() &&
+                        *there->held_version == parameter->shard_version();
+  return is_there ? there : parameter;
+}
+
 void Parameter::add_partial(PartialGradient added) {
   std::lock_guard lock(accumulation_mutex);
   if (partial) {
@@ -69,6 +90,25 @@ std::optional<PartialGradient> Parameter::take_partial() {
   return std::exchange(partial, std::nullopt);
 }
 
+void Parameter::detect_nonfinite(const at::Tensor& raw) {
+  if (!detects_nonfinite || at::isfinite(raw).all().item<bool>()) return;
+  std::lock_guard lock(accumulation_mutex);
+  if (!nonfinite) nonfinite = Nonfinite();
+  nonfinite->nans += at::isnan(raw).sum().item<int64_t>();
+  nonfinite->infinities += at::isinf(raw).sum().item<int64_t>();
+  nonfinite->numel += raw.numel();
+}
+
+std::optional<Parameter::Nonfinite> Parameter::take_nonfinite() {
+  std::lock_guard lock(accumulation_mutex);
+  return std::exchange(nonfinite, std::nullopt);
+}
+
+bool Parameter::has_sum() {
+  std::lock_guard lock(accumulation_mutex);
+  return accumulated.defined();
+}
+
 bool Parameter::has_accumulated() {
   std::lock_guard lock(accumulation_mutex);
   return accumulated.defined() || partial;
@@ -79,8 +119,10 @@ void Parameter::drop_accumulated() {
   accumulated.reset();
   arrived_dtype.reset();
   partial.reset();
+  nonfinite.reset();
   dropped = true;
   pending_uses = 0;
+  forget_after_forward();
 }
 
 void Parameter::add_use(bool first) {
@@ -99,6 +141,14 @@ bool Parameter::is_contiguous() const {
 }
 
 bool in_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
+
+bool is_wanted(const Parameter& parameter) {
+  auto* chosen = torch::autograd::get_current_graph_task_exec_info();
+  if (chosen == nullptr || chosen->empty() || !parameter.placeholder.defined()) return true;
+  auto leaf = torch::autograd::impl::grad_accumulator(parameter.placeholder);
+  auto found = chosen->find(leaf.get());
+  return found != chosen->end() && found->second.should_execute();
+}
 
 std::vector<std::string> names_of(const std::vector<ParameterPtr>& parameters) {
   std::vector<std::string> result;
@@ -120,7 +170,7 @@ Registry& Registry::get() {
 void Registry::add(const ParameterPtr& parameter, const std::string& fqn) {
   std::lock_guard lock(mutex_);
   auto& slot = parameters_[fqn];
-  TORCH_CHECK(slot.expired(), "zero3: two live sharded parameters would be called '", fqn, "'");
+  ZERO3_CHECK(slot.expired(), "two live sharded parameters would be called '", fqn, "'");
   slot = parameter;
   parameter->fqn = fqn;
   if (parameter->order == 0) parameter->order = ++registered_;
@@ -140,7 +190,7 @@ ParameterPtr Registry::find_or_null(const std::string& fqn) {
 
 ParameterPtr Registry::find(const std::string& fqn) {
   auto parameter = find_or_null(fqn);
-  TORCH_CHECK(parameter, "zero3: no live sharded parameter is called '", fqn, "'; there are ",
+  ZERO3_CHECK(parameter, "no live sharded parameter is called '", fqn, "'; there are ",
               some_names(),
               ". A compiled graph that asks for it outlived its model, or fully_shard "
               "was called on an enclosing module after compiling: compile again.");

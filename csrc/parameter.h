@@ -58,7 +58,8 @@ struct Parameter {
   double divide_factor = 1;
   int64_t bucket_bytes = 64 << 20;  // of a full bucket that this parameter opens
   bool requires_gradient_sync = true;
-  bool requires_all_reduce = true;  // where the shard is replicated
+  bool requires_all_reduce = true;              // where the shard is replicated
+  bool requires_gradient_on_all_ranks = false;  // else one that is missing on some is zero there
 
   at::Tensor placeholder;        // the leaf that graphs take: full shape and no memory
   at::Tensor shard;              // [shard_rows, ...], read at every gather, never written
@@ -69,6 +70,9 @@ struct Parameter {
   std::optional<uint64_t> held_version;
   bool is_read_only = false;           // the memory of `gathered`
   bool reshard_after_forward = false;  // true only if somebody said so
+  // The same parameter, sharded from forward to backward over some of its ranks, if it is to be.
+  // Its shard is undefined but between them.
+  std::shared_ptr<Parameter> after_forward;
   bool reshard_after_backward = true;
 
   // Gradients that are not reduced yet: their sum, full, else undefined; and the dtype that holds
@@ -79,6 +83,15 @@ struct Parameter {
   std::mutex accumulation_mutex;
   bool deferred = false;  // sums are reduced by reduce_accumulated(), and not by a backward
   bool dropped = false;   // a backward raised, and took the sums with it
+
+  // What is not finite of the gradients that arrived, if that is looked at.
+  struct Nonfinite {
+    int64_t nans = 0;
+    int64_t infinities = 0;
+    int64_t numel = 0;  // of those gradients
+  };
+  bool detects_nonfinite = false;
+  std::optional<Nonfinite> nonfinite;  // belongs to `accumulation_mutex` too
 
   // Gradients that the latest forward promised and that have not arrived yet. While some are
   // missing, those that arrive are summed, so that a backward reduces a parameter once. Only a
@@ -118,6 +131,11 @@ struct Parameter {
     return !reshard_after_backward && (in_backward || !reshard_after_forward);
   }
   bool stays_after_forward() const;
+  // Keeps this rank's rows of what was gathered in a forward for the backward after it.
+  void shard_after_forward(const at::Tensor& full, uint64_t version);
+  void forget_after_forward();
+  // What holds the rows that are gathered now: this parameter, or what it is after a forward.
+  static std::shared_ptr<Parameter> source_of(const std::shared_ptr<Parameter>& parameter);
   bool is_stale() const { return held_version && *held_version != shard_version(); }
 
   bool is_replicated() const { return !replicate_group_name.empty(); }
@@ -125,7 +143,12 @@ struct Parameter {
   void add_partial(PartialGradient partial);
   std::optional<PartialGradient> take_partial();
 
-  bool has_accumulated();
+  // Looks at a gradient that has arrived.
+  void detect_nonfinite(const at::Tensor& raw);
+  std::optional<Nonfinite> take_nonfinite();
+
+  bool has_sum();          // in `accumulated`
+  bool has_accumulated();  // that, or a `partial`
   void drop_accumulated();
 };
 
@@ -133,6 +156,10 @@ using ParameterPtr = std::shared_ptr<Parameter>;
 
 // Whether a backward of the autograd engine runs on this thread.
 bool in_backward();
+// Whether that was asked for the gradient of `parameter`, among others. Under torch.autograd.grad
+// or backward(inputs=...) the engine accumulates into chosen leaves only; a compiled backward
+// computes all gradients regardless.
+bool is_wanted(const Parameter& parameter);
 
 std::vector<std::string> names_of(const std::vector<ParameterPtr>& parameters);
 // What a profile calls `what` is done with them: "zero3::<what> <the first> and <n> more".

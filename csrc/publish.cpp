@@ -4,9 +4,9 @@
 
 #include <cerrno>
 #include <cstring>
-#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include "error.h"
+#include "exchange.h"
 #include "grad_dtype.h"
 #include "memory.h"
 #include "stream.h"
@@ -14,13 +14,6 @@
 
 namespace zero3 {
 namespace {
-
-std::chrono::milliseconds timeout_of(const std::string& group_name) {
-  return c10d::resolve_process_group(group_name)
-      ->getBackend(at::kCPU)
-      ->getBackendOptions()
-      ->timeout;
-}
 
 char* data_of(const at::Tensor& tensor) { return static_cast<char*>(tensor.data_ptr()); }
 
@@ -37,11 +30,12 @@ int64_t OneHost::control_bytes(int64_t world_size) {
 OneHost::OneHost(const std::string& group_name, int64_t rank, const std::vector<int64_t>& pids,
                  at::Tensor control)
     : control(std::move(control)),
-      host(std::make_shared<Host>(reinterpret_cast<Bell*>(data_of(this->control)), rank,
+      standings(reinterpret_cast<Standing*>(data_of(this->control) + sizeof(Bell))),
+      host(std::make_shared<Host>(reinterpret_cast<Bell*>(data_of(this->control)), standings, rank,
                                   std::vector<pid_t>(pids.begin(), pids.end()),
                                   timeout_of(group_name))),
-      standings(reinterpret_cast<Standing*>(data_of(this->control) + sizeof(Bell))),
-      backwards(standings, rank) {}
+      backwards(standings, rank),
+      calls(standings, rank, static_cast<int64_t>(pids.size())) {}
 
 Copies::Copies(at::Tensor writable, at::Tensor readable)
     : ring(writable.nbytes()), writable(std::move(writable)), readable(std::move(readable)) {}
@@ -56,12 +50,19 @@ SharedCopy::SharedCopy(std::shared_ptr<OneHost> one_host, const Parameter& param
                        at::Tensor progress, std::shared_ptr<Copies> copies)
     : publication(reinterpret_cast<Progress*>(data_of(progress)), parameter.rank,
                   parameter.world_size),
-      deposit(reinterpret_cast<Progress*>(data_of(progress)), one_host->standings, parameter.rank,
-              parameter.world_size),
+      blocks(blocks_of(parameter.rows(),
+                       static_cast<int64_t>(nbytes_of(parameter)) / parameter.rows(),
+                       parameter.world_size)),
       one_host_(std::move(one_host)),
       progress_(std::move(progress)),
       copies_(std::move(copies)) {
   copies_->ring.admit(nbytes_of(parameter));
+  auto* ranks = reinterpret_cast<Progress*>(data_of(progress_));
+  for (auto& block : blocks) {
+    deposits.emplace_back(ranks, one_host_->standings, parameter.rank, parameter.world_size,
+                          block.owner);
+    ranks += parameter.world_size;
+  }
 }
 
 bool SharedCopy::is_stale(const Parameter& parameter) const {
@@ -136,7 +137,7 @@ void PublishedBucket::start() {
 
 std::vector<at::Tensor> PublishedBucket::finish(bool fresh) {
   for (size_t i = 0; i < pins_.size(); ++i)
-    TORCH_CHECK(!pins_[i].has_failed() && !parameters_[i]->shared->is_gone(), "zero3: '",
+    ZERO3_CHECK(!pins_[i].has_failed() && !parameters_[i]->shared->is_gone(), "'",
                 parameters_[i]->fqn,
                 "' was gathered, and waited for after others that were gathered later");
   std::vector<at::Tensor> fulls;
@@ -177,7 +178,7 @@ void PublishedBucket::publish_where_possible(bool waits) {
     const auto& publication = parameter.shared->publication;
     if (publication.is_published() || !publication.readers().empty()) continue;
     if (!publication.is_at_one_place()) {
-      TORCH_CHECK(!waits, "zero3: ranks have gathered different things before '", parameter.fqn,
+      ZERO3_CHECK(!waits, "ranks have gathered different things before '", parameter.fqn,
                   "': something has raised on some of them, or they do not run the same. All ranks "
                   "must run the same forwards and backwards; start them again");
       continue;
@@ -203,8 +204,8 @@ std::optional<Host::Missing> PublishedBucket::missing() {
 }
 
 void make_read_only(const at::Tensor& mapped) {
-  TORCH_CHECK(mprotect(mapped.data_ptr(), mapped.nbytes(), PROT_READ) == 0,
-              "zero3: mprotect failed: ", std::strerror(errno));
+  ZERO3_CHECK(mprotect(mapped.data_ptr(), mapped.nbytes(), PROT_READ) == 0,
+              "mprotect failed: ", std::strerror(errno));
 }
 
 }  // namespace zero3

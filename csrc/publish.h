@@ -23,9 +23,10 @@ struct OneHost {
   static int64_t control_bytes(int64_t world_size);
 
   at::Tensor control;
-  std::shared_ptr<Host> host;
   Standing* standings;
+  std::shared_ptr<Host> host;
   Backwards backwards;
+  Calls calls;
   std::atomic<int> crowded_out = 0;  // gathers that wait for room; those after them wait too
   std::shared_ptr<Mailbox> mailbox;
 };
@@ -46,7 +47,7 @@ struct Copies {
 // A parameter's part in it.
 class SharedCopy {
  public:
-  // `progress` is zeros, shared: a Progress for each rank.
+  // `progress` is zeros, shared: for each block of the gradient, a Progress for each rank.
   SharedCopy(std::shared_ptr<OneHost> one_host, const Parameter& parameter, at::Tensor progress,
              std::shared_ptr<Copies> copies);
 
@@ -70,7 +71,8 @@ class SharedCopy {
   at::Tensor view(const Parameter& parameter);
 
   Publication publication;
-  Deposit deposit;
+  const std::vector<Block> blocks;
+  std::vector<Deposit> deposits;  // of each
 
  private:
   using Views = std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>>;

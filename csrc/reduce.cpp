@@ -5,17 +5,20 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <array>
 #include <cmath>
 #include <limits>
 #include <unordered_map>
 
 #include "all_reduce.h"
 #include "apart.h"
+#include "error.h"
 #include "exchange.h"
 #include "grad_dtype.h"
 #include "heap.h"
 #include "memory.h"
 #include "publish.h"
+#include "roll_call.h"
 #include "sum.h"
 
 namespace zero3 {
@@ -36,27 +39,17 @@ at::ScalarType normalised_dtype_of(const Parameter& parameter, const at::Tensor&
 }
 
 void check_gradient(const Parameter& parameter, const at::Tensor& raw) {
-  TORCH_CHECK(raw.layout() == at::kStrided, "zero3: the gradient of '", parameter.fqn, "' is ",
+  ZERO3_CHECK(raw.layout() == at::kStrided, "the gradient of '", parameter.fqn, "' is ",
               raw.layout(), ", and only dense gradients can be reduced: use sparse=False");
-  TORCH_CHECK(is_gradient_dtype(raw.scalar_type()), "zero3: the gradient of '", parameter.fqn,
-              "' is ", raw.scalar_type(),
+  ZERO3_CHECK(is_gradient_dtype(raw.scalar_type()), "the gradient of '", parameter.fqn, "' is ",
+              raw.scalar_type(),
               ", which cannot be summed and sent: cast it to float32, "
               "float64, bfloat16 or float16");
-  TORCH_CHECK(raw.sizes() == at::IntArrayRef(parameter.sizes), "zero3: the gradient of '",
-              parameter.fqn, "' has shape ", raw.sizes(), " where the full parameter has ",
+  ZERO3_CHECK(raw.sizes() == at::IntArrayRef(parameter.sizes), "the gradient of '", parameter.fqn,
+              "' has shape ", raw.sizes(), " where the full parameter has ",
               at::IntArrayRef(parameter.sizes));
-  TORCH_CHECK(raw.device() == parameter.device, "zero3: the gradient of '", parameter.fqn,
-              "' is on ", raw.device(), " where the parameter computes on ", parameter.device);
-}
-
-// Under torch.autograd.grad or backward(inputs=...) the engine accumulates into chosen leaves only.
-// A compiled backward computes all gradients regardless.
-bool is_wanted(const Parameter& parameter) {
-  auto* chosen = torch::autograd::get_current_graph_task_exec_info();
-  if (chosen == nullptr || chosen->empty() || !parameter.placeholder.defined()) return true;
-  auto leaf = torch::autograd::impl::grad_accumulator(parameter.placeholder);
-  auto found = chosen->find(leaf.get());
-  return found != chosen->end() && found->second.should_execute();
+  ZERO3_CHECK(raw.device() == parameter.device, "the gradient of '", parameter.fqn, "' is on ",
+              raw.device(), " where the parameter computes on ", parameter.device);
 }
 
 // Half the scaling before the sum and half after: fp16 neither overflows nor underflows.
@@ -155,14 +148,31 @@ bool Bucket::has_room_for(const Parameter& parameter) const {
 }
 
 void Bucket::add(const ParameterPtr& parameter, const at::Tensor& grad, at::ScalarType through,
-                 at::ScalarType normalised_dtype, bool owned) {
+                 at::ScalarType normalised_dtype, bool owned, bool apart) {
+  const auto shard_dtype = note(parameter, normalised_dtype);
+  send(parameter, grad, through, shard_dtype, owned, apart);
+}
+
+void Bucket::add_product(const ParameterPtr& parameter, const at::Tensor& left,
+                         const at::Tensor& right) {
+  send_product(parameter, left, right, note(parameter, wire_dtype()));
+}
+
+void Bucket::send_product(const ParameterPtr& parameter, const at::Tensor& left,
+                          const at::Tensor& right, at::ScalarType shard_dtype) {
+  auto grad = pooled_empty(parameter->sizes, left.options());
+  at::mm_out(grad, left, right);
+  send(parameter, grad, wire_dtype(), shard_dtype, /*owned=*/true, /*apart=*/false);
+}
+
+at::ScalarType Bucket::note(const ParameterPtr& parameter, at::ScalarType normalised_dtype) {
   used_ += parameter->chunk_numel();
   parameters_.push_back(parameter);
   auto shard_dtype = parameter->shard_grad_dtype.value_or(normalised_dtype);
   shard_dtypes_.push_back(shard_dtype);
   if (parameter->is_replicated())
     shard_dtype = at::promote_types(at::promote_types(shard_dtype, wire_dtype()), at::kFloat);
-  send(parameter, grad, through, shard_dtype, owned);
+  return shard_dtype;
 }
 
 int64_t Bucket::lowest_order() const {
@@ -172,7 +182,7 @@ int64_t Bucket::lowest_order() const {
 void Bucket::close() {
   send_rest();
   const int64_t nbytes = used_ * world_size_ * static_cast<int64_t>(options_.dtype().itemsize());
-  record({"reduce_scatter", wire_dtype(), nbytes, names_of(parameters_)});
+  record({"reduce_scatter", wire_dtype(), nbytes, world_size_, names_of(parameters_)});
 }
 
 namespace {
@@ -224,9 +234,9 @@ class ExchangedGradients : public Bucket {
   }
 
   void send(const ParameterPtr& parameter, const at::Tensor& grad, at::ScalarType through,
-            at::ScalarType shard_dtype, bool owned) override {
+            at::ScalarType shard_dtype, bool owned, bool apart) override {
     const int64_t chunk_numel = parameter->chunk_numel();
-    if (goes_alone(*parameter)) {
+    if (apart || goes_alone(*parameter)) {
       auto full = grad;
       if (!owned || !grad.is_contiguous() || grad.scalar_type() != wire_dtype() ||
           through != wire_dtype() || pre_divide_factor_ != 1.0) {
@@ -292,7 +302,8 @@ class ExchangedGradients : public Bucket {
   Exchange exchange_;
 };
 
-// By mailboxes. A gradient lies there in the wire's dtype, or in its own if that is narrower.
+// By mailboxes. A gradient lies there in the wire's dtype, or in its own if that is narrower. It is
+// written, and summed, block by block.
 class PostedGradients : public Bucket {
  public:
   PostedGradients(const Parameter& like, at::ScalarType wire_dtype, uint64_t backward)
@@ -303,33 +314,57 @@ class PostedGradients : public Bucket {
   }
 
   std::vector<at::Tensor> finish() override {
-    std::vector<at::Tensor> shards;
-    for (auto& letter : letters_) {
-      mailbox_->finish(letter);
-      shards.push_back(letter->shard);
-    }
-    return shards;
+    for (auto& letter : letters_) mailbox_->finish(letter);
+    return shards_;
   }
 
  private:
   void send(const ParameterPtr& parameter, const at::Tensor& grad, at::ScalarType through,
-            at::ScalarType shard_dtype, bool owned) override {
+            at::ScalarType shard_dtype, bool owned, bool) override {
     const bool as_it_is = pre_divide_factor_ == 1.0 && is_exact(through, wire_dtype());
     const auto dtype = as_it_is ? through : wire_dtype();
-    auto posted = grad;
-    if (!owned || !mailbox_->holds(grad) || grad.scalar_type() != dtype || !grad.is_contiguous()) {
-      posted = mailbox_->empty(parameter->sizes, dtype, parameter->fqn);
-      copy_through(posted, grad, through, pre_divide_factor_);
-    } else if (pre_divide_factor_ != 1.0 || !is_exact(dtype, through)) {
-      copy_through(posted, grad.clone(), through, pre_divide_factor_);
+    const bool is_there = owned && mailbox_->holds(grad) && grad.scalar_type() == dtype &&
+                          grad.is_contiguous() && pre_divide_factor_ == 1.0 &&
+                          is_exact(dtype, through);
+    post(parameter, shard_dtype, [&](const Block& block) {
+      const auto rows = grad.narrow(0, block.begin, block.rows);
+      if (is_there) return rows;
+      auto posted = mailbox_->empty(rows.sizes(), dtype, parameter->fqn);
+      copy_through(posted, rows, through, pre_divide_factor_);
+      return posted;
+    });
+  }
+
+  void send_product(const ParameterPtr& parameter, const at::Tensor& left, const at::Tensor& right,
+                    at::ScalarType shard_dtype) override {
+    if (pre_divide_factor_ != 1.0) {
+      Bucket::send_product(parameter, left, right, shard_dtype);
+      return;
     }
-    letters_.push_back(
-        mailbox_->post(parameter, posted, backward_, wire_dtype(), shard_dtype, divisor_now()));
-    mailbox_->poll();
+    post(parameter, shard_dtype, [&](const Block& block) {
+      auto posted = mailbox_->empty({block.rows, right.size(1)}, wire_dtype(), parameter->fqn);
+      at::mm_out(posted, left.narrow(0, block.begin, block.rows), right);
+      return posted;
+    });
+  }
+
+  // `write` gives the rows of a block, in the mailbox.
+  template <typename Write>
+  void post(const ParameterPtr& parameter, at::ScalarType shard_dtype, Write write) {
+    shards_.push_back(pooled_empty(parameter->sizes_with_rows(parameter->shard_rows()),
+                                   options_.dtype(shard_dtype)));
+    const auto& blocks = parameter->shared->blocks;
+    for (size_t i = 0; i < blocks.size(); ++i) {
+      auto letter = mailbox_->post(parameter, i, write(blocks[i]), backward_, wire_dtype(),
+                                   divisor_now(), shards_.back());
+      if (letter) letters_.push_back(std::move(letter));
+      mailbox_->poll();
+    }
   }
 
   const std::shared_ptr<Mailbox> mailbox_;
   const uint64_t backward_;
+  std::vector<at::Tensor> shards_;
   std::vector<LetterPtr> letters_;
 };
 
@@ -357,7 +392,7 @@ class RunningBackward {
 
 std::shared_ptr<Reduction> Reduction::current() {
   const int task = torch::autograd::get_current_graph_task_id();
-  TORCH_CHECK(task != -1, "zero3::reduce_grad was called outside of a backward");
+  ZERO3_CHECK(task != -1, "zero3::reduce_grad was called outside of a backward");
   std::lock_guard lock(running_mutex);
   auto& slot = running[task];
   auto reduction = slot.lock();
@@ -383,13 +418,10 @@ Reduction::~Reduction() {
 void Reduction::add(const ParameterPtr& parameter, const at::Tensor& raw, bool owned) {
   check_gradient(*parameter, raw);
   if (!is_wanted(*parameter)) return;
-  if (raw.is_cpu()) keep_heap();
   Apart apart;
+  parameter->detect_nonfinite(raw);
   std::lock_guard lock(mutex_);
-  arrived_.push_back(parameter);
-  const bool at_once = goes_at_once(*parameter);
-  parameter->pending_uses = std::max<int64_t>(parameter->pending_uses - 1, 0);
-  if (at_once) {
+  if (arrives(parameter)) {
     const auto dtype = normalised_dtype_of(*parameter, raw);
     send(parameter, raw, dtype, dtype, owned);
     return;
@@ -397,6 +429,38 @@ void Reduction::add(const ParameterPtr& parameter, const at::Tensor& raw, bool o
   accumulate(*parameter, raw, owned);
   const bool waits = !parameter->requires_gradient_sync || parameter->deferred;
   if (!waits && parameter->pending_uses == 0) send_accumulated(parameter);
+}
+
+bool Reduction::arrives(const ParameterPtr& parameter) {
+  if (parameter->device.is_cpu()) keep_heap();
+  arrived_.push_back(parameter);
+  begin_roll_calls(*parameter);
+  const bool at_once = goes_at_once(*parameter);
+  parameter->pending_uses = std::max<int64_t>(parameter->pending_uses - 1, 0);
+  return at_once;
+}
+
+void Reduction::add_product(const ParameterPtr& parameter, const at::Tensor& left,
+                            const at::Tensor& right) {
+  const auto dtype = left.scalar_type();
+  const bool is_sent_so = normalised_dtype_of(*parameter, left) == dtype &&
+                          parameter->reduce_dtype.value_or(dtype) == dtype;
+  const bool is_looked_at = parameter->detects_nonfinite;
+  const std::array sizes{left.size(0), right.size(1)};
+  if (!is_sent_so || is_looked_at || !goes_at_once(*parameter) ||
+      at::IntArrayRef(sizes) != at::IntArrayRef(parameter->sizes)) {
+    auto grad = empty_for(*parameter, sizes, left.options());
+    at::mm_out(grad, left, right);
+    add(parameter, grad, /*owned=*/true);
+    return;
+  }
+  if (!is_wanted(*parameter)) return;
+  Apart apart;
+  std::lock_guard lock(mutex_);
+  arrives(parameter);
+  auto& bucket = bucket_for(parameter, dtype);
+  bucket.add_product(parameter, left, right);
+  launch_if_full(bucket);
 }
 
 bool Reduction::goes_at_once(const Parameter& parameter) const {
@@ -407,6 +471,11 @@ bool Reduction::goes_at_once(const Parameter& parameter) const {
 at::Tensor Reduction::empty_for(const Parameter& parameter, at::IntArrayRef sizes,
                                 const at::TensorOptions& options) {
   if (parameter.shared && goes_at_once(parameter) && is_wanted(parameter)) {
+    if (has_sent_) {  // others may wait for what this rank misses, and it for them
+      Apart apart;
+      std::lock_guard lock(mutex_);
+      finish_roll_calls();
+    }
     const auto dtype = c10::typeMetaToScalarType(options.dtype());
     return parameter.shared->one_host()->mailbox->empty(sizes, dtype, parameter.fqn);
   }
@@ -415,14 +484,58 @@ at::Tensor Reduction::empty_for(const Parameter& parameter, at::IntArrayRef size
 
 std::unique_ptr<Bucket> Reduction::new_bucket(const Parameter& like, at::ScalarType wire_dtype) {
   if (!like.shared) return std::make_unique<ExchangedGradients>(like, wire_dtype);
-  const auto& one_host = like.shared->one_host();
+  return std::make_unique<PostedGradients>(like, wire_dtype, backward_of(like));
+}
+
+uint64_t Reduction::backward_of(const Parameter& parameter) {
+  if (!parameter.shared) return 0;
+  const auto& one_host = parameter.shared->one_host();
   auto backward =
       std::ranges::find_if(backwards_, [&](auto& running) { return running->is_of(*one_host); });
   if (backward == backwards_.end()) {
     backwards_.push_back(std::make_unique<RunningBackward>(one_host));
     backward = std::prev(backwards_.end());
   }
-  return std::make_unique<PostedGradients>(like, wire_dtype, (*backward)->number());
+  return (*backward)->number();
+}
+
+void Reduction::begin_roll_calls(const Parameter& first) {
+  if (!first.requires_gradient_sync || first.deferred) return;
+  if (std::ranges::find(called_, first.root) != called_.end()) return;
+  called_.push_back(first.root);
+  std::vector<std::vector<ParameterPtr>> groups;
+  for (auto& parameter : Registry::get().of_root(first.root)) {
+    const bool has_others = parameter->world_size > 1 || parameter->is_replicated();
+    if (!has_others || !is_point_to_point(parameter->reduce_group_name, parameter->device))
+      continue;
+    auto group = std::ranges::find_if(groups, [&](auto& other) {
+      return other.front()->reduce_group_name == parameter->reduce_group_name &&
+             (other.front()->shared == nullptr) == (parameter->shared == nullptr);
+    });
+    if (group == groups.end()) group = groups.emplace(group);
+    group->push_back(parameter);
+  }
+  for (auto& group : groups) {
+    const auto backward = backward_of(*group.front());
+    roll_calls_.push_back(std::make_unique<RollCall>(std::move(group), backward));
+  }
+}
+
+void Reduction::finish_roll_calls() {
+  for (size_t i = 0; i < roll_calls_.size(); ++i) {
+    auto& call = *roll_calls_[i];
+    if (call.is_finished()) continue;
+    call.finish();
+    for (auto& parameter : call.missing()) {
+      const auto dtype = parameter->grad_dtype.value_or(parameter->compute_dtype);
+      const auto zero = at::zeros({}, at::TensorOptions(dtype).device(parameter->device));
+      send(parameter, zero.expand(parameter->sizes), dtype, dtype, /*owned=*/false);
+    }
+  }
+}
+
+bool Reduction::is_mixed(const ParameterPtr& parameter) const {
+  return std::ranges::any_of(roll_calls_, [&](auto& call) { return call->is_mixed(parameter); });
 }
 
 void Reduction::send_accumulated(const ParameterPtr& parameter) {
@@ -436,6 +549,15 @@ void Reduction::send_accumulated(const ParameterPtr& parameter) {
 
 void Reduction::send(const ParameterPtr& parameter, const at::Tensor& grad, at::ScalarType through,
                      at::ScalarType normalised_dtype, bool owned) {
+  auto& bucket = bucket_for(parameter, normalised_dtype);
+  bucket.add(parameter, grad, through, normalised_dtype, owned, is_mixed(parameter));
+  launch_if_full(bucket);
+}
+
+Bucket& Reduction::bucket_for(const ParameterPtr& parameter, at::ScalarType normalised_dtype) {
+  // The first gradient need not wait for the others to begin, unless it is to travel with more.
+  const auto nbytes = parameter->chunk_numel() * c10::elementSize(normalised_dtype);
+  if (std::exchange(has_sent_, true) || nbytes < kWorthAMessage) finish_roll_calls();
   const auto wire_dtype = parameter->reduce_dtype.value_or(normalised_dtype);
   auto bucket = std::ranges::find_if(
       open_, [&](auto& open) { return open->accepts(*parameter, wire_dtype); });
@@ -449,10 +571,14 @@ void Reduction::send(const ParameterPtr& parameter, const at::Tensor& grad, at::
     open_.push_back(new_bucket(*parameter, wire_dtype));
     bucket = std::prev(open_.end());
   }
-  (*bucket)->add(parameter, grad, through, normalised_dtype, owned);
-  if (!(*bucket)->is_full()) return;
-  auto full = std::move(*bucket);
-  open_.erase(bucket);
+  return **bucket;
+}
+
+void Reduction::launch_if_full(const Bucket& bucket) {
+  if (!bucket.is_full()) return;
+  const auto place = std::ranges::find(open_, &bucket, &std::unique_ptr<Bucket>::get);
+  auto full = std::move(*place);
+  open_.erase(place);
   launch(std::move(full));
 }
 
@@ -480,6 +606,8 @@ void Reduction::finish_oldest() {
   }
   auto parameters = bucket.parameters();
   in_flight_.erase(in_flight_.begin());
+  // Ranks meet those that are zero on some at places of their own.
+  std::erase_if(parameters, [this](auto& parameter) { return is_mixed(parameter); });
   all_reduce(std::move(parameters));
 }
 
@@ -526,8 +654,10 @@ void Reduction::finish_backward() {
     // All of their models': micro-batches may have been accumulated without sync.
     for (int64_t root : roots())
       for (auto& parameter : Registry::get().of_root(root)) parameters.push_back(parameter);
-    for (auto& parameter : parameters)
+    for (auto& parameter : parameters) {
+      parameter->forget_after_forward();
       if (parameter->reshard_after_backward) parameter->let_go_of_held();
+    }
   }
   finish(parameters);
 }
@@ -537,6 +667,7 @@ void Reduction::finish(const std::vector<ParameterPtr>& parameters) {
   std::unique_lock lock(mutex_);
   for (auto& parameter : parameters)
     if (parameter->requires_gradient_sync && !parameter->deferred) send_accumulated(parameter);
+  finish_roll_calls();
   std::ranges::sort(open_, {}, [](auto& bucket) { return bucket->lowest_order(); });
   while (!open_.empty()) {
     auto bucket = std::move(open_.front());
@@ -550,6 +681,7 @@ void Reduction::finish(const std::vector<ParameterPtr>& parameters) {
   });
   all_reduce(std::move(synced));  // of backwards before this one
   while (!all_reduces_.empty()) finish_oldest_all_reduce();
+  roll_calls_.clear();
   backwards_.clear();
   arrived_.clear();
   lock.unlock();

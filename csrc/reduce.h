@@ -55,9 +55,12 @@ class Bucket {
   at::ScalarType wire_dtype() const { return options_.dtype().toScalarType(); }
 
   // Takes `grad`, cast to `through` and that to the wire's dtype. If it is owned, nobody writes to
-  // it until finish(); else it may be reused when this returns.
+  // it until finish(); else it may be reused when this returns. What is to go `apart` travels with
+  // nothing else.
   void add(const ParameterPtr& parameter, const at::Tensor& grad, at::ScalarType through,
-           at::ScalarType normalised_dtype, bool owned);
+           at::ScalarType normalised_dtype, bool owned, bool apart);
+  // The same of left @ right, in the wire's dtype.
+  void add_product(const ParameterPtr& parameter, const at::Tensor& left, const at::Tensor& right);
   void close();  // Nothing more comes.
 
   // By what the sum over all ranks is still to be divided. Where shards are replicated that is
@@ -70,7 +73,9 @@ class Bucket {
 
  protected:
   virtual void send(const ParameterPtr& parameter, const at::Tensor& grad, at::ScalarType through,
-                    at::ScalarType shard_dtype, bool owned) = 0;
+                    at::ScalarType shard_dtype, bool owned, bool apart) = 0;
+  virtual void send_product(const ParameterPtr& parameter, const at::Tensor& left,
+                            const at::Tensor& right, at::ScalarType shard_dtype);
   virtual void send_rest() {}
 
   const std::string group_name_;
@@ -86,12 +91,16 @@ class Bucket {
   const int64_t capacity_;           // elements a rank
 
  private:
+  // Notes it, and gives the dtype of its shard.
+  at::ScalarType note(const ParameterPtr& parameter, at::ScalarType normalised_dtype);
+
   int64_t used_ = 0;
   std::vector<ParameterPtr> parameters_;
   std::vector<at::ScalarType> shard_dtypes_;
 };
 
 class AllReduce;
+class RollCall;
 class RunningBackward;
 
 class Reduction : public std::enable_shared_from_this<Reduction> {
@@ -108,17 +117,31 @@ class Reduction : public std::enable_shared_from_this<Reduction> {
   // memory is the reduction's from here on.
   void add(const ParameterPtr& parameter, const at::Tensor& raw, bool owned);
 
+  // The same of left @ right, which is computed where it is sent from, in parts if that is better.
+  void add_product(const ParameterPtr& parameter, const at::Tensor& left, const at::Tensor& right);
+
   // Sends the sums of these parameters, launches all that is left, waits and delivers.
   void finish(const std::vector<ParameterPtr>& parameters);
 
  private:
+  // Notes a gradient, and returns whether it goes at once.
+  bool arrives(const ParameterPtr& parameter);
   // Whether the next gradient of `parameter` is the only one to come.
   bool goes_at_once(const Parameter& parameter) const;
+  // Lets the ranks of the model of `first` tell each other what they bring.
+  void begin_roll_calls(const Parameter& first);
+  // Sends zeros for what others bring and this rank does not.
+  void finish_roll_calls();
+  bool is_mixed(const ParameterPtr& parameter) const;  // only some ranks bring it
+  uint64_t backward_of(const Parameter& parameter);    // its number, where ranks share memory
   std::unique_ptr<Bucket> new_bucket(const Parameter& like, at::ScalarType wire_dtype);
   // `through` is the normalised dtype for a raw gradient, and for a sum of such its own.
   void send(const ParameterPtr& parameter, const at::Tensor& grad, at::ScalarType through,
             at::ScalarType normalised_dtype, bool owned);
   void send_accumulated(const ParameterPtr& parameter);
+  // An open one with room for it.
+  Bucket& bucket_for(const ParameterPtr& parameter, at::ScalarType normalised_dtype);
+  void launch_if_full(const Bucket& bucket);
   void launch(std::unique_ptr<Bucket> bucket);
   void finish_oldest();
   // Sums what these have over their replicas.
@@ -131,6 +154,9 @@ class Reduction : public std::enable_shared_from_this<Reduction> {
   std::vector<std::unique_ptr<RunningBackward>>
       backwards_;  // of each OneHost; outlives its buckets
   std::vector<ParameterPtr> arrived_;
+  std::vector<int64_t> called_;  // the models whose ranks have told each other
+  std::vector<std::unique_ptr<RollCall>> roll_calls_;
+  bool has_sent_ = false;
   std::vector<std::unique_ptr<Bucket>> open_;            // in order of opening
   std::vector<std::unique_ptr<Bucket>> in_flight_;       // in order of launching
   std::vector<std::unique_ptr<AllReduce>> all_reduces_;  // in flight too

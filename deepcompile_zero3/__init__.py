@@ -8,6 +8,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from deepcompile_zero3.backend import Options, zero3
 from deepcompile_zero3.capture import CapturedGraph, CapturedGraphs, capture_graphs
+from deepcompile_zero3.checks import detect_nonfinite, gradient_norms
 from deepcompile_zero3.defer import defer_reduction, deposit_grad
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.fully_shard import fully_shard
@@ -39,7 +40,9 @@ __all__ = [
     "capture_graphs",
     "defer_reduction",
     "deposit_grad",
+    "detect_nonfinite",
     "fully_shard",
+    "gradient_norms",
     "limit_buffers",
     "record_collectives",
     "register_fsdp_forward_method",

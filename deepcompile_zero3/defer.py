@@ -8,11 +8,10 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from deepcompile_zero3 import torch_internals
+from deepcompile_zero3 import agree, torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.module import parameters_of
 from deepcompile_zero3.parameter import ShardedParameter
@@ -92,16 +91,18 @@ def _agree(parameters: list[ShardedParameter]) -> None:
         if parameter.handle.replicate_group_name:
             by_group.setdefault(parameter.handle.replicate_group_name, []).append(parameter)
     for group_name, members in by_group.items():
-        mine = [parameter.handle.arrived_dtype for parameter in members]
-        group = torch_internals.resolve_process_group(group_name)
-        arrived: list[list[torch.dtype | None]] = [[]] * dist.get_world_size(group)
-        dist.all_gather_object(arrived, mine, group=group)
-        for parameter, dtypes in zip(members, zip(*arrived, strict=True), strict=True):
-            for dtype in set(dtypes) - {None}:
-                sizes = parameter.handle.sizes
+        mine = [_name_of(parameter.handle.arrived_dtype) for parameter in members]
+        arrived = agree.gather(mine, torch_internals.resolve_process_group(group_name))
+        for parameter, names in zip(members, zip(*arrived, strict=True), strict=True):
+            for name in sorted(set(names) - {None}):
+                sizes, dtype = parameter.handle.sizes, getattr(torch, name)
                 if dtype != parameter.handle.arrived_dtype:
                     zero = torch.zeros((), dtype=dtype, device=parameter.handle.device)
                     parameter.handle.accumulate(zero.expand(sizes))
+
+
+def _name_of(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def deposit_grad(parameter: torch.Tensor, grad: torch.Tensor) -> None:

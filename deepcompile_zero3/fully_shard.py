@@ -21,7 +21,7 @@ from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.group import ParameterGroup
 from deepcompile_zero3.layout import DataParallel, Layout
 from deepcompile_zero3.module import Zero3Module, original_class, parameters_of, swap_class
-from deepcompile_zero3.parameter import ShardedParameter, full_like
+from deepcompile_zero3.parameter import ShardedParameter, full_like, neighbours
 from deepcompile_zero3.runtime import _C
 
 # Set on a parameter that was sharded, for the modules that are tied to it and come later.
@@ -68,8 +68,10 @@ def fully_shard(
             default all ranks of the job, on the accelerator if there is one, else on the CPU.
         reshard_after_forward: True: backward gathers again. False: what forward gathered is kept
             for backward. None: the compiler chooses within its option ``keep_mb``; eager code
-            gathers again. Where ranks share memory, only True bounds what gathered parameters
-            take; otherwise the host holds one copy of each.
+            gathers again. An int: forward keeps its part of what it gathered, sharded over so many
+            ranks, neighbours in the mesh, and backward gathers it from those. Where ranks share
+            memory, only True bounds what gathered parameters take; otherwise the host holds one
+            copy of each.
         shard_placement_fn: of a parameter, gives the ``Shard`` of another dimension than 0, or
             None. The dimension need not divide by the ranks.
         mp_policy: dtypes of computation (``param_dtype``), of gradients on the wire
@@ -92,29 +94,41 @@ def fully_shard(
         NotImplementedError: an argument that is not supported yet.
     """
     mesh = _default_mesh() if mesh is None else mesh
-    _refuse_unsupported(mesh, reshard_after_forward, offload_policy, dp_mesh_dims)
+    _refuse_unsupported(mesh, offload_policy, dp_mesh_dims)
     _check_policy(mp_policy)
     ignored = ignored_params or set()
     transport = one_host.resolve(transport)
     modules = _outermost(module)
     ranks = DataParallel(mesh)
+    reshard, ranks_after_forward = _resolve_reshard(reshard_after_forward, ranks)
     for each in modules:
         _check_module(each, ignored)
+    names = _new_parameters(modules, ignored)
     layouts = {
         parameter: _layout_of(fqn, parameter, ranks, shard_placement_fn)
-        for parameter, fqn in _new_parameters(modules, ignored).items()
+        for parameter, fqn in names.items()
     }
     fulls = [full_like(parameter, layout, mp_policy) for parameter, layout in layouts.items()]
+    described = [
+        f"'{fqn}' {list(full.shape)} of {full.dtype}, strides {full.stride()}, "
+        f"requires_grad={parameter.requires_grad}, grad_dtype={parameter.grad_dtype}, "
+        f"reduce_dtype={mp_policy.reduce_dtype}, reshard_after_forward={reshard_after_forward}"
+        for (parameter, fqn), full in zip(names.items(), fulls, strict=True)
+    ]
     if ranks.replicate_group is not None:
-        one_host.check_alike(fulls, ranks.replicate_group)
+        one_host.check_alike(described, ranks.replicate_group)
     parts = one_host.share(
         fulls,
+        described,
         ranks.shard_group,
         mesh.device_type,
         transport,
-        take_turns=bool(reshard_after_forward),
+        take_turns=reshard is True and ranks_after_forward is None,
     )
     shared = dict(zip(layouts, parts, strict=True)) if parts else {}
+    group_after_forward = None
+    if ranks_after_forward is not None and not parts:
+        group_after_forward = neighbours(ranks.shard_group, ranks_after_forward)
 
     owned: list[ShardedParameter] = []
     for _, submodule in _unsharded_modules(modules):
@@ -130,8 +144,9 @@ def fully_shard(
                     attribute,
                     layouts[parameter],
                     mp_policy,
-                    cast(bool | None, reshard_after_forward),
+                    reshard,
                     shared.get(parameter),
+                    group_after_forward,
                 )
                 setattr(parameter, _SHARDED_AS, known)
                 owned.append(known)
@@ -267,10 +282,7 @@ def _default_mesh() -> DeviceMesh:
 
 
 def _refuse_unsupported(
-    mesh: DeviceMesh,
-    reshard_after_forward: bool | int | None,
-    offload_policy: OffloadPolicy,
-    dp_mesh_dims: object,
+    mesh: DeviceMesh, offload_policy: OffloadPolicy, dp_mesh_dims: object
 ) -> None:
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
@@ -283,9 +295,6 @@ def _refuse_unsupported(
         )
     offloads = type(offload_policy) is not OffloadPolicy
     unsupported = {
-        f"reshard_after_forward={reshard_after_forward!r}": (
-            isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool)
-        ),
         f"{type(offload_policy).__name__} on {mesh.device_type!r}": offloads
         and not (isinstance(offload_policy, CPUOffloadPolicy) and mesh.device_type == "cpu"),
         "dp_mesh_dims": dp_mesh_dims is not None,
@@ -293,10 +302,27 @@ def _refuse_unsupported(
     for what, asked in unsupported.items():
         if asked:
             raise NotImplementedError(f"fully_shard does not support {what} yet")
-    if reshard_after_forward not in (True, False, None):
+
+
+def _resolve_reshard(
+    reshard_after_forward: bool | int | None, ranks: DataParallel
+) -> tuple[bool | None, int | None]:
+    """Whether forwards free what they gathered, and over how many ranks they shard it then, if not
+    over all or none.
+    """
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+        return reshard_after_forward, None
+    world_size = ranks.shard_group.size()
+    if not isinstance(reshard_after_forward, int) or (
+        reshard_after_forward < 1 or world_size % reshard_after_forward
+    ):
         raise ValueError(
-            f"reshard_after_forward is True, False or None, got {reshard_after_forward!r}"
+            "reshard_after_forward is True, False, None or a divisor of the number of ranks that "
+            f"have shards, {world_size}; got {reshard_after_forward!r}"
         )
+    if reshard_after_forward in (1, world_size):
+        return reshard_after_forward > 1, None
+    return True, reshard_after_forward
 
 
 def _check_policy(policy: MixedPrecisionPolicy) -> None:

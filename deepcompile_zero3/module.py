@@ -129,6 +129,16 @@ class Zero3Module:
         for parameter in self._zero3_parameters_below(recurse):
             parameter.handle.requires_all_reduce = requires_all_reduce
 
+    def set_requires_gradient_on_all_ranks(
+        self, requires_gradient_on_all_ranks: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether a backward raises where some ranks have a gradient of a parameter and others have
+        none (True), or counts it as zero there (False, the default): an expert without tokens, say.
+        The ranks tell each other at the beginning of each backward.
+        """
+        for parameter in self._zero3_parameters_below(recurse):
+            parameter.handle.requires_gradient_on_all_ranks = requires_gradient_on_all_ranks
+
     def reset_iter_state(self) -> None:
         """Gives up a sequence of micro-batches, after a forward or backward has raised say: drops
         the gradients of this module and those in it that are not reduced yet, and frees what is

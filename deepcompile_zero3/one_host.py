@@ -14,15 +14,14 @@ import sys
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
 
+from deepcompile_zero3 import agree
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.runtime import _C
-
-_T = TypeVar("_T")
 
 Transport = Literal["auto", "shared_memory", "c10d"]
 
@@ -54,8 +53,8 @@ class _Offer(NamedTuple):
     transport: Transport
     host: str
     pid: int
-    fulls: tuple[str, ...]  # the parameters
-    files: tuple[int, ...] = ()  # its descriptors of the segments, on the first rank
+    described: Sequence[str]  # the parameters
+    files: Sequence[int] = ()  # its descriptors of the segments, on the first rank
     trouble: str = ""
 
 
@@ -77,6 +76,7 @@ def resolve(transport: Transport) -> Transport:
 @torch.inference_mode(mode=False)  # or what is mapped could not be written to outside of it
 def share(
     fulls: Sequence[torch.Tensor],
+    described: Sequence[str],
     group: dist.ProcessGroup,
     device: str,
     transport: Transport,
@@ -88,6 +88,7 @@ def share(
 
     Args:
         fulls: parameters as they are computed with, [rows, ...] each, on the meta device.
+        described: what must be the same on all ranks, of each.
         group: the ranks.
         device: the type of device that they compute on.
         transport: of those of :func:`resolve`.
@@ -113,15 +114,14 @@ def share(
             )
         return None  # as all ranks know without asking
     segments = _Segments(fulls, group, take_turns)
-    described = _describe(fulls, take_turns)
     mine = _offer(transport, described, segments.sizes if rank == 0 else ())
     try:
-        offers = _exchange(mine, group)
+        offers = [_Offer(*offer) for offer in agree.gather(mine, group)]
         if len({offer.transport for offer in offers}) > 1:
             asked = {rank: offer.transport for rank, offer in enumerate(offers)}
             raise Zero3Error(f"ranks disagree on the transport, {asked}: give all the same")
         for other, offer in enumerate(offers):
-            _check_alike(described, offer.fulls, rank, other)
+            _check_alike(described, offer.described, rank, other)
         if transport == "c10d":
             return None
         troubles = [_trouble(offer, offers[0]) for offer in offers]
@@ -130,7 +130,7 @@ def share(
                 segments.map([f"/proc/{offers[0].pid}/fd/{file}" for file in offers[0].files])
             except (OSError, RuntimeError) as error:
                 troubles[rank] = f"it cannot map memory of rank 0: {error}"
-            troubles = _exchange(troubles[rank], group)
+            troubles = agree.gather(troubles[rank], group)
     finally:
         for file in mine.files:  # all have mapped them, or nobody will
             os.close(file)
@@ -144,10 +144,9 @@ def share(
     return segments.parts([offer.pid for offer in offers])
 
 
-def check_alike(fulls: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Raises a Zero3Error unless all ranks of ``group`` have such parameters. Collective."""
-    described = _describe(fulls, take_turns=False)
-    for other, theirs in enumerate(_exchange(described, group)):
+def check_alike(described: Sequence[str], group: dist.ProcessGroup) -> None:
+    """Raises a Zero3Error unless all ranks of ``group`` say the same of theirs. Collective."""
+    for other, theirs in enumerate(agree.gather(described, group)):
         _check_alike(described, theirs, dist.get_rank(group), other)
 
 
@@ -172,7 +171,11 @@ class _Segments:
         mailbox = _round_up(max(full.numel() * 8 for full in fulls) + MAILBOX_BYTES, mmap.PAGESIZE)
         if self._one_host is None or self._one_host.mailbox_bytes < mailbox:
             self._nbytes["mailboxes"] = self._world_size * mailbox
-        self._nbytes["progress"] = len(fulls) * self._progress_bytes  # may outlive the parameters
+        self._progress_bytes = [
+            _C.progress_bytes(full.shape[0], full.nbytes // full.shape[0], self._world_size)
+            for full in fulls
+        ]
+        self._nbytes["progress"] = sum(self._progress_bytes)  # may outlive the parameters
         if take_turns:
             largest = max(full.nbytes for full in fulls)
             needed = max(RING_BYTES, 3 * _round_up(largest, _C.CACHE_LINE))
@@ -190,10 +193,6 @@ class _Segments:
     def sizes(self) -> tuple[int, ...]:
         """Of the segments, in bytes."""
         return tuple(self._nbytes.values())
-
-    @property
-    def _progress_bytes(self) -> int:
-        return self._world_size * _C.PROGRESS_BYTES
 
     def map(self, paths: Sequence[str]) -> None:
         """Maps the segments from files of :attr:`sizes`.
@@ -223,7 +222,8 @@ class _Segments:
                 self._ring = _rings[self._group] = _C.Copies(*memory)
             else:
                 self._ring.grow(*memory)
-        words = self._mapped["progress"].split(self._progress_bytes)
+        progress = self._mapped["progress"][: sum(self._progress_bytes)]
+        words = progress.split(self._progress_bytes)
         return [
             SharedMemory(one_host, words[index], self._ring or self._copy(index))
             for index in range(len(self._fulls))
@@ -240,13 +240,13 @@ def _map(path: str, nbytes: int) -> torch.Tensor:
     return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
 
 
-def _offer(transport: Transport, fulls: tuple[str, ...], sizes: Sequence[int]) -> _Offer:
+def _offer(transport: Transport, described: Sequence[str], sizes: Sequence[int]) -> _Offer:
     """This rank's, with a file for each of ``sizes``."""
     pid = os.getpid()
     if transport == "c10d":
-        return _Offer(transport, "", pid, fulls)
+        return _Offer(transport, "", pid, described)
     if sys.platform != "linux":
-        return _Offer(transport, "", pid, fulls, trouble=f"{sys.platform} has no memfd_create")
+        return _Offer(transport, "", pid, described, trouble=f"{sys.platform} has no memfd_create")
     files: list[int] = []
     try:
         # Processes see each other's files if they are of one kernel, see the same processes, and
@@ -260,14 +260,8 @@ def _offer(transport: Transport, fulls: tuple[str, ...], sizes: Sequence[int]) -
     except OSError as error:
         for file in files:
             os.close(file)
-        return _Offer(transport, "", pid, fulls, trouble=f"no memory to share: {error}")
-    return _Offer(transport, host, pid, fulls, tuple(files))
-
-
-def _describe(fulls: Sequence[torch.Tensor], take_turns: bool) -> tuple[str, ...]:
-    return tuple(
-        f"{list(full.shape)} of {full.dtype}, {full.stride()}, {take_turns}" for full in fulls
-    )
+        return _Offer(transport, "", pid, described, trouble=f"no memory to share: {error}")
+    return _Offer(transport, host, pid, described, files)
 
 
 def _check_alike(mine: Sequence[str], others: Sequence[str], rank: int, other: int) -> None:
@@ -275,8 +269,7 @@ def _check_alike(mine: Sequence[str], others: Sequence[str], rank: int, other: i
         if one != another:
             raise Zero3Error(
                 f"ranks disagree on the module's parameter {position}: it is {one} on rank {rank} "
-                f"and {another} on rank {other} (shape, compute dtype, strides, whether "
-                "reshard_after_forward is True); build the same model with the same mp_policy, "
+                f"and {another} on rank {other}; build the same model with the same mp_policy, "
                 "shard_placement_fn and reshard_after_forward on all ranks"
             )
 
@@ -286,13 +279,6 @@ def _trouble(offer: _Offer, first: _Offer) -> str:
     if offer.trouble or offer.host == first.host:
         return offer.trouble
     return "it is on another host, in another container or another user's than rank 0"
-
-
-def _exchange(value: _T, group: dist.ProcessGroup) -> list[_T]:
-    """The values of all ranks."""
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
 
 
 def _round_up(nbytes: int, unit: int) -> int:

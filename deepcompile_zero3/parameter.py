@@ -10,6 +10,7 @@ Rows are of the dimension that is sharded, which comes first here whichever it i
 """
 
 import contextlib
+import datetime
 import weakref
 from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING, cast
@@ -20,7 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from deepcompile_zero3 import grad_dtype, torch_internals
+from deepcompile_zero3 import agree, grad_dtype, torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.layout import Layout
 from deepcompile_zero3.one_host import SharedMemory
@@ -32,10 +33,16 @@ if TYPE_CHECKING:
 # Set on a placeholder: the FQN of its parameter.
 PLACEHOLDER_OF = "_zero3_placeholder_of"
 
+# Groups of our own for reductions, and by the number of their ranks those after a forward.
 _groups_for_reductions: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
     weakref.WeakKeyDictionary()
 )
+_neighbours: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = (
+    weakref.WeakKeyDictionary()
+)
 _live: weakref.WeakValueDictionary[str, "ShardedParameter"] = weakref.WeakValueDictionary()
+
+_REDUCED = "once it was reduced"
 
 
 class ShardedParameter:
@@ -63,6 +70,7 @@ class ShardedParameter:
         mp_policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | None = None,
         shared: SharedMemory | None = None,
+        group_after_forward: dist.ProcessGroup | None = None,
     ) -> None:
         self._owner = weakref.ref(module)
         self._group: weakref.ref[ParameterGroup] | None = None
@@ -95,7 +103,7 @@ class ShardedParameter:
         self.handle.compute_dtype = self.compute_dtype
         self.handle.device = ranks.device
         self.handle.reduce_dtype = mp_policy.reduce_dtype
-        self.set_reshard_after_forward(reshard_after_forward)
+        self.set_reshard_after_forward(reshard_after_forward, group_after_forward)
         if shared is not None:
             self.handle.share(*shared)
             self.handle.reduce_group_name = self.handle.group_name
@@ -167,10 +175,24 @@ class ShardedParameter:
         setattr(self.placeholder, PLACEHOLDER_OF, fqn)
         _live[fqn] = self
 
-    def set_reshard_after_forward(self, reshard_after_forward: bool | None) -> None:
-        """Changes it, for the runtime too."""
+    def set_reshard_after_forward(
+        self, reshard_after_forward: bool | None, group: dist.ProcessGroup | None = None
+    ) -> None:
+        """Changes it, for the runtime too. With ``group``, some of the ranks, forwards shard what they
+        gathered over those.
+        """
         self.reshard_after_forward = reshard_after_forward
         self.handle.reshard_after_forward = reshard_after_forward is True
+        self.handle.after_forward = None
+        if group is not None:
+            there = self.handle.after_forward = _C.Parameter()
+            there.group_name, there.rank, there.world_size = (
+                group.group_name,
+                group.rank(),
+                group.size(),
+            )
+            for attribute in ("sizes", "strides", "compute_dtype", "device"):
+                setattr(there, attribute, getattr(self.handle, attribute))
 
     def read(self, whole: torch.Tensor) -> torch.Tensor:
         """What a module reads, of what was gathered."""
@@ -330,10 +352,28 @@ def group_for_reductions(group: dist.ProcessGroup) -> dist.ProcessGroup:
     where a backward needs its parameters may depend on the batch, and differ from rank to rank.
     """
     if group not in _groups_for_reductions:
-        _groups_for_reductions[group] = dist.new_group(
-            dist.get_process_group_ranks(group), use_local_synchronization=True
-        )
+        _groups_for_reductions[group] = _new_group(group, dist.get_process_group_ranks(group))
     return _groups_for_reductions[group]
+
+
+def neighbours(group: dist.ProcessGroup, world_size: int) -> dist.ProcessGroup:
+    """A group of this rank and those next to it in ``group``, ``world_size`` of them."""
+    made = _neighbours.setdefault(group, {})
+    if world_size not in made:
+        first = group.rank() // world_size * world_size
+        ranks = dist.get_process_group_ranks(group)[first : first + world_size]
+        made[world_size] = _new_group(group, ranks)
+    return made[world_size]
+
+
+def _new_group(like: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup:
+    """With the backend and the timeout of ``like``: torch would take defaults."""
+    return dist.new_group(
+        ranks,
+        timeout=datetime.timedelta(milliseconds=_C.timeout_of(like.group_name)),
+        backend=dist.get_backend_config(like),
+        use_local_synchronization=True,
+    )
 
 
 def find(fqn: str | None) -> ShardedParameter | None:
@@ -351,6 +391,8 @@ def _deliver(gradients: Sequence[tuple[_C.Parameter, torch.Tensor]]) -> None:
     """What the runtime calls at the end of a backward, with everything that was reduced in it."""
     # One that is missing was deleted during its own backward.
     delivered = [(p, reduced) for handle, reduced in gradients if (p := _live.get(handle.fqn))]
+    if any(parameter.handle.detects_nonfinite for parameter, _ in delivered):
+        _raise_if_nonfinite(delivered)
     for parameter, _ in delivered:
         parameter.check_unchanged()
     for parameter, reduced in delivered:
@@ -359,6 +401,39 @@ def _deliver(gradients: Sequence[tuple[_C.Parameter, torch.Tensor]]) -> None:
         shard = parameter.shard
         for hook in torch_internals.post_accumulate_grad_hooks(shard):
             hook(shard)
+
+
+def _raise_if_nonfinite(reduced: Sequence[tuple[ShardedParameter, torch.Tensor]]) -> None:
+    """Collective, where gradients of parameters that detect it have been reduced."""
+    found: dict[tuple[str, str], list[str]] = {}  # by the groups of shards and of replicas
+    for parameter, shard in reduced:
+        handle = parameter.handle
+        if not handle.detects_nonfinite:
+            continue
+        mine = found.setdefault((handle.group_name, handle.replicate_group_name), [])
+        what = f"rank {dist.get_rank()}: that of '{parameter.fqn}'"
+        if nonfinite := handle.take_nonfinite():
+            mine.append(_described(f"{what}, before it was reduced,", *nonfinite))
+        elif not torch.isfinite(shard).all():
+            nans, infinities = int(shard.isnan().sum()), int(shard.isinf().sum())
+            mine.append(_described(f"{what}, {_REDUCED},", nans, infinities, shard.numel()))
+    told: dict[str, None] = {}
+    for groups, mine in found.items():
+        for group_name in filter(
+            None, groups
+        ):  # replicas hear what all ranks of a shard group found
+            group = torch_internals.resolve_process_group(group_name)
+            mine = [each for theirs in agree.gather(mine, group) for each in theirs]
+        told.update(dict.fromkeys(mine))
+    if told:
+        # What was summed of them is not finite either: the cause comes first.
+        first = sorted(told, key=lambda each: _REDUCED in each)
+        more = f"; and {len(first) - 8} more" if len(first) > 8 else ""
+        raise Zero3Error("gradients are not finite. " + "; ".join(first[:8]) + more)
+
+
+def _described(what: str, nans: int, infinities: int, numel: int) -> str:
+    return f"{what} has {nans} NaN and {infinities} infinite of {numel} elements"
 
 
 @torch.compiler.assume_constant_result

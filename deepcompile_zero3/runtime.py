@@ -20,6 +20,8 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
+from deepcompile_zero3.errors import Zero3Error
+
 try:
     from deepcompile_zero3 import _C
 except ImportError as error:
@@ -27,6 +29,8 @@ except ImportError as error:
         "the C++ runtime deepcompile_zero3._C is not built for this Python and torch "
         f"({torch.__version__}); build it with: pip install --no-build-isolation -e ."
     ) from error
+
+_C.set_error(Zero3Error)
 
 Collective: TypeAlias = _C.Collective
 ops = torch.ops.zero3
@@ -111,9 +115,9 @@ class CollectiveLog(Sequence[_C.Collective]):
 def record_collectives() -> Iterator[CollectiveLog]:
     """Records this rank's collectives while the block runs: what is waited for together is one.
 
-    Yields a sequence of records with ``op`` ("all_gather" or "reduce_scatter"),
-    ``dtype`` (on the wire), ``nbytes`` (of the full, unsharded buffer, padding included) and
-    ``params`` (the FQNs inside).
+    Yields a sequence of records with ``op`` ("all_gather", "reduce_scatter" or "all_reduce"),
+    ``dtype`` (on the wire), ``nbytes`` (of the full, unsharded buffer, padding included),
+    ``world_size`` (ranks that take part) and ``params`` (the FQNs inside).
 
     Example::
 

@@ -3,7 +3,7 @@
 ::
 
     forward    save(view of a gathered tensor)  ->  (parameter, size, stride, offset)
-    backward   first such view of a group       ->  all_gather of what was saved of the group
+    backward   first such view of a group       ->  all_gather of the group
                last one released                ->  the gathered tensors are freed
 
 There are no counters: the saved views own what was gathered for them, and autograd releases them
@@ -26,15 +26,17 @@ from deepcompile_zero3.runtime import _C
 
 
 class _Regather:
-    """The parameters that one forward of a group saved, gathered when backward needs the first.
+    """The parameters of one forward of a group, gathered when backward needs the first.
 
-    When it has them, it starts those of the owners in ``following``.
+    Those that the forward saved, and where ranks have to meet for a gather all of the group: what
+    is saved may differ from rank to rank. When it has them, it starts those of the owners in
+    ``following``.
     """
 
     def __init__(
         self, of_forward: WeakValueDictionary[Hashable, _Regather], following: Iterable[Hashable]
     ) -> None:
-        self.parameters: dict[ShardedParameter, None] = {}  # in the order in which they were saved
+        self.parameters: dict[ShardedParameter, None] = {}
         self._of_forward = of_forward
         self._following = following
         self._gathering: AllGather | None = None
@@ -166,6 +168,8 @@ class SavedTensors:
                 storage = torch_internals.storage_address(full)
                 self._watched[storage] = regather, parameter, full
                 self._owners[owner].append(storage)
+                if not parameter.handle.is_shared or parameter.handle.reshard_after_forward:
+                    regather.parameters[parameter] = None
         return True
 
     def forget(self, owner: Hashable) -> None:

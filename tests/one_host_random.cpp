@@ -84,6 +84,10 @@ struct Shared {
 
   int64_t nbytes(int p) const { return sizes[p] * sizeof(Element); }
   int64_t chunk(int p) const { return (sizes[p] + world_size - 1) / world_size; }
+  // Of a block that one rank has all rows of.
+  std::optional<int64_t> owner(int p) const {
+    return p % 2 == 1 ? std::optional(p % world_size) : std::nullopt;
+  }
   int64_t first(int p, int64_t rank) const { return std::min(rank * chunk(p), sizes[p]); }
 
   int64_t world_size;
@@ -181,14 +185,16 @@ class Rank {
         rank_(rank),
         program_(program),
         own_(program() + rank),
-        host_(shared.bell, rank, std::vector<pid_t>(shared.world_size, getpid()), kTimeout),
+        host_(shared.bell, shared.standings, rank, std::vector<pid_t>(shared.world_size, getpid()),
+              kTimeout),
         backwards_(shared.standings, rank),
         arena_(kMailbox) {
     const auto ring = std::make_shared<Ring>(shared.capacity);
     for (int p = 0; p < kParameters; ++p) {
       copies_.emplace_back(shared, p, rank,
                            p < kInTurns ? ring : std::make_shared<Ring>(shared.nbytes(p)));
-      deposits_.emplace_back(shared.progress[p], shared.standings, rank, shared.world_size);
+      deposits_.emplace_back(shared.progress[p], shared.standings, rank, shared.world_size,
+                             shared.owner(p));
     }
   }
 
@@ -425,7 +431,10 @@ class Rank {
     const uint64_t epoch = deposit.next_epoch(backward);
     deposit.put(epoch, {offset, static_cast<int8_t>(p), static_cast<int8_t>(p)});
     auto letter = std::make_shared<Letter>(Letter{p, epoch, time, raises});
-    unsummed_.push_back(letter);
+    if (deposit.is_read_by(rank_))
+      unsummed_.push_back(letter);
+    else
+      letter->is_summed = true;
     unread_.push_back({offset, epoch, &deposit});
     host_.ring();
     linger();
@@ -479,8 +488,9 @@ class Rank {
 
   void sum(Letter& letter) const {
     const int p = letter.parameter;
-    const int64_t first = shared_.first(p, rank_);
-    std::vector<Element> sum(shared_.first(p, rank_ + 1) - first);
+    const int64_t first = shared_.owner(p) ? 0 : shared_.first(p, rank_);
+    std::vector<Element> sum((shared_.owner(p) ? shared_.sizes[p] : shared_.first(p, rank_ + 1)) -
+                             first);
     std::vector<Element> expected(sum.size());
     for (int64_t rank = 0; rank < shared_.world_size; ++rank) {
       const auto [offset, dtype, wire_dtype] = deposits_[p].of_rank(rank);

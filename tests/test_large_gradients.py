@@ -7,10 +7,12 @@ import torch
 import torch.distributed as dist
 from models import assert_same_gradients, batch_of, compiled, relative_difference, shard
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import capture_graphs, defer_reduction, deposit_grad
+from deepcompile_zero3.runtime import _C
 
 each_way = pytest.mark.parametrize("how", ["zero3", "interpreted", "eager"])
 
@@ -253,3 +255,43 @@ def _resize():
 
 def test_a_gradient_can_be_resized(run_ranks):
     run_ranks(2, _resize)
+
+
+def _train_blocks(how, dtype, replicas):
+    """Of weights that are sent and summed in blocks: of rows that no number of ranks divides."""
+    mesh = init_device_mesh("cpu", (replicas, dist.get_world_size() // replicas))
+    layers = [nn.Linear(1301, 1901, bias=False), nn.Tanh(), nn.Linear(1901, 1301, bias=False)]
+    policy = MixedPrecisionPolicy(param_dtype=dtype)
+    model, reference = shard(nn.Sequential(*layers), mp_policy=policy, mesh=mesh)
+    reference.to(dtype)
+    run = compiled(model, how)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for step in range(2):
+        expected = copy.deepcopy(reference)
+        model.zero_grad()
+        for seed in (2 * step, 2 * step + 1):
+            batch = batch_of(2 * world_size, 1301, seed=seed)
+            for other, rows in enumerate(batch.chunk(world_size)):
+                if other == rank:
+                    run(rows).float().square().sum().backward()
+                (expected(rows.to(dtype)).float().square().sum() / world_size).backward()
+        assert_same_gradients(model, expected, 1e-5 if dtype == torch.float32 else 2e-2)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "how", "dtype", "replicas"),
+    [
+        (2, "zero3", torch.float32, 1),
+        (3, "eager", torch.float32, 1),
+        (2, "eager", torch.bfloat16, 1),
+        (2, "zero3", torch.float16, 1),
+        (4, "eager", torch.float32, 2),
+    ],
+)
+def test_gradients_of_several_blocks_are_right(run_ranks, world_size, how, dtype, replicas):
+    run_ranks(world_size, _train_blocks, how, dtype, replicas)
+
+
+def test_small_gradients_are_one_block():
+    assert _C.progress_bytes(10, 4, 2) == 2 * 64  # a cache line for each rank
+    assert _C.progress_bytes(8192, 4096, 2) == 8 * 2 * 64  # and each 4 MiB

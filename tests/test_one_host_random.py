@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-SOURCES = [TESTS / "one_host_random.cpp", TESTS.parent / "csrc" / "one_host.cpp"]
+CSRC = TESTS.parent / "csrc"
+SOURCES = [TESTS / "one_host_random.cpp", CSRC / "one_host.cpp", CSRC / "error.cpp"]
 FLAGS = ["-std=c++20", "-O1", "-g", "-fsanitize=thread"]
 
 

@@ -1,0 +1,94 @@
+"""Gradients that are not finite are named, on every rank; norms are of whole gradients."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Stack, assert_same_step, batch_of, compiled, mean_square, mine, shard
+from torch.distributed.device_mesh import init_device_mesh
+
+from deepcompile_zero3 import (
+    Zero3Error,
+    defer_reduction,
+    deposit_grad,
+    detect_nonfinite,
+    gradient_norms,
+)
+
+
+def _nan_in_one(rank, how, transport, mesh_shape):
+    """What each rank is told of a NaN in an input of one; the step after it is right."""
+    mesh = init_device_mesh("cpu", mesh_shape)
+    model, reference = shard(Stack(), transport=transport, mesh=mesh)
+    run = compiled(model, how)
+    batch = batch_of(8, 8)
+    assert_same_step(model, reference, batch, run=run)
+    model.zero_grad()
+    reference.zero_grad()
+    mine_of = mine(batch).clone()
+    if dist.get_rank() == rank:
+        mine_of[0, 0] = torch.nan
+    with detect_nonfinite(model), pytest.raises(Zero3Error) as raised:
+        mean_square(run, mine_of).backward()
+    assert all(p.grad is None for p in model.parameters())
+    with detect_nonfinite(model):
+        assert_same_step(model, reference, batch, run=run)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
+@pytest.mark.parametrize("how", ["zero3", "eager"])
+def test_a_nan_is_traced_to_its_rank(run_ranks, how, transport):
+    for told in run_ranks(2, _nan_in_one, 1, how, transport, (2,)):
+        assert told.startswith("gradients are not finite. rank 1: that of '"), told
+        assert "before it was reduced, has " in told.split(";")[0]
+        assert "rank 0: that of '" not in told.split("once it was reduced")[0]
+
+
+def test_a_nan_of_a_replica_is_told_to_the_others(run_ranks):
+    for told in run_ranks(4, _nan_in_one, 2, "eager", "shared_memory", (2, 2)):
+        assert "rank 2: that of '" in told, told
+
+
+def _deposits():
+    model, _ = shard(Stack())
+    with detect_nonfinite(model):
+        with defer_reduction(model):
+            deposit_grad(model.head.bias, torch.ones(8))
+        bad = torch.ones(8)
+        bad[1], bad[2], bad[3] = torch.inf, -torch.inf, torch.nan
+        with pytest.raises(Zero3Error) as raised, defer_reduction(model):
+            deposit_grad(model.head.bias, bad)
+    assert model.head.bias.grad.full_tensor().tolist() == [1.0] * 8
+    return str(raised.value)
+
+
+def test_a_deposit_is_looked_at_too(run_ranks):
+    for told in run_ranks(2, _deposits):
+        for rank in (0, 1):
+            found = "before it was reduced, has 1 NaN and 2 infinite of 8 elements"
+            assert f"rank {rank}: that of 'head.bias', {found}" in told
+
+
+def test_an_unsharded_model_cannot_be_looked_at():
+    with (
+        pytest.raises(Zero3Error, match="no parameter of the Linear is sharded"),
+        detect_nonfinite(torch.nn.Linear(2, 2)),
+    ):
+        pass
+
+
+def _norms(how):
+    model, reference = shard(Stack())
+    run = compiled(model, how)
+    assert gradient_norms(model) == {}
+    assert_same_step(model, reference, batch_of(4, 8), run=run)
+    for norm_type in (2.0, 1.0, float("inf")):
+        expected = {
+            name: torch.linalg.vector_norm(p.grad, norm_type).item()
+            for name, p in reference.named_parameters()
+        }
+        assert gradient_norms(model, norm_type) == pytest.approx(expected, rel=1e-5)
+
+
+def test_norms_are_those_of_one_process(run_ranks):
+    run_ranks(2, _norms, "eager")

@@ -1,0 +1,252 @@
+"""Gradients that only some ranks have: they count as zero on the others, or all ranks are told."""
+
+import copy
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import (
+    assert_same_gradients,
+    assert_same_parameters,
+    batch_of,
+    mean_square,
+    mine,
+    optimizers_of,
+)
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from deepcompile_zero3 import Zero3Error, fully_shard, record_collectives
+
+TIMEOUT = 4  # seconds, of a group whose ranks disagree
+
+
+class Experts(nn.Module):
+    """Of its experts, a forward uses those that it is told."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+        self.head = nn.Linear(width, width)
+
+    def forward(self, x, chosen):
+        x = self.first(x)
+        for index in chosen:
+            x = x + self.experts[index](x)
+        return self.head(x)
+
+
+def _sharded(width=8, **settings):
+    torch.manual_seed(0)
+    model = Experts(width)
+    return fully_shard(copy.deepcopy(model), **settings), model
+
+
+def _loss_of_all(reference, batch, choices):
+    """The mean of the ranks' losses, each of its rows and with its choice."""
+    parts = zip(batch.chunk(len(choices)), choices, strict=True)
+    return sum(mean_square(lambda x, c=c: reference(x, c), rows) for rows, c in parts) / len(
+        choices
+    )
+
+
+# What each of two or four ranks uses in a step; nobody ever uses the last expert.
+TWO = [((0, 1), (1,)), ((), (2, 0)), ((2,), (2,)), ((0,), ())]
+FOUR = [((0,), (0,), (1,), ()), ((), (), (0, 2), (2, 0)), ((1,), (), (), ()), ((), (), (), ())]
+
+
+def _train(steps, width, transport, micro_batches, mesh_shape):
+    mesh = init_device_mesh("cpu", mesh_shape)
+    model, reference = _sharded(width, transport=transport, mesh=mesh)
+    optimizers = optimizers_of(model, reference)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for step in range(0, len(steps), micro_batches):
+        for index in range(step, step + micro_batches):
+            choices = steps[index]
+            batch = batch_of(2 * world_size, width, seed=index)
+            model.set_requires_gradient_sync(index == step + micro_batches - 1)
+            mean_square(lambda x, c=choices[rank]: model(x, c), mine(batch)).backward()
+            _loss_of_all(reference, batch, choices).backward()
+        assert_same_gradients(model, reference)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same_parameters(model, reference)
+    assert model.experts[3].weight.grad is None
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
+@pytest.mark.parametrize("width", [8, 256])  # that travel together, and alone
+def test_experts_that_some_ranks_use_are_trained(run_ranks, width, transport, micro_batches):
+    run_ranks(2, _train, TWO, width, transport, micro_batches, (2,))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
+def test_experts_that_some_replicas_use_are_trained(run_ranks, transport, micro_batches):
+    run_ranks(4, _train, FOUR, 8, transport, micro_batches, (2, 2))
+
+
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.left, self.right = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        x = self.body(x).tanh()
+        return self.left(x), self.right(x)
+
+
+def _one_loss(transport, compiled):
+    """Only the first rank's loss takes the right head into account."""
+    torch.manual_seed(0)
+    model = TwoHeads()
+    reference = copy.deepcopy(model)
+    fully_shard(model, transport=transport)
+    run = torch.compile(model, backend="zero3") if compiled else model
+
+    def loss(outputs, rank):
+        left, right = outputs
+        return left.square().mean() + (right.square().mean() if rank == 0 else 0)
+
+    batch = batch_of(4, 8)
+    loss(run(mine(batch)), dist.get_rank()).backward()
+    sum(loss(reference(rows), rank) for rank, rows in enumerate(batch.chunk(2))).div(2).backward()
+    assert_same_gradients(model, reference)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
+def test_a_loss_may_leave_a_head_out(run_ranks, transport, compiled):
+    run_ranks(2, _one_loss, transport, compiled)
+
+
+# ---- what all ranks are told
+
+
+def _disagree(what, transport):
+    """What each rank is told, and how long that takes; the step after it is right."""
+    model, reference = _sharded(transport=transport)
+    batch = batch_of(4, 8)
+    choice = (0, 1)
+    rank = dist.get_rank()
+    weight = model.experts[0].weight
+    match what:
+        case "frozen":
+            weight.requires_grad_(rank != 1)
+        case "strict":
+            model.set_requires_gradient_on_all_ranks(True)
+            choice = (0, 1) if rank != 1 else (1,)
+        case "withheld":
+            model.set_requires_gradient_sync(True)
+            if rank == 1:
+                model.set_requires_gradient_sync(False)
+                # a parameter that is reduced, so that this rank takes part
+                from deepcompile_zero3.module import parameters_of
+
+                parameters_of(model.head)["weight"].handle.requires_gradient_sync = True
+    start = time.monotonic()
+    with pytest.raises(Zero3Error) as raised:
+        mean_square(lambda x: model(x, choice), mine(batch)).backward()
+    seconds = time.monotonic() - start
+    assert all(p.grad is None for p in model.parameters())
+    weight.requires_grad_(True)
+    model.set_requires_gradient_sync(True)
+    model.reset_iter_state()
+    mean_square(lambda x: model(x, (0, 1)), mine(batch)).backward()
+    mean_square(lambda x: reference(x, (0, 1)), batch).backward()
+    assert_same_gradients(model, reference)
+    return seconds, str(raised.value)
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        (
+            "frozen",
+            "'experts.0.weight' has a gradient on rank 0, is frozen (requires_grad=False) on "
+            "rank 1; let all ranks do the same",
+        ),
+        (
+            "strict",
+            "'experts.0.weight' has a gradient on rank 0, has no gradient on rank 1; "
+            "set_requires_gradient_on_all_ranks(False) lets it count as zero there",
+        ),
+        (
+            "withheld",
+            "'first.weight' has a gradient on rank 0, is not reduced now "
+            "(set_requires_gradient_sync(False), or defer_reduction) on rank 1",
+        ),
+    ],
+)
+def test_ranks_that_disagree_are_told_both_sides(run_ranks, what, message, transport):
+    for seconds, told in run_ranks(2, _disagree, what, transport):
+        assert message in told
+        assert seconds < TIMEOUT
+
+
+def _diverge(transport, compiled):
+    """Ranks whose forwards gather different things, in groups of their own."""
+    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
+    torch.manual_seed(0)
+    model = Experts(8)
+    mesh = DeviceMesh.from_group(group, "cpu")
+    for expert in model.experts:
+        fully_shard(expert, mesh=mesh, transport=transport)
+    fully_shard(model, mesh=mesh, transport=transport)
+    run = torch.compile(model, backend="zero3") if compiled else model
+    choice = ((0, 1), (1, 0))[dist.get_rank()]
+    start = time.monotonic()
+    with pytest.raises(Zero3Error) as raised:
+        mean_square(lambda x: run(x, choice), batch_of(2, 8)).backward()
+    return time.monotonic() - start, str(raised.value)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_messages_of_other_orders_never_meet(run_apart, compiled):
+    """Until the group's time is over."""
+    (first, told_first), (second, told_second) = run_apart(_diverge, "c10d", compiled)
+    for told, other in ((told_first, 1), (told_second, 0)):
+        assert f"an exchange with rank {other} failed (gather Float " in told
+        assert f"experts.{1 - other}.weight" in told
+    assert max(first, second) < 2 * TIMEOUT + 40 * compiled
+
+
+def test_forwards_that_gather_in_other_orders_end_at_once(run_apart):
+    (first, told_first), (second, told_second) = run_apart(_diverge, "shared_memory", False)
+    for told in (told_first, told_second):
+        assert "ranks wait for each other" in told
+    assert "rank 0 waits for rank 1, since it has not begun to gather 'experts.0." in told_first
+    assert "rank 1 waits for rank 0, since it has not begun to gather 'experts.1." in told_second
+    assert max(first, second) < TIMEOUT / 2
+
+
+def _other_graphs():
+    torch.manual_seed(0)
+    model, reference = _sharded(transport="shared_memory")
+    run = torch.compile(model, backend="zero3")
+    batch, choices = batch_of(4, 8), ((0, 1), (1, 0))
+    mean_square(lambda x: run(x, choices[dist.get_rank()]), mine(batch)).backward()
+    _loss_of_all(reference, batch, choices).backward()
+    assert_same_gradients(model, reference)
+
+
+def test_other_orders_within_a_bucket_of_shared_memory_are_right(run_ranks):
+    run_ranks(2, _other_graphs)
+
+
+def _counted():
+    """Collectives of a step in which all ranks have all gradients."""
+    model, _ = _sharded(transport="c10d")
+    with record_collectives() as log:
+        mean_square(lambda x: model(x, (0, 1, 2, 3)), batch_of(2, 8)).backward()
+    return [c.op for c in log]
+
+
+def test_what_ranks_tell_each_other_is_no_collective(run_ranks):
+    assert run_ranks(2, _counted) == [["all_gather", "all_gather", "reduce_scatter"]] * 2

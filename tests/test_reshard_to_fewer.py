@@ -1,0 +1,165 @@
+"""``reshard_after_forward=n``: from forward to backward parameters are sharded over n ranks.
+
+By messages: where ranks share memory, the host's one copy is no more than n ranks would hold.
+"""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import (
+    Stack,
+    assert_same_step,
+    batch_of,
+    compiled,
+    mean_square,
+    mine,
+    optimizers_of,
+    shard,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from deepcompile_zero3 import fully_shard, record_collectives
+from deepcompile_zero3.module import parameters_of
+from deepcompile_zero3.runtime import _C
+
+WIDTH = 10  # rows that four ranks do not share evenly
+
+
+def _train(transport, how):
+    """How many ranks took part in the gathers of forwards, and of backwards."""
+    model = Stack(WIDTH)
+    model, reference = shard(model, [*model.blocks], reshard_after_forward=2, transport=transport)
+    run = compiled(model, how)
+    optimizers = optimizers_of(model, reference)
+    in_forward, in_backward = set(), set()
+    for seed in range(3):
+        batch = batch_of(8, WIDTH, seed=seed)
+        with record_collectives() as log:
+            loss = mean_square(run, mine(batch))
+        in_forward |= {(c.op, c.world_size) for c in log}
+        with record_collectives() as log:
+            loss.backward()
+        in_backward |= {(c.op, c.world_size) for c in log}
+        model.zero_grad()
+        assert_same_step(model, reference, batch, run=run, optimizers=optimizers)
+    return in_forward, in_backward
+
+
+@pytest.mark.parametrize("how", ["zero3", "eager"])
+@pytest.mark.parametrize("transport", ["c10d", "shared_memory"])
+def test_a_backward_gathers_from_neighbours(run_ranks, transport, how):
+    from_whom = 2 if transport == "c10d" else 4
+    for in_forward, in_backward in run_ranks(4, _train, transport, how):
+        assert in_forward == {("all_gather", 4)}
+        assert in_backward == {("all_gather", from_whom), ("reduce_scatter", 4)}
+
+
+def _gathered_in_backward(reshard_after_forward):
+    mesh = init_device_mesh("cpu", (2, 2))
+    model, _ = shard(
+        Stack(WIDTH), mesh=mesh, reshard_after_forward=reshard_after_forward, transport="c10d"
+    )
+    loss = mean_square(compiled(model, "zero3"), mine(batch_of(8, WIDTH)))
+    with record_collectives() as log:
+        loss.backward()
+    return {c.world_size for c in log if c.op == "all_gather"}
+
+
+@pytest.mark.parametrize(("reshard_after_forward", "expected"), [(1, set()), (2, {2})])
+def test_one_rank_keeps_it_and_all_are_the_usual_ones(run_ranks, reshard_after_forward, expected):
+    assert run_ranks(4, _gathered_in_backward, reshard_after_forward) == [expected] * 4
+
+
+def _held(how):
+    """Bytes that a rank holds between forward and backward, and after."""
+    model = Stack(WIDTH)
+    model, _ = shard(model, [*model.blocks], reshard_after_forward=2, transport="c10d")
+    run = compiled(model, how)
+    handles = [p.handle for m in model.modules() for p in parameters_of(m).values()]
+
+    def held():
+        return [
+            handle.after_forward.shard.numel() if handle.after_forward.shard is not None else 0
+            for handle in handles
+        ]
+
+    loss = mean_square(run, mine(batch_of(8, WIDTH)))
+    between = held()
+    loss.backward()
+    after = held()
+    with torch.no_grad():
+        run(mine(batch_of(8, WIDTH)))
+    evaluated = held()
+    whole = [handle.placeholder.numel() for handle in handles]
+    return between, after, evaluated, whole
+
+
+@pytest.mark.parametrize("how", ["zero3", "eager"])
+def test_a_rank_holds_its_part_until_the_backward_ends(run_ranks, how):
+    results = run_ranks(4, _held, how)
+    for between, after, evaluated, _ in results:
+        assert all(between)
+        assert not any(after + evaluated)
+    whole = results[0][3]
+    for left, right in (results[:2], results[2:]):  # neighbours hold one copy between them
+        assert [a + b for a, b in zip(left[0], right[0], strict=True)] == whole
+
+
+def _changed_before_backward(how):
+    """A parameter that changed after a forward is gathered from all, as it is then."""
+    model, reference = shard(Stack(WIDTH), reshard_after_forward=2, transport="c10d")
+    run = compiled(model, how)
+    batch = batch_of(8, WIDTH)
+    loss = mean_square(run, mine(batch))
+    with torch.no_grad():
+        for each in (model, reference):
+            for parameter in each.parameters():
+                parameter.mul_(1.0)  # another version, the same values
+    with record_collectives() as log:
+        loss.backward()
+    assert {c.world_size for c in log if c.op == "all_gather"} == {4}
+    model.zero_grad()
+    assert_same_step(model, reference, batch, run=run)
+    model.set_reshard_after_forward(True)
+    assert_same_step(model, reference, batch, run=run)
+    with record_collectives() as log:
+        mean_square(run, mine(batch)).backward()
+    assert {c.world_size for c in log} == {4}
+
+
+@pytest.mark.parametrize("how", ["zero3", "eager"])
+def test_what_changed_meanwhile_is_gathered_anew(run_ranks, how):
+    run_ranks(4, _changed_before_backward, how)
+
+
+def _refused():
+    for value in (0, 3, 8, -2, 2.0, "two"):
+        model = Stack()
+        with pytest.raises(ValueError, match=r"a divisor of the number of ranks .*, 4; got"):
+            fully_shard(model, reshard_after_forward=value)
+        assert type(model) is Stack
+
+
+def test_a_number_that_does_not_divide_the_ranks_is_refused(run_ranks):
+    run_ranks(4, _refused)
+
+
+def _timeouts():
+    """Those of the groups that a mesh of its own group led to."""
+    group = dist.new_group(timeout=timedelta(seconds=37))
+    model = Stack()
+    fully_shard(
+        model,
+        mesh=DeviceMesh.from_group(group, "cpu"),
+        reshard_after_forward=2,
+        transport="c10d",
+    )
+    handle = parameters_of(model.head)["weight"].handle
+    names = handle.group_name, handle.reduce_group_name, handle.after_forward.group_name
+    return [_C.timeout_of(name) for name in names]
+
+
+def test_groups_of_our_own_wait_no_longer_than_the_users(run_ranks):
+    assert run_ranks(4, _timeouts) == [[37_000] * 3] * 4
