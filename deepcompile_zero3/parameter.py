@@ -178,8 +178,8 @@ class ShardedParameter:
     def set_reshard_after_forward(
         self, reshard_after_forward: bool | None, group: dist.ProcessGroup | None = None
     ) -> None:
-        """Changes it, for the runtime too. With ``group``, some of the ranks, forwards shard what they
-        gathered over those.
+        """Changes it, for the runtime too. Forwards shard what they gathered over ``group``, if it
+        is given: some of the ranks.
         """
         self.reshard_after_forward = reshard_after_forward
         self.handle.reshard_after_forward = reshard_after_forward is True
