@@ -129,6 +129,13 @@ class Zero3Module:
         for parameter in self._zero3_parameters_below(recurse):
             parameter.handle.requires_all_reduce = requires_all_reduce
 
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Changes nothing: a parameter that only some ranks use has a zero gradient on the others
+        always (:meth:`set_requires_gradient_on_all_ranks`), and one that none uses has none.
+        """
+
     def set_requires_gradient_on_all_ranks(
         self, requires_gradient_on_all_ranks: bool, *, recurse: bool = True
     ) -> None:
@@ -176,7 +183,6 @@ _REFUSED = {
     "set_post_optim_event": "the runtime waits for the current stream",
     "set_reduce_scatter_divide_factor": "call set_gradient_divide_factor",
     "set_reduce_scatter_max_input_buffers": "the runtime has buffers of its own",
-    "set_reduce_scatter_unused_params": "not there yet",
     "set_separate_reduce_scatter_group": "reductions have a group of their own always",
     "set_unshard_in_backward": "eager backwards gather what was saved, compiled ones by their plan",
     "set_symm_mem_for_comm": "the runtime has buffers of its own",

@@ -45,6 +45,7 @@ class SharedMemory(NamedTuple):
     one_host: _C.OneHost
     progress: torch.Tensor
     copies: _C.Copies
+    takes_turns: bool
 
 
 class _Offer(NamedTuple):
@@ -160,6 +161,7 @@ class _Segments:
         self._group = group
         self._world_size = dist.get_world_size(group)
         self._one_host = _one_hosts.get(group)
+        self._takes_turns = take_turns
         self._ring = _rings.get(group) if take_turns else None
         self._offsets: list[int] = []  # of copies that have places of their own
         self._mapped: dict[str, torch.Tensor] = {}
@@ -225,7 +227,7 @@ class _Segments:
         progress = self._mapped["progress"][: sum(self._progress_bytes)]
         words = progress.split(self._progress_bytes)
         return [
-            SharedMemory(one_host, words[index], self._ring or self._copy(index))
+            SharedMemory(one_host, words[index], self._ring or self._copy(index), self._takes_turns)
             for index in range(len(self._fulls))
         ]
 

@@ -51,6 +51,7 @@ class ShardedParameter:
     Attributes:
         fqn: its name relative to the outermost sharded module.
         layout: where its parts are.
+        ranks_meet_in_backward: whether all ranks take part when one gathers again in backward.
         is_read_as_gathered: whether a module reads what the runtime gathers, as it is.
         placeholder: what a traced graph takes in its stead.
         handle: the C++ runtime's view of it.
@@ -83,6 +84,7 @@ class ShardedParameter:
         self.grad_dtype: torch.dtype | None = None
         self.contract = ""
         self._shard_of_forward = 0
+        self.ranks_meet_in_backward = shared is None or shared.takes_turns
 
         self.orig_dtype = parameter.dtype
         self._size = parameter.shape
@@ -105,7 +107,7 @@ class ShardedParameter:
         self.handle.reduce_dtype = mp_policy.reduce_dtype
         self.set_reshard_after_forward(reshard_after_forward, group_after_forward)
         if shared is not None:
-            self.handle.share(*shared)
+            self.handle.share(shared.one_host, shared.progress, shared.copies)
             self.handle.reduce_group_name = self.handle.group_name
         else:
             self.handle.reduce_group_name = group_for_reductions(ranks.shard_group).group_name

@@ -168,7 +168,7 @@ class SavedTensors:
                 storage = torch_internals.storage_address(full)
                 self._watched[storage] = regather, parameter, full
                 self._owners[owner].append(storage)
-                if not parameter.handle.is_shared or parameter.handle.reshard_after_forward:
+                if parameter.ranks_meet_in_backward:
                     regather.parameters[parameter] = None
         return True
 

@@ -131,14 +131,17 @@ def _replicated(how, transport):
 
 HEAD, BLOCK = 4 * (8 * 8 + 8), 4 * (8 + 8 + 16 * 8 + 16 + 8 * 16 + 8)
 BIASES = 4 * (16 + 8)  # of the block's linear layers, which an eager backward does not need
+COMPILED = 2 * [("all_gather", BLOCK + HEAD, 8)]
+EAGER = [("all_gather", BLOCK, 6), ("all_gather", HEAD, 2)]
 GATHERS = {
-    "zero3": 2 * [("all_gather", BLOCK + HEAD, 8)],
-    "eager": [
-        ("all_gather", BLOCK, 6),
-        ("all_gather", HEAD, 2),
+    ("zero3", "shared_memory"): COMPILED,
+    ("zero3", "c10d"): COMPILED,
+    ("eager", "shared_memory"): [
+        *EAGER,
         ("all_gather", 4 * 8 * 8, 1),
         ("all_gather", BLOCK - BIASES, 4),
     ],
+    ("eager", "c10d"): [*EAGER, *reversed(EAGER)],
 }
 
 
@@ -147,7 +150,7 @@ GATHERS = {
 def test_replicas_train_as_one_process_and_sum_shards_in_one_all_reduce(run_ranks, how, transport):
     for collectives in run_ranks(4, _replicated, how, transport):
         assert collectives == [
-            *GATHERS[how],
+            *GATHERS[how, transport],
             ("reduce_scatter", BLOCK + HEAD, 8),
             ("all_reduce", (BLOCK + HEAD) // 2, 8),
         ]

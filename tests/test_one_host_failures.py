@@ -88,7 +88,7 @@ FAILURES = {
     ("what", "missing", "how"),
     [
         ("never comes", "it has not begun to gather 'blocks.0", "zero3"),
-        ("raises before backward", "it has not sent the gradient of '", "eager"),
+        ("raises before backward", "it has not begun a backward of the model of '", "eager"),
     ],
 )
 def test_a_rank_that_does_something_else_is_named_in_time(run_apart, what, missing, how):
