@@ -3,7 +3,6 @@
 #include <cstdlib>
 
 #ifdef __GLIBC__
-#include <malloc.h>
 #include <unistd.h>
 
 #include <cstdint>
@@ -82,11 +81,9 @@ Heap& heap() {
 
 void keep_heap() { heap().keep(); }
 void let_go_of_heap() { heap().let_go(); }
-void trim_heap() { malloc_trim(0); }
 #else
 void keep_heap() {}
 void let_go_of_heap() {}
-void trim_heap() {}
 #endif
 
 }  // namespace zero3

@@ -13,7 +13,4 @@ void keep_heap();
 // What is free may be given back again, until the next keep_heap().
 void let_go_of_heap();
 
-// Gives back what is free now, wherever it lies: after a compiler has run, that is much.
-void trim_heap();
-
 }  // namespace zero3

@@ -6,6 +6,7 @@
         --insert_gathers, insert_reduces, chain_reductions--> Inductor
 """
 
+import copy
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -35,13 +36,7 @@ from deepcompile_zero3.passes.facts import (
 )
 from deepcompile_zero3.passes.gather import insert_gathers, own_outputs
 from deepcompile_zero3.passes.keep import choose_kept
-from deepcompile_zero3.passes.lift import (
-    declare_grad_dtypes,
-    lift_unshards,
-    set_contracts,
-    uses_of,
-    without_meta,
-)
+from deepcompile_zero3.passes.lift import declare_grad_dtypes, lift_unshards, set_contracts, uses_of
 from deepcompile_zero3.passes.partition import drop_needs, settle_backward_gathers
 from deepcompile_zero3.passes.reduce import insert_reduces
 from deepcompile_zero3.passes.widen import widen_weight_gradients
@@ -134,7 +129,7 @@ class _CompiledGraph:
     """A compiled graph, and what must hold of its parameters each time it runs."""
 
     def __init__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> None:
-        self._eager = without_meta(gm)
+        self._eager = copy.deepcopy(gm)
         parameters = _sharded_inputs(example_inputs)
         lifted = lift_unshards(gm)
         missing = set(lifted) - {parameter.fqn for parameter in parameters.values()}
@@ -264,9 +259,7 @@ def _compile(
                 graph_module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
             ) -> Callable:
                 rewrite(graph_module, bool(kwargs.get("is_backward")))
-                compiled = torch_internals.compile_fx_inner(graph_module, example_inputs, **kwargs)
-                _C.trim_heap()
-                return compiled
+                return torch_internals.compile_fx_inner(graph_module, example_inputs, **kwargs)
 
             config = dict(options.inductor_config)
             if inputs:

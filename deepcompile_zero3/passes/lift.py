@@ -4,7 +4,6 @@ After lifting, AOTAutograd traces the plain single-device model, with the placeh
 primal, and the partitioner saves the placeholder for backward: a free graph input.
 """
 
-import copy
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -46,15 +45,6 @@ def set_contracts(gm: fx.GraphModule, contracts: Mapping[str, str]) -> None:
             placeholder, fqn, *_ = node.args
             node.args = (placeholder, fqn, contracts[fqn])
     _recompile(gm)
-
-
-def without_meta(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy that runs, and remembers nothing of what was traced."""
-    copied = copy.deepcopy(gm)
-    for graph in _graphs(copied):
-        for node in graph.nodes:
-            node.meta.clear()
-    return copied
 
 
 def uses_of(graph: fx.Graph) -> dict[fx.Node, tuple[tuple[int, ...], bool]]:
