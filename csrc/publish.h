@@ -14,6 +14,8 @@
 
 namespace zero3 {
 
+class Roll;
+
 // The ranks of a process group that live on one host.
 struct OneHost {
   // `control` is zeros, shared: a Bell, and a Standing for each rank.
@@ -27,6 +29,7 @@ struct OneHost {
   std::shared_ptr<Host> host;
   Backwards backwards;
   Calls calls;
+  Roll* latest_roll = nullptr;       // told by `calls`, while it lives
   std::atomic<int> crowded_out = 0;  // gathers that wait for room; those after them wait too
   std::shared_ptr<Mailbox> mailbox;
 };

@@ -44,12 +44,13 @@ class PostedRoll : public Roll {
  public:
   PostedRoll(const std::vector<ParameterPtr>& parameters, uint64_t backward, const Presences& mine)
       : parameters_(parameters), one_host_(parameters.front()->shared->one_host()) {
-    const auto& first = parameters.front()->fqn;
+    // One inside of another backward, or of a second model, that this rank has not heard yet.
+    if (one_host_->latest_roll != nullptr) one_host_->latest_roll->hear();
     one_host_->host->wait([&]() -> std::optional<Host::Missing> {
       one_host_->mailbox->poll();
       auto readers = one_host_->calls.readers();
       if (readers.empty()) return std::nullopt;
-      return {{std::move(readers), "it has not sent a gradient of the model of '" + first + "'"}};
+      return {{std::move(readers), "it has begun a backward, and sent one gradient or none"}};
     });
     for (size_t i = 0; i < mine.size(); ++i)
       progress(i)[one_host_->host->rank()].presence.store(static_cast<uint8_t>(mine[i]),
@@ -57,9 +58,20 @@ class PostedRoll : public Roll {
     call_ = one_host_->calls.next(backward);
     one_host_->calls.say(call_);
     one_host_->host->ring();
+    one_host_->latest_roll = this;
+  }
+
+  ~PostedRoll() override {
+    if (one_host_->latest_roll == this) one_host_->latest_roll = nullptr;
   }
 
   std::vector<Presences> finish() override {
+    hear();
+    return lines_;
+  }
+
+  void hear() override {
+    if (!lines_.empty()) return;
     const auto& first = parameters_.front()->fqn;
     one_host_->host->wait([&]() -> std::optional<Host::Missing> {
       one_host_->mailbox->poll();
@@ -72,13 +84,13 @@ class PostedRoll : public Roll {
                   "them. All ranks must run the same forwards and backwards");
       return {{std::move(silent), "it has not begun a backward of the model of '" + first + "'"}};
     });
-    std::vector<Presences> lines(one_host_->host->world_size());
-    for (size_t rank = 0; rank < lines.size(); ++rank)
+    for (int64_t rank = 0; rank < one_host_->host->world_size(); ++rank) {
+      auto& line = lines_.emplace_back();
       for (size_t i = 0; i < parameters_.size(); ++i)
-        lines[rank].push_back(
+        line.push_back(
             static_cast<Presence>(progress(i)[rank].presence.load(std::memory_order_relaxed)));
+    }
     one_host_->calls.hear(call_);
-    return lines;
   }
 
  private:
@@ -89,6 +101,7 @@ class PostedRoll : public Roll {
   const std::vector<ParameterPtr> parameters_;
   const std::shared_ptr<OneHost> one_host_;
   uint64_t call_ = 0;
+  std::vector<Presences> lines_;
 };
 
 Presence presence_of(Parameter& parameter) {

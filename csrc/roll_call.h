@@ -32,6 +32,8 @@ class Roll {
   virtual ~Roll() = default;
   // Waits. Of each rank.
   virtual std::vector<Presences> finish() = 0;
+  // Waits, so that this rank may begin another.
+  virtual void hear() {}
 };
 
 class RollCall {

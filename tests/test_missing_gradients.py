@@ -17,6 +17,7 @@ from models import (
 )
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 from deepcompile_zero3 import Zero3Error, fully_shard, record_collectives
 
@@ -123,6 +124,28 @@ def _one_loss(transport, compiled):
 @pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
 def test_a_loss_may_leave_a_head_out(run_ranks, transport, compiled):
     run_ranks(2, _one_loss, transport, compiled)
+
+
+def _two_models(transport):
+    """Of one large parameter each: a call of ranks is pending when the next one begins."""
+    torch.manual_seed(0)
+    models = [nn.Linear(256, 256, bias=False) for _ in range(3)]
+    references = copy.deepcopy(models)
+    for model in models:
+        fully_shard(model, transport=transport)
+    for seed in range(2):
+        batch = batch_of(4, 256, seed=seed)
+        for run, rows in ((models, mine(batch)), (references, batch)):
+            total = sum(mean_square(model, rows) for model in run)
+            total = total + checkpoint(run[0], rows.requires_grad_(), use_reentrant=True).mean()
+            total.backward()
+        for model, reference in zip(models, references, strict=True):
+            assert_same_gradients(model, reference)
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
+def test_several_models_in_one_backward(run_ranks, transport):
+    run_ranks(2, _two_models, transport)
 
 
 # ---- what all ranks are told
