@@ -161,6 +161,19 @@ class ParameterGroup:
         ]
         return self.release(leaving)
 
+    @torch.compiler.disable
+    def give_up(self) -> None:
+        """Frees what was gathered, and ends a forward that was interrupted: a KeyboardInterrupt is
+        no Exception, and torch calls no hook after it.
+        """
+        self._depth = 0
+        if self._saved is not None:
+            self._saved.stop()
+            self._saved = None
+        self._prefetched.clear()
+        self._have_run.clear()
+        self.release(self.parameters)
+
     def start_gather(self) -> None:
         """Begins to gather what is not held. A wait, or the end of a forward, ends it."""
         if self._gathering is None:

@@ -147,15 +147,15 @@ class Zero3Module:
             parameter.handle.requires_gradient_on_all_ranks = requires_gradient_on_all_ranks
 
     def reset_iter_state(self) -> None:
-        """Gives up a sequence of micro-batches, after a forward or backward has raised say: drops
-        the gradients of this module and those in it that are not reduced yet, and frees what is
-        gathered. All ranks call it.
+        """Gives up a sequence of micro-batches, after a forward or backward has raised or was
+        interrupted, say: drops the gradients of this module and those in it that are not reduced
+        yet, and frees what is gathered. All ranks call it, outside of forwards.
         """
         for parameter in self._zero3_parameters_below(recurse=True):
             parameter.handle.drop_accumulated()
         for module in self.modules():  # type: ignore[attr-defined]
             if isinstance(module, Zero3Module):
-                module._zero3_group.release(module._zero3_group.parameters)
+                module._zero3_group.give_up()
 
     def _zero3_parameters_below(self, recurse: bool) -> Iterator[ShardedParameter]:
         modules = self.modules() if recurse else (self,)  # type: ignore[attr-defined]

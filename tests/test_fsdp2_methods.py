@@ -4,8 +4,8 @@ import copy
 import inspect
 import itertools
 import re
-from pathlib import Path
 
+import documents
 import pytest
 import torch
 import torch.distributed as dist
@@ -36,8 +36,6 @@ from deepcompile_zero3 import (
     register_fsdp_forward_method,
 )
 from deepcompile_zero3.module import parameters_of
-
-ROOT = Path(__file__).parent.parent
 
 each_way = pytest.mark.parametrize("how", ["zero3", "interpreted", "eager"])
 either_transport = pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
@@ -470,24 +468,18 @@ def test_what_has_no_meaning_here_is_refused_by_name(name):
 # ---- the document
 
 
-ROW = re.compile(r"^\| (?P<what>.*?) \| (?P<verdict>.*?) \| (?P<tests>.*?) \|$", re.MULTILINE)
-ROWS = [
-    row
-    for row in ROW.finditer((ROOT / "docs" / "fsdp2.md").read_text())
-    if row["tests"] not in ("test", "---")
-]
+ROWS = documents.rows_of("fsdp2.md")
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["what"])
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
 def test_each_row_of_the_document_names_the_tests_that_hold_it(row):
-    assert row["verdict"].split()[0].strip(",:;") in ("same", "likewise", "different", "refused")
-    for test in row["tests"].split(", "):
-        file, name = test.strip("`").split("::")
-        assert f"def {name}(" in (ROOT / "tests" / file).read_text()
+    _, verdict, tests = row
+    assert verdict.split()[0].strip(",:;") in ("same", "likewise", "different", "refused")
+    documents.assert_tests_exist(tests)
 
 
 def test_the_document_has_a_row_for_each_argument_and_method_of_fsdp2():
     names = {name for name in vars(FSDPModule) if not name.startswith("_")}
     names |= set(inspect.signature(torch_fully_shard).parameters)
-    documented = {name for row in ROWS for name in re.findall(r"`(\w+)", row["what"])}
+    documented = {name for row in ROWS for name in re.findall(r"`(\w+)", row[0])}
     assert names - documented == set()
