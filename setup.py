@@ -23,6 +23,24 @@ def has_cuda() -> bool:
     return any((Path(CUDA_HOME) / folder / "libcudart.so").exists() for folder in ("lib64", "lib"))
 
 
+def sanitizer_flags() -> list[str]:
+    """Of compiler and linker, for the sanitizers that ``ZERO3_SANITIZE`` names.
+
+    Such as ``address,undefined``. The vptr check needs the type information of torch's classes, not
+    all of which torch exports.
+    """
+    sanitizers = os.environ.get("ZERO3_SANITIZE")
+    if not sanitizers:
+        return []
+    return [
+        f"-fsanitize={sanitizers}",
+        "-fno-sanitize=vptr",
+        "-fno-omit-frame-pointer",
+        "-O1",
+        "-g",
+    ]
+
+
 extension = CUDAExtension if has_cuda() else CppExtension
 
 setup(
@@ -37,7 +55,9 @@ setup(
                 "-Wextra",
                 "-Wno-unused-parameter",
                 "-fvisibility=hidden",
+                *sanitizer_flags(),
             ],
+            extra_link_args=sanitizer_flags(),
         )
     ],
     cmdclass={"build_ext": BuildExtension},

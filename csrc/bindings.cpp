@@ -216,6 +216,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         return std::make_tuple(stats.in_use, stats.peak, stats.kept);
       },
       py::arg("reset_peak"), py::call_guard<py::gil_scoped_release>());
+  m.def("empty_buffer", [](const std::vector<int64_t>& sizes, at::ScalarType dtype) {
+    return pooled_empty(sizes, at::TensorOptions(dtype));
+  });
   m.def("limit_buffers", &limit_pool, py::call_guard<py::gil_scoped_release>());
   m.def("make_placeholder", &make_placeholder);
   m.def("declare_grad_dtype", &declare_grad_dtype);

@@ -30,16 +30,26 @@ struct Exchange::Running {
   std::vector<at::Tensor> tensors;  // that take part
   std::vector<Part> parts;
 
+  // `begin` gives a Work; it throws if a connection has broken.
+  template <typename Begin>
+  void start(const std::string& with, const std::string& key, Begin begin) {
+    attempt(with, key, [&] { parts.push_back({begin(), with, key}); });
+  }
+
   void wait() {
-    for (auto& [work, with, key] : parts) {
-      try {
-        work->wait();
-      } catch (const std::exception& error) {
-        throw_error("an exchange with " + with + " failed (" + key +
-                    "). Either that rank has stopped, or it runs something else: all ranks must "
-                    "run the same forwards and backwards. " +
-                    error.what());
-      }
+    for (auto& [work, with, key] : parts) attempt(with, key, [&] { work->wait(); });
+  }
+
+ private:
+  template <typename Step>
+  static void attempt(const std::string& with, const std::string& key, Step step) {
+    try {
+      step();
+    } catch (const std::exception& error) {
+      throw_error("an exchange with " + with + " failed (" + key +
+                  "). Either that rank has stopped, or it runs something else: all ranks must run "
+                  "the same forwards and backwards. " +
+                  error.what());
     }
   }
 };
@@ -103,7 +113,7 @@ int tag_of(const std::string& key) {
 }
 
 // Sends `outgoing(r)` to each other rank r, and receives `incoming(r)` from it; nothing where that
-// is empty. `start(work, r)` takes what has started.
+// is empty. `start(r, begin)` begins what is with rank r.
 template <typename Outgoing, typename Incoming, typename Start>
 void start_messages(Group& group, int64_t rank, int64_t world_size, const std::string& key,
                     Outgoing outgoing, Incoming incoming, Start start) {
@@ -112,9 +122,10 @@ void start_messages(Group& group, int64_t rank, int64_t world_size, const std::s
     const int64_t to = (rank + distance) % world_size;
     const int64_t from = (rank - distance + world_size) % world_size;
     std::vector<at::Tensor> received{incoming(from)};
-    if (received[0].numel() > 0) start(group.recv(received, static_cast<int>(from), tag), from);
+    if (received[0].numel() > 0)
+      start(from, [&] { return group.recv(received, static_cast<int>(from), tag); });
     std::vector<at::Tensor> sent{outgoing(to)};
-    if (sent[0].numel() > 0) start(group.send(sent, static_cast<int>(to), tag), to);
+    if (sent[0].numel() > 0) start(to, [&] { return group.send(sent, static_cast<int>(to), tag); });
   }
 }
 
@@ -182,8 +193,8 @@ void Exchange::gather(const at::Tensor& rows, const std::string& key) {
   auto& [rank, group, tensors, parts] = *running_;
   WithoutSavedTensorHooks guard;
   tensors.push_back(rows);
-  const auto start = [&](const WorkPtr& work, int64_t with) {
-    parts.push_back({work, "rank " + std::to_string(with), key});
+  const auto start = [&](int64_t with, auto begin) {
+    running_->start("rank " + std::to_string(with), key, begin);
   };
   if (rows.numel() == 0) return;
   if (is_point_to_point(*group, rows.device()))
@@ -191,7 +202,7 @@ void Exchange::gather(const at::Tensor& rows, const std::string& key) {
         *group, rank, rows.size(0), key, [&](int64_t) { return rows[rank]; },
         [&](int64_t from) { return rows[from]; }, start);
   else
-    parts.push_back({all_gather(*group, rows.view(-1), rows[rank]), "others", key});
+    running_->start("others", key, [&] { return all_gather(*group, rows.view(-1), rows[rank]); });
 }
 
 void Exchange::reduce(const Rows& rows, const std::string& key) {
@@ -199,8 +210,8 @@ void Exchange::reduce(const Rows& rows, const std::string& key) {
   WithoutSavedTensorHooks guard;
   Rows& addends = addends_.emplace_back();
   const auto keep = [&](const at::Tensor& tensor) { return tensors.emplace_back(tensor); };
-  const auto start = [&](const WorkPtr& work, int64_t with) {
-    parts.push_back({work, "rank " + std::to_string(with), key});
+  const auto start = [&](int64_t with, auto begin) {
+    running_->start("rank " + std::to_string(with), key, begin);
   };
   const at::Tensor& own = rows[rank];
   if (is_point_to_point(*group, own.device())) {
@@ -215,7 +226,7 @@ void Exchange::reduce(const Rows& rows, const std::string& key) {
     auto run = keep(one_run(rows));
     addends.push_back(keep(at::empty_like(own)));
     if (run.numel() > 0)
-      parts.push_back({reduce_scatter(*group, addends.front(), run), "others", key});
+      running_->start("others", key, [&] { return reduce_scatter(*group, addends.front(), run); });
   }
 }
 

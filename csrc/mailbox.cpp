@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "error.h"
+#include "memory.h"
 #include "publish.h"
 #include "sum.h"
 
@@ -43,7 +44,10 @@ at::Tensor Mailbox::empty(at::IntArrayRef sizes, at::ScalarType dtype, const std
   auto deleter = [memory = memory_, weak = weak_from_this(), offset = *offset](void*) {
     if (auto mailbox = weak.lock()) mailbox->give_back(offset);
   };
-  return at::for_blob(mine_ + *offset, sizes).deleter(deleter).options(options).make_tensor();
+  auto tensor =
+      at::for_blob(mine_ + *offset, sizes).deleter(deleter).options(options).make_tensor();
+  poison(tensor);
+  return tensor;
 }
 
 bool Mailbox::holds(const at::Tensor& tensor) const {

@@ -3,9 +3,12 @@
 #include <c10/core/CPUAllocator.h>
 
 #include <algorithm>
+#include <cstdlib>
+#include <cstring>
 #include <list>
 #include <memory>
 #include <mutex>
+#include <string_view>
 
 namespace zero3 {
 namespace {
@@ -17,6 +20,18 @@ struct Block {
   c10::DataPtr memory;
   int64_t nbytes;
 };
+
+bool is_debug() {
+  static const bool is_debug = [] {
+    const char* value = std::getenv("ZERO3_DEBUG");
+    return value != nullptr && std::string_view(value) == "1";
+  }();
+  return is_debug;
+}
+
+void poison(void* memory, int64_t nbytes) {
+  if (is_debug() && nbytes > 0) std::memset(memory, 0xFF, nbytes);
+}
 
 class Pool {
  public:
@@ -41,7 +56,8 @@ class Pool {
   }
 
   void give_back(Block block, int64_t nbytes) {
-    std::list<Block> freed;  // after the lock
+    poison(block.memory.get(), nbytes);  // who still reads it must not find what was there
+    std::list<Block> freed;              // after the lock
     std::lock_guard lock(mutex_);
     in_use_ -= nbytes;
     kept_bytes_ += block.nbytes;
@@ -102,10 +118,7 @@ const std::shared_ptr<Pool>& pool() {
   return pool;
 }
 
-}  // namespace
-
-at::Tensor pooled_empty(at::IntArrayRef sizes, at::IntArrayRef strides,
-                        const at::TensorOptions& options) {
+at::Tensor take(at::IntArrayRef sizes, at::IntArrayRef strides, const at::TensorOptions& options) {
   const int64_t item = options.dtype().itemsize();
   const int64_t nbytes = at::detail::computeStorageNbytes(sizes, strides, item);
   if (!options.device().is_cpu() || nbytes < kSmall)
@@ -121,6 +134,15 @@ at::Tensor pooled_empty(at::IntArrayRef sizes, at::IntArrayRef strides,
       .make_tensor();
 }
 
+}  // namespace
+
+at::Tensor pooled_empty(at::IntArrayRef sizes, at::IntArrayRef strides,
+                        const at::TensorOptions& options) {
+  auto tensor = take(sizes, strides, options);
+  poison(tensor);
+  return tensor;
+}
+
 at::Tensor pooled_empty(at::IntArrayRef sizes, const at::TensorOptions& options) {
   std::vector<int64_t> strides(sizes.size());
   int64_t stride = 1;
@@ -130,6 +152,11 @@ at::Tensor pooled_empty(at::IntArrayRef sizes, const at::TensorOptions& options)
 
 at::Tensor pooled_copy(const at::Tensor& tensor) {
   return pooled_empty(tensor.sizes(), tensor.strides(), tensor.options()).copy_(tensor);
+}
+
+void poison(const at::Tensor& unwritten) {
+  if (!unwritten.is_cpu()) return;
+  poison(unwritten.mutable_data_ptr(), static_cast<int64_t>(unwritten.storage().nbytes()));
 }
 
 PoolStats pool_stats(bool reset_peak) { return pool()->stats(reset_peak); }

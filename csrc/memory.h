@@ -1,6 +1,5 @@
 // Memory for communication. What is freed is kept for the next buffer of about its size, so that a
 // steady step faults no page in: on a CPU that takes longer than to fill it.
-//
 #pragma once
 
 #include <ATen/ATen.h>
@@ -13,6 +12,11 @@ at::Tensor pooled_empty(at::IntArrayRef sizes, at::IntArrayRef strides,
                         const at::TensorOptions& options);
 at::Tensor pooled_empty(at::IntArrayRef sizes, const at::TensorOptions& options);
 at::Tensor pooled_copy(const at::Tensor& tensor);
+
+// If the environment has ZERO3_DEBUG=1, fills memory of a CPU with 0xFF, which is NaN in floating
+// dtypes: whoever reads what nobody has written gives himself away. What pooled_empty gives is
+// filled already, and so is what comes back to the pool.
+void poison(const at::Tensor& unwritten);
 
 struct PoolStats {
   int64_t in_use;  // bytes

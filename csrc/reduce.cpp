@@ -556,9 +556,9 @@ void Reduction::send(const ParameterPtr& parameter, const at::Tensor& grad, at::
 
 Bucket& Reduction::bucket_for(const ParameterPtr& parameter, at::ScalarType normalised_dtype) {
   // The first gradient need not wait for the others to begin, unless it is to travel with more.
-  const auto nbytes = parameter->chunk_numel() * c10::elementSize(normalised_dtype);
-  if (std::exchange(has_sent_, true) || nbytes < kWorthAMessage) finish_roll_calls();
   const auto wire_dtype = parameter->reduce_dtype.value_or(normalised_dtype);
+  const auto nbytes = parameter->chunk_numel() * c10::elementSize(wire_dtype);
+  if (std::exchange(has_sent_, true) || nbytes < kWorthAMessage) finish_roll_calls();
   auto bucket = std::ranges::find_if(
       open_, [&](auto& open) { return open->accepts(*parameter, wire_dtype); });
   if (bucket != open_.end() && !(*bucket)->has_room_for(*parameter)) {

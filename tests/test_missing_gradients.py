@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from deepcompile_zero3 import Zero3Error, fully_shard, record_collectives
+from deepcompile_zero3 import MixedPrecisionPolicy, Zero3Error, fully_shard, record_collectives
 
 TIMEOUT = 4  # seconds, of a group whose ranks disagree
 
@@ -146,6 +146,37 @@ def _two_models(transport):
 @pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
 def test_several_models_in_one_backward(run_ranks, transport):
     run_ranks(2, _two_models, transport)
+
+
+class Deep(nn.Module):
+    """Whose second layer is left out at times. A gradient of it is the first of a backward."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.first, self.second = (nn.Linear(width, width, bias=False) for _ in range(2))
+
+    def forward(self, x, whole):
+        x = self.first(x)
+        return self.second(x) if whole else x
+
+
+def _narrow(width, transport):
+    """A gradient that is large enough to travel alone before it is cast, and not after."""
+    torch.manual_seed(0)
+    model = Deep(width)
+    reference = copy.deepcopy(model)
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+    # Backward gathers nothing, which ranks would do at places of their own.
+    fully_shard(model, mp_policy=policy, reshard_after_forward=False, transport=transport)
+    batch, choices = batch_of(4, width), (True, False)
+    mean_square(lambda x: model(x, choices[dist.get_rank()]), mine(batch)).backward()
+    _loss_of_all(reference, batch, choices).backward()
+    assert_same_gradients(model, reference, tolerance=1e-2)
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
+def test_the_first_gradient_may_be_missing_on_some_ranks(run_ranks, transport):
+    run_ranks(2, _narrow, 192, transport, timeout=60)
 
 
 # ---- what all ranks are told

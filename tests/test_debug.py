@@ -1,0 +1,75 @@
+"""With ZERO3_DEBUG=1, buffers are NaN until somebody writes them, and results are the same."""
+
+import ctypes
+
+import pytest
+import torch
+from models import Stack, assert_same_gradients, batch_of, compiled, mean_square, mine, shard
+from ranks import RankPool
+from torch import nn
+
+from deepcompile_zero3 import _C, fully_shard
+
+KEPT = 64 << 10  # bytes, from which on a buffer is used again
+
+
+@pytest.fixture(scope="module")
+def debug_pool():
+    pool = RankPool(2, ZERO3_DEBUG="1")
+    yield pool
+    pool.close()
+
+
+def _buffers():
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        for rows in (1, 3, KEPT):
+            buffer = _C.empty_buffer([rows, 4], dtype)
+            assert buffer.isnan().all()
+            buffer.fill_(1)
+            memory = (ctypes.c_ubyte * buffer.nbytes).from_address(buffer.data_ptr())
+            del buffer
+            if len(memory) >= KEPT:  # what is less is not ours any more
+                assert bytes(memory) == b"\xff" * len(memory)
+
+
+def test_what_nobody_has_written_is_nan(debug_pool):
+    debug_pool.run(_buffers)
+
+
+def _steps(how, transport, width):
+    """The gradients of two steps of this rank."""
+    torch.manual_seed(0)
+    model, reference = shard(Stack(width), transport=transport, reshard_after_forward=True)
+    run = compiled(model, how)
+    gradients = []
+    for seed in range(2):
+        batch = batch_of(4, width, seed=seed)
+        mean_square(run, mine(batch)).backward()
+        mean_square(reference, batch).backward()
+        assert_same_gradients(model, reference)
+        gradients += [parameter.grad.to_local().clone() for parameter in model.parameters()]
+    return gradients
+
+
+@pytest.mark.parametrize("width", [7, 256])  # that travel together, and alone
+@pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
+@pytest.mark.parametrize("how", ["zero3", "interpreted", "eager"])
+def test_results_are_the_same(run_ranks, debug_pool, how, transport, width):
+    ours = debug_pool.run(_steps, how, transport, width)
+    theirs = run_ranks(2, _steps, how, transport, width)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def _lost(transport):
+    """Of a gathered weight that was read too late: how much is NaN."""
+    model = fully_shard(nn.Linear(256, 256), transport=transport)
+    model.unshard()
+    weight = model.weight
+    memory = (ctypes.c_float * weight.numel()).from_address(weight.data_ptr())
+    del weight
+    model.reshard()
+    return torch.frombuffer(memory, dtype=torch.float32).isnan().float().mean().item()
+
+
+def test_a_weight_that_was_freed_is_nan(debug_pool):
+    assert debug_pool.run(_lost, "c10d") == [1, 1]
