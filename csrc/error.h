@@ -18,5 +18,7 @@ void set_check_signals(std::function<void()> function);
 }  // namespace zero3
 
 // The message is made as TORCH_CHECK makes it.
-#define ZERO3_CHECK(condition, ...) \
-  if (!(condition)) ::zero3::throw_error(::c10::str(__VA_ARGS__))
+#define ZERO3_CHECK(condition, ...)                                  \
+  do {                                                               \
+    if (!(condition)) ::zero3::throw_error(::c10::str(__VA_ARGS__)); \
+  } while (false)

@@ -9,6 +9,12 @@
 
 namespace zero3 {
 
+namespace {
+
+constexpr int8_t kZero = -1;  // in place of a dtype
+
+}  // namespace
+
 const Block& Letter::rows() const { return parameter->shared->blocks[block]; }
 
 Deposit& Letter::deposit() const { return parameter->shared->deposits[block]; }
@@ -71,10 +77,11 @@ LetterPtr Mailbox::post(const ParameterPtr& parameter, size_t block, const at::T
       if (is_free()) return std::nullopt;
       return who_keeps();
     });
-  const auto offset = static_cast<const uint8_t*>(grad.const_data_ptr()) - mine_;
+  const auto offset =
+      grad.defined() ? static_cast<const uint8_t*>(grad.const_data_ptr()) - mine_ : 0;
+  const auto dtype = grad.defined() ? static_cast<int8_t>(grad.scalar_type()) : kZero;
   const uint64_t epoch = deposit.next_epoch(backward);
-  deposit.put(epoch, {static_cast<uint64_t>(offset), static_cast<int8_t>(grad.scalar_type()),
-                      static_cast<int8_t>(wire_dtype)});
+  deposit.put(epoch, {static_cast<uint64_t>(offset), dtype, static_cast<int8_t>(wire_dtype)});
   LetterPtr letter;
   if (deposit.is_read_by(host_->rank())) {
     const auto& [begin, rows, owner] = parameter->shared->blocks[block];
@@ -150,9 +157,10 @@ void Mailbox::check_complete(const Letter& letter) const {
               "the same forwards and backwards");
 }
 
-at::Tensor Mailbox::rows_of(int64_t rank, const Letter& letter) const {
+std::optional<at::Tensor> Mailbox::rows_of(int64_t rank, const Letter& letter) const {
   const Parameter& parameter = *letter.parameter;
   const auto [offset, dtype, wire_dtype] = letter.deposit().of_rank(rank);
+  if (dtype == kZero) return std::nullopt;
   const auto wire = static_cast<at::ScalarType>(wire_dtype);
   ZERO3_CHECK(wire == letter.wire_dtype, "ranks disagree on the dtype that the gradient of '",
               parameter.fqn, "' is reduced in: ", wire, " on rank ", rank, " and ",
@@ -169,12 +177,16 @@ at::Tensor Mailbox::rows_of(int64_t rank, const Letter& letter) const {
 void Mailbox::sum(Letter& letter) const {
   std::vector<at::Tensor> addends;
   for (int64_t rank = 0; rank < host_->world_size(); ++rank)
-    addends.push_back(rows_of(rank, letter));
+    if (auto rows = rows_of(rank, letter)) addends.push_back(std::move(*rows));
+  letter.is_summed = true;
+  if (addends.empty()) {
+    letter.sum.zero_();
+    return;
+  }
   const auto dtype = addends.front().scalar_type();
   if (std::ranges::any_of(addends, [&](auto& a) { return a.scalar_type() != dtype; }))
     for (auto& addend : addends) addend = addend.to(letter.wire_dtype);
   sum_and_divide(letter.sum, addends, letter.wire_dtype, letter.divisor);
-  letter.is_summed = true;
 }
 
 std::optional<Host::Missing> Mailbox::who_keeps() {

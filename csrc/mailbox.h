@@ -43,8 +43,9 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
   at::Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype, const std::string& fqn);
   bool holds(const at::Tensor& tensor) const;
 
-  // Leaves `grad`, the rows of a block, contiguous and in this mailbox, to be read. Nothing if this
-  // rank has no part in their sum; else that will be in `shard`, of all rows that this rank has.
+  // Leaves `grad`, the rows of a block, contiguous and in this mailbox, to be read; undefined, it
+  // counts as zero. Gives nothing if this rank has no part in their sum; else that will be in
+  // `shard`, of all rows that this rank has.
   LetterPtr post(const ParameterPtr& parameter, size_t block, const at::Tensor& grad,
                  uint64_t backward, at::ScalarType wire_dtype, double divisor,
                  const at::Tensor& shard);
@@ -68,7 +69,8 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
   // Raises if a rank will never send its part.
   void check_complete(const Letter& letter) const;
   void sum(Letter& letter) const;
-  at::Tensor rows_of(int64_t rank, const Letter& letter) const;
+  // Nothing where they are zero.
+  std::optional<at::Tensor> rows_of(int64_t rank, const Letter& letter) const;
   void give_back(uint64_t offset);
   // Who keeps this rank's memory from being free; nothing: nobody.
   std::optional<Host::Missing> who_keeps();

@@ -195,6 +195,7 @@ void Host::check_others_go_on(const Missing& missing) const {
   for (int64_t rank : missing.ranks) {
     const auto gave_up = standings_[rank].gave_up.load();
     if (gave_up == 0 || standings_[rank].waits.load() != gave_up + 1) continue;
+    standings_[rank_].gave_up.store(standings_[rank_].waits.load());  // for those who wait for it
     throw_error("rank " + std::to_string(rank) +
                 " has given up, since ranks wait for each other: " +
                 text_of({0, {{rank_, 0, 0}, {rank, 0, 0}}}));

@@ -82,6 +82,11 @@ class Host {
   // Tells the others that something which they may wait for has changed.
   void ring();
 
+  // Says that this rank begins anew, if it has given up.
+  void begin_anew() {
+    if (standings_[rank_].gave_up.load() != 0) standings_[rank_].gave_up.store(0);
+  }
+
   // Who is missing, and what is. Nobody: it has come just now.
   struct Missing {
     std::vector<int64_t> ranks;

@@ -129,6 +129,7 @@ PublishedBucket::~PublishedBucket() {
 
 void PublishedBucket::start() {
   in_backward_ = in_backward();
+  one_host().host->begin_anew();
   if (one_host().crowded_out == 0) start_some(/*at_least_one=*/false);
   is_crowded_out_ = started_ < parameters_.size();
   if (is_crowded_out_) ++one_host().crowded_out;

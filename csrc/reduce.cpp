@@ -154,15 +154,24 @@ void Bucket::add(const ParameterPtr& parameter, const at::Tensor& grad, at::Scal
 }
 
 void Bucket::add_product(const ParameterPtr& parameter, const at::Tensor& left,
-                         const at::Tensor& right) {
-  send_product(parameter, left, right, note(parameter, wire_dtype()));
+                         const at::Tensor& right, bool apart) {
+  send_product(parameter, left, right, note(parameter, wire_dtype()), apart);
+}
+
+void Bucket::add_zero(const ParameterPtr& parameter, at::ScalarType normalised_dtype) {
+  send_zero(parameter, note(parameter, normalised_dtype));
+}
+
+void Bucket::send_zero(const ParameterPtr& parameter, at::ScalarType shard_dtype) {
+  const auto zeros = pooled_empty(parameter->sizes, options_).zero_();
+  send(parameter, zeros, wire_dtype(), shard_dtype, /*owned=*/true, /*apart=*/true);
 }
 
 void Bucket::send_product(const ParameterPtr& parameter, const at::Tensor& left,
-                          const at::Tensor& right, at::ScalarType shard_dtype) {
+                          const at::Tensor& right, at::ScalarType shard_dtype, bool apart) {
   auto grad = pooled_empty(parameter->sizes, left.options());
   at::mm_out(grad, left, right);
-  send(parameter, grad, wire_dtype(), shard_dtype, /*owned=*/true, /*apart=*/false);
+  send(parameter, grad, wire_dtype(), shard_dtype, /*owned=*/true, apart);
 }
 
 at::ScalarType Bucket::note(const ParameterPtr& parameter, at::ScalarType normalised_dtype) {
@@ -336,9 +345,9 @@ class PostedGradients : public Bucket {
   }
 
   void send_product(const ParameterPtr& parameter, const at::Tensor& left, const at::Tensor& right,
-                    at::ScalarType shard_dtype) override {
+                    at::ScalarType shard_dtype, bool apart) override {
     if (pre_divide_factor_ != 1.0) {
-      Bucket::send_product(parameter, left, right, shard_dtype);
+      Bucket::send_product(parameter, left, right, shard_dtype, apart);
       return;
     }
     post(parameter, shard_dtype, [&](const Block& block) {
@@ -346,6 +355,11 @@ class PostedGradients : public Bucket {
       at::mm_out(posted, left.narrow(0, block.begin, block.rows), right);
       return posted;
     });
+  }
+
+  // Takes no memory: others may wait for that of this rank, and it for theirs.
+  void send_zero(const ParameterPtr& parameter, at::ScalarType shard_dtype) override {
+    post(parameter, shard_dtype, [](const Block&) { return at::Tensor(); });
   }
 
   // `write` gives the rows of a block, in the mailbox.
@@ -374,7 +388,9 @@ class PostedGradients : public Bucket {
 class RunningBackward {
  public:
   explicit RunningBackward(std::shared_ptr<OneHost> one_host)
-      : one_host_(std::move(one_host)), number_(one_host_->backwards.begin()) {}
+      : one_host_(std::move(one_host)), number_(one_host_->backwards.begin()) {
+    one_host_->host->begin_anew();
+  }
   ~RunningBackward() {
     one_host_->backwards.end(number_);
     one_host_->host->ring();
@@ -459,7 +475,7 @@ void Reduction::add_product(const ParameterPtr& parameter, const at::Tensor& lef
   std::lock_guard lock(mutex_);
   arrives(parameter);
   auto& bucket = bucket_for(parameter, dtype);
-  bucket.add_product(parameter, left, right);
+  bucket.add_product(parameter, left, right, is_mixed(parameter));
   launch_if_full(bucket);
 }
 
@@ -528,8 +544,7 @@ void Reduction::finish_roll_calls() {
     call.finish();
     for (auto& parameter : call.missing()) {
       const auto dtype = parameter->grad_dtype.value_or(parameter->compute_dtype);
-      const auto zero = at::zeros({}, at::TensorOptions(dtype).device(parameter->device));
-      send(parameter, zero.expand(parameter->sizes), dtype, dtype, /*owned=*/false);
+      bucket_for(parameter, dtype).add_zero(parameter, dtype);
     }
   }
 }
@@ -559,24 +574,25 @@ Bucket& Reduction::bucket_for(const ParameterPtr& parameter, at::ScalarType norm
   const auto wire_dtype = parameter->reduce_dtype.value_or(normalised_dtype);
   const auto nbytes = parameter->chunk_numel() * c10::elementSize(wire_dtype);
   if (std::exchange(has_sent_, true) || nbytes < kWorthAMessage) finish_roll_calls();
+  auto& buckets = is_mixed(parameter) ? mixed_ : open_;
   auto bucket = std::ranges::find_if(
-      open_, [&](auto& open) { return open->accepts(*parameter, wire_dtype); });
-  if (bucket != open_.end() && !(*bucket)->has_room_for(*parameter)) {
+      buckets, [&](auto& other) { return other->accepts(*parameter, wire_dtype); });
+  if (&buckets == &open_ && bucket != open_.end() && !(*bucket)->has_room_for(*parameter)) {
     auto full = std::move(*bucket);
     open_.erase(bucket);
     launch(std::move(full));
     bucket = open_.end();
   }
-  if (bucket == open_.end()) {
-    open_.push_back(new_bucket(*parameter, wire_dtype));
-    bucket = std::prev(open_.end());
+  if (bucket == buckets.end()) {
+    buckets.push_back(new_bucket(*parameter, wire_dtype));
+    bucket = std::prev(buckets.end());
   }
   return **bucket;
 }
 
 void Reduction::launch_if_full(const Bucket& bucket) {
-  if (!bucket.is_full()) return;
   const auto place = std::ranges::find(open_, &bucket, &std::unique_ptr<Bucket>::get);
+  if (place == open_.end() || !bucket.is_full()) return;
   auto full = std::move(*place);
   open_.erase(place);
   launch(std::move(full));
@@ -674,6 +690,8 @@ void Reduction::finish(const std::vector<ParameterPtr>& parameters) {
     open_.erase(open_.begin());
     launch(std::move(bucket));
   }
+  while (!in_flight_.empty()) finish_oldest();
+  for (auto& bucket : std::exchange(mixed_, {})) launch(std::move(bucket));
   while (!in_flight_.empty()) finish_oldest();
   std::vector<ParameterPtr> synced;
   std::ranges::copy_if(parameters, std::back_inserter(synced), [](auto& parameter) {

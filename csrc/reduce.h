@@ -60,7 +60,10 @@ class Bucket {
   void add(const ParameterPtr& parameter, const at::Tensor& grad, at::ScalarType through,
            at::ScalarType normalised_dtype, bool owned, bool apart);
   // The same of left @ right, in the wire's dtype.
-  void add_product(const ParameterPtr& parameter, const at::Tensor& left, const at::Tensor& right);
+  void add_product(const ParameterPtr& parameter, const at::Tensor& left, const at::Tensor& right,
+                   bool apart);
+  // The same of zeros, apart.
+  void add_zero(const ParameterPtr& parameter, at::ScalarType normalised_dtype);
   void close();  // Nothing more comes.
 
   // By what the sum over all ranks is still to be divided. Where shards are replicated that is
@@ -75,7 +78,8 @@ class Bucket {
   virtual void send(const ParameterPtr& parameter, const at::Tensor& grad, at::ScalarType through,
                     at::ScalarType shard_dtype, bool owned, bool apart) = 0;
   virtual void send_product(const ParameterPtr& parameter, const at::Tensor& left,
-                            const at::Tensor& right, at::ScalarType shard_dtype);
+                            const at::Tensor& right, at::ScalarType shard_dtype, bool apart);
+  virtual void send_zero(const ParameterPtr& parameter, at::ScalarType shard_dtype);
   virtual void send_rest() {}
 
   const std::string group_name_;
@@ -157,7 +161,10 @@ class Reduction : public std::enable_shared_from_this<Reduction> {
   std::vector<int64_t> called_;  // the models whose ranks have told each other
   std::vector<std::unique_ptr<RollCall>> roll_calls_;
   bool has_sent_ = false;
-  std::vector<std::unique_ptr<Bucket>> open_;            // in order of opening
+  std::vector<std::unique_ptr<Bucket>> open_;  // in order of opening
+  // Of what only some ranks have. They meet in it at places of their own, so that nobody waits for
+  // it before the end.
+  std::vector<std::unique_ptr<Bucket>> mixed_;
   std::vector<std::unique_ptr<Bucket>> in_flight_;       // in order of launching
   std::vector<std::unique_ptr<AllReduce>> all_reduces_;  // in flight too
   std::vector<ReducedGradient> results_;

@@ -63,6 +63,7 @@ class PostedRoll : public Roll {
 
   ~PostedRoll() override {
     if (one_host_->latest_roll == this) one_host_->latest_roll = nullptr;
+    if (lines_.empty()) one_host_->calls.hear(call_);  // it never will read them
   }
 
   std::vector<Presences> finish() override {
@@ -125,7 +126,7 @@ Presence combine(Presence one, Presence other) {
   const auto has_none = [](Presence presence) {
     return presence == Presence::kNothing || presence == Presence::kFrozen;
   };
-  return has_none(one) && has_none(other) ? Presence::kNothing : Presence::kConflict;
+  return has_none(one) && has_none(other) ? Presence::kFrozen : Presence::kConflict;
 }
 
 Presences combine(const std::vector<Presences>& lines) {

@@ -38,6 +38,8 @@ def detect_nonfinite(model: nn.Module) -> Iterator[None]:
     finally:
         for parameter, detected in zip(parameters, before, strict=True):
             parameter.handle.detects_nonfinite = detected
+            if not detected:
+                parameter.handle.take_nonfinite()
 
 
 def gradient_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, float]:

@@ -101,6 +101,8 @@ class ParameterGroup:
             self.wait_for_gather()
             if saved.watch(self, self.parameters, _alive(self.backward_prefetch)):
                 self._reads.clear()  # of before this forward, whose contract they have
+                for each in self.parameters:
+                    each.settle()  # also those that are not read: other ranks may read them
                 _C.count_held([parameter.handle for parameter in self.parameters])
                 prefetch = self.forward_prefetch if _C.running_backward() == -1 else []
                 for group in _alive(prefetch):

@@ -420,7 +420,7 @@ def _raise_if_nonfinite(reduced: Sequence[tuple[ShardedParameter, torch.Tensor]]
             nans, infinities = int(shard.isnan().sum()), int(shard.isinf().sum())
             mine.append(_described(f"{what}, {_REDUCED},", nans, infinities, shard.numel()))
     told: dict[str, None] = {}
-    for groups, mine in found.items():
+    for groups, mine in sorted(found.items()):  # in one order on all ranks
         for group_name in filter(
             None, groups
         ):  # replicas hear what all ranks of a shard group found

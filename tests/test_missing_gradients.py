@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from deepcompile_zero3 import MixedPrecisionPolicy, Zero3Error, fully_shard, record_collectives
+from deepcompile_zero3.module import parameters_of
 
 TIMEOUT = 4  # seconds, of a group whose ranks disagree
 
@@ -56,12 +57,16 @@ def _loss_of_all(reference, batch, choices):
 
 # What each of two or four ranks uses in a step; nobody ever uses the last expert.
 TWO = [((0, 1), (1,)), ((), (2, 0)), ((2,), (2,)), ((0,), ())]
+THREE = [((0,), (1,), ()), ((0, 1, 2), (), (1, 2)), ((), (2,), ()), ((1,), (1,), (0, 2))]
 FOUR = [((0,), (0,), (1,), ()), ((), (), (0, 2), (2, 0)), ((1,), (), (), ()), ((), (), (), ())]
 
 
-def _train(steps, width, transport, micro_batches, mesh_shape):
+def _train(steps, width, transport, micro_batches, mesh_shape, bucket_bytes=64 << 20):
     mesh = init_device_mesh("cpu", mesh_shape)
     model, reference = _sharded(width, transport=transport, mesh=mesh)
+    for module in model.modules():
+        for parameter in parameters_of(module).values():
+            parameter.handle.bucket_bytes = bucket_bytes
     optimizers = optimizers_of(model, reference)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for step in range(0, len(steps), micro_batches):
@@ -84,6 +89,13 @@ def _train(steps, width, transport, micro_batches, mesh_shape):
 @pytest.mark.parametrize("width", [8, 256])  # that travel together, and alone
 def test_experts_that_some_ranks_use_are_trained(run_ranks, width, transport, micro_batches):
     run_ranks(2, _train, TWO, width, transport, micro_batches, (2,))
+
+
+@pytest.mark.parametrize("width", [8, 150, 256])
+def test_no_bucket_waits_for_what_some_ranks_have(run_ranks, width):
+    """Each gradient fills one, and waits for the one before."""
+    run_ranks(2, _train, TWO, width, "c10d", 1, (2,), 4 * width)
+    run_ranks(3, _train, THREE, width, "c10d", 2, (3,), 4 * width)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
@@ -185,13 +197,16 @@ def test_the_first_gradient_may_be_missing_on_some_ranks(run_ranks, transport):
 def _disagree(what, transport):
     """What each rank is told, and how long that takes; the step after it is right."""
     model, reference = _sharded(transport=transport)
-    batch = batch_of(4, 8)
+    batch = batch_of(12, 8)
     choice = (0, 1)
     rank = dist.get_rank()
     weight = model.experts[0].weight
     match what:
         case "frozen":
             weight.requires_grad_(rank != 1)
+        case "frozen, and unused":
+            weight.requires_grad_(rank != 1)
+            choice = (0, 1) if rank == 2 else (1,)
         case "strict":
             model.set_requires_gradient_on_all_ranks(True)
             choice = (0, 1) if rank != 1 else (1,)
@@ -200,8 +215,6 @@ def _disagree(what, transport):
             if rank == 1:
                 model.set_requires_gradient_sync(False)
                 # a parameter that is reduced, so that this rank takes part
-                from deepcompile_zero3.module import parameters_of
-
                 parameters_of(model.head)["weight"].handle.requires_gradient_sync = True
     start = time.monotonic()
     with pytest.raises(Zero3Error) as raised:
@@ -215,6 +228,13 @@ def _disagree(what, transport):
     mean_square(lambda x: reference(x, (0, 1)), batch).backward()
     assert_same_gradients(model, reference)
     return seconds, str(raised.value)
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
+def test_what_is_frozen_on_one_rank_and_unused_on_another_is_told(run_ranks, transport):
+    for seconds, told in run_ranks(3, _disagree, "frozen, and unused", transport):
+        assert "'experts.0.weight' has a gradient on rank 2, has no gradient on rank 0, is " in told
+        assert seconds < TIMEOUT
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
@@ -288,6 +308,42 @@ def _other_graphs():
     mean_square(lambda x: run(x, choices[dist.get_rank()]), mine(batch)).backward()
     _loss_of_all(reference, batch, choices).backward()
     assert_same_gradients(model, reference)
+
+
+def _circle():
+    """Each waits for the next: rank r gathers expert r first, and then the others, in turn."""
+    group = dist.new_group(timeout=timedelta(seconds=60))
+    torch.manual_seed(0)
+    model = Experts(8)
+    mesh = DeviceMesh.from_group(group, "cpu")
+    for module in (*model.experts, model):
+        fully_shard(module, mesh=mesh, transport="shared_memory")
+    rank = dist.get_rank()
+    start = time.monotonic()
+    with pytest.raises(Zero3Error, match="ranks wait for each other"):
+        model(batch_of(2, 8), (rank, (rank + 1) % 3, (rank + 2) % 3))
+    return time.monotonic() - start
+
+
+def test_a_circle_of_three_is_told_to_all(run_ranks):
+    assert max(run_ranks(3, _circle)) < 10
+
+
+def _many_missing():
+    """More than a mailbox holds, of what one rank has not."""
+    torch.manual_seed(0)
+    model = Experts(1600)  # experts of 10 MiB
+    model.experts.extend(nn.Linear(1600, 1600) for _ in range(8))
+    reference = copy.deepcopy(model)
+    fully_shard(model, transport="shared_memory")
+    batch, choices = batch_of(4, 1600), (tuple(range(12)), (0,))
+    mean_square(lambda x: model(x, choices[dist.get_rank()]), mine(batch)).backward()
+    _loss_of_all(reference, batch, choices).backward()
+    assert_same_gradients(model, reference, 1e-4)
+
+
+def test_more_may_be_missing_than_a_mailbox_holds(run_ranks):
+    run_ranks(2, _many_missing)
 
 
 def test_other_orders_within_a_bucket_of_shared_memory_are_right(run_ranks):
