@@ -7,8 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.module import parameters_of
+from deepcompile_zero3.module import all_parameters_of
 
 
 @contextlib.contextmanager
@@ -26,10 +25,7 @@ def detect_nonfinite(model: nn.Module) -> Iterator[None]:
     Raises:
         Zero3Error: nothing in ``model`` is sharded; and backwards in the block, as above.
     """
-    found = (p for module in model.modules() for p in parameters_of(module).values())
-    parameters = list(dict.fromkeys(found))
-    if not parameters:
-        raise Zero3Error(f"detect_nonfinite: no parameter of the {type(model).__name__} is sharded")
+    parameters = all_parameters_of(model, "detect_nonfinite")
     before = [parameter.handle.detects_nonfinite for parameter in parameters]
     for parameter in parameters:
         parameter.handle.detects_nonfinite = True

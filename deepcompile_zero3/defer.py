@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import agree, torch_internals
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.module import parameters_of
+from deepcompile_zero3.module import all_parameters_of
 from deepcompile_zero3.parameter import ShardedParameter
 from deepcompile_zero3.runtime import _C
 
@@ -47,10 +47,7 @@ def defer_reduction(model: nn.Module) -> Iterator[None]:
             loss.backward()
             deposit_grad(model.head.weight, late_grad)
     """
-    found = (p for module in model.modules() for p in parameters_of(module).values())
-    parameters = list(dict.fromkeys(found))
-    if not parameters:
-        raise Zero3Error(f"defer_reduction: no parameter of the {type(model).__name__} is sharded")
+    parameters = all_parameters_of(model, "defer_reduction")
     if any(parameter.handle.deferred for parameter in parameters):
         raise Zero3Error("defer_reduction: the reduction of this model is deferred already")
     shards = {id(p.shard): (p.shard, p) for p in parameters}

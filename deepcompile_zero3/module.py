@@ -244,6 +244,19 @@ def parameters_of(module: nn.Module) -> dict[str, ShardedParameter]:
     return module.__dict__.get("_zero3_parameters", {})
 
 
+def all_parameters_of(model: nn.Module, caller: str) -> list[ShardedParameter]:
+    """Those that are registered anywhere in ``model``, each once.
+
+    Raises:
+        Zero3Error: there is none; ``caller`` is who wants to know.
+    """
+    found = (p for module in model.modules() for p in parameters_of(module).values())
+    parameters = list(dict.fromkeys(found))
+    if not parameters:
+        raise Zero3Error(f"{caller}: no parameter of the {type(model).__name__} is sharded")
+    return parameters
+
+
 def original_class(module: nn.Module) -> type:
     """The class that ``module`` was built as."""
     return getattr(type(module), "_zero3_original", type(module))
