@@ -7,6 +7,7 @@ python -m bench compile -w A -m floor,zero3              # the first step, cold 
 python -m bench -w B -m zero3-c10d-twice,without-pool    # without one optimisation
 python -m bench primitives                               # gloo's, at some sizes
 python -m bench overhead                                 # a step of 300 small parameters
+python -m bench agreement -w B,deep                      # how long ranks take to agree on gradients
 python -m bench table build/bench/*.json                 # what was measured before
 """
 
@@ -15,6 +16,7 @@ import json
 import os
 import platform
 import shlex
+import statistics
 import sys
 import tempfile
 import time
@@ -139,6 +141,27 @@ def overhead(args: argparse.Namespace) -> None:
         print(f"| {name} | {seconds * 1e3:.2f} | {(seconds - base) / 300 * 1e6:.1f} |")
 
 
+def agreement(args: argparse.Namespace) -> None:
+    """How long ranks take to tell each other which gradients come; of the rank that comes last,
+    which does not wait for others.
+    """
+    print("| workload | mode | µs a step | of a step |\n| --- | --- | ---: | ---: |")
+    for workload in args.workloads:
+        for mode in args.modes:
+            with (
+                console.status(f"{workload}: {mode}"),
+                tempfile.TemporaryDirectory() as cache,
+            ):
+                ranks = Ranks(workload, mode, args.ranks, cache)
+                try:
+                    steps = [ranks.call("agreement") for _ in range(args.rounds + 3)][3:]
+                finally:
+                    ranks.close()
+            told = statistics.median(min(told for told, _ in step) for step in steps)
+            step = statistics.median(max(wall for _, wall in step) for step in steps)
+            print(f"| {workload} | {mode} | {told * 1e6:.0f} | {told / step:.2%} |")
+
+
 def table(args: argparse.Namespace) -> None:
     """Prints results from their files."""
     for path in args.files:
@@ -174,14 +197,19 @@ def parse_arguments() -> argparse.Namespace:
         formatter_class=argparse.RawTextHelpFormatter,
     )
     parser.set_defaults(run=steps)
-    parts = parser.add_subparsers(title="parts", metavar="{compile,primitives,overhead,table}")
+    parts = parser.add_subparsers(title="parts", metavar="PART")
     for part in (parser, parts.add_parser("compile", help=compile.__doc__)):
         part.add_argument("-w", "--workloads", type=_names(WORKLOADS), default=_DEFAULT_WORKLOADS)
         part.add_argument("-m", "--modes", type=_names(modes), default=list(MODES))
         part.add_argument("--ranks", type=int, default=2)
         part.add_argument("--malloc", choices=["default", "tuned"], default="default")
     part.set_defaults(run=compile)
-    parser.add_argument("--rounds", type=int, default=15, help="steps of each mode")
+    told = parts.add_parser("agreement", help=agreement.__doc__)
+    told.add_argument("-w", "--workloads", type=_names(WORKLOADS), default=["B", "deep"])
+    told.add_argument("-m", "--modes", type=_names(modes), default=["zero3", "zero3-c10d"])
+    told.set_defaults(run=agreement, ranks=2, malloc="default")
+    for part in (parser, told):
+        part.add_argument("--rounds", type=int, default=15, help="steps of each mode")
     parser.add_argument("--warmup", type=int, default=3, help="steps before the first round")
     parser.add_argument("--output", type=Path, default=Path("build/bench"))
     raw = parts.add_parser("primitives", help=primitives.__doc__)

@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.profiler import ProfilerActivity, profile
 
 TIMEOUT_SECONDS = 600.0
 
@@ -126,6 +127,17 @@ class _Rank:
         from bench.collectives import count
 
         return count(lambda: self._step(self._workload.tokens(self._generator)))
+
+    def agreement(self) -> tuple[float, float]:
+        """Seconds of a step in which ranks tell each other which gradients come, and of a step."""
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            cost = self.step()
+        microseconds = sum(
+            event.cpu_time_total
+            for event in profiler.key_averages()
+            if event.key.startswith("zero3::roll_call")
+        )
+        return microseconds / 1e6, cost.wall
 
     def memory(self) -> Memory:
         fields: dict[str, str] = {}

@@ -168,19 +168,30 @@ at::Tensor one_run(const Rows& rows) {
   return adjacent ? first.as_strided({world_size * first.numel()}, {1}) : at::cat(rows);
 }
 
+c10::intrusive_ptr<Group> group_of(const std::string& name) {
+  try {
+    return c10d::resolve_process_group(name);
+  } catch (const std::exception& error) {
+    throw_error(
+        "the process group of a sharded model is gone: call destroy_process_group() when "
+        "nothing of the model runs any more. " +
+        std::string(error.what()));
+  }
+}
+
 }  // namespace
 
 bool is_point_to_point(const std::string& group_name, at::Device device) {
-  return is_point_to_point(*c10d::resolve_process_group(group_name), device);
+  return is_point_to_point(*group_of(group_name), device);
 }
 
 std::chrono::milliseconds timeout_of(const std::string& group_name) {
-  const auto group = c10d::resolve_process_group(group_name);
+  const auto group = group_of(group_name);
   return group->getBackend(group->getDeviceTypes().front().type())->getBackendOptions()->timeout;
 }
 
 Exchange::Exchange(const std::string& group_name, int64_t rank) {
-  auto group = c10d::resolve_process_group(group_name);
+  auto group = group_of(group_name);
   Orphans::get().wait(group);
   running_ = std::make_unique<Running>(Running{rank, group, {}, {}});
 }

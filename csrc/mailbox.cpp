@@ -40,7 +40,7 @@ at::Tensor Mailbox::empty(at::IntArrayRef sizes, at::ScalarType dtype, const std
     host_->wait([&]() -> std::optional<Host::Missing> {
       poll(/*all=*/true);
       if (take()) return std::nullopt;
-      auto missing = who_keeps();
+      auto missing = who_keeps_memory();
       ZERO3_CHECK(missing, "the gradient of '", fqn, "' in ", dtype, " takes ", nbytes,
                   " bytes, for which the ", capacity_,
                   " bytes that ranks share have no room: fully_shard(..., transport='c10d') has no "
@@ -70,13 +70,11 @@ LetterPtr Mailbox::post(const ParameterPtr& parameter, size_t block, const at::T
                         uint64_t backward, at::ScalarType wire_dtype, double divisor,
                         const at::Tensor& shard) {
   auto& deposit = parameter->shared->deposits[block];
-  const auto is_free = [&] { return deposit.readers(deposit.latest()).empty(); };
-  if (!is_free())
-    host_->wait([&]() -> std::optional<Host::Missing> {
-      poll(/*all=*/true);
-      if (is_free()) return std::nullopt;
-      return who_keeps();
-    });
+  host_->wait([&]() -> std::optional<Host::Missing> {
+    if (deposit.readers(deposit.latest()).empty()) return std::nullopt;
+    poll(/*all=*/true);
+    return who_keeps({{}, deposit.latest(), deposit, {}, parameter->fqn}, host_->rank());
+  });
   const auto offset =
       grad.defined() ? static_cast<const uint8_t*>(grad.const_data_ptr()) - mine_ : 0;
   const auto dtype = grad.defined() ? static_cast<int8_t>(grad.scalar_type()) : kZero;
@@ -189,17 +187,26 @@ void Mailbox::sum(Letter& letter) const {
   sum_and_divide(letter.sum, addends, letter.wire_dtype, letter.divisor);
 }
 
-std::optional<Host::Missing> Mailbox::who_keeps() {
+Host::Missing Mailbox::who_keeps(const Unread& unread, int64_t rank) {
+  const auto& [grad, epoch, deposit, progress, fqn] = unread;
+  auto readers = deposit.readers(epoch);
+  if (std::ranges::find(readers, rank) == readers.end())
+    return {std::move(readers), "it has not read the gradient of '" + fqn + "'"};
+  return {deposit.writers(epoch), "it has not sent the gradient of '" + fqn + "'"};
+}
+
+std::optional<Host::Missing> Mailbox::who_keeps_memory() {
   std::lock_guard lock(mutex_);
-  if (!unsummed_.empty()) {
-    const auto& letter = *unsummed_.front();
-    return {{letter.deposit().writers(letter.epoch),
-             "it has not sent the gradient of '" + letter.parameter->fqn + "'"}};
-  }
   if (unread_.empty()) return std::nullopt;
-  const auto& oldest = unread_.front();
-  return {{oldest.deposit.readers(oldest.epoch),
-           "it has not read the gradient of '" + oldest.fqn + "'"}};
+  auto missing = who_keeps(unread_.front(), host_->rank());
+  missing.needs_all = unread_.size() == 1;
+  for (auto& unread : unread_) {
+    if (std::ssize(missing.ranks) + 1 == host_->world_size()) break;  // all others
+    for (int64_t rank : who_keeps(unread, host_->rank()).ranks)
+      if (std::ranges::find(missing.ranks, rank) == missing.ranks.end())
+        missing.ranks.push_back(rank);
+  }
+  return missing;
 }
 
 }  // namespace zero3

@@ -50,8 +50,9 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
                  uint64_t backward, at::ScalarType wire_dtype, double divisor,
                  const at::Tensor& shard);
 
-  // Sums letters in their order until one is not there, and forgets what all have read.
-  void poll() { poll(/*all=*/false); }
+  // Sums letters in their order until one is not there, or all that are there, and forgets what all
+  // have read.
+  void poll(bool all = false);
   void finish(const LetterPtr& letter);  // waits until this rank has summed it
   void drop(const LetterPtr& letter);    // this rank never will
 
@@ -65,15 +66,15 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
     std::string fqn;
   };
 
-  void poll(bool all);
   // Raises if a rank will never send its part.
   void check_complete(const Letter& letter) const;
   void sum(Letter& letter) const;
   // Nothing where they are zero.
   std::optional<at::Tensor> rows_of(int64_t rank, const Letter& letter) const;
   void give_back(uint64_t offset);
+  static Host::Missing who_keeps(const Unread& unread, int64_t rank);
   // Who keeps this rank's memory from being free; nothing: nobody.
-  std::optional<Host::Missing> who_keeps();
+  std::optional<Host::Missing> who_keeps_memory();
 
   std::shared_ptr<Host> host_;
   at::Tensor memory_;

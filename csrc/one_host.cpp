@@ -96,7 +96,9 @@ class Host::Waiting {
   Waiting& operator=(const Waiting&) = delete;
 
   void has_looked(const Missing& missing) {
-    if (missing.ranks.front() != standing_.for_rank.load() || missing.what != shown_) {
+    const bool is_one = missing.needs_all || missing.ranks.size() == 1;
+    const int64_t for_rank = is_one ? missing.ranks.front() : kNobody;
+    if (for_rank != standing_.for_rank.load() || missing.what != shown_) {
       shown_ = missing.what;
       std::string text = shown_.substr(0, sizeof(Text) - 1);
       text.resize(sizeof(Text));
@@ -105,7 +107,7 @@ class Host::Waiting {
         std::memcpy(&word, text.data() + i * sizeof(word), sizeof(word));
         standing_.what[i].store(word, std::memory_order_relaxed);
       }
-      standing_.for_rank.store(missing.ranks.front());
+      standing_.for_rank.store(for_rank);
     }
     standing_.looks.fetch_add(1);
   }
@@ -172,7 +174,8 @@ std::optional<Host::Circle> Host::circle() const {
       return circle;
     const Standing& standing = standings_[rank];
     circle.links.push_back({rank, standing.waits.load(), standing.looks.load()});
-    if (circle.links.back().waits % 2 == 0) return std::nullopt;  // it computes
+    const bool waits_for_one = circle.links.back().waits % 2 == 1 && standing.for_rank != kNobody;
+    if (!waits_for_one) return std::nullopt;  // it computes, or has several ways on
   }
 }
 

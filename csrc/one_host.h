@@ -50,16 +50,19 @@ static_assert(std::atomic<uint64_t>::is_always_lock_free && sizeof(Progress) == 
 // What a rank waits for, in words that others may read while it writes.
 using Text = std::array<std::atomic<uint64_t>, 32>;
 
+constexpr int64_t kNobody = -1;
+
 // Of one rank.
 struct alignas(kCacheLine) Standing {
   std::atomic<uint64_t> settled;  // reads no gradient of backwards before this one
   std::atomic<uint64_t> called;   // has said what it brings to backwards, up to this call
+  std::atomic<uint64_t> model;    // of which it has said so in that call
   std::atomic<uint64_t> heard;    // has read what others said in calls up to this one
 
   // Of its latest wait that was long.
   std::atomic<uint64_t> waits;    // counts their beginnings and ends: while it is odd, it waits
   std::atomic<uint64_t> looks;    // counts how often it has looked in vain, in all waits
-  std::atomic<int64_t> for_rank;  // one of those that it waits for
+  std::atomic<int64_t> for_rank;  // one that it cannot go on without; or kNobody
   std::atomic<uint64_t> gave_up;  // `waits` when it found that nobody can go on
   Text what;                      // that the other has not done
 };
@@ -91,6 +94,7 @@ class Host {
   struct Missing {
     std::vector<int64_t> ranks;
     std::string what;
+    bool needs_all = true;  // of them; else it may go on without some
   };
 
   // Waits until `missing`, which may itself do work, gives nothing. Throws when the group's timeout
@@ -242,7 +246,10 @@ class Calls {
   uint64_t next(uint64_t backward) {
     return latest_ = std::max(latest_, backward << kBackwardShift) + 1;
   }
-  void say(uint64_t call) { ranks_[rank_].called.store(call, std::memory_order_release); }
+  void say(uint64_t call, uint64_t model) {
+    ranks_[rank_].model.store(model, std::memory_order_relaxed);
+    ranks_[rank_].called.store(call, std::memory_order_release);
+  }
 
   // Those that have not said it. If there are none, all can be read, until hear().
   std::vector<int64_t> silent(uint64_t call) const {
@@ -250,7 +257,9 @@ class Calls {
       return standing.called.load(std::memory_order_acquire) < call;
     });
   }
-  // Those of them that never will.
+  // Then: of which model it was, to that rank.
+  uint64_t model_of(int64_t r) const { return ranks_[r].model.load(std::memory_order_relaxed); }
+  // Those that never will say it.
   std::vector<int64_t> gone(uint64_t call) const {
     return those([&](const Standing& standing) {
       return has_settled(standing, call) && standing.called.load(std::memory_order_acquire) < call;

@@ -48,7 +48,8 @@ void Copies::grow(at::Tensor writable, at::Tensor readable) {
 
 SharedCopy::SharedCopy(std::shared_ptr<OneHost> one_host, const Parameter& parameter,
                        at::Tensor progress, std::shared_ptr<Copies> copies)
-    : publication(reinterpret_cast<Progress*>(data_of(progress)), parameter.rank,
+    : number(one_host->copies++),
+      publication(reinterpret_cast<Progress*>(data_of(progress)), parameter.rank,
                   parameter.world_size),
       blocks(blocks_of(parameter.rows(),
                        static_cast<int64_t>(nbytes_of(parameter)) / parameter.rows(),

@@ -31,6 +31,7 @@ struct OneHost {
   Calls calls;
   Roll* latest_roll = nullptr;       // told by `calls`, while it lives
   std::atomic<int> crowded_out = 0;  // gathers that wait for room; those after them wait too
+  uint64_t copies = 0;               // so many SharedCopy so far
   std::shared_ptr<Mailbox> mailbox;
 };
 
@@ -73,6 +74,7 @@ class SharedCopy {
   // The full tensor, of the parameter's sizes and strides, which nobody can write to.
   at::Tensor view(const Parameter& parameter);
 
+  const uint64_t number;  // of those of its OneHost: the same on all ranks
   Publication publication;
   const std::vector<Block> blocks;
   std::vector<Deposit> deposits;  // of each

@@ -39,71 +39,8 @@ void accumulate(Parameter& parameter, const at::Tensor& raw, bool owned = false)
 // Reduces what these parameters have accumulated, in order, and delivers it.
 void reduce_accumulated(const std::vector<ParameterPtr>& parameters);
 
-// Gradients of several parameters that are reduced, and waited for, together.
-class Bucket {
- public:
-  Bucket(const Parameter& like, at::ScalarType wire_dtype);
-  virtual ~Bucket() = default;
-
-  bool accepts(const Parameter& parameter, at::ScalarType wire_dtype) const;
-  bool has_room_for(const Parameter& parameter) const;
-  bool is_full() const { return used_ >= capacity_; }
-  const std::vector<ParameterPtr>& parameters() const { return parameters_; }
-  int64_t lowest_order() const;  // of them
-  // Of what is to be delivered of each.
-  const std::vector<at::ScalarType>& shard_dtypes() const { return shard_dtypes_; }
-  at::ScalarType wire_dtype() const { return options_.dtype().toScalarType(); }
-
-  // Takes `grad`, cast to `through` and that to the wire's dtype. If it is owned, nobody writes to
-  // it until finish(); else it may be reused when this returns. What is to go `apart` travels with
-  // nothing else.
-  void add(const ParameterPtr& parameter, const at::Tensor& grad, at::ScalarType through,
-           at::ScalarType normalised_dtype, bool owned, bool apart);
-  // The same of left @ right, in the wire's dtype.
-  void add_product(const ParameterPtr& parameter, const at::Tensor& left, const at::Tensor& right,
-                   bool apart);
-  // The same of zeros, apart.
-  void add_zero(const ParameterPtr& parameter, at::ScalarType normalised_dtype);
-  void close();  // Nothing more comes.
-
-  // By what the sum over all ranks is still to be divided. Where shards are replicated that is
-  // left for when they are summed too.
-  double divisor() const { return divide_factor_ / pre_divide_factor_; }
-
-  // Waits. The reduced and scaled shard of each of parameters(), in its dtype of shard_dtypes();
-  // or, where it is replicated, not scaled and in one that holds the wire's and fp32.
-  virtual std::vector<at::Tensor> finish() = 0;
-
- protected:
-  virtual void send(const ParameterPtr& parameter, const at::Tensor& grad, at::ScalarType through,
-                    at::ScalarType shard_dtype, bool owned, bool apart) = 0;
-  virtual void send_product(const ParameterPtr& parameter, const at::Tensor& left,
-                            const at::Tensor& right, at::ScalarType shard_dtype, bool apart);
-  virtual void send_zero(const ParameterPtr& parameter, at::ScalarType shard_dtype);
-  virtual void send_rest() {}
-
-  const std::string group_name_;
-  const std::string replicate_group_name_;
-  const bool is_shared_;
-  const int64_t rank_;
-  const int64_t world_size_;
-  double divisor_now() const { return replicate_group_name_.empty() ? divisor() : 1.0; }
-
-  const double divide_factor_;
-  const double pre_divide_factor_;
-  const at::TensorOptions options_;  // on the wire
-  const int64_t capacity_;           // elements a rank
-
- private:
-  // Notes it, and gives the dtype of its shard.
-  at::ScalarType note(const ParameterPtr& parameter, at::ScalarType normalised_dtype);
-
-  int64_t used_ = 0;
-  std::vector<ParameterPtr> parameters_;
-  std::vector<at::ScalarType> shard_dtypes_;
-};
-
 class AllReduce;
+class Bucket;
 class RollCall;
 class RunningBackward;
 
@@ -138,7 +75,6 @@ class Reduction : public std::enable_shared_from_this<Reduction> {
   void finish_roll_calls();
   bool is_mixed(const ParameterPtr& parameter) const;  // only some ranks bring it
   uint64_t backward_of(const Parameter& parameter);    // its number, where ranks share memory
-  std::unique_ptr<Bucket> new_bucket(const Parameter& like, at::ScalarType wire_dtype);
   // `through` is the normalised dtype for a raw gradient, and for a sum of such its own.
   void send(const ParameterPtr& parameter, const at::Tensor& grad, at::ScalarType through,
             at::ScalarType normalised_dtype, bool owned);

@@ -1,5 +1,6 @@
 #include "roll_call.h"
 
+#include <ATen/record_function.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -47,7 +48,7 @@ class PostedRoll : public Roll {
     // One inside of another backward, or of a second model, that this rank has not heard yet.
     if (one_host_->latest_roll != nullptr) one_host_->latest_roll->hear();
     one_host_->host->wait([&]() -> std::optional<Host::Missing> {
-      one_host_->mailbox->poll();
+      one_host_->mailbox->poll(/*all=*/true);
       auto readers = one_host_->calls.readers();
       if (readers.empty()) return std::nullopt;
       return {{std::move(readers), "it has begun a backward, and sent one gradient or none"}};
@@ -56,14 +57,14 @@ class PostedRoll : public Roll {
       progress(i)[one_host_->host->rank()].presence.store(static_cast<uint8_t>(mine[i]),
                                                           std::memory_order_relaxed);
     call_ = one_host_->calls.next(backward);
-    one_host_->calls.say(call_);
+    one_host_->calls.say(call_, parameters_.front()->shared->number);
     one_host_->host->ring();
     one_host_->latest_roll = this;
   }
 
   ~PostedRoll() override {
     if (one_host_->latest_roll == this) one_host_->latest_roll = nullptr;
-    if (lines_.empty()) one_host_->calls.hear(call_);  // it never will read them
+    if (lines_.empty()) forget();  // it never will read them
   }
 
   std::vector<Presences> finish() override {
@@ -75,7 +76,7 @@ class PostedRoll : public Roll {
     if (!lines_.empty()) return;
     const auto& first = parameters_.front()->fqn;
     one_host_->host->wait([&]() -> std::optional<Host::Missing> {
-      one_host_->mailbox->poll();
+      one_host_->mailbox->poll(/*all=*/true);
       auto silent = one_host_->calls.silent(call_);
       if (silent.empty()) return std::nullopt;
       const auto gone = one_host_->calls.gone(call_);
@@ -85,16 +86,37 @@ class PostedRoll : public Roll {
                   "them. All ranks must run the same forwards and backwards");
       return {{std::move(silent), "it has not begun a backward of the model of '" + first + "'"}};
     });
+    for (int64_t rank = 0; rank < one_host_->host->world_size(); ++rank) check_model_of(rank);
     for (int64_t rank = 0; rank < one_host_->host->world_size(); ++rank) {
       auto& line = lines_.emplace_back();
       for (size_t i = 0; i < parameters_.size(); ++i)
         line.push_back(
             static_cast<Presence>(progress(i)[rank].presence.load(std::memory_order_relaxed)));
     }
-    one_host_->calls.hear(call_);
+    forget();
   }
 
  private:
+  void check_model_of(int64_t rank) const {
+    const auto number = one_host_->calls.model_of(rank);
+    if (number == parameters_.front()->shared->number) return;
+    std::string theirs = "another";
+    for (int64_t root : Registry::get().live_roots())
+      for (auto& parameter : Registry::get().of_root(root))
+        if (parameter->shared && parameter->shared->one_host() == one_host_ &&
+            parameter->shared->number == number)
+          theirs = "that of '" + parameter->fqn + "'";
+    throw_error("ranks come to the models of one backward in other orders: to that of '" +
+                parameters_.front()->fqn + "' on rank " + std::to_string(one_host_->host->rank()) +
+                ", and to " + theirs + " on rank " + std::to_string(rank) +
+                ". Call backward() for each model by itself, in one order on all ranks");
+  }
+
+  void forget() {
+    one_host_->calls.hear(call_);
+    one_host_->host->ring();
+  }
+
   Progress* progress(size_t i) const {
     return static_cast<Progress*>(parameters_[i]->shared->progress().data_ptr());
   }
@@ -169,6 +191,7 @@ std::string describe(const std::string& fqn, const std::vector<Presences>& lines
 
 RollCall::RollCall(std::vector<ParameterPtr> parameters, uint64_t backward)
     : parameters_(std::move(parameters)) {
+  RECORD_USER_SCOPE(scope_name("roll_call start", parameters_));
   for (auto& parameter : parameters_) mine_.push_back(presence_of(*parameter));
   const Parameter& first = *parameters_.front();
   if (first.shared)
@@ -179,6 +202,7 @@ RollCall::RollCall(std::vector<ParameterPtr> parameters, uint64_t backward)
 }
 
 void RollCall::finish() {
+  RECORD_USER_SCOPE(scope_name("roll_call wait", parameters_));
   const Parameter& first = *parameters_.front();
   const auto lines = std::exchange(roll_, nullptr)->finish();
   auto all = combine(lines);

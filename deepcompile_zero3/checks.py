@@ -51,6 +51,8 @@ def gradient_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, float]
     for name, parameter in model.named_parameters():
         if parameter.grad is None:
             continue
-        norm = torch.linalg.vector_norm(parameter.grad.detach().float(), norm_type)
+        gradient = parameter.grad.detach()
+        gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+        norm = torch.linalg.vector_norm(gradient, norm_type)
         norms[name] = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
     return norms

@@ -1,7 +1,7 @@
 """``fully_shard``: what the user calls, what it refuses, and how names are settled."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -21,7 +21,8 @@ from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.group import ParameterGroup
 from deepcompile_zero3.layout import DataParallel, Layout
 from deepcompile_zero3.module import Zero3Module, original_class, parameters_of, swap_class
-from deepcompile_zero3.parameter import ShardedParameter, full_like, neighbours
+from deepcompile_zero3.parameter import ShardedParameter, full_like
+from deepcompile_zero3.process_groups import neighbours
 from deepcompile_zero3.runtime import _C
 
 # Set on a parameter that was sharded, for the modules that are tied to it and come later.
@@ -38,7 +39,7 @@ def fully_shard(
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (frozen)
-    ignored_params: set[nn.Parameter] | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
     transport: one_host.Transport = "auto",
 ) -> _AnyModule:
@@ -96,7 +97,7 @@ def fully_shard(
     mesh = _default_mesh() if mesh is None else mesh
     _refuse_unsupported(mesh, offload_policy, dp_mesh_dims)
     _check_policy(mp_policy)
-    ignored = ignored_params or set()
+    ignored = _ignored(ignored_params)
     transport = one_host.resolve(transport)
     modules = _outermost(module)
     ranks = DataParallel(mesh)
@@ -331,13 +332,21 @@ def _check_policy(policy: MixedPrecisionPolicy) -> None:
             "mp_policy is a torch.distributed.fsdp.MixedPrecisionPolicy, got a "
             f"{type(policy).__name__}"
         )
-    for name in ("param_dtype", "reduce_dtype"):
+    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
         dtype = getattr(policy, name)
         if dtype not in (None, *grad_dtype.DTYPES):
             raise ValueError(
                 f"{name} of mp_policy is {dtype!r}; it is None or one of "
                 f"{', '.join(map(str, grad_dtype.DTYPES))}"
             )
+
+
+def _ignored(parameters: Iterable[nn.Parameter] | None) -> set[nn.Parameter]:
+    ignored = set(parameters or ())
+    for each in ignored:
+        if not isinstance(each, nn.Parameter):
+            raise TypeError(f"ignored_params holds parameters of the module, got {each!r}")
+    return ignored
 
 
 def _check_module(module: nn.Module, ignored: set[nn.Parameter]) -> None:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from deepcompile_zero3 import agree
 from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.process_groups import exists
 from deepcompile_zero3.runtime import _C
 
 Transport = Literal["auto", "shared_memory", "c10d"]
@@ -114,6 +115,10 @@ def share(
                 f"{dist.get_backend(group)}, and the mesh is on {device!r}"
             )
         return None  # as all ranks know without asking
+    for memory in (_one_hosts, _rings):
+        for known in list(memory):
+            if not exists(known):
+                del memory[known]
     segments = _Segments(fulls, group, take_turns)
     mine = _offer(transport, described, segments.sizes if rank == 0 else ())
     try:

@@ -10,7 +10,6 @@ Rows are of the dimension that is sharded, which comes first here whichever it i
 """
 
 import contextlib
-import datetime
 import weakref
 from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING, cast
@@ -25,6 +24,7 @@ from deepcompile_zero3 import agree, grad_dtype, torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.layout import Layout
 from deepcompile_zero3.one_host import SharedMemory
+from deepcompile_zero3.process_groups import group_for_reductions
 from deepcompile_zero3.runtime import _C
 
 if TYPE_CHECKING:
@@ -33,13 +33,6 @@ if TYPE_CHECKING:
 # Set on a placeholder: the FQN of its parameter.
 PLACEHOLDER_OF = "_zero3_placeholder_of"
 
-# Groups of our own for reductions, and by the number of their ranks those after a forward.
-_groups_for_reductions: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
-    weakref.WeakKeyDictionary()
-)
-_neighbours: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = (
-    weakref.WeakKeyDictionary()
-)
 _live: weakref.WeakValueDictionary[str, "ShardedParameter"] = weakref.WeakValueDictionary()
 
 _REDUCED = "once it was reduced"
@@ -349,35 +342,6 @@ def full_like(
     return torch.empty_like(layout.whole(parameter.detach()), dtype=low, device="meta")
 
 
-def group_for_reductions(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A second group of the same ranks. Between gathers and reductions no order has to be kept:
-    where a backward needs its parameters may depend on the batch, and differ from rank to rank.
-    """
-    if group not in _groups_for_reductions:
-        _groups_for_reductions[group] = _new_group(group, dist.get_process_group_ranks(group))
-    return _groups_for_reductions[group]
-
-
-def neighbours(group: dist.ProcessGroup, world_size: int) -> dist.ProcessGroup:
-    """A group of this rank and those next to it in ``group``, ``world_size`` of them."""
-    made = _neighbours.setdefault(group, {})
-    if world_size not in made:
-        first = group.rank() // world_size * world_size
-        ranks = dist.get_process_group_ranks(group)[first : first + world_size]
-        made[world_size] = _new_group(group, ranks)
-    return made[world_size]
-
-
-def _new_group(like: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup:
-    """With the backend and the timeout of ``like``: torch would take defaults."""
-    return dist.new_group(
-        ranks,
-        timeout=datetime.timedelta(milliseconds=_C.timeout_of(like.group_name)),
-        backend=dist.get_backend_config(like),
-        use_local_synchronization=True,
-    )
-
-
 def find(fqn: str | None) -> ShardedParameter | None:
     """The live parameter of this name."""
     return _live.get(fqn) if fqn is not None else None
@@ -421,9 +385,8 @@ def _raise_if_nonfinite(reduced: Sequence[tuple[ShardedParameter, torch.Tensor]]
             mine.append(_described(f"{what}, {_REDUCED},", nans, infinities, shard.numel()))
     told: dict[str, None] = {}
     for groups, mine in sorted(found.items()):  # in one order on all ranks
-        for group_name in filter(
-            None, groups
-        ):  # replicas hear what all ranks of a shard group found
+        # Replicas hear what all ranks of a shard group found.
+        for group_name in filter(None, groups):
             group = torch_internals.resolve_process_group(group_name)
             mine = [each for theirs in agree.gather(mine, group) for each in theirs]
         told.update(dict.fromkeys(mine))

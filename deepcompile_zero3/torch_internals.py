@@ -5,6 +5,7 @@ name, so that a new torch fails here and not in the middle of a training step.
 """
 
 import contextlib
+import datetime
 import importlib
 import operator
 import warnings
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DeviceMesh, DTensor
 
 TRIED = ("2.11", "2.13", "2.15")
@@ -75,6 +77,12 @@ resolve_process_group: Callable[[str], Any] = _private(
     "torch.distributed.distributed_c10d", "_resolve_process_group"
 )
 
+_new_process_group_helper: Callable = _private(
+    "torch.distributed.distributed_c10d", "_new_process_group_helper"
+)
+_get_default_store: Callable = _private("torch.distributed.distributed_c10d", "_get_default_store")
+_world: Any = _private("torch.distributed.distributed_c10d", "_world")
+
 _skip_code: Callable[..., None] = _private("torch._dynamo.eval_frame", "skip_code")
 _functorch_config = _private("torch._functorch", "config")
 _inductor_config = _private("torch._inductor", "config")
@@ -90,6 +98,27 @@ is_wrapper: Callable[[object], bool] = _private(
     "torch.utils._python_dispatch", "is_traceable_wrapper_subclass"
 )
 _top_saved_tensors_hooks = _private("torch._C._autograd", "_top_saved_tensors_default_hooks")
+
+
+def new_process_group(
+    name: str, ranks: list[int], like: dist.ProcessGroup, timeout: datetime.timedelta
+) -> dist.ProcessGroup:
+    """A group of these ranks of the job, with the backend of ``like``. Only they call this.
+
+    ``dist.new_group(use_local_synchronization=True)`` would name it by the number of groups that a
+    rank is in, which is another's name when some have been destroyed, or not that of the others.
+    """
+    group, _ = _new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        ranks,
+        dist.Backend(dist.get_backend_config(like)),
+        _get_default_store(),
+        name,
+        timeout=timeout,
+    )
+    _world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    return group
 
 
 def custom_partitioner() -> Any:

@@ -9,6 +9,7 @@ import copy
 
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -172,3 +173,28 @@ def _pairs(model, reference):
     pairs = list(zip(model.named_parameters(), reference.named_parameters(), strict=True))
     assert all(ours[0] == theirs[0] for ours, theirs in pairs)
     return pairs
+
+
+def for_all(cases, check, examples):
+    """``check(case)`` on all ranks, for so many of the ``cases``, a strategy of hypothesis.
+
+    What is drawn may depend on the modules of a process: the first rank draws for all.
+    """
+
+    @settings(max_examples=examples, deadline=None, derandomize=True, database=None)
+    @given(cases)
+    def draw(case):
+        check(_of_first_rank(case))
+
+    if dist.get_rank() == 0:
+        draw()
+        _of_first_rank(None)
+    else:
+        while (case := _of_first_rank(None)) is not None:
+            check(case)
+
+
+def _of_first_rank(value):
+    box = [value]
+    dist.broadcast_object_list(box)
+    return box[0]

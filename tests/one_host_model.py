@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 TORN = 255
 GRADIENTS = 8  # of one parameter in one backward, at most: 1 << 16 in C++
+CALLS = 2  # in one backward, at most: 1 << 8 in C++
 BACKWARDS = 2  # from one publication to the next, at most: 1 << 12 in C++
 RAISES = 1 << 20  # so many steps further goes a rank that raises: beyond its last
 
@@ -193,8 +194,9 @@ class Rank(Program):
     ):
         kinds = ("history", "arrived", "published", "deposited", "description", "consumed")
         counts = dict.fromkeys(kinds, parameters)
+        counts |= dict.fromkeys(("settled", "said", "called", "heard"), 1)
         super().__init__(
-            Layout(world_size, **counts, rows=ring or parameters, settled=1, mailbox=cells),
+            Layout(world_size, **counts, rows=ring or parameters, mailbox=cells),
             rank,
             Local(held=((0, 0),) * cells),
         )
@@ -210,6 +212,7 @@ class Rank(Program):
         self._latest = [0] * parameters  # of a Deposit
         self._publications = 0
         self._latest_backward = 0
+        self._latest_call = 0
         self._running: set[int] = set()
 
     # ---- gathers
@@ -378,6 +381,48 @@ class Rank(Program):
         self._running.remove(backward)
         self._settle()
 
+    def call(self, backward: int, what: int) -> int:
+        """Says something to all, who have heard what it said before; gives the number of that."""
+        latest = self._latest_call
+        self._latest_call = max(latest, backward * CALLS) + 1
+        self._summing(
+            f"wait for hearers of {latest}",
+            lambda memory, local: (
+                [local] if self._without == "heard" or self._is_heard(memory, latest) else []
+            ),
+        )
+        self.store("said", 0, TORN)
+        self.store("said", 0, what)
+        self.store("called", 0, self._latest_call)
+        return self._latest_call
+
+    def hear(self, call: int, what: int) -> None:
+        """Waits for all to have said it."""
+        is_said = self._reached("called", 0, call)
+        self._summing(
+            f"wait for call {call}",
+            lambda memory, local: [local] if self._without == "called" or is_said(memory) else [],
+        )
+        for other in self._others:
+            self._read_said(other, what)
+        self.forget(call)
+
+    def _read_said(self, other: int, what: int) -> None:
+        index = self.layout.of("said", 0, other)
+
+        def read(memory: Memory, local: Local):
+            self._expect(f"what {other} says", memory[index], what)
+            return [(memory, local, 1)]
+
+        self.add(f"read what {other} says", read)
+
+    def forget(self, call: int) -> None:
+        """Says that this rank reads, or will read, nothing of it any more."""
+        self.store("heard", 0, call)
+
+    def _is_heard(self, memory: Memory, call: int) -> bool:
+        return self._is_over(memory, "heard", 0, call, call // CALLS)
+
     def deposit(self, p: int, backward: int, gradient: int, raises: bool = False) -> None:
         """Finds a cell, writes the gradient there, and posts it."""
         latest = self._latest[p]
@@ -517,10 +562,14 @@ class Rank(Program):
         return with_word(memory, index, max(memory[index], letter.epoch))
 
     def _is_read(self, memory: Memory, p: int, epoch: int) -> bool:
+        return self._is_over(memory, "consumed", p, epoch, epoch // GRADIENTS)
+
+    def _is_over(self, memory: Memory, kind: str, which: int, value: int, backward: int) -> bool:
+        """Of each rank, either the word has that value, or the backward is one of before."""
         return all(
-            memory[consumed] >= epoch or memory[settled] > epoch // GRADIENTS
-            for consumed, settled in zip(
-                self.layout.of_all("consumed", p), self.layout.of_all("settled", 0), strict=True
+            memory[word] >= value or memory[settled] > backward
+            for word, settled in zip(
+                self.layout.of_all(kind, which), self.layout.of_all("settled", 0), strict=True
             )
         )
 

@@ -5,7 +5,7 @@
 // memory, so that ThreadSanitizer sees whoever reads or writes it too early or too late.
 //
 // MISTAKE lets ranks write without waiting for those that read: 1 to copies, 2 to mailboxes, 3 to
-// places of copies that they have started themselves.
+// places of copies that they have started themselves, 4 what they say when a backward begins.
 
 #include <sched.h>
 #include <sys/mman.h>
@@ -38,6 +38,7 @@ using Random = std::mt19937_64;
 constexpr int kParameters = 8;
 constexpr int kInTurns = 6;  // of them; each of the others has a place of its own
 constexpr int64_t kMaxElements = 300;
+constexpr uint64_t kModel = 7;
 constexpr int64_t kMailbox = 12 << 10;  // bytes: five of the largest gradients
 constexpr int kOperations = 3400;       // gathers and reductions of each world
 constexpr std::chrono::seconds kTimeout{20};
@@ -188,6 +189,7 @@ class Rank {
         host_(shared.bell, shared.standings, rank, std::vector<pid_t>(shared.world_size, getpid()),
               kTimeout),
         backwards_(shared.standings, rank),
+        calls_(shared.standings, rank, shared.world_size),
         arena_(kMailbox) {
     const auto ring = std::make_shared<Ring>(shared.capacity);
     for (int p = 0; p < kParameters; ++p) {
@@ -368,12 +370,15 @@ class Rank {
     auto parameters = some_parameters();
     for (int p : some_parameters()) parameters.push_back(p);
     const uint64_t number = backwards_.begin();
+    call(number);
     std::vector<LetterPtr> letters;
     gather(parameters, /*in_backward=*/true, [&](const ViewPtr& view) {
       read(*view);
+      if (!letters.empty()) hear();
       letters.push_back(post(view->parameter, number, /*raises=*/false));
     });
     if (may_nest && below(program_, 4) == 0) backward(/*may_nest=*/false);
+    hear();
     for (auto& letter : letters) finish(letter);
     end(number);
   }
@@ -385,6 +390,10 @@ class Rank {
     parameters.resize(std::min<size_t>(parameters.size(), 3));
     const int64_t count = 1 + below(own_, parameters.size());
     const uint64_t number = backwards_.begin();
+    if (below(own_, 2) == 0) {
+      call(number);
+      forget_call();
+    }
     std::vector<LetterPtr> letters;
     for (size_t i = 0; i < parameters.size(); ++i)
       if (static_cast<int64_t>(i) < count)
@@ -399,6 +408,55 @@ class Rank {
     linger();
     backwards_.end(number);
     host_.ring();
+  }
+
+  // As in roll_call.cpp.
+  void call(uint64_t backward) {
+    hear();
+    if (MISTAKE != 4)
+      host_.wait([&]() -> std::optional<Host::Missing> {
+        poll(/*all=*/true);
+        auto readers = calls_.readers();
+        if (readers.empty()) return std::nullopt;
+        return {{std::move(readers), "hearing"}};
+      });
+    call_ = calls_.next(backward);
+    for (int p = 0; p < kParameters; ++p) {
+      linger();
+      shared_.progress[p][rank_].presence.store(presence_of(rank_, p, *call_),
+                                                std::memory_order_relaxed);
+    }
+    calls_.say(*call_, kModel);
+    host_.ring();
+  }
+
+  void hear() {
+    if (!call_) return;
+    host_.wait([&]() -> std::optional<Host::Missing> {
+      poll(/*all=*/true);
+      auto silent = calls_.silent(*call_);
+      if (silent.empty()) return std::nullopt;
+      return {{std::move(silent), "a call"}};
+    });
+    for (int64_t rank = 0; rank < shared_.world_size; ++rank) {
+      if (calls_.model_of(rank) != kModel) fail("a model is wrong");
+      for (int p = 0; p < kParameters; ++p) {
+        linger();
+        const auto presence = shared_.progress[p][rank].presence.load(std::memory_order_relaxed);
+        if (presence != presence_of(rank, p, *call_)) fail("a presence is wrong");
+      }
+    }
+    forget_call();
+  }
+
+  void forget_call() {
+    calls_.hear(*call_);
+    call_.reset();
+    host_.ring();
+  }
+
+  static uint8_t presence_of(int64_t rank, int p, uint64_t call) {
+    return static_cast<uint8_t>(value_of(rank, p, call, 0));
   }
 
   uint64_t take(int64_t nbytes) {
@@ -525,6 +583,8 @@ class Rank {
   int crowded_out_ = 0;
   std::vector<Deposit> deposits_;
   Backwards backwards_;
+  Calls calls_;
+  std::optional<uint64_t> call_;  // that it has made and not heard
   Arena arena_;
   std::list<LetterPtr> unsummed_;
   std::list<Unread> unread_;

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from contract import Kernel
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import batch_of, compiled, in_backward, mine
+from models import batch_of, compiled, for_all, in_backward, mine
 from one_rank import one_rank  # noqa: F401
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -433,25 +433,7 @@ def _check_arrivals(case):
 
 
 def _check_many(examples):
-    # What is drawn may depend on the modules of a process: the first rank draws for all.
-    @settings(max_examples=examples, deadline=None, derandomize=True, database=None)
-    @given(_cases())
-    def check(case):
-        _from_first_rank(case)
-        _check_arrivals(case)
-
-    if dist.get_rank() == 0:
-        check()
-        _from_first_rank(None)
-    else:
-        while (case := _from_first_rank(None)) is not None:
-            _check_arrivals(case)
-
-
-def _from_first_rank(case):
-    box = [case]
-    dist.broadcast_object_list(box)
-    return box[0]
+    for_all(_cases(), _check_arrivals, examples)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

@@ -138,6 +138,39 @@ def raising(rank, counts, forward_between=True):
     backward(rank, 0, 1, gradient=10)
 
 
+def telling(rank, raises=None):
+    """Backwards that begin with a call, heard before the second gradient; one inside of another,
+    for which the outer one's is heard first. Rank 1 ``raises`` in the first of them, before or
+    after it has made its call, as the others do when they have heard theirs.
+    """
+    forward(rank, 0)
+    number = rank.begin()
+    if raises is None:
+        call = rank.call(number, what=1)
+        rank.deposit(0, number, gradient=1)
+        rank.hear(call, what=1)
+        inner = rank.begin()
+        rank.hear(rank.call(inner, what=2), what=2)
+        rank.deposit(0, inner, gradient=2)
+        rank.finish(inner)
+        rank.end(inner)
+        rank.finish(number)
+    elif rank.rank != 1:
+        call = rank.call(number, what=1)
+        rank.hear(call, what=1)
+    elif raises == "after the call":
+        rank.forget(rank.call(number, what=1))
+    rank.end(number)
+    if raises is not None:
+        forward(rank, 0)
+    for gradient in (3, 4):
+        number = rank.begin()
+        rank.hear(rank.call(number, what=gradient), what=gradient)
+        rank.deposit(0, number, gradient=gradient)
+        rank.finish(number)
+        rank.end(number)
+
+
 def waiting_in_another_order(rank):
     rank.start(0)
     rank.start(1)
@@ -237,6 +270,12 @@ def test_the_backward_after_one_that_raised_is_right(counts, cells, forward_betw
     assert states_of(program, len(counts), parameters=2, cells=cells) > 100
 
 
+@pytest.mark.parametrize("raises", [None, "after the call"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_rank_hears_what_the_others_say(world_size, raises):
+    assert states_of(partial(telling, raises=raises), world_size) > 100
+
+
 @pytest.mark.parametrize(("world_size", "rounds"), [(2, 3), (3, 1)])
 def test_nobody_sleeps_through_the_bell(world_size, rounds):
     assert states_of_sleepers(world_size, rounds) > 100
@@ -313,6 +352,13 @@ MISTAKES = {
         partial(raising, counts=(0, 1)),
         {"without": "publications"},
         "reads gradient of",
+    ),
+    "reads what the others have not said": (telling, {"without": "called"}, "reads what"),
+    "says anew what the others have not heard": (telling, {"without": "heard"}, "reads what"),
+    "waits for a call of who has raised before it": (
+        partial(telling, raises="before the call"),
+        {},
+        "deadlock",
     ),
     "finds no room where others raised before they deposited": (
         partial(raising, counts=(0, 2)),

@@ -1,0 +1,61 @@
+"""Process groups of our own beside those that a model is sharded over."""
+
+import datetime
+import weakref
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from deepcompile_zero3 import torch_internals
+from deepcompile_zero3.runtime import _C
+
+
+class _OwnGroup(NamedTuple):
+    group: weakref.ref[dist.ProcessGroup]
+    like: weakref.ref[dist.ProcessGroup]
+    what: str
+
+
+_own_groups: list[_OwnGroup] = []
+
+
+def group_for_reductions(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A second group of the same ranks. Between gathers and reductions no order has to be kept:
+    where a backward needs its parameters may depend on the batch, and differ from rank to rank.
+    """
+    return _own_group(group, dist.get_process_group_ranks(group), "reductions")
+
+
+def neighbours(group: dist.ProcessGroup, world_size: int) -> dist.ProcessGroup:
+    """A group of this rank and those next to it in ``group``, ``world_size`` of them."""
+    first = group.rank() // world_size * world_size
+    ranks = dist.get_process_group_ranks(group)[first : first + world_size]
+    return _own_group(group, ranks, f"{first} to {first + world_size - 1}")
+
+
+def _own_group(like: dist.ProcessGroup, ranks: list[int], what: str) -> dist.ProcessGroup:
+    """One for each purpose, with the backend and the timeout of ``like``, not torch's defaults.
+
+    Ends those that were made like a group which was destroyed.
+    """
+    for own in list(_own_groups):
+        group, other = own.group(), own.like()
+        if group is not None and other is like and own.what == what:
+            return group
+        if not exists(other):
+            _own_groups.remove(own)
+            if exists(group):
+                dist.destroy_process_group(group)
+    timeout = datetime.timedelta(milliseconds=_C.timeout_of(like.group_name))
+    name = f"{like.group_name}, {what}"
+    group = torch_internals.new_process_group(name, ranks, like, timeout)
+    _own_groups.append(_OwnGroup(weakref.ref(group), weakref.ref(like), what))
+    return group
+
+
+def exists(group: dist.ProcessGroup | None) -> bool:
+    """Whether ``group`` was not destroyed. Meshes, which torch remembers, hold it for longer."""
+    try:
+        return group is not None and dist.get_rank(group) >= 0
+    except ValueError:
+        return False
