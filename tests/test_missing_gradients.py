@@ -172,6 +172,25 @@ class Deep(nn.Module):
         return self.second(x) if whole else x
 
 
+def _models_in_other_orders():
+    models = [fully_shard(nn.Linear(8, 8), transport="shared_memory") for _ in range(2)]
+    for model in models:
+        model.unshard()  # so that forwards do not gather, in orders of their own
+    x = batch_of(2, 8)
+    in_order = models if dist.get_rank() == 0 else reversed(models)
+    loss = sum(mean_square(model, x) for model in in_order)
+    with pytest.raises(Zero3Error) as raised:
+        loss.backward()
+    return str(raised.value)
+
+
+def test_models_of_one_backward_in_other_orders_are_told(run_ranks):
+    for rank, told in enumerate(run_ranks(2, _models_in_other_orders)):
+        names = ("Linear:2.weight", "weight")
+        here, there = names if rank == 0 else names[::-1]
+        assert f"to that of '{here}' on rank {rank}, and to that of '{there}'" in told
+
+
 def _narrow(width, transport):
     """A gradient that is large enough to travel alone before it is cast, and not after."""
     torch.manual_seed(0)
