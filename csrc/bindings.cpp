@@ -126,6 +126,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
              self.shared = std::make_shared<SharedCopy>(one_host, self, progress, copies);
            })
       .def_property_readonly("is_shared", [](const Parameter& self) { return bool(self.shared); })
+      .def_property_readonly(
+          "copy_number",
+          [](const Parameter& self) -> uint64_t { return self.shared ? self.shared->number : 0; })
+      .def_readwrite("model", &Parameter::model)
       .def("has_accumulated", &Parameter::has_accumulated, py::call_guard<py::gil_scoped_release>())
       .def_readonly("arrived_dtype", &Parameter::arrived_dtype)
       .def_readwrite("detects_nonfinite", &Parameter::detects_nonfinite)

@@ -171,11 +171,11 @@ at::Tensor one_run(const Rows& rows) {
 c10::intrusive_ptr<Group> group_of(const std::string& name) {
   try {
     return c10d::resolve_process_group(name);
-  } catch (const std::exception& error) {
+  } catch (const c10::Error& error) {
     throw_error(
         "the process group of a sharded model is gone: call destroy_process_group() when "
         "nothing of the model runs any more. " +
-        std::string(error.what()));
+        std::string(error.what_without_backtrace()));
   }
 }
 

@@ -73,7 +73,7 @@ LetterPtr Mailbox::post(const ParameterPtr& parameter, size_t block, const at::T
   host_->wait([&]() -> std::optional<Host::Missing> {
     if (deposit.readers(deposit.latest()).empty()) return std::nullopt;
     poll(/*all=*/true);
-    return who_keeps({{}, deposit.latest(), deposit, {}, parameter->fqn}, host_->rank());
+    return who_keeps(deposit, deposit.latest(), parameter->fqn);
   });
   const auto offset =
       grad.defined() ? static_cast<const uint8_t*>(grad.const_data_ptr()) - mine_ : 0;
@@ -187,25 +187,26 @@ void Mailbox::sum(Letter& letter) const {
   sum_and_divide(letter.sum, addends, letter.wire_dtype, letter.divisor);
 }
 
-Host::Missing Mailbox::who_keeps(const Unread& unread, int64_t rank) {
-  const auto& [grad, epoch, deposit, progress, fqn] = unread;
-  auto readers = deposit.readers(epoch);
-  if (std::ranges::find(readers, rank) == readers.end())
-    return {std::move(readers), "it has not read the gradient of '" + fqn + "'"};
-  return {deposit.writers(epoch), "it has not sent the gradient of '" + fqn + "'"};
+// Who has sent its own may wait for those who have not.
+Host::Missing Mailbox::who_keeps(const Deposit& deposit, uint64_t epoch, const std::string& fqn) {
+  if (auto writers = deposit.writers(epoch); !writers.empty())
+    return {std::move(writers), "it has not sent the gradient of '" + fqn + "'"};
+  return {deposit.readers(epoch), "it has not read the gradient of '" + fqn + "'"};
 }
 
 std::optional<Host::Missing> Mailbox::who_keeps_memory() {
   std::lock_guard lock(mutex_);
   if (unread_.empty()) return std::nullopt;
-  auto missing = who_keeps(unread_.front(), host_->rank());
-  missing.needs_all = unread_.size() == 1;
-  for (auto& unread : unread_) {
-    if (std::ssize(missing.ranks) + 1 == host_->world_size()) break;  // all others
-    for (int64_t rank : who_keeps(unread, host_->rank()).ranks)
+  const auto& first = unread_.front();
+  auto missing = who_keeps(first.deposit, first.epoch, first.fqn);
+  if (unread_.size() == 1 || host_->world_size() == 2) return missing;
+  missing.needs_all = false;
+  missing.what =
+      "it keeps a mailbox full, in which the first is the gradient of '" + first.fqn + "'";
+  for (auto& [grad, epoch, deposit, progress, fqn] : unread_)
+    for (int64_t rank : who_keeps(deposit, epoch, fqn).ranks)
       if (std::ranges::find(missing.ranks, rank) == missing.ranks.end())
         missing.ranks.push_back(rank);
-  }
   return missing;
 }
 

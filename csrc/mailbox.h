@@ -72,7 +72,7 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
   // Nothing where they are zero.
   std::optional<at::Tensor> rows_of(int64_t rank, const Letter& letter) const;
   void give_back(uint64_t offset);
-  static Host::Missing who_keeps(const Unread& unread, int64_t rank);
+  static Host::Missing who_keeps(const Deposit& deposit, uint64_t epoch, const std::string& fqn);
   // Who keeps this rank's memory from being free; nothing: nobody.
   std::optional<Host::Missing> who_keeps_memory();
 

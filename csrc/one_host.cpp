@@ -169,13 +169,15 @@ void Host::wait(const std::function<std::optional<Missing>()>& missing) {
 
 std::optional<Host::Circle> Host::circle() const {
   Circle circle{bell_->rung.load(), {}};
-  for (int64_t rank = rank_;; rank = standings_[rank].for_rank.load()) {
+  int64_t rank = rank_;
+  while (true) {
     if (std::ranges::find(circle.links, rank, &Circle::Link::rank) != circle.links.end())
       return circle;
     const Standing& standing = standings_[rank];
     circle.links.push_back({rank, standing.waits.load(), standing.looks.load()});
-    const bool waits_for_one = circle.links.back().waits % 2 == 1 && standing.for_rank != kNobody;
-    if (!waits_for_one) return std::nullopt;  // it computes, or has several ways on
+    rank = standing.for_rank.load();
+    const bool waits = circle.links.back().waits % 2 == 1;
+    if (!waits || rank == kNobody) return std::nullopt;  // it computes, or has several ways on
   }
 }
 
@@ -215,8 +217,10 @@ std::string Host::text_of(const Circle& circle) const {
       std::memcpy(what.data() + i * sizeof(word), &word, sizeof(word));
     }
     what.back() = '\0';
-    text += "rank " + std::to_string(link.rank) + " waits for rank " +
-            std::to_string(standing.for_rank.load()) + ", since " + what.data() + "; ";
+    const int64_t for_rank = standing.for_rank.load();
+    const auto whom = for_rank == kNobody ? "others" : "rank " + std::to_string(for_rank);
+    text += "rank " + std::to_string(link.rank) + " waits for " + whom + ", since " + what.data() +
+            "; ";
   }
   return text + "all ranks must run the same forwards and backwards";
 }

@@ -34,8 +34,9 @@ struct PartialGradient {
 
 struct Parameter {
   std::string fqn;
-  int64_t order = 0;  // of registration: the same on every rank
-  int64_t root = 0;   // the sharded model it belongs to; its parameters finish a backward together
+  int64_t order = 0;   // of registration: the same on every rank
+  int64_t root = 0;    // the sharded model it belongs to; its parameters finish a backward together
+  uint64_t model = 0;  // that, by a number which is the same on all ranks that share memory
   std::string group_name;
   std::string reduce_group_name;  // of the same ranks; no gather has to wait for a reduction there
   std::shared_ptr<SharedCopy> shared;  // where the ranks share memory; else they exchange messages

@@ -193,7 +193,7 @@ void PublishedBucket::publish_where_possible(bool waits) {
 
 std::optional<Host::Missing> PublishedBucket::missing() {
   publish_where_possible(/*waits=*/true);
-  one_host().mailbox->poll();  // others may wait for it
+  one_host().mailbox->poll(/*all=*/true);  // others may wait for it
   for (size_t i = finished_; i < started_; ++i) {
     const auto& publication = parameters_[i]->shared->publication;
     const auto& fqn = parameters_[i]->fqn;

@@ -57,7 +57,7 @@ class PostedRoll : public Roll {
       progress(i)[one_host_->host->rank()].presence.store(static_cast<uint8_t>(mine[i]),
                                                           std::memory_order_relaxed);
     call_ = one_host_->calls.next(backward);
-    one_host_->calls.say(call_, parameters_.front()->shared->number);
+    one_host_->calls.say(call_, parameters_.front()->model);
     one_host_->host->ring();
     one_host_->latest_roll = this;
   }
@@ -98,13 +98,13 @@ class PostedRoll : public Roll {
 
  private:
   void check_model_of(int64_t rank) const {
-    const auto number = one_host_->calls.model_of(rank);
-    if (number == parameters_.front()->shared->number) return;
+    const auto model = one_host_->calls.model_of(rank);
+    if (model == parameters_.front()->model) return;
     std::string theirs = "another";
     for (int64_t root : Registry::get().live_roots())
       for (auto& parameter : Registry::get().of_root(root))
         if (parameter->shared && parameter->shared->one_host() == one_host_ &&
-            parameter->shared->number == number)
+            parameter->model == model && theirs == "another")
           theirs = "that of '" + parameter->fqn + "'";
     throw_error("ranks come to the models of one backward in other orders: to that of '" +
                 parameters_.front()->fqn + "' on rank " + std::to_string(one_host_->host->rank()) +

@@ -9,19 +9,28 @@ import torch.distributed as dist
 from deepcompile_zero3.errors import Zero3Error
 
 
-def gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
+def gather(what: str, value: Any, group: dist.ProcessGroup) -> list[Any]:
     """The values of all ranks of ``group``, by rank, each what JSON makes of it. Collective.
 
     Raises:
-        Zero3Error: a rank has not come.
+        Zero3Error: a rank has not come, or is somewhere else than in ``what``.
     """
     try:
-        return _gather(value, group)
+        answers = _gather([what, value], group)
     except RuntimeError as error:
         raise Zero3Error(
-            "ranks could not tell each other what they have: one of them has stopped, or runs "
-            f"something else; all make the same calls. {error}"
+            f"{what}: ranks {dist.get_process_group_ranks(group)} could not tell each other what "
+            "they have. One of them has raised or stopped (read its output first), or runs "
+            f"something else: all ranks make the same calls. Caused by: {error}"
         ) from error
+
+    others = {rank: other for rank, (other, _) in enumerate(answers) if other != what}
+    if others:
+        raise Zero3Error(
+            f"ranks make different calls: {what} here, and {others} by rank in the group. All "
+            "ranks make the same calls, in one order"
+        )
+    return [theirs for _, theirs in answers]
 
 
 def _gather(value: Any, group: dist.ProcessGroup) -> list[Any]:

@@ -46,7 +46,12 @@ def gradient_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, float]
     Args:
         model: a sharded model. Parameters that are not sharded are taken as they are on this rank.
         norm_type: the order of the norm, as in :func:`torch.linalg.vector_norm`.
+
+    Raises:
+        Zero3Error: nothing in ``model`` is sharded.
+        TypeError: ``model`` is no module.
     """
+    all_parameters_of(model, "gradient_norms")
     norms = {}
     for name, parameter in model.named_parameters():
         if parameter.grad is None:

@@ -89,7 +89,8 @@ def _agree(parameters: list[ShardedParameter]) -> None:
             by_group.setdefault(parameter.handle.replicate_group_name, []).append(parameter)
     for group_name, members in by_group.items():
         mine = [_name_of(parameter.handle.arrived_dtype) for parameter in members]
-        arrived = agree.gather(mine, torch_internals.resolve_process_group(group_name))
+        group = torch_internals.resolve_process_group(group_name)
+        arrived = agree.gather("defer_reduction", mine, group)
         for parameter, names in zip(members, zip(*arrived, strict=True), strict=True):
             for name in sorted(set(names) - {None}):
                 sizes, dtype = parameter.handle.sizes, getattr(torch, name)

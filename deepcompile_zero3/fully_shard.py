@@ -201,18 +201,25 @@ def _layout_of(
     ranks: DataParallel,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None,
 ) -> Layout:
+    if not (shard_placement_fn is None or callable(shard_placement_fn)):
+        raise TypeError(
+            "shard_placement_fn is a function of a parameter that gives a Shard or None, got "
+            f"{shard_placement_fn!r}"
+        )
     placement = None if shard_placement_fn is None else shard_placement_fn(parameter)
     if placement is None:
         placement = Shard(0)
     if not isinstance(placement, Shard):
-        raise NotImplementedError(
+        is_known = type(placement).__name__ == "ShardPlacementResult"
+        raise (NotImplementedError if is_known else TypeError)(
             f"shard_placement_fn gave {placement!r} for '{fqn}'; it gives a Shard or None"
+            + (". A mesh for each parameter is not supported yet" if is_known else "")
         )
     dim = placement.dim + parameter.dim() if placement.dim < 0 else placement.dim
     if dim not in range(parameter.dim()):
         raise ValueError(
-            f"shard_placement_fn gave {placement} for '{fqn}', which has {parameter.dim()} "
-            "dimensions"
+            f"shard_placement_fn gave {placement!r} for '{fqn}', which has {parameter.dim()} "
+            "dimensions, counted from 0"
         )
     if parameter.shape[dim] == 0:
         raise Zero3Error(f"'{fqn}' has shape {tuple(parameter.shape)}: there is nothing to shard")
@@ -254,8 +261,11 @@ def _settle_ownership(modules: list[nn.Module], group: ParameterGroup) -> None:
     names = {id(tensor): fqn for fqn, tensor in whole.named_parameters()}
     for child in groups:
         child.root = root
+    first: dict[str, int] = {}  # a number of the model for each group, not by who is alive
     for parameter in parameters:
+        handle = parameter.handle
         parameter.rename(label + names[id(parameter.shard)], root)
+        handle.model = first.setdefault(handle.group_name, handle.copy_number)
 
 
 def _unsharded_modules(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
@@ -287,7 +297,8 @@ def _refuse_unsupported(
 ) -> None:
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
-            f"mesh is a DeviceMesh, got a {type(mesh).__name__}; DeviceMesh.from_group makes one"
+            f"mesh is a DeviceMesh, got {mesh!r}; init_device_mesh makes one, and "
+            "DeviceMesh.from_group of a process group"
         )
     if mesh.ndim not in (1, 2):
         raise ValueError(
@@ -296,7 +307,7 @@ def _refuse_unsupported(
         )
     offloads = type(offload_policy) is not OffloadPolicy
     unsupported = {
-        f"{type(offload_policy).__name__} on {mesh.device_type!r}": offloads
+        f"offload_policy={offload_policy!r} on {mesh.device_type!r}": offloads
         and not (isinstance(offload_policy, CPUOffloadPolicy) and mesh.device_type == "cpu"),
         "dp_mesh_dims": dp_mesh_dims is not None,
     }
@@ -329,8 +340,8 @@ def _resolve_reshard(
 def _check_policy(policy: MixedPrecisionPolicy) -> None:
     if not isinstance(policy, MixedPrecisionPolicy):
         raise TypeError(
-            "mp_policy is a torch.distributed.fsdp.MixedPrecisionPolicy, got a "
-            f"{type(policy).__name__}"
+            f"mp_policy is a torch.distributed.fsdp.MixedPrecisionPolicy, got {policy!r}; without "
+            "the argument nothing is cast"
         )
     for name in ("param_dtype", "reduce_dtype", "output_dtype"):
         dtype = getattr(policy, name)
@@ -342,10 +353,10 @@ def _check_policy(policy: MixedPrecisionPolicy) -> None:
 
 
 def _ignored(parameters: Iterable[nn.Parameter] | None) -> set[nn.Parameter]:
-    ignored = set(parameters or ())
+    ignored = set() if parameters is None else set(parameters)
     for each in ignored:
         if not isinstance(each, nn.Parameter):
-            raise TypeError(f"ignored_params holds parameters of the module, got {each!r}")
+            raise TypeError(f"ignored_params is a set of nn.Parameters, got one with {each!r}")
     return ignored
 
 

@@ -250,6 +250,8 @@ def all_parameters_of(model: nn.Module, caller: str) -> list[ShardedParameter]:
     Raises:
         Zero3Error: there is none; ``caller`` is who wants to know.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{caller} takes a module, got {model!r}")
     found = (p for module in model.modules() for p in parameters_of(module).values())
     parameters = list(dict.fromkeys(found))
     if not parameters:

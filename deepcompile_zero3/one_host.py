@@ -105,8 +105,12 @@ def share(
             ``"shared_memory"`` and that is not possible. A single rank has nobody to share with,
             and that is no error.
     """
+    for memory in (_one_hosts, _rings):
+        for known in list(memory):
+            if not exists(known):
+                del memory[known]
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    if not fulls or world_size == 1:
+    if world_size == 1:
         return None
     if not _C.is_point_to_point(group.group_name, torch.device(device)):
         if transport == "shared_memory":
@@ -115,14 +119,10 @@ def share(
                 f"{dist.get_backend(group)}, and the mesh is on {device!r}"
             )
         return None  # as all ranks know without asking
-    for memory in (_one_hosts, _rings):
-        for known in list(memory):
-            if not exists(known):
-                del memory[known]
     segments = _Segments(fulls, group, take_turns)
     mine = _offer(transport, described, segments.sizes if rank == 0 else ())
     try:
-        offers = [_Offer(*offer) for offer in agree.gather(mine, group)]
+        offers = [_Offer(*offer) for offer in agree.gather("fully_shard", mine, group)]
         if len({offer.transport for offer in offers}) > 1:
             asked = {rank: offer.transport for rank, offer in enumerate(offers)}
             raise Zero3Error(f"ranks disagree on the transport, {asked}: give all the same")
@@ -136,7 +136,7 @@ def share(
                 segments.map([f"/proc/{offers[0].pid}/fd/{file}" for file in offers[0].files])
             except (OSError, RuntimeError) as error:
                 troubles[rank] = f"it cannot map memory of rank 0: {error}"
-            troubles = agree.gather(troubles[rank], group)
+            troubles = agree.gather("fully_shard", troubles[rank], group)
     finally:
         for file in mine.files:  # all have mapped them, or nobody will
             os.close(file)
@@ -152,7 +152,7 @@ def share(
 
 def check_alike(described: Sequence[str], group: dist.ProcessGroup) -> None:
     """Raises a Zero3Error unless all ranks of ``group`` say the same of theirs. Collective."""
-    for other, theirs in enumerate(agree.gather(described, group)):
+    for other, theirs in enumerate(agree.gather("fully_shard", described, group)):
         _check_alike(described, theirs, dist.get_rank(group), other)
 
 

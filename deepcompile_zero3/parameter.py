@@ -388,7 +388,9 @@ def _raise_if_nonfinite(reduced: Sequence[tuple[ShardedParameter, torch.Tensor]]
         # Replicas hear what all ranks of a shard group found.
         for group_name in filter(None, groups):
             group = torch_internals.resolve_process_group(group_name)
-            mine = [each for theirs in agree.gather(mine, group) for each in theirs]
+            mine = [
+                each for theirs in agree.gather("detect_nonfinite", mine, group) for each in theirs
+            ]
         told.update(dict.fromkeys(mine))
     if told:
         # What was summed of them is not finite either: the cause comes first.

@@ -81,7 +81,7 @@ _new_process_group_helper: Callable = _private(
     "torch.distributed.distributed_c10d", "_new_process_group_helper"
 )
 _get_default_store: Callable = _private("torch.distributed.distributed_c10d", "_get_default_store")
-_world: Any = _private("torch.distributed.distributed_c10d", "_world")
+_c10d: Any = _private("torch.distributed", "distributed_c10d")
 
 _skip_code: Callable[..., None] = _private("torch._dynamo.eval_frame", "skip_code")
 _functorch_config = _private("torch._functorch", "config")
@@ -108,16 +108,20 @@ def new_process_group(
     ``dist.new_group(use_local_synchronization=True)`` would name it by the number of groups that a
     rank is in, which is another's name when some have been destroyed, or not that of the others.
     """
+    backends = dist.get_backend_config(like)
+    device = _c10d._get_default_group().bound_device_id
     group, _ = _new_process_group_helper(
         len(ranks),
         ranks.index(dist.get_rank()),
         ranks,
-        dist.Backend(dist.get_backend_config(like)),
+        dist.Backend(backends),
         _get_default_store(),
         name,
         timeout=timeout,
+        device_id=device if device is not None and device.type in backends else None,
+        group_desc=f"zero3: {name}",
     )
-    _world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    _c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     return group
 
 

@@ -38,7 +38,6 @@ using Random = std::mt19937_64;
 constexpr int kParameters = 8;
 constexpr int kInTurns = 6;  // of them; each of the others has a place of its own
 constexpr int64_t kMaxElements = 300;
-constexpr uint64_t kModel = 7;
 constexpr int64_t kMailbox = 12 << 10;  // bytes: five of the largest gradients
 constexpr int kOperations = 3400;       // gathers and reductions of each world
 constexpr std::chrono::seconds kTimeout{20};
@@ -320,7 +319,7 @@ class Rank {
 
   std::optional<Host::Missing> missing(const Bucket& bucket) {
     publish_where_possible(bucket, /*waits=*/true);
-    poll();
+    poll(/*all=*/true);
     for (size_t i = bucket.finished; i < bucket.started; ++i) {
       const Publication& publication = copies_[bucket.parameters[i]].publication;
       if (!publication.is_published()) return {{publication.readers(), "arrival"}};
@@ -426,7 +425,7 @@ class Rank {
       shared_.progress[p][rank_].presence.store(presence_of(rank_, p, *call_),
                                                 std::memory_order_relaxed);
     }
-    calls_.say(*call_, kModel);
+    calls_.say(*call_, value_of(0, 0, *call_, 1));
     host_.ring();
   }
 
@@ -439,7 +438,7 @@ class Rank {
       return {{std::move(silent), "a call"}};
     });
     for (int64_t rank = 0; rank < shared_.world_size; ++rank) {
-      if (calls_.model_of(rank) != kModel) fail("a model is wrong");
+      if (calls_.model_of(rank) != value_of(0, 0, *call_, 1)) fail("a model is wrong");
       for (int p = 0; p < kParameters; ++p) {
         linger();
         const auto presence = shared_.progress[p][rank].presence.load(std::memory_order_relaxed);

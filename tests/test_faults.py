@@ -154,7 +154,7 @@ def test_a_rank_that_is_killed_is_missed_at_once(moment, transport):
     seconds, message = _told("killed", moment, transport, LONG)
     assert seconds < SLACK
     if moment == "fully_shard":
-        assert message.startswith("Zero3Error: ranks could not tell each other what they have: ")
+        assert message.startswith("Zero3Error: fully_shard: ranks [0, 1] could not tell each other")
     else:
         assert _names_rank_1(message)
         assert transport == "c10d" or ", dead): it has not " in message
@@ -512,6 +512,8 @@ def _save_and_die_at(folder, rank, moment):
 
 
 def _load_what_is_whole(folder, interrupted):
+    """Which of these checkpoints can be loaded."""
+    whole = []
     for name in interrupted:
         model, state = _built(1)
         before = _values(model)
@@ -521,7 +523,9 @@ def _load_what_is_whole(folder, interrupted):
             torch.testing.assert_close(_values(model), before, rtol=0, atol=0)
         else:
             torch.testing.assert_close(_values(model), _values(_built(0)[0]), rtol=0, atol=0)
+            whole.append(name)
         _loads(model, state, f"{folder}/good")
+    return whole
 
 
 def test_a_save_that_is_interrupted_at_any_moment_spares_the_last_checkpoint(run_ranks, tmp_path):
@@ -536,7 +540,11 @@ def test_a_save_that_is_interrupted_at_any_moment_spares_the_last_checkpoint(run
     ]
     for rank, moment in killed:
         assert f"rank {rank} died with" in _to_death(_save_and_die_at, str(tmp_path), rank, moment)
-    run_ranks(2, _load_what_is_whole, str(tmp_path), [f"{rank} {at}" for rank, at in killed])
+    interrupted = [f"{rank} {at}" for rank, at in killed]
+    one, other = run_ranks(2, _load_what_is_whole, str(tmp_path), interrupted)
+    assert one == other
+    begun = [name for name in interrupted if any((tmp_path / name).glob("*"))]
+    assert set(begun) - set(one), "no save was interrupted after it had begun to write"
 
 
 def _save_to_a_full_disk(folder):

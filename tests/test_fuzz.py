@@ -1,6 +1,7 @@
 """Whatever is passed in is refused by a clear error that changes nothing, or trains rightly."""
 
 import copy
+import math
 import os
 import random
 import shutil
@@ -15,7 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from deepcompile_zero3 import Zero3Error, Zero3Module, fully_shard
 
@@ -61,18 +62,23 @@ options = st.fixed_dictionaries(
 cases = st.fixed_dictionaries({"parameters": st.lists(parameters, max_size=4), "options": options})
 
 
+def _counted(shape, dtype):
+    """Elements that all differ, and are exact in every dtype, sums of a few of them too."""
+    return torch.arange(math.prod(shape), dtype=torch.float32).view(shape).to(dtype)
+
+
 def _tensor(shape, dtype, layout):
     if layout == "expanded":
         return torch.ones((), dtype=dtype).expand(shape)
     if layout == "transposed":
-        return torch.ones(shape[::-1], dtype=dtype).permute(tuple(reversed(range(len(shape)))))
+        return _counted(shape[::-1], dtype).permute(tuple(reversed(range(len(shape)))))
     if layout == "strided":
-        return torch.ones((*shape, 2), dtype=dtype)[..., 0]
-    return torch.ones(shape, dtype=dtype)
+        return _counted((*shape, 2), dtype)[..., 0]
+    return _counted(shape, dtype)
 
 
 class _Anything(nn.Module):
-    """Parameters, each of which is multiplied by a factor in the loss."""
+    """Parameters of all kinds."""
 
     def __init__(self, parameters):
         super().__init__()
@@ -86,9 +92,13 @@ class _Anything(nn.Module):
         self.plain = nn.Parameter(torch.ones(3))
 
     def forward(self, factor):
+        """The dot product of each parameter with the numbers of its elements."""
         used = [getattr(self, name) for name in self._parameters]
-        products = [(i + 1) * factor * p for i, p in enumerate(used) if p.is_floating_point()]
-        return sum(product.sum().double() for product in products)
+        return sum(
+            (factor * p * _counted(p.shape, p.dtype)).double().sum()
+            for p in used
+            if p.is_floating_point() and p.dtype.itemsize > 1
+        )
 
 
 def _arguments(model, options):
@@ -121,9 +131,10 @@ def _shard_and_train(case, counts):
     model = _Anything(case["parameters"])
     reference = copy.deepcopy(model)
     before = _facts(model)
+    arguments = _arguments(model, case["options"])
     refused = None
     try:
-        fully_shard(model, **_arguments(model, case["options"]))
+        fully_shard(model, **arguments)
     except (Zero3Error, TypeError, ValueError, NotImplementedError) as error:
         refused = str(error)
     if refused is not None:
@@ -133,18 +144,24 @@ def _shard_and_train(case, counts):
         return
     assert isinstance(model, Zero3Module)
     factor = 1 + 2 * dist.get_rank()  # whose mean over ranks is their number
-    model(torch.tensor(float(factor))).backward()
+    output = model(torch.tensor(float(factor)))
+    assert torch.equal(output.double(), reference(torch.tensor(factor)).to(output.dtype).double())
+    output.backward()
     reference(torch.tensor(float(dist.get_world_size()))).backward()
     for (name, p), (_, whole) in zip(
         model.named_parameters(), reference.named_parameters(), strict=True
     ):
+        if p in arguments.get("ignored_params", ()):
+            assert not isinstance(p, DTensor)
+            continue
+        assert isinstance(p, DTensor)
+        assert p.dtype == whole.dtype
+        assert torch.equal(p.full_tensor(), whole)
         if whole.grad is None:
             assert p.grad is None, name
             continue
-        grad = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
-        if grad is p.grad:  # ignored: nobody reduces it
-            continue
-        assert torch.equal(grad, whole.grad.to(grad.dtype)), (name, grad, whole.grad, case)
+        assert p.grad.dtype == p.dtype
+        assert torch.equal(p.grad.full_tensor(), whole.grad), (name, p.grad, whole.grad)
     counts["trained"] += 1
 
 
@@ -198,8 +215,8 @@ def _load_each(good, folders):
 
 
 def _spoil(folder, chance):
-    """Something happens to one of its files."""
-    file = chance.choice(sorted(folder.iterdir()))
+    """Something happens to one of its files of data. (torch protects ``.metadata`` less.)"""
+    file = chance.choice(sorted(folder.glob("*.distcp")))
     content = bytearray(file.read_bytes())
     match chance.choice(["truncate", "empty", "remove", "flip", "overwrite", "append"]):
         case "truncate":

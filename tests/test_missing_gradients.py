@@ -11,6 +11,7 @@ from models import (
     assert_same_gradients,
     assert_same_parameters,
     batch_of,
+    in_little_memory,
     mean_square,
     mine,
     optimizers_of,
@@ -363,6 +364,42 @@ def _many_missing():
 
 def test_more_may_be_missing_than_a_mailbox_holds(run_ranks):
     run_ranks(2, _many_missing)
+
+
+class Layer(nn.Module):
+    """Of its weights, a forward uses the second where it is told."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.first, self.second = (nn.Linear(width, width, bias=False) for _ in range(2))
+
+    def forward(self, x, both):
+        return torch.tanh(self.first(x) + self.second(x) if both else self.first(x))
+
+
+class Layers(nn.ModuleList):
+    def forward(self, x, both):
+        for layer in self:
+            x = layer(x, both)
+        return x
+
+
+def _missing_and_gathered_again():
+    """A rank's mailbox is full, and the other waits in a gather of its backward."""
+    torch.manual_seed(0)
+    reference = Layers(Layer(1024) for _ in range(16))
+    model = copy.deepcopy(reference)
+    for module in (*model, model):
+        fully_shard(module, reshard_after_forward=True, transport="shared_memory")
+    batch = batch_of(4, 1024)
+    mean_square(lambda x: model(x, both=dist.get_rank() == 1), mine(batch)).backward()
+    parts = zip(batch.chunk(2), (False, True), strict=True)
+    sum(mean_square(lambda x, b=b: reference(x, b), x) / 2 for x, b in parts).backward()
+    assert_same_gradients(model, reference, 1e-4)
+
+
+def test_a_rank_that_waits_in_a_gather_reads_what_fills_mailboxes(run_ranks):
+    run_ranks(2, in_little_memory, _missing_and_gathered_again)
 
 
 def test_other_orders_within_a_bucket_of_shared_memory_are_right(run_ranks):
