@@ -199,19 +199,35 @@ def parse_arguments() -> argparse.Namespace:
     parser.set_defaults(run=steps)
     parts = parser.add_subparsers(title="parts", metavar="PART")
     for part in (parser, parts.add_parser("compile", help=compile.__doc__)):
-        part.add_argument("-w", "--workloads", type=_names(WORKLOADS), default=_DEFAULT_WORKLOADS)
-        part.add_argument("-m", "--modes", type=_names(modes), default=list(MODES))
-        part.add_argument("--ranks", type=int, default=2)
-        part.add_argument("--malloc", choices=["default", "tuned"], default="default")
+        part.add_argument(
+            "-w",
+            "--workloads",
+            type=_names(WORKLOADS),
+            default=_DEFAULT_WORKLOADS,
+            metavar="A,B,...",
+            help="all but tiny, which takes a minute",
+        )
+        part.add_argument(
+            "-m", "--modes", type=_names(modes), default=list(MODES), metavar="M,...", help="all"
+        )
+        part.add_argument("--ranks", type=int, default=2, help="processes of each mode")
+        part.add_argument(
+            "--malloc",
+            choices=["default", "tuned"],
+            default="default",
+            help="tuned: without the page faults of glibc's",
+        )
     part.set_defaults(run=compile)
-    told = parts.add_parser("agreement", help=agreement.__doc__)
+    told = parts.add_parser("agreement", help=" ".join(str(agreement.__doc__).split()))
     told.add_argument("-w", "--workloads", type=_names(WORKLOADS), default=["B", "deep"])
     told.add_argument("-m", "--modes", type=_names(modes), default=["zero3", "zero3-c10d"])
     told.set_defaults(run=agreement, ranks=2, malloc="default")
     for part in (parser, told):
         part.add_argument("--rounds", type=int, default=15, help="steps of each mode")
     parser.add_argument("--warmup", type=int, default=3, help="steps before the first round")
-    parser.add_argument("--output", type=Path, default=Path("build/bench"))
+    parser.add_argument(
+        "--output", type=Path, default=Path("build/bench"), help="folder of results (build/bench)"
+    )
     raw = parts.add_parser("primitives", help=primitives.__doc__)
     raw.add_argument("--ranks", type=int, default=2)
     raw.add_argument("--malloc", choices=["default", "tuned"], default="default")
