@@ -119,8 +119,8 @@ def share(
                 f"{dist.get_backend(group)}, and the mesh is on {device!r}"
             )
         return None  # as all ranks know without asking
-    segments = _Segments(fulls, group, take_turns)
-    mine = _offer(transport, described, segments.sizes if rank == 0 else ())
+    segments = _Segments(fulls, group, take_turns) if fulls else None
+    mine = _offer(transport, described, segments.sizes if segments and rank == 0 else ())
     try:
         offers = [_Offer(*offer) for offer in agree.gather("fully_shard", mine, group)]
         if len({offer.transport for offer in offers}) > 1:
@@ -128,7 +128,7 @@ def share(
             raise Zero3Error(f"ranks disagree on the transport, {asked}: give all the same")
         for other, offer in enumerate(offers):
             _check_alike(described, offer.described, rank, other)
-        if transport == "c10d":
+        if segments is None or transport == "c10d":
             return None
         troubles = [_trouble(offer, offers[0]) for offer in offers]
         if not any(troubles):
