@@ -205,10 +205,15 @@ def parse_arguments() -> argparse.Namespace:
             type=_names(WORKLOADS),
             default=_DEFAULT_WORKLOADS,
             metavar="A,B,...",
-            help="all but tiny, which takes a minute",
+            help="all but tiny (which takes a minute) without this",
         )
         part.add_argument(
-            "-m", "--modes", type=_names(modes), default=list(MODES), metavar="M,...", help="all"
+            "-m",
+            "--modes",
+            type=_names(modes),
+            default=list(MODES),
+            metavar="M,...",
+            help="all without this",
         )
         part.add_argument("--ranks", type=int, default=2, help="processes of each mode")
         part.add_argument(
