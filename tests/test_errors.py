@@ -396,7 +396,7 @@ def write_in_forward(how):
 @pytest.mark.parametrize(
     ("policy", "error", "message"),
     [
-        (None, TypeError, "mp_policy is a .*MixedPrecisionPolicy, got a NoneType"),
+        (None, TypeError, "mp_policy is a .*MixedPrecisionPolicy, got None;"),
         (
             MixedPrecisionPolicy(param_dtype="bfloat16"),
             ValueError,
