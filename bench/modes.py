@@ -93,7 +93,7 @@ def _sharded(workload: Workload, fully_shard: Callable, **settings: Any) -> nn.M
 def zero3(
     workload: Workload,
     *,
-    compiled: bool = True,
+    compiled: str = "model",
     options: dict[str, Any] | None = None,
     reduce_bucket_mb: float | None = None,
     **settings: Any,
@@ -104,17 +104,22 @@ def zero3(
         for module in model.modules():
             for parameter in parameters_of(module).values():
                 parameter.handle.bucket_bytes = int(reduce_bucket_mb * 2**20)
-    run = torch.compile(model, backend="zero3", options=options) if compiled else model
+    run = _compiled(model, compiled, backend="zero3", options=options)
     return _step(run, _adamw(model.parameters()))
+
+
+def _compiled(model: nn.Module, what: str, **settings: Any) -> nn.Module:
+    """The model to call, of which the ``model``, its ``blocks`` or nothing, ``no``, is compiled."""
+    if what == "blocks":
+        torch._dynamo.config.recompile_limit = len(model.model.layers) + 1  # a graph each
+        for block in model.model.layers:
+            block.compile(**settings)
+    return torch.compile(model, **settings) if what == "model" else model
 
 
 def _fsdp2(workload: Workload, *, compiled: str) -> Step:
     model = _sharded(workload, fsdp2)
-    if compiled == "blocks":
-        for block in model.model.layers:
-            block.compile()
-    run = torch.compile(model) if compiled == "model" else model
-    return _step(run, _adamw(model.parameters()))
+    return _step(_compiled(model, compiled), _adamw(model.parameters()))
 
 
 def _ddp(workload: Workload, *, compiled: bool) -> Step:
@@ -212,7 +217,12 @@ MODES = {
         "ours, compiled, all gathered again in backward, in bounded memory",
         partial(zero3, reshard_after_forward=True),
     ),
-    "zero3-eager": Mode("ours, eager", partial(zero3, compiled=False)),
+    "zero3-blocks": Mode("ours, each block compiled", partial(zero3, compiled="blocks")),
+    "zero3-blocks-again": Mode(
+        "ours, each block compiled, all gathered again in backward",
+        partial(zero3, compiled="blocks", reshard_after_forward=True),
+    ),
+    "zero3-eager": Mode("ours, eager", partial(zero3, compiled="no")),
     "zero3-c10d": Mode(
         "ours, compiled, by messages in place of shared memory", partial(zero3, transport="c10d")
     ),

@@ -75,8 +75,8 @@ LetterPtr Mailbox::post(const ParameterPtr& parameter, size_t block, const at::T
     poll(/*all=*/true);
     return who_keeps(deposit, deposit.latest(), parameter->fqn);
   });
-  const auto offset =
-      grad.defined() ? static_cast<const uint8_t*>(grad.const_data_ptr()) - mine_ : 0;
+  const bool is_empty = !grad.defined() || grad.numel() == 0;  // with no memory
+  const auto offset = is_empty ? 0 : static_cast<const uint8_t*>(grad.const_data_ptr()) - mine_;
   const auto dtype = grad.defined() ? static_cast<int8_t>(grad.scalar_type()) : kZero;
   const uint64_t epoch = deposit.next_epoch(backward);
   deposit.put(epoch, {static_cast<uint64_t>(offset), dtype, static_cast<int8_t>(wire_dtype)});
