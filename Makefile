@@ -14,13 +14,15 @@ CXX_TESTS = $(wildcard tests/*.cpp)
 BUILD_SOURCES = setup.py pyproject.toml $(CXX_SOURCES)
 PACKAGE_SOURCES = $(wildcard deepcompile_zero3/*.py deepcompile_zero3/*/*.py)
 
-.PHONY: help train test test-torch sanitize bench lint clean
+.PHONY: help train test test-torch test-gpu check-cuda sanitize bench lint clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make train [ARGS="--steps 500 --ranks 4 --model gpt2"]   train a small transformer'
 	@echo 'make test [ARGS="-k gather"]                             run the tests'
 	@echo 'make test-torch TORCH=2.15.0                             smoke-test another torch'
+	@echo 'make check-cuda                                          build for GPUs, with or without one'
+	@echo 'make test-gpu                                            test on the GPU of this machine'
 	@echo 'make sanitize [ARGS="-k tied"]                            look for memory errors in csrc/'
 	@echo 'make bench [ARGS="-w A -m floor,zero3"]                  compare with others; under an hour'
 	@echo 'make lint                                                check style and types'
@@ -40,6 +42,24 @@ test-torch: VENV = .venv-torch-$(TORCH)
 test-torch:
 	$(MAKE) VENV=$(VENV) $(VENV)/.installed-copy
 	cd tests && ../$(BIN)/pytest -m smoke $(ARGS)
+
+# The runtime with its kernels for GPUs, on a machine that need not have one. torch's wheel for CUDA
+# brings most of the headers and libraries, and a toolkit, CUDA_HOME, the compiler and the rest.
+CUDA_HOME ?= /usr/local/cuda
+check-cuda: VENV = .venv-cuda
+check-cuda: TORCH = 2.15.0
+check-cuda:
+	@test -x $(CUDA_HOME)/bin/nvcc || \
+	  { echo "there is no $(CUDA_HOME)/bin/nvcc: make check-cuda CUDA_HOME=..." >&2; exit 1; }
+	$(MAKE) VENV=$(VENV) TORCH=$(TORCH) $(VENV)/.torch-$(TORCH)
+	wheel=$$(echo $(CURDIR)/$(VENV)/lib/python3*/site-packages/nvidia/cu13) && \
+	  CUDA_HOME=$(CUDA_HOME) CPATH=$$wheel/include LIBRARY_PATH=$$wheel/lib \
+	  TORCH_CUDA_ARCH_LIST="8.0;9.0;10.0" ZERO3_CUDA=1 ZERO3_WERROR=1 \
+	  $(MAKE) VENV=$(VENV) TORCH=$(TORCH) $(VENV)/.installed-copy
+	cd tests && ../$(BIN)/pytest -m "smoke or cuda_build" $(ARGS)
+
+test-gpu: $(VENV)/.installed
+	$(BIN)/pytest -m "gpu or cuda_build" $(ARGS)
 
 # A runtime that AddressSanitizer and UndefinedBehaviorSanitizer watch, in an environment of its own.
 # Python was not built with them, so they are loaded ahead of it. What they cannot tell here: a leak,
@@ -68,7 +88,7 @@ lint: $(VENV)/.dev
 	$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES) $(CXX_TESTS)
 
 clean:
-	rm -rf .venv .venv-torch-* .venv-sanitize build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-torch-* .venv-cuda .venv-sanitize build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -f deepcompile_zero3/*.so
 	find deepcompile_zero3 tests examples bench -name __pycache__ -prune -exec rm -rf {} +
 

@@ -8,7 +8,12 @@ from setuptools import setup
 from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
 
 ROOT = Path(__file__).parent
-SOURCES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").glob("*.cpp"))
+
+
+def sources(*suffixes: str) -> list[str]:
+    """Of csrc, those with such suffixes."""
+    paths = (ROOT / "csrc").iterdir()
+    return sorted(str(path.relative_to(ROOT)) for path in paths if path.suffix in suffixes)
 
 
 def has_cuda() -> bool:
@@ -41,24 +46,34 @@ def sanitizer_flags() -> list[str]:
     ]
 
 
-extension = CUDAExtension if has_cuda() else CppExtension
+CXX_FLAGS = [
+    "-O3",
+    "-std=c++20",
+    "-Wall",
+    "-Wextra",
+    "-Wno-unused-parameter",
+    "-fvisibility=hidden",
+    *sanitizer_flags(),
+]
+NVCC_FLAGS = ["-O3", "-std=c++20", "--expt-relaxed-constexpr", "-Xcompiler=-fvisibility=hidden"]
+if os.environ.get("ZERO3_WERROR") == "1":
+    CXX_FLAGS.append("-Werror")
+    NVCC_FLAGS += ["--Werror=all-warnings"]
 
-setup(
-    ext_modules=[
-        extension(
-            "deepcompile_zero3._C",
-            SOURCES,
-            extra_compile_args=[
-                "-O3",
-                "-std=c++20",
-                "-Wall",
-                "-Wextra",
-                "-Wno-unused-parameter",
-                "-fvisibility=hidden",
-                *sanitizer_flags(),
-            ],
-            extra_link_args=sanitizer_flags(),
-        )
-    ],
-    cmdclass={"build_ext": BuildExtension},
-)
+if has_cuda():
+    extension = CUDAExtension(
+        "deepcompile_zero3._C",
+        sources(".cpp", ".cu"),
+        define_macros=[("ZERO3_WITH_CUDA", None)],
+        extra_compile_args={"cxx": CXX_FLAGS, "nvcc": NVCC_FLAGS},
+        extra_link_args=sanitizer_flags(),
+    )
+else:
+    extension = CppExtension(
+        "deepcompile_zero3._C",
+        sources(".cpp"),
+        extra_compile_args=CXX_FLAGS,
+        extra_link_args=sanitizer_flags(),
+    )
+
+setup(ext_modules=[extension], cmdclass={"build_ext": BuildExtension})

@@ -3,6 +3,7 @@
 #include <ATen/record_function.h>
 
 #include "collective_log.h"
+#include "copy.h"
 #include "memory.h"
 #include "sum.h"
 
@@ -36,12 +37,14 @@ void AllReduce::start() {
   RECORD_USER_SCOPE(scope_name("all_reduce start", parameters_));
   rows_ = pooled_empty({world_size_, (numel_ + world_size_ - 1) / world_size_}, options_);
   auto rest = rows_.view(-1);
+  std::vector<Copy> copies;
   for (auto& partial : partials_) {
     const int64_t count = partial.shard.numel();
-    rest.narrow(0, 0, count).view(partial.shard.sizes()).copy_(partial.shard);
+    copies.push_back({rest.narrow(0, 0, count).view(partial.shard.sizes()), partial.shard});
     rest = rest.narrow(0, count, rest.numel() - count);
   }
-  rest.zero_();
+  copies.push_back({rest, {}});
+  copy_all(copies, rows_.scalar_type());
   exchange_ = std::make_unique<Exchange>(group_name_, rank_);
   exchange_->reduce(rows_.unbind(), key());
   record({"all_reduce", options_.dtype().toScalarType(), static_cast<int64_t>(rows_.nbytes()),
@@ -55,7 +58,7 @@ void AllReduce::finish(std::vector<ReducedGradient>& results) {
   auto mine = rows_[rank_];
   sum_and_divide(mine, exchange_->addends().front(), wire_dtype, 1);
   exchange_ = std::make_unique<Exchange>(group_name_, rank_);
-  exchange_->gather(rows_, "gather " + key());
+  exchange_->gather({{rows_, "gather " + key()}});
   exchange_->wait();
   auto rest = rows_.view(-1);
   for (size_t i = 0; i < partials_.size(); ++i) {

@@ -4,6 +4,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/python.h>
 
+#include "copy.h"
 #include "error.h"
 #include "exchange.h"
 #include "gather.h"
@@ -177,6 +178,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return blocks_of(rows, row_bytes, world_size).size() * world_size * sizeof(Progress);
   });
   m.attr("CACHE_LINE") = kCacheLine;
+#if defined(ZERO3_WITH_CUDA)
+  m.attr("WITH_CUDA") = true;
+#else
+  m.attr("WITH_CUDA") = false;
+#endif
   m.def("make_read_only", &make_read_only);
 
   py::class_<Collective>(m, "Collective")
@@ -226,6 +232,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("limit_buffers", &limit_pool, py::call_guard<py::gil_scoped_release>());
   m.def("make_placeholder", &make_placeholder);
   m.def("declare_grad_dtype", &declare_grad_dtype);
+  m.def("copy_all",
+        [](const std::vector<at::Tensor>& to, const std::vector<std::optional<at::Tensor>>& from,
+           at::ScalarType through, double divisor) {
+          std::vector<Copy> copies;
+          for (size_t i = 0; i < to.size(); ++i)
+            copies.push_back({to[i], from.at(i).value_or(at::Tensor())});
+          copy_all(copies, through, divisor);
+        });
   py::register_local_exception_translator([](std::exception_ptr raised) {
     try {
       if (raised) std::rethrow_exception(raised);

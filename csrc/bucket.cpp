@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "collective_log.h"
+#include "copy.h"
 #include "exchange.h"
 #include "mailbox.h"
 #include "memory.h"
@@ -20,34 +21,6 @@ double pre_divide_factor(at::ScalarType wire_dtype, double divide_factor) {
   return wire_dtype == at::kHalf
              ? std::exp2(std::floor(std::log2(std::sqrt(std::max(divide_factor, 1.0)))))
              : 1.0;
-}
-
-bool is_exact(at::ScalarType from, at::ScalarType to) { return at::promote_types(from, to) == to; }
-
-void copy_divided(const at::Tensor& target, const at::Tensor& source, double divisor) {
-  if (divisor == 1.0)
-    target.copy_(source);
-  else
-    at::div_out(const_cast<at::Tensor&>(target), source, at::scalar_tensor(divisor, at::kDouble));
-}
-
-// target = source.to(through) / divisor, in the dtype of `target`. Where a cast would have to go
-// through memory, it goes by blocks of rows that stay in the cache.
-void copy_through(const at::Tensor& target, const at::Tensor& source, at::ScalarType through,
-                  double divisor) {
-  const bool one_cast = divisor == 1.0 && through == target.scalar_type();
-  if (one_cast || is_exact(source.scalar_type(), through)) {
-    copy_divided(target, source, divisor);
-    return;
-  }
-  constexpr int64_t kBlock = 16 << 10;  // elements
-  const int64_t rows = target.size(0);
-  const int64_t step =
-      target.is_cpu() ? std::max<int64_t>(kBlock * rows / target.numel(), 1) : rows;
-  for (int64_t row = 0; row < rows; row += step) {
-    const int64_t count = std::min(step, rows - row);
-    copy_divided(target.narrow(0, row, count), source.narrow(0, row, count).to(through), divisor);
-  }
 }
 
 // The rows that `rank` owns of a full tensor.
@@ -146,6 +119,7 @@ class ExchangedGradients : public Bucket {
   std::vector<at::Tensor> finish() override {
     exchange_.wait();
     std::vector<at::Tensor> shards;
+    std::vector<Copy> copies;  // of what a collective has summed
     for (auto& [parameter, shard_dtype, piece, offset, is_alone] : entries_) {
       const auto sizes = parameter->sizes_with_rows(parameter->shard_rows());
       const int64_t numel = parameter->shard_rows() * parameter->row_numel();
@@ -157,9 +131,13 @@ class ExchangedGradients : public Bucket {
         shard = addends[addends.size() > 1 && rank_ == 0 ? 1 : 0].view(sizes);  // what was received
       else
         shard = pooled_empty(sizes, options_.dtype(shard_dtype));
-      sum_and_divide(shard, addends, wire_dtype(), divisor_now());
+      if (addends.size() == 1 && !shard.is_cpu())
+        copies.push_back({shard, addends.front().view(sizes)});
+      else
+        sum_and_divide(shard, addends, wire_dtype(), divisor_now());
       shards.push_back(shard);
     }
+    copy_all(copies, wire_dtype(), divisor_now());
     return shards;
   }
 
@@ -188,7 +166,7 @@ class ExchangedGradients : public Bucket {
       if (!owned || !grad.is_contiguous() || grad.scalar_type() != wire_dtype() ||
           through != wire_dtype() || pre_divide_factor_ != 1.0) {
         full = pooled_empty(parameter->sizes, options_);
-        copy_through(full, grad, through, pre_divide_factor_);
+        copy_all({{full, grad}}, through, pre_divide_factor_);
       }
       Rows rows;
       for (int64_t rank = 0; rank < world_size_; ++rank)
@@ -210,15 +188,15 @@ class ExchangedGradients : public Bucket {
 
   // Casts, lays out and copies in one pass over memory.
   void pack(const Parameter& parameter, const at::Tensor& grad, at::ScalarType through) {
+    std::vector<Copy> copies;
     for (int64_t rank = 0; rank < world_size_; ++rank) {
       auto chunk = slab_[rank].narrow(0, slab_used_, parameter.chunk_numel());
       auto source = rows_of(grad, parameter, rank);
       const int64_t owned = source.numel();
-      if (owned > 0)
-        copy_through(chunk.narrow(0, 0, owned).view(source.sizes()), source, through,
-                     pre_divide_factor_);
-      chunk.narrow(0, owned, chunk.numel() - owned).zero_();
+      copies.push_back({chunk.narrow(0, 0, owned).view(source.sizes()), source});
+      copies.push_back({chunk.narrow(0, owned, chunk.numel() - owned), {}});
     }
+    copy_all(copies, through, pre_divide_factor_);
     slab_used_ += parameter.chunk_numel();
   }
 
@@ -278,7 +256,7 @@ class PostedGradients : public Bucket {
       const auto rows = grad.narrow(0, block.begin, block.rows);
       if (is_there) return rows;
       auto posted = mailbox_->empty(rows.sizes(), dtype, parameter->fqn);
-      copy_through(posted, rows, through, pre_divide_factor_);
+      copy_all({{posted, rows}}, through, pre_divide_factor_);
       return posted;
     });
   }

@@ -152,8 +152,21 @@ WorkPtr reduce_scatter(AnyGroup& group, at::Tensor shard, at::Tensor full) {
     return group._reduce_scatter_base(shard, full);
 }
 
+template <typename AnyGroup>
+WorkPtr all_gather_coalesced(AnyGroup& group, std::vector<at::Tensor>& fulls,
+                             std::vector<at::Tensor>& shards) {
+  if constexpr (requires { group.all_gather_single_coalesced(fulls, shards); })
+    return group.all_gather_single_coalesced(fulls, shards);
+  else
+    return group.allgather_into_tensor_coalesced(fulls, shards);
+}
+
+std::string backend_name(Group& group, at::Device device) {
+  return group.getBackend(device.type())->getBackendName();
+}
+
 bool is_point_to_point(Group& group, at::Device device) {
-  return device.is_cpu() && group.getBackend(device.type())->getBackendName() == "gloo";
+  return device.is_cpu() && backend_name(group, device) == "gloo";
 }
 
 // Rows that lie one after the other are one run already.
@@ -200,20 +213,34 @@ Exchange::~Exchange() {
   if (running_ && !running_->parts.empty()) Orphans::get().add(std::move(running_));
 }
 
-void Exchange::gather(const at::Tensor& rows, const std::string& key) {
+void Exchange::gather(const std::vector<Piece>& pieces) {
   auto& [rank, group, tensors, parts] = *running_;
   WithoutSavedTensorHooks guard;
-  tensors.push_back(rows);
-  const auto start = [&](int64_t with, auto begin) {
-    running_->start("rank " + std::to_string(with), key, begin);
-  };
-  if (rows.numel() == 0) return;
-  if (is_point_to_point(*group, rows.device()))
-    start_messages(
-        *group, rank, rows.size(0), key, [&](int64_t) { return rows[rank]; },
-        [&](int64_t from) { return rows[from]; }, start);
-  else
-    running_->start("others", key, [&] { return all_gather(*group, rows.view(-1), rows[rank]); });
+  std::vector<at::Tensor> fulls, shards;
+  std::string keys;
+  for (auto& [all_rows, key] : pieces) {
+    const auto& rows = tensors.emplace_back(all_rows);
+    if (rows.numel() == 0) continue;
+    if (is_point_to_point(*group, rows.device())) {
+      const auto start = [&, key = key](int64_t with, auto begin) {
+        running_->start("rank " + std::to_string(with), key, begin);
+      };
+      start_messages(
+          *group, rank, rows.size(0), key, [&](int64_t) { return rows[rank]; },
+          [&](int64_t from) { return rows[from]; }, start);
+    } else {
+      fulls.push_back(rows.view(-1));
+      shards.push_back(rows[rank]);
+      keys += (keys.empty() ? "" : ", ") + key;
+    }
+  }
+  if (fulls.empty()) return;
+  if (fulls.size() > 1 && backend_name(*group, fulls[0].device()) == "nccl") {
+    running_->start("others", keys, [&] { return all_gather_coalesced(*group, fulls, shards); });
+    return;
+  }
+  for (size_t i = 0; i < fulls.size(); ++i)
+    running_->start("others", keys, [&] { return all_gather(*group, fulls[i], shards[i]); });
 }
 
 void Exchange::reduce(const Rows& rows, const std::string& key) {

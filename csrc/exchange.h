@@ -39,8 +39,13 @@ class Exchange {
   Exchange(const std::string& group_name, int64_t rank);
   ~Exchange();
 
-  // `rows` is [world, n], contiguous; others must not read it before wait().
-  void gather(const at::Tensor& rows, const std::string& key);
+  // Several at once, as one collective where the backend has that. `rows` is [world, n],
+  // contiguous; others must not read it before wait().
+  struct Piece {
+    at::Tensor rows;
+    std::string key;
+  };
+  void gather(const std::vector<Piece>& pieces);
 
   // All n are one unless the group is point to point. Others must not write to `rows` before
   // wait().

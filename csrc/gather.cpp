@@ -6,6 +6,7 @@
 
 #include "apart.h"
 #include "collective_log.h"
+#include "copy.h"
 #include "error.h"
 #include "exchange.h"
 #include "memory.h"
@@ -49,39 +50,46 @@ class ExchangedBucket : public GatherBucket {
  public:
   explicit ExchangedBucket(std::vector<ParameterPtr> parameters)
       : GatherBucket(std::move(parameters)) {
-    const Parameter& first = *parameters_.front();
-    const bool may_travel_alone =
-        parameters_.size() == 1 || is_point_to_point(first.group_name, first.device);
     for (auto& parameter : parameters_) {
-      const bool alone = may_travel_alone && parameter->is_contiguous() &&
-                         (parameters_.size() == 1 || parameter->chunk_numel() == 0 ||
-                          bytes_of_chunk(*parameter) >= kWorthAMessage);
+      const bool alone =
+          parameter->is_contiguous() && (parameters_.size() == 1 || parameter->chunk_numel() == 0 ||
+                                         bytes_of_chunk(*parameter) >= kWorthAMessage);
       own_rows_.push_back(alone ? new_rows(parameter->chunk_numel()) : at::Tensor());
       if (!alone) shared_numel_ += parameter->chunk_numel();
     }
     if (shared_numel_ > 0) shared_rows_ = new_rows(shared_numel_);
   }
 
-  // Writes this rank's rows, the cast in the same pass, and starts.
+  // Writes this rank's rows, the cast in the same pass, and starts: on a CPU each when it is
+  // written, on others all at once.
   void start() override {
     const Parameter& first = *parameters_.front();
     const std::string kind = std::string("gather ") + c10::toString(first.compute_dtype);
     std::string shared;
     int64_t offset = 0;
     exchange_ = std::make_unique<Exchange>(first.group_name, first.rank);
+    std::vector<Copy> copies;
+    std::vector<Exchange::Piece> pieces;
+    const auto send = [&] {
+      copy_all(std::exchange(copies, {}), first.compute_dtype);
+      exchange_->gather(std::exchange(pieces, {}));
+    };
     for (size_t i = 0; i < parameters_.size(); ++i) {
       const Parameter& parameter = *parameters_[i];
       const auto key = " " + parameter.chunk_key();
       if (own_rows_[i].defined()) {
-        write(parameter, own_rows_[i][first.rank]);
-        exchange_->gather(own_rows_[i], kind + key);
+        write(parameter, own_rows_[i][first.rank], copies);
+        pieces.push_back({own_rows_[i], kind + key});
       } else {
-        write(parameter, shared_rows_[first.rank].narrow(0, offset, parameter.chunk_numel()));
+        write(parameter, shared_rows_[first.rank].narrow(0, offset, parameter.chunk_numel()),
+              copies);
         offset += parameter.chunk_numel();
         shared += key;
       }
+      if (first.device.is_cpu()) send();
     }
-    if (shared_numel_ > 0) exchange_->gather(shared_rows_, kind + shared);
+    if (shared_numel_ > 0) pieces.push_back({shared_rows_, kind + shared});
+    send();
     record_start();
   }
 
@@ -89,6 +97,7 @@ class ExchangedBucket : public GatherBucket {
   std::vector<at::Tensor> finish(bool) override {
     exchange_->wait();
     std::vector<at::Tensor> fulls;
+    std::vector<Copy> copies;
     int64_t offset = 0;
     for (size_t i = 0; i < parameters_.size(); ++i) {
       const Parameter& parameter = *parameters_[i];
@@ -100,22 +109,24 @@ class ExchangedBucket : public GatherBucket {
       for (int64_t rank = 0; rank < parameter.world_size; ++rank) {
         const int64_t rows = parameter.rows_of(rank);
         if (rows == 0) break;
-        full.narrow(0, rank * parameter.chunk_rows(), rows)
-            .copy_(shared_rows_[rank]
-                       .narrow(0, offset, rows * parameter.row_numel())
-                       .view(parameter.sizes_with_rows(rows)));
+        copies.push_back({full.narrow(0, rank * parameter.chunk_rows(), rows),
+                          shared_rows_[rank]
+                              .narrow(0, offset, rows * parameter.row_numel())
+                              .view(parameter.sizes_with_rows(rows))});
       }
       fulls.push_back(full);
       offset += parameter.chunk_numel();
     }
+    copy_all(copies, parameters_.front()->compute_dtype);
     return fulls;
   }
 
  private:
-  static void write(const Parameter& parameter, const at::Tensor& chunk) {
+  static void write(const Parameter& parameter, const at::Tensor& chunk,
+                    std::vector<Copy>& copies) {
     const int64_t owned = parameter.shard_rows() * parameter.row_numel();
-    chunk.narrow(0, 0, owned).view(parameter.shard.sizes()).copy_(parameter.shard);
-    chunk.narrow(0, owned, chunk.numel() - owned).zero_();
+    copies.push_back({chunk.narrow(0, 0, owned).view(parameter.shard.sizes()), parameter.shard});
+    copies.push_back({chunk.narrow(0, owned, chunk.numel() - owned), {}});
   }
 
   at::Tensor new_rows(int64_t numel) const {

@@ -22,7 +22,7 @@ class SentRoll : public Roll {
       : exchange_(group_name, rank),
         rows_(at::empty({world_size, static_cast<int64_t>(mine.size())}, at::kByte)) {
     std::memcpy(rows_[rank].mutable_data_ptr(), mine.data(), mine.size());
-    exchange_.gather(rows_, key);
+    exchange_.gather({{rows_, key}});
   }
 
   std::vector<Presences> finish() override {

@@ -4,9 +4,9 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <type_traits>
 
+#include "copy.h"
 #include "stream.h"
 
 namespace zero3 {
@@ -20,12 +20,6 @@ constexpr int64_t kBlock = 128;  // elements, whose sums stay in registers or ne
 #else
 #define ZERO3_VECTORISED
 #endif
-
-// Multiplying by an exact reciprocal gives what dividing does, sooner.
-bool is_power_of_two(double value) {
-  int exponent;
-  return std::frexp(value, &exponent) == 0.5;
-}
 
 template <typename Addend, typename Out>
 ZERO3_VECTORISED void sum_on_cpu(Out* out, const std::vector<const Addend*>& addends, int64_t numel,
@@ -72,6 +66,10 @@ ZERO3_VECTORISED void sum_on_cpu(Out* out, const std::vector<const Addend*>& add
 void sum_and_divide(const at::Tensor& out, const std::vector<at::Tensor>& addends,
                     at::ScalarType wire_dtype, double divisor) {
   const auto dtype = addends.front().scalar_type();
+  if (!out.is_cpu() && addends.size() == 1) {
+    copy_all({{out, addends.front()}}, wire_dtype, divisor);
+    return;
+  }
   const bool is_double = wire_dtype == at::kDouble || out.scalar_type() == at::kDouble;
   if (!out.is_cpu() || (is_double && dtype != wire_dtype)) {
     auto wide = at::promote_types(at::promote_types(wire_dtype, out.scalar_type()), at::kFloat);

@@ -82,6 +82,7 @@ class Copies:
     def nbytes(self) -> int: ...
 
 CACHE_LINE: int
+WITH_CUDA: bool
 
 class Collective:
     @property
@@ -122,6 +123,12 @@ def make_placeholder(
     sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor: ...
 def declare_grad_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> None: ...
+def copy_all(
+    to: Sequence[torch.Tensor],
+    source: Sequence[torch.Tensor | None],
+    through: torch.dtype,
+    divisor: float,
+) -> None: ...
 def set_error(error: type[Exception]) -> None: ...
 def set_refresh(refresh: Callable[[str], None]) -> None: ...
 def set_deliver(

@@ -109,6 +109,11 @@ def new_process_group(
     rank is in, which is another's name when some have been destroyed, or not that of the others.
     """
     backends = dist.get_backend_config(like)
+    options = None
+    if "nccl" in backends:
+        # Its kernels go before those of the computation that they are to be hidden behind.
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = timeout
     device = _c10d._get_default_group().bound_device_id
     group, _ = _new_process_group_helper(
         len(ranks),
@@ -117,6 +122,7 @@ def new_process_group(
         dist.Backend(backends),
         _get_default_store(),
         name,
+        backend_options=options,
         timeout=timeout,
         device_id=device if device is not None and device.type in backends else None,
         group_desc=f"zero3: {name}",

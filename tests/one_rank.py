@@ -7,13 +7,22 @@ import torch
 import torch.distributed as dist
 
 
-@pytest.fixture
-def one_rank(tmp_path):
-    """A gloo process group of one rank; what the test sharded is gone afterwards, names too."""
+def start(backend, folder, **settings):
     gc.collect()  # what an earlier test left, and with it the name of its model
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    store = f"file://{folder}/store"
+    dist.init_process_group(backend, init_method=store, rank=0, world_size=1, **settings)
     torch.manual_seed(0)
-    yield
+
+
+def end():
     torch._dynamo.reset()
     dist.destroy_process_group()
     gc.collect()
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    """A gloo process group of one rank; what the test sharded is gone afterwards, names too."""
+    start("gloo", tmp_path)
+    yield
+    end()

@@ -1,0 +1,81 @@
+"""Steps on a GPU: NCCL with one rank, and two ranks that share the GPU over gloo."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Stack, assert_same_step, batch_of, compiled, mean_square, optimizers_of, shard
+from one_rank import end, start
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from deepcompile_zero3 import record_collectives
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
+]
+each_way = pytest.mark.parametrize("how", ["zero3", "interpreted", "eager"])
+
+
+@pytest.fixture
+def nccl(tmp_path):
+    torch.cuda.set_device(0)
+    start("nccl", tmp_path, device_id=torch.device("cuda", 0))
+    yield
+    end()
+
+
+def _train(how, steps, **settings):
+    model = Stack(width=256, depth=3).cuda()
+    model, reference = shard(model, model.blocks, **settings)
+    run, optimizers = compiled(model, how), optimizers_of(model, reference)
+    for seed in range(steps):
+        batch = batch_of(8, 256, seed=seed).cuda()
+        assert_same_step(model, reference, batch, run=run, optimizers=optimizers)
+
+
+@each_way
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_steps_are_those_of_the_whole_model(nccl, how, reshard_after_forward):
+    _train(how, 3, reshard_after_forward=reshard_after_forward)
+
+
+def _train_over_gloo(how):
+    torch.cuda.set_device(0)
+    _train(how, 2, mesh=init_device_mesh("cuda", (dist.get_world_size(),)))
+
+
+@each_way
+def test_two_ranks_share_the_gpu_over_gloo(run_ranks, how):
+    run_ranks(2, _train_over_gloo, how)
+
+
+def _sharded(policy):
+    model = Stack(width=256, depth=3).cuda()
+    return shard(model, model.blocks, mp_policy=policy)[0]
+
+
+@each_way
+@pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16])
+def test_a_steady_step_waits_for_no_stream(nccl, how, reduce_dtype):
+    model = _sharded(MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype))
+    run = compiled(model, how)
+    batch = batch_of(8, 256).cuda()
+    for _ in range(3):
+        mean_square(run, batch).backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        mean_square(run, batch).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@each_way
+def test_the_wire_has_the_dtypes_of_the_policy(nccl, how):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    run = compiled(_sharded(policy), how)
+    batch = batch_of(8, 256).cuda()
+    with record_collectives() as collectives:
+        mean_square(run, batch).backward()
+    dtypes = {(collective.op, collective.dtype) for collective in collectives}
+    assert dtypes == {("all_gather", torch.bfloat16), ("reduce_scatter", torch.float32)}
