@@ -59,6 +59,9 @@ check-cuda:
 	cd tests && ../$(BIN)/pytest -m "smoke or cuda_build" $(ARGS)
 
 test-gpu: $(VENV)/.installed
+	$(BIN)/python -c 'import sys, torch; from deepcompile_zero3.runtime import _C; \
+	  sys.exit(None if torch.cuda.is_available() and _C.WITH_CUDA else "there is no GPU, or \
+	  the runtime was built without CUDA: make clean, and ZERO3_CUDA=1 CUDA_HOME=... make test-gpu")'
 	$(BIN)/pytest -m "gpu or cuda_build" $(ARGS)
 
 # A runtime that AddressSanitizer and UndefinedBehaviorSanitizer watch, in an environment of its own.

@@ -131,10 +131,13 @@ class ExchangedGradients : public Bucket {
         shard = addends[addends.size() > 1 && rank_ == 0 ? 1 : 0].view(sizes);  // what was received
       else
         shard = pooled_empty(sizes, options_.dtype(shard_dtype));
-      if (addends.size() == 1 && !shard.is_cpu())
-        copies.push_back({shard, addends.front().view(sizes)});
-      else
+      if (addends.size() == 1 && !shard.is_cpu()) {
+        const auto sum = addends.front().view(sizes);
+        const bool is_there = sum.data_ptr() == shard.data_ptr() && divisor_now() == 1;
+        if (!is_there) copies.push_back({shard, sum});
+      } else {
         sum_and_divide(shard, addends, wire_dtype(), divisor_now());
+      }
       shards.push_back(shard);
     }
     copy_all(copies, wire_dtype(), divisor_now());

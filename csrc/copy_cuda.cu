@@ -5,6 +5,7 @@
 
 #include "copy.h"
 #include "copy_kernel.h"
+#include "error.h"
 
 namespace zero3 {
 namespace {
@@ -56,32 +57,41 @@ void copy_by_torch(const Copy& copy, at::ScalarType through, double divisor) {
     return;
   }
   const auto from = copy.from.to(through);
-  copy.to.copy_(divisor == 1 ? from : from.to(at::promote_types(through, at::kFloat)).div(divisor));
+  if (divisor == 1) {
+    copy.to.copy_(from);
+    return;
+  }
+  // On the GPU, or torch would multiply by the reciprocal.
+  const auto wide = from.to(at::promote_types(through, at::kFloat));
+  copy.to.copy_(wide.div(at::full({}, divisor, wide.options())));
 }
 
 }  // namespace
 
 void copy_all_on_cuda(const std::vector<Copy>& copies, at::ScalarType through, double divisor) {
-  std::vector<Copy> rest;
+  std::vector<Copy> ours;
   const c10::cuda::CUDAGuard guard(copies.front().to.device());
   for (auto& [to, from] : copies) {
+    ZERO3_CHECK(!from.defined() || from.sizes() == to.sizes(), "a copy of sizes ", from.sizes(),
+                " to ", to.sizes());
     if (to.numel() == 0) continue;
-    const bool is_ours = to.is_contiguous() && is_floating(to.scalar_type()) &&
-                         (!from.defined() || (from.is_contiguous() && from.is_cuda() &&
-                                              is_floating(from.scalar_type())));
+    const bool is_ours =
+        to.is_contiguous() && is_floating(to.scalar_type()) &&
+        (!from.defined() ||
+         (from.is_contiguous() && from.device() == to.device() && is_floating(from.scalar_type())));
     if (is_ours)
-      rest.push_back({to, from});
+      ours.push_back({to, from});
     else
       copy_by_torch({to, from}, through, divisor);
   }
   const auto from_dtype = [](const Copy& copy) {
     return copy.from.defined() ? copy.from.scalar_type() : copy.to.scalar_type();
   };
-  while (!rest.empty()) {
-    const auto first_from = from_dtype(rest.front());
-    const auto first_to = rest.front().to.scalar_type();
+  while (!ours.empty()) {
+    const auto first_from = from_dtype(ours.front());
+    const auto first_to = ours.front().to.scalar_type();
     std::vector<Copy> alike;
-    std::erase_if(rest, [&](const Copy& copy) {
+    std::erase_if(ours, [&](const Copy& copy) {
       // Zeros come from anything.
       const bool is_alike = copy.to.scalar_type() == first_to &&
                             (!copy.from.defined() || copy.from.scalar_type() == first_from);

@@ -131,17 +131,17 @@ void start_messages(Group& group, int64_t rank, int64_t world_size, const std::s
 
 // ---- the backend's own collectives
 
-// torch 2.13 renamed the two calls; the templates let one source compile against both names.
+// torch 2.13 renamed these calls; the templates let one source compile against both names.
+// More than one only where they are grouped.
 template <typename AnyGroup>
-WorkPtr all_gather(AnyGroup& group, at::Tensor full, at::Tensor shard) {
-  if (c10::isFloat8Type(full.scalar_type())) {  // which backends do not know
-    full = full.view(at::kByte);
-    shard = shard.view(at::kByte);
-  }
-  if constexpr (requires { group.all_gather_single(full, shard); })
-    return group.all_gather_single(full, shard);
+WorkPtr all_gather(AnyGroup& group, std::vector<at::Tensor>& fulls,
+                   std::vector<at::Tensor>& shards) {
+  if constexpr (requires { group.all_gather_single_coalesced(fulls, shards); })
+    return fulls.size() > 1 ? group.all_gather_single_coalesced(fulls, shards)
+                            : group.all_gather_single(fulls[0], shards[0]);
   else
-    return group._allgather_base(full, shard);
+    return fulls.size() > 1 ? group.allgather_into_tensor_coalesced(fulls, shards)
+                            : group._allgather_base(fulls[0], shards[0]);
 }
 
 template <typename AnyGroup>
@@ -150,15 +150,6 @@ WorkPtr reduce_scatter(AnyGroup& group, at::Tensor shard, at::Tensor full) {
     return group.reduce_scatter_single(shard, full);
   else
     return group._reduce_scatter_base(shard, full);
-}
-
-template <typename AnyGroup>
-WorkPtr all_gather_coalesced(AnyGroup& group, std::vector<at::Tensor>& fulls,
-                             std::vector<at::Tensor>& shards) {
-  if constexpr (requires { group.all_gather_single_coalesced(fulls, shards); })
-    return group.all_gather_single_coalesced(fulls, shards);
-  else
-    return group.allgather_into_tensor_coalesced(fulls, shards);
 }
 
 std::string backend_name(Group& group, at::Device device) {
@@ -194,6 +185,10 @@ c10::intrusive_ptr<Group> group_of(const std::string& name) {
 
 }  // namespace
 
+bool is_grouped(const std::string& group_name, at::Device device) {
+  return backend_name(*group_of(group_name), device) == "nccl";
+}
+
 bool is_point_to_point(const std::string& group_name, at::Device device) {
   return is_point_to_point(*group_of(group_name), device);
 }
@@ -218,29 +213,26 @@ void Exchange::gather(const std::vector<Piece>& pieces) {
   WithoutSavedTensorHooks guard;
   std::vector<at::Tensor> fulls, shards;
   std::string keys;
-  for (auto& [all_rows, key] : pieces) {
-    const auto& rows = tensors.emplace_back(all_rows);
+  for (auto& [rows, key] : pieces) {
+    tensors.push_back(rows);
     if (rows.numel() == 0) continue;
     if (is_point_to_point(*group, rows.device())) {
-      const auto start = [&, key = key](int64_t with, auto begin) {
-        running_->start("rank " + std::to_string(with), key, begin);
-      };
       start_messages(
           *group, rank, rows.size(0), key, [&](int64_t) { return rows[rank]; },
-          [&](int64_t from) { return rows[from]; }, start);
-    } else {
-      fulls.push_back(rows.view(-1));
-      shards.push_back(rows[rank]);
-      keys += (keys.empty() ? "" : ", ") + key;
+          [&](int64_t from) { return rows[from]; },
+          [&](int64_t with, auto begin) {
+            running_->start("rank " + std::to_string(with), key, begin);
+          });
+      continue;
     }
+    // Backends do not know float8.
+    const auto sent = c10::isFloat8Type(rows.scalar_type()) ? rows.view(at::kByte) : rows;
+    fulls.push_back(sent.view(-1));
+    shards.push_back(sent[rank]);
+    keys += (keys.empty() ? "" : ", ") + key;
   }
-  if (fulls.empty()) return;
-  if (fulls.size() > 1 && backend_name(*group, fulls[0].device()) == "nccl") {
-    running_->start("others", keys, [&] { return all_gather_coalesced(*group, fulls, shards); });
-    return;
-  }
-  for (size_t i = 0; i < fulls.size(); ++i)
-    running_->start("others", keys, [&] { return all_gather(*group, fulls[i], shards[i]); });
+  if (!fulls.empty())
+    running_->start("others", keys, [&] { return all_gather(*group, fulls, shards); });
 }
 
 void Exchange::reduce(const Rows& rows, const std::string& key) {

@@ -25,6 +25,9 @@ constexpr int64_t kWorthAMessage = 64 << 10;  // bytes; tensors that are smaller
 // so that several tensors need not share a buffer.
 bool is_point_to_point(const std::string& group_name, at::Device device);
 
+// Whether one collective of this group and device gathers several tensors, each in its place.
+bool is_grouped(const std::string& group_name, at::Device device);
+
 // How long ranks of this group wait for each other.
 std::chrono::milliseconds timeout_of(const std::string& group_name);
 
@@ -39,12 +42,12 @@ class Exchange {
   Exchange(const std::string& group_name, int64_t rank);
   ~Exchange();
 
-  // Several at once, as one collective where the backend has that. `rows` is [world, n],
-  // contiguous; others must not read it before wait().
   struct Piece {
-    at::Tensor rows;
+    at::Tensor rows;  // [world, n], contiguous; others must not read it before wait()
     std::string key;
   };
+
+  // Several at once; as one collective where tensors are grouped.
   void gather(const std::vector<Piece>& pieces);
 
   // All n are one unless the group is point to point. Others must not write to `rows` before

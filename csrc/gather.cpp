@@ -50,10 +50,14 @@ class ExchangedBucket : public GatherBucket {
  public:
   explicit ExchangedBucket(std::vector<ParameterPtr> parameters)
       : GatherBucket(std::move(parameters)) {
+    const Parameter& first = *parameters_.front();
+    const bool may_travel_alone = parameters_.size() == 1 ||
+                                  is_point_to_point(first.group_name, first.device) ||
+                                  is_grouped(first.group_name, first.device);
     for (auto& parameter : parameters_) {
-      const bool alone =
-          parameter->is_contiguous() && (parameters_.size() == 1 || parameter->chunk_numel() == 0 ||
-                                         bytes_of_chunk(*parameter) >= kWorthAMessage);
+      const bool alone = may_travel_alone && parameter->is_contiguous() &&
+                         (parameters_.size() == 1 || parameter->chunk_numel() == 0 ||
+                          bytes_of_chunk(*parameter) >= kWorthAMessage);
       own_rows_.push_back(alone ? new_rows(parameter->chunk_numel()) : at::Tensor());
       if (!alone) shared_numel_ += parameter->chunk_numel();
     }

@@ -110,7 +110,7 @@ def new_process_group(
     """
     backends = dist.get_backend_config(like)
     options = None
-    if "nccl" in backends:
+    if "nccl" in dist.BackendConfig(dist.Backend(backends)).device_backend_map.values():
         # Its kernels go before those of the computation that they are to be hidden behind.
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = timeout

@@ -22,7 +22,8 @@ def _expected(source, to, through, divisor):
     if source is None:
         return torch.zeros_like(to)
     wide = torch.promote_types(torch.promote_types(through, to.dtype), torch.float32)
-    return (source.to(through).to(wide) / divisor).to(to.dtype)
+    quotient = source.cpu().to(through).to(wide) / divisor  # a GPU would multiply by 1 / divisor
+    return quotient.to(to.dtype).to(to.device)
 
 
 @pytest.mark.parametrize("divisor", [1, 4, 3])
@@ -33,10 +34,11 @@ def test_copies_are_cast_through_a_dtype_and_divided(device, divisor):
             torch.randn(3, 5, dtype=torch.float64).to(from_dtype).to(device),
             torch.randn(7, 4, dtype=torch.float64).to(from_dtype).to(device).t(),
             torch.randn(70_001, dtype=torch.float64).to(from_dtype).to(device)[1:],
+            torch.randn(70_000, dtype=torch.float64).to(from_dtype).to(device),  # aligned
             None,
             torch.empty(0, dtype=from_dtype, device=device),
         ]
-        sizes = [(3, 5), (4, 7), (70_000,), (11,), (0,)]
+        sizes = [(3, 5), (4, 7), (70_000,), (70_000,), (11,), (0,)]
         targets = [torch.full(size, torch.nan, dtype=to_dtype, device=device) for size in sizes]
         _C.copy_all(targets, sources, through, divisor)
         for to, source in zip(targets, sources, strict=True):
@@ -52,7 +54,8 @@ def test_copies_are_cast_through_a_dtype_and_divided(device, divisor):
 def test_more_copies_than_one_launch_takes(device):
     if device == "cpu":
         pytest.skip("a CPU launches nothing")
-    sources = [torch.randn(n % 50 + 1, device=device) for n in range(1000)]
+    sizes = [70_000 if n % 100 == 0 else n % 50 + 1 for n in range(1000)]
+    sources = [torch.randn(size, device=device) for size in sizes]
     targets = [torch.empty_like(source, dtype=torch.bfloat16) for source in sources]
     _C.copy_all(targets, sources, torch.float32, 2)
     for to, source in zip(targets, sources, strict=True):

@@ -47,7 +47,7 @@ def _train_over_gloo(how):
 
 @each_way
 def test_two_ranks_share_the_gpu_over_gloo(run_ranks, how):
-    run_ranks(2, _train_over_gloo, how)
+    run_ranks(2, _train_over_gloo, how, timeout=300)
 
 
 def _sharded(policy):
