@@ -11,6 +11,7 @@ from deepcompile_zero3.capture import CapturedGraph, CapturedGraphs, capture_gra
 from deepcompile_zero3.checks import detect_nonfinite, gradient_norms
 from deepcompile_zero3.defer import defer_reduction, deposit_grad
 from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.explain import Report, explain
 from deepcompile_zero3.fully_shard import fully_shard
 from deepcompile_zero3.module import Zero3Module, register_fsdp_forward_method
 from deepcompile_zero3.runtime import (
@@ -34,6 +35,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "Options",
+    "Report",
     "Zero3Error",
     "Zero3Module",
     "buffer_stats",
@@ -41,6 +43,7 @@ __all__ = [
     "defer_reduction",
     "deposit_grad",
     "detect_nonfinite",
+    "explain",
     "fully_shard",
     "gradient_norms",
     "limit_buffers",

@@ -9,6 +9,7 @@ import datetime
 import importlib
 import operator
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -84,6 +85,7 @@ _get_default_store: Callable = _private("torch.distributed.distributed_c10d", "_
 _c10d: Any = _private("torch.distributed", "distributed_c10d")
 
 _skip_code: Callable[..., None] = _private("torch._dynamo.eval_frame", "skip_code")
+_counters: Any = _private("torch._dynamo.utils", "counters")
 _functorch_config = _private("torch._functorch", "config")
 _inductor_config = _private("torch._inductor", "config")
 _DTensorSpec = _private("torch.distributed.tensor._dtensor_spec", "DTensorSpec")
@@ -136,9 +138,19 @@ def custom_partitioner() -> Any:
     return _inductor_config.custom_partitioner_fn
 
 
+def graph_breaks() -> Counter[str]:
+    """Why Dynamo has broken graphs in this process, and how often."""
+    return Counter(_counters["graph_break"])
+
+
 def without_autograd_cache() -> contextlib.AbstractContextManager[None]:
     """AOTAutograd's disk cache does not see our rewriting and would replay a graph without it."""
     return _functorch_config.patch(enable_autograd_cache=False)
+
+
+def with_backwards_at_once() -> contextlib.AbstractContextManager[None]:
+    """AOTAutograd compiles a backward with its forward, and not when it is called first."""
+    return _functorch_config.patch(force_non_lazy_backward_lowering=True)
 
 
 def inline_only(function: Callable) -> Callable:

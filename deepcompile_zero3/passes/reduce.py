@@ -1,6 +1,7 @@
 """The backward graph: every raw gradient of a parameter goes into ``reduce_grad``."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -13,6 +14,27 @@ from deepcompile_zero3.runtime import _C, ops
 
 _LARGE = 64 << 10  # bytes of a product that is computed where it is sent from
 _CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+
+
+@dataclass(frozen=True)
+class GradientDtypes:
+    """The way of a gradient, as a comment of its reduction.
+
+    Attributes:
+        raw: what the graph says that it is.
+        leaf: of the leaf's contract; None keeps whatever arrives.
+        wire: that it is reduced in.
+        numel: of the full gradient.
+    """
+
+    raw: torch.dtype
+    leaf: torch.dtype | None
+    wire: torch.dtype
+    numel: int
+
+    def __str__(self) -> str:
+        leaf = "any" if self.leaf is None else short_name(self.leaf)
+        return f"{short_name(self.raw)} -> {leaf} -> {short_name(self.wire)}"
 
 
 def insert_reduces(gm: fx.GraphModule, gradients: Mapping[int, ParameterFacts]) -> None:
@@ -46,7 +68,7 @@ def insert_reduces(gm: fx.GraphModule, gradients: Mapping[int, ParameterFacts]) 
                 name=op.__name__,
             )
         last.meta["val"] = grad.meta["val"].new_empty(0)
-        last.meta[COMMENT] = _dtypes(grad.meta["val"].dtype, facts)
+        last.meta[COMMENT] = _dtypes_of(grad.meta["val"], facts)
         results[position] = None
     output.args = (tuple(results),)
     graph.lint()
@@ -99,8 +121,6 @@ def is_cast_to(node: fx.Node, dtype: torch.dtype | None) -> bool:
     return source.dtype in DTYPES and value.dtype == dtype and value.device == source.device
 
 
-def _dtypes(raw: torch.dtype, facts: ParameterFacts) -> str:
-    """The way of a gradient: what the graph says that it is, the leaf's contract, the wire."""
-    wire = facts.reduce_dtype or facts.grad_dtype or raw
-    leaf = "any" if facts.grad_dtype is None else short_name(facts.grad_dtype)
-    return f"{short_name(raw)} -> {leaf} -> {short_name(wire)}"
+def _dtypes_of(grad: torch.Tensor, facts: ParameterFacts) -> GradientDtypes:
+    wire = facts.reduce_dtype or facts.grad_dtype or grad.dtype
+    return GradientDtypes(grad.dtype, facts.grad_dtype, wire, grad.numel())

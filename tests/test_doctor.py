@@ -1,0 +1,57 @@
+"""``python -m deepcompile_zero3 doctor`` tries what it says that it tries."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from deepcompile_zero3 import doctor
+
+
+def _run(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "deepcompile_zero3", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"COLUMNS": "100", "OMP_NUM_THREADS": "1"} | environment,
+    )
+
+
+def test_all_is_well():
+    ran = _run("doctor", ZERO3_TRANSPORT="c10d")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stdout.count("a step is right, by messages") == 2
+
+
+def _refuse(model):
+    raise RuntimeError("no compiler today")
+
+
+def test_what_fails_is_told():
+    finding = doctor.try_step("two ranks", _refuse)
+    assert finding == ("two ranks", "failed", "RuntimeError: no compiler today")
+
+
+def test_it_says_what_to_do_without_the_runtime(tmp_path):
+    package = Path(doctor.__file__).parent
+    without = shutil.ignore_patterns("*.so", "__pycache__")
+    copied = shutil.copytree(package, tmp_path / package.name, ignore=without)
+    # An editable install would find it all the same.
+    (copied / "_C.py").write_text("raise ImportError('there is none')")
+    ran = subprocess.run(
+        [sys.executable, "-P", "-m", "deepcompile_zero3", "doctor"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={"PYTHONPATH": str(tmp_path), "PATH": "/usr/bin:/bin"},
+    )
+    assert ran.returncode != 0
+    assert "build it with: pip install --no-build-isolation" in ran.stderr
+
+
+def test_without_a_command_it_lists_them():
+    ran = _run()
+    assert ran.returncode == 2
+    assert "COMMAND" in ran.stderr
