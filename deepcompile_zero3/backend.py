@@ -248,7 +248,7 @@ def _compile(
                 if (parameter := find(facts.fqn)) is not None:
                     parameter.kept_bytes = facts.nbytes if chosen else 0
             insert_gathers(graph_module, nodes, bucket_bytes, keep)
-            own_outputs(graph_module, _saved_outputs(graph_module))
+            own_outputs(graph_module, _saved_positions(graph_module.graph.output_node()))
         chain_reductions(graph_module)
         captured(graph_module, is_backward)
 
@@ -346,12 +346,18 @@ def _facts_of(description: Any, inputs: Mapping[int, ParameterFacts]) -> Paramet
     return None
 
 
-def _saved_outputs(gm: fx.GraphModule) -> set[int]:
+def saved_outputs(graph: fx.Graph) -> set[fx.Node]:
+    """The outputs of a forward that its backward sees."""
+    output = graph.output_node()
+    results: Any = output.args[0]
+    return {results[position] for position in _saved_positions(output)}
+
+
+def _saved_positions(output: fx.Node) -> set[int]:
     """The positions of a forward's outputs that only its backward sees."""
-    descriptions = gm.graph.output_node().meta.get("desc", ())
     return {
         position
-        for position, description in enumerate(descriptions)
+        for position, description in enumerate(output.meta.get("desc", ()))
         if isinstance(description, torch_internals.SAVED_OUTPUTS)
     }
 

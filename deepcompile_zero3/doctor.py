@@ -4,8 +4,12 @@ import copy
 import datetime
 import os
 import platform
+import re
+import shlex
 import shutil
+import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import deepcompile_zero3
@@ -50,10 +55,7 @@ def main() -> int:
 def _findings() -> Iterator[Finding]:
     yield Finding("Python", f"{platform.python_version()} on {platform.platform()}")
     tried = ", ".join(torch_internals.TRIED)
-    is_tried = torch.__version__.startswith(
-        tuple(f"{release}." for release in torch_internals.TRIED)
-    )
-    yield Finding("torch", torch.__version__, "" if is_tried else f"tried with {tried} only")
+    yield Finding("torch", f"{torch.__version__} (tried: {tried})")
     yield Finding("torch's private pieces", "all there")  # else nothing could be imported
     yield Finding("deepcompile_zero3", deepcompile_zero3.__version__)
     kernels = "for CPUs and GPUs" if _C.WITH_CUDA else "for CPUs"
@@ -70,7 +72,7 @@ def _findings() -> Iterator[Finding]:
         "process groups", ", ".join(backends), "" if "gloo" in backends else "torch needs gloo"
     )
     compiler = os.environ.get("CXX", "g++")
-    path = shutil.which(compiler)
+    path = shutil.which(shlex.split(compiler)[0])
     yield Finding(
         "C++ compiler", path or f"no {compiler}", "" if path else "Inductor needs one: install g++"
     )
@@ -89,17 +91,29 @@ def _compiled(model: nn.Module) -> Callable:
 def try_step(what: str, compile_with: Callable) -> Finding:
     """Whether two ranks take a right step of what ``compile_with(model)`` gives."""
     with tempfile.TemporaryDirectory() as folder:
+        context = mp.spawn(_step, args=(2, folder, compile_with), nprocs=2, join=False)
+        deadline = time.monotonic() + _TIMEOUT.total_seconds()
         try:
-            mp.spawn(_step, args=(2, folder, compile_with), nprocs=2)
+            while not context.join(timeout=1):
+                if time.monotonic() > deadline:
+                    return Finding(what, "failed", f"it took more than {_TIMEOUT}")
         except Exception as error:
-            last = str(error).strip().splitlines()[-1]
-            return Finding(what, "failed", last)
+            print(error, file=sys.stderr)
+            causes = re.findall(r"^[\w.]*(?:Error|Exception)\b.*", str(error), re.MULTILINE)
+            return Finding(what, "failed", causes[-1] if causes else str(error))
+        finally:
+            for process in context.processes:
+                process.kill()
+                process.join()
         return Finding(what, Path(folder, "transport").read_text())
 
 
 def _step(rank: int, world_size: int, folder: str, compile_with: Callable) -> None:
     """A step of a small model, whose gradients are compared with those of one process."""
     torch.set_num_threads(1)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = (
+        f"{folder}/compiled"  # what was compiled before says nothing
+    )
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/store",
@@ -112,7 +126,7 @@ def _step(rank: int, world_size: int, folder: str, compile_with: Callable) -> No
         model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
         reference = copy.deepcopy(model)
         batch = torch.randn(2 * world_size, 16)
-        deepcompile_zero3.fully_shard(model)
+        deepcompile_zero3.fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
         compile_with(model)(batch.chunk(world_size)[rank]).square().mean().backward()
         reference(batch).square().mean().backward()
         for sharded, whole in zip(model.parameters(), reference.parameters(), strict=True):

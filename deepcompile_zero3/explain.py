@@ -1,5 +1,6 @@
 """``explain``: what the compiler makes of a sharded model, before a step is taken."""
 
+import contextlib
 import functools
 import io
 import itertools
@@ -14,10 +15,12 @@ from rich.table import Table
 from torch import fx, nn
 
 from deepcompile_zero3 import torch_internals
-from deepcompile_zero3.backend import zero3
+from deepcompile_zero3.backend import saved_outputs, zero3
 from deepcompile_zero3.capture import CapturedGraph, capture_graphs
-from deepcompile_zero3.graph_text import COMMENT, short_name, views_of
+from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.graph_text import COMMENT, base_of, short_name, views_of
 from deepcompile_zero3.module import all_parameters_of
+from deepcompile_zero3.parameter import ShardedParameter, version_of
 from deepcompile_zero3.passes.reduce import GradientDtypes
 from deepcompile_zero3.runtime import REDUCTIONS, WAITS, ops
 
@@ -75,8 +78,9 @@ class Graph:
         kept: names of the parameters that this forward keeps for its backward, and their bytes,
             which backward does not gather again.
         gathered_peak: bytes of gathered parameters that are alive at once at most, by the plan,
-            without what ranks share.
-        saved: bytes of activations that this forward saves for its backward.
+            without what ranks share and, in a backward, what its forward kept.
+        saved: bytes of activations that this forward saves for its backward. A size that depends
+            on data counts as nothing.
     """
 
     direction: str
@@ -93,8 +97,9 @@ class Report:
 
     Attributes:
         model: the name of its class.
-        world_size: ranks that a parameter is sharded over.
-        is_shared: whether ranks of one host share memory, so that nothing goes over a wire.
+        world_size: ranks that a parameter is sharded over, at most.
+        is_shared: whether ranks of one host share memory for all parameters, so that nothing goes
+            over a wire.
         parameters: how many are sharded.
         nbytes: of all of them, full, as they are computed with.
         shards: bytes of this rank's shards.
@@ -116,13 +121,14 @@ class Report:
 
     @property
     def gathered(self) -> int:
-        """Bytes of full parameters that the graphs of a step gather."""
+        """Bytes of full parameters that a step gathers which runs each graph once."""
         return sum(bucket.nbytes for graph in self.graphs for bucket in graph.gathers)
 
     @property
     def reduced(self) -> int:
-        """Bytes of full gradients that the graphs of a step reduce."""
-        return sum(gradient.nbytes for graph in self.graphs for gradient in graph.gradients)
+        """Bytes of full gradients that a step reduces: those of a parameter are summed before."""
+        gradients = (gradient for graph in self.graphs for gradient in graph.gradients)
+        return sum({gradient.parameter: gradient.nbytes for gradient in gradients}.values())
 
     def to_dict(self) -> dict[str, Any]:
         """The attributes as numbers, strings, lists and dicts, for JSON."""
@@ -142,17 +148,19 @@ def explain(
     """Compiles a call of a sharded model, and says what its graphs gather, keep and reduce.
 
     It calls the model once, which gathers what the call needs: collective. Nothing is trained: no
-    backward runs, and buffers and the state of torch's random numbers are as before.
+    backward runs, and buffers and the state of torch's random numbers are as before. What the user
+    has compiled, or compiles later, is not touched.
 
     Args:
         model: a sharded model, compiled or not.
-        args: of the call.
+        args: of the call. The report is for a batch of this size.
         options: those of ``torch.compile(model, backend="zero3", options=...)``.
         kwargs: of the call.
 
     Raises:
-        Zero3Error: nothing in ``model`` is sharded.
+        Zero3Error: nothing in ``model`` is sharded, or no graph was compiled.
         TypeError: ``model`` is no module.
+        ValueError: an unknown option. What the model raises is passed on.
 
     Example::
 
@@ -161,20 +169,15 @@ def explain(
     """
     model = getattr(model, "_orig_mod", model)  # of torch.compile(model)
     parameters = all_parameters_of(model, "explain")
-    backend = functools.partial(zero3, options=options)  # unlike any other: it compiles anew
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    devices = {parameter.handle.device for parameter in parameters}
     breaks_before = torch_internals.graph_breaks()
-    with (
-        capture_graphs() as graphs,
-        torch_internals.with_backwards_at_once(),
-        torch.random.fork_rng([device.index for device in devices if device.type != "cpu"]),
-        torch.enable_grad(),
-    ):
-        torch.compile(model, backend=backend)(*args, **kwargs)
-    with torch.no_grad():
-        for buffer, before in buffers:
-            buffer.copy_(before)
+    with capture_graphs() as graphs, _without_a_trace(model, parameters):
+        backend = functools.partial(zero3, options=options)
+        torch_internals.call_compiled_apart(model, backend, args, kwargs)
+    if not graphs.forward:
+        raise Zero3Error(
+            "explain has nothing to say: no graph was compiled. Is torch.compile disabled, as by "
+            "TORCHDYNAMO_DISABLE=1, or the whole call?"
+        )
     described = [_describe("forward", graph) for graph in graphs.forward]
     described += [_describe("backward", graph) for graph in graphs.backward]
     buckets = [bucket for graph in described for bucket in graph.gathers]
@@ -183,8 +186,8 @@ def explain(
     shards = [torch_internals.local_tensor(parameter.shard) for parameter in parameters]
     return Report(
         model=type(model).__name__.removeprefix("Zero3"),
-        world_size=parameters[0].handle.world_size,
-        is_shared=parameters[0].handle.is_shared,
+        world_size=max(parameter.handle.world_size for parameter in parameters),
+        is_shared=all(parameter.handle.is_shared for parameter in parameters),
         parameters=len(parameters),
         nbytes=sum(map(_nbytes, placeholders)),
         shards=sum(map(_nbytes, shards)),
@@ -192,6 +195,29 @@ def explain(
         breaks=tuple(torch_internals.graph_breaks() - breaks_before),
         in_eager=tuple(p.fqn for p in parameters if p.fqn not in gathered),
     )
+
+
+@contextlib.contextmanager
+def _without_a_trace(model: nn.Module, parameters: list[ShardedParameter]) -> Iterator[None]:
+    """What a forward changes, and what compiling one does, is as before after the block."""
+    buffers = [
+        (owner, name, buffer, version_of(buffer), buffer.detach().clone())
+        for owner in model.modules()
+        for name, buffer in owner.named_buffers(recurse=False)
+    ]
+    kept_bytes = [parameter.kept_bytes for parameter in parameters]
+    devices = {p.handle.device.index for p in parameters if p.handle.device.type == "cuda"}
+    with torch.random.fork_rng(sorted(devices)), torch.enable_grad():
+        try:
+            yield
+        finally:
+            for parameter, nbytes in zip(parameters, kept_bytes, strict=True):
+                parameter.kept_bytes = nbytes
+            for owner, name, buffer, version, before in buffers:
+                setattr(owner, name, buffer)
+                if version_of(buffer) != version:
+                    with torch.no_grad():
+                        buffer.copy_(before)
 
 
 def _describe(direction: str, captured: CapturedGraph) -> Graph:
@@ -241,8 +267,8 @@ def _gradients(graph: fx.Graph) -> Iterator[Gradient]:
 
 
 def _kept(graph: fx.Graph) -> Iterator[tuple[str, int]]:
-    results = set(graph.output_node().all_input_nodes)
-    for wait in graph.find_nodes(op="call_function", target=ops.all_gather_wait.default):
+    results = saved_outputs(graph)
+    for wait in (node for node in graph.nodes if node.target in WAITS):
         names: Any = wait.args[0].args[1]
         for item in wait.users:
             position: Any = item.args[1]
@@ -253,20 +279,11 @@ def _kept(graph: fx.Graph) -> Iterator[tuple[str, int]]:
 
 
 def _saved(graph: fx.Graph) -> set[fx.Node]:
-    output = graph.output_node()
-    values: Any = output.args[0]
-    gathered = {
-        view
-        for target in WAITS
-        for wait in graph.find_nodes(op="call_function", target=target)
-        for view in views_of(wait)
-    }
-    saved = {
-        value
-        for value, description in zip(values, output.meta.get("desc", ()), strict=False)
-        if isinstance(description, torch_internals.SAVED_OUTPUTS)
-    }
-    return {node for node in saved if node.op == "call_function"} - gathered
+    """What a forward saves, but for its inputs and parameters: each memory once."""
+    waits = [node for node in graph.nodes if node.target in WAITS]
+    gathered = {view for wait in waits for view in views_of(wait)}
+    bases = {base_of(node) for node in saved_outputs(graph)}
+    return {node for node in bases if node.op == "call_function"} - gathered
 
 
 def _computes(node: fx.Node) -> bool:
@@ -285,7 +302,10 @@ def _nbytes_of(node: fx.Node) -> int:
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
-    return int(tensor.numel()) * tensor.element_size()
+    numel = tensor.numel()
+    if torch_internals.free_unbacked_symbols(numel):
+        return 0
+    return int(numel) * tensor.element_size()
 
 
 # ---- as text
@@ -307,8 +327,11 @@ def _parts(report: Report) -> Iterator[Any]:
         yield ""
         name = f"{graph.direction} {next(counts[graph.direction])}"
         peak = f"{name}: at most {_mib(graph.gathered_peak)} gathered at once"
-        saved = f", {_mib(graph.saved)} of activations saved"
-        yield peak + (saved if graph.direction == "forward" else "")
+        if graph.direction == "forward":
+            yield f"{peak}, {_mib(graph.saved)} of activations saved"
+        else:
+            keeps = any(other.kept for other in report.graphs)
+            yield peak + (", beside what forward kept" if keeps else "")
         if graph.gathers:
             yield _table(
                 ("gathers", "dtype", "MiB", "starts before", "needed by", "ahead"),
@@ -344,8 +367,9 @@ def _parts(report: Report) -> Iterator[Any]:
         yield ""
         yield f"gathered by eager code, if it reads them: {_names(report.in_eager)}"
     for reason in report.breaks:
+        first = reason.partition("\n")[0]
         yield ""
-        yield f"the graph breaks: {reason.splitlines()[0]}"
+        yield f"the graph breaks: {first}"
 
 
 def _alike(gradients: Iterable[Gradient]) -> Iterator[tuple[Gradient, ...]]:

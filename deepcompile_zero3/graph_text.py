@@ -85,6 +85,13 @@ def views_of(node: fx.Node) -> set[fx.Node]:
     return views
 
 
+def base_of(node: fx.Node) -> fx.Node:
+    """What owns the memory of ``node``; of an operator with several results, the one of them."""
+    while node.target is not operator.getitem and _is_view(node):
+        (node,) = node.all_input_nodes[:1]
+    return node
+
+
 def _is_view(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         return True

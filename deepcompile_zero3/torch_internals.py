@@ -7,6 +7,7 @@ name, so that a new torch fails here and not in the middle of a training step.
 import contextlib
 import datetime
 import importlib
+import inspect
 import operator
 import warnings
 from collections import Counter
@@ -84,8 +85,14 @@ _new_process_group_helper: Callable = _private(
 _get_default_store: Callable = _private("torch.distributed.distributed_c10d", "_get_default_store")
 _c10d: Any = _private("torch.distributed", "distributed_c10d")
 
+_reset_code: Callable[..., None] = _private("torch._dynamo.eval_frame", "reset_code")
 _skip_code: Callable[..., None] = _private("torch._dynamo.eval_frame", "skip_code")
 _counters: Any = _private("torch._dynamo.utils", "counters")
+# Releases before 2.13 may not have it.
+_can_isolate = "isolate_recompiles" in inspect.signature(torch.compile).parameters
+free_unbacked_symbols: Callable[[Any], set] = _private(
+    "torch.fx.experimental.symbolic_shapes", "free_unbacked_symbols"
+)
 _functorch_config = _private("torch._functorch", "config")
 _inductor_config = _private("torch._inductor", "config")
 _DTensorSpec = _private("torch.distributed.tensor._dtensor_spec", "DTensorSpec")
@@ -148,9 +155,28 @@ def without_autograd_cache() -> contextlib.AbstractContextManager[None]:
     return _functorch_config.patch(enable_autograd_cache=False)
 
 
-def with_backwards_at_once() -> contextlib.AbstractContextManager[None]:
-    """AOTAutograd compiles a backward with its forward, and not when it is called first."""
-    return _functorch_config.patch(force_non_lazy_backward_lowering=True)
+def call_compiled_apart(
+    function: Callable, backend: Callable, args: tuple, kwargs: dict[str, Any]
+) -> None:
+    """Calls ``torch.compile(function, backend=backend)`` once, with each backward compiled beside
+    its forward and not when it is called first. It counts toward no limit of others'
+    recompilations, and sizes that it sees make nobody else's dynamic.
+    """
+    _private("torch._functorch", "config.force_non_lazy_backward_lowering")
+    isolated: dict[str, Any] = {"isolate_recompiles": True} if _can_isolate else {}
+    scope: dict[str, Callable] = {"function": function}
+    # Dynamo remembers what it compiled by the code of a frame; this frame is like no other.
+    exec("def call(*args, **kwargs):\n    return function(*args, **kwargs)\n", scope)
+    call = scope["call"]
+    try:
+        with (
+            _functorch_config.patch(force_non_lazy_backward_lowering=True),
+            torch._dynamo.config.patch(automatic_dynamic_shapes=False),
+        ):
+            torch.compile(call, backend=backend, **isolated)(*args, **kwargs)
+    finally:
+        _reset_code(call.__code__)
+        del scope["function"]  # which Dynamo's guards would keep alive with the frame
 
 
 def inline_only(function: Callable) -> Callable:

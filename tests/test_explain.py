@@ -1,6 +1,7 @@
 """``explain`` says what a step then does, and leaves no trace of itself."""
 
 import json
+import re
 import textwrap
 from collections import Counter
 
@@ -12,7 +13,14 @@ from models import Stack, assert_same_step, batch_of, mean_square, mine, shard
 from one_rank import one_rank  # noqa: F401
 from torch import nn
 
-from deepcompile_zero3 import Report, Zero3Error, explain, fully_shard, record_collectives
+from deepcompile_zero3 import (
+    Report,
+    Zero3Error,
+    capture_graphs,
+    explain,
+    fully_shard,
+    record_collectives,
+)
 
 needs_a_job = pytest.mark.usefixtures("one_rank")
 OPTIONS = {"inductor": False, "gather_bucket_mb": 0.02, "keep_mb": 0.02}
@@ -32,6 +40,21 @@ def _assert_explained(name, expected):
     expecttest.assert_expected_inline(f"\n{text}\n        ", expected, skip=1)
 
 
+class Tied(nn.Module):
+    """Reads one parameter in two graphs."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        torch._dynamo.graph_break()
+        return self.head(x)
+
+
 @needs_a_job
 def test_llama_is_explained():
     _assert_explained(
@@ -40,7 +63,7 @@ def test_llama_is_explained():
         LlamaForCausalLM: 20 parameters of 0.079 MiB over 1 rank, by messages
         at rest 0.079 MiB of shards; a step gathers 0.138 MiB and reduces 0.079 MiB
 
-        forward 0: at most 0.043 MiB gathered at once, 0.102 MiB of activations saved
+        forward 0: at most 0.043 MiB gathered at once, 0.097 MiB of activations saved
         gathers                            dtype    MiB  starts before  needed by  ahead
         model.embed_tokens.weight and 6    f32    0.020  embedding      embedding      0
         more
@@ -55,7 +78,7 @@ def test_llama_is_explained():
         keeps 0.020 MiB that backward does not gather again: model.embed_tokens.weight
         and 5 more
 
-        backward 0: at most 0.039 MiB gathered at once
+        backward 0: at most 0.039 MiB gathered at once, beside what forward kept
         gathers                        dtype    MiB  starts before      needed by  ahead
         model.layers.1.mlp.up_proj.we  f32    0.020  nll_loss_backward  t             52
         ight and 3 more
@@ -77,7 +100,7 @@ def test_qwen3_moe_is_explained():
         Qwen3MoeForCausalLM: 25 parameters of 0.088 MiB over 1 rank, by messages
         at rest 0.088 MiB of shards; a step gathers 0.148 MiB and reduces 0.088 MiB
 
-        forward 0: at most 0.037 MiB gathered at once, 0.122 MiB of activations saved
+        forward 0: at most 0.037 MiB gathered at once, 0.116 MiB of activations saved
         gathers                            dtype    MiB  starts before  needed by  ahead
         model.embed_tokens.weight and 8    f32    0.020  embedding      embedding      0
         more
@@ -92,7 +115,7 @@ def test_qwen3_moe_is_explained():
         keeps 0.019 MiB that backward does not gather again:
         model.layers.0.input_layernorm.weight and 13 more
 
-        backward 0: at most 0.033 MiB gathered at once
+        backward 0: at most 0.033 MiB gathered at once, beside what forward kept
         gathers                        dtype    MiB  starts before      needed by  ahead
         model.layers.1.mlp.experts.ga  f32    0.020  nll_loss_backward  transpose     54
         te_up_proj and 1 more
@@ -116,7 +139,7 @@ def test_gpt2_is_explained():
         GPT2LMHeadModel: 28 parameters of 0.106 MiB over 1 rank, by messages
         at rest 0.106 MiB of shards; a step gathers 0.192 MiB and reduces 0.106 MiB
 
-        forward 0: at most 0.050 MiB gathered at once, 0.132 MiB of activations saved
+        forward 0: at most 0.050 MiB gathered at once, 0.126 MiB of activations saved
         gathers                            dtype    MiB  starts before  needed by  ahead
         transformer.wte.weight and 4 more  f32    0.010  view           embedding      1
         transformer.h.0.attn.c_attn.weigh  f32    0.016  embedding      addmm         35
@@ -136,7 +159,7 @@ def test_gpt2_is_explained():
 
         forward 1: at most 0.000 MiB gathered at once, 0.006 MiB of activations saved
 
-        backward 0: at most 0.031 MiB gathered at once
+        backward 0: at most 0.031 MiB gathered at once, beside what forward kept
         gathers                            dtype    MiB  starts before  needed by  ahead
         transformer.h.1.mlp.c_proj.weight  f32    0.016  view           t             13
         transformer.h.1.mlp.c_fc.weight    f32    0.016  t              t             23
@@ -149,7 +172,7 @@ def test_gpt2_is_explained():
         reduces                              raw, leaf, wire      MiB  copied
         transformer.ln_f.weight and 27 more  f32 -> f32 -> f32  0.106   0.106
 
-        backward 1: at most 0.000 MiB gathered at once
+        backward 1: at most 0.000 MiB gathered at once, beside what forward kept
 
         the graph breaks: logging.Logger method not supported for non-export cases
         """,
@@ -164,7 +187,7 @@ def test_t5_is_explained():
         T5ForConditionalGeneration: 47 parameters of 0.167 MiB over 1 rank, by messages
         at rest 0.167 MiB of shards; a step gathers 0.312 MiB and reduces 0.167 MiB
 
-        forward 0: at most 0.047 MiB gathered at once, 0.223 MiB of activations saved
+        forward 0: at most 0.047 MiB gathered at once, 0.217 MiB of activations saved
         gathers                            dtype    MiB  starts before  needed by  ahead
         shared.weight and 4 more           f32    0.020  embedding      embedding      0
         encoder.block.0.layer.0.SelfAtten  f32    0.012  embedding      embedding     46
@@ -188,7 +211,7 @@ def test_t5_is_explained():
         Dense.wo.weight and 1 more
         keeps 0.020 MiB that backward does not gather again: shared.weight and 5 more
 
-        backward 0: at most 0.039 MiB gathered at once
+        backward 0: at most 0.039 MiB gathered at once, beside what forward kept
         gathers                            dtype    MiB  starts before  needed by  ahead
         decoder.block.1.layer.2.DenseRelu  f32    0.020  view           t             50
         Dense.wi.weight and 3 more
@@ -220,7 +243,7 @@ def test_vit_is_explained():
         ViTForImageClassification: 40 parameters of 0.074 MiB over 1 rank, by messages
         at rest 0.074 MiB of shards; a step gathers 0.129 MiB and reduces 0.074 MiB
 
-        forward 0: at most 0.034 MiB gathered at once, 0.115 MiB of activations saved
+        forward 0: at most 0.034 MiB gathered at once, 0.110 MiB of activations saved
         gathers                          dtype    MiB  starts before  needed by    ahead
         vit.embeddings.patch_embeddings  f32    0.016  convolution    convolution      0
         .projection.weight and 9 more
@@ -235,7 +258,7 @@ def test_vit_is_explained():
         keeps 0.019 MiB that backward does not gather again:
         vit.embeddings.patch_embeddings.projection.bias and 27 more
 
-        backward 0: at most 0.039 MiB gathered at once
+        backward 0: at most 0.039 MiB gathered at once, beside what forward kept
         gathers                        dtype    MiB  starts before      needed by  ahead
         vit.layers.1.attention.o_proj  f32    0.016  nll_loss_backward  t             44
         .weight and 3 more
@@ -249,10 +272,10 @@ def test_vit_is_explained():
     )
 
 
-def _prediction_and_step(transport, options):
-    model = Stack(width=16, depth=3)
-    model, reference = shard(model, model.blocks, transport=transport)
-    batch = batch_of(8, 16)
+def _prediction_and_step(make, options, settings):
+    model = make()
+    model, reference = shard(model, getattr(model, "blocks", ()), **settings)
+    batch = torch.arange(8).remainder(16) if make is Tied else batch_of(8, 16)
     report = explain(model, mine(batch), options=options)
     run = torch.compile(model, backend="zero3", options=options)
     with record_collectives() as log:
@@ -268,50 +291,112 @@ def _nbytes(log, op):
     return sum(c.nbytes for c in log if c.op == op)
 
 
+def _stack():
+    return Stack(width=16, depth=3)
+
+
+@pytest.mark.parametrize("make", [_stack, Tied])
 @pytest.mark.parametrize(
-    ("transport", "keep_mb", "inductor"),
-    [("shared_memory", 64, False), ("c10d", 0, False), ("c10d", 64, False), ("c10d", 64, True)],
+    ("transport", "again", "keep_mb", "is_kept"),
+    [
+        ("shared_memory", None, 64, False),  # what ranks share costs nothing to gather again
+        ("shared_memory", False, 0, True),
+        ("c10d", None, 0, False),
+        ("c10d", None, 64, True),
+        ("c10d", False, 0, True),
+    ],
 )
-def test_a_step_then_moves_what_was_predicted(run_ranks, transport, keep_mb, inductor):
-    options = {"inductor": inductor, "keep_mb": keep_mb}
-    for report, is_alike, gathered, reduced in run_ranks(
-        2, _prediction_and_step, transport, options
-    ):
+def test_a_step_then_moves_what_was_predicted(run_ranks, make, transport, again, keep_mb, is_kept):
+    options = {"inductor": make is Tied and transport == "c10d", "keep_mb": keep_mb}
+    settings = {"transport": transport, "reshard_after_forward": again}
+    results = run_ranks(2, _prediction_and_step, make, options, settings)
+    for report, is_alike, gathered, reduced in results:
         assert is_alike
         assert report.is_shared == (transport == "shared_memory")
         assert (report.gathered, report.reduced) == (gathered, reduced)
         assert report.shards == report.nbytes // report.world_size
-        assert bool(report.graphs[0].kept) == (keep_mb > 0 and not report.is_shared)
+        assert any(graph.kept for graph in report.graphs) == is_kept
 
 
-class _Random(nn.Module):
-    """Has a buffer that a forward writes to, and draws random numbers."""
+class Random(nn.Module):
+    """Has a buffer that a forward writes to, one that it replaces, and draws random numbers."""
 
     def __init__(self):
         super().__init__()
         self.first = nn.Linear(4, 4)
         self.norm = nn.BatchNorm1d(4)
         self.drop = nn.Dropout(0.5)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("mask", torch.ones(1).expand(4))
+        self.fails = False
 
     def forward(self, x):
-        return self.drop(self.norm(self.first(x)))
+        self.calls = self.calls + 1
+        x = self.drop(self.norm(self.first(x) * self.mask))
+        self._check()
+        return x
+
+    @torch.compiler.disable
+    def _check(self):
+        if self.fails:
+            raise ValueError("as asked for")
 
 
 @needs_a_job
-def test_nothing_changes():
-    model = fully_shard(_Random())
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_changes(fails):
+    model = fully_shard(Random())
     before = {name: value.clone() for name, value in model.state_dict().items()}
+    buffers = {name: (buffer, buffer._version) for name, buffer in model.named_buffers()}
     batch = batch_of(8, 4).requires_grad_()
     state = torch.get_rng_state()
-    report = explain(model, batch, options=OPTIONS)
-    assert isinstance(report, Report)
+    model.fails = fails
+    if fails:
+        with pytest.raises(ValueError, match="as asked for"):
+            explain(model, batch, options=OPTIONS)
+    else:
+        assert isinstance(explain(model, batch, options=OPTIONS), Report)
     assert torch.equal(torch.get_rng_state(), state)
     assert batch.grad is None
     assert all(parameter.grad is None for parameter in model.parameters())
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name
-    mean_square(torch.compile(model, backend="zero3", options=OPTIONS), batch).backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
+    for name, buffer in model.named_buffers():
+        assert buffer is buffers[name][0], name
+    assert model.mask._version == buffers["mask"][1]  # nobody wrote to it
+
+
+def _shard_stack(**settings):
+    model = Stack()
+    return shard(model, model.blocks, **settings)
+
+
+@needs_a_job
+@pytest.mark.parametrize("again", [True, False, None])
+def test_what_is_compiled_later_is_as_without(again):
+    model, reference = _shard_stack(reshard_after_forward=again)
+    for size in range(2, 12):  # more often than Dynamo compiles a frame again
+        report = explain(model, batch_of(size, 8), options=OPTIONS | {"keep_mb": size})
+        assert len(report.graphs) == 2
+    run = torch.compile(model, backend="zero3", options=OPTIONS)
+    other, _ = _shard_stack(reshard_after_forward=again)
+    with capture_graphs() as graphs:
+        assert_same_step(model, reference, batch_of(5, 8), run=run)
+    with capture_graphs() as others:
+        torch.compile(other, backend="zero3", options=OPTIONS)(batch_of(5, 8)).sum()
+    texts = [re.sub(r"Stack[:_]\d+[._]", "", one.forward[0].text) for one in (graphs, others)]
+    assert texts[0] == texts[1]
+    assert "f32[5, 8]" in texts[0]  # no symbolic size
+
+
+@needs_a_job
+def test_where_nothing_is_compiled_that_is_said():
+    model = fully_shard(nn.Linear(2, 2))
+    with (
+        torch._dynamo.config.patch(disable=True),
+        pytest.raises(Zero3Error, match="no graph was compiled"),
+    ):
+        explain(model, torch.ones(1, 2), options=OPTIONS)
 
 
 @needs_a_job
@@ -325,7 +410,7 @@ def test_a_model_that_is_compiled_already_is_explained():
         assert explain(run, batch, options=OPTIONS).reduced > 0
 
 
-class _Broken(Stack):
+class Broken(Stack):
     def forward(self, x):
         x = torch.compiler.disable(self.blocks[0])(x)
         return self.head(self.blocks[1](x))
@@ -333,7 +418,7 @@ class _Broken(Stack):
 
 @needs_a_job
 def test_what_runs_in_eager_code_is_named():
-    report = explain(fully_shard(_Broken()), batch_of(4, 8), options=OPTIONS)
+    report = explain(fully_shard(Broken()), batch_of(4, 8), options=OPTIONS)
     assert any(name.startswith("blocks.0.") for name in report.in_eager)
     assert not any(name.startswith("blocks.1.") for name in report.in_eager)
     assert any("disable" in reason for reason in report.breaks)
