@@ -111,9 +111,8 @@ def try_step(what: str, compile_with: Callable) -> Finding:
 def _step(rank: int, world_size: int, folder: str, compile_with: Callable) -> None:
     """A step of a small model, whose gradients are compared with those of one process."""
     torch.set_num_threads(1)
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = (
-        f"{folder}/compiled"  # what was compiled before says nothing
-    )
+    # What was compiled before says nothing of this machine.
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/compiled"
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/store",

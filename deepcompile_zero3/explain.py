@@ -22,6 +22,7 @@ from deepcompile_zero3.graph_text import COMMENT, base_of, short_name, views_of
 from deepcompile_zero3.module import all_parameters_of
 from deepcompile_zero3.parameter import ShardedParameter, version_of
 from deepcompile_zero3.passes.reduce import GradientDtypes
+from deepcompile_zero3.peak import gathered_items
 from deepcompile_zero3.runtime import REDUCTIONS, WAITS, ops
 
 
@@ -270,10 +271,7 @@ def _kept(graph: fx.Graph) -> Iterator[tuple[str, int]]:
     results = saved_outputs(graph)
     for wait in (node for node in graph.nodes if node.target in WAITS):
         names: Any = wait.args[0].args[1]
-        for item in wait.users:
-            position: Any = item.args[1]
-            if item.target is not operator.getitem or position == len(names):
-                continue  # the token
+        for position, item in gathered_items(wait):
             if results & {item, *views_of(item)}:
                 yield names[position], _nbytes_of(item)
 
