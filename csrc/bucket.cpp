@@ -163,7 +163,6 @@ class ExchangedGradients : public Bucket {
 
   void send(const ParameterPtr& parameter, const at::Tensor& grad, at::ScalarType through,
             at::ScalarType shard_dtype, bool owned) override {
-    const int64_t chunk_numel = parameter->chunk_numel();
     if (goes_alone(*parameter)) {
       auto full = grad;
       if (!owned || !grad.is_contiguous() || grad.scalar_type() != wire_dtype() ||
@@ -178,11 +177,12 @@ class ExchangedGradients : public Bucket {
       entries_.push_back({parameter, shard_dtype, piece, 0, /*is_alone=*/true});
       return;
     }
-    if (!slab_.defined() || slab_used_ + chunk_numel > slab_.size(1)) {
+    const int64_t numel = aligned(parameter->chunk_numel(), wire_dtype());
+    if (!slab_.defined() || slab_used_ + numel > slab_.size(1)) {
       send_rest();
       const int64_t slab_numel = kSlabBytes / world_size_ / options_.dtype().itemsize();
-      slab_ = pooled_empty({world_size_, std::max(std::min(capacity_, slab_numel), chunk_numel)},
-                           options_);
+      const int64_t most = aligned(std::min(capacity_, slab_numel), wire_dtype());
+      slab_ = pooled_empty({world_size_, std::max(most, numel)}, options_);
     }
     slab_key_ += " " + parameter->chunk_key();
     entries_.push_back({parameter, shard_dtype, std::nullopt, slab_used_, /*is_alone=*/false});
@@ -193,14 +193,15 @@ class ExchangedGradients : public Bucket {
   void pack(const Parameter& parameter, const at::Tensor& grad, at::ScalarType through) {
     std::vector<Copy> copies;
     for (int64_t rank = 0; rank < world_size_; ++rank) {
-      auto chunk = slab_[rank].narrow(0, slab_used_, parameter.chunk_numel());
+      auto chunk =
+          slab_[rank].narrow(0, slab_used_, aligned(parameter.chunk_numel(), wire_dtype()));
       auto source = rows_of(grad, parameter, rank);
       const int64_t owned = source.numel();
       copies.push_back({chunk.narrow(0, 0, owned).view(source.sizes()), source});
       copies.push_back({chunk.narrow(0, owned, chunk.numel() - owned), {}});
     }
     copy_all(copies, through, pre_divide_factor_);
-    slab_used_ += parameter.chunk_numel();
+    slab_used_ += aligned(parameter.chunk_numel(), wire_dtype());
   }
 
   void send_rest() override {

@@ -32,6 +32,11 @@ void copy_through(const at::Tensor& to, const at::Tensor& from, at::ScalarType t
 
 }  // namespace
 
+int64_t aligned(int64_t numel, at::ScalarType dtype) {
+  const auto step = 16 / static_cast<int64_t>(c10::elementSize(dtype));
+  return (numel + step - 1) / step * step;
+}
+
 bool is_exact(at::ScalarType from, at::ScalarType to) { return at::promote_types(from, to) == to; }
 
 bool is_power_of_two(double value) {

@@ -20,6 +20,10 @@ void copy_all(const std::vector<Copy>& copies, at::ScalarType through, double di
 // The same on a GPU; there if ZERO3_WITH_CUDA is defined.
 void copy_all_on_cuda(const std::vector<Copy>& copies, at::ScalarType through, double divisor);
 
+// The first number of elements, from `numel` on, that takes a multiple of 16 bytes: what begins
+// there is read and written 16 bytes at once.
+int64_t aligned(int64_t numel, at::ScalarType dtype);
+
 // Whether a cast loses nothing.
 bool is_exact(at::ScalarType from, at::ScalarType to);
 

@@ -59,7 +59,7 @@ class ExchangedBucket : public GatherBucket {
                          (parameters_.size() == 1 || parameter->chunk_numel() == 0 ||
                           bytes_of_chunk(*parameter) >= kWorthAMessage);
       own_rows_.push_back(alone ? new_rows(parameter->chunk_numel()) : at::Tensor());
-      if (!alone) shared_numel_ += parameter->chunk_numel();
+      if (!alone) shared_numel_ += space_of(*parameter);
     }
     if (shared_numel_ > 0) shared_rows_ = new_rows(shared_numel_);
   }
@@ -85,9 +85,9 @@ class ExchangedBucket : public GatherBucket {
         write(parameter, own_rows_[i][first.rank], copies);
         pieces.push_back({own_rows_[i], kind + key});
       } else {
-        write(parameter, shared_rows_[first.rank].narrow(0, offset, parameter.chunk_numel()),
-              copies);
-        offset += parameter.chunk_numel();
+        const int64_t space = space_of(parameter);
+        write(parameter, shared_rows_[first.rank].narrow(0, offset, space), copies);
+        offset += space;
         shared += key;
       }
       if (first.device.is_cpu()) send();
@@ -119,13 +119,18 @@ class ExchangedBucket : public GatherBucket {
                               .view(parameter.sizes_with_rows(rows))});
       }
       fulls.push_back(full);
-      offset += parameter.chunk_numel();
+      offset += space_of(parameter);
     }
     copy_all(copies, parameters_.front()->compute_dtype);
     return fulls;
   }
 
  private:
+  // Of a rank's chunk among others.
+  static int64_t space_of(const Parameter& parameter) {
+    return aligned(parameter.chunk_numel(), parameter.compute_dtype);
+  }
+
   static void write(const Parameter& parameter, const at::Tensor& chunk,
                     std::vector<Copy>& copies) {
     const int64_t owned = parameter.shard_rows() * parameter.row_numel();
