@@ -195,7 +195,9 @@ bool is_point_to_point(const std::string& group_name, at::Device device) {
 
 std::chrono::milliseconds timeout_of(const std::string& group_name) {
   const auto group = group_of(group_name);
-  return group->getBackend(group->getDeviceTypes().front().type())->getBackendOptions()->timeout;
+  const auto options =
+      group->getBackend(group->getDeviceTypes().front().type())->getBackendOptions();
+  return options ? options->timeout : kBackendDefaultTimeout;  // a fake group has none
 }
 
 Exchange::Exchange(const std::string& group_name, int64_t rank) {
