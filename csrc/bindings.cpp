@@ -178,6 +178,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return blocks_of(rows, row_bytes, world_size).size() * world_size * sizeof(Progress);
   });
   m.attr("CACHE_LINE") = kCacheLine;
+  m.attr("MOST_IN_FLIGHT") = kMostInFlight;
 #if defined(ZERO3_WITH_CUDA)
   m.attr("WITH_CUDA") = true;
 #else
@@ -203,6 +204,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("timeout_of", [](const std::string& group_name) { return timeout_of(group_name).count(); });
   m.def("count_held", &count_held);
   m.def("reduce_accumulated", &reduce_accumulated, py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "reduce",
+      [](const ParameterPtr& parameter, const at::Tensor& grad) {
+        Reduction::current()->add(parameter, grad, /*owned=*/false);
+      },
+      py::call_guard<py::gil_scoped_release>());
   m.def("running_backward", [] { return torch::autograd::get_current_graph_task_id(); });
   m.def("forget_uses", [](int64_t root) {
     for (auto& parameter : Registry::get().of_root(root)) parameter->pending_uses = 0;

@@ -186,7 +186,7 @@ c10::intrusive_ptr<Group> group_of(const std::string& name) {
 }  // namespace
 
 bool is_grouped(const std::string& group_name, at::Device device) {
-  return backend_name(*group_of(group_name), device) == "nccl";
+  return !device.is_meta() && backend_name(*group_of(group_name), device) == "nccl";
 }
 
 bool is_point_to_point(const std::string& group_name, at::Device device) {

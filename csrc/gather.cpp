@@ -18,7 +18,7 @@ namespace {
 std::function<void(const std::string&)> refresh_function;
 
 void check_gatherable(const Parameter& parameter) {
-  ZERO3_CHECK(!parameter.shard.is_meta(), "'", parameter.fqn,
+  ZERO3_CHECK(!parameter.shard.is_meta() || parameter.device.is_meta(), "'", parameter.fqn,
               "' is still on the meta device. Materialise the sharded model first: "
               "model.to_empty(device=...), then initialise it or load a checkpoint.");
 }

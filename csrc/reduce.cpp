@@ -22,9 +22,6 @@
 namespace zero3 {
 namespace {
 
-// Bounds communication memory: a further bucket, or all-reduce, waits for the oldest one.
-constexpr size_t kMostInFlight = 1;
-
 Deliver deliver;
 
 std::mutex running_mutex;

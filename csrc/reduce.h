@@ -22,6 +22,9 @@
 
 namespace zero3 {
 
+// Bounds communication memory: a further bucket, or all-reduce, waits for the oldest one.
+constexpr size_t kMostInFlight = 1;
+
 struct ReducedGradient {
   ParameterPtr parameter;
   at::Tensor shard;  // [shard_rows, ...], in `shard_grad_dtype`

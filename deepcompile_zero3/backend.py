@@ -7,12 +7,13 @@
 """
 
 import copy
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import fx
@@ -43,6 +44,8 @@ from deepcompile_zero3.passes.widen import widen_weight_gradients
 from deepcompile_zero3.runtime import _C
 
 _Key = TypeVar("_Key")
+# Of a partitioned graph; called with a Rewriting ahead of what Inductor is called with.
+GraphCompiler: TypeAlias = Callable[..., Callable]
 
 
 @dataclass(frozen=True)
@@ -122,13 +125,26 @@ def zero3(
             f"backend 'zero3' has no mode {mode!r}; give Inductor's settings as "
             "options={'inductor_config': {...}}"
         )
-    return _CompiledGraph(gm, example_inputs, Options.parse(options))
+    return CompiledGraph(gm, example_inputs, Options.parse(options), _compile_with_inductor)
 
 
-class _CompiledGraph:
+def _compile_with_inductor(
+    rewriting: "Rewriting", graph_module: fx.GraphModule, example_inputs: Any, **kwargs: Any
+) -> Callable:
+    rewriting(graph_module, bool(kwargs.get("is_backward")))
+    return torch_internals.compile_fx_inner(graph_module, example_inputs, **kwargs)
+
+
+class CompiledGraph:
     """A compiled graph, and what must hold of its parameters each time it runs."""
 
-    def __init__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> None:
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        options: Options,
+        compile_graph: GraphCompiler,
+    ) -> None:
         self._eager = copy.deepcopy(gm)
         parameters = _sharded_inputs(example_inputs)
         lifted = lift_unshards(gm)
@@ -137,9 +153,10 @@ class _CompiledGraph:
             raise Zero3Error(f"no graph input is the placeholder of {sorted(missing)}")
         # Weak: a compiler's cache must not keep the shards of a deleted model.
         self._parameters = [(p.fqn, weakref.ref(p)) for p in parameters.values()]
-        self._run = _compile(gm, example_inputs, _facts(parameters, gm), options)
+        self._run = _compile(gm, example_inputs, _facts(parameters, gm), options, compile_graph)
 
     def __call__(self, *args: Any) -> Any:
+        """Runs it, with the shards as they are."""
         parameters = [_alive(fqn, reference) for fqn, reference in self._parameters]
         as_traced = True
         for parameter in parameters:
@@ -215,52 +232,64 @@ def _facts(
     }
 
 
+class Rewriting:
+    """The passes that make forward and backward graphs of one of Dynamo's what they are to be."""
+
+    def __init__(self, inputs: Mapping[int, ParameterFacts], options: Options) -> None:
+        self.inputs = inputs
+        self._options = options
+        self._kept: set[str] = set()
+
+    def __call__(self, graph_module: fx.GraphModule, is_backward: bool) -> None:
+        """Rewrites a graph; the forward first."""
+        _refuse_writes(graph_module, self.inputs)
+        if is_backward:
+            self._rewrite_backward(graph_module)
+        else:
+            self._rewrite_forward(graph_module)
+        chain_reductions(graph_module)
+        captured(graph_module, is_backward)
+
+    @property
+    def _bucket_bytes(self) -> int:
+        return int(self._options.gather_bucket_mb * 2**20)
+
+    def _rewrite_forward(self, graph_module: fx.GraphModule) -> None:
+        nodes = _sorted(_describe(graph_module, self.inputs)[0], in_forward_order)
+        # The models' other graphs have chosen, or will; this one again if it is compiled again.
+        others = kept_bytes_besides({facts.fqn for facts in self.inputs.values()})
+        most_bytes = self._options.keep_mb * 2**20 - others
+        keep = choose_kept(_sorted(nodes, in_backward_order), most_bytes)
+        self._kept.update(nodes[node].fqn for node in keep)
+        for node, facts in nodes.items():
+            chosen = node in keep and facts.reshard_after_forward is None
+            if (parameter := find(facts.fqn)) is not None:
+                parameter.kept_bytes = facts.nbytes if chosen else 0
+        insert_gathers(graph_module, nodes, self._bucket_bytes, keep)
+        own_outputs(graph_module, _saved_positions(graph_module.graph.output_node()))
+
+    def _rewrite_backward(self, graph_module: fx.GraphModule) -> None:
+        nodes, gradients = _describe(graph_module, self.inputs)
+        drop_needs(graph_module)
+        nodes = {node: facts for node, facts in nodes.items() if facts.fqn not in self._kept}
+        gradients = _sorted(gradients, in_gradient_order)
+        if self._options.fp32_weight_grads:
+            widen_weight_gradients(graph_module, gradients)
+        insert_reduces(graph_module, gradients)
+        insert_gathers(graph_module, _sorted(nodes, in_backward_order), self._bucket_bytes)
+
+
 def _compile(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     inputs: Mapping[int, ParameterFacts],
     options: Options,
+    compile_graph: GraphCompiler,
 ) -> Callable:
     declare_grad_dtypes(gm, inputs)
-    bucket_bytes = int(options.gather_bucket_mb * 2**20)
-    kept: set[str] = set()
-
-    def rewrite(graph_module: fx.GraphModule, is_backward: bool) -> None:
-        _refuse_writes(graph_module, inputs)
-        nodes, gradients = _describe(graph_module, inputs)
-        if is_backward:
-            drop_needs(graph_module)
-            nodes = {node: facts for node, facts in nodes.items() if facts.fqn not in kept}
-            gradients = _sorted(gradients, in_gradient_order)
-            if options.fp32_weight_grads:
-                widen_weight_gradients(graph_module, gradients)
-            insert_reduces(graph_module, gradients)
-            insert_gathers(graph_module, _sorted(nodes, in_backward_order), bucket_bytes)
-        else:
-            nodes = _sorted(nodes, in_forward_order)
-            # The models' other graphs have chosen, or will; this one again if it is compiled again.
-            others = kept_bytes_besides({facts.fqn for facts in inputs.values()})
-            most_bytes = options.keep_mb * 2**20 - others
-            keep = choose_kept(_sorted(nodes, in_backward_order), most_bytes)
-            kept.update(nodes[node].fqn for node in keep)
-            for node, facts in nodes.items():
-                chosen = node in keep and facts.reshard_after_forward is None
-                if (parameter := find(facts.fqn)) is not None:
-                    parameter.kept_bytes = facts.nbytes if chosen else 0
-            insert_gathers(graph_module, nodes, bucket_bytes, keep)
-            own_outputs(graph_module, _saved_positions(graph_module.graph.output_node()))
-        chain_reductions(graph_module)
-        captured(graph_module, is_backward)
-
+    rewriting = Rewriting(inputs, options)
     with torch_internals.without_autograd_cache():
         if options.inductor:
-
-            def inner_compile(
-                graph_module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
-            ) -> Callable:
-                rewrite(graph_module, bool(kwargs.get("is_backward")))
-                return torch_internals.compile_fx_inner(graph_module, example_inputs, **kwargs)
-
             config = dict(options.inductor_config)
             if inputs:
                 config["custom_partitioner_fn"] = _Partitioner(
@@ -271,12 +300,15 @@ def _compile(
                 # It reorders the 4-D ancestors of a convolution, and would read a placeholder.
                 config["layout_optimization"] = False
             return torch_internals.compile_fx(
-                gm, example_inputs, inner_compile=inner_compile, config_patches=config or None
+                gm,
+                example_inputs,
+                inner_compile=functools.partial(compile_graph, rewriting),
+                config_patches=config or None,
             )
 
         def interpret(is_backward: bool) -> Callable:
             def compiler(graph_module: fx.GraphModule, _: Sequence[Any]) -> Callable:
-                rewrite(graph_module, is_backward)
+                rewriting(graph_module, is_backward)
                 return torch_internals.make_boxed_func(graph_module.forward)
 
             return compiler

@@ -5,7 +5,7 @@ import functools
 import io
 import itertools
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,13 +16,13 @@ from torch import fx, nn
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.backend import saved_outputs, zero3
-from deepcompile_zero3.capture import CapturedGraph, capture_graphs
+from deepcompile_zero3.capture import CapturedGraph, CapturedGraphs, capture_graphs
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.graph_text import COMMENT, base_of, short_name, views_of
 from deepcompile_zero3.module import all_parameters_of
 from deepcompile_zero3.parameter import ShardedParameter, version_of
 from deepcompile_zero3.passes.reduce import GradientDtypes
-from deepcompile_zero3.peak import gathered_items
+from deepcompile_zero3.peak import gathered_items, nbytes_of, nbytes_of_tensor
 from deepcompile_zero3.runtime import REDUCTIONS, WAITS, ops
 
 
@@ -171,7 +171,7 @@ def explain(
     model = getattr(model, "_orig_mod", model)  # of torch.compile(model)
     parameters = all_parameters_of(model, "explain")
     breaks_before = torch_internals.graph_breaks()
-    with capture_graphs() as graphs, _without_a_trace(model, parameters):
+    with capture_graphs() as graphs, without_a_trace(model, parameters):
         backend = functools.partial(zero3, options=options)
         torch_internals.call_compiled_apart(model, backend, args, kwargs)
     if not graphs.forward:
@@ -179,6 +179,17 @@ def explain(
             "explain has nothing to say: no graph was compiled. Is torch.compile disabled, as by "
             "TORCHDYNAMO_DISABLE=1, or the whole call?"
         )
+    breaks = tuple(torch_internals.graph_breaks() - breaks_before)
+    return report_of(model, parameters, graphs, breaks)
+
+
+def report_of(
+    model: nn.Module,
+    parameters: Sequence[ShardedParameter],
+    graphs: CapturedGraphs,
+    breaks: tuple[str, ...],
+) -> Report:
+    """The report of a model whose graphs were captured."""
     described = [_describe("forward", graph) for graph in graphs.forward]
     described += [_describe("backward", graph) for graph in graphs.backward]
     buckets = [bucket for graph in described for bucket in graph.gathers]
@@ -190,16 +201,16 @@ def explain(
         world_size=max(parameter.handle.world_size for parameter in parameters),
         is_shared=all(parameter.handle.is_shared for parameter in parameters),
         parameters=len(parameters),
-        nbytes=sum(map(_nbytes, placeholders)),
-        shards=sum(map(_nbytes, shards)),
+        nbytes=sum(map(nbytes_of_tensor, placeholders)),
+        shards=sum(map(nbytes_of_tensor, shards)),
         graphs=tuple(described),
-        breaks=tuple(torch_internals.graph_breaks() - breaks_before),
+        breaks=breaks,
         in_eager=tuple(p.fqn for p in parameters if p.fqn not in gathered),
     )
 
 
 @contextlib.contextmanager
-def _without_a_trace(model: nn.Module, parameters: list[ShardedParameter]) -> Iterator[None]:
+def without_a_trace(model: nn.Module, parameters: Sequence[ShardedParameter]) -> Iterator[None]:
     """What a forward changes, and what compiling one does, is as before after the block."""
     buffers = [
         (owner, name, buffer, version_of(buffer), buffer.detach().clone())
@@ -229,7 +240,7 @@ def _describe(direction: str, captured: CapturedGraph) -> Graph:
         gradients=tuple(_gradients(graph)),
         kept=dict(_kept(graph)) if direction == "forward" else {},
         gathered_peak=captured.gathered_peak,
-        saved=sum(map(_nbytes_of, _saved(graph))),
+        saved=sum(map(nbytes_of, _saved(graph))),
     )
 
 
@@ -245,7 +256,7 @@ def _gathers(graph: fx.Graph) -> Iterator[GatherBucket]:
         yield GatherBucket(
             parameters=tuple(names),
             dtypes=tuple(dict.fromkeys(short_name(value.dtype) for value in values)),
-            nbytes=sum(map(_nbytes, values)),
+            nbytes=sum(map(nbytes_of_tensor, values)),
             starts_before=_name((between + after)[:1]),
             needed_by=_name(after[:1]),
             ahead=len(between),
@@ -273,7 +284,7 @@ def _kept(graph: fx.Graph) -> Iterator[tuple[str, int]]:
         names: Any = wait.args[0].args[1]
         for position, item in gathered_items(wait):
             if results & {item, *views_of(item)}:
-                yield names[position], _nbytes_of(item)
+                yield names[position], nbytes_of(item)
 
 
 def _saved(graph: fx.Graph) -> set[fx.Node]:
@@ -292,18 +303,6 @@ def _computes(node: fx.Node) -> bool:
 def _name(nodes: list[fx.Node]) -> str:
     """The operator of the first, as ``mm``."""
     return getattr(nodes[0].target, "__name__", "").split(".")[0] if nodes else "the end"
-
-
-def _nbytes_of(node: fx.Node) -> int:
-    value = node.meta.get("val")
-    return _nbytes(value) if isinstance(value, torch.Tensor) else 0
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    numel = tensor.numel()
-    if torch_internals.free_unbacked_symbols(numel):
-        return 0
-    return int(numel) * tensor.element_size()
 
 
 # ---- as text

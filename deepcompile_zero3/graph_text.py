@@ -80,19 +80,20 @@ def views_of(node: fx.Node) -> set[fx.Node]:
     """The nodes whose results share the memory of ``node``, directly or through others."""
     views = set()
     for user in node.users:
-        if _is_view(user):
+        if is_view(user):
             views |= {user, *views_of(user)}
     return views
 
 
 def base_of(node: fx.Node) -> fx.Node:
     """What owns the memory of ``node``; of an operator with several results, the one of them."""
-    while node.target is not operator.getitem and _is_view(node):
+    while node.target is not operator.getitem and is_view(node):
         (node,) = node.all_input_nodes[:1]
     return node
 
 
-def _is_view(node: fx.Node) -> bool:
+def is_view(node: fx.Node) -> bool:
+    """Whether its result shares the memory of what it is given."""
     if node.target is operator.getitem:
         return True
     if not isinstance(node.target, torch._ops.OpOverload):

@@ -5,8 +5,10 @@ from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any
 
+import torch
 from torch import fx
 
+from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.graph_text import views_of
 from deepcompile_zero3.runtime import ops
 
@@ -36,6 +38,20 @@ def gathered_items(wait: fx.Node) -> Iterator[tuple[int, fx.Node]]:
         position: Any = item.args[1]
         if item.target is operator.getitem and position != len(placeholders):
             yield position, item
+
+
+def nbytes_of(node: fx.Node) -> int:
+    """Bytes of what it gives, if that is a tensor."""
+    value = node.meta.get("val")
+    return nbytes_of_tensor(value) if isinstance(value, torch.Tensor) else 0
+
+
+def nbytes_of_tensor(tensor: torch.Tensor) -> int:
+    """Bytes of its elements; 0 where their number depends on data."""
+    numel = tensor.numel()
+    if torch_internals.free_unbacked_symbols(numel):
+        return 0
+    return int(numel) * tensor.element_size()
 
 
 def _uses(node: fx.Node) -> set[fx.Node]:

@@ -140,6 +140,16 @@ def new_process_group(
     return group
 
 
+def flop_formulas() -> dict[Any, Callable[..., int]]:
+    """Of operators, by their packets: what their arguments, and ``out_val``, take."""
+    return _private("torch.utils.flop_counter", "flop_registry")
+
+
+def new_fake_store() -> Any:
+    """For a process group of the backend "fake", which sends nothing."""
+    return _private("torch.testing._internal.distributed.fake_pg", "FakeStore")()
+
+
 def custom_partitioner() -> Any:
     """The partitioner that Inductor's own settings name, if they do."""
     return _inductor_config.custom_partitioner_fn

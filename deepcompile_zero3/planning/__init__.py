@@ -1,0 +1,1 @@
+"""Plans of steps on machines that need not be there."""

@@ -1,0 +1,275 @@
+"""A graph as the kernels that a compiler makes of it: what is fused, and what each costs."""
+
+import heapq
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+
+from deepcompile_zero3 import torch_internals
+from deepcompile_zero3.graph_text import base_of, is_view
+from deepcompile_zero3.peak import nbytes_of
+from deepcompile_zero3.runtime import REDUCTIONS, WAITS, ops
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Operators that run as one.
+
+    Attributes:
+        nodes: of the graph, in its order.
+        flops: of matrix products and the like; other arithmetic is hidden behind memory.
+        dtype: of them.
+        nbytes: read and written.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    flops: float
+    dtype: torch.dtype
+    nbytes: int
+
+    @property
+    def name(self) -> str:
+        """The operators, as "mm" or "mul, add"; of many the first and the last."""
+        names = list(dict.fromkeys(_name(node) for node in self.nodes))
+        return ", ".join(names if len(names) < 4 else [*names[:2], "...", names[-1]])
+
+
+# Collectives are themselves.
+Item: TypeAlias = Kernel | fx.Node
+
+
+def items_of(graph: fx.Graph) -> list[Item]:
+    """Kernels and collectives in an order in which they can run, near to that of the graph.
+
+    Pointwise operators and reductions that feed each other without anything else between them are
+    one kernel, as Inductor's are, which reads and writes memory once.
+    """
+    parts = _parts(graph)
+    order = {node: position for position, node in enumerate(graph.nodes)}
+    part_of = {node: number for number, part in enumerate(parts) for node in part}
+    users: list[set[int]] = [set() for _ in parts]
+    missing = [0] * len(parts)
+    for number, part in enumerate(parts):
+        sources = {part_of.get(source) for node in part for source in _sources(node)}
+        for source in sources - {None, number}:
+            users[source].add(number)  # type: ignore[index]
+            missing[number] += 1
+    ready = [(order[part[0]], number) for number, part in enumerate(parts) if not missing[number]]
+    heapq.heapify(ready)
+    result: list[Item] = []
+    while ready:
+        _, number = heapq.heappop(ready)
+        part = parts[number]
+        result.append(part[0] if is_collective(part[0]) else _kernel(part))
+        for user in users[number]:
+            missing[user] -= 1
+            if not missing[user]:
+                heapq.heappush(ready, (order[parts[user][0]], user))
+    return result
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether it is an operator of ours."""
+    return node.target in (ops.all_gather_start.default, *WAITS, *REDUCTIONS)
+
+
+def results_of(item: Item) -> list[fx.Node]:
+    """The nodes whose memory an item writes and others read: not those inside of a kernel."""
+    if isinstance(item, fx.Node):
+        return [user for user in item.users if user.target is operator.getitem]
+    inside = set(item.nodes)
+    results = []
+    for node in item.nodes:
+        if any(user.target is operator.getitem for user in node.users):  # several results
+            results += list(node.users)
+        elif any(reader not in inside for reader in _readers(node)):
+            results.append(node)
+    return results
+
+
+def memory_of(item: Item) -> set[fx.Node]:
+    """The nodes whose memory an item reads, of others or of the graph's inputs."""
+    nodes = item.nodes if isinstance(item, Kernel) else (item,)
+    inside = set(nodes)
+    return {base for node in nodes for base in map(base_of, node.all_input_nodes)} - inside
+
+
+def product_flops(node: fx.Node) -> float:
+    """Of a matrix product, a convolution or attention; else 0."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return 0.0
+    packet = node.target.overloadpacket
+    arguments: Any = fx.map_arg(node.args, _value)
+    keywords: Any = fx.map_arg(node.kwargs, _value)
+    if node.target is ops.reduce_mm.default:
+        left, right = arguments[0]
+        return 2.0 * _int(left.numel()) * _int(right.shape[1])
+    if packet in _GROUPED:
+        return 2.0 * _int(arguments[0].numel()) * _int(arguments[1].shape[-1])
+    packet = _LIKE.get(packet, packet)
+    formula = torch_internals.flop_formulas().get(packet)
+    if formula is None:
+        return 0.0
+    flops = float(_int(formula(*arguments, **keywords, out_val=_value(node))))
+    return flops / 2 if _is_causal(node) else flops
+
+
+# ---- which operators are fused
+
+
+def _parts(graph: fx.Graph) -> list[list[fx.Node]]:
+    """Groups of nodes that run together. What feeds an operator that is not fused is in another
+    one than what that feeds, so that none waits for itself.
+    """
+    depth: dict[fx.Node, int] = {}  # how many operators that are not fused it follows from
+    leader: dict[fx.Node, fx.Node] = {}
+    members: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        depth[node] = max(map(depth.__getitem__, node.all_input_nodes), default=0)
+        if node.op != "call_function" or is_view(node):
+            continue
+        leader[node] = node
+        members[node] = [node]
+        if is_collective(node):
+            depth[node] = 0  # it follows from nothing that is computed and read again
+        elif not _is_fused(node):
+            depth[node] += 1
+        for source in dict.fromkeys(map(base_of, node.all_input_nodes)):
+            both = source in leader and _is_fused(source) and _is_fused(node)
+            if both and depth[source] == depth[node]:
+                into, other = leader[source], leader[node]
+                if into is not other:
+                    for moved in members.pop(other):
+                        leader[moved] = into
+                        members[into].append(moved)
+    order = {node: position for position, node in enumerate(graph.nodes)}
+    return [sorted(part, key=order.__getitem__) for part in members.values()]
+
+
+def _is_fused(node: fx.Node) -> bool:
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+        return False
+    packet = target.overloadpacket
+    if target.namespace not in ("aten", "prims") or packet in _APART or is_view(node):
+        return False
+    products = packet in torch_internals.flop_formulas() or packet in (*_LIKE, *_GROUPED)
+    return not products and "backward" not in str(packet)
+
+
+def _packets(*names: str) -> tuple[Any, ...]:
+    return tuple(getattr(aten, name) for name in names if hasattr(aten, name))
+
+
+# Of aten, and no pointwise operator or reduction.
+_APART = _packets(
+    "sort",
+    "topk",
+    "cumsum",
+    "cumprod",
+    "nonzero",
+    "histc",
+    "bincount",
+    "index_put",
+    "_unsafe_index_put",
+    "_unsafe_masked_index_put_accumulate",
+    "index_add",
+    "scatter",
+    "scatter_add",
+    "scatter_reduce",
+    "masked_scatter",
+    "randperm",
+    "_grouped_mm",
+    "_fused_rms_norm",
+    "convolution_backward",
+)
+_GROUPED = _packets("_grouped_mm")
+# Operators that do what another one does for whose FLOPs torch has a formula.
+_LIKE = {
+    ours: getattr(aten, theirs)
+    for ours, theirs in zip(
+        _packets(
+            "_scaled_dot_product_flash_attention_for_cpu",
+            "_scaled_dot_product_flash_attention_for_cpu_backward",
+        ),
+        ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"),
+        strict=False,
+    )
+}
+
+
+def _is_causal(node: fx.Node) -> bool:
+    """Attention that looks at half of all pairs."""
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    if "is_causal" not in names:
+        return False
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    return bool(given.get("is_causal"))
+
+
+# ---- what they cost
+
+
+def _kernel(nodes: list[fx.Node]) -> Kernel:
+    inside = set(nodes)
+    read: dict[fx.Node, int] = {}
+    for node in nodes:
+        for source in node.all_input_nodes:
+            base = base_of(source)
+            if base not in inside and not _is_constant(base):
+                nbytes = min(nbytes_of(source), nbytes_of(base)) or nbytes_of(source)
+                read[base] = max(read.get(base, 0), nbytes)
+    probe = Kernel(tuple(nodes), 0.0, torch.float32, 0)
+    written = sum(nbytes_of(node) for node in results_of(probe) if not _is_constant(node))
+    flops = sum(map(product_flops, nodes))
+    return Kernel(tuple(nodes), flops, _dtype(nodes[0]), sum(read.values()) + written)
+
+
+def _is_constant(node: fx.Node) -> bool:
+    """Whether it is written into the code of those that read it."""
+    return node.op == "call_function" and not node.all_input_nodes
+
+
+def _dtype(node: fx.Node) -> torch.dtype:
+    """That a node computes with."""
+    for source in node.all_input_nodes:
+        value = _value(source)
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return value.dtype
+    return torch.float32
+
+
+def _sources(node: fx.Node) -> Iterator[fx.Node]:
+    """The operators whose results a node reads, through views."""
+    for source in node.all_input_nodes:
+        base = base_of(source)
+        while base.target is operator.getitem:
+            base = base.all_input_nodes[0]
+        yield base
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Those that read the memory of ``node``, through views; the graph's output too."""
+    for user in node.users:
+        if is_view(user):
+            yield from _readers(user)
+        else:
+            yield user
+
+
+def _value(node: fx.Node) -> Any:
+    return node.meta.get("val")
+
+
+def _int(number: Any) -> int:
+    return 0 if torch_internals.free_unbacked_symbols(number) else int(number)
+
+
+def _name(node: fx.Node) -> str:
+    return getattr(node.target, "__name__", str(node.target)).split(".")[0]

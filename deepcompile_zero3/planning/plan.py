@@ -1,0 +1,220 @@
+"""``plan``: what a step of a large model will take, on ranks that one need not have."""
+
+import io
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, TypeAlias
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from deepcompile_zero3.backend import Options
+from deepcompile_zero3.explain import Report, report_of
+from deepcompile_zero3.fully_shard import fully_shard
+from deepcompile_zero3.planning.machine import MACHINES, Machine
+from deepcompile_zero3.planning.simulate import KINDS, Traffic, simulate
+from deepcompile_zero3.planning.trace import fake_ranks, trace
+from deepcompile_zero3.timeline import Timeline
+
+Shard: TypeAlias = Callable[[nn.Module, DeviceMesh], Any]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A predicted step of one rank, the one with the largest shards.
+
+    Attributes:
+        report: what the graphs gather, keep and reduce.
+        machine: that it is predicted for.
+        ranks: of all replicas.
+        seconds: of the step.
+        computing, waiting: the parts of it.
+        flops: of matrix products, of a rank.
+        traffic: by kind of collective.
+        peak: bytes at most.
+        memory: bytes by kind at that moment.
+        timeline: of the step.
+    """
+
+    report: Report
+    machine: Machine
+    ranks: int
+    seconds: float
+    computing: float
+    waiting: float
+    flops: float
+    traffic: dict[str, Traffic]
+    peak: int
+    memory: dict[str, int]
+    timeline: Timeline
+
+    @property
+    def utilisation(self) -> float:
+        """FLOP/s of matrix products over those that the machine reaches."""
+        buckets = [bucket for graph in self.report.graphs for bucket in graph.gathers]
+        low = {dtype for bucket in buckets for dtype in bucket.dtypes} & {"bf16", "f16"}
+        dtype = torch.bfloat16 if low else torch.float32
+        return self.flops / self.seconds / self.machine.flops_of(dtype)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the memory of the machine holds it."""
+        return self.peak <= self.machine.memory
+
+    def to_dict(self) -> dict[str, Any]:
+        """As numbers, strings, lists and dicts, for JSON; without the timeline."""
+        return {
+            "model": self.report.model,
+            "machine": self.machine.name,
+            "ranks": self.ranks,
+            "seconds": self.seconds,
+            "computing": self.computing,
+            "waiting": self.waiting,
+            "flops": self.flops,
+            "utilisation": self.utilisation,
+            "traffic": {op: asdict(traffic) for op, traffic in self.traffic.items()},
+            "peak": self.peak,
+            "memory": self.memory,
+            "fits": self.fits,
+        }
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        console = Console(file=text, width=80, color_system=None)
+        for part in _parts(self):
+            console.print(part, highlight=False, markup=False)
+        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+
+def plan(
+    build: Callable[[], nn.Module],
+    call: Mapping[str, Any],
+    *,
+    world_size: int,
+    replicas: int = 1,
+    machine: Machine | str = "h100",
+    shard: Shard | None = None,
+    options: Mapping[str, Any] | None = None,
+    optimizer_bytes: int = 8,
+    prefetch: bool = True,
+) -> Plan:
+    """Predicts a step of ``build()`` on ``world_size`` ranks of a machine.
+
+    The model is sharded, traced and rewritten by the code that trains, and the runtime decides
+    what is gathered and reduced together; nothing is computed or sent, and no memory is taken for
+    parameters. Memory, bytes and collectives follow from that. Times come from a model of the
+    machine: see ``docs/planning.md`` for what it knows, and how far off it is.
+
+    Args:
+        build: makes the model; called under ``torch.device("meta")``.
+        call: arguments of a forward on one rank, which gives a loss first or as ``.loss``; tensors
+            on the CPU, of which only dtypes and shapes matter.
+        world_size: ranks of all replicas.
+        replicas: how often the model is there (hybrid sharding).
+        machine: of :data:`MACHINES`, or one of your own.
+        shard: shards the model over a mesh; without it each block, and the rest with the model.
+        options: those of ``torch.compile(model, backend="zero3", options=...)``.
+        optimizer_bytes: of the optimizer's state for each element: 8 of AdamW in fp32.
+        prefetch: False starts each gather when it is waited for.
+
+    Raises:
+        ValueError: an unknown machine or option, or a wrong number of ranks.
+        Zero3Error: the process has a process group, or no graph was compiled.
+    """
+    if isinstance(machine, str):
+        if machine not in MACHINES:
+            raise ValueError(f"machine is one of {', '.join(MACHINES)}, got {machine!r}")
+        machine = MACHINES[machine]
+    parsed = Options.parse(options)
+    with fake_ranks(world_size, replicas) as mesh:
+        with torch.device("meta"):
+            model = build()
+        (shard or shard_blocks)(model, mesh)
+        traced = trace(model, call)
+        graphs = traced.rewrite(parsed)
+        report = report_of(model, list(traced.parameters.values()), graphs, traced.breaks)
+        step = simulate(
+            [graph.graph_module.graph for graph in graphs.forward],
+            [graph.graph_module.graph for graph in graphs.backward],
+            traced.parameters,
+            machine,
+            optimizer_bytes=optimizer_bytes,
+            prefetch=prefetch,
+        )
+    spans, memory = step.timeline.spans, step.timeline.memory
+    peak = max(memory, key=lambda point: sum(point[1]))[1]
+    seconds = {
+        lane: sum(span.end - span.start for span in spans if span.lane == lane)
+        for lane in ("compute", "waiting")
+    }
+    return Plan(
+        report=report,
+        machine=machine,
+        ranks=world_size,
+        seconds=sum(seconds.values()),
+        computing=seconds["compute"],
+        waiting=seconds["waiting"],
+        flops=step.flops,
+        traffic=step.traffic,
+        peak=sum(peak),
+        memory=dict(zip(KINDS, peak, strict=True)),
+        timeline=step.timeline,
+    )
+
+
+def shard_blocks(model: nn.Module, mesh: DeviceMesh, **settings: Any) -> nn.Module:
+    """Shards each module of the model's lists, and the rest with the model.
+
+    Args:
+        model: whose blocks are in ``nn.ModuleList`` or ``nn.Sequential``, the outermost of them.
+        mesh: that they are sharded over.
+        settings: further arguments of :func:`fully_shard`.
+    """
+    for block in _blocks(model):
+        fully_shard(block, mesh=mesh, **settings)
+    return fully_shard(model, mesh=mesh, **settings)
+
+
+def _blocks(module: nn.Module) -> list[nn.Module]:
+    if isinstance(module, nn.ModuleList | nn.Sequential):
+        return list(module)
+    return [block for child in module.children() for block in _blocks(child)]
+
+
+def _parts(plan: Plan) -> list[Any]:
+    report = plan.report
+    waits = plan.waiting / plan.seconds
+    gigabytes = f"{plan.peak / 1e9:.1f} of {plan.machine.memory / 1e9:.0f} GB"
+    parts: list[Any] = [
+        f"{report.model} on {plan.ranks} ranks of {plan.machine.name}, each model over "
+        f"{report.world_size}",
+        f"predicted: {_ms(plan.seconds)} a step, {waits:.1%} of it waiting for others; "
+        f"{plan.utilisation:.0%} of the FLOP/s that a rank reaches",
+        f"memory: {gigabytes}" + ("" if plan.fits else ": does not fit"),
+        "",
+    ]
+    memory = Table("at the peak", "GB", box=None, pad_edge=False)
+    memory.columns[1].justify = "right"
+    for kind, nbytes in plan.memory.items():
+        memory.add_row(kind, f"{nbytes / 1e9:.2f}")
+    parts += [memory, ""]
+    sent = Table("a step", "number", "GB full", "GB local", "GB remote", "ms", box=None)
+    sent.pad_edge = False
+    for column in sent.columns[1:]:
+        column.justify = "right"
+    for op, traffic in plan.traffic.items():
+        sizes = (traffic.nbytes, traffic.local, traffic.remote)
+        sent.add_row(
+            op,
+            str(traffic.number),
+            *(f"{size / 1e9:.2f}" for size in sizes),
+            f"{traffic.seconds * 1e3:.1f}",
+        )
+    return [*parts, sent]
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"

@@ -1,0 +1,364 @@
+"""A step, as its rewritten graphs and the runtime take it, in the time that a machine would need.
+
+The runtime itself runs, on the meta device and in a process group that sends nothing: what is
+gathered together, where gradients go and when a bucket leaves is decided by the code that trains.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from deepcompile_zero3.backend import saved_outputs
+from deepcompile_zero3.graph_text import COMMENT, base_of
+from deepcompile_zero3.parameter import ShardedParameter
+from deepcompile_zero3.passes.reduce import GradientDtypes
+from deepcompile_zero3.peak import gathered_items, nbytes_of
+from deepcompile_zero3.planning.kernels import (
+    Kernel,
+    is_collective,
+    items_of,
+    memory_of,
+    product_flops,
+    results_of,
+)
+from deepcompile_zero3.planning.machine import Machine, Ranks
+from deepcompile_zero3.runtime import _C, WAITS, ops
+from deepcompile_zero3.timeline import Span, Timeline
+
+KINDS = ("shards", "optimizer", "gradients", "gathered", "activations", "communication")
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of a kind in a step of a rank.
+
+    Attributes:
+        number: of them.
+        nbytes: of their full buffers.
+        local, remote: bytes that a rank receives over each link.
+        seconds: that the links take.
+    """
+
+    number: int = 0
+    nbytes: int = 0
+    local: float = 0.0
+    remote: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass
+class Step:
+    """What a simulated step was like.
+
+    Attributes:
+        timeline: of it.
+        flops: of matrix products.
+        traffic: by kind of collective.
+    """
+
+    timeline: Timeline
+    flops: float
+    traffic: dict[str, Traffic]
+
+
+def simulate(
+    forwards: Sequence[fx.Graph],
+    backwards: Sequence[fx.Graph],
+    parameters: Mapping[str, ShardedParameter],
+    machine: Machine,
+    *,
+    optimizer_bytes: int = 8,
+    prefetch: bool = True,
+) -> Step:
+    """Takes a step: the forwards, their backwards, the optimizer.
+
+    Args:
+        forwards, backwards: rewritten graphs, in the order in which they run.
+        parameters: those of the graphs by name, whose shards are on the meta device.
+        machine: that it runs on.
+        optimizer_bytes: of the optimizer's state, for each element of a shard.
+        prefetch: False starts each gather when it is waited for.
+    """
+    simulation = _Simulation(parameters, machine, optimizer_bytes, prefetch)
+    devices = {parameter: parameter.handle.device for parameter in parameters.values()}
+    try:
+        for parameter in parameters.values():
+            parameter.handle.device = torch.device("meta")
+        return simulation.run(forwards, backwards)
+    finally:
+        for parameter, device in devices.items():
+            parameter.handle.device = device
+            parameter.shard.grad = None
+
+
+def _in_backward(function: Callable[[], None]) -> None:
+    """Calls a function in a backward of autograd's, where the runtime expects gradients."""
+    leaf = torch.zeros(1, requires_grad=True)
+    root = leaf.clone()
+    root.register_hook(lambda _: function())
+    root.sum().backward()
+
+
+@dataclass
+class _InFlight:
+    """A collective that has started."""
+
+    op: str
+    parameters: tuple[str, ...]
+    end: float
+    buffers: int  # bytes that it holds until then
+
+
+@dataclass
+class _Saved:
+    """Memory that a forward leaves for its backward, under one name or several."""
+
+    kind: str
+    nbytes: int
+    names: int = 0
+
+
+class _Simulation:
+    def __init__(
+        self,
+        parameters: Mapping[str, ShardedParameter],
+        machine: Machine,
+        optimizer_bytes: int,
+        prefetch: bool,
+    ) -> None:
+        self._parameters = parameters
+        self._machine = machine
+        self._optimizer_bytes = optimizer_bytes
+        self._prefetch = prefetch
+        self._now = 0.0  # of the computation
+        self._link_free = 0.0
+        self._flops = 0.0
+        self._spans: list[Span] = []
+        self._alive: Counter[str] = Counter()
+        self._memory: list[tuple[float, tuple[int, ...]]] = []
+        self._traffic: dict[str, Traffic] = {}
+        self._saved: dict[str, _Saved] = {}
+        self._results: list[_Saved] = []  # what graphs return to whoever calls
+        self._reductions: list[_InFlight] = []
+        self._packed: Counter[str] = Counter()  # bytes of gradients that have not left
+        self._log = _C.CollectiveLog.start()
+        self._seen = 0
+
+    def run(self, forwards: Sequence[fx.Graph], backwards: Sequence[fx.Graph]) -> Step:
+        shards = [parameter.handle.shard for parameter in self._parameters.values()]
+        self._change("shards", sum(shard.nbytes for shard in shards))
+        self._change("optimizer", sum(s.numel() for s in shards) * self._optimizer_bytes)
+        try:
+            self._run_all(forwards)
+            self._forget_results()
+            _in_backward(lambda: self._run_all(backwards))
+            self._follow_reductions()
+        finally:
+            self._log.stop()
+        while self._reductions:
+            self._finish_reduction()
+        self._forget_results()
+        self._step_optimizer(shards)
+        timeline = Timeline("predicted", tuple(self._spans), KINDS, tuple(self._memory))
+        return Step(timeline, self._flops, self._traffic)
+
+    def _run_all(self, graphs: Sequence[fx.Graph]) -> None:
+        for graph in graphs:
+            self._run_graph(graph)
+
+    def _run_graph(self, graph: fx.Graph) -> None:
+        items = items_of(graph)
+        last_reader: dict[fx.Node, int] = {}
+        for position, item in enumerate(items):
+            last_reader |= dict.fromkeys(memory_of(item), position)
+        dying: dict[int, list[fx.Node]] = {}
+        for base, position in last_reader.items():
+            dying.setdefault(position, []).append(base)
+        stays = {base_of(node) for node in graph.output_node().all_input_nodes}
+        gathers: dict[fx.Node, list[_InFlight]] = {}
+        for position, item in enumerate(items):
+            if isinstance(item, Kernel):
+                self._flops += item.flops
+                self._compute(item.name, item.flops, item.dtype, item.nbytes)
+            elif item.target is ops.all_gather_start.default:
+                if self._prefetch:
+                    gathers[item] = self._start_gather(item)
+            elif item.target in WAITS:
+                start: Any = item.args[0]
+                for gather in gathers.pop(start, None) or self._start_gather(start):
+                    self._wait(gather)
+            else:
+                self._reduce(item)
+            results = results_of(item)
+            for node in results:
+                if _kind(node) == "activations":
+                    self._change("activations", nbytes_of(node))
+            unread = [node for node in results if node not in last_reader]
+            for node in [*unread, *dying.get(position, ())]:
+                if node not in stays:
+                    self._free(node)
+        self._end_graph(graph)
+
+    def _end_graph(self, graph: fx.Graph) -> None:
+        for node in graph.find_nodes(op="placeholder"):
+            self._free(node)  # what was saved, and is not read
+        saved = saved_outputs(graph)
+        by_base: dict[fx.Node, _Saved] = {}
+        for node in graph.output_node().all_input_nodes:
+            base = base_of(node)
+            kind = _kind(base)
+            if not kind:
+                continue
+            memory = by_base.setdefault(base, _Saved(kind, nbytes_of(base)))
+            if node in saved:
+                memory.names += 1
+                self._saved[node.name] = memory
+        self._results += [memory for memory in by_base.values() if not memory.names]
+
+    def _free(self, node: fx.Node) -> None:
+        if node.op != "placeholder":
+            if kind := _kind(node):
+                self._change(kind, -nbytes_of(node))
+        elif memory := self._saved.pop(node.name, None):
+            memory.names -= 1
+            if not memory.names:
+                self._change(memory.kind, -memory.nbytes)
+
+    def _forget_results(self) -> None:
+        for memory in self._results:
+            self._change(memory.kind, -memory.nbytes)
+        self._results = []
+
+    def _change(self, kind: str, nbytes: int) -> None:
+        if not nbytes:
+            return
+        self._alive[kind] += nbytes
+        point = self._now, tuple(self._alive[kind] for kind in KINDS)
+        self._memory.append(point)
+
+    def _compute(
+        self,
+        name: str,
+        flops: float,
+        dtype: torch.dtype,
+        nbytes: int,
+        parameters: tuple[str, ...] = (),
+    ) -> None:
+        end = self._now + self._machine.seconds_of_kernel(flops, dtype, nbytes)
+        self._spans.append(Span("compute", name, self._now, end, parameters, nbytes))
+        self._now = end
+
+    # ---- collectives
+
+    def _start_gather(self, start: fx.Node) -> list[_InFlight]:
+        names: Any = start.args[1]
+        gather = _C.Gather([self._parameters[name].handle for name in names])
+        started = [self._launch("gather", record, 0) for record in self._news()]
+        gather.finish(fresh=True)
+        wait = next(user for user in start.users if user.target in WAITS)
+        for _, full in gathered_items(wait):
+            self._change("gathered", nbytes_of(full))
+        return started
+
+    def _reduce(self, node: fx.Node) -> None:
+        name: Any = node.args[1]
+        dtypes: GradientDtypes = node.meta[COMMENT]
+        packed = dtypes.numel * dtypes.wire.itemsize
+        flops = product_flops(node)
+        self._flops += flops
+        what = "pack" if node.target is ops.reduce_grad.default else "mm"
+        nbytes = packed + sum(map(nbytes_of, memory_of(node)))
+        self._compute(what, flops, dtypes.raw, nbytes, (name,))
+        self._packed[name] += packed
+        self._change("communication", packed)
+        handle = self._parameters[name].handle
+        _C.reduce(handle, torch.empty(handle.sizes, dtype=dtypes.raw, device="meta"))
+        self._follow_reductions()
+
+    def _follow_reductions(self) -> None:
+        """What the runtime has started, and waited for before that."""
+        for record in self._news():
+            alike = [other for other in self._reductions if other.op == record.op]
+            while record.op == "all_reduce" and self._is_reducing("reduce_scatter"):
+                self._finish_reduction()
+            while len(alike) >= _C.MOST_IN_FLIGHT:
+                self._finish_reduction()
+                alike.pop(0)
+            buffers = sum(self._packed.pop(name, 0) for name in record.params)
+            if record.op == "all_reduce":
+                buffers = record.nbytes
+                self._change("communication", buffers)
+            self._reductions.append(self._launch("reduce", record, buffers))
+
+    def _is_reducing(self, op: str) -> bool:
+        return any(other.op == op for other in self._reductions)
+
+    def _finish_reduction(self) -> None:
+        reduction = self._reductions.pop(0)
+        self._wait(reduction)
+        shards = [self._parameters[name].handle.shard for name in reduction.parameters]
+        nbytes = sum(shard.nbytes for shard in shards)
+        self._compute("unpack", 0.0, torch.float32, 2 * nbytes, reduction.parameters)
+        self._change("communication", -reduction.buffers)
+        if reduction.op == "reduce_scatter":
+            self._change("gradients", nbytes)
+
+    def _news(self) -> list[_C.Collective]:
+        records = self._log.records()
+        news = records[self._seen :]
+        self._seen = len(records)
+        return news
+
+    def _launch(self, lane: str, record: _C.Collective, buffers: int) -> _InFlight:
+        names = tuple(record.params)
+        ranks = self._ranks(record.op, self._parameters[names[0]])
+        seconds = self._machine.seconds_of_collective(record.op, record.nbytes, ranks)
+        local, remote = self._machine.bytes_over_links(record.op, record.nbytes, ranks)
+        start = max(self._now, self._link_free)
+        end = self._link_free = start + seconds
+        self._spans.append(Span(lane, record.op, start, end, names, record.nbytes))
+        self._stop_for(record.op, names, (1 - self._machine.overlap) * seconds)
+        known = self._traffic.get(record.op, Traffic())
+        self._traffic[record.op] = Traffic(
+            known.number + 1,
+            known.nbytes + record.nbytes,
+            known.local + local,
+            known.remote + remote,
+            known.seconds + seconds,
+        )
+        return _InFlight(record.op, names, end, buffers)
+
+    def _ranks(self, op: str, parameter: ShardedParameter) -> Ranks:
+        handle, of_host = parameter.handle, self._machine.ranks_per_host
+        if op == "all_reduce":  # replicas are as far from each other as a shard group is wide
+            on_host = min(of_host // handle.world_size, handle.replicas)
+            return Ranks(handle.replicas, max(on_host, 1))
+        return Ranks(handle.world_size, min(of_host, handle.world_size))
+
+    def _wait(self, collective: _InFlight) -> None:
+        self._stop_for(collective.op, collective.parameters, collective.end - self._now)
+
+    def _stop_for(self, op: str, names: tuple[str, ...], seconds: float) -> None:
+        if seconds > 0:
+            self._spans.append(Span("waiting", op, self._now, self._now + seconds, names))
+            self._now += seconds
+
+    def _step_optimizer(self, shards: Sequence[torch.Tensor]) -> None:
+        states = sum(shard.numel() for shard in shards) * self._optimizer_bytes
+        nbytes = 2 * states + 3 * sum(shard.nbytes for shard in shards)
+        self._compute("optimizer", 0.0, torch.float32, nbytes)
+        self._change("gradients", -self._alive["gradients"])
+
+
+def _kind(node: fx.Node) -> str:
+    """Of the memory of what a node gives; none if it is another's, or nothing to speak of."""
+    if node.op != "call_function":
+        return ""
+    source: Any = node.args[0] if node.args else None
+    if isinstance(source, fx.Node) and source.target in WAITS:
+        return "gathered" if node in {item for _, item in gathered_items(source)} else ""
+    return "" if is_collective(node) else "activations"
