@@ -12,7 +12,7 @@ BIN = $(VENV)/bin
 CXX_SOURCES = $(wildcard csrc/*.cpp csrc/*.h csrc/*.cu csrc/*.cuh)
 CXX_TESTS = $(wildcard tests/*.cpp)
 BUILD_SOURCES = setup.py pyproject.toml $(CXX_SOURCES)
-PACKAGE_SOURCES = $(wildcard deepcompile_zero3/*.py deepcompile_zero3/*/*.py)
+PACKAGE_SOURCES = $(wildcard deepcompile_zero3/*.py deepcompile_zero3/*/*.py deepcompile_zero3/*.html)
 
 .PHONY: help train test test-torch test-gpu check-cuda sanitize bench lint clean
 .DELETE_ON_ERROR:
