@@ -217,7 +217,7 @@ void Exchange::gather(const std::vector<Piece>& pieces) {
   std::string keys;
   for (auto& [rows, key] : pieces) {
     tensors.push_back(rows);
-    if (rows.numel() == 0) continue;
+    if (rows.numel() == 0 || rows.is_meta()) continue;  // shapes are not sent
     if (is_point_to_point(*group, rows.device())) {
       start_messages(
           *group, rank, rows.size(0), key, [&](int64_t) { return rows[rank]; },
@@ -257,7 +257,7 @@ void Exchange::reduce(const Rows& rows, const std::string& key) {
   } else {
     auto run = keep(one_run(rows));
     addends.push_back(keep(at::empty_like(own)));
-    if (run.numel() > 0)
+    if (run.numel() > 0 && !run.is_meta())
       running_->start("others", key, [&] { return reduce_scatter(*group, addends.front(), run); });
   }
 }

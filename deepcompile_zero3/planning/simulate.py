@@ -4,8 +4,9 @@ The runtime itself runs, on the meta device and in a process group that sends no
 gathered together, where gradients go and when a bucket leaves is decided by the code that trains.
 """
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,21 +79,60 @@ def simulate(
 
     Args:
         forwards, backwards: rewritten graphs, in the order in which they run.
-        parameters: those of the graphs by name, whose shards are on the meta device.
+        parameters: those of the graphs, by name. Nothing of them is changed.
         machine: that it runs on.
         optimizer_bytes: of the optimizer's state, for each element of a shard.
         prefetch: False starts each gather when it is waited for.
     """
-    simulation = _Simulation(parameters, machine, optimizer_bytes, prefetch)
-    devices = {parameter: parameter.handle.device for parameter in parameters.values()}
-    try:
-        for parameter in parameters.values():
-            parameter.handle.device = torch.device("meta")
+    with _twins(parameters) as twins:
+        simulation = _Simulation(twins, machine, optimizer_bytes, prefetch)
         return simulation.run(forwards, backwards)
+
+
+@contextlib.contextmanager
+def _twins(parameters: Mapping[str, ShardedParameter]) -> Iterator[dict[str, _C.Parameter]]:
+    """Handles by name that are like those of ``parameters``, of a model of their own on the meta
+    device. Ranks exchange messages; what shares memory has no bound on its buckets either.
+    """
+    root = max(_C.live_roots(), default=0) + 1
+    twins = {}
+    try:
+        for name, parameter in parameters.items():
+            handle, twin = parameter.handle, _C.Parameter()
+            for attribute in _ALIKE:
+                setattr(twin, attribute, getattr(handle, attribute))
+            if handle.is_shared:
+                twin.bucket_bytes = _UNBOUNDED
+            twin.device = torch.device("meta")
+            twin.shard = torch.empty_like(handle.shard, device="meta")
+            twin.root = root
+            twin.register(_PREFIX + name)
+            twins[name] = twin
+        yield twins
     finally:
-        for parameter, device in devices.items():
-            parameter.handle.device = device
-            parameter.shard.grad = None
+        for twin in twins.values():
+            twin.unregister()
+
+
+_PREFIX = "simulated: "
+_UNBOUNDED = 1 << 62
+_ALIKE = (
+    "group_name",
+    "reduce_group_name",
+    "rank",
+    "world_size",
+    "replicate_group_name",
+    "replica",
+    "replicas",
+    "sizes",
+    "strides",
+    "compute_dtype",
+    "grad_dtype",
+    "reduce_dtype",
+    "shard_grad_dtype",
+    "bucket_bytes",
+    "divide_factor",
+)
 
 
 def _in_backward(function: Callable[[], None]) -> None:
@@ -125,7 +165,7 @@ class _Saved:
 class _Simulation:
     def __init__(
         self,
-        parameters: Mapping[str, ShardedParameter],
+        parameters: Mapping[str, _C.Parameter],
         machine: Machine,
         optimizer_bytes: int,
         prefetch: bool,
@@ -149,11 +189,13 @@ class _Simulation:
         self._seen = 0
 
     def run(self, forwards: Sequence[fx.Graph], backwards: Sequence[fx.Graph]) -> Step:
-        shards = [parameter.handle.shard for parameter in self._parameters.values()]
+        shards = [parameter.shard for parameter in self._parameters.values()]
         self._change("shards", sum(shard.nbytes for shard in shards))
         self._change("optimizer", sum(s.numel() for s in shards) * self._optimizer_bytes)
         try:
-            self._run_all(forwards)
+            for graph in forwards:
+                _C.add_uses(list(map(self._parameters.__getitem__, _gathered(graph))), False)
+                self._run_graph(graph)
             self._forget_results()
             _in_backward(lambda: self._run_all(backwards))
             self._follow_reductions()
@@ -256,7 +298,7 @@ class _Simulation:
 
     def _start_gather(self, start: fx.Node) -> list[_InFlight]:
         names: Any = start.args[1]
-        gather = _C.Gather([self._parameters[name].handle for name in names])
+        gather = _C.Gather([self._parameters[name] for name in names])
         started = [self._launch("gather", record, 0) for record in self._news()]
         gather.finish(fresh=True)
         wait = next(user for user in start.users if user.target in WAITS)
@@ -275,8 +317,8 @@ class _Simulation:
         self._compute(what, flops, dtypes.raw, nbytes, (name,))
         self._packed[name] += packed
         self._change("communication", packed)
-        handle = self._parameters[name].handle
-        _C.reduce(handle, torch.empty(handle.sizes, dtype=dtypes.raw, device="meta"))
+        parameter = self._parameters[name]
+        _C.reduce(parameter, torch.empty(parameter.sizes, dtype=dtypes.raw, device="meta"))
         self._follow_reductions()
 
     def _follow_reductions(self) -> None:
@@ -288,7 +330,7 @@ class _Simulation:
             while len(alike) >= _C.MOST_IN_FLIGHT:
                 self._finish_reduction()
                 alike.pop(0)
-            buffers = sum(self._packed.pop(name, 0) for name in record.params)
+            buffers = sum(self._packed.pop(name, 0) for name in _names(record))
             if record.op == "all_reduce":
                 buffers = record.nbytes
                 self._change("communication", buffers)
@@ -300,7 +342,7 @@ class _Simulation:
     def _finish_reduction(self) -> None:
         reduction = self._reductions.pop(0)
         self._wait(reduction)
-        shards = [self._parameters[name].handle.shard for name in reduction.parameters]
+        shards = [self._parameters[name].shard for name in reduction.parameters]
         nbytes = sum(shard.nbytes for shard in shards)
         self._compute("unpack", 0.0, torch.float32, 2 * nbytes, reduction.parameters)
         self._change("communication", -reduction.buffers)
@@ -314,7 +356,7 @@ class _Simulation:
         return news
 
     def _launch(self, lane: str, record: _C.Collective, buffers: int) -> _InFlight:
-        names = tuple(record.params)
+        names = _names(record)
         ranks = self._ranks(record.op, self._parameters[names[0]])
         seconds = self._machine.seconds_of_collective(record.op, record.nbytes, ranks)
         local, remote = self._machine.bytes_over_links(record.op, record.nbytes, ranks)
@@ -332,12 +374,12 @@ class _Simulation:
         )
         return _InFlight(record.op, names, end, buffers)
 
-    def _ranks(self, op: str, parameter: ShardedParameter) -> Ranks:
-        handle, of_host = parameter.handle, self._machine.ranks_per_host
+    def _ranks(self, op: str, parameter: _C.Parameter) -> Ranks:
+        of_host = self._machine.ranks_per_host
         if op == "all_reduce":  # replicas are as far from each other as a shard group is wide
-            on_host = min(of_host // handle.world_size, handle.replicas)
-            return Ranks(handle.replicas, max(on_host, 1))
-        return Ranks(handle.world_size, min(of_host, handle.world_size))
+            on_host = min(of_host // parameter.world_size, parameter.replicas)
+            return Ranks(parameter.replicas, max(on_host, 1))
+        return Ranks(parameter.world_size, min(of_host, parameter.world_size))
 
     def _wait(self, collective: _InFlight) -> None:
         self._stop_for(collective.op, collective.parameters, collective.end - self._now)
@@ -352,6 +394,16 @@ class _Simulation:
         nbytes = 2 * states + 3 * sum(shard.nbytes for shard in shards)
         self._compute("optimizer", 0.0, torch.float32, nbytes)
         self._change("gradients", -self._alive["gradients"])
+
+
+def _gathered(graph: fx.Graph) -> list[str]:
+    """The parameters of a graph."""
+    starts = graph.find_nodes(op="call_function", target=ops.all_gather_start.default)
+    return [name for start in starts for name in start.args[1]]
+
+
+def _names(record: _C.Collective) -> tuple[str, ...]:
+    return tuple(name.removeprefix(_PREFIX) for name in record.params)
 
 
 def _kind(node: fx.Node) -> str:
