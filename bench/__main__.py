@@ -8,6 +8,7 @@ python -m bench -w B -m zero3-c10d-twice,without-pool    # without one optimisat
 python -m bench primitives                               # gloo's, at some sizes
 python -m bench overhead                                 # a step of 300 small parameters
 python -m bench agreement -w B,deep                      # how long ranks take to agree on gradients
+python -m bench gpu                                      # on a GPU: kernels, a step, what overlaps
 python -m bench table build/bench/*.json                 # what was measured before
 """
 
@@ -29,13 +30,13 @@ import torch.multiprocessing as mp
 from rich.console import Console
 from rich.progress import track
 
+from bench import gpu, report
 from bench import overhead as small
 from bench import primitives as gloo
-from bench import report
 from bench.ablations import ABLATIONS
-from bench.modes import MODES
+from bench.modes import MODES, UNSHARDED
 from bench.ranks import Ranks
-from bench.workloads import WORKLOADS
+from bench.workloads import LLAMAS, WORKLOADS
 
 # glibc's allocator keeps what is freed, and so no page is faulted in twice.
 TUNED_MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "8000000000"}
@@ -238,10 +239,53 @@ def parse_arguments() -> argparse.Namespace:
     raw.add_argument("--malloc", choices=["default", "tuned"], default="default")
     raw.set_defaults(run=primitives)
     parts.add_parser("overhead", help=overhead.__doc__).set_defaults(run=overhead, malloc="default")
+    _add_gpu(parts.add_parser("gpu", help=gpu.run.__doc__, description=gpu.__doc__), modes)
     reread = parts.add_parser("table", help=table.__doc__)
     reread.add_argument("files", type=Path, nargs="+")
     reread.set_defaults(run=table)
     return parser.parse_args()
+
+
+def _add_gpu(part: argparse.ArgumentParser, modes: dict) -> None:
+    names = [name.removeprefix("llama-") for name in LLAMAS]
+    some = ["plain", "zero3", "zero3-again", "fsdp2-blocks"]
+    part.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    part.add_argument("--model", choices=names, default="1b", help="a Llama of so many parameters")
+    part.add_argument("--layers", type=int, help="in place of the model's own number")
+    part.add_argument("--batch", type=int, help="sequences of a step; what fits, without this")
+    part.add_argument("--sequence", type=int, help="tokens (4096; tiny: 32)")
+    part.add_argument(
+        "-m",
+        "--modes",
+        type=_names(UNSHARDED | modes),
+        default=some,
+        metavar="M,...",
+        help=f"{','.join(some)} without this; others are compared with the first",
+    )
+    part.add_argument("--rounds", type=int, default=3, help="of a process for each mode, in turn")
+    part.add_argument("--steps", type=int, default=12, help="timed in each process")
+    part.add_argument("--warmup", type=int, default=3, help="steps before those, after the first")
+    part.add_argument(
+        "--trace",
+        type=_names(UNSHARDED | modes),
+        default=["zero3", "fsdp2-blocks"],
+        metavar="M,...",
+        help="modes of which a step is profiled in the first round",
+    )
+    part.add_argument(
+        "--parts",
+        type=_names(dict.fromkeys(["kernels", "steps"])),
+        default=["kernels", "steps"],
+        metavar="P,...",
+        help="kernels, steps; both without this",
+    )
+    part.add_argument(
+        "--minutes", type=float, default=8.5, help="nothing begins that would take longer"
+    )
+    part.add_argument(
+        "--output", type=Path, default=Path("build/bench"), help="folder of results (build/bench)"
+    )
+    part.set_defaults(run=gpu.run, malloc="default")
 
 
 _DEFAULT_WORKLOADS = [name for name in WORKLOADS if name != "tiny"]

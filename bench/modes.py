@@ -24,7 +24,7 @@ import deepcompile_zero3
 from bench.workloads import Workload
 from deepcompile_zero3.module import parameters_of
 
-Step = Callable[[torch.Tensor], float]
+Step = Callable[[torch.Tensor], torch.Tensor]  # the loss; nobody waits for it
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ def _adamw(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
 
 
 def _step(run: Callable, optimizer: torch.optim.Optimizer) -> Step:
-    def step(tokens: torch.Tensor) -> float:
+    def step(tokens: torch.Tensor) -> torch.Tensor:
         loss = run(input_ids=tokens, labels=tokens).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        return loss.item()
+        return loss.detach()
 
     return step
 
@@ -53,8 +53,12 @@ def _built(workload: Workload) -> nn.Module:
     return model if workload.param_dtype is None else model.to(workload.param_dtype)
 
 
-def _floor(workload: Workload) -> Step:
-    """Nothing is communicated: the whole model, and AdamW over this rank's part of each tensor."""
+def _floor(workload: Workload, *, writes_back: bool = False) -> Step:
+    """Nothing is communicated: the whole model, and AdamW over this rank's part of each tensor.
+
+    ``writes_back``: the model gets what AdamW made of the part, cast, as a gather would cast it. A
+    single rank trains so: a model in ``param_dtype``, and AdamW over its fp32 copy.
+    """
     model = _built(workload)
     world_size, rank = dist.get_world_size(), dist.get_rank()
     parts = {
@@ -62,16 +66,19 @@ def _floor(workload: Workload) -> Step:
         for parameter in model.parameters()
     }
     optimizer = _adamw(parts.values())
+    own = [parameter.detach().chunk(world_size)[rank] for parameter in parts]
     run = torch.compile(model)
 
-    def step(tokens: torch.Tensor) -> float:
+    def step(tokens: torch.Tensor) -> torch.Tensor:
         loss = run(input_ids=tokens, labels=tokens).loss
         loss.backward()
         for parameter, part in parts.items():
             part.grad = parameter.grad.chunk(world_size)[rank].to(part.dtype)
             parameter.grad = None
         optimizer.step()
-        return loss.item()
+        if writes_back:
+            torch._foreach_copy_(own, [part.detach() for part in parts.values()])
+        return loss.detach()
 
     return step
 
@@ -80,7 +87,7 @@ def _sharded(workload: Workload, fully_shard: Callable, **settings: Any) -> nn.M
     """Each block, and the rest with the root, as FSDP2's documentation has it."""
     model = workload.build()
     settings |= {
-        "mesh": init_device_mesh("cpu", (dist.get_world_size(),)),
+        "mesh": init_device_mesh(workload.device, (dist.get_world_size(),)),
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=workload.param_dtype, reduce_dtype=workload.reduce_dtype
         ),
@@ -152,7 +159,7 @@ def _properties(workload: Workload) -> Step:
     Gloo does not average, so that gradients are sums, which takes as long.
     """
     model = workload.build()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(workload.device, (dist.get_world_size(),))
     for module in list(model.modules()):
         for name, parameter in list(module.named_parameters(recurse=False)):
             shard = nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)]))
@@ -200,12 +207,12 @@ def _deepspeed(workload: Workload) -> Step:
         dist_init_required=False,
     )
 
-    def step(tokens: torch.Tensor) -> float:
+    def step(tokens: torch.Tensor) -> torch.Tensor:
         with warnings.catch_warnings(action="ignore", category=FutureWarning):  # in each collective
             loss = engine(input_ids=tokens, labels=tokens).loss
             engine.backward(loss)
             engine.step()
-        return loss.item()
+        return loss.detach()
 
     return step
 
@@ -245,3 +252,11 @@ if find_spec("deepspeed"):
     MODES["deepspeed"] = Mode(
         "DeepSpeed ZeRO-3, eager; bf16: shards in bf16, fp32 copies in the optimizer", _deepspeed
     )
+
+# Beside what trains on one GPU.
+UNSHARDED = {
+    "plain": Mode(
+        "compiled, nothing sharded; bf16: a model in bf16, AdamW over its fp32 copy",
+        partial(_floor, writes_back=True),
+    )
+}

@@ -4,7 +4,8 @@ import os
 import resource
 import tempfile
 import time
-from dataclasses import dataclass
+import traceback
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -52,7 +53,10 @@ class Memory:
 class Ranks:
     """The ranks of one mode, all of them resident from construction to :meth:`close`."""
 
-    def __init__(self, workload: str, mode: str, world_size: int, cache: str) -> None:
+    def __init__(
+        self, workload: str, mode: str, world_size: int, cache: str, **changes: object
+    ) -> None:
+        """``changes`` are made to the workload; with ``device="cuda"`` each rank has a GPU."""
         self._folder = tempfile.TemporaryDirectory()
         context = mp.get_context("spawn")
         self._ranks = []
@@ -61,22 +65,24 @@ class Ranks:
             store = f"{self._folder.name}/store"
             process = context.Process(
                 target=_serve,
-                args=(theirs, workload, mode, rank, world_size, store, cache),
+                args=(theirs, workload, mode, rank, world_size, store, cache, changes),
                 daemon=True,
             )
             process.start()
             theirs.close()
             self._ranks.append((process, ours))
 
-    def call(self, command: str) -> list:
-        """``command`` on all ranks at once; their answers, by rank."""
+    def call(self, command: str, *args: object, timeout: float = TIMEOUT_SECONDS) -> list:
+        """``command`` on all ranks at once; their answers, by rank, after ``timeout`` seconds at
+        most.
+        """
         for _, pipe in self._ranks:
-            pipe.send(command)
-        deadline = time.monotonic() + TIMEOUT_SECONDS
+            pipe.send((command, args))
+        deadline = time.monotonic() + timeout
         answers = []
         for rank, (_, pipe) in enumerate(self._ranks):
             if not pipe.poll(max(deadline - time.monotonic(), 0)):
-                raise TimeoutError(f"rank {rank} did not answer '{command}' in {TIMEOUT_SECONDS} s")
+                raise TimeoutError(f"rank {rank} did not answer '{command}' in {timeout:.0f} s")
             answers.append(pipe.recv())
         for answer in answers:
             if isinstance(answer, Exception):
@@ -90,19 +96,20 @@ class Ranks:
         for process, _ in self._ranks:
             process.join(10)
             process.kill()
+            process.join()
         self._folder.cleanup()
 
 
 class _Rank:
     """What a process does for each command."""
 
-    def __init__(self, workload: str, mode: str, rank: int) -> None:
+    def __init__(self, workload: str, mode: str, rank: int, changes: dict) -> None:
         from bench.ablations import ABLATIONS
-        from bench.modes import MODES
-        from bench.workloads import WORKLOADS
+        from bench.modes import MODES, UNSHARDED
+        from bench.workloads import LLAMAS, WORKLOADS
 
-        self._mode = (MODES | ABLATIONS)[mode]
-        self._workload = WORKLOADS[workload]
+        self._mode = (MODES | ABLATIONS | UNSHARDED)[mode]
+        self._workload = replace((WORKLOADS | LLAMAS)[workload], **changes)
         self._generator = torch.Generator().manual_seed(rank)
         self._step = self._mode.build(self._workload)
 
@@ -121,6 +128,21 @@ class _Rank:
             after.ru_stime - before.ru_stime,
             after.ru_minflt - before.ru_minflt,
         )
+
+    def timed(self, warmup: int, number: int) -> dict:
+        """Of a first step, and of ``number`` after ``warmup``, as the device sees them."""
+        from bench.gpu import time_steps
+
+        return time_steps(self._step, self._tokens(1 + warmup + number), warmup)
+
+    def traced(self, path: str) -> None:
+        """Writes the trace of a step."""
+        from bench.overlap import record
+
+        record(self._step, self._tokens(2), path)
+
+    def _tokens(self, number: int) -> list[torch.Tensor]:
+        return [self._workload.tokens(self._generator) for _ in range(number)]
 
     def collectives(self) -> dict[str, tuple[int, int]]:
         """Of one step, by kind: how many, and the bytes of their full buffers."""
@@ -151,30 +173,33 @@ class _Rank:
         return memory
 
 
-def _serve(pipe, workload, mode, rank, world_size, store, cache) -> None:
-    os.environ.update(
-        GLOO_SOCKET_IFNAME="lo",
-        OMP_NUM_THREADS="1",
-        TORCHINDUCTOR_CACHE_DIR=cache,
-        TORCHINDUCTOR_COMPILE_THREADS="1",
-    )
+def _serve(pipe, workload, mode, rank, world_size, store, cache, changes) -> None:
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", TORCHINDUCTOR_CACHE_DIR=cache)
     torch.set_num_threads(1)
+    device = None
+    if changes.get("device") == "cuda":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    else:  # ranks share the processor
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     dist.init_process_group(
-        "gloo",
+        "gloo" if device is None else "nccl",
         init_method=f"file://{store}",
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=TIMEOUT_SECONDS),
+        device_id=device,
     )
     served = None
     while True:
         try:
-            command = pipe.recv()
+            command, args = pipe.recv()
         except EOFError:
             break
         try:
-            served = served or _Rank(workload, mode, rank)
-            pipe.send(getattr(served, command)())
+            served = served or _Rank(workload, mode, rank, changes)
+            pipe.send(getattr(served, command)(*args))
         except Exception as error:
+            traceback.print_exc()
             pipe.send(RuntimeError(f"{mode}, rank {rank}: {type(error).__name__}: {error}"))
     dist.destroy_process_group()

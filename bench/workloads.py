@@ -4,7 +4,18 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AttentionInterface,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+# Transformers makes a mask where it is traced and none where it runs in eager: a model that is
+# compiled whole would have a slower kernel than compiled blocks. For names of ours it makes none.
+AttentionInterface.register("causal", sdpa_attention_forward)
 
 
 @dataclass(frozen=True)
@@ -14,6 +25,8 @@ class Workload:
     Attributes:
         batch, sequence: windows of a rank's step, and tokens of a window.
         param_dtype, reduce_dtype: of the mixed precision policy; None keeps fp32.
+        attention: as Transformers calls it; "causal" is "sdpa" without a mask.
+        device: where the model is made and trained.
     """
 
     about: str
@@ -27,6 +40,8 @@ class Workload:
     experts: int = 0
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+    attention: str = "sdpa"
+    device: str = "cpu"
 
     def build(self) -> nn.Module:
         """The same weights in every process."""
@@ -41,22 +56,25 @@ class Workload:
             "max_position_embeddings": self.sequence,
             "tie_word_embeddings": False,
             "use_cache": False,
+            "attn_implementation": self.attention,
         }
-        if self.experts:
-            return Qwen3MoeForCausalLM(
-                Qwen3MoeConfig(
-                    **shape,
-                    head_dim=self.hidden // self.heads,
-                    num_experts=self.experts,
-                    num_experts_per_tok=2,
-                    moe_intermediate_size=self.intermediate,
+        with torch.device(self.device):
+            if self.experts:
+                return Qwen3MoeForCausalLM(
+                    Qwen3MoeConfig(
+                        **shape,
+                        head_dim=self.hidden // self.heads,
+                        num_experts=self.experts,
+                        num_experts_per_tok=2,
+                        moe_intermediate_size=self.intermediate,
+                    )
                 )
-            )
-        return LlamaForCausalLM(LlamaConfig(**shape))
+            return LlamaForCausalLM(LlamaConfig(**shape))
 
     def tokens(self, generator: torch.Generator) -> torch.Tensor:
         """``[batch, sequence]`` of a rank."""
-        return torch.randint(self.vocabulary, (self.batch, self.sequence), generator=generator)
+        tokens = torch.randint(self.vocabulary, (self.batch, self.sequence), generator=generator)
+        return tokens.to(self.device)
 
 
 _A = {"hidden": 512, "layers": 8, "intermediate": 1376, "batch": 4, "sequence": 128}
@@ -89,5 +107,27 @@ WORKLOADS = {
         batch=4,
         sequence=64,
         experts=8,
+    ),
+}
+
+_LLAMA = {"vocabulary": 32768, "sequence": 4096, "attention": "causal", **_LOW}
+
+LLAMAS = {
+    "llama-tiny": Workload(
+        "to try the benchmark itself",
+        hidden=64,
+        layers=2,
+        intermediate=128,
+        batch=2,
+        sequence=32,
+        vocabulary=512,
+        attention="causal",
+        **_LOW,
+    ),
+    "llama-1b": Workload(
+        "1.21 G parameters", hidden=2048, layers=16, intermediate=8192, heads=16, batch=4, **_LLAMA
+    ),
+    "llama-3b": Workload(
+        "2.92 G parameters", hidden=3072, layers=24, intermediate=8192, heads=24, batch=2, **_LLAMA
     ),
 }

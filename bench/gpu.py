@@ -1,0 +1,260 @@
+"""On one GPU: the copying kernel, a training step in some modes, and what overlaps in it.
+
+All modes compute in bf16, reduce in fp32, with fused AdamW over fp32 tensors, on a single rank: it
+gathers, packs and reduces by NCCL what any rank would, but nothing travels.
+
+``plain`` is not sharded: a model in bf16 that torch.compile compiles whole. Its gradients are cast
+to fp32 for AdamW, and what AdamW made of the parameters is cast to bf16, as the others' reductions
+and gathers do.
+"""
+
+import argparse
+import gc
+import json
+import platform
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from bench import clock, kernels, overlap
+from bench.ranks import Ranks
+from bench.workloads import LLAMAS, Workload
+from deepcompile_zero3.runtime import _C
+
+# Of bf16 without sparsity, as NVIDIA states it; a second.
+_PEAK_FLOPS = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12}
+
+HEAD = (
+    "| mode | ms | over {base} | of rounds | tokens/s | TFLOP/s | of peak | allocated, GB "
+    "| reserved, GB | first step, s |\n"
+    "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
+)
+
+
+def run(args: argparse.Namespace) -> None:
+    """On a GPU: the copying kernel, a step in some modes, and what overlaps in it."""
+    deadline = time.monotonic() + 60 * args.minutes
+    if args.device == "cuda" and not (torch.cuda.is_available() and _C.WITH_CUDA):
+        sys.exit(
+            "there is no GPU, or the runtime was built without CUDA; --device cpu tries this out"
+        )
+    args.output.mkdir(parents=True, exist_ok=True)
+    workload = replace(LLAMAS[f"llama-{args.model}"], **_changes(args))
+    results = _about(workload, args)
+    _say(f"{results['machine']}, {results['time']}\n")
+
+    def save() -> None:
+        (args.output / "gpu.json").write_text(json.dumps(results, indent=1))
+
+    if "kernels" in args.parts:
+        _kernels(args, results, save)
+    if "steps" in args.parts:
+        _steps(args, results, save, deadline)
+    save()
+    _say(f"{args.output}/gpu.json")
+
+
+def time_steps(step: Callable, batches: list[torch.Tensor], warmup: int) -> dict:
+    """Seconds of the first step, and of each after ``warmup`` more; bytes of the GPU's memory.
+
+    A step lasts from the end of the one before it to its own: the host does not wait in between.
+    """
+    device = batches[0].device.type
+    start = time.perf_counter()
+    step(batches[0])
+    clock.wait(device)
+    first = time.perf_counter() - start
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()  # of what compiling took
+        torch.cuda.reset_peak_memory_stats()
+    for batch in batches[1 : 1 + warmup]:
+        step(batch)
+    moments = [clock.mark(device)]
+    for batch in batches[1 + warmup :]:
+        step(batch)
+        moments.append(clock.mark(device))
+    clock.wait(device)
+    on_gpu = device == "cuda"
+    return {
+        "first": first,
+        "steps": [clock.seconds(*both) for both in pairwise(moments)],
+        "allocated": torch.cuda.max_memory_allocated() if on_gpu else 0,
+        "reserved": torch.cuda.max_memory_reserved() if on_gpu else 0,
+    }
+
+
+def table(results: dict) -> str:
+    """A Markdown table, a mode a line, of the rounds that it was in."""
+    rounds = results["rounds"]
+    modes = [
+        mode for mode in results["modes"] if any("steps" in each.get(mode, {}) for each in rounds)
+    ]
+    if not modes:
+        return "no mode took a step"
+    lines = [HEAD.format(base=modes[0])]
+    for mode in modes:
+        measured = [each[mode] for each in rounds if "steps" in each.get(mode, {})]
+        seconds = median(median(each["steps"]) for each in measured)
+        ratios = [
+            median(each[mode]["steps"]) / median(each[modes[0]]["steps"])
+            for each in rounds
+            if "steps" in each.get(mode, {}) and "steps" in each.get(modes[0], {})
+        ]
+        flops = results["flops"] / seconds
+        peak = _PEAK_FLOPS.get(results["gpu"])
+        columns = [
+            mode,
+            f"{seconds * 1e3:.1f}",
+            f"{median(ratios):.3f}" if ratios else "",
+            f"{min(ratios):.3f} to {max(ratios):.3f} ({len(ratios)})" if ratios else "",
+            f"{results['tokens'] / seconds:,.0f}",
+            f"{flops / 1e12:.3g}",
+            f"{flops / peak:.1%}" if peak else "",
+            f"{max(each['allocated'] for each in measured) / 1e9:.1f}",
+            f"{max(each['reserved'] for each in measured) / 1e9:.1f}",
+            ", ".join(f"{each['first']:.0f}" for each in measured),
+        ]
+        lines.append(f"| {' | '.join(columns)} |")
+    return "\n".join(lines)
+
+
+def flops(workload: Workload) -> float:
+    """Of a step: 6 for each token and weight of a matmul; of attention the half that is not masked.
+
+    What is computed again in backward does not count.
+    """
+    block = 4 * workload.hidden**2 + 3 * workload.hidden * workload.intermediate
+    weights = workload.layers * block + workload.vocabulary * workload.hidden
+    attention = workload.layers * workload.hidden * workload.sequence
+    return 6 * (weights + attention) * workload.batch * workload.sequence
+
+
+def _kernels(args: argparse.Namespace, results: dict, save: Callable[[], None]) -> None:
+    _say(kernels.HEAD)
+    results["kernels"] = []
+    sizes = {"sizes": [1], "reference": 1, "repetitions": 3} if args.model == "tiny" else {}
+    try:
+        for row in kernels.measure(args.device, **sizes):
+            results["kernels"].append(row)
+            _say(kernels.line(row))
+            save()
+    except Exception as error:
+        _say(f"\nthe copies failed: {type(error).__name__}: {error}")
+    _say("")
+
+
+def _steps(
+    args: argparse.Namespace, results: dict, save: Callable[[], None], deadline: float
+) -> None:
+    """Rounds of all modes, as many as there is time for; a mode that failed is not tried again."""
+    rounds: list[dict] = []
+    results |= {"rounds": rounds, "overlap": {}}
+    took: dict[str, float] = {}
+    failed: set[str] = set()
+    with tempfile.TemporaryDirectory() as cache:
+        for number in range(1, args.rounds + 1):
+            rounds.append({})
+            for mode in args.modes:
+                if mode in failed:
+                    continue
+                start = time.monotonic()
+                if deadline - start < took.get(mode, 0):
+                    _say(f"round {number}, {mode}: there is no time for it")
+                    continue
+                traced = number == 1 and mode in args.trace
+                rounds[-1][mode] = found = _one(args, mode, f"{cache}/{mode}", traced, deadline)
+                took[mode] = time.monotonic() - start
+                save()
+                if "steps" not in found:
+                    failed.add(mode)
+                    _say(f"round {number}, {mode}: {found['error']}")
+                    continue
+                _say(
+                    f"round {number}, {mode}: {1e3 * median(found['steps']):.1f} ms a step, "
+                    f"{found['first']:.0f} s the first; {took[mode]:.0f} s in all"
+                )
+                if traced:
+                    _overlap(args, mode, found, results)
+                    save()
+            if rounds[-1]:
+                _say(f"\n{table(results)}\n")
+
+
+def _one(args: argparse.Namespace, mode: str, cache: str, traced: bool, deadline: float) -> dict:
+    """What a process measures that trains in this mode, and then ends; or its error."""
+    ranks = Ranks(f"llama-{args.model}", mode, 1, cache, **_changes(args))
+    found: dict = {}
+    try:
+        left = max(deadline - time.monotonic(), 1)
+        found |= ranks.call("timed", args.warmup, args.steps, timeout=left)[0]
+        if traced:
+            left = max(deadline - time.monotonic(), 1)
+            ranks.call("traced", str(_trace_path(args, mode)), timeout=left)
+    except (EOFError, OSError, RuntimeError) as error:  # a TimeoutError is an OSError
+        found["error"] = str(error) or "its process ended"
+    finally:
+        ranks.close()
+    return found
+
+
+def _overlap(args: argparse.Namespace, mode: str, measured: dict, results: dict) -> None:
+    if "error" in measured:
+        _say(f"{mode}: no trace: {measured['error']}")
+        return
+    try:
+        trace = overlap.read(_trace_path(args, mode))
+        found = overlap.summary(trace)
+        if found is None:
+            _say(f"{mode}: nothing ran on a GPU, there is nothing to draw")
+            return
+        results["overlap"][mode] = found
+        _say(f"\n{overlap.table(mode, found)}\n")
+        picture = args.output / f"overlap-{mode}.png"
+        overlap.plot(trace, f"{mode}, llama-{args.model}: one step", picture)
+        _say(f"{picture}, {_trace_path(args, mode)}")
+    except Exception as error:
+        _say(f"the trace of {mode} cannot be read: {type(error).__name__}: {error}")
+
+
+def _trace_path(args: argparse.Namespace, mode: str) -> Path:
+    return args.output / f"trace-{mode}.json.gz"
+
+
+def _changes(args: argparse.Namespace) -> dict[str, object]:
+    """To the workload, by the arguments that were given."""
+    given = {name: getattr(args, name) for name in ("device", "layers", "batch", "sequence")}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _about(workload: Workload, args: argparse.Namespace) -> dict:
+    gpu = torch.cuda.get_device_name() if args.device == "cuda" else None
+    versions = f"torch {torch.__version__}, Python {platform.python_version()}"
+    if gpu:
+        versions += (
+            f", CUDA {torch.version.cuda}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
+        )
+    shape = {name: str(value) for name, value in asdict(workload).items()}
+    return {
+        "command": shlex.join(["python", "-m", "bench", *sys.argv[1:]]),
+        "machine": f"{gpu or platform.machine()}, {versions}",
+        "time": time.strftime("%Y-%m-%d %H:%M"),
+        "gpu": gpu,
+        "workload": shape,
+        "modes": args.modes,
+        "tokens": workload.batch * workload.sequence,
+        "flops": flops(workload),
+    }
+
+
+def _say(text: str) -> None:
+    """At once, or a run that is killed would not have said it."""
+    print(text, flush=True)
