@@ -10,7 +10,8 @@ import torch
 from torch import fx
 
 from deepcompile_zero3 import torch_internals
-from deepcompile_zero3.graph_text import base_of, is_view
+from deepcompile_zero3.graph_text import COMMENT, base_of, is_view
+from deepcompile_zero3.passes.reduce import GradientDtypes
 from deepcompile_zero3.peak import nbytes_of
 from deepcompile_zero3.runtime import REDUCTIONS, WAITS, ops
 
@@ -72,6 +73,22 @@ def items_of(graph: fx.Graph) -> list[Item]:
             if not missing[user]:
                 heapq.heappush(ready, (order[parts[user][0]], user))
     return result
+
+
+def kernels_of(graph: fx.Graph) -> list[Kernel]:
+    """The kernels, and the products that reductions compute."""
+    return [
+        item if isinstance(item, Kernel) else product_of(item)
+        for item in items_of(graph)
+        if isinstance(item, Kernel) or item.target is ops.reduce_mm.default
+    ]
+
+
+def product_of(reduction: fx.Node) -> Kernel:
+    """What a reduction computes that takes the factors of a gradient."""
+    dtypes: GradientDtypes = reduction.meta[COMMENT]
+    nbytes = dtypes.numel * dtypes.wire.itemsize + sum(map(nbytes_of, memory_of(reduction)))
+    return Kernel((reduction,), product_flops(reduction), dtypes.raw, nbytes)
 
 
 def is_collective(node: fx.Node) -> bool:

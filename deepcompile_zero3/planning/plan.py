@@ -15,7 +15,8 @@ from deepcompile_zero3.backend import Options
 from deepcompile_zero3.explain import Report, report_of
 from deepcompile_zero3.fully_shard import fully_shard
 from deepcompile_zero3.planning.machine import MACHINES, Machine
-from deepcompile_zero3.planning.simulate import KINDS, Traffic, simulate
+from deepcompile_zero3.planning.measure import key_of
+from deepcompile_zero3.planning.simulate import KINDS, SecondsOf, Traffic, simulate
 from deepcompile_zero3.planning.trace import fake_ranks, trace
 from deepcompile_zero3.timeline import Timeline
 
@@ -100,6 +101,7 @@ def plan(
     options: Mapping[str, Any] | None = None,
     optimizer_bytes: int = 8,
     prefetch: bool = True,
+    seconds_by_kernel: Mapping[str, float] | None = None,
 ) -> Plan:
     """Predicts a step of ``build()`` on ``world_size`` ranks of a machine.
 
@@ -119,6 +121,7 @@ def plan(
         options: those of ``torch.compile(model, backend="zero3", options=...)``.
         optimizer_bytes: of the optimizer's state for each element: 8 of AdamW in fp32.
         prefetch: False starts each gather when it is waited for.
+        seconds_by_kernel: what :func:`measure_kernels` found, if it was asked.
 
     Raises:
         ValueError: an unknown machine or option, or a wrong number of ranks.
@@ -143,6 +146,7 @@ def plan(
             machine,
             optimizer_bytes=optimizer_bytes,
             prefetch=prefetch,
+            seconds_of=_told_by(seconds_by_kernel),
         )
     spans, memory = step.timeline.spans, step.timeline.memory
     peak = max(memory, key=lambda point: sum(point[1]))[1]
@@ -163,6 +167,10 @@ def plan(
         memory=dict(zip(KINDS, peak, strict=True)),
         timeline=step.timeline,
     )
+
+
+def _told_by(seconds: Mapping[str, float] | None) -> SecondsOf:
+    return lambda kernel: seconds.get(key_of(kernel)) if seconds else None
 
 
 def shard_blocks(model: nn.Module, mesh: DeviceMesh, **settings: Any) -> nn.Module:

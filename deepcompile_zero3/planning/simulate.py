@@ -8,7 +8,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
@@ -23,7 +23,7 @@ from deepcompile_zero3.planning.kernels import (
     is_collective,
     items_of,
     memory_of,
-    product_flops,
+    product_of,
     results_of,
 )
 from deepcompile_zero3.planning.machine import Machine, Ranks
@@ -31,6 +31,9 @@ from deepcompile_zero3.runtime import _C, WAITS, ops
 from deepcompile_zero3.timeline import Span, Timeline
 
 KINDS = ("shards", "optimizer", "gradients", "gathered", "activations", "communication")
+
+
+SecondsOf: TypeAlias = Callable[[Kernel], float | None]
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ def simulate(
     *,
     optimizer_bytes: int = 8,
     prefetch: bool = True,
+    seconds_of: SecondsOf = lambda kernel: None,
 ) -> Step:
     """Takes a step: the forwards, their backwards, the optimizer.
 
@@ -83,9 +87,10 @@ def simulate(
         machine: that it runs on.
         optimizer_bytes: of the optimizer's state, for each element of a shard.
         prefetch: False starts each gather when it is waited for.
+        seconds_of: what a kernel was measured to take, or None.
     """
     with _twins(parameters) as twins:
-        simulation = _Simulation(twins, machine, optimizer_bytes, prefetch)
+        simulation = _Simulation(twins, machine, optimizer_bytes, prefetch, seconds_of)
         return simulation.run(forwards, backwards)
 
 
@@ -169,11 +174,13 @@ class _Simulation:
         machine: Machine,
         optimizer_bytes: int,
         prefetch: bool,
+        seconds_of: SecondsOf,
     ) -> None:
         self._parameters = parameters
         self._machine = machine
         self._optimizer_bytes = optimizer_bytes
         self._prefetch = prefetch
+        self._seconds_of = seconds_of
         self._now = 0.0  # of the computation
         self._link_free = 0.0
         self._flops = 0.0
@@ -224,8 +231,7 @@ class _Simulation:
         gathers: dict[fx.Node, list[_InFlight]] = {}
         for position, item in enumerate(items):
             if isinstance(item, Kernel):
-                self._flops += item.flops
-                self._compute(item.name, item.flops, item.dtype, item.nbytes)
+                self._run_kernel(item)
             elif item.target is ops.all_gather_start.default:
                 if self._prefetch:
                     gathers[item] = self._start_gather(item)
@@ -282,6 +288,12 @@ class _Simulation:
         point = self._now, tuple(self._alive[kind] for kind in KINDS)
         self._memory.append(point)
 
+    def _run_kernel(self, kernel: Kernel) -> None:
+        self._flops += kernel.flops
+        self._compute(
+            kernel.name, kernel.flops, kernel.dtype, kernel.nbytes, seconds=self._seconds_of(kernel)
+        )
+
     def _compute(
         self,
         name: str,
@@ -289,8 +301,11 @@ class _Simulation:
         dtype: torch.dtype,
         nbytes: int,
         parameters: tuple[str, ...] = (),
+        seconds: float | None = None,
     ) -> None:
-        end = self._now + self._machine.seconds_of_kernel(flops, dtype, nbytes)
+        if seconds is None:
+            seconds = self._machine.seconds_of_kernel(flops, dtype, nbytes)
+        end = self._now + seconds
         self._spans.append(Span("compute", name, self._now, end, parameters, nbytes))
         self._now = end
 
@@ -298,6 +313,8 @@ class _Simulation:
 
     def _start_gather(self, start: fx.Node) -> list[_InFlight]:
         names: Any = start.args[1]
+        shards = sum(self._parameters[name].shard.nbytes for name in names)
+        self._compute("cast", 0.0, torch.float32, 2 * shards, tuple(names))
         gather = _C.Gather([self._parameters[name] for name in names])
         started = [self._launch("gather", record, 0) for record in self._news()]
         gather.finish(fresh=True)
@@ -310,11 +327,11 @@ class _Simulation:
         name: Any = node.args[1]
         dtypes: GradientDtypes = node.meta[COMMENT]
         packed = dtypes.numel * dtypes.wire.itemsize
-        flops = product_flops(node)
-        self._flops += flops
-        what = "pack" if node.target is ops.reduce_grad.default else "mm"
-        nbytes = packed + sum(map(nbytes_of, memory_of(node)))
-        self._compute(what, flops, dtypes.raw, nbytes, (name,))
+        if node.target is ops.reduce_mm.default:
+            self._run_kernel(product_of(node))
+        else:
+            nbytes = packed + sum(map(nbytes_of, memory_of(node)))
+            self._compute("pack", 0.0, dtypes.raw, nbytes, (name,))
         self._packed[name] += packed
         self._change("communication", packed)
         parameter = self._parameters[name]
