@@ -118,7 +118,8 @@ def compare(
             counts = {op: (t.number, t.nbytes) for op, t in told.traffic.items()}
             sent = {op: tuple(each) for op, each in found["collectives"].items()}
             off = told.seconds / found["seconds"] - 1
+            peaks = f"{found['peak'] / 1e6:.0f} {told.peak / 1e6:.0f}"
             say(
                 f"| {workload} | {ranks} | {found['seconds'] * 1e3:.0f} | {told.seconds * 1e3:.0f} "
-                f"| {off:+.0%} | {sent} | {counts} | {found['peak'] / 1e6:.0f} {told.peak / 1e6:.0f} |"
+                f"| {off:+.0%} | {sent} | {counts} | {peaks} |"
             )

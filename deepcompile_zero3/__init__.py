@@ -11,9 +11,12 @@ from deepcompile_zero3.capture import CapturedGraph, CapturedGraphs, capture_gra
 from deepcompile_zero3.checks import detect_nonfinite, gradient_norms
 from deepcompile_zero3.defer import defer_reduction, deposit_grad
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.explain import Report, explain
+from deepcompile_zero3.explain import explain
 from deepcompile_zero3.fully_shard import fully_shard
 from deepcompile_zero3.module import Zero3Module, register_fsdp_forward_method
+from deepcompile_zero3.planning.machine import MACHINES, Link, Machine
+from deepcompile_zero3.planning.plan import Plan, plan, shard_blocks
+from deepcompile_zero3.report import Report
 from deepcompile_zero3.runtime import (
     BufferStats,
     Collective,
@@ -32,9 +35,13 @@ __all__ = [
     "CapturedGraphs",
     "Collective",
     "CollectiveLog",
+    "MACHINES",
+    "Link",
+    "Machine",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "Options",
+    "Plan",
     "Report",
     "Zero3Error",
     "Zero3Module",
@@ -47,8 +54,10 @@ __all__ = [
     "fully_shard",
     "gradient_norms",
     "limit_buffers",
+    "plan",
     "record_collectives",
     "register_fsdp_forward_method",
     "release_buffers",
+    "shard_blocks",
     "zero3",
 ]

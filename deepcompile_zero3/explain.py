@@ -2,16 +2,11 @@
 
 import contextlib
 import functools
-import io
-import itertools
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import fx, nn
 
 from deepcompile_zero3 import torch_internals
@@ -23,128 +18,19 @@ from deepcompile_zero3.module import all_parameters_of
 from deepcompile_zero3.parameter import ShardedParameter, version_of
 from deepcompile_zero3.passes.reduce import GradientDtypes
 from deepcompile_zero3.peak import gathered_items, nbytes_of, nbytes_of_tensor
+from deepcompile_zero3.planning.machine import Machine, machine_of
+from deepcompile_zero3.planning.simulate import simulate
+from deepcompile_zero3.report import GatherBucket, Gradient, Graph, Report
 from deepcompile_zero3.runtime import REDUCTIONS, WAITS, ops
-
-
-@dataclass(frozen=True)
-class GatherBucket:
-    """Parameters that are gathered together.
-
-    Attributes:
-        parameters: their names, in order.
-        dtypes: that they are computed with, each once.
-        nbytes: of the full tensors.
-        starts_before: the operator that the gather starts ahead of.
-        needed_by: the operator that waits for it.
-        ahead: how many operators lie between.
-    """
-
-    parameters: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    nbytes: int
-    starts_before: str
-    needed_by: str
-    ahead: int
-
-
-@dataclass(frozen=True)
-class Gradient:
-    """A gradient that is reduced.
-
-    Attributes:
-        parameter: its name.
-        raw: the dtype that it is computed in.
-        leaf: the dtype of the parameter's contract; "any" keeps what arrives.
-        wire: the dtype that it is reduced in.
-        nbytes: of the full gradient on the wire.
-        is_copied: whether it is copied to where it is sent from; large products are computed there.
-    """
-
-    parameter: str
-    raw: str
-    leaf: str
-    wire: str
-    nbytes: int
-    is_copied: bool
-
-
-@dataclass(frozen=True)
-class Graph:
-    """A forward or backward graph.
-
-    Attributes:
-        direction: "forward" or "backward".
-        gathers: in the order in which they start.
-        gradients: in the order in which they are reduced.
-        kept: names of the parameters that this forward keeps for its backward, and their bytes,
-            which backward does not gather again.
-        gathered_peak: bytes of gathered parameters that are alive at once at most, by the plan,
-            without what ranks share and, in a backward, what its forward kept.
-        saved: bytes of activations that this forward saves for its backward. A size that depends
-            on data counts as nothing.
-    """
-
-    direction: str
-    gathers: tuple[GatherBucket, ...]
-    gradients: tuple[Gradient, ...]
-    kept: dict[str, int]
-    gathered_peak: int
-    saved: int
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a step of a sharded model does, on each rank. ``print`` it, or see :meth:`to_dict`.
-
-    Attributes:
-        model: the name of its class.
-        world_size: ranks that a parameter is sharded over, at most.
-        is_shared: whether ranks of one host share memory for all parameters, so that nothing goes
-            over a wire.
-        parameters: how many are sharded.
-        nbytes: of all of them, full, as they are computed with.
-        shards: bytes of this rank's shards.
-        graphs: forwards, then backwards, each in the order of compilation.
-        breaks: why Dynamo broke the graph, in its words; what is between two graphs runs in eager
-            code.
-        in_eager: parameters that no graph gathers; eager code that reads them does.
-    """
-
-    model: str
-    world_size: int
-    is_shared: bool
-    parameters: int
-    nbytes: int
-    shards: int
-    graphs: tuple[Graph, ...]
-    breaks: tuple[str, ...]
-    in_eager: tuple[str, ...]
-
-    @property
-    def gathered(self) -> int:
-        """Bytes of full parameters that a step gathers which runs each graph once."""
-        return sum(bucket.nbytes for graph in self.graphs for bucket in graph.gathers)
-
-    @property
-    def reduced(self) -> int:
-        """Bytes of full gradients that a step reduces: those of a parameter are summed before."""
-        gradients = (gradient for graph in self.graphs for gradient in graph.gradients)
-        return sum({gradient.parameter: gradient.nbytes for gradient in gradients}.values())
-
-    def to_dict(self) -> dict[str, Any]:
-        """The attributes as numbers, strings, lists and dicts, for JSON."""
-        return asdict(self) | {"gathered": self.gathered, "reduced": self.reduced}
-
-    def __str__(self) -> str:
-        text = io.StringIO()
-        console = Console(file=text, width=80, color_system=None)
-        for part in _parts(self):
-            console.print(part, highlight=False, markup=False)
-        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+from deepcompile_zero3.timeline import Timeline
 
 
 def explain(
-    model: nn.Module, *args: Any, options: Mapping[str, Any] | None = None, **kwargs: Any
+    model: nn.Module,
+    *args: Any,
+    options: Mapping[str, Any] | None = None,
+    machine: Machine | str = "h100",
+    **kwargs: Any,
 ) -> Report:
     """Compiles a call of a sharded model, and says what its graphs gather, keep and reduce.
 
@@ -156,18 +42,20 @@ def explain(
         model: a sharded model, compiled or not.
         args: of the call. The report is for a batch of this size.
         options: those of ``torch.compile(model, backend="zero3", options=...)``.
+        machine: for which the report's timeline is predicted; bytes and collectives hold for all.
         kwargs: of the call.
 
     Raises:
         Zero3Error: nothing in ``model`` is sharded, or no graph was compiled.
         TypeError: ``model`` is no module.
-        ValueError: an unknown option. What the model raises is passed on.
+        ValueError: an unknown option or machine. What the model raises is passed on.
 
     Example::
 
         fully_shard(model)
         print(explain(model, input_ids=text, labels=text))
     """
+    machine = machine_of(machine)
     model = getattr(model, "_orig_mod", model)  # of torch.compile(model)
     parameters = all_parameters_of(model, "explain")
     breaks_before = torch_internals.graph_breaks()
@@ -180,7 +68,13 @@ def explain(
             "TORCHDYNAMO_DISABLE=1, or the whole call?"
         )
     breaks = tuple(torch_internals.graph_breaks() - breaks_before)
-    return report_of(model, parameters, graphs, breaks)
+    step = simulate(
+        [graph.graph_module.graph for graph in graphs.forward],
+        [graph.graph_module.graph for graph in reversed(graphs.backward)],
+        {parameter.fqn: parameter for parameter in parameters},
+        machine,
+    )
+    return report_of(model, parameters, graphs, breaks, step.timeline)
 
 
 def report_of(
@@ -188,6 +82,7 @@ def report_of(
     parameters: Sequence[ShardedParameter],
     graphs: CapturedGraphs,
     breaks: tuple[str, ...],
+    timeline: Timeline,
 ) -> Report:
     """The report of a model whose graphs were captured."""
     described = [_describe("forward", graph) for graph in graphs.forward]
@@ -206,6 +101,7 @@ def report_of(
         graphs=tuple(described),
         breaks=breaks,
         in_eager=tuple(p.fqn for p in parameters if p.fqn not in gathered),
+        timeline=timeline,
     )
 
 
@@ -303,102 +199,3 @@ def _computes(node: fx.Node) -> bool:
 def _name(nodes: list[fx.Node]) -> str:
     """The operator of the first, as ``mm``."""
     return getattr(nodes[0].target, "__name__", "").split(".")[0] if nodes else "the end"
-
-
-# ---- as text
-
-
-def _parts(report: Report) -> Iterator[Any]:
-    transport = "in memory that they share" if report.is_shared else "by messages"
-    ranks = f"{report.world_size} ranks" if report.world_size > 1 else "1 rank"
-    yield (
-        f"{report.model}: {report.parameters} parameters of {_mib(report.nbytes)} over {ranks}, "
-        f"{transport}"
-    )
-    yield (
-        f"at rest {_mib(report.shards)} of shards; a step gathers {_mib(report.gathered)} and "
-        f"reduces {_mib(report.reduced)}"
-    )
-    counts = {"forward": itertools.count(), "backward": itertools.count()}
-    for graph in report.graphs:
-        yield ""
-        name = f"{graph.direction} {next(counts[graph.direction])}"
-        peak = f"{name}: at most {_mib(graph.gathered_peak)} gathered at once"
-        if graph.direction == "forward":
-            yield f"{peak}, {_mib(graph.saved)} of activations saved"
-        else:
-            keeps = any(other.kept for other in report.graphs)
-            yield peak + (", beside what forward kept" if keeps else "")
-        if graph.gathers:
-            yield _table(
-                ("gathers", "dtype", "MiB", "starts before", "needed by", "ahead"),
-                (
-                    (
-                        _names(bucket.parameters),
-                        "/".join(bucket.dtypes),
-                        _number(bucket.nbytes),
-                        bucket.starts_before,
-                        bucket.needed_by,
-                        str(bucket.ahead),
-                    )
-                    for bucket in graph.gathers
-                ),
-            )
-        if graph.gradients:
-            yield _table(
-                ("reduces", "raw, leaf, wire", "MiB", "copied"),
-                (
-                    (
-                        _names(tuple(gradient.parameter for gradient in run)),
-                        " -> ".join(_dtypes(run[0])),
-                        _number(sum(gradient.nbytes for gradient in run)),
-                        _number(sum(gradient.nbytes for gradient in run if gradient.is_copied)),
-                    )
-                    for run in _alike(graph.gradients)
-                ),
-            )
-        if graph.kept:
-            total = _mib(sum(graph.kept.values()))
-            yield f"keeps {total} that backward does not gather again: {_names(tuple(graph.kept))}"
-    if report.in_eager:
-        yield ""
-        yield f"gathered by eager code, if it reads them: {_names(report.in_eager)}"
-    for reason in report.breaks:
-        first = reason.partition("\n")[0]
-        yield ""
-        yield f"the graph breaks: {first}"
-
-
-def _alike(gradients: Iterable[Gradient]) -> Iterator[tuple[Gradient, ...]]:
-    """Neighbours of the same dtypes, together."""
-    for _, run in itertools.groupby(gradients, _dtypes):
-        yield tuple(run)
-
-
-def _dtypes(gradient: Gradient) -> tuple[str, str, str]:
-    return gradient.raw, gradient.leaf, gradient.wire
-
-
-def _table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="")
-    for column in columns:
-        numbers = column in ("MiB", "ahead", "copied")
-        if numbers:
-            table.add_column(column, justify="right", no_wrap=True)
-        else:
-            table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def _names(names: tuple[str, ...]) -> str:
-    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-
-
-def _number(nbytes: int) -> str:
-    return f"{nbytes / 2**20:,.{1 if nbytes >= 10 * 2**20 else 3}f}"
-
-
-def _mib(nbytes: int) -> str:
-    return f"{_number(nbytes)} MiB"

@@ -87,15 +87,18 @@ def views_of(node: fx.Node) -> set[fx.Node]:
 
 def base_of(node: fx.Node) -> fx.Node:
     """What owns the memory of ``node``; of an operator with several results, the one of them."""
-    while node.target is not operator.getitem and is_view(node):
-        (node,) = node.all_input_nodes[:1]
+    while is_view(node):
+        source = node.all_input_nodes[0]
+        if node.target is operator.getitem and not is_view(source):
+            break
+        node = source
     return node
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether its result shares the memory of what it is given."""
+    """Whether its result shares the memory of what it is given. What is gathered does not."""
     if node.target is operator.getitem:
         return True
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace == "zero3":
         return False
     return any(result.alias_info is not None for result in node.target._schema.returns)

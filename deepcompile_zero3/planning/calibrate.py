@@ -49,6 +49,7 @@ def measure_machine(mesh: DeviceMesh, name: str = "here") -> Machine:
             1 / flops[torch.float32],
             1 / flops[torch.bfloat16],
             1 / bandwidth,
+            1 / _update_bandwidth(device),
             launch,
             rate,
             latency,
@@ -57,12 +58,13 @@ def measure_machine(mesh: DeviceMesh, name: str = "here") -> Machine:
         dtype=torch.float64,
     )
     dist.all_reduce(numbers, dist.ReduceOp.MAX, group)
-    fp32, bf16, per_byte, launch, rate, latency, hidden = numbers.tolist()
+    fp32, bf16, copying, updating, launch, rate, latency, hidden = numbers.tolist()
     link = Link(latency / max(ranks - 1, 1), received / rate if ranks > 1 else float("inf"))
     return Machine(
         name=name,
         flops={torch.float32: 1 / fp32, torch.bfloat16: 1 / bf16},
-        bandwidth=1 / per_byte,
+        bandwidth=1 / copying,
+        update_bandwidth=1 / updating,
         launch=launch,
         memory=float("inf"),
         ranks_per_host=ranks,
@@ -115,6 +117,13 @@ def _bandwidth(device: torch.device) -> float:
     source = torch.zeros(_LARGE, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * _LARGE / _seconds(lambda: target.copy_(source), device)
+
+
+def _update_bandwidth(device: torch.device) -> float:
+    parameter = nn.Parameter(torch.zeros(_LARGE // 4, device=device))
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    return 7 * _LARGE / _seconds(optimizer.step, device)
 
 
 def _launch(device: torch.device) -> float:

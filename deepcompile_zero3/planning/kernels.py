@@ -67,7 +67,8 @@ def items_of(graph: fx.Graph) -> list[Item]:
     while ready:
         _, number = heapq.heappop(ready)
         part = parts[number]
-        result.append(part[0] if is_collective(part[0]) else _kernel(part))
+        if not all(map(is_inlined, part)):
+            result.append(part[0] if is_collective(part[0]) else _kernel(part))
         for user in users[number]:
             missing[user] -= 1
             if not missing[user]:
@@ -103,6 +104,8 @@ def results_of(item: Item) -> list[fx.Node]:
     inside = set(item.nodes)
     results = []
     for node in item.nodes:
+        if is_inlined(node):
+            continue
         if any(user.target is operator.getitem for user in node.users):  # several results
             results += list(node.users)
         elif any(reader not in inside for reader in _readers(node)):
@@ -239,18 +242,19 @@ def _kernel(nodes: list[fx.Node]) -> Kernel:
     for node in nodes:
         for source in node.all_input_nodes:
             base = base_of(source)
-            if base not in inside and not _is_constant(base):
+            if base not in inside and not is_inlined(base):
                 nbytes = min(nbytes_of(source), nbytes_of(base)) or nbytes_of(source)
                 read[base] = max(read.get(base, 0), nbytes)
     probe = Kernel(tuple(nodes), 0.0, torch.float32, 0)
-    written = sum(nbytes_of(node) for node in results_of(probe) if not _is_constant(node))
+    written = sum(nbytes_of(node) for node in results_of(probe) if not is_inlined(node))
     flops = sum(map(product_flops, nodes))
     return Kernel(tuple(nodes), flops, _dtype(nodes[0]), sum(read.values()) + written)
 
 
-def _is_constant(node: fx.Node) -> bool:
-    """Whether it is written into the code of those that read it."""
-    return node.op == "call_function" and not node.all_input_nodes
+def is_inlined(node: fx.Node) -> bool:
+    """Whether it is a constant that is written into the code of those that read it."""
+    is_constant = _is_fused(node) and not node.all_input_nodes
+    return is_constant and all(map(_is_fused, _readers(node)))
 
 
 def _dtype(node: fx.Node) -> torch.dtype:

@@ -27,7 +27,8 @@ class Machine:
     Attributes:
         name: of it.
         flops: FLOP/s of large matrix products by dtype, as reached and not as advertised.
-        bandwidth: of its memory, bytes/s read and written, as reached.
+        bandwidth: of its memory, bytes/s read and written, as reached by copies.
+        update_bandwidth: the same of an optimizer, which writes what it has read.
         launch: seconds that each kernel takes at least.
         memory: bytes.
         ranks_per_host: so many ranks reach each other by ``local``, others by ``remote``.
@@ -39,6 +40,7 @@ class Machine:
     name: str
     flops: dict[torch.dtype, float]
     bandwidth: float
+    update_bandwidth: float
     launch: float
     memory: float
     ranks_per_host: int
@@ -128,8 +130,22 @@ class Ranks:
         return -(-self.number // self.on_host)
 
 
-_NUMBERS = ("bandwidth", "launch", "memory", "overlap")
+_NUMBERS = ("bandwidth", "update_bandwidth", "launch", "memory", "overlap")
 _LINK_NUMBERS = ("local_bandwidth", "local_latency", "remote_bandwidth", "remote_latency")
+
+
+def machine_of(machine: Machine | str) -> Machine:
+    """The machine, or the one of :data:`MACHINES` of this name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if isinstance(machine, Machine):
+        return machine
+    if machine not in MACHINES:
+        raise ValueError(f"machine is a Machine or one of {', '.join(MACHINES)}, got {machine!r}")
+    return MACHINES[machine]
+
 
 # Of what is advertised, what a well-made program reaches; override it by what you measure.
 _OF_FLOPS, _OF_BANDWIDTH, _OF_LINK = 0.7, 0.85, 0.8
@@ -153,6 +169,7 @@ def _gpu(
         name=name,
         flops=flops | {torch.float32: fp32 * 1e12 * _OF_FLOPS},
         bandwidth=terabytes * 1e12 * _OF_BANDWIDTH,
+        update_bandwidth=terabytes * 1e12 * _OF_BANDWIDTH,
         launch=5e-6,
         memory=gigabytes * 1e9,
         ranks_per_host=8,

@@ -10,7 +10,7 @@ from torch import fx
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.graph_text import graph_text, is_view
-from deepcompile_zero3.planning.kernels import Kernel, aten, results_of
+from deepcompile_zero3.planning.kernels import Kernel, aten, is_inlined, results_of
 from deepcompile_zero3.runtime import ops
 
 _SECONDS = 0.02  # of each kernel, beside its compilation
@@ -102,7 +102,7 @@ def _inputs_of(nodes: Iterable[fx.Node], inside: set[fx.Node]) -> list[fx.Node]:
     """What they read that is not computed inside."""
     found: dict[fx.Node, None] = {}
     for node in nodes:
-        if node in inside or _leads_to(node, inside):
+        if node in inside or _leads_to(node, inside) or is_inlined(node):
             found |= dict.fromkeys(_inputs_of(node.all_input_nodes, inside))
         else:
             found[node] = None

@@ -1,8 +1,9 @@
 """``plan``: what a step of a large model will take, on ranks that one need not have."""
 
 import io
+import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -12,13 +13,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from deepcompile_zero3.backend import Options
-from deepcompile_zero3.explain import Report, report_of
+from deepcompile_zero3.explain import report_of
 from deepcompile_zero3.fully_shard import fully_shard
-from deepcompile_zero3.planning.machine import MACHINES, Machine
+from deepcompile_zero3.page import save_page
+from deepcompile_zero3.planning.advice import advice_for
+from deepcompile_zero3.planning.machine import Machine, machine_of
 from deepcompile_zero3.planning.measure import key_of
-from deepcompile_zero3.planning.simulate import KINDS, SecondsOf, Traffic, simulate
+from deepcompile_zero3.planning.simulate import KINDS, SecondsOf, Step, Traffic, simulate
 from deepcompile_zero3.planning.trace import fake_ranks, trace
-from deepcompile_zero3.timeline import Timeline
+from deepcompile_zero3.report import Report, tables_of
 
 Shard: TypeAlias = Callable[[nn.Module, DeviceMesh], Any]
 
@@ -37,7 +40,7 @@ class Plan:
         traffic: by kind of collective.
         peak: bytes at most.
         memory: bytes by kind at that moment.
-        timeline: of the step.
+        advice: what would help, and by how much.
     """
 
     report: Report
@@ -50,7 +53,7 @@ class Plan:
     traffic: dict[str, Traffic]
     peak: int
     memory: dict[str, int]
-    timeline: Timeline
+    advice: tuple[str, ...]
 
     @property
     def utilisation(self) -> float:
@@ -66,7 +69,7 @@ class Plan:
         return self.peak <= self.machine.memory
 
     def to_dict(self) -> dict[str, Any]:
-        """As numbers, strings, lists and dicts, for JSON; without the timeline."""
+        """As numbers, strings, lists and dicts, for JSON; without the report."""
         return {
             "model": self.report.model,
             "machine": self.machine.name,
@@ -80,7 +83,14 @@ class Plan:
             "peak": self.peak,
             "memory": self.memory,
             "fits": self.fits,
+            "advice": list(self.advice),
         }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes a page with the timeline, the memory and tables: see :func:`save_page`."""
+        title = f"{self.report.model} on {self.ranks} ranks of {self.machine.name}"
+        timeline = self.report.timeline
+        save_page(path, title, str(self), [timeline], tables_of(self.report, timeline))
 
     def __str__(self) -> str:
         text = io.StringIO()
@@ -127,27 +137,34 @@ def plan(
         ValueError: an unknown machine or option, or a wrong number of ranks.
         Zero3Error: the process has a process group, or no graph was compiled.
     """
-    if isinstance(machine, str):
-        if machine not in MACHINES:
-            raise ValueError(f"machine is one of {', '.join(MACHINES)}, got {machine!r}")
-        machine = MACHINES[machine]
+    machine = machine_of(machine)
     parsed = Options.parse(options)
     with fake_ranks(world_size, replicas) as mesh:
         with torch.device("meta"):
             model = build()
         (shard or shard_blocks)(model, mesh)
         traced = trace(model, call)
-        graphs = traced.rewrite(parsed)
-        report = report_of(model, list(traced.parameters.values()), graphs, traced.breaks)
-        step = simulate(
-            [graph.graph_module.graph for graph in graphs.forward],
-            [graph.graph_module.graph for graph in graphs.backward],
-            traced.parameters,
-            machine,
-            optimizer_bytes=optimizer_bytes,
-            prefetch=prefetch,
-            seconds_of=_told_by(seconds_by_kernel),
-        )
+
+        def predict(options: Options) -> Plan:
+            graphs = traced.rewrite(options)
+            step = simulate(
+                [graph.graph_module.graph for graph in graphs.forward],
+                [graph.graph_module.graph for graph in graphs.backward],
+                traced.parameters,
+                machine,
+                optimizer_bytes=optimizer_bytes,
+                prefetch=prefetch,
+                seconds_of=_told_by(seconds_by_kernel),
+            )
+            parameters = list(traced.parameters.values())
+            report = report_of(model, parameters, graphs, traced.breaks, step.timeline)
+            return _plan_of(report, machine, world_size, step)
+
+        found = predict(parsed)
+        return replace(found, advice=advice_for(found, parsed, traced, predict))
+
+
+def _plan_of(report: Report, machine: Machine, ranks: int, step: Step) -> Plan:
     spans, memory = step.timeline.spans, step.timeline.memory
     peak = max(memory, key=lambda point: sum(point[1]))[1]
     seconds = {
@@ -157,7 +174,7 @@ def plan(
     return Plan(
         report=report,
         machine=machine,
-        ranks=world_size,
+        ranks=ranks,
         seconds=sum(seconds.values()),
         computing=seconds["compute"],
         waiting=seconds["waiting"],
@@ -165,7 +182,7 @@ def plan(
         traffic=step.traffic,
         peak=sum(peak),
         memory=dict(zip(KINDS, peak, strict=True)),
-        timeline=step.timeline,
+        advice=(),
     )
 
 
@@ -221,7 +238,8 @@ def _parts(plan: Plan) -> list[Any]:
             *(f"{size / 1e9:.2f}" for size in sizes),
             f"{traffic.seconds * 1e3:.1f}",
         )
-    return [*parts, sent]
+    parts.append(sent)
+    return [*parts, *(line for advice in plan.advice for line in ("", advice))]
 
 
 def _ms(seconds: float) -> str:

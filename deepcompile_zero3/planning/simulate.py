@@ -21,6 +21,7 @@ from deepcompile_zero3.peak import gathered_items, nbytes_of
 from deepcompile_zero3.planning.kernels import (
     Kernel,
     is_collective,
+    is_inlined,
     items_of,
     memory_of,
     product_of,
@@ -142,10 +143,10 @@ _ALIKE = (
 
 def _in_backward(function: Callable[[], None]) -> None:
     """Calls a function in a backward of autograd's, where the runtime expects gradients."""
-    leaf = torch.zeros(1, requires_grad=True)
-    root = leaf.clone()
-    root.register_hook(lambda _: function())
-    root.sum().backward()
+    with torch.enable_grad():
+        root = torch.zeros(1, requires_grad=True).clone()
+        root.register_hook(lambda _: function())
+        root.backward()
 
 
 @dataclass
@@ -409,7 +410,8 @@ class _Simulation:
     def _step_optimizer(self, shards: Sequence[torch.Tensor]) -> None:
         states = sum(shard.numel() for shard in shards) * self._optimizer_bytes
         nbytes = 2 * states + 3 * sum(shard.nbytes for shard in shards)
-        self._compute("optimizer", 0.0, torch.float32, nbytes)
+        seconds = self._machine.launch + nbytes / self._machine.update_bandwidth
+        self._compute("optimizer", 0.0, torch.float32, nbytes, seconds=seconds)
         self._change("gradients", -self._alive["gradients"])
 
 
@@ -430,4 +432,4 @@ def _kind(node: fx.Node) -> str:
     source: Any = node.args[0] if node.args else None
     if isinstance(source, fx.Node) and source.target in WAITS:
         return "gathered" if node in {item for _, item in gathered_items(source)} else ""
-    return "" if is_collective(node) else "activations"
+    return "" if is_collective(node) or is_inlined(node) else "activations"

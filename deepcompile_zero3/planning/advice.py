@@ -1,0 +1,81 @@
+"""What would make a planned step quicker, or smaller: each tried, none guessed."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from deepcompile_zero3.backend import Options
+from deepcompile_zero3.planning.trace import Trace
+
+if TYPE_CHECKING:
+    from deepcompile_zero3.planning.plan import Plan
+
+_WORTH = 0.02  # of a step
+
+
+def advice_for(
+    plan: "Plan", options: Options, traced: Trace, predict: Callable[[Options], "Plan"]
+) -> tuple[str, ...]:
+    """In the order of what it saves.
+
+    Args:
+        plan: to improve on.
+        options: of it.
+        traced: the model of it.
+        predict: makes the plan of other options.
+    """
+    return (*_to_fit(plan), *_padding(traced), *_to_be_quicker(plan, options, predict))
+
+
+def _to_fit(plan: "Plan") -> Iterator[str]:
+    if plan.fits:
+        return
+    kind = max(plan.memory, key=plan.memory.__getitem__)
+    remedy = {
+        "activations": "a smaller batch, or activation checkpointing of each block",
+        "gathered": "a smaller gather_bucket_mb and keep_mb, or reshard_after_forward=True",
+        "communication": "smaller parameters: one that is gathered alone is held whole",
+    }.get(kind, "more ranks")
+    yield (
+        f"it does not fit: {plan.memory[kind] / 1e9:.1f} GB are {kind}. What helps there: {remedy}"
+    )
+
+
+def _padding(traced: Trace) -> Iterator[str]:
+    padded = {}
+    for name, parameter in traced.parameters.items():
+        rows, ranks = parameter.handle.sizes[0], parameter.handle.world_size
+        sent = -(-rows // ranks) * ranks
+        if sent > 1.5 * rows and parameter.placeholder.numel() * (sent / rows - 1) > 1 << 20:
+            padded[name] = f"{rows} rows over {ranks} ranks, {sent / rows:.1f} times its bytes"
+    if padded:
+        name, what = next(iter(padded.items()))
+        others = f" and {len(padded) - 1} more" if len(padded) > 1 else ""
+        yield (
+            f"padding travels: '{name}'{others} has {what}. Shard another dimension: "
+            "shard_placement_fn"
+        )
+
+
+def _to_be_quicker(
+    plan: "Plan", options: Options, predict: Callable[[Options], "Plan"]
+) -> Iterator[str]:
+    if plan.waiting < _WORTH * plan.seconds:
+        return
+    tried = {
+        "keep_mb=inf": replace(options, keep_mb=float("inf")),
+        f"gather_bucket_mb={options.gather_bucket_mb * 4:g}": replace(
+            options, gather_bucket_mb=options.gather_bucket_mb * 4
+        ),
+    }
+    plans = {name: predict(other) for name, other in tried.items()}
+    for name, other in sorted(plans.items(), key=lambda item: item[1].seconds):
+        saved = 1 - other.seconds / plan.seconds
+        if saved >= _WORTH:
+            memory = f"{other.peak / 1e9:.1f} GB at the peak"
+            fits = "" if other.fits else ", which does not fit"
+            yield f"options {name} would save {saved:.0%} of the step: {memory}{fits}"
+    yield (
+        f"{plan.waiting / plan.seconds:.0%} of the step waits for collectives, whose bytes do not "
+        "depend on the batch: a larger one hides them"
+    )

@@ -1,0 +1,127 @@
+"""What the command line plans: a model from a config of transformers, or a user's own."""
+
+import argparse
+import functools
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils._pytree import tree_map_only
+
+from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.planning.machine import MACHINES, Machine, machine_of
+from deepcompile_zero3.planning.plan import Plan, plan, shard_blocks
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "as-built": None}
+_RESHARD = {"auto": None, "always": True, "never": False}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those that say what is planned, and for what."""
+    parser.add_argument(
+        "model",
+        help="config.json of transformers, or FILE.py:FUNCTION; the function gives a module and a "
+        "dict of the arguments of its call on one rank",
+    )
+    add = parser.add_argument
+    add("--ranks", type=int, required=True, metavar="N", help="of all replicas")
+    add("--replicas", type=int, default=1, metavar="N", help="of the model; 1 without it")
+    add("--machine", default="h100", help=f"{', '.join(MACHINES)}; h100 without it")
+    add(
+        "--set",
+        type=_number,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a number of the machine: flops, bandwidth, remote_bandwidth, ranks_per_host...",
+    )
+    add("--batch", type=int, default=1, help="of a rank, for a config; 1 without it")
+    add("--sequence", type=int, default=4096, help="tokens, for a config; 4096 without it")
+    add("--checkpoint", action="store_true", help="activations, for a config: block by block")
+    add("--param-dtype", choices=_DTYPES, default="bf16", help="bf16 without it")
+    add("--reduce-dtype", choices=_DTYPES, default="bf16", help="bf16 without it")
+    add("--reshard", choices=_RESHARD, default="auto", help="after forward; auto without it")
+    add("--keep-mb", type=float, help="the backend's option")
+    add("--gather-bucket-mb", type=float, help="the backend's option")
+    add("--optimizer-bytes", type=int, default=8, help="of an element's state; 8 of AdamW")
+    add("--no-prefetch", action="store_true", help="gathers start when they are waited for")
+
+
+def plan_of(arguments: argparse.Namespace, **changes: Any) -> Plan:
+    """The plan that the arguments ask for, some of them changed."""
+    asked = argparse.Namespace(**vars(arguments) | changes)
+    build, call = _job(asked)
+    options = {
+        name: value
+        for name in ("keep_mb", "gather_bucket_mb")
+        if (value := getattr(asked, name)) is not None
+    }
+    return plan(
+        build,
+        call,
+        world_size=asked.ranks,
+        replicas=asked.replicas,
+        machine=_machine(asked),
+        shard=functools.partial(_shard, asked),
+        options=options,
+        optimizer_bytes=asked.optimizer_bytes,
+        prefetch=not asked.no_prefetch,
+    )
+
+
+def _machine(asked: argparse.Namespace) -> Machine:
+    return machine_of(asked.machine).with_numbers(**dict(asked.set))
+
+
+def _shard(asked: argparse.Namespace, model: nn.Module, mesh: DeviceMesh) -> None:
+    policy = MixedPrecisionPolicy(
+        param_dtype=_DTYPES[asked.param_dtype], reduce_dtype=_DTYPES[asked.reduce_dtype]
+    )
+    reshard = _RESHARD[asked.reshard]
+    shard_blocks(model, mesh, mp_policy=policy, reshard_after_forward=reshard)
+
+
+def _job(asked: argparse.Namespace) -> tuple[Callable[[], nn.Module], dict[str, Any]]:
+    if asked.model.endswith(".json"):
+        tokens = torch.zeros(asked.batch, asked.sequence, dtype=torch.int64)
+        return functools.partial(_from_config, asked), {"input_ids": tokens, "labels": tokens}
+    path, _, name = asked.model.rpartition(":")
+    with torch.device("meta"):
+        model, call = _function(path, name)()
+    call = tree_map_only(torch.Tensor, lambda t: torch.zeros_like(t, device="cpu"), call)
+    return lambda: model, call
+
+
+def _from_config(asked: argparse.Namespace) -> nn.Module:
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise ImportError("a config needs transformers: pip install transformers") from error
+    values = json.loads(Path(asked.model).read_text())
+    if "model_type" not in values:
+        raise Zero3Error(f"{asked.model} has no 'model_type': it is no config of transformers")
+    config = AutoConfig.for_model(**values, use_cache=False)
+    model = AutoModelForCausalLM.from_config(config)
+    if asked.checkpoint:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def _function(path: str, name: str) -> Callable[[], tuple[nn.Module, dict[str, Any]]]:
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    if not path or spec is None or spec.loader is None:
+        raise Zero3Error("the model is config.json, or FILE.py:FUNCTION as in job.py:build")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, name)
+
+
+def _number(text: str) -> tuple[str, float]:
+    name, _, value = text.partition("=")
+    return name, float(value)

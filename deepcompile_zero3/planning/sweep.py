@@ -1,0 +1,55 @@
+"""Plans that differ in one number, side by side."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.table import Table
+
+from deepcompile_zero3.planning.plan import Plan
+from deepcompile_zero3.planning.simulate import KINDS
+
+
+def table(knob: str, plans: Mapping[float, Plan]) -> Table:
+    """A line for each value."""
+    result = Table(knob, "ms", "waits", "FLOP/s", "GB", "fits", box=None, pad_edge=False)
+    for column in result.columns:
+        column.justify = "right"
+    for value, plan in plans.items():
+        result.add_row(
+            f"{value:g}",
+            f"{plan.seconds * 1e3:.1f}",
+            f"{plan.waiting / plan.seconds:.1%}",
+            f"{plan.utilisation:.0%}",
+            f"{plan.peak / 1e9:.1f}",
+            "yes" if plan.fits else "no",
+        )
+    return result
+
+
+def draw(title: str, knob: str, plans: Mapping[float, Plan], path: Path) -> None:
+    """Bars of the step and of the memory at its peak, by value."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("a picture needs matplotlib: pip install matplotlib") from error
+    names = [f"{value:g}" for value in plans]
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    time, memory = figure.subplots(1, 2)
+    figure.suptitle(title)
+    computing = [plan.computing for plan in plans.values()]
+    waiting = [plan.waiting for plan in plans.values()]
+    time.bar(names, computing, label="computing", color="#4c78a8")
+    time.bar(names, waiting, bottom=computing, label="waiting", color="#bfbfbf")
+    time.set_ylabel("seconds a step")
+    bottom = [0.0] * len(names)
+    for kind in KINDS:
+        heights = [plan.memory[kind] / 1e9 for plan in plans.values()]
+        memory.bar(names, heights, bottom=bottom, label=kind)
+        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    limit = min(plan.machine.memory for plan in plans.values()) / 1e9
+    memory.axhline(limit, color="black", linestyle=":", label="the machine's")
+    memory.set_ylabel("GB at the peak")
+    for panel in (time, memory):
+        panel.set_xlabel(knob)
+        panel.legend(fontsize="small")
+    figure.savefig(path, dpi=110)
