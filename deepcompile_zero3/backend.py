@@ -41,6 +41,7 @@ from deepcompile_zero3.passes.lift import declare_grad_dtypes, lift_unshards, se
 from deepcompile_zero3.passes.partition import drop_needs, settle_backward_gathers
 from deepcompile_zero3.passes.reduce import insert_reduces
 from deepcompile_zero3.passes.widen import widen_weight_gradients
+from deepcompile_zero3.peak import KEPT_OF
 from deepcompile_zero3.runtime import _C
 
 _Key = TypeVar("_Key")
@@ -271,7 +272,10 @@ class Rewriting:
     def _rewrite_backward(self, graph_module: fx.GraphModule) -> None:
         nodes, gradients = _describe(graph_module, self.inputs)
         drop_needs(graph_module)
-        nodes = {node: facts for node, facts in nodes.items() if facts.fqn not in self._kept}
+        for node, facts in nodes.items():
+            if facts.fqn in self._kept:
+                node.meta[KEPT_OF] = facts.fqn
+        nodes = {node: facts for node, facts in nodes.items() if KEPT_OF not in node.meta}
         gradients = _sorted(gradients, in_gradient_order)
         if self._options.fp32_weight_grads:
             widen_weight_gradients(graph_module, gradients)

@@ -12,6 +12,9 @@ from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.graph_text import views_of
 from deepcompile_zero3.runtime import ops
 
+# In the meta of a backward's input that its forward has gathered and kept: the parameter.
+KEPT_OF = "zero3_kept_of"
+
 
 def gathered_peak(graph: fx.Graph) -> int:
     """Bytes of gathered parameters that are alive at once at most, if nodes run in their order.

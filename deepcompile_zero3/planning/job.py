@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_map_only
 
 from deepcompile_zero3.errors import Zero3Error
@@ -47,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--param-dtype", choices=_DTYPES, default="bf16", help="bf16 without it")
     add("--reduce-dtype", choices=_DTYPES, default="bf16", help="bf16 without it")
     add("--reshard", choices=_RESHARD, default="auto", help="after forward; auto without it")
+    add("--spread", action="store_true", help="few rows: shards their largest dimension")
     add("--keep-mb", type=float, help="the backend's option")
     add("--gather-bucket-mb", type=float, help="the backend's option")
     add("--optimizer-bytes", type=int, default=8, help="of an element's state; 8 of AdamW")
@@ -84,7 +86,20 @@ def _shard(asked: argparse.Namespace, model: nn.Module, mesh: DeviceMesh) -> Non
         param_dtype=_DTYPES[asked.param_dtype], reduce_dtype=_DTYPES[asked.reduce_dtype]
     )
     reshard = _RESHARD[asked.reshard]
-    shard_blocks(model, mesh, mp_policy=policy, reshard_after_forward=reshard)
+    shard_blocks(
+        model,
+        mesh,
+        mp_policy=policy,
+        reshard_after_forward=reshard,
+        shard_placement_fn=functools.partial(_widest, mesh.size(-1)) if asked.spread else None,
+    )
+
+
+def _widest(ranks: int, parameter: nn.Parameter) -> Shard | None:
+    """The largest dimension of those parameters that have fewer rows than there are ranks."""
+    if parameter.shape[0] >= ranks:
+        return None
+    return Shard(max(range(parameter.dim()), key=parameter.shape.__getitem__))
 
 
 def _job(asked: argparse.Namespace) -> tuple[Callable[[], nn.Module], dict[str, Any]]:

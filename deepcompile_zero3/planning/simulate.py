@@ -17,7 +17,7 @@ from deepcompile_zero3.backend import saved_outputs
 from deepcompile_zero3.graph_text import COMMENT, base_of
 from deepcompile_zero3.parameter import ShardedParameter
 from deepcompile_zero3.passes.reduce import GradientDtypes
-from deepcompile_zero3.peak import gathered_items, nbytes_of
+from deepcompile_zero3.peak import KEPT_OF, gathered_items, nbytes_of
 from deepcompile_zero3.planning.kernels import (
     Kernel,
     is_collective,
@@ -265,14 +265,14 @@ class _Simulation:
             memory = by_base.setdefault(base, _Saved(kind, nbytes_of(base)))
             if node in saved:
                 memory.names += 1
-                self._saved[node.name] = memory
+                self._saved[_saved_as(node)] = memory
         self._results += [memory for memory in by_base.values() if not memory.names]
 
     def _free(self, node: fx.Node) -> None:
         if node.op != "placeholder":
             if kind := _kind(node):
                 self._change(kind, -nbytes_of(node))
-        elif memory := self._saved.pop(node.name, None):
+        elif memory := self._saved.pop(_saved_as(node), None):
             memory.names -= 1
             if not memory.names:
                 self._change(memory.kind, -memory.nbytes)
@@ -319,7 +319,7 @@ class _Simulation:
         gather = _C.Gather([self._parameters[name] for name in names])
         started = [self._launch("gather", record, 0) for record in self._news()]
         gather.finish(fresh=True)
-        wait = next(user for user in start.users if user.target in WAITS)
+        wait = next(u for u in start.users if u.target in WAITS and u.args[0] is start)
         for _, full in gathered_items(wait):
             self._change("gathered", nbytes_of(full))
         return started
@@ -423,6 +423,14 @@ def _gathered(graph: fx.Graph) -> list[str]:
 
 def _names(record: _C.Collective) -> tuple[str, ...]:
     return tuple(name.removeprefix(_PREFIX) for name in record.params)
+
+
+def _saved_as(node: fx.Node) -> str:
+    """What a forward's output, and the input of its backward, have in common."""
+    if _kind(node) != "gathered":
+        return node.meta.get(KEPT_OF, node.name)
+    wait, position = node.args
+    return wait.args[0].args[1][position]  # type: ignore[union-attr, index, return-value]
 
 
 def _kind(node: fx.Node) -> str:

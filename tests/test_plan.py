@@ -1,0 +1,393 @@
+"""A plan says what a step of real ranks then sends, and what a machine would need for it."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformer_models
+from one_rank import one_rank  # noqa: F401
+from torch import fx, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from deepcompile_zero3 import (
+    MACHINES,
+    Link,
+    Machine,
+    Zero3Error,
+    plan,
+    record_collectives,
+    shard_blocks,
+)
+from deepcompile_zero3.backend import Options
+from deepcompile_zero3.planning.kernels import Kernel, items_of, kernels_of
+from deepcompile_zero3.planning.machine import Ranks
+from deepcompile_zero3.planning.measure import key_of, measure_kernels
+from deepcompile_zero3.planning.trace import fake_ranks, trace
+
+ROOT = Path(__file__).parents[1]
+SMALL = {"gather_bucket_mb": 0.02, "keep_mb": 0.02}
+
+
+def _build(name):
+    return lambda: getattr(transformer_models, name)().model
+
+
+def _call(name, size=2):
+    return getattr(transformer_models, name)().batch(size, seed=0)
+
+
+def _settings(reduce_dtype):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    return {"mp_policy": policy, "transport": "c10d"}
+
+
+def _sent(collectives):
+    """How often, and how many bytes, by kind."""
+    number, nbytes = Counter(), Counter()
+    for collective in collectives:
+        number[collective.op] += 1
+        nbytes[collective.op] += collective.nbytes
+    return {op: (number[op], nbytes[op]) for op in number}
+
+
+def _step(name, shape, reduce_dtype):
+    mesh = init_device_mesh("cpu", shape)
+    model = shard_blocks(_build(name)(), mesh, **_settings(reduce_dtype))
+    run = torch.compile(model, backend="zero3", options=SMALL | {"inductor": False})
+    batch = _call(name)
+    run(**batch).loss.backward()
+    with record_collectives() as collectives:
+        run(**batch).loss.backward()
+    return _sent(collectives)
+
+
+def _planned(name, shape, reduce_dtype):
+    found = plan(
+        _build(name),
+        _call(name),
+        world_size=torch.Size(shape).numel(),
+        replicas=shape[0] if len(shape) == 2 else 1,
+        shard=lambda model, mesh: shard_blocks(model, mesh, **_settings(reduce_dtype)),
+        options=SMALL,
+    )
+    return {op: (traffic.number, traffic.nbytes) for op, traffic in found.traffic.items()}
+
+
+@pytest.mark.parametrize("name", ["llama", "vit", "t5"])
+def test_real_ranks_send_what_was_planned(run_ranks, name):
+    expected = _planned(name, (2,), torch.float32)
+    for sent in run_ranks(2, _step, name, (2,), torch.float32, timeout=300):
+        assert sent == expected
+
+
+def test_replicas_send_what_was_planned(run_ranks):
+    expected = _planned("llama", (2, 2), None)
+    for sent in run_ranks(4, _step, "llama", (2, 2), None, timeout=300):
+        assert sent == expected
+    assert "all_reduce" in expected
+
+
+def _wide(layers=2):
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=8192,
+            intermediate_size=28672,
+            num_hidden_layers=layers,
+            num_attention_heads=64,
+            num_key_value_heads=8,
+            vocab_size=128256,
+            use_cache=False,
+        )
+    )
+
+
+def _tokens(batch, sequence):
+    tokens = torch.zeros(batch, sequence, dtype=torch.int64)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def _in_bf16(model, mesh):
+    shard_blocks(model, mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+
+
+@pytest.fixture(scope="module")
+def large():
+    return plan(_wide, _tokens(1, 2048), world_size=1024, shard=_in_bf16)
+
+
+def test_a_thousand_ranks_share_a_model_that_no_memory_here_holds(large):
+    numel = sum(p.numel() for p in _on_meta(_wide).parameters())
+    assert large.report.world_size == 1024
+    assert large.memory["shards"] == pytest.approx(4 * numel / 1024, rel=0.01)
+    assert large.memory["optimizer"] == 2 * large.memory["shards"]
+    # All in forward, and again in backward but for what is kept, at most 64 MiB.
+    gathered = large.traffic["all_gather"].nbytes
+    embedding = 128256 * 8192
+    assert gathered == pytest.approx(2 * (2 * numel - embedding), rel=0.02)
+    assert large.traffic["reduce_scatter"].nbytes == pytest.approx(2 * numel, rel=0.01)
+    assert 0 < large.waiting < large.seconds
+    assert large.computing + large.waiting == pytest.approx(large.seconds)
+
+
+def _on_meta(build):
+    with torch.device("meta"):
+        return build()
+
+
+def test_its_text_is_for_80_columns_and_its_dict_for_json(large, tmp_path):
+    assert max(map(len, str(large).splitlines())) <= 80
+    assert "1024 ranks of h100" in str(large)
+    told = json.loads(json.dumps(large.to_dict()))
+    assert told["traffic"]["all_gather"]["number"] == large.traffic["all_gather"].number
+    assert told["fits"] is True
+    large.save(tmp_path / "page.html")
+    assert "model.layers.1.mlp.down_proj.weight" in (tmp_path / "page.html").read_text()
+
+
+def test_spans_of_a_lane_follow_each_other_and_memory_is_never_negative(large):
+    timeline = large.report.timeline
+    for lane in ("compute", "waiting", "gather", "reduce"):
+        spans = sorted((s for s in timeline.spans if s.lane == lane), key=lambda s: s.start)
+        assert spans
+        for one, next_one in itertools.pairwise(spans):
+            assert one.end <= next_one.start + 1e-12
+    assert all(nbytes >= 0 for _, kinds in timeline.memory for nbytes in kinds)
+    # At the end nothing is left but what was there before.
+    last = dict(zip(timeline.kinds, timeline.memory[-1][1], strict=True))
+    assert last["activations"] == last["gathered"] == last["communication"] == 0
+
+
+def test_a_quicker_machine_takes_less_and_numbers_can_be_set(large):
+    slow = MACHINES["h100"].with_numbers(flops=1e13, remote_bandwidth=1e9)
+    other = plan(_wide, _tokens(1, 2048), world_size=1024, shard=_in_bf16, machine=slow)
+    assert other.seconds > 5 * large.seconds
+    assert other.traffic["all_gather"].nbytes == large.traffic["all_gather"].nbytes
+
+
+def test_flops_are_those_that_torch_counts():
+    def build():
+        model = transformer_models.llama().model
+        model.set_attn_implementation("eager")  # torch does not count the other one on a CPU
+        return model
+
+    batch = _call("llama")
+    with FlopCounterMode(display=False) as counter:
+        build()(**batch).loss.backward()
+    found = plan(build, batch, world_size=2)
+    assert found.flops == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+def test_without_prefetch_all_gathers_are_waited_for():
+    settings = {"world_size": 64, "shard": _in_bf16}
+    found = plan(_wide, _tokens(1, 2048), prefetch=False, **settings)
+    gathering = found.traffic["all_gather"].seconds
+    assert found.waiting >= gathering * 0.9
+    assert found.seconds > plan(_wide, _tokens(1, 2048), **settings).seconds
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(8, 4096, 4096))
+
+    def forward(self, x):
+        return torch.bmm(x, self.weight).square().mean()
+
+
+def test_padding_is_pointed_out():
+    call = {"x": torch.zeros(8, 16, 4096)}
+    found = plan(Experts, call, world_size=32)
+    assert any("'weight' has 8 rows over 32 ranks" in line for line in found.advice)
+    assert found.traffic["all_gather"].nbytes >= 4 * 8 * 4096 * 4096 * 4
+
+
+def test_what_does_not_fit_is_said():
+    tight = MACHINES["h100"].with_numbers(memory=1e9)
+    found = plan(_wide, _tokens(1, 2048), world_size=64, shard=_in_bf16, machine=tight)
+    assert not found.fits
+    assert "does not fit" in str(found)
+
+
+# ---- nothing is left, and what is refused
+
+
+def test_nothing_is_left(one_rank):  # noqa: F811
+    dist.destroy_process_group()
+    try:
+        plan(_build("llama"), _call("llama"), world_size=8)
+        assert not dist.is_initialized()
+    finally:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with pytest.raises(Zero3Error, match="without a process group"):
+        plan(_build("llama"), _call("llama"), world_size=8)
+
+
+def test_wrong_numbers_are_refused():
+    with pytest.raises(ValueError, match="divisor of the number of ranks, 8; got 3"):
+        plan(_build("llama"), _call("llama"), world_size=8, replicas=3)
+    with pytest.raises(ValueError, match="one of a100, h100, h200, b200, got 'v100'"):
+        plan(_build("llama"), _call("llama"), world_size=8, machine="v100")
+    with pytest.raises(ValueError, match="no 'bandwith'"):
+        MACHINES["h100"].with_numbers(bandwith=1.0)
+    with pytest.raises(ValueError, match="'launch' of a machine is a positive number, got -1"):
+        MACHINES["h100"].with_numbers(launch=-1)
+
+
+# ---- the machine
+
+
+def _machine():
+    return Machine(
+        name="round",
+        flops={torch.float32: 1e12, torch.bfloat16: 1e13},
+        bandwidth=1e11,
+        update_bandwidth=1e11,
+        launch=1e-6,
+        memory=1e9,
+        ranks_per_host=4,
+        local=Link(1e-6, 1e11),
+        remote=Link(1e-5, 1e10),
+    )
+
+
+def test_a_kernel_takes_what_its_flops_or_its_bytes_take():
+    machine = _machine()
+    assert machine.seconds_of_kernel(1e9, torch.float32, 0) == pytest.approx(1e-3 + 1e-6)
+    assert machine.seconds_of_kernel(1e9, torch.bfloat16, 1e9) == pytest.approx(1e-2 + 1e-6)
+
+
+def test_a_host_receives_what_others_have_once():
+    machine = _machine()
+    # 8 ranks on 2 hosts: a rank takes a quarter of the other host's half.
+    local, remote = machine.bytes_over_links("all_gather", 8_000_000, Ranks(8, 4))
+    assert (local, remote) == (6_000_000, 1_000_000)
+    seconds = machine.seconds_of_collective("all_gather", 8_000_000, Ranks(8, 4))
+    assert seconds == pytest.approx(1e-6 + 3 * 2 * 1e-6 + 1e-5 + 1e-4)
+    assert machine.bytes_over_links("all_reduce", 8, Ranks(4, 4)) == (12, 0)
+    assert machine.bytes_over_links("all_gather", 8, Ranks(1, 1)) == (0, 0)
+
+
+# ---- kernels
+
+
+def _graphs(name):
+    with fake_ranks(2) as mesh:
+        model = _on_meta(_build(name))
+        shard_blocks(model, mesh)
+        return trace(model, _call(name)).rewrite(Options())
+
+
+def test_every_operator_is_in_one_kernel_and_none_waits_for_itself():
+    for captured in (graphs := _graphs("qwen3_moe")).forward + graphs.backward:
+        graph = captured.graph_module.graph
+        items = items_of(graph)
+        nodes = [node for item in items for node in (item.nodes if is_kernel(item) else [item])]
+        assert len(nodes) == len(set(nodes))
+        position = {node: i for i, item in enumerate(items) for node in _nodes(item)}
+        for node in nodes:
+            for source in node.all_input_nodes:
+                assert position.get(source, -1) <= position[node]
+
+
+def is_kernel(item):
+    return isinstance(item, Kernel)
+
+
+def _nodes(item: Kernel | fx.Node):
+    return item.nodes if is_kernel(item) else [item]
+
+
+def test_what_feeds_each_other_without_a_product_between_is_one_kernel():
+    (forward,) = _graphs("llama").forward
+    names = [kernel.name for kernel in kernels_of(forward.graph_module.graph)]
+    assert names.count("mm") == 2 * 7 + 1
+    assert any("rsqrt" in name or "pow" in name for name in names)
+    assert len(names) < sum(node.op == "call_function" for node in forward.graph_module.graph.nodes)
+
+
+def test_kernels_of_layers_that_are_alike_are_measured_once():
+    graphs = _graphs("llama")
+    kernels = [
+        kernel
+        for captured in (*graphs.forward, *graphs.backward)
+        for kernel in kernels_of(captured.graph_module.graph)
+        if kernel.flops
+    ]
+    calls = []
+    seconds = measure_kernels(kernels, between=lambda: calls.append(1))
+    assert set(seconds) == set(map(key_of, kernels))
+    assert len(calls) == len(seconds) < len(kernels)
+    assert all(0 < each < 1 for each in seconds.values())
+
+
+# ---- the command line
+
+
+def _run(*arguments, **settings):
+    return subprocess.run(
+        [sys.executable, "-m", "deepcompile_zero3", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        **settings,
+    )
+
+
+@pytest.fixture
+def config(tmp_path):
+    values = json.loads((ROOT / "examples/configs/llama-3-70b.json").read_text())
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(values | {"num_hidden_layers": 1}))
+    return path
+
+
+def test_a_config_is_planned_from_the_command_line(config, tmp_path):
+    page, numbers = tmp_path / "page.html", tmp_path / "plan.json"
+    found = _run(
+        "plan", config, "--ranks", 8, "--set", "flops=1e14", "--save", page, "--json", numbers
+    )
+    assert found.returncode == 0, found.stderr
+    assert "LlamaForCausalLM on 8 ranks of h100" in found.stdout
+    assert json.loads(numbers.read_text())["ranks"] == 8
+    assert page.exists()
+
+
+def test_a_sweep_is_a_table_and_a_picture(config, tmp_path):
+    picture = tmp_path / "sweep.png"
+    found = _run("plan", config, "--ranks", 8, "--sweep", "batch=1,2", "--picture", picture)
+    assert found.returncode == 0, found.stderr
+    lines = found.stdout.splitlines()
+    assert lines[0].split()[0] == "batch"
+    assert [line.split()[0] for line in lines[1:3]] == ["1", "2"]
+    assert picture.stat().st_size > 1000
+
+
+def test_a_users_own_model_is_explained_from_the_command_line(tmp_path):
+    (tmp_path / "job.py").write_text(
+        "import torch\n"
+        "def build():\n"
+        "    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))\n"
+        "    return model, {'input': torch.zeros(4, 64)}\n"
+    )
+    found = _run("explain", f"{tmp_path / 'job.py'}:build", "--ranks", 4)
+    assert found.returncode == 0, found.stderr
+    assert "Sequential: 4 parameters" in found.stdout
+    assert "4 ranks" in found.stdout
+
+
+def test_a_wrong_model_is_refused_in_a_line(tmp_path):
+    found = _run("plan", tmp_path / "none.json", "--ranks", 8)
+    assert found.returncode == 1
+    assert "none.json" in found.stderr
+    assert "Traceback" not in found.stderr
