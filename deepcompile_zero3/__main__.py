@@ -59,7 +59,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 def _plans(arguments: argparse.Namespace) -> int:
     knob, values = arguments.sweep
-    plans = {value: job.plan_of(arguments, **{knob: value}) for value in values}
+    plans = {v: job.plan_of(arguments, advise=False, **{knob: v}) for v in values}
     first = next(iter(plans.values()))
     title = f"{first.report.model} on {first.machine.name}"
     Console(width=80).print(sweep.table(knob, plans), highlight=False)
@@ -72,7 +72,7 @@ def _plans(arguments: argparse.Namespace) -> int:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    report = job.plan_of(arguments).report
+    report = job.plan_of(arguments, advise=False).report
     print(report)
     if arguments.save:
         report.save(arguments.save)

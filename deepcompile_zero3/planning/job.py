@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--no-prefetch", action="store_true", help="gathers start when they are waited for")
 
 
-def plan_of(arguments: argparse.Namespace, **changes: Any) -> Plan:
+def plan_of(arguments: argparse.Namespace, *, advise: bool = True, **changes: Any) -> Plan:
     """The plan that the arguments ask for, some of them changed."""
     asked = argparse.Namespace(**vars(arguments) | changes)
     build, call = _job(asked)
@@ -74,6 +74,7 @@ def plan_of(arguments: argparse.Namespace, **changes: Any) -> Plan:
         options=options,
         optimizer_bytes=asked.optimizer_bytes,
         prefetch=not asked.no_prefetch,
+        advise=advise,
     )
 
 

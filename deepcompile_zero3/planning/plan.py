@@ -111,6 +111,7 @@ def plan(
     options: Mapping[str, Any] | None = None,
     optimizer_bytes: int = 8,
     prefetch: bool = True,
+    advise: bool = True,
     seconds_by_kernel: Mapping[str, float] | None = None,
 ) -> Plan:
     """Predicts a step of ``build()`` on ``world_size`` ranks of a machine.
@@ -131,6 +132,7 @@ def plan(
         options: those of ``torch.compile(model, backend="zero3", options=...)``.
         optimizer_bytes: of the optimizer's state for each element: 8 of AdamW in fp32.
         prefetch: False starts each gather when it is waited for.
+        advise: tries what might help, which takes some seconds of a large model.
         seconds_by_kernel: what :func:`measure_kernels` found, if it was asked.
 
     Raises:
@@ -161,7 +163,9 @@ def plan(
             return _plan_of(report, machine, world_size, step)
 
         found = predict(parsed)
-        return replace(found, advice=advice_for(found, parsed, traced, predict))
+        if advise:
+            found = replace(found, advice=advice_for(found, parsed, traced, predict))
+        return found
 
 
 def _plan_of(report: Report, machine: Machine, ranks: int, step: Step) -> Plan:
