@@ -2,7 +2,6 @@
 
 #include <ATen/record_function.h>
 
-#include "collective_log.h"
 #include "copy.h"
 #include "memory.h"
 #include "sum.h"
@@ -33,9 +32,15 @@ std::string AllReduce::key() const {
   return result;
 }
 
+Collective AllReduce::collective() const {
+  const auto nbytes = world_size_ * row_numel() * static_cast<int64_t>(options_.dtype().itemsize());
+  return {"all_reduce", options_.dtype().toScalarType(), nbytes, world_size_,
+          names_of(parameters_)};
+}
+
 void AllReduce::start() {
-  RECORD_USER_SCOPE(scope_name("all_reduce start", parameters_));
-  rows_ = pooled_empty({world_size_, (numel_ + world_size_ - 1) / world_size_}, options_);
+  RECORD_USER_SCOPE(scope_name(collective(), "start"));
+  rows_ = pooled_empty({world_size_, row_numel()}, options_);
   auto rest = rows_.view(-1);
   std::vector<Copy> copies;
   for (auto& partial : partials_) {
@@ -47,12 +52,11 @@ void AllReduce::start() {
   copy_all(copies, rows_.scalar_type());
   exchange_ = std::make_unique<Exchange>(group_name_, rank_);
   exchange_->reduce(rows_.unbind(), key());
-  record({"all_reduce", options_.dtype().toScalarType(), static_cast<int64_t>(rows_.nbytes()),
-          world_size_, names_of(parameters_)});
+  record(collective());
 }
 
 void AllReduce::finish(std::vector<ReducedGradient>& results) {
-  RECORD_USER_SCOPE(scope_name("all_reduce wait", parameters_));
+  RECORD_USER_SCOPE(scope_name(collective(), "wait"));
   exchange_->wait();
   const auto wire_dtype = options_.dtype().toScalarType();
   auto mine = rows_[rank_];

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "collective_log.h"
 #include "exchange.h"
 #include "parameter.h"
 #include "reduce.h"
@@ -28,6 +29,8 @@ class AllReduce {
 
  private:
   std::string key() const;  // of messages
+  int64_t row_numel() const { return (numel_ + world_size_ - 1) / world_size_; }
+  Collective collective() const;
 
   const std::string group_name_;
   const int64_t rank_;

@@ -1,9 +1,10 @@
 #include "bucket.h"
 
+#include <ATen/record_function.h>
+
 #include <cmath>
 #include <limits>
 
-#include "collective_log.h"
 #include "copy.h"
 #include "exchange.h"
 #include "mailbox.h"
@@ -97,10 +98,16 @@ int64_t Bucket::lowest_order() const {
   return (*std::ranges::min_element(parameters_, {}, [](auto& p) { return p->order; }))->order;
 }
 
+Collective Bucket::collective_of(const std::vector<ParameterPtr>& parameters) const {
+  int64_t numel = 0;
+  for (auto& parameter : parameters) numel += parameter->chunk_numel() * world_size_;
+  const int64_t nbytes = numel * static_cast<int64_t>(options_.dtype().itemsize());
+  return {"reduce_scatter", wire_dtype(), nbytes, world_size_, names_of(parameters)};
+}
+
 void Bucket::close() {
   send_rest();
-  const int64_t nbytes = used_ * world_size_ * static_cast<int64_t>(options_.dtype().itemsize());
-  record({"reduce_scatter", wire_dtype(), nbytes, world_size_, names_of(parameters_)});
+  record(collective());
 }
 
 namespace {
@@ -164,6 +171,7 @@ class ExchangedGradients : public Bucket {
   void send(const ParameterPtr& parameter, const at::Tensor& grad, at::ScalarType through,
             at::ScalarType shard_dtype, bool owned) override {
     if (goes_alone(*parameter)) {
+      RECORD_USER_SCOPE(scope_name(collective_of({parameter}), "send"));
       auto full = grad;
       if (!owned || !grad.is_contiguous() || grad.scalar_type() != wire_dtype() ||
           through != wire_dtype() || pre_divide_factor_ != 1.0) {
@@ -206,6 +214,7 @@ class ExchangedGradients : public Bucket {
 
   void send_rest() override {
     if (!slab_.defined()) return;
+    RECORD_USER_SCOPE(scope_name(collective_of(unsent()), "send"));
     Rows rows;
     for (int64_t rank = 0; rank < world_size_; ++rank)
       rows.push_back(slab_[rank].narrow(0, 0, slab_used_));
@@ -214,6 +223,14 @@ class ExchangedGradients : public Bucket {
       if (!entry.piece) entry.piece = piece;
     slab_.reset();
     slab_used_ = 0;
+  }
+
+  // Those in the slab.
+  std::vector<ParameterPtr> unsent() const {
+    std::vector<ParameterPtr> result;
+    for (auto& entry : entries_)
+      if (!entry.piece) result.push_back(entry.parameter);
+    return result;
   }
 
   // Gives the number of the piece.
@@ -286,6 +303,7 @@ class PostedGradients : public Bucket {
   // `write` gives the rows of a block, in the mailbox.
   template <typename Write>
   void post(const ParameterPtr& parameter, at::ScalarType shard_dtype, Write write) {
+    RECORD_USER_SCOPE(scope_name(collective_of({parameter}), "send"));
     shards_.push_back(pooled_empty(parameter->sizes_with_rows(parameter->shard_rows()),
                                    options_.dtype(shard_dtype)));
     const auto& blocks = parameter->shared->blocks;

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "collective_log.h"
 #include "parameter.h"
 
 namespace zero3 {
@@ -28,6 +29,7 @@ class Bucket {
   // Of what is to be delivered of each.
   const std::vector<at::ScalarType>& shard_dtypes() const { return shard_dtypes_; }
   at::ScalarType wire_dtype() const { return options_.dtype().toScalarType(); }
+  Collective collective() const { return collective_of(parameters_); }
 
   // Takes `grad`, cast to `through` and that to the wire's dtype. If it is owned, nobody writes to
   // it until finish(); else it may be reused when this returns.
@@ -62,6 +64,8 @@ class Bucket {
   const bool is_shared_;
   const int64_t rank_;
   const int64_t world_size_;
+  // What it does with some of them, to be named in a profile.
+  Collective collective_of(const std::vector<ParameterPtr>& parameters) const;
   double divisor_now() const { return replicate_group_name_.empty() ? divisor() : 1.0; }
 
   const double divide_factor_;

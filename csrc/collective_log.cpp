@@ -45,4 +45,13 @@ void record(const Collective& collective) {
   for (auto& log : logs) log->add(collective);
 }
 
+std::string scope_name(const Collective& collective, const std::string& phase) {
+  const std::string dtype = c10::toString(collective.dtype);
+  std::string name = "zero3::" + collective.op + " " + phase + " [" + dtype + ", " +
+                     std::to_string(collective.nbytes) + " bytes]";
+  for (size_t i = 0; i < collective.params.size(); ++i)
+    name += (i > 0 ? ", " : " ") + collective.params[i];
+  return name;
+}
+
 }  // namespace zero3

@@ -34,4 +34,7 @@ class CollectiveLog {
 // Adds a collective to all logs that record.
 void record(const Collective& collective);
 
+// What a profile calls a `phase` of it: "zero3::all_gather start [Float, 4096 bytes] a, b".
+std::string scope_name(const Collective& collective, const std::string& phase);
+
 }  // namespace zero3

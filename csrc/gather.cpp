@@ -5,7 +5,6 @@
 #include <algorithm>
 
 #include "apart.h"
-#include "collective_log.h"
 #include "copy.h"
 #include "error.h"
 #include "exchange.h"
@@ -34,11 +33,11 @@ GatherBucket::GatherBucket(std::vector<ParameterPtr> parameters)
   for (auto& parameter : parameters_) check_gatherable(*parameter);
 }
 
-void GatherBucket::record_start() const {
+Collective GatherBucket::collective() const {
   int64_t nbytes = 0;
   for (auto& parameter : parameters_) nbytes += parameter->world_size * bytes_of_chunk(*parameter);
   const Parameter& first = *parameters_.front();
-  record({"all_gather", first.compute_dtype, nbytes, first.world_size, names_of(parameters_)});
+  return {"all_gather", first.compute_dtype, nbytes, first.world_size, names_of(parameters_)};
 }
 
 namespace {
@@ -94,7 +93,7 @@ class ExchangedBucket : public GatherBucket {
     }
     if (shared_numel_ > 0) pieces.push_back({shared_rows_, kind + shared});
     send();
-    record_start();
+    record(collective());
   }
 
   // Always fresh.
@@ -192,7 +191,7 @@ void Gather::start() {
     buckets_.push_back(bucket_of(std::move(members)));
   }
   for (auto& bucket : buckets_) {  // once nothing is left to refuse
-    RECORD_USER_SCOPE(scope_name("all_gather start", bucket->parameters()));
+    RECORD_USER_SCOPE(scope_name(bucket->collective(), "start"));
     bucket->start();
   }
 }
@@ -206,7 +205,7 @@ std::vector<at::Tensor> Gather::finish(bool fresh) {
   const auto versions = std::exchange(versions_, {});
   const auto sources = std::exchange(sources_, {});
   for (auto& bucket : std::exchange(buckets_, {})) {
-    RECORD_USER_SCOPE(scope_name("all_gather wait", bucket->parameters()));
+    RECORD_USER_SCOPE(scope_name(bucket->collective(), "wait"));
     auto gathered = bucket->finish(fresh);
     for (size_t i = 0; i < gathered.size(); ++i) {
       const auto place = std::ranges::find(sources, bucket->parameters()[i]) - sources.begin();

@@ -3,6 +3,7 @@
 
 #include <functional>
 
+#include "collective_log.h"
 #include "parameter.h"
 
 namespace zero3 {
@@ -15,14 +16,13 @@ class GatherBucket {
   virtual ~GatherBucket() = default;
 
   const std::vector<ParameterPtr>& parameters() const { return parameters_; }
+  Collective collective() const;
 
   virtual void start() = 0;
   // Waits, and returns the full tensors in the order of the parameters.
   virtual std::vector<at::Tensor> finish(bool fresh) = 0;
 
  protected:
-  void record_start() const;
-
   const std::vector<ParameterPtr> parameters_;
 };
 

@@ -286,7 +286,7 @@ void Reduction::launch_if_full(const Bucket& bucket) {
 
 void Reduction::launch(std::unique_ptr<Bucket> bucket) {
   while (in_flight_.size() >= kMostInFlight) finish_oldest();
-  RECORD_USER_SCOPE(scope_name("reduce_scatter start", bucket->parameters()));
+  RECORD_USER_SCOPE(scope_name(bucket->collective(), "start"));
   bucket->close();
   in_flight_.push_back(std::move(bucket));
 }
@@ -295,7 +295,7 @@ void Reduction::finish_oldest() {
   const auto& bucket = *in_flight_.front();
   std::vector<at::Tensor> shards;
   {
-    RECORD_USER_SCOPE(scope_name("reduce_scatter wait", bucket.parameters()));
+    RECORD_USER_SCOPE(scope_name(bucket.collective(), "wait"));
     shards = in_flight_.front()->finish();
   }
   for (size_t i = 0; i < shards.size(); ++i) {
