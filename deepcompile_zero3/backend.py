@@ -21,6 +21,7 @@ from torch import fx
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.capture import captured
 from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.graph_log import log_graph, numbers
 from deepcompile_zero3.group import refuse_writes
 from deepcompile_zero3.parameter import (
     PLACEHOLDER_OF,
@@ -239,7 +240,8 @@ class Rewriting:
     def __init__(self, inputs: Mapping[int, ParameterFacts], options: Options) -> None:
         self.inputs = inputs
         self._options = options
-        self._kept: set[str] = set()
+        self._kept: dict[str, int] = {}
+        self._number = 0
 
     def __call__(self, graph_module: fx.GraphModule, is_backward: bool) -> None:
         """Rewrites a graph; the forward first."""
@@ -250,6 +252,12 @@ class Rewriting:
             self._rewrite_forward(graph_module)
         chain_reductions(graph_module)
         captured(graph_module, is_backward)
+        if self.inputs:
+            if is_backward:
+                log_graph(graph_module, "backward", self._number, kept={})
+            else:
+                self._number = next(numbers)
+                log_graph(graph_module, "forward", self._number, self._kept)
 
     @property
     def _bucket_bytes(self) -> int:
@@ -261,7 +269,7 @@ class Rewriting:
         others = kept_bytes_besides({facts.fqn for facts in self.inputs.values()})
         most_bytes = self._options.keep_mb * 2**20 - others
         keep = choose_kept(_sorted(nodes, in_backward_order), most_bytes)
-        self._kept.update(nodes[node].fqn for node in keep)
+        self._kept.update({nodes[node].fqn: nodes[node].nbytes for node in keep})
         for node, facts in nodes.items():
             chosen = node in keep and facts.reshard_after_forward is None
             if (parameter := find(facts.fqn)) is not None:

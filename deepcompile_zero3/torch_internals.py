@@ -85,6 +85,9 @@ _new_process_group_helper: Callable = _private(
 _get_default_store: Callable = _private("torch.distributed.distributed_c10d", "_get_default_store")
 _c10d: Any = _private("torch.distributed", "distributed_c10d")
 
+# Writes to the folder that TORCH_TRACE names; nothing where it names none.
+trace_structured: Callable[..., None] = _private("torch._logging", "trace_structured")
+
 _reset_code: Callable[..., None] = _private("torch._dynamo.eval_frame", "reset_code")
 _skip_code: Callable[..., None] = _private("torch._dynamo.eval_frame", "skip_code")
 _counters: Any = _private("torch._dynamo.utils", "counters")
@@ -158,6 +161,11 @@ def custom_partitioner() -> Any:
 def graph_breaks() -> Counter[str]:
     """Why Dynamo has broken graphs in this process, and how often."""
     return Counter(_counters["graph_break"])
+
+
+def with_named_kernels() -> contextlib.AbstractContextManager[None]:
+    """CPU kernels that Inductor makes meanwhile tell a profiler when they run, and their names."""
+    return _inductor_config.patch({"cpp.enable_kernel_profile": True})
 
 
 def without_autograd_cache() -> contextlib.AbstractContextManager[None]:
