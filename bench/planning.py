@@ -19,10 +19,10 @@ from bench.ranks import Ranks
 from bench.workloads import WORKLOADS, Workload
 from deepcompile_zero3.backend import Options
 from deepcompile_zero3.planning.calibrate import measure_machine
+from deepcompile_zero3.planning.graphs import fake_ranks, trace
 from deepcompile_zero3.planning.kernels import kernels_of
 from deepcompile_zero3.planning.measure import measure_kernels
 from deepcompile_zero3.planning.plan import Plan, plan, shard_blocks
-from deepcompile_zero3.planning.trace import fake_ranks, trace
 
 MODE = "zero3-c10d"
 

@@ -29,10 +29,10 @@ from deepcompile_zero3 import (
     shard_blocks,
 )
 from deepcompile_zero3.backend import Options
+from deepcompile_zero3.planning.graphs import fake_ranks, trace
 from deepcompile_zero3.planning.kernels import Kernel, items_of, kernels_of
 from deepcompile_zero3.planning.machine import Ranks
 from deepcompile_zero3.planning.measure import key_of, measure_kernels
-from deepcompile_zero3.planning.trace import fake_ranks, trace
 
 ROOT = Path(__file__).parents[1]
 SMALL = {"gather_bucket_mb": 0.02, "keep_mb": 0.02}

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from deepcompile_zero3.backend import Options
-from deepcompile_zero3.planning.trace import Trace
+from deepcompile_zero3.planning.graphs import Trace
 
 if TYPE_CHECKING:
     from deepcompile_zero3.planning.plan import Plan

@@ -17,10 +17,10 @@ from deepcompile_zero3.explain import report_of
 from deepcompile_zero3.fully_shard import fully_shard
 from deepcompile_zero3.page import save_page
 from deepcompile_zero3.planning.advice import advice_for
+from deepcompile_zero3.planning.graphs import fake_ranks, trace
 from deepcompile_zero3.planning.machine import Machine, machine_of
 from deepcompile_zero3.planning.measure import key_of
 from deepcompile_zero3.planning.simulate import KINDS, SecondsOf, Step, Traffic, simulate
-from deepcompile_zero3.planning.trace import fake_ranks, trace
 from deepcompile_zero3.report import Report, tables_of
 
 Shard: TypeAlias = Callable[[nn.Module, DeviceMesh], Any]

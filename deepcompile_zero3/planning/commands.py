@@ -1,0 +1,100 @@
+"""The commands ``plan`` and ``explain``."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.planning import job, sweep
+
+
+def add_to(commands: Any) -> None:
+    """Adds them to a parser's subparsers."""
+    for name, run, about in (
+        ("plan", _plan, "time and memory of a step on ranks that need not be there"),
+        ("explain", _explain, "what the graphs of that step gather, keep and reduce"),
+    ):
+        command = commands.add_parser(name, help=about, description=about)
+        command.set_defaults(run=_told_in_a_line(run))
+        job.add_arguments(command)
+        command.add_argument("--save", type=Path, metavar="PAGE.html", help="writes a page")
+        command.add_argument("--json", type=Path, metavar="FILE", help="writes the numbers")
+        if name == "plan":
+            command.add_argument(
+                "--sweep",
+                type=_sweep,
+                metavar="NAME=A,B,...",
+                help=f"a table of plans, one of {', '.join(_KNOBS)} changed",
+            )
+            command.add_argument("--picture", type=Path, metavar="FILE", help="of the sweep")
+
+
+Command = Callable[[argparse.Namespace], int]
+
+
+def _told_in_a_line(run: Command) -> Command:
+    def command(arguments: argparse.Namespace) -> int:
+        try:
+            return run(arguments)
+        except (Zero3Error, ImportError, OSError, ValueError) as error:
+            print(f"python -m deepcompile_zero3: {error}", file=sys.stderr)
+            return 1
+
+    return command
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    if arguments.sweep:
+        return _plans(arguments)
+    plan = job.plan_of(arguments)
+    print(plan)
+    if arguments.save:
+        plan.save(arguments.save)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(plan.to_dict(), indent=1))
+    return 0
+
+
+def _plans(arguments: argparse.Namespace) -> int:
+    knob, values = arguments.sweep
+    plans = {v: job.plan_of(arguments, advise=False, **{knob: v}) for v in values}
+    first = next(iter(plans.values()))
+    title = f"{first.report.model} on {first.machine.name}"
+    Console(width=80).print(sweep.table(knob, plans), highlight=False)
+    if arguments.picture:
+        sweep.draw(title, knob, plans, arguments.picture)
+    if arguments.json:
+        found = [{knob: value} | plan.to_dict() for value, plan in plans.items()]
+        arguments.json.write_text(json.dumps(found, indent=1))
+    return 0
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    report = job.plan_of(arguments, advise=False).report
+    print(report)
+    if arguments.save:
+        report.save(arguments.save)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report.to_dict(), indent=1))
+    return 0
+
+
+_KNOBS = {
+    "ranks": int,
+    "batch": int,
+    "sequence": int,
+    "keep_mb": float,
+    "gather_bucket_mb": float,
+}
+
+
+def _sweep(text: str) -> tuple[str, list[float]]:
+    knob, _, values = text.partition("=")
+    if knob not in _KNOBS:
+        raise argparse.ArgumentTypeError(f"one of {', '.join(_KNOBS)}, got {knob!r}")
+    return knob, [_KNOBS[knob](value) for value in values.split(",")]

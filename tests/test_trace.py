@@ -1,0 +1,210 @@
+"""``python -m deepcompile_zero3 trace``: a script's steps, as they were."""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from one_rank import one_rank  # noqa: F401
+from torch._inductor import config as inductor_config
+from torch.optim import optimizer as torch_optimizer
+
+from deepcompile_zero3 import fully_shard, trace
+
+PYTHON = (sys.executable, "-m")
+
+SHARDED = """
+import __main__, pickle, sys
+import torch, torch.distributed as dist
+from torch import nn
+import beside_it
+from deepcompile_zero3 import fully_shard
+
+class Mine:
+    pass
+
+def main():
+    assert sys.argv == [__file__, "6", "--json"]
+    assert __main__.Mine is Mine and type(pickle.loads(pickle.dumps(Mine()))) is Mine
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    generator = nn.Linear(4, 4)
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, transport="c10d")
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, generator)]
+    compiled = torch.compile(model, backend="zero3", options={"gather_bucket_mb": 0.07})
+    for _ in range(int(sys.argv[1])):
+        compiled(torch.randn(8, 64)).square().mean().backward()
+        generator(torch.randn(2, 4)).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    main()
+"""
+
+PLAIN = """
+import sys
+import torch
+
+parameter = torch.nn.Parameter(torch.ones(3))
+optimizer = torch.optim.SGD([parameter], lr=0.1)
+for _ in range({steps}):
+    parameter.square().sum().backward()
+    optimizer.step()
+{end}
+"""
+
+
+def _torchrun(arguments, folder):
+    ranks = ("--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2")
+    return subprocess.run(
+        [*PYTHON, "torch.distributed.run", *ranks, "-m", "deepcompile_zero3", *arguments],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_a_step_of_two_ranks(tmp_path):
+    script = tmp_path / "scripts" / "train.py"
+    script.parent.mkdir()
+    script.write_text(SHARDED)
+    (script.parent / "beside_it.py").write_text("")
+    options = ["--skip", "2", "--steps", "3", "--save", "page.html", "--json", "step.json"]
+    ran = _torchrun(["trace", *options, "scripts/train.py", "6", "--json"], tmp_path)
+    assert ran.returncode == 0, ran.stderr
+
+    lines = [line for line in ran.stdout.splitlines() if not line.startswith("USDT")]
+    assert sum(" of rank 0: " in line for line in lines) == 1
+    assert all(len(line) <= 80 for line in lines)
+    for word in ("compute", "waiting", "gathers in flight", "longest waits"):
+        assert sum(line.startswith(word) for line in lines) == 1, ran.stdout
+
+    step = json.loads((tmp_path / "step.json").read_text())
+    assert step["number"] in (3, 4, 5)
+    assert sorted(step["durations"])[1] == step["duration"]
+    assert step["is_sharded"]
+    assert not step["compiles"]
+    spans = step["timeline"]["spans"]
+    moved = [(s["lane"], s["name"]) for s in spans if s["lane"] in ("gather", "reduce")]
+    assert set(moved) == {("gather", "all_gather"), ("reduce", "reduce_scatter")}
+    gathered = {name for span in spans if span["lane"] == "gather" for name in span["parameters"]}
+    assert gathered == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    assert any(span["nbytes"] >= 64 * 256 * 4 for span in spans if span["lane"] == "gather")
+    waits = {span["name"] for span in spans if span["lane"] == "waiting"}
+    assert waits == {"all_gather", "reduce_scatter", "roll_call"}
+    computation = {span["name"] for span in spans if span["lane"] == "compute"}
+    assert "aten::mm" in computation
+    assert any(name.startswith("graph_") for name in computation)
+    assert all(0 <= s["start"] <= s["end"] <= step["duration"] for s in spans)
+    assert step["timeline"]["kinds"] == ["allocated"]
+    assert max(nbytes for _, (nbytes,) in step["timeline"]["memory"]) > 8 * 256 * 4
+
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "train.py: step" in page
+    assert "<td>0.weight, 0.bias</td>" in page
+
+
+def test_ranges_of_a_profile_name_their_parameters(one_rank):  # noqa: F811
+    model = fully_shard(torch.nn.Linear(4, 64), transport="c10d")
+    with torch.profiler.profile() as profile:
+        model(torch.ones(2, 4)).sum().backward()
+    ranges = [event.name for event in profile.events() if event.name.startswith("zero3::")]
+    collectives = [name for name in ranges if "[" in name]
+    assert [name for name in collectives if "reduce" not in name] == [
+        "zero3::all_gather start [Float, 1280 bytes] weight, bias",
+        "zero3::all_gather wait [Float, 1280 bytes] weight, bias",
+    ]
+    assert {re.sub("(weight, bias)|(bias, weight)", "...", name) for name in collectives[-3:]} == {
+        f"zero3::reduce_scatter {phase} [Float, 1280 bytes] ..."
+        for phase in ("start", "send", "wait")
+    }
+
+
+# ---- in this process
+
+
+def _trace(tmp_path, steps, end="", skip=2, count=2, **options):
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(PLAIN).format(steps=steps, end=end))
+    known = {"script": str(script), "arguments": ["a"], "save": None, "json": None}
+    return trace.main(argparse.Namespace(skip=skip, steps=count, **known | options))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_set():
+    def state():
+        hooks = dict(torch_optimizer._global_optimizer_post_hooks)
+        return sys.argv, list(sys.path), hooks, inductor_config.cpp.enable_kernel_profile
+
+    before = state()
+    yield
+    assert state() == before
+
+
+def test_a_script_that_shards_nothing_is_told(tmp_path, capsys):
+    assert _trace(tmp_path, steps=4, json=str(tmp_path / "step.json")) == 0
+    printed = capsys.readouterr().out
+    assert "nothing is sharded" in printed
+    step = json.loads((tmp_path / "step.json").read_text())
+    assert len(step["durations"]) == 2
+    assert {span["lane"] for span in step["timeline"]["spans"]} == {"compute"}
+
+
+def test_a_script_that_ends_too_early_is_told(tmp_path, capsys):
+    assert _trace(tmp_path, steps=3) == 1
+    assert "took 3 steps and ended, where --skip 2 and --steps 2 need 4" in capsys.readouterr().err
+    assert _trace(tmp_path, steps=0, end="sys.exit()") == 1
+    assert "torchrun" in capsys.readouterr().err
+
+
+def test_what_a_script_raises_is_passed_on(tmp_path, capsys):
+    with pytest.raises(ZeroDivisionError):
+        _trace(tmp_path, steps=3, end="1 / 0")
+    with pytest.raises(SystemExit, match="no data"):
+        _trace(tmp_path, steps=1, end="sys.exit('no data')")
+    with pytest.raises(SystemExit):
+        _trace(tmp_path, steps=5, end="sys.exit()")
+    assert " of rank 0: " in capsys.readouterr().out
+
+
+def test_other_ranks_say_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert _trace(tmp_path, steps=4) == 0
+    assert _trace(tmp_path, steps=1) == 1
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_script_that_is_not_there_is_told(tmp_path, capsys):
+    assert _trace(tmp_path, steps=1, script="no/script.py") == 2
+    assert "there is no file no/script.py" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("steps", "ends"),
+    [
+        ("A A A", 3),
+        ("AB AB AB", 3),
+        ("DDG DDG", 4),  # a step is one of the optimizer that steps most often
+        ("A A B B", 3),  # one takes over from another
+        ("ABCD ABCD A", 3),
+    ],
+)
+def test_optimizers_of_one_step_count_once(steps, ends):
+    optimizers = {name: torch.optim.SGD([torch.zeros(1)], lr=0.1) for name in "ABCDG"}
+    counted = trace.Steps()
+    for name in steps.replace(" ", ""):
+        counted(optimizers[name], (), {})
+    assert counted.ended == ends
