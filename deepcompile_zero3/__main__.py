@@ -3,8 +3,9 @@
 import argparse
 import sys
 
-from deepcompile_zero3 import doctor, trace
+from deepcompile_zero3 import doctor
 from deepcompile_zero3.planning import commands as planning
+from deepcompile_zero3.tracing import trace
 
 
 def main() -> int:

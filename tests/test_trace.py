@@ -14,7 +14,8 @@ from one_rank import one_rank  # noqa: F401
 from torch._inductor import config as inductor_config
 from torch.optim import optimizer as torch_optimizer
 
-from deepcompile_zero3 import fully_shard, trace
+from deepcompile_zero3 import fully_shard
+from deepcompile_zero3.tracing import trace
 
 PYTHON = (sys.executable, "-m")
 

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from deepcompile_zero3 import torch_internals
-from deepcompile_zero3.chrome_trace import events_of, steps_of
-from deepcompile_zero3.measured import Event, timeline_of
-from deepcompile_zero3.measurement import Measurement
 from deepcompile_zero3.runtime import _C
+from deepcompile_zero3.tracing.chrome_trace import events_of, steps_of
+from deepcompile_zero3.tracing.measured import Event, timeline_of
+from deepcompile_zero3.tracing.measurement import Measurement
 
 _COMPILES = "(dynamo_timed)"  # how ranges of torch's compiler end
 

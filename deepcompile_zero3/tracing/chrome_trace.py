@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from deepcompile_zero3.measured import Event
+from deepcompile_zero3.tracing.measured import Event
 
 _KINDS = {
     "cpu_op": "operator",
