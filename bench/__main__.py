@@ -9,6 +9,7 @@ python -m bench primitives                               # gloo's, at some sizes
 python -m bench overhead                                 # a step of 300 small parameters
 python -m bench agreement -w B,deep                      # how long ranks take to agree on gradients
 python -m bench gpu                                      # on a GPU: kernels, a step, what overlaps
+python -m bench plan -w A,B --ranks 1 2                  # predicted steps beside measured ones
 python -m bench table build/bench/*.json                 # what was measured before
 """
 
@@ -30,7 +31,7 @@ import torch.multiprocessing as mp
 from rich.console import Console
 from rich.progress import track
 
-from bench import gpu, report
+from bench import gpu, planning, report
 from bench import overhead as small
 from bench import primitives as gloo
 from bench.ablations import ABLATIONS
@@ -163,6 +164,11 @@ def agreement(args: argparse.Namespace) -> None:
             print(f"| {workload} | {mode} | {told * 1e6:.0f} | {told / step:.2%} |")
 
 
+def plan(args: argparse.Namespace) -> None:
+    """Steps as they are predicted from what the ranks measure, beside steps as they are."""
+    planning.compare(args.workloads, args.ranks, args.rounds)
+
+
 def table(args: argparse.Namespace) -> None:
     """Prints results from their files."""
     for path in args.files:
@@ -228,7 +234,13 @@ def parse_arguments() -> argparse.Namespace:
     told.add_argument("-w", "--workloads", type=_names(WORKLOADS), default=["B", "deep"])
     told.add_argument("-m", "--modes", type=_names(modes), default=["zero3", "zero3-c10d"])
     told.set_defaults(run=agreement, ranks=2, malloc="default")
-    for part in (parser, told):
+    predicted = parts.add_parser("plan", help=plan.__doc__)
+    predicted.add_argument(
+        "-w", "--workloads", type=_names(WORKLOADS), default=_DEFAULT_WORKLOADS, metavar="A,B,..."
+    )
+    predicted.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], metavar="N")
+    predicted.set_defaults(run=plan, malloc="default")
+    for part in (parser, told, predicted):
         part.add_argument("--rounds", type=int, default=15, help="steps of each mode")
     parser.add_argument("--warmup", type=int, default=3, help="steps before the first round")
     parser.add_argument(

@@ -34,8 +34,8 @@ std::string AllReduce::key() const {
 
 Collective AllReduce::collective() const {
   const auto nbytes = world_size_ * row_numel() * static_cast<int64_t>(options_.dtype().itemsize());
-  return {"all_reduce", options_.dtype().toScalarType(), nbytes, world_size_,
-          names_of(parameters_)};
+  return {"all_reduce", options_.dtype().toScalarType(), nbytes,
+          world_size_,  names_of(parameters_),           options_.device().is_meta()};
 }
 
 void AllReduce::start() {

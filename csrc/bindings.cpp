@@ -193,7 +193,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readonly("world_size", &Collective::world_size)
       .def_readonly("params", &Collective::params);
   py::class_<CollectiveLog, std::shared_ptr<CollectiveLog>>(m, "CollectiveLog")
-      .def_static("start", &CollectiveLog::start)
+      .def_static("start", &CollectiveLog::start, py::arg("simulated") = false)
+      .def("take", &CollectiveLog::take)
       .def("stop", &CollectiveLog::stop)
       .def("records", &CollectiveLog::records);
 

@@ -54,7 +54,7 @@ bool Bucket::accepts(const Parameter& parameter, at::ScalarType wire_dtype) cons
 }
 
 bool Bucket::has_room_for(const Parameter& parameter) const {
-  return parameters_.empty() || used_ + parameter.chunk_numel() <= capacity_;
+  return parameters_.empty() || used_ + aligned(parameter.chunk_numel(), wire_dtype()) <= capacity_;
 }
 
 void Bucket::add(const ParameterPtr& parameter, const at::Tensor& grad, at::ScalarType through,
@@ -85,7 +85,7 @@ void Bucket::send_product(const ParameterPtr& parameter, const at::Tensor& left,
 }
 
 at::ScalarType Bucket::note(const ParameterPtr& parameter, at::ScalarType normalised_dtype) {
-  used_ += parameter->chunk_numel();
+  used_ += aligned(parameter->chunk_numel(), wire_dtype());
   parameters_.push_back(parameter);
   auto shard_dtype = parameter->shard_grad_dtype.value_or(normalised_dtype);
   shard_dtypes_.push_back(shard_dtype);
@@ -102,7 +102,8 @@ Collective Bucket::collective_of(const std::vector<ParameterPtr>& parameters) co
   int64_t numel = 0;
   for (auto& parameter : parameters) numel += parameter->chunk_numel() * world_size_;
   const int64_t nbytes = numel * static_cast<int64_t>(options_.dtype().itemsize());
-  return {"reduce_scatter", wire_dtype(), nbytes, world_size_, names_of(parameters)};
+  return {"reduce_scatter", wire_dtype(),         nbytes,
+          world_size_,      names_of(parameters), options_.device().is_meta()};
 }
 
 void Bucket::close() {

@@ -1,6 +1,7 @@
 #include "collective_log.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace zero3 {
 namespace {
@@ -10,8 +11,8 @@ std::vector<std::weak_ptr<CollectiveLog>> active_logs;
 
 }  // namespace
 
-std::shared_ptr<CollectiveLog> CollectiveLog::start() {
-  auto log = std::make_shared<CollectiveLog>();
+std::shared_ptr<CollectiveLog> CollectiveLog::start(bool simulated) {
+  auto log = std::make_shared<CollectiveLog>(simulated);
   std::lock_guard lock(active_mutex);
   active_logs.push_back(log);
   return log;
@@ -30,7 +31,13 @@ std::vector<Collective> CollectiveLog::records() {
   return records_;
 }
 
+std::vector<Collective> CollectiveLog::take() {
+  std::lock_guard lock(mutex_);
+  return std::exchange(records_, {});
+}
+
 void CollectiveLog::add(const Collective& collective) {
+  if (collective.is_simulated != is_of_simulated_) return;
   std::lock_guard lock(mutex_);
   records_.push_back(collective);
 }

@@ -16,17 +16,22 @@ struct Collective {
   int64_t nbytes;  // of the full, unsharded buffers
   int64_t world_size;
   std::vector<std::string> params;
+  bool is_simulated = false;  // on the meta device: nothing is sent
 };
 
-// Records collectives from its construction until stop(). Several may record at once.
+// Records collectives from its construction until stop(), those that are real or those that are
+// simulated. Several may record at once.
 class CollectiveLog {
  public:
-  static std::shared_ptr<CollectiveLog> start();
+  explicit CollectiveLog(bool simulated) : is_of_simulated_(simulated) {}
+  static std::shared_ptr<CollectiveLog> start(bool simulated);
   void stop();
   std::vector<Collective> records();
+  std::vector<Collective> take();  // and forgets them
   void add(const Collective& collective);
 
  private:
+  const bool is_of_simulated_;
   std::mutex mutex_;
   std::vector<Collective> records_;
 };

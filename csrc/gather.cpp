@@ -37,7 +37,8 @@ Collective GatherBucket::collective() const {
   int64_t nbytes = 0;
   for (auto& parameter : parameters_) nbytes += parameter->world_size * bytes_of_chunk(*parameter);
   const Parameter& first = *parameters_.front();
-  return {"all_gather", first.compute_dtype, nbytes, first.world_size, names_of(parameters_)};
+  return {"all_gather",     first.compute_dtype,   nbytes,
+          first.world_size, names_of(parameters_), first.device.is_meta()};
 }
 
 namespace {
@@ -54,9 +55,10 @@ class ExchangedBucket : public GatherBucket {
                                   is_point_to_point(first.group_name, first.device) ||
                                   is_grouped(first.group_name, first.device);
     for (auto& parameter : parameters_) {
-      const bool alone = may_travel_alone && parameter->is_contiguous() &&
-                         (parameters_.size() == 1 || parameter->chunk_numel() == 0 ||
-                          bytes_of_chunk(*parameter) >= kWorthAMessage);
+      const bool is_worth_it =
+          parameters_.size() == 1 || bytes_of_chunk(*parameter) >= kWorthAMessage;
+      const bool alone = parameter->chunk_numel() == 0 ||
+                         (may_travel_alone && parameter->is_contiguous() && is_worth_it);
       own_rows_.push_back(alone ? new_rows(parameter->chunk_numel()) : at::Tensor());
       if (!alone) shared_numel_ += space_of(*parameter);
     }

@@ -251,13 +251,12 @@ class Rewriting:
         else:
             self._rewrite_forward(graph_module)
         chain_reductions(graph_module)
-        captured(graph_module, is_backward)
+        if not is_backward:
+            self._number = next(numbers)
+        captured(graph_module, is_backward, self._number)
         if self.inputs:
-            if is_backward:
-                log_graph(graph_module, "backward", self._number, kept={})
-            else:
-                self._number = next(numbers)
-                log_graph(graph_module, "forward", self._number, self._kept)
+            direction, kept = ("backward", {}) if is_backward else ("forward", self._kept)
+            log_graph(graph_module, direction, self._number, kept)
 
     @property
     def _bucket_bytes(self) -> int:

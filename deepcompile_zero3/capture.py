@@ -17,9 +17,11 @@ class CapturedGraph:
 
     Attributes:
         graph_module: a copy, of the user's to keep.
+        number: of the forward in this process; a backward has that of its forward.
     """
 
     graph_module: fx.GraphModule
+    number: int
 
     @property
     def text(self) -> str:
@@ -67,8 +69,8 @@ def capture_graphs() -> Iterator[CapturedGraphs]:
         _active.remove(graphs)
 
 
-def captured(gm: fx.GraphModule, is_backward: bool) -> None:
+def captured(gm: fx.GraphModule, is_backward: bool, number: int) -> None:
     """Tells the blocks that are open of a rewritten graph."""
     for graphs in _active:
-        graph = CapturedGraph(fx.GraphModule(gm, copy.deepcopy(gm.graph)))
+        graph = CapturedGraph(fx.GraphModule(gm, copy.deepcopy(gm.graph)), number)
         (graphs.backward if is_backward else graphs.forward).append(graph)

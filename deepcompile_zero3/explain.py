@@ -42,7 +42,8 @@ def explain(
         model: a sharded model, compiled or not.
         args: of the call. The report is for a batch of this size.
         options: those of ``torch.compile(model, backend="zero3", options=...)``.
-        machine: for which the report's timeline is predicted; bytes and collectives hold for all.
+        machine: for which the report's timeline is predicted, with AdamW's state in fp32; bytes and
+            collectives hold for all.
         kwargs: of the call.
 
     Raises:
@@ -68,12 +69,7 @@ def explain(
             "TORCHDYNAMO_DISABLE=1, or the whole call?"
         )
     breaks = tuple(torch_internals.graph_breaks() - breaks_before)
-    step = simulate(
-        [graph.graph_module.graph for graph in graphs.forward],
-        [graph.graph_module.graph for graph in reversed(graphs.backward)],
-        {parameter.fqn: parameter for parameter in parameters},
-        machine,
-    )
+    step = simulate(graphs, {parameter.fqn: parameter for parameter in parameters}, machine)
     return report_of(model, parameters, graphs, breaks, step.timeline)
 
 

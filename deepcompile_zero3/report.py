@@ -4,7 +4,7 @@ import io
 import itertools
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from rich.console import Console
@@ -123,9 +123,9 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """The attributes as numbers, strings, lists and dicts, for JSON."""
-        told = asdict(self) | {"gathered": self.gathered, "reduced": self.reduced}
+        told = asdict(replace(self, timeline=Timeline("", ())))
         del told["timeline"]
-        return told
+        return told | {"gathered": self.gathered, "reduced": self.reduced}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a page with the timeline, and tables to search: see :func:`page.save_page`."""

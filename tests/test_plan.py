@@ -1,5 +1,6 @@
 """A plan says what a step of real ranks then sends, and what a machine would need for it."""
 
+import functools
 import itertools
 import json
 import os
@@ -24,11 +25,14 @@ from deepcompile_zero3 import (
     Link,
     Machine,
     Zero3Error,
+    explain,
+    fully_shard,
     plan,
     record_collectives,
     shard_blocks,
 )
 from deepcompile_zero3.backend import Options
+from deepcompile_zero3.module import all_parameters_of
 from deepcompile_zero3.planning.graphs import fake_ranks, trace
 from deepcompile_zero3.planning.kernels import Kernel, items_of, kernels_of
 from deepcompile_zero3.planning.machine import Ranks
@@ -60,9 +64,16 @@ def _sent(collectives):
     return {op: (number[op], nbytes[op]) for op in number}
 
 
-def _step(name, shape, reduce_dtype):
+def _shard(reduce_dtype, bucket_bytes, model, mesh):
+    shard_blocks(model, mesh, **_settings(reduce_dtype))
+    for parameter in all_parameters_of(model, "a test"):
+        parameter.handle.bucket_bytes = bucket_bytes
+    return model
+
+
+def _step(name, shape, reduce_dtype, bucket_bytes):
     mesh = init_device_mesh("cpu", shape)
-    model = shard_blocks(_build(name)(), mesh, **_settings(reduce_dtype))
+    model = _shard(reduce_dtype, bucket_bytes, _build(name)(), mesh)
     run = torch.compile(model, backend="zero3", options=SMALL | {"inductor": False})
     batch = _call(name)
     run(**batch).loss.backward()
@@ -71,13 +82,13 @@ def _step(name, shape, reduce_dtype):
     return _sent(collectives)
 
 
-def _planned(name, shape, reduce_dtype):
+def _planned(name, shape, reduce_dtype, bucket_bytes):
     found = plan(
         _build(name),
         _call(name),
         world_size=torch.Size(shape).numel(),
         replicas=shape[0] if len(shape) == 2 else 1,
-        shard=lambda model, mesh: shard_blocks(model, mesh, **_settings(reduce_dtype)),
+        shard=functools.partial(_shard, reduce_dtype, bucket_bytes),
         options=SMALL,
     )
     return {op: (traffic.number, traffic.nbytes) for op, traffic in found.traffic.items()}
@@ -85,16 +96,19 @@ def _planned(name, shape, reduce_dtype):
 
 @pytest.mark.parametrize("name", ["llama", "vit", "t5"])
 def test_real_ranks_send_what_was_planned(run_ranks, name):
-    expected = _planned(name, (2,), torch.float32)
-    for sent in run_ranks(2, _step, name, (2,), torch.float32, timeout=300):
+    settings = name, (2,), torch.float32, 1 << 14
+    expected = _planned(*settings)
+    for sent in run_ranks(2, _step, *settings, timeout=300):
         assert sent == expected
+    assert expected["reduce_scatter"][0] > 2
 
 
 def test_replicas_send_what_was_planned(run_ranks):
-    expected = _planned("llama", (2, 2), None)
-    for sent in run_ranks(4, _step, "llama", (2, 2), None, timeout=300):
+    settings = "llama", (2, 2), None, 1 << 14
+    expected = _planned(*settings)
+    for sent in run_ranks(4, _step, *settings, timeout=300):
         assert sent == expected
-    assert "all_reduce" in expected
+    assert expected["all_reduce"][0] > 2
 
 
 def _wide(layers=2):
@@ -218,6 +232,51 @@ def test_what_does_not_fit_is_said():
     assert "does not fit" in str(found)
 
 
+class Broken(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x).relu()
+            torch._dynamo.graph_break()
+        return x.square().mean()
+
+
+def test_a_model_in_several_graphs_frees_what_each_has_saved():
+    found = plan(Broken, {"x": torch.zeros(8, 64, requires_grad=True)}, world_size=4)
+    timeline = found.report.timeline
+    last = dict(zip(timeline.kinds, timeline.memory[-1][1], strict=True))
+    assert len(found.report.breaks) >= 1
+    assert last["activations"] == last["gathered"] == 0
+
+
+def test_what_is_frozen_has_no_optimizer_state():
+    class Adapted(Experts):
+        def __init__(self):
+            super().__init__()
+            self.adapter = nn.Linear(4096, 4096, bias=False)
+            self.weight.requires_grad_(False)
+
+        def forward(self, x):
+            return self.adapter(torch.bmm(x, self.weight)).square().mean()
+
+    found = plan(Adapted, {"x": torch.zeros(8, 16, 4096)}, world_size=4)
+    assert found.memory["optimizer"] == 8 * 4096 * 4096 / 4
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_simulation_is_in_nobody_elses_log():
+    task = transformer_models.llama()
+    fully_shard(task.model)
+    with record_collectives() as log:
+        report = explain(task.model, options={"inductor": False}, **task.batch(2, seed=0))
+    assert report.timeline.spans
+    assert not any("simulated" in name for collective in log for name in collective.params)
+    assert {collective.op for collective in log} == {"all_gather"}
+
+
 # ---- nothing is left, and what is refused
 
 
@@ -275,6 +334,8 @@ def test_a_host_receives_what_others_have_once():
     assert seconds == pytest.approx(1e-6 + 3 * 2 * 1e-6 + 1e-5 + 1e-4)
     assert machine.bytes_over_links("all_reduce", 8, Ranks(4, 4)) == (12, 0)
     assert machine.bytes_over_links("all_gather", 8, Ranks(1, 1)) == (0, 0)
+    # 12 ranks, 8 and 4: the four share what the eight have.
+    assert machine.bytes_over_links("all_gather", 12, Ranks(12, 8)) == (9, 2)
 
 
 # ---- kernels
@@ -297,6 +358,25 @@ def test_every_operator_is_in_one_kernel_and_none_waits_for_itself():
         for node in nodes:
             for source in node.all_input_nodes:
                 assert position.get(source, -1) <= position[node]
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        h = self.linear(x).relu()
+        best = h.max(-1, keepdim=True).values.max(0, keepdim=True).values
+        mean, variance = torch.var_mean(h, -1, keepdim=True)
+        return ((h - best - mean) * (variance + 1).rsqrt()).square().sum()
+
+
+def test_operators_of_several_results_are_fused_with_what_reads_them():
+    found = plan(Twice, {"x": torch.zeros(4, 8)}, world_size=2)
+    names = [span.name for span in found.report.timeline.spans if span.lane == "compute"]
+    assert any("max" in name and "relu" in name for name in names)
+    assert [span.lane for span in found.report.timeline.spans].count("reduce") == 1
 
 
 def is_kernel(item):

@@ -56,6 +56,7 @@ def measure_machine(mesh: DeviceMesh, name: str = "here") -> Machine:
             -min(max(hidden, 0.0), 1.0),
         ],
         dtype=torch.float64,
+        device=device,
     )
     dist.all_reduce(numbers, dist.ReduceOp.MAX, group)
     fp32, bf16, copying, updating, launch, rate, latency, hidden = numbers.tolist()

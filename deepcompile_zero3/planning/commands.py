@@ -51,6 +51,8 @@ def _told_in_a_line(run: Command) -> Command:
 def _plan(arguments: argparse.Namespace) -> int:
     if arguments.sweep:
         return _plans(arguments)
+    if arguments.picture:
+        raise ValueError("--picture is that of a --sweep")
     plan = job.plan_of(arguments)
     print(plan)
     if arguments.save:
@@ -61,6 +63,10 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _plans(arguments: argparse.Namespace) -> int:
+    if arguments.save:
+        raise ValueError(
+            "--save writes the page of one plan: leave --sweep away, or take --picture"
+        )
     knob, values = arguments.sweep
     plans = {v: job.plan_of(arguments, advise=False, **{knob: v}) for v in values}
     first = next(iter(plans.values()))
@@ -97,4 +103,7 @@ def _sweep(text: str) -> tuple[str, list[float]]:
     knob, _, values = text.partition("=")
     if knob not in _KNOBS:
         raise argparse.ArgumentTypeError(f"one of {', '.join(_KNOBS)}, got {knob!r}")
-    return knob, [_KNOBS[knob](value) for value in values.split(",")]
+    try:
+        return knob, [_KNOBS[knob](value) for value in values.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"NAME=A,B,... of numbers, got {text!r}") from None

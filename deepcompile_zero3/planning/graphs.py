@@ -48,7 +48,7 @@ class Trace:
     _graphs: tuple[_Partitioned, ...]
 
     def rewrite(self, options: Options) -> CapturedGraphs:
-        """What the passes make of it: forwards, and backwards, each in the order of their call."""
+        """What the passes make of it, in the order of compilation."""
         for parameter in self.parameters.values():
             parameter.kept_bytes = 0
         rewritings: dict[Rewriting, Rewriting] = {}
@@ -56,7 +56,6 @@ class Trace:
             for graph in self._graphs:
                 rewriting = rewritings.setdefault(graph.of, Rewriting(graph.inputs, options))
                 rewriting(copy.deepcopy(graph.graph_module), graph.is_backward)
-        graphs.backward.reverse()
         return graphs
 
 
@@ -77,7 +76,9 @@ def fake_ranks(world_size: int, replicas: int = 1) -> Iterator[DeviceMesh]:
             "a plan needs a process without a process group, since it makes one of ranks that do "
             "not exist: make it in a process of its own, or call destroy_process_group() first"
         )
-    if min(world_size, replicas) < 1 or world_size % replicas:
+    if world_size < 1:
+        raise ValueError(f"a plan needs a positive number of ranks, got {world_size}")
+    if replicas < 1 or world_size % replicas:
         raise ValueError(
             f"replicas is a divisor of the number of ranks, {world_size}; got {replicas}"
         )
@@ -99,7 +100,7 @@ def trace(model: nn.Module, call: Mapping[str, Any]) -> Trace:
         call: of it; tensors on the CPU, of which only dtypes and shapes matter.
 
     Raises:
-        Zero3Error: no graph was compiled, or the call needs values that only data gives.
+        Zero3Error: no graph was compiled.
     """
     parameters = all_parameters_of(model, "plan")
     _materialise_buffers(model)

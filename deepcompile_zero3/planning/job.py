@@ -4,6 +4,7 @@ import argparse
 import functools
 import importlib.util
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Those that say what is planned, and for what."""
     parser.add_argument(
         "model",
-        help="config.json of transformers, or FILE.py:FUNCTION; the function gives a module and a "
-        "dict of the arguments of its call on one rank",
+        help="config.json of transformers, built in fp32, or FILE.py:FUNCTION, which gives a module "
+        "and a dict of the arguments of its call on one rank",
     )
     add = parser.add_argument
     add("--ranks", type=int, required=True, metavar="N", help="of all replicas")
@@ -98,7 +99,7 @@ def _shard(asked: argparse.Namespace, model: nn.Module, mesh: DeviceMesh) -> Non
 
 def _widest(ranks: int, parameter: nn.Parameter) -> Shard | None:
     """The largest dimension of those parameters that have fewer rows than there are ranks."""
-    if parameter.shape[0] >= ranks:
+    if parameter.dim() == 0 or parameter.shape[0] >= ranks:
         return None
     return Shard(max(range(parameter.dim()), key=parameter.shape.__getitem__))
 
@@ -122,8 +123,8 @@ def _from_config(asked: argparse.Namespace) -> nn.Module:
     values = json.loads(Path(asked.model).read_text())
     if "model_type" not in values:
         raise Zero3Error(f"{asked.model} has no 'model_type': it is no config of transformers")
-    config = AutoConfig.for_model(**values, use_cache=False)
-    model = AutoModelForCausalLM.from_config(config)
+    config = AutoConfig.for_model(**values | {"use_cache": False})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if asked.checkpoint:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
@@ -133,11 +134,17 @@ def _function(path: str, name: str) -> Callable[[], tuple[nn.Module, dict[str, A
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     if not path or spec is None or spec.loader is None:
         raise Zero3Error("the model is config.json, or FILE.py:FUNCTION as in job.py:build")
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(Path(path).resolve().parent))  # as `python FILE.py` has it
     spec.loader.exec_module(module)
+    if not hasattr(module, name):
+        raise Zero3Error(f"{path} has no function '{name}'")
     return getattr(module, name)
 
 
 def _number(text: str) -> tuple[str, float]:
     name, _, value = text.partition("=")
-    return name, float(value)
+    try:
+        return name, float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"NAME=NUMBER, got {text!r}") from None

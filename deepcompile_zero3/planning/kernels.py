@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from deepcompile_zero3 import torch_internals
+from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.graph_text import COMMENT, base_of, is_view
 from deepcompile_zero3.passes.reduce import GradientDtypes
 from deepcompile_zero3.peak import nbytes_of
@@ -73,6 +74,8 @@ def items_of(graph: fx.Graph) -> list[Item]:
             missing[user] -= 1
             if not missing[user]:
                 heapq.heappush(ready, (order[parts[user][0]], user))
+    if any(missing):
+        raise Zero3Error("kernels of a graph wait for each other: please report this model")
     return result
 
 
@@ -106,18 +109,19 @@ def results_of(item: Item) -> list[fx.Node]:
     for node in item.nodes:
         if is_inlined(node):
             continue
-        if any(user.target is operator.getitem for user in node.users):  # several results
-            results += list(node.users)
-        elif any(reader not in inside for reader in _readers(node)):
-            results.append(node)
+        several = [user for user in node.users if user.target is operator.getitem]
+        for result in several or [node]:
+            if any(reader not in inside for reader in _readers(result)):
+                results.append(result)
     return results
 
 
-def memory_of(item: Item) -> set[fx.Node]:
-    """The nodes whose memory an item reads, of others or of the graph's inputs."""
+def memory_of(item: Item) -> list[fx.Node]:
+    """The nodes whose memory an item reads, of others or of the graph's inputs, each once."""
     nodes = item.nodes if isinstance(item, Kernel) else (item,)
     inside = set(nodes)
-    return {base for node in nodes for base in map(base_of, node.all_input_nodes)} - inside
+    bases = dict.fromkeys(base for node in nodes for base in map(base_of, node.all_input_nodes))
+    return [base for base in bases if _operator_of(base) not in inside]
 
 
 def product_flops(node: fx.Node) -> float:
@@ -134,7 +138,7 @@ def product_flops(node: fx.Node) -> float:
         return 2.0 * _int(arguments[0].numel()) * _int(arguments[1].shape[-1])
     packet = _LIKE.get(packet, packet)
     formula = torch_internals.flop_formulas().get(packet)
-    if formula is None:
+    if formula is None or torch_internals.free_unbacked_symbols((arguments, _value(node))):
         return 0.0
     flops = float(_int(formula(*arguments, **keywords, out_val=_value(node))))
     return flops / 2 if _is_causal(node) else flops
@@ -147,6 +151,7 @@ def _parts(graph: fx.Graph) -> list[list[fx.Node]]:
     """Groups of nodes that run together. What feeds an operator that is not fused is in another
     one than what that feeds, so that none waits for itself.
     """
+    inlined = {node for node in graph.nodes if is_inlined(node)}
     depth: dict[fx.Node, int] = {}  # how many operators that are not fused it follows from
     leader: dict[fx.Node, fx.Node] = {}
     members: dict[fx.Node, list[fx.Node]] = {}
@@ -160,9 +165,9 @@ def _parts(graph: fx.Graph) -> list[list[fx.Node]]:
             depth[node] = 0  # it follows from nothing that is computed and read again
         elif not _is_fused(node):
             depth[node] += 1
-        for source in dict.fromkeys(map(base_of, node.all_input_nodes)):
+        for source in dict.fromkeys(_sources(node)):
             both = source in leader and _is_fused(source) and _is_fused(node)
-            if both and depth[source] == depth[node]:
+            if both and depth[source] == depth[node] and source not in inlined:
                 into, other = leader[source], leader[node]
                 if into is not other:
                     for moved in members.pop(other):
@@ -210,6 +215,13 @@ _APART = _packets(
     "convolution_backward",
 )
 _GROUPED = _packets("_grouped_mm")
+# They read as much of a table as they give.
+_LOOKUPS = (
+    aten.embedding.default,
+    aten.index.Tensor,
+    aten.gather.default,
+    aten.index_select.default,
+)
 # Operators that do what another one does for whose FLOPs torch has a formula.
 _LIKE = {
     ours: getattr(aten, theirs)
@@ -242,8 +254,10 @@ def _kernel(nodes: list[fx.Node]) -> Kernel:
     for node in nodes:
         for source in node.all_input_nodes:
             base = base_of(source)
-            if base not in inside and not is_inlined(base):
+            if _operator_of(base) not in inside and not is_inlined(base):
                 nbytes = min(nbytes_of(source), nbytes_of(base)) or nbytes_of(source)
+                if node.target in _LOOKUPS:
+                    nbytes = min(nbytes, nbytes_of(node))
                 read[base] = max(read.get(base, 0), nbytes)
     probe = Kernel(tuple(nodes), 0.0, torch.float32, 0)
     written = sum(nbytes_of(node) for node in results_of(probe) if not is_inlined(node))
@@ -268,11 +282,12 @@ def _dtype(node: fx.Node) -> torch.dtype:
 
 def _sources(node: fx.Node) -> Iterator[fx.Node]:
     """The operators whose results a node reads, through views."""
-    for source in node.all_input_nodes:
-        base = base_of(source)
-        while base.target is operator.getitem:
-            base = base.all_input_nodes[0]
-        yield base
+    return map(_operator_of, map(base_of, node.all_input_nodes))
+
+
+def _operator_of(base: fx.Node) -> fx.Node:
+    """What gives it, if it is one of several results."""
+    return base.all_input_nodes[0] if base.target is operator.getitem else base
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:

@@ -1,6 +1,5 @@
 """What a plan assumes of the ranks' hardware."""
 
-import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -49,6 +48,23 @@ class Machine:
     overlap: float = 1.0
     source: str = field(default="", compare=False)
 
+    def __post_init__(self) -> None:
+        if torch.float32 not in self.flops:
+            raise ValueError("flops of a machine have at least torch.float32")
+        numbers = {f"flops of {dtype}": value for dtype, value in self.flops.items()}
+        numbers |= {name: getattr(self, name) for name in _NUMBERS}
+        for link in ("local", "remote"):
+            numbers[f"{link}_bandwidth"] = getattr(self, link).bandwidth
+        for name, value in numbers.items():
+            if not value > 0:
+                raise ValueError(f"'{name}' of a machine is a positive number, got {value!r}")
+        if not 0 <= self.overlap <= 1:
+            raise ValueError(f"'overlap' of a machine is from 0 to 1, got {self.overlap!r}")
+        if self.ranks_per_host < 1 or self.ranks_per_host != int(self.ranks_per_host):
+            raise ValueError(
+                f"'ranks_per_host' of a machine is a number of ranks, got {self.ranks_per_host!r}"
+            )
+
     def with_numbers(self, **numbers: float) -> "Machine":
         """Another one, with some numbers of one's own.
 
@@ -57,26 +73,22 @@ class Machine:
                 ``remote_bandwidth`` and ``remote_latency``; ``flops`` is of all dtypes.
 
         Raises:
-            ValueError: there is no such number, or it is not positive.
+            ValueError: there is no such number, or it makes no sense.
         """
         machine = self
         changed: dict[str, Any]
         for name, value in numbers.items():
-            if not value > 0 or not math.isfinite(value):
-                raise ValueError(f"'{name}' of a machine is a positive number, got {value!r}")
             link, _, number = name.partition("_")
             if name == "flops":
                 machine = replace(machine, flops=dict.fromkeys(machine.flops, value))
-            elif name == "ranks_per_host":
-                machine = replace(machine, ranks_per_host=int(value))
-            elif name in _NUMBERS:
+            elif name in ("ranks_per_host", "overlap", *_NUMBERS):
                 changed = {name: value}
                 machine = replace(machine, **changed)
             elif link in ("local", "remote") and number in ("bandwidth", "latency"):
                 changed = {link: replace(getattr(machine, link), **{number: value})}
                 machine = replace(machine, **changed)
             else:
-                known = ("flops", "ranks_per_host", *_NUMBERS, *_LINK_NUMBERS)
+                known = ("flops", "ranks_per_host", "overlap", *_NUMBERS, *_LINK_NUMBERS)
                 raise ValueError(f"a machine has no '{name}'; it has {', '.join(known)}")
         return machine
 
@@ -98,8 +110,8 @@ class Machine:
         """
         both_ways = 2 if op == "all_reduce" else 1
         whole = both_ways * nbytes
-        here, hosts = ranks.on_host, ranks.hosts
-        remote = whole * (hosts - 1) / hosts / here  # ranks of a host share it out
+        fewest = ranks.number - ranks.on_host * (ranks.hosts - 1)  # on the last host
+        remote = whole * (1 - fewest / ranks.number) / fewest  # ranks of a host share it out
         return whole * (ranks.number - 1) / ranks.number - remote, remote
 
     def seconds_of_collective(self, op: str, nbytes: int, ranks: "Ranks") -> float:
@@ -130,7 +142,7 @@ class Ranks:
         return -(-self.number // self.on_host)
 
 
-_NUMBERS = ("bandwidth", "update_bandwidth", "launch", "memory", "overlap")
+_NUMBERS = ("bandwidth", "update_bandwidth", "launch", "memory")
 _LINK_NUMBERS = ("local_bandwidth", "local_latency", "remote_bandwidth", "remote_latency")
 
 
@@ -220,7 +232,7 @@ MACHINES = {
             gigabytes=180,
             nvlink=900,
             nic=50,
-            source="NVIDIA DGX B200 data sheet, a GPU's part; a 400 Gb/s adapter a GPU",
+            source="NVIDIA HGX B200 data sheet, a GPU's part; a 400 Gb/s adapter a GPU",
         ),
     )
 }

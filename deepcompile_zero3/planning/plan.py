@@ -23,7 +23,7 @@ from deepcompile_zero3.planning.measure import key_of
 from deepcompile_zero3.planning.simulate import KINDS, SecondsOf, Step, Traffic, simulate
 from deepcompile_zero3.report import Report, tables_of
 
-Shard: TypeAlias = Callable[[nn.Module, DeviceMesh], Any]
+ShardModel: TypeAlias = Callable[[nn.Module, DeviceMesh], Any]
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def plan(
     world_size: int,
     replicas: int = 1,
     machine: Machine | str = "h100",
-    shard: Shard | None = None,
+    shard: ShardModel | None = None,
     options: Mapping[str, Any] | None = None,
     optimizer_bytes: int = 8,
     prefetch: bool = True,
@@ -119,7 +119,8 @@ def plan(
     The model is sharded, traced and rewritten by the code that trains, and the runtime decides
     what is gathered and reduced together; nothing is computed or sent, and no memory is taken for
     parameters. Memory, bytes and collectives follow from that. Times come from a model of the
-    machine: see ``docs/planning.md`` for what it knows, and how far off it is.
+    machine: see ``docs/planning.md`` for what it knows, and how far off it is. A size that depends
+    on data counts as nothing, and ``reshard_after_forward=N`` as True.
 
     Args:
         build: makes the model; called under ``torch.device("meta")``.
@@ -150,8 +151,7 @@ def plan(
         def predict(options: Options) -> Plan:
             graphs = traced.rewrite(options)
             step = simulate(
-                [graph.graph_module.graph for graph in graphs.forward],
-                [graph.graph_module.graph for graph in graphs.backward],
+                graphs,
                 traced.parameters,
                 machine,
                 optimizer_bytes=optimizer_bytes,
@@ -162,10 +162,14 @@ def plan(
             report = report_of(model, parameters, graphs, traced.breaks, step.timeline)
             return _plan_of(report, machine, world_size, step)
 
-        found = predict(parsed)
-        if advise:
-            found = replace(found, advice=advice_for(found, parsed, traced, predict))
-        return found
+        try:
+            found = predict(parsed)
+            if advise:
+                found = replace(found, advice=advice_for(found, parsed, traced, predict))
+            return found
+        finally:
+            for parameter in traced.parameters.values():
+                parameter.forget_name()
 
 
 def _plan_of(report: Report, machine: Machine, ranks: int, step: Step) -> Plan:

@@ -6,7 +6,7 @@ gathered together, where gradients go and when a bucket leaves is decided by the
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from deepcompile_zero3.backend import saved_outputs
+from deepcompile_zero3.capture import CapturedGraph, CapturedGraphs
 from deepcompile_zero3.graph_text import COMMENT, base_of
 from deepcompile_zero3.parameter import ShardedParameter
 from deepcompile_zero3.passes.reduce import GradientDtypes
@@ -71,8 +72,7 @@ class Step:
 
 
 def simulate(
-    forwards: Sequence[fx.Graph],
-    backwards: Sequence[fx.Graph],
+    graphs: CapturedGraphs,
     parameters: Mapping[str, ShardedParameter],
     machine: Machine,
     *,
@@ -83,16 +83,18 @@ def simulate(
     """Takes a step: the forwards, their backwards, the optimizer.
 
     Args:
-        forwards, backwards: rewritten graphs, in the order in which they run.
+        graphs: rewritten ones. Each runs once, backwards in the opposite order of their forwards.
         parameters: those of the graphs, by name. Nothing of them is changed.
         machine: that it runs on.
         optimizer_bytes: of the optimizer's state, for each element of a shard.
         prefetch: False starts each gather when it is waited for.
         seconds_of: what a kernel was measured to take, or None.
     """
+    trained = {name for name, p in parameters.items() if p.placeholder.requires_grad}
+    backwards = sorted(graphs.backward, key=lambda graph: graph.number, reverse=True)
     with _twins(parameters) as twins:
-        simulation = _Simulation(twins, machine, optimizer_bytes, prefetch, seconds_of)
-        return simulation.run(forwards, backwards)
+        simulation = _Simulation(twins, trained, machine, optimizer_bytes, prefetch, seconds_of)
+        return simulation.run(graphs.forward, backwards)
 
 
 @contextlib.contextmanager
@@ -144,7 +146,7 @@ _ALIKE = (
 def _in_backward(function: Callable[[], None]) -> None:
     """Calls a function in a backward of autograd's, where the runtime expects gradients."""
     with torch.enable_grad():
-        root = torch.zeros(1, requires_grad=True).clone()
+        root = torch.zeros(1, device="cpu", requires_grad=True).clone()
         root.register_hook(lambda _: function())
         root.backward()
 
@@ -172,12 +174,14 @@ class _Simulation:
     def __init__(
         self,
         parameters: Mapping[str, _C.Parameter],
+        trained: Set[str],
         machine: Machine,
         optimizer_bytes: int,
         prefetch: bool,
         seconds_of: SecondsOf,
     ) -> None:
         self._parameters = parameters
+        self._trained = trained
         self._machine = machine
         self._optimizer_bytes = optimizer_bytes
         self._prefetch = prefetch
@@ -189,21 +193,22 @@ class _Simulation:
         self._alive: Counter[str] = Counter()
         self._memory: list[tuple[float, tuple[int, ...]]] = []
         self._traffic: dict[str, Traffic] = {}
-        self._saved: dict[str, _Saved] = {}
+        self._saved: dict[tuple[int, str], _Saved] = {}  # by the number of the graph, and a name
         self._results: list[_Saved] = []  # what graphs return to whoever calls
         self._reductions: list[_InFlight] = []
         self._packed: Counter[str] = Counter()  # bytes of gradients that have not left
-        self._log = _C.CollectiveLog.start()
-        self._seen = 0
+        self._log = _C.CollectiveLog.start(simulated=True)
 
-    def run(self, forwards: Sequence[fx.Graph], backwards: Sequence[fx.Graph]) -> Step:
+    def run(self, forwards: Sequence[CapturedGraph], backwards: Sequence[CapturedGraph]) -> Step:
         shards = [parameter.shard for parameter in self._parameters.values()]
+        trained = [self._parameters[name].shard for name in sorted(self._trained)]
         self._change("shards", sum(shard.nbytes for shard in shards))
-        self._change("optimizer", sum(s.numel() for s in shards) * self._optimizer_bytes)
+        self._change("optimizer", sum(s.numel() for s in trained) * self._optimizer_bytes)
         try:
-            for graph in forwards:
-                _C.add_uses(list(map(self._parameters.__getitem__, _gathered(graph))), False)
-                self._run_graph(graph)
+            for captured in forwards:
+                used = self._trained & _gathered(captured.graph_module.graph)
+                _C.add_uses([self._parameters[name] for name in sorted(used)], False)
+                self._run_graph(captured)
             self._forget_results()
             _in_backward(lambda: self._run_all(backwards))
             self._follow_reductions()
@@ -212,15 +217,18 @@ class _Simulation:
         while self._reductions:
             self._finish_reduction()
         self._forget_results()
-        self._step_optimizer(shards)
-        timeline = Timeline("predicted", tuple(self._spans), KINDS, tuple(self._memory))
+        self._step_optimizer(trained)
+        name = f"predicted for {self._machine.name}"
+        timeline = Timeline(name, tuple(self._spans), KINDS, tuple(self._memory))
         return Step(timeline, self._flops, self._traffic)
 
-    def _run_all(self, graphs: Sequence[fx.Graph]) -> None:
-        for graph in graphs:
-            self._run_graph(graph)
+    def _run_all(self, graphs: Sequence[CapturedGraph]) -> None:
+        for captured in graphs:
+            self._run_graph(captured)
 
-    def _run_graph(self, graph: fx.Graph) -> None:
+    def _run_graph(self, captured: CapturedGraph) -> None:
+        graph = captured.graph_module.graph
+        self._number = captured.number
         items = items_of(graph)
         last_reader: dict[fx.Node, int] = {}
         for position, item in enumerate(items):
@@ -238,7 +246,9 @@ class _Simulation:
                     gathers[item] = self._start_gather(item)
             elif item.target in WAITS:
                 start: Any = item.args[0]
-                for gather in gathers.pop(start, None) or self._start_gather(start):
+                if start not in gathers:
+                    gathers[start] = self._start_gather(start)
+                for gather in gathers.pop(start):
                     self._wait(gather)
             else:
                 self._reduce(item)
@@ -265,14 +275,14 @@ class _Simulation:
             memory = by_base.setdefault(base, _Saved(kind, nbytes_of(base)))
             if node in saved:
                 memory.names += 1
-                self._saved[_saved_as(node)] = memory
+                self._saved[self._number, _saved_as(node)] = memory
         self._results += [memory for memory in by_base.values() if not memory.names]
 
     def _free(self, node: fx.Node) -> None:
         if node.op != "placeholder":
             if kind := _kind(node):
                 self._change(kind, -nbytes_of(node))
-        elif memory := self._saved.pop(_saved_as(node), None):
+        elif memory := self._saved.pop((self._number, _saved_as(node)), None):
             memory.names -= 1
             if not memory.names:
                 self._change(memory.kind, -memory.nbytes)
@@ -317,7 +327,7 @@ class _Simulation:
         shards = sum(self._parameters[name].shard.nbytes for name in names)
         self._compute("cast", 0.0, torch.float32, 2 * shards, tuple(names))
         gather = _C.Gather([self._parameters[name] for name in names])
-        started = [self._launch("gather", record, 0) for record in self._news()]
+        started = [self._launch("gather", record, 0) for record in self._log.take()]
         gather.finish(fresh=True)
         wait = next(u for u in start.users if u.target in WAITS and u.args[0] is start)
         for _, full in gathered_items(wait):
@@ -341,21 +351,19 @@ class _Simulation:
 
     def _follow_reductions(self) -> None:
         """What the runtime has started, and waited for before that."""
-        for record in self._news():
-            alike = [other for other in self._reductions if other.op == record.op]
-            while record.op == "all_reduce" and self._is_reducing("reduce_scatter"):
+        for record in self._log.take():
+            while record.op == "all_reduce" and self._number_of("reduce_scatter") > 0:
                 self._finish_reduction()
-            while len(alike) >= _C.MOST_IN_FLIGHT:
+            while self._number_of(record.op) >= _C.MOST_IN_FLIGHT:
                 self._finish_reduction()
-                alike.pop(0)
             buffers = sum(self._packed.pop(name, 0) for name in _names(record))
             if record.op == "all_reduce":
                 buffers = record.nbytes
                 self._change("communication", buffers)
             self._reductions.append(self._launch("reduce", record, buffers))
 
-    def _is_reducing(self, op: str) -> bool:
-        return any(other.op == op for other in self._reductions)
+    def _number_of(self, op: str) -> int:
+        return sum(other.op == op for other in self._reductions)
 
     def _finish_reduction(self) -> None:
         reduction = self._reductions.pop(0)
@@ -367,15 +375,9 @@ class _Simulation:
         if reduction.op == "reduce_scatter":
             self._change("gradients", nbytes)
 
-    def _news(self) -> list[_C.Collective]:
-        records = self._log.records()
-        news = records[self._seen :]
-        self._seen = len(records)
-        return news
-
     def _launch(self, lane: str, record: _C.Collective, buffers: int) -> _InFlight:
         names = _names(record)
-        ranks = self._ranks(record.op, self._parameters[names[0]])
+        ranks = self._ranks(record, self._parameters[names[0]])
         seconds = self._machine.seconds_of_collective(record.op, record.nbytes, ranks)
         local, remote = self._machine.bytes_over_links(record.op, record.nbytes, ranks)
         start = max(self._now, self._link_free)
@@ -392,12 +394,14 @@ class _Simulation:
         )
         return _InFlight(record.op, names, end, buffers)
 
-    def _ranks(self, op: str, parameter: _C.Parameter) -> Ranks:
+    def _ranks(self, record: _C.Collective, parameter: _C.Parameter) -> Ranks:
         of_host = self._machine.ranks_per_host
-        if op == "all_reduce":  # replicas are as far from each other as a shard group is wide
-            on_host = min(of_host // parameter.world_size, parameter.replicas)
-            return Ranks(parameter.replicas, max(on_host, 1))
-        return Ranks(parameter.world_size, min(of_host, parameter.world_size))
+        if (
+            record.op == "all_reduce"
+        ):  # replicas are as far from each other as a shard group is wide
+            on_host = min(of_host // parameter.world_size, record.world_size)
+            return Ranks(record.world_size, max(on_host, 1))
+        return Ranks(record.world_size, min(of_host, record.world_size))
 
     def _wait(self, collective: _InFlight) -> None:
         self._stop_for(collective.op, collective.parameters, collective.end - self._now)
@@ -415,10 +419,10 @@ class _Simulation:
         self._change("gradients", -self._alive["gradients"])
 
 
-def _gathered(graph: fx.Graph) -> list[str]:
+def _gathered(graph: fx.Graph) -> set[str]:
     """The parameters of a graph."""
     starts = graph.find_nodes(op="call_function", target=ops.all_gather_start.default)
-    return [name for start in starts for name in start.args[1]]
+    return {name for start in starts for name in start.args[1]}
 
 
 def _names(record: _C.Collective) -> tuple[str, ...]:
