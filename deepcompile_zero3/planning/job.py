@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Those that say what is planned, and for what."""
     parser.add_argument(
         "model",
-        help="config.json of transformers, built in fp32, or FILE.py:FUNCTION, which gives a module "
+        help="config.json of transformers, built in fp32, or FILE.py:FUNCTION, which gives a model "
         "and a dict of the arguments of its call on one rank",
     )
     add = parser.add_argument
