@@ -160,7 +160,7 @@ def _steps(
     results |= {"rounds": rounds, "overlap": {}}
     took: dict[str, float] = {}
     failed: set[str] = set()
-    with tempfile.TemporaryDirectory() as cache:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
         for number in range(1, args.rounds + 1):
             rounds.append({})
             for mode in args.modes:

@@ -51,11 +51,12 @@ class Copy:
 
     def torchs(self, to: list[torch.Tensor], source: list[torch.Tensor]) -> None:
         """The same by torch's own kernels."""
-        if self.divisor == 1:
+        if self.piece is not None:
             torch._foreach_copy_(to, source)
+        elif self.divisor == 1:
+            to[0].copy_(source[0])
         else:
-            for target, each in zip(to, source, strict=True):
-                torch.div(each, self.divisor, out=target)
+            torch.div(source[0], self.divisor, out=to[0])
 
 
 COPIES = [

@@ -76,6 +76,7 @@ def _floor(workload: Workload, *, writes_back: bool = False) -> Step:
             part.grad = parameter.grad.chunk(world_size)[rank].to(part.dtype)
             parameter.grad = None
         optimizer.step()
+        optimizer.zero_grad()
         if writes_back:
             torch._foreach_copy_(own, [part.detach() for part in parts.values()])
         return loss.detach()

@@ -57,7 +57,7 @@ class Ranks:
         self, workload: str, mode: str, world_size: int, cache: str, **changes: object
     ) -> None:
         """``changes`` are made to the workload; with ``device="cuda"`` each rank has a GPU."""
-        self._folder = tempfile.TemporaryDirectory()
+        self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         context = mp.get_context("spawn")
         self._ranks = []
         for rank in range(world_size):

@@ -52,7 +52,7 @@ void AllReduce::start() {
   copy_all(copies, rows_.scalar_type());
   exchange_ = std::make_unique<Exchange>(group_name_, rank_);
   exchange_->reduce(rows_.unbind(), key());
-  record(collective());
+  record([this] { return collective(); });
 }
 
 void AllReduce::finish(std::vector<ReducedGradient>& results) {

@@ -108,7 +108,7 @@ Collective Bucket::collective_of(const std::vector<ParameterPtr>& parameters) co
 
 void Bucket::close() {
   send_rest();
-  record(collective());
+  record([this] { return collective(); });
 }
 
 namespace {

@@ -1,6 +1,7 @@
 #include "collective_log.h"
 
 #include <algorithm>
+#include <atomic>
 #include <utility>
 
 namespace zero3 {
@@ -8,6 +9,7 @@ namespace {
 
 std::mutex active_mutex;
 std::vector<std::weak_ptr<CollectiveLog>> active_logs;
+std::atomic<size_t> number_of_logs = 0;  // in `active_logs`
 
 }  // namespace
 
@@ -15,6 +17,7 @@ std::shared_ptr<CollectiveLog> CollectiveLog::start(bool simulated) {
   auto log = std::make_shared<CollectiveLog>(simulated);
   std::lock_guard lock(active_mutex);
   active_logs.push_back(log);
+  number_of_logs = active_logs.size();
   return log;
 }
 
@@ -24,6 +27,7 @@ void CollectiveLog::stop() {
     auto log = weak.lock();
     return !log || log.get() == this;
   });
+  number_of_logs = active_logs.size();
 }
 
 std::vector<Collective> CollectiveLog::records() {
@@ -42,7 +46,9 @@ void CollectiveLog::add(const Collective& collective) {
   records_.push_back(collective);
 }
 
-void record(const Collective& collective) {
+bool is_recording() { return number_of_logs.load(std::memory_order_relaxed) > 0; }
+
+void add_to_logs(const Collective& collective) {
   std::vector<std::shared_ptr<CollectiveLog>> logs;
   {
     std::lock_guard lock(active_mutex);

@@ -36,8 +36,17 @@ class CollectiveLog {
   std::vector<Collective> records_;
 };
 
+// Whether any log records.
+bool is_recording();
+
 // Adds a collective to all logs that record.
-void record(const Collective& collective);
+void add_to_logs(const Collective& collective);
+
+// The same of what `make` gives, which is not called if none does.
+template <typename Make>
+void record(Make make) {
+  if (is_recording()) add_to_logs(make());
+}
 
 // What a profile calls a `phase` of it: "zero3::all_gather start [Float, 4096 bytes] a, b".
 std::string scope_name(const Collective& collective, const std::string& phase);

@@ -95,7 +95,7 @@ class ExchangedBucket : public GatherBucket {
     }
     if (shared_numel_ > 0) pieces.push_back({shared_rows_, kind + shared});
     send();
-    record(collective());
+    record([this] { return collective(); });
   }
 
   // Always fresh.

@@ -134,7 +134,7 @@ void PublishedBucket::start() {
   if (one_host().crowded_out == 0) start_some(/*at_least_one=*/false);
   is_crowded_out_ = started_ < parameters_.size();
   if (is_crowded_out_) ++one_host().crowded_out;
-  record(collective());
+  record([this] { return collective(); });
 }
 
 std::vector<at::Tensor> PublishedBucket::finish(bool fresh) {

@@ -73,6 +73,7 @@ def test_a_reduction_begins_when_its_first_gradient_is_sent():
         op("aten::mm", 3, 5),
         ours("reduce_scatter send", 5, 6, "a"),
         ours("reduce_scatter start", 7, 8, "b, a"),
+        ours("reduce_scatter send", 7.2, 7.4, "b, a"),
         ours("reduce_scatter wait", 9, 10, "b, a"),
         ours("reduce_scatter start", 20, 21, "b, a"),
         ours("reduce_scatter wait", 21, 22, "b, a"),

@@ -20,7 +20,7 @@ from deepcompile_zero3.tracing import trace
 PYTHON = (sys.executable, "-m")
 
 SHARDED = """
-import __main__, pickle, sys
+import __main__, os, pickle, sys
 import torch, torch.distributed as dist
 from torch import nn
 import beside_it
@@ -30,7 +30,8 @@ class Mine:
     pass
 
 def main():
-    assert sys.argv == [__file__, "6", "--json"]
+    assert os.path.samefile(sys.argv[0], __file__)
+    assert sys.argv[1:] == ["6", "--json"]
     assert __main__.Mine is Mine and type(pickle.loads(pickle.dumps(Mine()))) is Mine
     dist.init_process_group("gloo")
     torch.manual_seed(0)

@@ -147,6 +147,8 @@ def _transfers(ours: Sequence[_Ours], step: Event) -> Iterator[Span]:
                 start = min(sent.pop(name, start) for name in each.parameters)
             same.append(start)
         else:
+            for name in each.parameters:  # sent after the start
+                sent.pop(name, None)
             yield _span(each, same.popleft() if same else step.start, each.event.end)
     for (op, parameters), same in starts.items():
         for start in same:  # of what is waited for after the step

@@ -53,9 +53,18 @@ def main(args: argparse.Namespace) -> int:
     if args.save and importlib.util.find_spec("plotly") is None:
         return _fail('--save needs plotly: pip install "deepcompile_zero3[report]"', status=2)
 
+    for path in (args.save, args.json):
+        if path and not os.path.isdir(os.path.dirname(path)):
+            return _fail(f"there is no folder {os.path.dirname(path)}", status=2)
+    trouble: list[Exception] = []
+
     def show(profile: torch.profiler.profile) -> None:
-        if _rank() == 0:
+        if _rank() != 0:
+            return
+        try:
             _measure(profile, args.script).show(args.save, args.json)
+        except Exception as error:  # other ranks wait for the rest of the script
+            trouble.append(error)
 
     steps = Steps()
     exited = None
@@ -68,6 +77,8 @@ def main(args: argparse.Namespace) -> int:
             exited = error
     if steps.ended < args.skip + args.steps:
         return _fail(_too_short(steps.ended, args), status=1)
+    if trouble:
+        return _fail(f"the profile could not be told: {trouble[0]!r}", status=1)
     if exited is not None:
         raise exited
     return 0
@@ -114,6 +125,8 @@ def _profiled(
 
     def step() -> None:
         if steps.ended <= skip + count:
+            if torch.cuda.is_initialized():  # what a step has launched is to end in it
+                torch.cuda.synchronize()
             profile.step()
 
     steps.listeners.append(step)
@@ -132,7 +145,7 @@ def _run(script: str, arguments: list[str]) -> None:
     if not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(os.path.realpath(script))
     try:
-        runpy.run_path(script, run_name="__main__")
+        runpy.run_path(os.path.abspath(script), run_name="__main__")
     finally:
         sys.argv, sys.path[:] = argv, path
 
