@@ -453,17 +453,70 @@ def test_a_sweep_is_a_table_and_a_picture(config, tmp_path):
     assert picture.stat().st_size > 1000
 
 
-def test_a_users_own_model_is_explained_from_the_command_line(tmp_path):
-    (tmp_path / "job.py").write_text(
-        "import torch\n"
-        "def build():\n"
-        "    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))\n"
-        "    return model, {'input': torch.zeros(4, 64)}\n"
-    )
-    found = _run("explain", f"{tmp_path / 'job.py'}:build", "--ranks", 4)
+JOB = """
+import torch
+from torch import nn
+
+def build():
+    return nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)), {"input": torch.zeros(4, 64)}
+
+def alone():
+    return nn.Linear(64, 64)
+
+def fails():
+    raise ValueError("of the user's own")
+
+class Prints(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            print("forward")
+            x = layer(x)
+        return x
+
+def broken():
+    return Prints(), {"x": torch.zeros(4, 64)}
+"""
+
+
+@pytest.fixture
+def job(tmp_path):
+    path = tmp_path / "job.py"
+    path.write_text(JOB)
+    return path
+
+
+def test_a_users_own_model_is_explained_from_the_command_line(job):
+    found = _run("explain", f"{job}:build", "--ranks", 4)
     assert found.returncode == 0, found.stderr
     assert "Sequential: 4 parameters" in found.stdout
     assert "4 ranks" in found.stdout
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "message"),
+    [
+        ("alone", (), "has to give a module and a dict, and gave Linear"),
+        ("build", ("--batch", 2), "--batch, --sequence and --checkpoint are of a config"),
+        ("nothing", (), "has no function 'nothing'"),
+        ("build", ("--save", "/nowhere/page.html"), "--save: there is no folder /nowhere"),
+        ("broken", (), "this model cannot be planned: code that is not compiled reads"),
+    ],
+)
+def test_what_a_job_has_wrong_is_said_in_a_line(job, function, options, message):
+    found = _run("plan", f"{job}:{function}", "--ranks", 4, *options)
+    assert found.returncode == 1
+    assert message in found.stderr
+    assert "Traceback" not in found.stderr
+
+
+def test_an_error_of_the_users_own_keeps_its_place(job):
+    found = _run("plan", f"{job}:fails", "--ranks", 4)
+    assert found.returncode == 1
+    assert "in fails" in found.stderr
 
 
 def test_a_wrong_model_is_refused_in_a_line(tmp_path):

@@ -24,7 +24,9 @@ def advice_for(
         traced: the model of it.
         predict: makes the plan of other options.
     """
-    return (*_to_fit(plan), *_padding(traced), *_to_be_quicker(plan, options, predict))
+    breaks = (f"the graph breaks: {reason.strip().splitlines()[0]}" for reason in traced.breaks)
+    quicker = _to_be_quicker(plan, options, predict)
+    return (*breaks, *_to_fit(plan), *_padding(traced), *quicker)
 
 
 def _to_fit(plan: "Plan") -> Iterator[str]:
@@ -60,7 +62,7 @@ def _padding(traced: Trace) -> Iterator[str]:
 def _to_be_quicker(
     plan: "Plan", options: Options, predict: Callable[[Options], "Plan"]
 ) -> Iterator[str]:
-    if plan.waiting < _WORTH * plan.seconds:
+    if plan.waiting < 5 * _WORTH * plan.seconds:
         return
     tried = {
         "keep_mb=inf": replace(options, keep_mb=float("inf")),
@@ -71,10 +73,9 @@ def _to_be_quicker(
     plans = {name: predict(other) for name, other in tried.items()}
     for name, other in sorted(plans.items(), key=lambda item: item[1].seconds):
         saved = 1 - other.seconds / plan.seconds
-        if saved >= _WORTH:
-            memory = f"{other.peak / 1e9:.1f} GB at the peak"
-            fits = "" if other.fits else ", which does not fit"
-            yield f"options {name} would save {saved:.0%} of the step: {memory}{fits}"
+        if saved >= _WORTH and other.fits:
+            peak = f"{other.peak / 1e9:.1f} GB at the peak"
+            yield f"the backend's option {name} would save {saved:.0%} of the step: {peak}"
     yield (
         f"{plan.waiting / plan.seconds:.0%} of the step waits for collectives, whose bytes do not "
         "depend on the batch: a larger one hides them"

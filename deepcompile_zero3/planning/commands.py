@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 from rich.console import Console
@@ -38,14 +39,28 @@ Command = Callable[[argparse.Namespace], int]
 
 
 def _told_in_a_line(run: Command) -> Command:
+    """What this library refuses; an error of the user's own code keeps its traceback."""
+
     def command(arguments: argparse.Namespace) -> int:
         try:
+            _check_folders(arguments)
             return run(arguments)
         except (Zero3Error, ImportError, OSError, ValueError) as error:
+            raised_in = [frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)]
+            is_ours = isinstance(error, Zero3Error | OSError)
+            if not (is_ours or Path(raised_in[-1]).is_relative_to(Path(__file__).parents[1])):
+                raise
             print(f"python -m deepcompile_zero3: {error}", file=sys.stderr)
             return 1
 
     return command
+
+
+def _check_folders(arguments: argparse.Namespace) -> None:
+    for name in ("save", "json", "picture"):
+        path = getattr(arguments, name, None)
+        if path is not None and not path.absolute().parent.is_dir():
+            raise Zero3Error(f"--{name}: there is no folder {path.parent}")
 
 
 def _plan(arguments: argparse.Namespace) -> int:

@@ -100,7 +100,7 @@ def trace(model: nn.Module, call: Mapping[str, Any]) -> Trace:
         call: of it; tensors on the CPU, of which only dtypes and shapes matter.
 
     Raises:
-        Zero3Error: no graph was compiled.
+        Zero3Error: no graph was compiled, or code beside the graphs reads parameters.
     """
     parameters = all_parameters_of(model, "plan")
     _materialise_buffers(model)
@@ -112,8 +112,17 @@ def trace(model: nn.Module, call: Mapping[str, Any]) -> Trace:
             gm, example_inputs, Options(), functools.partial(_note_and_return_zeros, graphs)
         )
 
-    with without_a_trace(model, parameters):
-        torch_internals.call_compiled_apart(model, backend, (), dict(call))
+    try:
+        with without_a_trace(model, parameters):
+            torch_internals.call_compiled_apart(model, backend, (), dict(call))
+    except Zero3Error as error:
+        reasons = list(torch_internals.graph_breaks() - breaks_before)
+        if not reasons:
+            raise
+        raise Zero3Error(
+            "this model cannot be planned: code that is not compiled reads its parameters, which "
+            f"have no data here. The graph breaks: {reasons[0].strip().splitlines()[0]}"
+        ) from error
     if not graphs:
         raise Zero3Error("no graph was compiled: is torch.compile disabled, or the whole call?")
     breaks = tuple(torch_internals.graph_breaks() - breaks_before)

@@ -32,27 +32,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "and a dict of the arguments of its call on one rank",
     )
     add = parser.add_argument
-    add("--ranks", type=int, required=True, metavar="N", help="of all replicas")
-    add("--replicas", type=int, default=1, metavar="N", help="of the model; 1 without it")
-    add("--machine", default="h100", help=f"{', '.join(MACHINES)}; h100 without it")
+    add("--ranks", type=_positive, required=True, metavar="N", help="of all replicas together")
+    add("--replicas", type=_positive, default=1, metavar="N", help="copies of the model (HSDP)")
+    add("--machine", default="h100", help=f"{', '.join(MACHINES)} (default: h100)")
     add(
         "--set",
         type=_number,
         action="append",
         default=[],
-        metavar="NAME=VALUE",
-        help="a number of the machine: flops, bandwidth, remote_bandwidth, ranks_per_host...",
+        metavar="NAME=NUMBER",
+        help="of the machine: flops, bandwidth, remote_bandwidth, ranks_per_host...",
     )
-    add("--batch", type=int, default=1, help="of a rank, for a config; 1 without it")
-    add("--sequence", type=int, default=4096, help="tokens, for a config; 4096 without it")
-    add("--checkpoint", action="store_true", help="activations, for a config: block by block")
-    add("--param-dtype", choices=_DTYPES, default="bf16", help="bf16 without it")
-    add("--reduce-dtype", choices=_DTYPES, default="bf16", help="bf16 without it")
-    add("--reshard", choices=_RESHARD, default="auto", help="after forward; auto without it")
-    add("--spread", action="store_true", help="few rows: shards their largest dimension")
-    add("--keep-mb", type=float, help="the backend's option")
-    add("--gather-bucket-mb", type=float, help="the backend's option")
-    add("--optimizer-bytes", type=int, default=8, help="of an element's state; 8 of AdamW")
+    add("--batch", type=_positive, help="of a config: sequences a rank (default: 1)")
+    add("--sequence", type=_positive, help="of a config: tokens of each (default: 4096)")
+    add("--checkpoint", action="store_true", help="of a config: checkpoints each block")
+    add("--param-dtype", choices=_DTYPES, default="bf16", help="computed with (default: bf16)")
+    add("--reduce-dtype", choices=_DTYPES, default="bf16", help="on the wire (default: bf16)")
+    add("--reshard", choices=_RESHARD, default="auto", help="after forward (default: auto)")
+    add(
+        "--spread",
+        action="store_true",
+        help="shards parameters of fewer rows than ranks over their largest dimension",
+    )
+    add("--keep-mb", type=float, help="the option keep_mb of the backend")
+    add("--gather-bucket-mb", type=float, help="the option gather_bucket_mb of the backend")
+    add(
+        "--optimizer-bytes",
+        type=int,
+        default=8,
+        help="state of each element (default: 8, AdamW in fp32)",
+    )
     add("--no-prefetch", action="store_true", help="gathers start when they are waited for")
 
 
@@ -106,11 +115,21 @@ def _widest(ranks: int, parameter: nn.Parameter) -> Shard | None:
 
 def _job(asked: argparse.Namespace) -> tuple[Callable[[], nn.Module], dict[str, Any]]:
     if asked.model.endswith(".json"):
-        tokens = torch.zeros(asked.batch, asked.sequence, dtype=torch.int64)
+        tokens = torch.zeros(asked.batch or 1, asked.sequence or 4096, dtype=torch.int64)
         return functools.partial(_from_config, asked), {"input_ids": tokens, "labels": tokens}
+    if asked.batch or asked.sequence or asked.checkpoint:
+        raise Zero3Error(
+            "--batch, --sequence and --checkpoint are of a config; a function of one's own says "
+            "all of that itself"
+        )
     path, _, name = asked.model.rpartition(":")
     with torch.device("meta"):
-        model, call = _function(path, name)()
+        job = _function(path, name)()
+    kinds = [type(each) for each in job] if isinstance(job, tuple) else [type(job)]
+    if len(kinds) != 2 or not issubclass(kinds[0], nn.Module) or kinds[1] is not dict:
+        names = ", ".join(kind.__name__ for kind in kinds)
+        raise Zero3Error(f"{asked.model} has to give a module and a dict, and gave {names}")
+    model, call = job
     call = tree_map_only(torch.Tensor, lambda t: torch.zeros_like(t, device="cpu"), call)
     return lambda: model, call
 
@@ -120,10 +139,17 @@ def _from_config(asked: argparse.Namespace) -> nn.Module:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
         raise ImportError("a config needs transformers: pip install transformers") from error
-    values = json.loads(Path(asked.model).read_text())
+    try:
+        values = json.loads(Path(asked.model).read_text())
+    except json.JSONDecodeError as error:
+        raise Zero3Error(f"{asked.model} is no JSON: {error}") from error
     if "model_type" not in values:
         raise Zero3Error(f"{asked.model} has no 'model_type': it is no config of transformers")
-    config = AutoConfig.for_model(**values | {"use_cache": False})
+    try:
+        config = AutoConfig.for_model(**values | {"use_cache": False})
+    except ValueError as error:
+        kind = values["model_type"]
+        raise Zero3Error(f"{asked.model}: transformers has no model_type {kind!r}") from error
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if asked.checkpoint:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -133,13 +159,22 @@ def _from_config(asked: argparse.Namespace) -> nn.Module:
 def _function(path: str, name: str) -> Callable[[], tuple[nn.Module, dict[str, Any]]]:
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     if not path or spec is None or spec.loader is None:
-        raise Zero3Error("the model is config.json, or FILE.py:FUNCTION as in job.py:build")
+        raise Zero3Error(
+            "the model is a config.json of transformers, or FILE.py:FUNCTION as in job.py:build; "
+            "nothing is downloaded"
+        )
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(Path(path).resolve().parent))  # as `python FILE.py` has it
     spec.loader.exec_module(module)
-    if not hasattr(module, name):
+    if not callable(getattr(module, name, None)):
         raise Zero3Error(f"{path} has no function '{name}'")
     return getattr(module, name)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"a positive number, got {text!r}")
+    return int(text)
 
 
 def _number(text: str) -> tuple[str, float]:

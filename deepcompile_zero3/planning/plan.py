@@ -220,21 +220,24 @@ def _blocks(module: nn.Module) -> list[nn.Module]:
 def _parts(plan: Plan) -> list[Any]:
     report = plan.report
     waits = plan.waiting / plan.seconds
-    gigabytes = f"{plan.peak / 1e9:.1f} of {plan.machine.memory / 1e9:.0f} GB"
+    unit, scale = ("GB", 1e9) if plan.peak >= 1e9 else ("MB", 1e6)
+    reached = plan.flops / plan.seconds / plan.utilisation if plan.utilisation else 0.0
     parts: list[Any] = [
         f"{report.model} on {plan.ranks} ranks of {plan.machine.name}, each model over "
         f"{report.world_size}",
         f"predicted: {_ms(plan.seconds)} a step, {waits:.1%} of it waiting for others; "
-        f"{plan.utilisation:.0%} of the FLOP/s that a rank reaches",
-        f"memory: {gigabytes}" + ("" if plan.fits else ": does not fit"),
+        f"{plan.utilisation:.0%} of the {reached / 1e12:.0f} TFLOP/s that a rank is taken to reach",
+        f"memory: {plan.peak / scale:.1f} {unit} of {plan.machine.memory / 1e9:.0f} GB"
+        + ("" if plan.fits else ": does not fit"),
         "",
     ]
-    memory = Table("at the peak", "GB", box=None, pad_edge=False)
+    memory = Table("at the peak", unit, box=None, pad_edge=False)
     memory.columns[1].justify = "right"
     for kind, nbytes in plan.memory.items():
-        memory.add_row(kind, f"{nbytes / 1e9:.2f}")
+        memory.add_row(kind, f"{nbytes / scale:.2f}")
     parts += [memory, ""]
-    sent = Table("a step", "number", "GB full", "GB local", "GB remote", "ms", box=None)
+    columns = [f"{unit} {what}" for what in ("full", "local", "remote")]
+    sent = Table("a step", "number", *columns, "ms", box=None)
     sent.pad_edge = False
     for column in sent.columns[1:]:
         column.justify = "right"
@@ -243,7 +246,7 @@ def _parts(plan: Plan) -> list[Any]:
         sent.add_row(
             op,
             str(traffic.number),
-            *(f"{size / 1e9:.2f}" for size in sizes),
+            *(f"{size / scale:.2f}" for size in sizes),
             f"{traffic.seconds * 1e3:.1f}",
         )
     parts.append(sent)

@@ -28,7 +28,7 @@ _COMPILES = "(dynamo_timed)"  # how ranges of torch's compiler end
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Those of the command."""
     add = parser.add_argument
-    add("--skip", type=_positive, default=3, help="steps before, which compile (default: 3)")
+    add("--skip", type=_positive, default=2, help="steps before, which compile (default: 2)")
     add("--steps", type=_positive, default=3, help="steps that are profiled (default: 3)")
     add("--save", metavar="HTML", type=os.path.abspath, help="writes the step as a page")
     add("--json", metavar="FILE", type=os.path.abspath, help="writes the step as data")
