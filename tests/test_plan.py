@@ -466,19 +466,28 @@ def alone():
 def fails():
     raise ValueError("of the user's own")
 
-class Prints(nn.Module):
+class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+        self.linear = nn.Linear(64, 64)
 
     def forward(self, x):
-        for layer in self.layers:
-            print("forward")
-            x = layer(x)
-        return x
+        print("forward")
+        return self.linear(x)
+
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(64, 64)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).sum()
 
 def broken():
-    return Prints(), {"x": torch.zeros(4, 64)}
+    return Blocks(), {"x": torch.zeros(4, 64)}
 """
 
 
