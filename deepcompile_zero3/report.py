@@ -133,14 +133,19 @@ class Report:
         page.save_page(path, self.model, str(self), [self.timeline], tables)
 
     def __str__(self) -> str:
-        text = io.StringIO()
-        console = Console(file=text, width=80, color_system=None)
-        for part in _parts(self):
-            console.print(part, highlight=False, markup=False)
-        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+        return text_of(_parts(self))
 
 
 # ---- as text
+
+
+def text_of(parts: Iterable[Any]) -> str:
+    """What rich prints of them, 80 columns wide."""
+    text = io.StringIO()
+    console = Console(file=text, width=80, color_system=None)
+    for part in parts:
+        console.print(part, highlight=False, markup=False)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
 def _parts(report: Report) -> Iterator[Any]:

@@ -1,13 +1,11 @@
 """``plan``: what a step of a large model will take, on ranks that one need not have."""
 
-import io
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,7 +19,7 @@ from deepcompile_zero3.planning.graphs import fake_ranks, trace
 from deepcompile_zero3.planning.machine import Machine, machine_of
 from deepcompile_zero3.planning.measure import key_of
 from deepcompile_zero3.planning.simulate import KINDS, SecondsOf, Step, Traffic, simulate
-from deepcompile_zero3.report import Report, tables_of
+from deepcompile_zero3.report import Report, tables_of, text_of
 
 ShardModel: TypeAlias = Callable[[nn.Module, DeviceMesh], Any]
 
@@ -93,11 +91,7 @@ class Plan:
         save_page(path, title, str(self), [timeline], tables_of(self.report, timeline))
 
     def __str__(self) -> str:
-        text = io.StringIO()
-        console = Console(file=text, width=80, color_system=None)
-        for part in _parts(self):
-            console.print(part, highlight=False, markup=False)
-        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+        return text_of(_parts(self))
 
 
 def plan(
