@@ -12,6 +12,8 @@ from rich.console import Console
 
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.planning import job, sweep
+from deepcompile_zero3.planning.plan import Plan
+from deepcompile_zero3.report import Report
 
 
 def add_to(commands: Any) -> None:
@@ -68,13 +70,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         return _plans(arguments)
     if arguments.picture:
         raise ValueError("--picture is that of a --sweep")
-    plan = job.plan_of(arguments)
-    print(plan)
-    if arguments.save:
-        plan.save(arguments.save)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(plan.to_dict(), indent=1))
-    return 0
+    return _show(job.plan_of(arguments), arguments)
 
 
 def _plans(arguments: argparse.Namespace) -> int:
@@ -96,12 +92,15 @@ def _plans(arguments: argparse.Namespace) -> int:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    report = job.plan_of(arguments, advise=False).report
-    print(report)
+    return _show(job.plan_of(arguments, advise=False).report, arguments)
+
+
+def _show(found: Plan | Report, arguments: argparse.Namespace) -> int:
+    print(found)
     if arguments.save:
-        report.save(arguments.save)
+        found.save(arguments.save)
     if arguments.json:
-        arguments.json.write_text(json.dumps(report.to_dict(), indent=1))
+        arguments.json.write_text(json.dumps(found.to_dict(), indent=1))
     return 0
 
 
