@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -36,7 +37,7 @@ from bench import overhead as small
 from bench import primitives as gloo
 from bench.ablations import ABLATIONS
 from bench.modes import MODES, UNSHARDED
-from bench.ranks import Ranks
+from bench.ranks import Ranks, Training
 from bench.workloads import LLAMAS, WORKLOADS
 
 # glibc's allocator keeps what is freed, and so no page is faulted in twice.
@@ -76,7 +77,7 @@ def _steps(workload: str, args: argparse.Namespace) -> dict:
                 console.status(f"{workload}: compiling {mode}"),
                 tempfile.TemporaryDirectory() as cache,
             ):
-                ranks[mode] = Ranks(workload, mode, args.ranks, cache)
+                ranks[mode] = Ranks(partial(Training, workload, mode), args.ranks, cache)
                 first = max(cost.wall for cost in ranks[mode].call("step"))
                 for _ in range(args.warmup):
                     ranks[mode].call("step")
@@ -110,7 +111,7 @@ def compile(args: argparse.Namespace) -> None:
                 seconds = []
                 for temperature in ("cold", "warm"):
                     with console.status(f"{workload}: {mode}, {temperature}"):
-                        ranks = Ranks(workload, mode, args.ranks, cache)
+                        ranks = Ranks(partial(Training, workload, mode), args.ranks, cache)
                         try:
                             seconds.append(max(cost.wall for cost in ranks.call("step")))
                         finally:
@@ -154,7 +155,7 @@ def agreement(args: argparse.Namespace) -> None:
                 console.status(f"{workload}: {mode}"),
                 tempfile.TemporaryDirectory() as cache,
             ):
-                ranks = Ranks(workload, mode, args.ranks, cache)
+                ranks = Ranks(partial(Training, workload, mode), args.ranks, cache)
                 try:
                     steps = [ranks.call("agreement") for _ in range(args.rounds + 3)][3:]
                 finally:
@@ -166,7 +167,15 @@ def agreement(args: argparse.Namespace) -> None:
 
 def plan(args: argparse.Namespace) -> None:
     """Steps as they are predicted from what the ranks measure, beside steps as they are."""
-    planning.compare(args.workloads, args.ranks, args.rounds)
+    lines = [planning.HEAD]
+    for ranks in args.ranks:
+        for workload in args.workloads:
+            with console.status(f"{workload} on {ranks}"):
+                found = planning.compare(workload, ranks, args.rounds, args.steps)
+            lines.append(found.row(workload, ranks))
+            console.print(lines[-1])
+    print(f"`{_command()}`, {_machine()}, {_now()}\n")
+    print("\n".join(lines))
 
 
 def table(args: argparse.Namespace) -> None:
@@ -185,11 +194,24 @@ def _print(results: dict) -> None:
 def _about(workload: str, args: argparse.Namespace) -> dict:
     return {
         "workload": workload,
-        "command": shlex.join(["python", "-m", "bench", *sys.argv[1:]]),
-        "machine": f"{os.cpu_count()} cores ({platform.machine()}), {args.ranks} ranks, "
-        f"{args.malloc} malloc, torch {torch.__version__}, Python {platform.python_version()}",
-        "time": time.strftime("%Y-%m-%d %H:%M"),
+        "command": _command(),
+        "machine": _machine(f"{args.ranks} ranks, {args.malloc} malloc"),
+        "time": _now(),
     }
+
+
+def _command() -> str:
+    return shlex.join(["python", "-m", "bench", *sys.argv[1:]])
+
+
+def _machine(*settings: str) -> str:
+    cores = f"{os.cpu_count()} cores ({platform.machine()})"
+    versions = f"torch {torch.__version__}", f"Python {platform.python_version()}"
+    return ", ".join((cores, *settings, *versions))
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%d %H:%M")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -239,8 +261,10 @@ def parse_arguments() -> argparse.Namespace:
         "-w", "--workloads", type=_names(WORKLOADS), default=_DEFAULT_WORKLOADS, metavar="A,B,..."
     )
     predicted.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], metavar="N")
+    predicted.add_argument("--rounds", type=int, default=3, help="predictions (default: 3)")
+    predicted.add_argument("--steps", type=int, default=5, help="of each round (default: 5)")
     predicted.set_defaults(run=plan, malloc="default")
-    for part in (parser, told, predicted):
+    for part in (parser, told):
         part.add_argument("--rounds", type=int, default=15, help="steps of each mode")
     parser.add_argument("--warmup", type=int, default=3, help="steps before the first round")
     parser.add_argument(

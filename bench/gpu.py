@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -25,7 +26,7 @@ from statistics import median
 import torch
 
 from bench import clock, kernels, overlap
-from bench.ranks import Ranks
+from bench.ranks import Ranks, Training
 from bench.workloads import LLAMAS, Workload
 from deepcompile_zero3.runtime import _C
 
@@ -191,7 +192,8 @@ def _steps(
 
 def _one(args: argparse.Namespace, mode: str, cache: str, traced: bool, deadline: float) -> dict:
     """What a process measures that trains in this mode, and then ends; or its error."""
-    ranks = Ranks(f"llama-{args.model}", mode, 1, cache, **_changes(args))
+    make = partial(Training, f"llama-{args.model}", mode, **_changes(args))
+    ranks = Ranks(make, 1, cache)
     found: dict = {}
     try:
         left = max(deadline - time.monotonic(), 1)

@@ -1,50 +1,151 @@
 """Steps as they are predicted, beside steps as they are."""
 
-import json
-import os
 import statistics
 import tempfile
-from datetime import timedelta
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from bench.ranks import Ranks
+from bench.ranks import Ranks, Training, join
 from bench.workloads import WORKLOADS, Workload
 from deepcompile_zero3.backend import Options
 from deepcompile_zero3.planning.calibrate import measure_machine
 from deepcompile_zero3.planning.graphs import fake_ranks, trace
 from deepcompile_zero3.planning.kernels import kernels_of
+from deepcompile_zero3.planning.machine import Machine
 from deepcompile_zero3.planning.measure import measure_kernels
 from deepcompile_zero3.planning.plan import Plan, plan, shard_blocks
 
 MODE = "zero3-c10d"
 
+HEAD = (
+    "| workload | ranks | step, ms | predicted | off | collectives | peak, MB | predicted | off |\n"
+    "| --- | ---: | ---: | ---: | ---: | --- | ---: | ---: | ---: |"
+)
 
-def predict(workload: str, ranks: int) -> Plan:
-    """A plan for this machine, after all ranks at once have measured it and the kernels."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_calibrate, (workload, ranks, folder), ranks)
-        machine = torch.load(f"{folder}/machine", weights_only=False)
-        seconds = json.loads(Path(f"{folder}/kernels").read_text())
+
+class Kernels:
+    """A rank that measures what a plan of a workload needs."""
+
+    def __init__(self, workload: str, rank: int, world_size: int, store: str) -> None:
+        shape = WORKLOADS[workload]
+        with fake_ranks(world_size) as mesh:
+            with torch.device("meta"):
+                model = shape.build()
+            _shard(shape, model, mesh)
+            graphs = trace(model, _call(shape)).rewrite(Options())
+        self._kernels = [
+            kernel
+            for captured in (*graphs.forward, *graphs.backward)
+            for kernel in kernels_of(captured.graph_module.graph)
+        ]
+        join(rank, world_size, store)
+        self._mesh = init_device_mesh("cpu", (world_size,))
+
+    def measure(self) -> tuple[dict[str, float], Machine]:
+        """Seconds of each kernel on this rank while all measure theirs, and the machine."""
+        return measure_kernels(self._kernels, between=dist.barrier), measure_machine(self._mesh)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A workload on a number of ranks: medians over the rounds.
+
+    Attributes:
+        seconds, predicted: of a step.
+        off: what the prediction of a round is over the step of that round, less 1.
+        collectives, planned: how many and how many bytes, by kind.
+        peak, predicted_peak: bytes of a process.
+    """
+
+    seconds: float
+    predicted: float
+    off: float
+    collectives: dict[str, tuple[int, int]]
+    planned: dict[str, tuple[int, int]]
+    peak: float
+    predicted_peak: float
+
+    def row(self, workload: str, ranks: int) -> str:
+        """Of the table that has :data:`HEAD`."""
+        agree = self.planned == self.collectives
+        sent = "as planned" if agree else f"{self.collectives}, planned {self.planned}"
+        cells = (
+            workload,
+            ranks,
+            f"{self.seconds * 1e3:.0f}",
+            f"{self.predicted * 1e3:.0f}",
+            f"{self.off:+.0%}",
+            sent,
+            f"{self.peak / 1e6:.0f}",
+            f"{self.predicted_peak / 1e6:.0f}",
+            f"{self.predicted_peak / self.peak - 1:+.0%}",
+        )
+        return f"| {' | '.join(map(str, cells))} |"
+
+
+def compare(workload: str, ranks: int, rounds: int, steps: int) -> Compared:
+    """Measures kernels and the machine, then steps, in each of some rounds.
+
+    A process has memory that no plan knows of: Python, torch, compiled code. It is what is resident
+    between steps beyond the shards and the optimizer's state, when allocators have given back what
+    is free.
+    """
+    with ExitStack() as stack:
+        training = _start(stack, partial(Training, workload, MODE), ranks)
+        kernels = _start(stack, partial(Kernels, workload), ranks)
+        for _ in range(3):
+            training.call("step")
+        collectives = training.call("collectives")[0]
+        rest = max(each.resident for each in training.call("memory", True))
+        seconds, told = [], []
+        for _ in range(rounds):
+            told.append(_predict(workload, kernels.call("measure")))
+            costs = [training.call("step") for _ in range(steps)]
+            seconds.append(statistics.median(max(cost.wall for cost in step) for step in costs))
+        peak = max(each.peak for each in training.call("memory"))
+    base = rest - told[0].memory["shards"] - told[0].memory["optimizer"]
+    return Compared(
+        seconds=statistics.median(seconds),
+        predicted=statistics.median(found.seconds for found in told),
+        off=statistics.median(p.seconds / s - 1 for p, s in zip(told, seconds, strict=True)),
+        collectives={op: tuple(counted) for op, counted in collectives.items()},
+        planned={op: (sent.number, sent.nbytes) for op, sent in told[0].traffic.items()},
+        peak=peak,
+        predicted_peak=base + told[0].peak,
+    )
+
+
+def _start(stack: ExitStack, make: Callable[..., object], ranks: int) -> Ranks:
+    cache = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+    started = Ranks(make, ranks, cache)
+    stack.callback(started.close)
+    return started
+
+
+def _predict(workload: str, measured: list[tuple[dict[str, float], Machine]]) -> Plan:
+    """A step of ranks of which each waits for the slowest."""
+    kernels = [of_rank for of_rank, _ in measured]
     shape = WORKLOADS[workload]
     return plan(
         shape.build,
         _call(shape),
-        world_size=ranks,
-        machine=machine,
+        world_size=len(measured),
+        machine=measured[0][1],
         shard=partial(_shard, shape),
-        seconds_by_kernel=seconds,
+        advise=False,
+        seconds_by_kernel={key: max(each[key] for each in kernels) for key in kernels[0]},
     )
 
 
-def _call(shape: Workload) -> dict[str, torch.Tensor]:
+def _call(shape: Workload) -> dict[str, Any]:
     tokens = torch.zeros(shape.batch, shape.sequence, dtype=torch.int64)
     return {"input_ids": tokens, "labels": tokens}
 
@@ -52,84 +153,3 @@ def _call(shape: Workload) -> dict[str, torch.Tensor]:
 def _shard(shape: Workload, model: torch.nn.Module, mesh: DeviceMesh) -> None:
     policy = MixedPrecisionPolicy(param_dtype=shape.param_dtype, reduce_dtype=shape.reduce_dtype)
     shard_blocks(model, mesh, mp_policy=policy)
-
-
-def _calibrate(rank: int, workload: str, ranks: int, folder: str) -> None:
-    os.environ.update(GLOO_SOCKET_IFNAME="lo", TORCHINDUCTOR_CACHE_DIR=f"{folder}/cache-{rank}")
-    torch.set_num_threads(1)
-    shape = WORKLOADS[workload]
-    with fake_ranks(ranks) as mesh:
-        with torch.device("meta"):
-            model = shape.build()
-        _shard(shape, model, mesh)
-        graphs = trace(model, _call(shape)).rewrite(Options())
-    kernels = [
-        kernel
-        for captured in (*graphs.forward, *graphs.backward)
-        for kernel in kernels_of(captured.graph_module.graph)
-    ]
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=ranks,
-        timeout=timedelta(minutes=10),
-    )
-    seconds = measure_kernels(kernels, between=dist.barrier)
-    machine = measure_machine(init_device_mesh("cpu", (ranks,)))
-    everyones = [None] * ranks
-    dist.all_gather_object(everyones, seconds)
-    if rank == 0:
-        torch.save(machine, f"{folder}/machine")
-        slowest = {key: max(each[key] for each in everyones) for key in seconds}
-        Path(f"{folder}/kernels").write_text(json.dumps(slowest))
-    dist.destroy_process_group()
-
-
-def measure(workload: str, ranks: int, rounds: int) -> dict[str, Any]:
-    """Medians of steps, a step's collectives, and memory: at rest, and at most."""
-    with tempfile.TemporaryDirectory() as cache:
-        running = Ranks(workload, MODE, ranks, cache)
-        try:
-            for _ in range(3):
-                running.call("step")
-            collectives = running.call("collectives")[0]
-            resting = running.call("memory")
-            costs = [running.call("step") for _ in range(rounds)]
-            memory = running.call("memory")
-        finally:
-            running.close()
-    return {
-        "seconds": statistics.median(max(cost.wall for cost in step) for step in costs),
-        "collectives": {op: tuple(counted) for op, counted in collectives.items()},
-        "rest": max(each.resident for each in resting),
-        "peak": max(each.peak for each in memory),
-    }
-
-
-def compare(workloads: list[str], all_ranks: list[int], rounds: int) -> None:
-    """Prints a line for each workload and number of ranks.
-
-    A process has memory that no plan knows of: Python, torch, compiled code. It is what is resident
-    between steps beyond the shards and the optimizer's state.
-    """
-    print("| workload | ranks | step, ms | predicted | off | sent | peak, MB | predicted | off |")
-    print("| --- | ---: | ---: | ---: | ---: | --- | ---: | ---: | ---: |")
-    for ranks in all_ranks:
-        for workload in workloads:
-            found, told = measure(workload, ranks, rounds), predict(workload, ranks)
-            sent = {op: (t.number, t.nbytes) for op, t in told.traffic.items()}
-            base = found["rest"] - told.memory["shards"] - told.memory["optimizer"]
-            peak = base + told.peak
-            cells = (
-                workload,
-                ranks,
-                f"{found['seconds'] * 1e3:.0f}",
-                f"{told.seconds * 1e3:.0f}",
-                f"{told.seconds / found['seconds'] - 1:+.0%}",
-                "as planned" if sent == found["collectives"] else f"{found['collectives']}, {sent}",
-                f"{found['peak'] / 1e6:.0f}",
-                f"{peak / 1e6:.0f}",
-                f"{peak / found['peak'] - 1:+.0%}",
-            )
-            print(f"| {' | '.join(map(str, cells))} |", flush=True)

@@ -1,10 +1,12 @@
-"""Processes that hold one mode of one workload each, and take a step when they are told to."""
+"""Processes that do what they are told, such as a step of one mode of one workload."""
 
+import ctypes
 import os
 import resource
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -12,6 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.profiler import ProfilerActivity, profile
+
+from deepcompile_zero3 import release_buffers
 
 TIMEOUT_SECONDS = 600.0
 
@@ -51,12 +55,14 @@ class Memory:
 
 
 class Ranks:
-    """The ranks of one mode, all of them resident from construction to :meth:`close`."""
+    """Resident from construction to :meth:`close`."""
 
     def __init__(
-        self, workload: str, mode: str, world_size: int, cache: str, **changes: object
+        self, make: Callable[[int, int, str], object], world_size: int, cache: str
     ) -> None:
-        """``changes`` are made to the workload; with ``device="cuda"`` each rank has a GPU."""
+        """Each rank makes, of its number, the number of all and the file where they meet, what
+        answers commands: its methods do.
+        """
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         context = mp.get_context("spawn")
         self._ranks = []
@@ -65,7 +71,7 @@ class Ranks:
             store = f"{self._folder.name}/store"
             process = context.Process(
                 target=_serve,
-                args=(theirs, workload, mode, rank, world_size, store, cache, changes),
+                args=(theirs, make, rank, world_size, store, cache),
                 daemon=True,
             )
             process.start()
@@ -100,10 +106,18 @@ class Ranks:
         self._folder.cleanup()
 
 
-class _Rank:
-    """What a process does for each command."""
+class Training:
+    """A rank of one mode of one workload.
 
-    def __init__(self, workload: str, mode: str, rank: int, changes: dict) -> None:
+    Args:
+        workload, mode: their names.
+        changes: to the workload; with ``device="cuda"`` each rank has a GPU.
+    """
+
+    def __init__(
+        self, workload: str, mode: str, rank: int, world_size: int, store: str, **changes: object
+    ) -> None:
+        join(rank, world_size, store, str(changes.get("device", "cpu")))
         from bench.ablations import ABLATIONS
         from bench.modes import MODES, UNSHARDED
         from bench.workloads import LLAMAS, WORKLOADS
@@ -161,7 +175,11 @@ class _Rank:
         )
         return microseconds / 1e6, cost.wall
 
-    def memory(self) -> Memory:
+    def memory(self, trim: bool = False) -> Memory:
+        """``trim`` gives back first what allocators hold and nobody uses."""
+        if trim:
+            release_buffers()
+            ctypes.CDLL(None).malloc_trim(0)
         fields: dict[str, str] = {}
         for path in ("/proc/self/status", "/proc/self/smaps_rollup"):
             with open(path) as file:
@@ -173,33 +191,38 @@ class _Rank:
         return memory
 
 
-def _serve(pipe, workload, mode, rank, world_size, store, cache, changes) -> None:
-    os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", TORCHINDUCTOR_CACHE_DIR=cache)
-    torch.set_num_threads(1)
-    device = None
-    if changes.get("device") == "cuda":
-        device = torch.device("cuda", rank)
-        torch.cuda.set_device(device)
-    else:  # ranks share the processor
-        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+def join(rank: int, world_size: int, store: str, device: str = "cpu") -> None:
+    """Makes the process a rank, whose collectives end after :data:`TIMEOUT_SECONDS`."""
+    of_rank = None
+    if device == "cuda":
+        of_rank = torch.device("cuda", rank)
+        torch.cuda.set_device(of_rank)
     dist.init_process_group(
-        "gloo" if device is None else "nccl",
+        "gloo" if of_rank is None else "nccl",
         init_method=f"file://{store}",
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=TIMEOUT_SECONDS),
-        device_id=device,
+        device_id=of_rank,
     )
-    served = None
+
+
+def _serve(pipe, make, rank, world_size, store, cache) -> None:
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", TORCHINDUCTOR_CACHE_DIR=cache)
+    if not torch.cuda.is_available():  # ranks share the processor
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    torch.set_num_threads(1)
+    made = None
     while True:
         try:
             command, args = pipe.recv()
         except EOFError:
             break
         try:
-            served = served or _Rank(workload, mode, rank, changes)
-            pipe.send(getattr(served, command)(*args))
+            made = made or make(rank, world_size, store)
+            pipe.send(getattr(made, command)(*args))
         except Exception as error:
             traceback.print_exc()
-            pipe.send(RuntimeError(f"{mode}, rank {rank}: {type(error).__name__}: {error}"))
-    dist.destroy_process_group()
+            pipe.send(RuntimeError(f"{make}, rank {rank}: {type(error).__name__}: {error}"))
+    if dist.is_initialized():
+        dist.destroy_process_group()
