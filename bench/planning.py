@@ -1,5 +1,6 @@
 """Steps as they are predicted, beside steps as they are."""
 
+import ctypes
 import statistics
 import tempfile
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from bench.ranks import Ranks, Training, join
 from bench.workloads import WORKLOADS, Workload
+from deepcompile_zero3 import limit_buffers
 from deepcompile_zero3.backend import Options
 from deepcompile_zero3.planning.calibrate import measure_machine
 from deepcompile_zero3.planning.graphs import fake_ranks, trace
@@ -24,6 +26,7 @@ from deepcompile_zero3.planning.measure import measure_kernels
 from deepcompile_zero3.planning.plan import Plan, plan, shard_blocks
 
 MODE = "zero3-c10d"
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt
 
 HEAD = (
     "| workload | ranks | step, ms | predicted | off | collectives | peak, MB | predicted | off |\n"
@@ -52,6 +55,17 @@ class Kernels:
     def measure(self) -> tuple[dict[str, float], Machine]:
         """Seconds of each kernel on this rank while all measure theirs, and the machine."""
         return measure_kernels(self._kernels, between=dist.barrier), measure_machine(self._mesh)
+
+
+class Frugal(Training):
+    """A rank in which what is freed leaves the process at once, which makes steps slower."""
+
+    def __init__(self, *args: Any) -> None:
+        libc = ctypes.CDLL(None)
+        for option in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
+            libc.mallopt(option, 64 << 10)
+        limit_buffers(0)
+        super().__init__(*args)
 
 
 @dataclass(frozen=True)
@@ -95,22 +109,28 @@ def compare(workload: str, ranks: int, rounds: int, steps: int) -> Compared:
     """Measures kernels and the machine, then steps, in each of some rounds.
 
     A process has memory that no plan knows of: Python, torch, compiled code. It is what is resident
-    between steps beyond the shards and the optimizer's state, when allocators have given back what
-    is free.
+    between steps beyond the shards and the optimizer's state. Peaks are those of :class:`Frugal`
+    ranks.
     """
     with ExitStack() as stack:
-        training = _start(stack, partial(Training, workload, MODE), ranks)
-        kernels = _start(stack, partial(Kernels, workload), ranks)
+        cache = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+        training = _start(stack, partial(Training, workload, MODE), ranks, cache)
+        kernels = _start(stack, partial(Kernels, workload), ranks, cache)
         for _ in range(3):
             training.call("step")
         collectives = training.call("collectives")[0]
-        rest = max(each.resident for each in training.call("memory", True))
         seconds, told = [], []
         for _ in range(rounds):
             told.append(_predict(workload, kernels.call("measure")))
             costs = [training.call("step") for _ in range(steps)]
             seconds.append(statistics.median(max(cost.wall for cost in step) for step in costs))
-        peak = max(each.peak for each in training.call("memory"))
+        training.close()
+        frugal = _start(stack, partial(Frugal, workload, MODE), ranks, cache)
+        for _ in range(2):
+            frugal.call("step")
+        rest = max(each.resident for each in frugal.call("memory"))
+        frugal.call("step")
+        peak = max(each.peak for each in frugal.call("memory"))
     base = rest - told[0].memory["shards"] - told[0].memory["optimizer"]
     return Compared(
         seconds=statistics.median(seconds),
@@ -123,8 +143,7 @@ def compare(workload: str, ranks: int, rounds: int, steps: int) -> Compared:
     )
 
 
-def _start(stack: ExitStack, make: Callable[..., object], ranks: int) -> Ranks:
-    cache = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+def _start(stack: ExitStack, make: Callable[..., object], ranks: int, cache: str) -> Ranks:
     started = Ranks(make, ranks, cache)
     stack.callback(started.close)
     return started

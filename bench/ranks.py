@@ -1,6 +1,5 @@
 """Processes that do what they are told, such as a step of one mode of one workload."""
 
-import ctypes
 import os
 import resource
 import tempfile
@@ -14,8 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.profiler import ProfilerActivity, profile
-
-from deepcompile_zero3 import release_buffers
 
 TIMEOUT_SECONDS = 600.0
 
@@ -175,11 +172,7 @@ class Training:
         )
         return microseconds / 1e6, cost.wall
 
-    def memory(self, trim: bool = False) -> Memory:
-        """``trim`` gives back first what allocators hold and nobody uses."""
-        if trim:
-            release_buffers()
-            ctypes.CDLL(None).malloc_trim(0)
+    def memory(self) -> Memory:
         fields: dict[str, str] = {}
         for path in ("/proc/self/status", "/proc/self/smaps_rollup"):
             with open(path) as file:

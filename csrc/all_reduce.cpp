@@ -9,15 +9,16 @@
 namespace zero3 {
 
 AllReduce::AllReduce(const Parameter& like, const PartialGradient& partial)
-    : group_name_(like.replicate_group_name),
+    : channel_(like.replicate_channel()),
       rank_(like.replica),
       world_size_(like.replicas),
       options_(at::TensorOptions(partial.wire_dtype).device(like.device)),
       capacity_(like.bucket_bytes / static_cast<int64_t>(options_.dtype().itemsize())) {}
 
 bool AllReduce::accepts(const Parameter& parameter, const PartialGradient& partial) const {
-  return group_name_ == parameter.replicate_group_name && options_.dtype() == partial.wire_dtype &&
-         options_.device() == parameter.device && numel_ + partial.shard.numel() <= capacity_;
+  return channel_.group_name == parameter.replicate_group_name &&
+         options_.dtype() == partial.wire_dtype && options_.device() == parameter.device &&
+         numel_ + partial.shard.numel() <= capacity_;
 }
 
 void AllReduce::add(const ParameterPtr& parameter, PartialGradient partial) {
@@ -50,7 +51,7 @@ void AllReduce::start() {
   }
   copies.push_back({rest, {}});
   copy_all(copies, rows_.scalar_type());
-  exchange_ = std::make_unique<Exchange>(group_name_, rank_);
+  exchange_ = std::make_unique<Exchange>(channel_, rank_);
   exchange_->reduce(rows_.unbind(), key());
   record([this] { return collective(); });
 }
@@ -61,7 +62,7 @@ void AllReduce::finish(std::vector<ReducedGradient>& results) {
   const auto wire_dtype = options_.dtype().toScalarType();
   auto mine = rows_[rank_];
   sum_and_divide(mine, exchange_->addends().front(), wire_dtype, 1);
-  exchange_ = std::make_unique<Exchange>(group_name_, rank_);
+  exchange_ = std::make_unique<Exchange>(channel_, rank_);
   exchange_->gather({{rows_, "gather " + key()}});
   exchange_->wait();
   auto rest = rows_.view(-1);

@@ -32,7 +32,7 @@ class AllReduce {
   int64_t row_numel() const { return (numel_ + world_size_ - 1) / world_size_; }
   Collective collective() const;
 
-  const std::string group_name_;
+  const Channel channel_;
   const int64_t rank_;
   const int64_t world_size_;
   const at::TensorOptions options_;  // on the wire

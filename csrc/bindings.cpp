@@ -95,6 +95,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readwrite("strides", &Parameter::strides)
       .def_readwrite("compute_dtype", &Parameter::compute_dtype)
       .def_readwrite("device", &Parameter::device)
+      .def_readwrite("simulated_backend", &Parameter::simulated_backend)
       .def_readwrite("grad_dtype", &Parameter::grad_dtype)
       .def_readwrite("reduce_dtype", &Parameter::reduce_dtype)
       .def_readwrite("shard_grad_dtype", &Parameter::shard_grad_dtype)
@@ -201,7 +202,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("add_uses", [](const std::vector<ParameterPtr>& parameters, bool first) {
     for (auto& parameter : parameters) parameter->add_use(first);
   });
-  m.def("is_point_to_point", &is_point_to_point);
+  m.def("is_point_to_point", [](const std::string& group_name, at::Device device) {
+    return is_point_to_point({group_name, device});
+  });
   m.def("timeout_of", [](const std::string& group_name) { return timeout_of(group_name).count(); });
   m.def("count_held", &count_held);
   m.def("reduce_accumulated", &reduce_accumulated, py::call_guard<py::gil_scoped_release>());
@@ -234,6 +237,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         return std::make_tuple(stats.in_use, stats.peak, stats.kept);
       },
       py::arg("reset_peak"), py::call_guard<py::gil_scoped_release>());
+  m.def("simulated_buffers", [] {
+    const auto bytes = simulated_bytes();
+    return std::make_pair(bytes.in_use, bytes.peak);
+  });
   m.def("empty_buffer", [](const std::vector<int64_t>& sizes, at::ScalarType dtype) {
     return pooled_empty(sizes, at::TensorOptions(dtype));
   });

@@ -33,7 +33,7 @@ at::Tensor rows_of(const at::Tensor& full, const Parameter& parameter, int64_t r
 }  // namespace
 
 Bucket::Bucket(const Parameter& like, at::ScalarType wire_dtype)
-    : group_name_(like.reduce_group_name),
+    : channel_(like.reduce_channel()),
       replicate_group_name_(like.replicate_group_name),
       is_shared_(like.shared != nullptr),
       rank_(like.rank),
@@ -47,7 +47,7 @@ Bucket::Bucket(const Parameter& like, at::ScalarType wire_dtype)
                                  static_cast<int64_t>(options_.dtype().itemsize())) {}
 
 bool Bucket::accepts(const Parameter& parameter, at::ScalarType wire_dtype) const {
-  return group_name_ == parameter.reduce_group_name &&
+  return channel_.group_name == parameter.reduce_group_name &&
          replicate_group_name_ == parameter.replicate_group_name &&
          is_shared_ == (parameter.shared != nullptr) && divide_factor_ == parameter.divide_factor &&
          this->wire_dtype() == wire_dtype && options_.device() == parameter.device;
@@ -121,8 +121,8 @@ class ExchangedGradients : public Bucket {
   ExchangedGradients(const Parameter& like, at::ScalarType wire_dtype, bool in_pieces)
       : Bucket(like, wire_dtype),
         in_pieces_(in_pieces),
-        is_point_to_point_(is_point_to_point(group_name_, options_.device())),
-        exchange_(group_name_, rank_) {}
+        is_point_to_point_(is_point_to_point(channel_)),
+        exchange_(channel_, rank_) {}
 
   std::vector<at::Tensor> finish() override {
     exchange_.wait();
@@ -133,14 +133,14 @@ class ExchangedGradients : public Bucket {
       const int64_t numel = parameter->shard_rows() * parameter->row_numel();
       Rows addends;
       for (auto& addend : exchange_.addends()[*piece])
-        addends.push_back(addend.narrow(0, offset, numel));
+        addends.push_back(addend.narrow(0, offset, numel).view(sizes));
       at::Tensor shard;
       if (is_alone && world_size_ > 1 && shard_dtype == wire_dtype())
-        shard = addends[addends.size() > 1 && rank_ == 0 ? 1 : 0].view(sizes);  // what was received
+        shard = addends[addends.size() > 1 && rank_ == 0 ? 1 : 0];  // what was received
       else
         shard = pooled_empty(sizes, options_.dtype(shard_dtype));
       if (addends.size() == 1 && !shard.is_cpu()) {
-        const auto sum = addends.front().view(sizes);
+        const auto& sum = addends.front();
         const bool is_there = sum.data_ptr() == shard.data_ptr() && divisor_now() == 1;
         if (!is_there) copies.push_back({shard, sum});
       } else {

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "collective_log.h"
+#include "exchange.h"
 #include "parameter.h"
 
 namespace zero3 {
@@ -59,7 +60,7 @@ class Bucket {
   virtual void send_zero(const ParameterPtr& parameter, at::ScalarType shard_dtype);
   virtual void send_rest() {}
 
-  const std::string group_name_;
+  const Channel channel_;
   const std::string replicate_group_name_;
   const bool is_shared_;
   const int64_t rank_;

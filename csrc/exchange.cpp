@@ -27,6 +27,7 @@ struct Exchange::Running {
 
   int64_t rank;
   c10::intrusive_ptr<Group> group;
+  bool is_point_to_point;
   std::vector<at::Tensor> tensors;  // that take part
   std::vector<Part> parts;
 
@@ -152,14 +153,6 @@ WorkPtr reduce_scatter(AnyGroup& group, at::Tensor shard, at::Tensor full) {
     return group._reduce_scatter_base(shard, full);
 }
 
-std::string backend_name(Group& group, at::Device device) {
-  return group.getBackend(device.type())->getBackendName();
-}
-
-bool is_point_to_point(Group& group, at::Device device) {
-  return device.is_cpu() && backend_name(group, device) == "gloo";
-}
-
 // Rows that lie one after the other are one run already.
 at::Tensor one_run(const Rows& rows) {
   const auto& first = rows.front();
@@ -185,12 +178,20 @@ c10::intrusive_ptr<Group> group_of(const std::string& name) {
 
 }  // namespace
 
-bool is_grouped(const std::string& group_name, at::Device device) {
-  return !device.is_meta() && backend_name(*group_of(group_name), device) == "nccl";
+namespace {
+
+std::string backend_name(const Channel& channel) {
+  const auto& device = channel.device;
+  if (device.is_meta()) return channel.simulated_backend;
+  return group_of(channel.group_name)->getBackend(device.type())->getBackendName();
 }
 
-bool is_point_to_point(const std::string& group_name, at::Device device) {
-  return is_point_to_point(*group_of(group_name), device);
+}  // namespace
+
+bool is_grouped(const Channel& channel) { return backend_name(channel) == "nccl"; }
+
+bool is_point_to_point(const Channel& channel) {
+  return (channel.device.is_cpu() || channel.device.is_meta()) && backend_name(channel) == "gloo";
 }
 
 std::chrono::milliseconds timeout_of(const std::string& group_name) {
@@ -200,10 +201,10 @@ std::chrono::milliseconds timeout_of(const std::string& group_name) {
   return options ? options->timeout : kBackendDefaultTimeout;  // a fake group has none
 }
 
-Exchange::Exchange(const std::string& group_name, int64_t rank) {
-  auto group = group_of(group_name);
+Exchange::Exchange(const Channel& channel, int64_t rank) {
+  auto group = group_of(channel.group_name);
   Orphans::get().wait(group);
-  running_ = std::make_unique<Running>(Running{rank, group, {}, {}});
+  running_ = std::make_unique<Running>(Running{rank, group, is_point_to_point(channel), {}, {}});
 }
 
 Exchange::~Exchange() {
@@ -211,14 +212,14 @@ Exchange::~Exchange() {
 }
 
 void Exchange::gather(const std::vector<Piece>& pieces) {
-  auto& [rank, group, tensors, parts] = *running_;
+  auto& [rank, group, is_point_to_point, tensors, parts] = *running_;
   WithoutSavedTensorHooks guard;
   std::vector<at::Tensor> fulls, shards;
   std::string keys;
   for (auto& [rows, key] : pieces) {
     tensors.push_back(rows);
     if (rows.numel() == 0 || rows.is_meta()) continue;  // shapes are not sent
-    if (is_point_to_point(*group, rows.device())) {
+    if (is_point_to_point) {
       start_messages(
           *group, rank, rows.size(0), key, [&](int64_t) { return rows[rank]; },
           [&](int64_t from) { return rows[from]; },
@@ -238,7 +239,7 @@ void Exchange::gather(const std::vector<Piece>& pieces) {
 }
 
 void Exchange::reduce(const Rows& rows, const std::string& key) {
-  auto& [rank, group, tensors, parts] = *running_;
+  auto& [rank, group, is_point_to_point, tensors, parts] = *running_;
   WithoutSavedTensorHooks guard;
   Rows& addends = addends_.emplace_back();
   const auto keep = [&](const at::Tensor& tensor) { return tensors.emplace_back(tensor); };
@@ -246,17 +247,18 @@ void Exchange::reduce(const Rows& rows, const std::string& key) {
     running_->start("rank " + std::to_string(with), key, begin);
   };
   const at::Tensor& own = rows[rank];
-  if (is_point_to_point(*group, own.device())) {
+  if (is_point_to_point) {
     for (auto& row : rows) {
       keep(row);
       addends.push_back(keep(row.is_same(own) ? own : pooled_empty(own.sizes(), own.options())));
     }
+    if (own.is_meta()) return;
     start_messages(
         *group, rank, rows.size(), key, [&](int64_t to) { return rows[to]; },
         [&](int64_t from) { return addends[from]; }, start);
   } else {
     auto run = keep(one_run(rows));
-    addends.push_back(keep(at::empty_like(own)));
+    addends.push_back(keep(pooled_empty(own.sizes(), own.options())));
     if (run.numel() > 0 && !run.is_meta())
       running_->start("others", key, [&] { return reduce_scatter(*group, addends.front(), run); });
   }

@@ -21,12 +21,19 @@ using Rows = std::vector<at::Tensor>;
 
 constexpr int64_t kWorthAMessage = 64 << 10;  // bytes; tensors that are smaller share one
 
-// Whether exchanges of this group and device are sends and receives, one for each tensor and rank,
-// so that several tensors need not share a buffer.
-bool is_point_to_point(const std::string& group_name, at::Device device);
+// The ranks of a group, and a device.
+struct Channel {
+  std::string group_name;
+  at::Device device = at::kCPU;
+  std::string simulated_backend = {};  // on the meta device, where nothing is sent
+};
 
-// Whether one collective of this group and device gathers several tensors, each in its place.
-bool is_grouped(const std::string& group_name, at::Device device);
+// Whether exchanges are sends and receives, one for each tensor and rank, so that several tensors
+// need not share a buffer.
+bool is_point_to_point(const Channel& channel);
+
+// Whether one collective gathers several tensors, each in its place.
+bool is_grouped(const Channel& channel);
 
 // How long ranks of this group wait for each other.
 std::chrono::milliseconds timeout_of(const std::string& group_name);
@@ -39,7 +46,7 @@ std::chrono::milliseconds timeout_of(const std::string& group_name);
 // waited for by the next one of its group: all ranks have dropped it, or one of them is gone.
 class Exchange {
  public:
-  Exchange(const std::string& group_name, int64_t rank);
+  Exchange(const Channel& channel, int64_t rank);
   ~Exchange();
 
   struct Piece {

@@ -51,9 +51,9 @@ class ExchangedBucket : public GatherBucket {
   explicit ExchangedBucket(std::vector<ParameterPtr> parameters)
       : GatherBucket(std::move(parameters)) {
     const Parameter& first = *parameters_.front();
-    const bool may_travel_alone = parameters_.size() == 1 ||
-                                  is_point_to_point(first.group_name, first.device) ||
-                                  is_grouped(first.group_name, first.device);
+    const auto channel = first.gather_channel();
+    const bool may_travel_alone =
+        parameters_.size() == 1 || is_point_to_point(channel) || is_grouped(channel);
     for (auto& parameter : parameters_) {
       const bool is_worth_it =
           parameters_.size() == 1 || bytes_of_chunk(*parameter) >= kWorthAMessage;
@@ -72,7 +72,7 @@ class ExchangedBucket : public GatherBucket {
     const std::string kind = std::string("gather ") + c10::toString(first.compute_dtype);
     std::string shared;
     int64_t offset = 0;
-    exchange_ = std::make_unique<Exchange>(first.group_name, first.rank);
+    exchange_ = std::make_unique<Exchange>(first.gather_channel(), first.rank);
     std::vector<Copy> copies;
     std::vector<Exchange::Piece> pieces;
     const auto send = [&] {

@@ -118,9 +118,52 @@ const std::shared_ptr<Pool>& pool() {
   return pool;
 }
 
+// Of buffers on the meta device, which have no memory.
+class Simulated {
+ public:
+  void take(int64_t nbytes) {
+    std::lock_guard lock(mutex_);
+    bytes_.in_use += nbytes;
+    bytes_.peak = std::max(bytes_.peak, bytes_.in_use);
+  }
+
+  void give_back(int64_t nbytes) {
+    std::lock_guard lock(mutex_);
+    bytes_.in_use -= nbytes;
+  }
+
+  SimulatedBytes bytes() {
+    std::lock_guard lock(mutex_);
+    const auto result = bytes_;
+    bytes_.peak = bytes_.in_use;
+    return result;
+  }
+
+ private:
+  std::mutex mutex_;
+  SimulatedBytes bytes_{};
+};
+
+const std::shared_ptr<Simulated>& simulated() {
+  static const auto simulated = std::make_shared<Simulated>();
+  return simulated;
+}
+
+at::Tensor take_simulated(at::IntArrayRef sizes, at::IntArrayRef strides,
+                          const at::TensorOptions& options, int64_t nbytes) {
+  simulated()->take(nbytes);
+  return at::for_blob(nullptr, sizes)
+      .strides(strides)
+      .deleter([nbytes, owner = simulated()](void*) { owner->give_back(nbytes); })
+      .options(options)
+      .target_device(at::kMeta)
+      .make_tensor();
+}
+
 at::Tensor take(at::IntArrayRef sizes, at::IntArrayRef strides, const at::TensorOptions& options) {
   const int64_t item = options.dtype().itemsize();
   const int64_t nbytes = at::detail::computeStorageNbytes(sizes, strides, item);
+  if (options.device().is_meta()) return take_simulated(sizes, strides, options, nbytes);
   if (!options.device().is_cpu() || nbytes < kSmall)
     return at::empty_strided(sizes, strides, options);
   auto block = std::make_shared<Block>(pool()->take(nbytes));
@@ -160,6 +203,8 @@ void poison(const at::Tensor& unwritten) {
 }
 
 PoolStats pool_stats(bool reset_peak) { return pool()->stats(reset_peak); }
+
+SimulatedBytes simulated_bytes() { return simulated()->bytes(); }
 
 int64_t release_pool() { return pool()->release(); }
 

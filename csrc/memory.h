@@ -26,6 +26,14 @@ struct PoolStats {
 
 PoolStats pool_stats(bool reset_peak);
 
+// Of buffers on the meta device; the peak since the last call.
+struct SimulatedBytes {
+  int64_t in_use;
+  int64_t peak;
+};
+
+SimulatedBytes simulated_bytes();
+
 // Gives back what is kept and not in use, and returns how many bytes that was.
 int64_t release_pool();
 

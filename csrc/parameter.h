@@ -19,6 +19,8 @@
 #include <string>
 #include <vector>
 
+#include "exchange.h"
+
 namespace zero3 {
 
 class SharedCopy;
@@ -51,6 +53,7 @@ struct Parameter {
   std::vector<int64_t> strides;
   at::ScalarType compute_dtype = at::kFloat;
   at::Device device = at::kCPU;
+  std::string simulated_backend;  // of a simulation on the meta device, which has its buffers
 
   // The leaf's contract: gradients are cast to it; nullopt keeps whatever arrives.
   std::optional<at::ScalarType> grad_dtype;
@@ -101,6 +104,10 @@ struct Parameter {
 
   // Counts traced uses, so that no two of their reductions are the same node to a compiler.
   int64_t traced_uses = 0;
+
+  Channel gather_channel() const { return {group_name, device, simulated_backend}; }
+  Channel reduce_channel() const { return {reduce_group_name, device, simulated_backend}; }
+  Channel replicate_channel() const { return {replicate_group_name, device, simulated_backend}; }
 
   int64_t rows() const { return sizes[0]; }
   int64_t chunk_rows() const { return (rows() + world_size - 1) / world_size; }

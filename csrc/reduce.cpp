@@ -207,8 +207,8 @@ void Reduction::begin_roll_calls(const Parameter& first) {
   std::vector<std::vector<ParameterPtr>> groups;
   for (auto& parameter : Registry::get().of_root(first.root)) {
     const bool has_others = parameter->world_size > 1 || parameter->is_replicated();
-    if (!has_others || !is_point_to_point(parameter->reduce_group_name, parameter->device))
-      continue;
+    const bool is_asked = has_others && !parameter->device.is_meta();
+    if (!is_asked || !is_point_to_point(parameter->reduce_channel())) continue;
     auto group = std::ranges::find_if(groups, [&](auto& other) {
       return other.front()->reduce_group_name == parameter->reduce_group_name &&
              (other.front()->shared == nullptr) == (parameter->shared == nullptr);

@@ -19,7 +19,7 @@ class SentRoll : public Roll {
  public:
   SentRoll(const std::string& group_name, int64_t rank, int64_t world_size, const Presences& mine,
            const std::string& key)
-      : exchange_(group_name, rank),
+      : exchange_({group_name, at::kCPU}, rank),
         rows_(at::empty({world_size, static_cast<int64_t>(mine.size())}, at::kByte)) {
     std::memcpy(rows_[rank].mutable_data_ptr(), mine.data(), mine.size());
     exchange_.gather({{rows_, key}});

@@ -72,6 +72,7 @@ def measure_machine(mesh: DeviceMesh, name: str = "here") -> Machine:
         local=link,
         remote=link,
         overlap=-hidden,
+        backend=dist.get_backend(group),
         source="measured",
     )
 

@@ -33,6 +33,7 @@ class Machine:
         ranks_per_host: so many ranks reach each other by ``local``, others by ``remote``.
         local, remote: the links. Each rank of a host has its part of what leaves the host.
         overlap: the share of a collective that runs beside computation; the rest stops it.
+        backend: of c10d, "nccl" or "gloo"; they need different buffers.
         source: of the numbers.
     """
 
@@ -46,6 +47,7 @@ class Machine:
     local: Link
     remote: Link
     overlap: float = 1.0
+    backend: str = "nccl"
     source: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:

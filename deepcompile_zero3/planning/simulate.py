@@ -92,15 +92,18 @@ def simulate(
     """
     trained = {name for name, p in parameters.items() if p.placeholder.requires_grad}
     backwards = sorted(graphs.backward, key=lambda graph: graph.number, reverse=True)
-    with _twins(parameters) as twins:
+    with _twins(parameters, machine.backend) as twins:
         simulation = _Simulation(twins, trained, machine, optimizer_bytes, prefetch, seconds_of)
         return simulation.run(graphs.forward, backwards)
 
 
 @contextlib.contextmanager
-def _twins(parameters: Mapping[str, ShardedParameter]) -> Iterator[dict[str, _C.Parameter]]:
+def _twins(
+    parameters: Mapping[str, ShardedParameter], backend: str
+) -> Iterator[dict[str, _C.Parameter]]:
     """Handles by name that are like those of ``parameters``, of a model of their own on the meta
-    device. Ranks exchange messages; what shares memory has no bound on its buckets either.
+    device. Ranks exchange messages, with the buffers that a backend of c10d needs; what shares
+    memory has no bound on its buckets either.
     """
     root = max(_C.live_roots(), default=0) + 1
     twins = {}
@@ -112,6 +115,7 @@ def _twins(parameters: Mapping[str, ShardedParameter]) -> Iterator[dict[str, _C.
             if handle.is_shared:
                 twin.bucket_bytes = _UNBOUNDED
             twin.device = torch.device("meta")
+            twin.simulated_backend = backend
             twin.shard = torch.empty_like(handle.shard, device="meta")
             twin.root = root
             twin.register(_PREFIX + name)
@@ -158,7 +162,9 @@ class _InFlight:
     op: str
     parameters: tuple[str, ...]
     end: float
-    buffers: int  # bytes that it holds until then
+
+
+_Gather: TypeAlias = tuple[_C.Gather, list[_InFlight]]
 
 
 @dataclass
@@ -196,7 +202,7 @@ class _Simulation:
         self._saved: dict[tuple[int, str], _Saved] = {}  # by the number of the graph, and a name
         self._results: list[_Saved] = []  # what graphs return to whoever calls
         self._reductions: list[_InFlight] = []
-        self._packed: Counter[str] = Counter()  # bytes of gradients that have not left
+        self._others_buffers, _ = _C.simulated_buffers()
         self._log = _C.CollectiveLog.start(simulated=True)
 
     def run(self, forwards: Sequence[CapturedGraph], backwards: Sequence[CapturedGraph]) -> Step:
@@ -212,6 +218,7 @@ class _Simulation:
             self._forget_results()
             _in_backward(lambda: self._run_all(backwards))
             self._follow_reductions()
+            self._follow_buffers()
         finally:
             self._log.stop()
         while self._reductions:
@@ -237,7 +244,7 @@ class _Simulation:
         for base, position in last_reader.items():
             dying.setdefault(position, []).append(base)
         stays = {base_of(node) for node in graph.output_node().all_input_nodes}
-        gathers: dict[fx.Node, list[_InFlight]] = {}
+        gathers: dict[fx.Node, _Gather] = {}
         for position, item in enumerate(items):
             if isinstance(item, Kernel):
                 self._run_kernel(item)
@@ -246,10 +253,8 @@ class _Simulation:
                     gathers[item] = self._start_gather(item)
             elif item.target in WAITS:
                 start: Any = item.args[0]
-                if start not in gathers:
-                    gathers[start] = self._start_gather(start)
-                for gather in gathers.pop(start):
-                    self._wait(gather)
+                started = gathers.pop(start) if start in gathers else self._start_gather(start)
+                self._finish_gather(started, item)
             else:
                 self._reduce(item)
             results = results_of(item)
@@ -322,17 +327,39 @@ class _Simulation:
 
     # ---- collectives
 
-    def _start_gather(self, start: fx.Node) -> list[_InFlight]:
+    def _start_gather(self, start: fx.Node) -> _Gather:
         names: Any = start.args[1]
         shards = sum(self._parameters[name].shard.nbytes for name in names)
         self._compute("cast", 0.0, torch.float32, 2 * shards, tuple(names))
         gather = _C.Gather([self._parameters[name] for name in names])
-        started = [self._launch("gather", record, 0) for record in self._log.take()]
-        gather.finish(fresh=True)
-        wait = next(u for u in start.users if u.target in WAITS and u.args[0] is start)
+        self._follow_buffers()
+        return gather, [self._launch("gather", record) for record in self._log.take()]
+
+    def _finish_gather(self, started: _Gather, wait: fx.Node) -> None:
+        gather, collectives = started
+        for collective in collectives:
+            self._wait(collective)
+        before = self._alive["communication"]
+        fulls = gather.finish(fresh=True)
+        copied = max(self._follow_buffers() - before, 0)
+        if copied:
+            names = tuple(name for c in collectives for name in c.parameters)
+            self._compute("unpack", 0.0, torch.float32, 2 * copied, names)
+        del fulls  # they are the graph's from here on
+        self._follow_buffers()
         for _, full in gathered_items(wait):
             self._change("gathered", nbytes_of(full))
-        return started
+
+    def _follow_buffers(self) -> int:
+        """Takes note of the runtime's buffers, first at their peak, which it returns. They have the
+        gradients in them that are not delivered yet.
+        """
+        in_use, peak = (max(n - self._others_buffers, 0) for n in _C.simulated_buffers())
+        gradients = self._alive["gradients"]
+        for nbytes in (peak, in_use):
+            nbytes = max(nbytes - gradients, 0)
+            self._change("communication", nbytes - self._alive["communication"])
+        return peak
 
     def _reduce(self, node: fx.Node) -> None:
         name: Any = node.args[1]
@@ -343,11 +370,10 @@ class _Simulation:
         else:
             nbytes = packed + sum(map(nbytes_of, memory_of(node)))
             self._compute("pack", 0.0, dtypes.raw, nbytes, (name,))
-        self._packed[name] += packed
-        self._change("communication", packed)
         parameter = self._parameters[name]
         _C.reduce(parameter, torch.empty(parameter.sizes, dtype=dtypes.raw, device="meta"))
         self._follow_reductions()
+        self._follow_buffers()
 
     def _follow_reductions(self) -> None:
         """What the runtime has started, and waited for before that."""
@@ -356,11 +382,7 @@ class _Simulation:
                 self._finish_reduction()
             while self._number_of(record.op) >= _C.MOST_IN_FLIGHT:
                 self._finish_reduction()
-            buffers = sum(self._packed.pop(name, 0) for name in _names(record))
-            if record.op == "all_reduce":
-                buffers = record.nbytes
-                self._change("communication", buffers)
-            self._reductions.append(self._launch("reduce", record, buffers))
+            self._reductions.append(self._launch("reduce", record))
 
     def _number_of(self, op: str) -> int:
         return sum(other.op == op for other in self._reductions)
@@ -371,11 +393,10 @@ class _Simulation:
         shards = [self._parameters[name].shard for name in reduction.parameters]
         nbytes = sum(shard.nbytes for shard in shards)
         self._compute("unpack", 0.0, torch.float32, 2 * nbytes, reduction.parameters)
-        self._change("communication", -reduction.buffers)
         if reduction.op == "reduce_scatter":
             self._change("gradients", nbytes)
 
-    def _launch(self, lane: str, record: _C.Collective, buffers: int) -> _InFlight:
+    def _launch(self, lane: str, record: _C.Collective) -> _InFlight:
         names = _names(record)
         ranks = self._ranks(record, self._parameters[names[0]])
         seconds = self._machine.seconds_of_collective(record.op, record.nbytes, ranks)
@@ -392,7 +413,7 @@ class _Simulation:
             known.remote + remote,
             known.seconds + seconds,
         )
-        return _InFlight(record.op, names, end, buffers)
+        return _InFlight(record.op, names, end)
 
     def _ranks(self, record: _C.Collective, parameter: _C.Parameter) -> Ranks:
         of_host = self._machine.ranks_per_host
