@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.graph_text import graph_text
 from deepcompile_zero3.peak import gathered_peak
 
@@ -18,10 +19,12 @@ class CapturedGraph:
     Attributes:
         graph_module: a copy, of the user's to keep.
         number: of the forward in this process; a backward has that of its forward.
+        region: of a forward: the frame that it was compiled for, as a profile calls it: "0/0".
     """
 
     graph_module: fx.GraphModule
     number: int
+    region: str = ""
 
     @property
     def text(self) -> str:
@@ -72,5 +75,6 @@ def capture_graphs() -> Iterator[CapturedGraphs]:
 def captured(gm: fx.GraphModule, is_backward: bool, number: int) -> None:
     """Tells the blocks that are open of a rewritten graph."""
     for graphs in _active:
-        graph = CapturedGraph(fx.GraphModule(gm, copy.deepcopy(gm.graph)), number)
+        region = "" if is_backward else torch_internals.compile_id()
+        graph = CapturedGraph(fx.GraphModule(gm, copy.deepcopy(gm.graph)), number, region)
         (graphs.backward if is_backward else graphs.forward).append(graph)

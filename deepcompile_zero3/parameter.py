@@ -432,14 +432,16 @@ def _refresh(fqn: str) -> None:
         )
 
 
+def parameters_beside(fqns: Set[str]) -> dict[str, ShardedParameter]:
+    """Those of these names and the others of their models, by name, as far as they live."""
+    roots = {parameter.handle.root for fqn in fqns if (parameter := find(fqn)) is not None}
+    return {fqn: p for fqn, p in list(_live.items()) if p.handle.root in roots}
+
+
 def kept_bytes_besides(fqns: Set[str]) -> int:
     """Bytes that compiled forwards keep, by choice, of the other parameters of the same models."""
-    roots = {parameter.handle.root for fqn in fqns if (parameter := find(fqn)) is not None}
-    return sum(
-        parameter.kept_bytes
-        for fqn, parameter in list(_live.items())
-        if fqn not in fqns and parameter.handle.root in roots
-    )
+    models = parameters_beside(fqns)
+    return sum(models[fqn].kept_bytes for fqn in models.keys() - fqns)
 
 
 _C.set_deliver(_deliver)

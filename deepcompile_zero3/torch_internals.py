@@ -88,6 +88,9 @@ _c10d: Any = _private("torch.distributed", "distributed_c10d")
 # Writes to the folder that TORCH_TRACE names; nothing where it names none.
 trace_structured: Callable[..., None] = _private("torch._logging", "trace_structured")
 
+_CompileContext: Any = _private("torch._guards", "CompileContext")
+REGION = "Torch-Compiled Region: "  # how the ranges of compiled frames in a profile begin
+
 _reset_code: Callable[..., None] = _private("torch._dynamo.eval_frame", "reset_code")
 _skip_code: Callable[..., None] = _private("torch._dynamo.eval_frame", "skip_code")
 _counters: Any = _private("torch._dynamo.utils", "counters")
@@ -171,6 +174,11 @@ def with_named_kernels() -> contextlib.AbstractContextManager[None]:
 def without_autograd_cache() -> contextlib.AbstractContextManager[None]:
     """AOTAutograd's disk cache does not see our rewriting and would replay a graph without it."""
     return _functorch_config.patch(enable_autograd_cache=False)
+
+
+def compile_id() -> str:
+    """Of the frame that Dynamo compiles now, as "0/0"; ranges of its runs have it after REGION."""
+    return str(_CompileContext.current_compile_id() or "")
 
 
 def call_compiled_apart(

@@ -47,10 +47,55 @@ def main():
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+    end = sum(float(p.full_tensor().double().sum()) for p in model.parameters())
+    if dist.get_rank() == 0:
+        print("it ends with", end)
     dist.destroy_process_group()
 
 if __name__ == "__main__":
     main()
+"""
+
+LLAMA = """
+import torch, torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM
+from deepcompile_zero3 import explain, fully_shard
+
+sizes = dict(hidden_size=36, intermediate_size=43, num_hidden_layers=1, num_attention_heads=2)
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = LlamaForCausalLM(LlamaConfig(vocab_size=61, use_cache=False, **sizes))
+for block in model.model.layers:
+    fully_shard(block, transport="c10d")
+fully_shard(model, transport="c10d")
+optimizer = torch.optim.AdamW(model.parameters())
+options = {"inductor": False, "gather_bucket_mb": 0.02, "keep_mb": 0.02}
+step = torch.compile(model, backend="zero3", options=options)
+text = torch.arange(32).view(2, 16)
+explain(model, input_ids=text, labels=text)
+with torch.no_grad():
+    step(input_ids=text, labels=text)
+for _ in range(4):
+    step(input_ids=text, labels=text).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()
+"""
+
+ONE_RANK = """
+import torch
+from deepcompile_zero3 import fully_shard
+
+model = fully_shard(torch.nn.Linear(4, 4), transport="c10d")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+some = torch.ones(2, 4)
+def compiled(**settings):
+    return torch.compile(model, backend="zero3", options={{"inductor": False}}, **settings)
+run = compiled()
+static = compiled(dynamic=False)
+for step in range(4):
+    {step}
+    optimizer.step()
 """
 
 PLAIN = """
@@ -74,7 +119,7 @@ def _torchrun(arguments, folder):
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
 
@@ -119,6 +164,122 @@ def test_a_step_of_two_ranks(tmp_path):
     assert "<td>0.weight, 0.bias</td>" in page
 
 
+def _by_kind(timeline):
+    """How many collectives, and how many bytes."""
+    found = {}
+    for span in timeline["spans"]:
+        if span["lane"] in ("gather", "reduce"):
+            number, nbytes = found.get(span["name"], (0, 0))
+            found[span["name"]] = number + 1, nbytes + span["nbytes"]
+    return found
+
+
+def _milliseconds(row):
+    return [float(cell.replace(",", "")) for cell in re.findall(r"[\d,]+\.\d{3}", row)]
+
+
+def test_a_prediction_is_of_the_graphs_that_ran(tmp_path):
+    (tmp_path / "train.py").write_text(LLAMA)
+    options = ["--steps", "1", "--save", "page.html", "--json", "step.json"]
+    asked = ["--machine", "h100", "--set", "launch=2e-3"]
+    ran = _torchrun(["trace", *options, *asked, "train.py"], tmp_path)
+    assert ran.returncode == 0, ran.stderr
+
+    step = json.loads((tmp_path / "step.json").read_text())
+    assert step["remark"] == ""
+    assert (step["timeline"]["name"], step["predicted"]["name"]) == (
+        "measured",
+        "predicted for h100",
+    )
+    sent = _by_kind(step["predicted"])
+    assert sent == _by_kind(step["timeline"])
+    assert set(sent) == {"all_gather", "reduce_scatter"}
+    assert sent["all_gather"][0] > 4
+    states = step["predicted"]["kinds"].index("optimizer")
+    shards = step["predicted"]["kinds"].index("shards")
+    _, first = step["predicted"]["memory"][1]
+    assert first[states] == 2 * first[shards]  # AdamW's
+
+    rows = {line[:20].strip(): _milliseconds(line) for line in ran.stdout.splitlines()}
+    measured, predicted = rows["step"]
+    assert measured == pytest.approx(step["duration"] * 1e3, abs=1e-3)
+    lengths = {lane: 0.0 for lane in ("compute", "gather", "reduce", "waiting")}
+    for span in step["predicted"]["spans"]:
+        lengths[span["lane"]] += (span["end"] - span["start"]) * 1e3
+    assert predicted == pytest.approx(lengths["compute"] + lengths["waiting"], abs=1e-3)
+    assert predicted > 2 * len([s for s in step["predicted"]["spans"] if s["lane"] == "compute"])
+    for name, lane in (("gathers in flight", "gather"), ("waiting", "waiting")):
+        assert rows[name][1] == pytest.approx(lengths[lane], abs=1e-3)
+    than = "less" if predicted < measured else "more"
+    off = f"{abs(predicted / measured - 1):.0%}"
+    assert f"predicted for h100: {predicted:,.3f} ms, {off} {than} than measured" in ran.stdout
+
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    headings = [page.index(f"b>{name}\\u003c/b>") for name in ("measured", "predicted for h100")]
+    assert headings == sorted(headings)
+
+
+def test_ranks_measure_themselves_and_train_on_as_if_they_had_not(tmp_path):
+    (tmp_path / "train.py").write_text(SHARDED)
+    (tmp_path / "beside_it.py").write_text("")
+    ends = []
+    for asked in ([], ["--machine", "here", "--json", "step.json"]):
+        ran = _torchrun(["trace", *asked, "train.py", "6", "--json"], tmp_path)
+        assert ran.returncode == 0, ran.stderr
+        ends.append([line for line in ran.stdout.splitlines() if "it ends with" in line])
+        assert ran.stderr.count("which takes a minute or so") == bool(asked)
+        assert ("predicted for these ranks: " in ran.stdout) == bool(asked), ran.stdout
+    assert ends[0] == ends[1]
+    assert len(ends[0]) == 1
+    step = json.loads((tmp_path / "step.json").read_text())
+    assert _by_kind(step["predicted"]) == _by_kind(step["timeline"])
+
+
+@pytest.mark.parametrize(
+    ("code", "remark"),
+    [
+        ("run(some).sum().backward()", ""),
+        ("static(some if step else some[:1]).sum().backward()", ""),
+        ("model(some).sum().backward()", 'no graph of torch.compile(..., backend="zero3") ran'),
+        ("for _ in some: run(some).sum().backward()", "ran 2 times in the step"),
+        ("(run(some).sum() + run(some).detach().sum()).backward()", "ran 2 times in the step"),
+        (
+            "run(some).sum().backward(); torch.no_grad()(run)(some)",
+            "ran in the step without a backward",
+        ),
+        ("run(torch.ones(2 + step, 4)).sum().backward()", "is of sizes that change"),
+        (
+            "run(some).sum().backward(); model(some).sum().backward()",
+            "the step sends 2 all_gather of 0.000 MiB, 2 reduce_scatter",
+        ),
+    ],
+)
+def test_a_prediction_that_is_not_sound_is_none(one_rank, tmp_path, capsys, code, remark):  # noqa: F811
+    script, told = tmp_path / "one_rank.py", tmp_path / "step.json"
+    script.write_text(ONE_RANK.format(step=code))
+    asked = {"script": str(script), "machine": "h100", "json": str(told)}
+    assert _trace(tmp_path, steps=0, **asked) == 0
+    step = json.loads(told.read_text())
+    assert remark in step["remark"]
+    assert (step["predicted"] is None) == bool(step["remark"]) == bool(remark)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "no prediction: " + step["remark"] in printed if remark else "predicted" in printed
+
+
+def test_a_machine_that_is_not_known_is_told(tmp_path, capsys):
+    parser = argparse.ArgumentParser()
+    trace.add_arguments(parser)
+    with pytest.raises(SystemExit) as raised:
+        parser.parse_args(["--machine", "h1000", "train.py"])
+    assert raised.value.code == 2
+    told = capsys.readouterr().err
+    assert all(f"'{name}'" in told for name in ("h1000", "h100", "b200", "here"))
+    assert _trace(tmp_path, steps=1, machine="here", set=[("speed", 1.0)]) == 2
+    assert "a machine has no 'speed'" in capsys.readouterr().err
+    assert _trace(tmp_path, steps=1, set=[("flops", 1.0)]) == 2
+    assert "--set is of a --machine" in capsys.readouterr().err
+
+
 def test_ranges_of_a_profile_name_their_parameters(one_rank):  # noqa: F811
     model = fully_shard(torch.nn.Linear(4, 64), transport="c10d")
     with torch.profiler.profile() as profile:
@@ -142,6 +303,7 @@ def _trace(tmp_path, steps, end="", skip=2, count=2, **options):
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(PLAIN).format(steps=steps, end=end))
     known = {"script": str(script), "arguments": ["a"], "save": None, "json": None}
+    known |= {"machine": None, "set": []}
     return trace.main(argparse.Namespace(skip=skip, steps=count, **known | options))
 
 
@@ -210,3 +372,12 @@ def test_optimizers_of_one_step_count_once(steps, ends):
     for name in steps.replace(" ", ""):
         counted(optimizers[name], (), {})
     assert counted.ended == ends
+
+
+def test_optimizers_that_step_while_a_step_ends_do_not_count():
+    optimizer, other = (torch.optim.SGD([torch.zeros(1)], lr=0.1) for _ in range(2))
+    counted = trace.Steps()
+    counted.listeners.append(lambda: [counted(other, (), {}) for _ in range(2)])
+    counted(optimizer, (), {})
+    assert counted.ended == 1
+    assert set(counted.optimizers) == {optimizer}

@@ -35,14 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ranks", type=_positive, required=True, metavar="N", help="of all replicas together")
     add("--replicas", type=_positive, default=1, metavar="N", help="copies of the model (HSDP)")
     add("--machine", default="h100", help=f"{', '.join(MACHINES)} (default: h100)")
-    add(
-        "--set",
-        type=_number,
-        action="append",
-        default=[],
-        metavar="NAME=NUMBER",
-        help="of the machine: flops, bandwidth, remote_bandwidth, ranks_per_host...",
-    )
+    add_numbers(parser)
     add("--batch", type=_positive, help="of a config: sequences a rank (default: 1)")
     add("--sequence", type=_positive, help="of a config: tokens of each (default: 4096)")
     add("--checkpoint", action="store_true", help="of a config: checkpoints each block")
@@ -63,6 +56,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="state of each element (default: 8, AdamW in fp32)",
     )
     add("--no-prefetch", action="store_true", help="gathers start when they are waited for")
+
+
+def add_numbers(parser: argparse.ArgumentParser) -> None:
+    """The argument for numbers of one's own: ``Machine.with_numbers(**dict(arguments.set))``."""
+    parser.add_argument(
+        "--set",
+        type=_number,
+        action="append",
+        default=[],
+        metavar="NAME=NUMBER",
+        help="of the machine: flops, bandwidth, remote_bandwidth, ranks_per_host...",
+    )
 
 
 def plan_of(arguments: argparse.Namespace, *, advise: bool = True, **changes: Any) -> Plan:

@@ -150,7 +150,7 @@ def plan(
                 machine,
                 optimizer_bytes=optimizer_bytes,
                 prefetch=prefetch,
-                seconds_of=_told_by(seconds_by_kernel),
+                seconds_of=told_by(seconds_by_kernel),
             )
             parameters = list(traced.parameters.values())
             report = report_of(model, parameters, graphs, traced.breaks, step.timeline)
@@ -188,7 +188,8 @@ def _plan_of(report: Report, machine: Machine, ranks: int, step: Step) -> Plan:
     )
 
 
-def _told_by(seconds: Mapping[str, float] | None) -> SecondsOf:
+def told_by(seconds: Mapping[str, float] | None) -> SecondsOf:
+    """What :func:`measure_kernels` found, if it was asked."""
     return lambda kernel: seconds.get(key_of(kernel)) if seconds else None
 
 

@@ -86,6 +86,17 @@ def timeline_of(events: Iterable[Event], step: Event) -> Timeline:
     return Timeline("measured", spans, ("allocated",) if memory else (), memory)
 
 
+def collectives_of(events: Iterable[Event], step: Event) -> dict[str, tuple[int, int]]:
+    """How many start in ``step``, by kind, and the bytes of their full buffers."""
+    found: dict[str, tuple[int, int]] = {}
+    inside = (event for event in events if step.start <= event.start < step.end)
+    for ours in filter(None, map(_ours, inside)):
+        if ours.op in _LANES and ours.phase == "start":
+            number, nbytes = found.get(ours.op, (0, 0))
+            found[ours.op] = number + 1, nbytes + ours.nbytes
+    return found
+
+
 def _ours(event: Event) -> _Ours | None:
     found = _OURS.fullmatch(event.name) if event.kind == "range" else None
     if found is None:

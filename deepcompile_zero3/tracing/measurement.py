@@ -1,7 +1,6 @@
 """A measured step, told in tables: printed, as a page, or as data."""
 
 import heapq
-import io
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -10,10 +9,10 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table as Text
 
 from deepcompile_zero3 import page
+from deepcompile_zero3.report import text_of
 from deepcompile_zero3.timeline import Span, Timeline
 
 _WAITS_SHOWN = 5
@@ -32,6 +31,8 @@ class Measurement:
         timeline: what it did.
         is_sharded: whether a model was sharded by this library.
         compiles: whether torch compiled something in the step.
+        predicted: what a plan says that it does, if it was asked.
+        remark: why there is no prediction, or what it leaves out.
     """
 
     script: str
@@ -42,6 +43,8 @@ class Measurement:
     timeline: Timeline
     is_sharded: bool
     compiles: bool
+    predicted: Timeline | None = None
+    remark: str = ""
 
     def show(self, page_path: str | None, data_path: str | None) -> None:
         """Prints it, and writes the files that are named."""
@@ -50,18 +53,15 @@ class Measurement:
             Path(data_path).write_text(json.dumps(self.to_dict()), encoding="utf-8")
         if page_path is not None:
             title = f"{self.script}: step {self.number} of rank {self.rank}"
-            page.save_page(page_path, title, str(self), [self.timeline], list(self._tables()))
+            timelines = [self.timeline, self.predicted] if self.predicted else [self.timeline]
+            page.save_page(page_path, title, str(self), timelines, list(self._tables()))
 
     def to_dict(self) -> dict[str, Any]:
         """The attributes as numbers, strings, lists and dicts, for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
-        text = io.StringIO()
-        console = Console(file=text, width=80, color_system=None)
-        for part in self._parts():
-            console.print(part, highlight=False, markup=False)
-        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+        return text_of(self._parts())
 
     def _parts(self) -> Iterator[Any]:
         name = f"step {self.number} of rank {self.rank}"
@@ -69,8 +69,16 @@ class Measurement:
         yield f"{name}: {_ms(self.duration)} ms, the median of {others}"
         if self.compiles:
             yield "torch compiled something in this step: skip more of them with --skip"
+        if self.predicted:
+            seconds = _total(self.predicted, "compute", "waiting")
+            off = seconds / self.duration - 1
+            than = f"{abs(off):.0%} {'less' if off < 0 else 'more'} than measured"
+            yield f"{self.predicted.name}: {_ms(seconds)} ms, {than}"
+        if self.remark:
+            yield self.remark if self.predicted else f"no prediction: {self.remark}"
         yield ""
-        yield _text(("", "number", "ms", "of step"), self._summary())
+        predicted = ("predicted",) if self.predicted else ()
+        yield _text(("", "number", "ms", *predicted, "of step"), self._summary())
         waits = heapq.nlargest(_WAITS_SHOWN, self._lane("waiting"), key=_duration)
         if waits:
             yield ""
@@ -82,19 +90,25 @@ class Measurement:
             yield ""
             yield "nothing is sharded with deepcompile_zero3.fully_shard: see its README"
 
-    def _summary(self) -> Iterator[tuple[str, str, str, str]]:
-        computation, waits = self._lane("compute"), self._lane("waiting")
-        busy = sum(map(_duration, computation + waits))
-        rest = max(self.duration - busy, 0.0)
-        yield self._row("compute", computation)
-        yield self._row("waiting", waits)
-        yield "the rest", "", _ms(rest), self._part(rest)
-        yield self._row("gathers in flight", self._lane("gather"))
-        yield self._row("reductions in flight", self._lane("reduce"))
+    def _summary(self) -> Iterator[tuple[str, ...]]:
+        rest = max(self.duration - _total(self.timeline, "compute", "waiting"), 0.0)
+        if self.predicted:
+            yield self._row("step", "", self.duration, "compute", "waiting")
+        yield self._row_of("compute", "compute")
+        yield self._row_of("waiting", "waiting")
+        yield self._row("the rest", "", rest)
+        yield self._row_of("gathers in flight", "gather")
+        yield self._row_of("reductions in flight", "reduce")
 
-    def _row(self, name: str, spans: list[Span]) -> tuple[str, str, str, str]:
-        seconds = sum(map(_duration, spans))
-        return name, str(len(spans)), _ms(seconds), self._part(seconds)
+    def _row_of(self, name: str, lane: str) -> tuple[str, ...]:
+        return self._row(name, str(len(self._lane(lane))), _total(self.timeline, lane), lane)
+
+    def _row(self, name: str, number: str, seconds: float, *lanes: str) -> tuple[str, ...]:
+        """What was measured, and what these lanes of the prediction say."""
+        beside: tuple[str, ...] = ()
+        if self.predicted:
+            beside = (_ms(_total(self.predicted, *lanes)) if lanes else "",)
+        return name, number, _ms(seconds), *beside, self._part(seconds)
 
     def _part(self, seconds: float) -> str:
         return f"{seconds / self.duration:.0%}" if self.duration else ""
@@ -124,7 +138,7 @@ class Measurement:
 def _text(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Text:
     table = Text(box=None, pad_edge=False, header_style="")
     for column in columns:
-        is_number = column in ("number", "ms", "of step", "at ms")
+        is_number = column in ("number", "ms", "predicted", "of step", "at ms")
         table.add_column(
             column,
             justify="right" if is_number else "left",
@@ -134,6 +148,11 @@ def _text(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Text:
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def _total(timeline: Timeline, *lanes: str) -> float:
+    """Seconds that their spans take."""
+    return sum(_duration(span) for span in timeline.spans if span.lane in lanes)
 
 
 def _duration(span: Span) -> float:

@@ -17,11 +17,16 @@ import torch.distributed as dist
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from deepcompile_zero3 import torch_internals
+from deepcompile_zero3.capture import CapturedGraphs, capture_graphs
+from deepcompile_zero3.planning import job
+from deepcompile_zero3.planning.machine import MACHINES
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.tracing.chrome_trace import events_of, steps_of
 from deepcompile_zero3.tracing.measured import Event, timeline_of
 from deepcompile_zero3.tracing.measurement import Measurement
+from deepcompile_zero3.tracing.prediction import Prediction, predict
 
+_HERE = "here"
 _COMPILES = "(dynamo_timed)"  # how ranges of torch's compiler end
 
 
@@ -32,6 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=_positive, default=3, help="steps that are profiled (default: 3)")
     add("--save", metavar="HTML", type=os.path.abspath, help="writes the step as a page")
     add("--json", metavar="FILE", type=os.path.abspath, help="writes the step as data")
+    add(
+        "--machine",
+        choices=[*MACHINES, _HERE],
+        help="predicts the step for it too; here: measures the one at hand, a minute or so",
+    )
+    job.add_numbers(parser)
     add("script", help="a training script, which is run as by: python script args...")
     add("arguments", nargs=argparse.REMAINDER, metavar="args", help="of the script")
 
@@ -56,19 +67,39 @@ def main(args: argparse.Namespace) -> int:
     for path in (args.save, args.json):
         if path and not os.path.isdir(os.path.dirname(path)):
             return _fail(f"there is no folder {os.path.dirname(path)}", status=2)
+    numbers = dict(args.set)
+    if numbers and not args.machine:
+        return _fail("--set is of a --machine", status=2)
+    machine = MACHINES.get(args.machine)
+    try:
+        (machine or MACHINES["h100"]).with_numbers(**numbers)
+    except ValueError as error:
+        return _fail(f"--set: {error}", status=2)
     trouble: list[Exception] = []
+    steps = Steps()
 
     def show(profile: torch.profiler.profile) -> None:
-        if _rank() != 0:
+        if _rank() != 0 and args.machine != _HERE:
             return
         try:
-            _measure(profile, args.script).show(args.save, args.json)
+            events = _events_of(profile)
+            step = _median(steps_of(events))
+            predicted = Prediction()
+            if args.machine:
+                optimizers = list(steps.optimizers)
+                predicted = predict(graphs, machine, numbers, events, step, optimizers)
+            if _rank() == 0:
+                measured = _measure(events, step, args.script, predicted)
+                measured.show(args.save, args.json)
         except Exception as error:  # other ranks wait for the rest of the script
             trouble.append(error)
 
-    steps = Steps()
     exited = None
-    with torch_internals.with_named_kernels(), _profiled(steps, args.skip, args.steps, show):
+    with (
+        torch_internals.with_named_kernels(),
+        capture_graphs() if args.machine else contextlib.nullcontext(CapturedGraphs()) as graphs,
+        _profiled(steps, args.skip, args.steps, show),
+    ):
         try:
             _run(args.script, args.arguments)
         except SystemExit as error:
@@ -92,21 +123,31 @@ class Steps:
 
     Attributes:
         ended: how many.
-        listeners: what is called.
+        listeners: what is called. Optimizers that step in it do not count.
+        optimizers: those that have stepped, and are alive.
     """
 
     def __init__(self) -> None:
         self.ended = 0
         self.listeners: list[Callable[[], None]] = []
+        self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._is_telling = False
 
     def __call__(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         """An optimizer has stepped."""
+        if self._is_telling:
+            return
+        self.optimizers.add(optimizer)
         if not self._stepped or optimizer in self._stepped:
             self._stepped.clear()
             self.ended += 1
-            for listener in self.listeners:
-                listener()
+            self._is_telling = True
+            try:
+                for listener in self.listeners:
+                    listener()
+            finally:
+                self._is_telling = False
         self._stepped.add(optimizer)
 
 
@@ -150,19 +191,24 @@ def _run(script: str, arguments: list[str]) -> None:
         sys.argv, sys.path[:] = argv, path
 
 
-def _measure(profile: torch.profiler.profile, script: str) -> Measurement:
-    """Of the step whose duration is the median."""
+def _events_of(profile: torch.profiler.profile) -> list[Event]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         profile.export_chrome_trace(str(path))
-        events = events_of(json.loads(path.read_text(encoding="utf-8")))
-    steps = steps_of(events)
-    step = sorted(steps, key=_duration)[(len(steps) - 1) // 2]
+        return events_of(json.loads(path.read_text(encoding="utf-8")))
+
+
+def _median(steps: list[Event]) -> Event:
+    """The one whose duration is the median."""
+    return sorted(steps, key=_duration)[(len(steps) - 1) // 2]
+
+
+def _measure(events: list[Event], step: Event, script: str, predicted: Prediction) -> Measurement:
     return Measurement(
         script=os.path.basename(script),
         rank=_rank(),
         number=int(step.name.partition("#")[2]) + 1,
-        durations=tuple(map(_duration, steps)),
+        durations=tuple(map(_duration, steps_of(events))),
         duration=_duration(step),
         timeline=timeline_of(events, step),
         is_sharded=bool(_C.live_roots()),
@@ -170,6 +216,8 @@ def _measure(profile: torch.profiler.profile, script: str) -> Measurement:
             event.name.endswith(_COMPILES) and step.start <= event.start < step.end
             for event in events
         ),
+        predicted=predicted.timeline,
+        remark=predicted.remark,
     )
 
 
