@@ -3,7 +3,6 @@
 import ctypes
 import statistics
 import tempfile
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -63,7 +62,8 @@ class Frugal(Training):
     def __init__(self, *args: Any) -> None:
         libc = ctypes.CDLL(None)
         for option in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
-            libc.mallopt(option, 64 << 10)
+            if not libc.mallopt(option, 64 << 10):
+                raise RuntimeError("this malloc cannot be told to keep nothing")
         limit_buffers(0)
         super().__init__(*args)
 
@@ -128,9 +128,10 @@ def compare(workload: str, ranks: int, rounds: int, steps: int) -> Compared:
         frugal = _start(stack, partial(Frugal, workload, MODE), ranks, cache)
         for _ in range(2):
             frugal.call("step")
-        rest = max(each.resident for each in frugal.call("memory"))
+        resting = [each.resident for each in frugal.call("memory")]
         frugal.call("step")
-        peak = max(each.peak for each in frugal.call("memory"))
+        peaks = [each.peak for each in frugal.call("memory")]
+    peak, rest = max(zip(peaks, resting, strict=True))
     base = rest - told[0].memory["shards"] - told[0].memory["optimizer"]
     return Compared(
         seconds=statistics.median(seconds),
@@ -143,7 +144,7 @@ def compare(workload: str, ranks: int, rounds: int, steps: int) -> Compared:
     )
 
 
-def _start(stack: ExitStack, make: Callable[..., object], ranks: int, cache: str) -> Ranks:
+def _start(stack: ExitStack, make: partial[object], ranks: int, cache: str) -> Ranks:
     started = Ranks(make, ranks, cache)
     stack.callback(started.close)
     return started

@@ -5,9 +5,9 @@ import resource
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -54,11 +54,9 @@ class Memory:
 class Ranks:
     """Resident from construction to :meth:`close`."""
 
-    def __init__(
-        self, make: Callable[[int, int, str], object], world_size: int, cache: str
-    ) -> None:
+    def __init__(self, make: partial[object], world_size: int, cache: str) -> None:
         """Each rank makes, of its number, the number of all and the file where they meet, what
-        answers commands: its methods do.
+        answers commands: its methods do. After an error it answers with that.
         """
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         context = mp.get_context("spawn")
@@ -190,6 +188,8 @@ def join(rank: int, world_size: int, store: str, device: str = "cpu") -> None:
     if device == "cuda":
         of_rank = torch.device("cuda", rank)
         torch.cuda.set_device(of_rank)
+    else:  # ranks share the processor
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     dist.init_process_group(
         "gloo" if of_rank is None else "nccl",
         init_method=f"file://{store}",
@@ -202,20 +202,22 @@ def join(rank: int, world_size: int, store: str, device: str = "cpu") -> None:
 
 def _serve(pipe, make, rank, world_size, store, cache) -> None:
     os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", TORCHINDUCTOR_CACHE_DIR=cache)
-    if not torch.cuda.is_available():  # ranks share the processor
-        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     torch.set_num_threads(1)
-    made = None
+    made = error = None
     while True:
         try:
             command, args = pipe.recv()
         except EOFError:
             break
         try:
-            made = made or make(rank, world_size, store)
-            pipe.send(getattr(made, command)(*args))
-        except Exception as error:
+            if error is None:
+                made = made or make(rank, world_size, store)
+                pipe.send(getattr(made, command)(*args))
+        except Exception as raised:
             traceback.print_exc()
-            pipe.send(RuntimeError(f"{make}, rank {rank}: {type(error).__name__}: {error}"))
+            what = ", ".join(map(str, make.args))
+            error = RuntimeError(f"{what}, rank {rank}: {type(raised).__name__}: {raised}")
+        if error is not None:
+            pipe.send(error)
     if dist.is_initialized():
         dist.destroy_process_group()

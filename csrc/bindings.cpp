@@ -202,17 +202,18 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("add_uses", [](const std::vector<ParameterPtr>& parameters, bool first) {
     for (auto& parameter : parameters) parameter->add_use(first);
   });
-  m.def("is_point_to_point", [](const std::string& group_name, at::Device device) {
-    return is_point_to_point({group_name, device});
+  m.def("backend_name", [](const std::string& group_name, at::Device device) {
+    return backend_name({group_name, device});
   });
   m.def("timeout_of", [](const std::string& group_name) { return timeout_of(group_name).count(); });
   m.def("count_held", &count_held);
   m.def("reduce_accumulated", &reduce_accumulated, py::call_guard<py::gil_scoped_release>());
   m.def(
       "reduce",
-      [](const ParameterPtr& parameter, const at::Tensor& grad) {
-        Reduction::current()->add(parameter, grad, /*owned=*/false);
+      [](const ParameterPtr& parameter, const at::Tensor& grad, bool owned) {
+        Reduction::current()->add(parameter, grad, owned);
       },
+      py::arg("parameter"), py::arg("grad"), py::arg("owned") = false,
       py::call_guard<py::gil_scoped_release>());
   m.def("running_backward", [] { return torch::autograd::get_current_graph_task_id(); });
   m.def("forget_uses", [](int64_t root) {
@@ -237,13 +238,19 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         return std::make_tuple(stats.in_use, stats.peak, stats.kept);
       },
       py::arg("reset_peak"), py::call_guard<py::gil_scoped_release>());
-  m.def("simulated_buffers", [] {
-    const auto bytes = simulated_bytes();
-    return std::make_pair(bytes.in_use, bytes.peak);
-  });
-  m.def("empty_buffer", [](const std::vector<int64_t>& sizes, at::ScalarType dtype) {
-    return pooled_empty(sizes, at::TensorOptions(dtype));
-  });
+  m.def(
+      "simulated_buffers",
+      [](bool reset_peak) {
+        const auto bytes = simulated_bytes(reset_peak);
+        return std::make_pair(bytes.in_use, bytes.peak);
+      },
+      py::arg("reset_peak") = false);
+  m.def(
+      "empty_buffer",
+      [](const std::vector<int64_t>& sizes, at::ScalarType dtype, at::Device device) {
+        return pooled_empty(sizes, at::TensorOptions(dtype).device(device));
+      },
+      py::arg("sizes"), py::arg("dtype"), py::arg("device") = at::Device(at::kCPU));
   m.def("limit_buffers", &limit_pool, py::call_guard<py::gil_scoped_release>());
   m.def("make_placeholder", &make_placeholder);
   m.def("declare_grad_dtype", &declare_grad_dtype);

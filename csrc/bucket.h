@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "channel.h"
 #include "collective_log.h"
-#include "exchange.h"
 #include "parameter.h"
 
 namespace zero3 {

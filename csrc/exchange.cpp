@@ -27,7 +27,7 @@ struct Exchange::Running {
 
   int64_t rank;
   c10::intrusive_ptr<Group> group;
-  bool is_point_to_point;
+  bool by_messages;                 // sends and receives
   std::vector<at::Tensor> tensors;  // that take part
   std::vector<Part> parts;
 
@@ -161,8 +161,11 @@ at::Tensor one_run(const Rows& rows) {
     adjacent &= rows[r].is_alias_of(first) &&
                 rows[r].storage_offset() ==
                     first.storage_offset() + static_cast<int64_t>(r) * first.numel();
-  const int64_t world_size = rows.size();
-  return adjacent ? first.as_strided({world_size * first.numel()}, {1}) : at::cat(rows);
+  const int64_t numel = static_cast<int64_t>(rows.size()) * first.numel();
+  if (adjacent) return first.as_strided({numel}, {1});
+  auto run = pooled_empty({numel}, first.options());
+  at::cat_out(run, rows);
+  return run;
 }
 
 c10::intrusive_ptr<Group> group_of(const std::string& name) {
@@ -178,15 +181,11 @@ c10::intrusive_ptr<Group> group_of(const std::string& name) {
 
 }  // namespace
 
-namespace {
-
 std::string backend_name(const Channel& channel) {
   const auto& device = channel.device;
   if (device.is_meta()) return channel.simulated_backend;
   return group_of(channel.group_name)->getBackend(device.type())->getBackendName();
 }
-
-}  // namespace
 
 bool is_grouped(const Channel& channel) { return backend_name(channel) == "nccl"; }
 
@@ -212,14 +211,14 @@ Exchange::~Exchange() {
 }
 
 void Exchange::gather(const std::vector<Piece>& pieces) {
-  auto& [rank, group, is_point_to_point, tensors, parts] = *running_;
+  auto& [rank, group, by_messages, tensors, parts] = *running_;
   WithoutSavedTensorHooks guard;
   std::vector<at::Tensor> fulls, shards;
   std::string keys;
   for (auto& [rows, key] : pieces) {
     tensors.push_back(rows);
     if (rows.numel() == 0 || rows.is_meta()) continue;  // shapes are not sent
-    if (is_point_to_point) {
+    if (by_messages) {
       start_messages(
           *group, rank, rows.size(0), key, [&](int64_t) { return rows[rank]; },
           [&](int64_t from) { return rows[from]; },
@@ -239,7 +238,7 @@ void Exchange::gather(const std::vector<Piece>& pieces) {
 }
 
 void Exchange::reduce(const Rows& rows, const std::string& key) {
-  auto& [rank, group, is_point_to_point, tensors, parts] = *running_;
+  auto& [rank, group, by_messages, tensors, parts] = *running_;
   WithoutSavedTensorHooks guard;
   Rows& addends = addends_.emplace_back();
   const auto keep = [&](const at::Tensor& tensor) { return tensors.emplace_back(tensor); };
@@ -247,7 +246,7 @@ void Exchange::reduce(const Rows& rows, const std::string& key) {
     running_->start("rank " + std::to_string(with), key, begin);
   };
   const at::Tensor& own = rows[rank];
-  if (is_point_to_point) {
+  if (by_messages) {
     for (auto& row : rows) {
       keep(row);
       addends.push_back(keep(row.is_same(own) ? own : pooled_empty(own.sizes(), own.options())));

@@ -14,6 +14,8 @@
 #include <string>
 #include <vector>
 
+#include "channel.h"
+
 namespace zero3 {
 
 // Tensors [n], each contiguous, one for each rank: n may differ from rank to rank.
@@ -21,12 +23,8 @@ using Rows = std::vector<at::Tensor>;
 
 constexpr int64_t kWorthAMessage = 64 << 10;  // bytes; tensors that are smaller share one
 
-// The ranks of a group, and a device.
-struct Channel {
-  std::string group_name;
-  at::Device device = at::kCPU;
-  std::string simulated_backend = {};  // on the meta device, where nothing is sent
-};
+// What c10d calls it: "gloo", "nccl".
+std::string backend_name(const Channel& channel);
 
 // Whether exchanges are sends and receives, one for each tensor and rank, so that several tensors
 // need not share a buffer.

@@ -118,7 +118,6 @@ const std::shared_ptr<Pool>& pool() {
   return pool;
 }
 
-// Of buffers on the meta device, which have no memory.
 class Simulated {
  public:
   void take(int64_t nbytes) {
@@ -132,10 +131,10 @@ class Simulated {
     bytes_.in_use -= nbytes;
   }
 
-  SimulatedBytes bytes() {
+  SimulatedBytes bytes(bool reset_peak) {
     std::lock_guard lock(mutex_);
     const auto result = bytes_;
-    bytes_.peak = bytes_.in_use;
+    if (reset_peak) bytes_.peak = bytes_.in_use;
     return result;
   }
 
@@ -204,7 +203,7 @@ void poison(const at::Tensor& unwritten) {
 
 PoolStats pool_stats(bool reset_peak) { return pool()->stats(reset_peak); }
 
-SimulatedBytes simulated_bytes() { return simulated()->bytes(); }
+SimulatedBytes simulated_bytes(bool reset_peak) { return simulated()->bytes(reset_peak); }
 
 int64_t release_pool() { return pool()->release(); }
 

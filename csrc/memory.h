@@ -26,13 +26,13 @@ struct PoolStats {
 
 PoolStats pool_stats(bool reset_peak);
 
-// Of buffers on the meta device; the peak since the last call.
+// Of buffers on the meta device, which have no memory; the peak since it was last reset.
 struct SimulatedBytes {
   int64_t in_use;
   int64_t peak;
 };
 
-SimulatedBytes simulated_bytes();
+SimulatedBytes simulated_bytes(bool reset_peak);
 
 // Gives back what is kept and not in use, and returns how many bytes that was.
 int64_t release_pool();

@@ -19,7 +19,7 @@
 #include <string>
 #include <vector>
 
-#include "exchange.h"
+#include "channel.h"
 
 namespace zero3 {
 

@@ -65,7 +65,9 @@ void accumulate(Parameter& parameter, const at::Tensor& raw, bool owned) {
   if (sum.defined())
     sum = sum.to(at::promote_types(wider, sum.scalar_type())).add_(grad);
   else
-    sum = grad.to(wider, /*non_blocking=*/false, /*copy=*/grad.is_same(raw) && !owned);
+    sum = raw.is_meta() ? pooled_empty(raw.sizes(), raw.options().dtype(wider))  // is counted
+                        : grad.to(wider, /*non_blocking=*/false,
+                                  /*copy=*/grad.is_same(raw) && !owned);
 }
 
 void reduce_accumulated(const std::vector<ParameterPtr>& parameters) {

@@ -112,7 +112,7 @@ def share(
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     if world_size == 1:
         return None
-    if not _C.is_point_to_point(group.group_name, torch.device(device)):
+    if device != "cpu" or _C.backend_name(group.group_name, torch.device(device)) != "gloo":
         if transport == "shared_memory":
             raise Zero3Error(
                 f"transport='shared_memory' needs a process group of gloo on CPUs; this one is "

@@ -3,16 +3,19 @@
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.adamw import adamw
 
 from deepcompile_zero3.fully_shard import fully_shard
 from deepcompile_zero3.module import all_parameters_of
 from deepcompile_zero3.parameter import AllGather
 from deepcompile_zero3.planning.machine import Link, Machine
+from deepcompile_zero3.runtime import _C
 
 _SMALL, _LARGE = 1 << 20, 64 << 20  # bytes of a gather
 _SIDE = 1024  # of a matrix
@@ -28,29 +31,48 @@ def measure_machine(mesh: DeviceMesh, name: str = "here") -> Machine:
     Returns:
         The same on all ranks: of the slowest.
     """
+    return measure_links(mesh, measure_device(torch.device(mesh.device_type), name))
+
+
+def measure_device(device: torch.device, name: str) -> Machine:
+    """What this rank reaches, with nobody to talk to."""
+    alone = Link(0.0, float("inf"))
+    return Machine(
+        name=name,
+        flops={dtype: _flops(dtype, device) for dtype in (torch.float32, torch.bfloat16)},
+        bandwidth=_bandwidth(device),
+        update_bandwidth=_update_bandwidth(device),
+        launch=_launch(device),
+        memory=float("inf"),
+        ranks_per_host=1,
+        local=alone,
+        remote=alone,
+        source="measured",
+    )
+
+
+def measure_links(mesh: DeviceMesh, mine: Machine) -> Machine:
+    """The machine of all ranks of a mesh, of which this one has measured ``mine``. Collective."""
     device = torch.device(mesh.device_type)
     group = mesh.get_group()
     ranks = mesh.size()
-    flops = {dtype: _flops(dtype, device) for dtype in (torch.float32, torch.bfloat16)}
-    bandwidth = _bandwidth(device)
-    launch = _launch(device)
     small, large = (_Gathered(nbytes, mesh) for nbytes in (_SMALL, _LARGE))
     quick, slow = _seconds(small.gather, device), _seconds(large.gather, device)
     both = _seconds(lambda: large.gather(beside=True), device)
     alone = _seconds(large.compute, device)
     received = (ranks - 1) / ranks
     # What is copied on both sides is no matter of the link.
-    copied = 2 / ranks / bandwidth
+    copied = 2 / ranks / mine.bandwidth
     rate = max((slow - quick) / (_LARGE - _SMALL) - copied, 1e-15)
-    latency = max(quick - launch - _SMALL * (rate + copied), 0.0)
+    latency = max(quick - mine.launch - _SMALL * (rate + copied), 0.0)
     hidden = (alone + slow - both) / slow
     numbers = torch.tensor(
         [
-            1 / flops[torch.float32],
-            1 / flops[torch.bfloat16],
-            1 / bandwidth,
-            1 / _update_bandwidth(device),
-            launch,
+            1 / mine.flops[torch.float32],
+            1 / mine.flops[torch.bfloat16],
+            1 / mine.bandwidth,
+            1 / mine.update_bandwidth,
+            mine.launch,
             rate,
             latency,
             -min(max(hidden, 0.0), 1.0),
@@ -61,19 +83,17 @@ def measure_machine(mesh: DeviceMesh, name: str = "here") -> Machine:
     dist.all_reduce(numbers, dist.ReduceOp.MAX, group)
     fp32, bf16, copying, updating, launch, rate, latency, hidden = numbers.tolist()
     link = Link(latency / max(ranks - 1, 1), received / rate if ranks > 1 else float("inf"))
-    return Machine(
-        name=name,
+    return replace(
+        mine,
         flops={torch.float32: 1 / fp32, torch.bfloat16: 1 / bf16},
         bandwidth=1 / copying,
         update_bandwidth=1 / updating,
         launch=launch,
-        memory=float("inf"),
         ranks_per_host=ranks,
         local=link,
         remote=link,
         overlap=-hidden,
-        backend=dist.get_backend(group),
-        source="measured",
+        backend=_C.backend_name(group.group_name, device),
     )
 
 
@@ -82,10 +102,12 @@ class _Gathered:
 
     def __init__(self, nbytes: int, mesh: DeviceMesh) -> None:
         rows = mesh.size()
-        self._module = nn.Linear(nbytes // 4 // rows, rows, bias=False, device=mesh.device_type)
+        columns = nbytes // 4 // rows
+        settings = {"device": mesh.device_type, "dtype": torch.float32}
+        self._module = nn.Linear(columns, rows, bias=False, **settings)
         fully_shard(self._module, mesh=mesh, transport="c10d")
         self._parameters = all_parameters_of(self._module, "measure_machine")
-        self._left = torch.full((_SIDE, _SIDE), 0.5, device=mesh.device_type)
+        self._left = torch.full((_SIDE, _SIDE), 0.5, **settings)
 
     def gather(self, beside: bool = False) -> None:
         running = AllGather(self._parameters)
@@ -122,12 +144,33 @@ def _bandwidth(device: torch.device) -> float:
 
 
 def _update_bandwidth(device: torch.device) -> float:
-    parameter = nn.Parameter(torch.zeros(_LARGE // 4, device=device))
-    parameter.grad = torch.zeros_like(parameter)
-    optimizer = torch.optim.AdamW([parameter], fused=True)
-    return 7 * _LARGE / _seconds(optimizer.step, device)
+    """Of AdamW, without an optimizer: steps of those are seen by hooks of the user."""
+    zeros = torch.zeros(4, _LARGE // 4, dtype=torch.float32, device=device)
+    parameter, gradient, first, second = zeros.unbind()
+    step = torch.zeros((), dtype=torch.float32, device=device)
+
+    @torch.no_grad()
+    def update() -> None:
+        adamw(
+            [parameter],
+            [gradient],
+            [first],
+            [second],
+            [],
+            [step],
+            fused=True,
+            amsgrad=False,
+            beta1=0.9,
+            beta2=0.999,
+            lr=1e-3,
+            weight_decay=0.01,
+            eps=1e-8,
+            maximize=False,
+        )
+
+    return 7 * _LARGE / _seconds(update, device)
 
 
 def _launch(device: torch.device) -> float:
-    few = torch.zeros(16, device=device)
+    few = torch.zeros(16, dtype=torch.float32, device=device)
     return _seconds(lambda: [few.add_(1) for _ in range(100)], device) / 100

@@ -164,7 +164,7 @@ class _InFlight:
     end: float
 
 
-_Gather: TypeAlias = tuple[_C.Gather, list[_InFlight]]
+_Started: TypeAlias = tuple[_C.Gather, list[_InFlight]]
 
 
 @dataclass
@@ -202,7 +202,10 @@ class _Simulation:
         self._saved: dict[tuple[int, str], _Saved] = {}  # by the number of the graph, and a name
         self._results: list[_Saved] = []  # what graphs return to whoever calls
         self._reductions: list[_InFlight] = []
-        self._others_buffers, _ = _C.simulated_buffers()
+        self._others, _ = _C.simulated_buffers(reset_peak=True)
+        self._buffers = 0  # bytes of the runtime's, and of gradients that it has not delivered
+        self._gathered: dict[fx.Node, int] = {}  # bytes, with padding
+        self._gradients: dict[str, int] = {}  # bytes of their shards
         self._log = _C.CollectiveLog.start(simulated=True)
 
     def run(self, forwards: Sequence[CapturedGraph], backwards: Sequence[CapturedGraph]) -> Step:
@@ -218,11 +221,11 @@ class _Simulation:
             self._forget_results()
             _in_backward(lambda: self._run_all(backwards))
             self._follow_reductions()
-            self._follow_buffers()
         finally:
             self._log.stop()
         while self._reductions:
             self._finish_reduction()
+        self._follow_buffers()
         self._forget_results()
         self._step_optimizer(trained)
         name = f"predicted for {self._machine.name}"
@@ -244,7 +247,7 @@ class _Simulation:
         for base, position in last_reader.items():
             dying.setdefault(position, []).append(base)
         stays = {base_of(node) for node in graph.output_node().all_input_nodes}
-        gathers: dict[fx.Node, _Gather] = {}
+        gathers: dict[fx.Node, _Started] = {}
         for position, item in enumerate(items):
             if isinstance(item, Kernel):
                 self._run_kernel(item)
@@ -277,7 +280,7 @@ class _Simulation:
             kind = _kind(base)
             if not kind:
                 continue
-            memory = by_base.setdefault(base, _Saved(kind, nbytes_of(base)))
+            memory = by_base.setdefault(base, _Saved(kind, self._nbytes(base)))
             if node in saved:
                 memory.names += 1
                 self._saved[self._number, _saved_as(node)] = memory
@@ -286,11 +289,14 @@ class _Simulation:
     def _free(self, node: fx.Node) -> None:
         if node.op != "placeholder":
             if kind := _kind(node):
-                self._change(kind, -nbytes_of(node))
+                self._change(kind, -self._nbytes(node))
         elif memory := self._saved.pop((self._number, _saved_as(node)), None):
             memory.names -= 1
             if not memory.names:
                 self._change(memory.kind, -memory.nbytes)
+
+    def _nbytes(self, node: fx.Node) -> int:
+        return self._gathered.get(node, nbytes_of(node))
 
     def _forget_results(self) -> None:
         for memory in self._results:
@@ -298,11 +304,13 @@ class _Simulation:
         self._results = []
 
     def _change(self, kind: str, nbytes: int) -> None:
-        if not nbytes:
-            return
-        self._alive[kind] += nbytes
-        point = self._now, tuple(self._alive[kind] for kind in KINDS)
-        self._memory.append(point)
+        if nbytes:
+            self._alive[kind] += nbytes
+            self._note_memory()
+
+    def _note_memory(self) -> None:
+        self._alive["communication"] = max(self._buffers - self._alive["gradients"], 0)
+        self._memory.append((self._now, tuple(self._alive[kind] for kind in KINDS)))
 
     def _run_kernel(self, kernel: Kernel) -> None:
         self._flops += kernel.flops
@@ -327,7 +335,7 @@ class _Simulation:
 
     # ---- collectives
 
-    def _start_gather(self, start: fx.Node) -> _Gather:
+    def _start_gather(self, start: fx.Node) -> _Started:
         names: Any = start.args[1]
         shards = sum(self._parameters[name].shard.nbytes for name in names)
         self._compute("cast", 0.0, torch.float32, 2 * shards, tuple(names))
@@ -335,31 +343,30 @@ class _Simulation:
         self._follow_buffers()
         return gather, [self._launch("gather", record) for record in self._log.take()]
 
-    def _finish_gather(self, started: _Gather, wait: fx.Node) -> None:
+    def _finish_gather(self, started: _Started, wait: fx.Node) -> None:
         gather, collectives = started
         for collective in collectives:
             self._wait(collective)
-        before = self._alive["communication"]
+        before, _ = _C.simulated_buffers()
         fulls = gather.finish(fresh=True)
-        copied = max(self._follow_buffers() - before, 0)
-        if copied:
+        _, peak = _C.simulated_buffers()
+        if peak > before:  # what shared a buffer with others has been copied out of it
             names = tuple(name for c in collectives for name in c.parameters)
-            self._compute("unpack", 0.0, torch.float32, 2 * copied, names)
+            self._compute("unpack", 0.0, torch.float32, 2 * (peak - before), names)
+        for position, full in gathered_items(wait):
+            self._gathered[full] = fulls[position].untyped_storage().nbytes()
         del fulls  # they are the graph's from here on
         self._follow_buffers()
         for _, full in gathered_items(wait):
-            self._change("gathered", nbytes_of(full))
+            self._change("gathered", self._gathered[full])
 
-    def _follow_buffers(self) -> int:
-        """Takes note of the runtime's buffers, first at their peak, which it returns. They have the
-        gradients in them that are not delivered yet.
-        """
-        in_use, peak = (max(n - self._others_buffers, 0) for n in _C.simulated_buffers())
-        gradients = self._alive["gradients"]
-        for nbytes in (peak, in_use):
-            nbytes = max(nbytes - gradients, 0)
-            self._change("communication", nbytes - self._alive["communication"])
-        return peak
+    def _follow_buffers(self) -> None:
+        """Takes note of the runtime's, first at their peak."""
+        in_use, peak = _C.simulated_buffers(reset_peak=True)
+        for nbytes in (peak - self._others, in_use - self._others):
+            if nbytes != self._buffers:
+                self._buffers = nbytes
+                self._note_memory()
 
     def _reduce(self, node: fx.Node) -> None:
         name: Any = node.args[1]
@@ -371,7 +378,13 @@ class _Simulation:
             nbytes = packed + sum(map(nbytes_of, memory_of(node)))
             self._compute("pack", 0.0, dtypes.raw, nbytes, (name,))
         parameter = self._parameters[name]
-        _C.reduce(parameter, torch.empty(parameter.sizes, dtype=dtypes.raw, device="meta"))
+        dtype = parameter.shard_grad_dtype or dtypes.leaf or dtypes.raw
+        self._gradients[name] = parameter.shard.numel() * dtype.itemsize
+        meta = torch.device("meta")
+        if node.target is ops.reduce_grad.default:
+            _C.reduce(parameter, torch.empty(parameter.sizes, dtype=dtypes.raw, device=meta))
+        else:  # the runtime computes it
+            _C.reduce(parameter, _C.empty_buffer(parameter.sizes, dtypes.raw, meta), owned=True)
         self._follow_reductions()
         self._follow_buffers()
 
@@ -390,8 +403,7 @@ class _Simulation:
     def _finish_reduction(self) -> None:
         reduction = self._reductions.pop(0)
         self._wait(reduction)
-        shards = [self._parameters[name].shard for name in reduction.parameters]
-        nbytes = sum(shard.nbytes for shard in shards)
+        nbytes = sum(self._gradients[name] for name in reduction.parameters)
         self._compute("unpack", 0.0, torch.float32, 2 * nbytes, reduction.parameters)
         if reduction.op == "reduce_scatter":
             self._change("gradients", nbytes)
@@ -417,9 +429,8 @@ class _Simulation:
 
     def _ranks(self, record: _C.Collective, parameter: _C.Parameter) -> Ranks:
         of_host = self._machine.ranks_per_host
-        if (
-            record.op == "all_reduce"
-        ):  # replicas are as far from each other as a shard group is wide
+        if record.op == "all_reduce":
+            # Replicas are as far from each other as a shard group is wide.
             on_host = min(of_host // parameter.world_size, record.world_size)
             return Ranks(record.world_size, max(on_host, 1))
         return Ranks(record.world_size, min(of_host, record.world_size))

@@ -4,7 +4,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from deepcompile_zero3.capture import CapturedGraphs
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.parameter import ShardedParameter, parameters_beside
 from deepcompile_zero3.peak import nbytes_of_tensor
-from deepcompile_zero3.planning.calibrate import measure_machine
+from deepcompile_zero3.planning.calibrate import measure_device, measure_links
 from deepcompile_zero3.planning.kernels import Kernel, kernels_of
 from deepcompile_zero3.planning.machine import Machine
 from deepcompile_zero3.planning.measure import key_of, measure_kernels
@@ -27,8 +27,12 @@ from deepcompile_zero3.timeline import Timeline
 from deepcompile_zero3.tracing.measured import Event, collectives_of
 
 _Result = TypeVar("_Result")
+_Profiled: TypeAlias = tuple[Sequence[Event], Event]  # the range of a step the second
 
-_BY_MESSAGES = "predicted is a step whose ranks exchange messages; these share memory"
+_BY_MESSAGES = (
+    "predicted is a step whose ranks exchange messages; these share memory, so that their "
+    "collectives are not compared"
+)
 
 
 @dataclass(frozen=True)
@@ -48,23 +52,21 @@ def predict(
     captured: CapturedGraphs,
     machine: Machine | None,
     numbers: Mapping[str, float],
-    events: Sequence[Event],
-    step: Event,
+    profiled: _Profiled | None,
     optimizers: Collection[Optimizer],
 ) -> Prediction:
-    """Predicts ``step`` from the graphs that ran in it, or says why it cannot; it never raises.
+    """Predicts a step from the graphs that ran in it, or says why it cannot; it never raises.
 
     Args:
         captured: all graphs that the process has compiled.
         machine: that the step is predicted for. None: the ranks measure what they reach, which
             takes a minute or so, and is collective: all ranks of the job call this.
         numbers: of that machine, in place of its own: see :meth:`Machine.with_numbers`.
-        events: of the profile.
-        step: the range of the step.
+        profiled: events, and the range of the step; None if they could not be read.
         optimizers: those that have stepped.
     """
     try:
-        return _predict(captured, machine, numbers, events, step, optimizers)
+        return _predict(captured, machine, numbers, profiled, optimizers)
     except Exception as error:  # of which the measured step must not suffer
         return Prediction(remark=_line(error))
 
@@ -73,18 +75,17 @@ def _predict(
     captured: CapturedGraphs,
     machine: Machine | None,
     numbers: Mapping[str, float],
-    events: Sequence[Event],
-    step: Event,
+    profiled: _Profiled | None,
     optimizers: Collection[Optimizer],
 ) -> Prediction:
     seconds = None
     if machine is None:
         graphs, parameters, mesh, kernels = _on_all_ranks(
-            lambda: _what_to_measure(captured, events, step)
+            lambda: _what_to_measure(captured, profiled)
         )
         machine, seconds = _measure(mesh, kernels)
     else:
-        graphs, parameters = _what_ran(captured, events, step)
+        graphs, parameters = _what_ran(captured, profiled)
     found = simulate(
         graphs,
         parameters,
@@ -94,7 +95,8 @@ def _predict(
     )
     if any(parameter.handle.is_shared for parameter in parameters.values()):
         return Prediction(found.timeline, _BY_MESSAGES)
-    sent = collectives_of(events, step)
+    assert profiled is not None  # or nothing was found in it
+    sent = collectives_of(*profiled)
     planned = {op: (traffic.number, traffic.nbytes) for op, traffic in found.traffic.items()}
     if sent != planned:
         raise Zero3Error(
@@ -105,13 +107,16 @@ def _predict(
 
 
 def _what_ran(
-    captured: CapturedGraphs, events: Sequence[Event], step: Event
+    captured: CapturedGraphs, profiled: _Profiled | None
 ) -> tuple[CapturedGraphs, dict[str, ShardedParameter]]:
     """The graphs that ran in the step, and the parameters of their models.
 
     Raises:
         Zero3Error: a step that runs each of them once is another one.
     """
+    if profiled is None:
+        raise Zero3Error("a profile could not be read")
+    events, step = profiled
     if _C.running_backward() != -1:
         raise Zero3Error("the optimizer steps inside of a backward")
     inside = [event.name for event in events if step.start <= event.start < step.end]
@@ -161,19 +166,15 @@ def _optimizer_bytes(
     optimizers: Collection[Optimizer], parameters: Mapping[str, ShardedParameter]
 ) -> int:
     """Of the state for each element of a shard."""
-    states = [
-        (shard, optimizer.state[shard])
-        for parameter in parameters.values()
-        for optimizer in optimizers
-        if (shard := parameter.shard) in optimizer.state
-    ]
+    trained = [p for p in parameters.values() if p.placeholder.requires_grad]
     nbytes = sum(
         nbytes_of_tensor(getattr(value, "_local_tensor", value))
-        for _, state in states
-        for value in state.values()
+        for parameter in trained
+        for optimizer in optimizers
+        for value in optimizer.state.get(parameter.shard, {}).values()
         if isinstance(value, torch.Tensor)
     )
-    numel = sum(torch_internals.local_tensor(shard).numel() for shard, _ in states)
+    numel = sum(torch_internals.local_tensor(parameter.shard).numel() for parameter in trained)
     return round(nbytes / max(numel, 1))
 
 
@@ -181,10 +182,10 @@ def _optimizer_bytes(
 
 
 def _what_to_measure(
-    captured: CapturedGraphs, events: Sequence[Event], step: Event
+    captured: CapturedGraphs, profiled: _Profiled | None
 ) -> tuple[CapturedGraphs, dict[str, ShardedParameter], DeviceMesh, dict[str, Kernel]]:
     """The graphs, their parameters, whose mesh, and kernels by what tells them apart."""
-    graphs, parameters = _what_ran(captured, events, step)
+    graphs, parameters = _what_ran(captured, profiled)
     meshes = {parameter.layout.mesh for parameter in parameters.values()}
     mesh = meshes.pop()
     if meshes or mesh.ndim != 1:
@@ -200,19 +201,25 @@ def _what_to_measure(
 def _measure(mesh: DeviceMesh, kernels: Mapping[str, Kernel]) -> tuple[Machine, dict[str, float]]:
     """The machine, and seconds of each kernel on the slowest rank. Collective."""
     group = mesh.get_group()
-    if any(theirs != [*kernels] for theirs in agree.gather("trace", [*kernels], group)):
-        raise Zero3Error("ranks run different graphs")
+    _on_all_ranks(lambda: _check_alike([*kernels], group))
     if dist.get_rank() == 0:
         what = f"{len(kernels)} kinds of kernels and " if kernels else ""
         text = f"trace: measures {what}the machine, which takes a minute or so"
         print(text, file=sys.stderr, flush=True)
+    device = torch.device(mesh.device_type)
     devices = [] if mesh.device_type == "cpu" else [torch.accelerator.current_device_index()]
     with torch.random.fork_rng(devices), torch.enable_grad():
-        machine = measure_machine(mesh, name="these ranks")
+        alone = _on_all_ranks(lambda: measure_device(device, "these ranks"))
+        machine = measure_links(mesh, alone)
         mine = _on_all_ranks(lambda: _seconds(kernels, group))
     of_ranks = agree.gather("trace", list(mine.values()), group)
     slowest = (max(seconds) for seconds in zip(*of_ranks, strict=True))
     return machine, dict(zip(mine, slowest, strict=True))
+
+
+def _check_alike(kernels: list[str], group: dist.ProcessGroup) -> None:
+    if any(theirs != kernels for theirs in agree.gather("trace", kernels, group)):
+        raise Zero3Error("ranks run different graphs")
 
 
 def _seconds(kernels: Mapping[str, Kernel], group: dist.ProcessGroup) -> dict[str, float]:

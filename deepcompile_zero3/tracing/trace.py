@@ -81,17 +81,19 @@ def main(args: argparse.Namespace) -> int:
     def show(profile: torch.profiler.profile) -> None:
         if _rank() != 0 and args.machine != _HERE:
             return
-        try:
+        predicted, profiled = Prediction(), None
+        try:  # whatever happens, other ranks wait for the rest of the script
             events = _events_of(profile)
-            step = _median(steps_of(events))
-            predicted = Prediction()
-            if args.machine:
-                optimizers = list(steps.optimizers)
-                predicted = predict(graphs, machine, numbers, events, step, optimizers)
-            if _rank() == 0:
-                measured = _measure(events, step, args.script, predicted)
-                measured.show(args.save, args.json)
-        except Exception as error:  # other ranks wait for the rest of the script
+            profiled = events, _median(steps_of(events))
+        except Exception as error:
+            trouble.append(error)
+        if args.machine:
+            predicted = predict(graphs, machine, numbers, profiled, list(steps.optimizers))
+        if profiled is None or _rank() != 0:
+            return
+        try:
+            _measure(*profiled, args.script, predicted).show(args.save, args.json)
+        except Exception as error:
             trouble.append(error)
 
     exited = None
@@ -123,7 +125,7 @@ class Steps:
 
     Attributes:
         ended: how many.
-        listeners: what is called. Optimizers that step in it do not count.
+        listeners: what is called.
         optimizers: those that have stepped, and are alive.
     """
 
@@ -132,22 +134,15 @@ class Steps:
         self.listeners: list[Callable[[], None]] = []
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._is_telling = False
 
     def __call__(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         """An optimizer has stepped."""
-        if self._is_telling:
-            return
         self.optimizers.add(optimizer)
         if not self._stepped or optimizer in self._stepped:
             self._stepped.clear()
             self.ended += 1
-            self._is_telling = True
-            try:
-                for listener in self.listeners:
-                    listener()
-            finally:
-                self._is_telling = False
+            for listener in self.listeners:
+                listener()
         self._stepped.add(optimizer)
 
 
