@@ -7,15 +7,19 @@ import re
 import subprocess
 import sys
 import textwrap
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from one_rank import one_rank  # noqa: F401
 from torch._inductor import config as inductor_config
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import optimizer as torch_optimizer
 
 from deepcompile_zero3 import fully_shard
-from deepcompile_zero3.tracing import trace
+from deepcompile_zero3.capture import CapturedGraphs
+from deepcompile_zero3.tracing import prediction, trace
 
 PYTHON = (sys.executable, "-m")
 
@@ -374,10 +378,22 @@ def test_optimizers_of_one_step_count_once(steps, ends):
     assert counted.ended == ends
 
 
-def test_optimizers_that_step_while_a_step_ends_do_not_count():
-    optimizer, other = (torch.optim.SGD([torch.zeros(1)], lr=0.1) for _ in range(2))
-    counted = trace.Steps()
-    counted.listeners.append(lambda: [counted(other, (), {}) for _ in range(2)])
-    counted(optimizer, (), {})
-    assert counted.ended == 1
-    assert set(counted.optimizers) == {optimizer}
+def _remark(where):
+    """What is said on each rank, if rank 1 raises where it measures."""
+    mesh = init_device_mesh("cpu", (2,))
+
+    def fail(*args, **kwargs):
+        raise MemoryError("too little")
+
+    instead = {"_what_to_measure": lambda *args: (CapturedGraphs(), {}, mesh, {})}
+    if dist.get_rank() == 1:
+        instead[where] = fail
+    with mock.patch.multiple(prediction, **instead):
+        predicted = prediction.predict(CapturedGraphs(), None, {}, ([], None), [])
+    dist.barrier()  # both go on
+    return predicted.remark
+
+
+@pytest.mark.parametrize("where", ["_what_to_measure", "measure_device", "measure_kernels"])
+def test_a_rank_that_cannot_measure_stops_the_others_from_it(run_ranks, where):
+    assert run_ranks(2, _remark, where) == ["MemoryError: too little"] * 2

@@ -103,11 +103,11 @@ class _Gathered:
     def __init__(self, nbytes: int, mesh: DeviceMesh) -> None:
         rows = mesh.size()
         columns = nbytes // 4 // rows
-        settings = {"device": mesh.device_type, "dtype": torch.float32}
-        self._module = nn.Linear(columns, rows, bias=False, **settings)
+        device, dtype = torch.device(mesh.device_type), torch.float32
+        self._module = nn.Linear(columns, rows, bias=False, device=device, dtype=dtype)
         fully_shard(self._module, mesh=mesh, transport="c10d")
         self._parameters = all_parameters_of(self._module, "measure_machine")
-        self._left = torch.full((_SIDE, _SIDE), 0.5, **settings)
+        self._left = torch.full((_SIDE, _SIDE), 0.5, device=device, dtype=dtype)
 
     def gather(self, beside: bool = False) -> None:
         running = AllGather(self._parameters)
