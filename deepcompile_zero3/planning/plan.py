@@ -38,6 +38,7 @@ class Plan:
         traffic: by kind of collective.
         peak: bytes at most.
         memory: bytes by kind at that moment.
+        tokens: of a rank, the elements of "input_ids"; 0 where a call has none.
         advice: what would help, and by how much.
     """
 
@@ -51,6 +52,7 @@ class Plan:
     traffic: dict[str, Traffic]
     peak: int
     memory: dict[str, int]
+    tokens: int
     advice: tuple[str, ...]
 
     @property
@@ -60,6 +62,11 @@ class Plan:
         low = {dtype for bucket in buckets for dtype in bucket.dtypes} & {"bf16", "f16"}
         dtype = torch.bfloat16 if low else torch.float32
         return self.flops / self.seconds / self.machine.flops_of(dtype)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks."""
+        return self.tokens * self.ranks / self.seconds
 
     @property
     def fits(self) -> bool:
@@ -77,6 +84,7 @@ class Plan:
             "waiting": self.waiting,
             "flops": self.flops,
             "utilisation": self.utilisation,
+            "tokens_per_second": self.tokens_per_second,
             "traffic": {op: asdict(traffic) for op, traffic in self.traffic.items()},
             "peak": self.peak,
             "memory": self.memory,
@@ -154,7 +162,7 @@ def plan(
             )
             parameters = list(traced.parameters.values())
             report = report_of(model, parameters, graphs, traced.breaks, step.timeline)
-            return _plan_of(report, machine, world_size, step)
+            return _plan_of(report, machine, world_size, step, _tokens_of(call))
 
         try:
             found = predict(parsed)
@@ -166,7 +174,12 @@ def plan(
                 parameter.forget_name()
 
 
-def _plan_of(report: Report, machine: Machine, ranks: int, step: Step) -> Plan:
+def _tokens_of(call: Mapping[str, Any]) -> int:
+    tokens = call.get("input_ids")
+    return tokens.numel() if isinstance(tokens, torch.Tensor) else 0
+
+
+def _plan_of(report: Report, machine: Machine, ranks: int, step: Step, tokens: int) -> Plan:
     spans, memory = step.timeline.spans, step.timeline.memory
     peak = max(memory, key=lambda point: sum(point[1]))[1]
     seconds = {
@@ -184,6 +197,7 @@ def _plan_of(report: Report, machine: Machine, ranks: int, step: Step) -> Plan:
         traffic=step.traffic,
         peak=sum(peak),
         memory=dict(zip(KINDS, peak, strict=True)),
+        tokens=tokens,
         advice=(),
     )
 
@@ -217,10 +231,11 @@ def _parts(plan: Plan) -> list[Any]:
     waits = plan.waiting / plan.seconds
     unit, scale = ("GB", 1e9) if plan.peak >= 1e9 else ("MB", 1e6)
     reached = plan.flops / plan.seconds / plan.utilisation if plan.utilisation else 0.0
+    speed = f"{plan.tokens_per_second:,.0f} tokens/s; " if plan.tokens else ""
     parts: list[Any] = [
         f"{report.model} on {plan.ranks} ranks of {plan.machine.name}, each model over "
         f"{report.world_size}",
-        f"predicted: {_ms(plan.seconds)} a step, {waits:.1%} of it waiting for others; "
+        f"predicted: {_ms(plan.seconds)} a step, {waits:.1%} of it waiting for others; {speed}"
         f"{plan.utilisation:.0%} of the {reached / 1e12:.0f} TFLOP/s that a rank is taken to reach",
         f"memory: {plan.peak / scale:.1f} {unit} of {plan.machine.memory / 1e9:.0f} GB"
         + ("" if plan.fits else ": does not fit"),

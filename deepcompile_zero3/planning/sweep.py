@@ -11,13 +11,15 @@ from deepcompile_zero3.planning.simulate import KINDS
 
 def table(knob: str, plans: Mapping[float, Plan]) -> Table:
     """A line for each value."""
-    result = Table(knob, "ms", "waits", "FLOP/s", "GB", "fits", box=None, pad_edge=False)
+    columns = (knob, "ms", "tokens/s", "waits", "FLOP/s", "GB", "fits")
+    result = Table(*columns, box=None, pad_edge=False)
     for column in result.columns:
         column.justify = "right"
     for value, plan in plans.items():
         result.add_row(
             f"{value:g}",
             f"{plan.seconds * 1e3:.1f}",
+            f"{plan.tokens_per_second:,.0f}" if plan.tokens else "",
             f"{plan.waiting / plan.seconds:.1%}",
             f"{plan.utilisation:.0%}",
             f"{plan.peak / 1e9:.1f}",

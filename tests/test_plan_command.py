@@ -1,0 +1,133 @@
+"""``plan`` and ``explain`` on the command line."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CONFIGS = Path(__file__).parents[1] / "examples" / "configs"
+
+
+def _run(*arguments, **settings):
+    return subprocess.run(
+        [sys.executable, "-m", "deepcompile_zero3", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        **settings,
+    )
+
+
+@pytest.fixture
+def config(tmp_path):
+    values = json.loads((CONFIGS / "llama-3.2-1b.json").read_text())
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(values | {"num_hidden_layers": 1}))
+    return path
+
+
+def test_a_config_is_planned_from_the_command_line(config, tmp_path):
+    page, numbers = tmp_path / "page.html", tmp_path / "plan.json"
+    found = _run(
+        "plan", config, "--ranks", 8, "--set", "flops=1e14", "--save", page, "--json", numbers
+    )
+    assert found.returncode == 0, found.stderr
+    assert "LlamaForCausalLM on 8 ranks of h100" in found.stdout
+    assert json.loads(numbers.read_text())["ranks"] == 8
+    assert page.exists()
+
+
+def test_a_sweep_is_a_table_and_a_picture(config, tmp_path):
+    picture = tmp_path / "sweep.png"
+    found = _run("plan", config, "--ranks", 8, "--sweep", "batch=1,2", "--picture", picture)
+    assert found.returncode == 0, found.stderr
+    lines = found.stdout.splitlines()
+    assert lines[0].split()[0] == "batch"
+    assert [line.split()[0] for line in lines[1:3]] == ["1", "2"]
+    assert picture.stat().st_size > 1000
+
+
+JOB = """
+import torch
+from torch import nn
+
+def build():
+    return nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)), {"input": torch.zeros(4, 64)}
+
+def alone():
+    return nn.Linear(64, 64)
+
+def fails():
+    raise ValueError("of the user's own")
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x):
+        print("forward")
+        return self.linear(x)
+
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(64, 64)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).sum()
+
+def broken():
+    return Blocks(), {"x": torch.zeros(4, 64)}
+"""
+
+
+@pytest.fixture
+def job(tmp_path):
+    path = tmp_path / "job.py"
+    path.write_text(JOB)
+    return path
+
+
+def test_a_users_own_model_is_explained_from_the_command_line(job):
+    found = _run("explain", f"{job}:build", "--ranks", 4)
+    assert found.returncode == 0, found.stderr
+    assert "Sequential: 4 parameters" in found.stdout
+    assert "4 ranks" in found.stdout
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "message"),
+    [
+        ("alone", (), "has to give a module and a dict, and gave Linear"),
+        ("build", ("--batch", 2), "--batch, --sequence and --checkpoint are of a config"),
+        ("nothing", (), "has no function 'nothing'"),
+        ("build", ("--save", "/nowhere/page.html"), "--save: there is no folder /nowhere"),
+        ("broken", (), "this model cannot be planned: code that is not compiled reads"),
+    ],
+)
+def test_what_a_job_has_wrong_is_said_in_a_line(job, function, options, message):
+    found = _run("plan", f"{job}:{function}", "--ranks", 4, *options)
+    assert found.returncode == 1
+    assert message in found.stderr
+    assert "Traceback" not in found.stderr
+
+
+def test_an_error_of_the_users_own_keeps_its_place(job):
+    found = _run("plan", f"{job}:fails", "--ranks", 4)
+    assert found.returncode == 1
+    assert "in fails" in found.stderr
+
+
+def test_a_wrong_model_is_refused_in_a_line(tmp_path):
+    found = _run("plan", tmp_path / "none.json", "--ranks", 8)
+    assert found.returncode == 1
+    assert "none.json" in found.stderr
+    assert "Traceback" not in found.stderr
