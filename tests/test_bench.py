@@ -105,10 +105,23 @@ def test_modes_train_in_turn_as_they_do_on_a_gpu(tmp_path):
 _MILLISECONDS = {"plain": [10, 20, 12], "zero3": [15, 15, 18]}  # in each round
 
 
+def test_a_prediction_is_compared_with_steps():
+    run = bench(*("plan", "-w", "tiny", "--ranks", 1, "--rounds", 1, "--steps", 1))
+
+    assert run.returncode == 0, run.stderr
+    (row,) = [line for line in run.stdout.splitlines() if line.startswith("| tiny |")]
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[5] == "as planned"
+    # The step of so small a model is mostly Python, of which a plan knows nothing.
+    assert 0 < float(cells[3]) < float(cells[2])
+    assert float(cells[6]) == pytest.approx(float(cells[7]), rel=0.05)
+
+
 class _Ranks:
     """Those of a mode: ``slow`` takes too long, and those of which nothing is known fail."""
 
-    def __init__(self, workload, mode, world_size, cache, **changes):
+    def __init__(self, make, world_size, cache):
+        _, mode = make.args
         self._mode, self._round = mode, sum(name == mode for name in _Ranks.started)
         _Ranks.started.append(mode)
 
