@@ -157,7 +157,9 @@ def _from_config(asked: argparse.Namespace) -> nn.Module:
         raise Zero3Error(f"{asked.model}: transformers has no model_type {kind!r}") from error
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if asked.checkpoint:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        old = "gradient_checkpointing_enable"  # of older transformers
+        enable = getattr(model, "activation_checkpointing_enable", None) or getattr(model, old)
+        enable({"use_reentrant": False})
     return model
 
 
