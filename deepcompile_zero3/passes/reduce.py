@@ -49,6 +49,7 @@ def insert_reduces(gm: fx.GraphModule, gradients: Mapping[int, ParameterFacts]) 
     order = {node: position for position, node in enumerate(graph.nodes)}
     place = graph.find_nodes(op="placeholder")[-1]  # what the latest reduction follows
     last = place
+    sent = []
     for position, facts in gradients.items():
         grad = results[position]
         if grad is None:
@@ -70,9 +71,22 @@ def insert_reduces(gm: fx.GraphModule, gradients: Mapping[int, ParameterFacts]) 
         last.meta["val"] = grad.meta["val"].new_empty(0)
         last.meta[COMMENT] = _dtypes_of(grad.meta["val"], facts)
         results[position] = None
+        sent.append(grad)
     output.args = (tuple(results),)
+    for grad in sent:
+        _erase_unread(grad)
     graph.lint()
     gm.recompile()
+
+
+def _erase_unread(node: fx.Node) -> None:
+    """What the runtime computes in its stead."""
+    if node.users or node.op != "call_function":
+        return
+    sources = node.all_input_nodes
+    node.graph.erase_node(node)
+    for source in sources:
+        _erase_unread(source)
 
 
 def _reduction_of(grad: fx.Node, facts: ParameterFacts, results: list[Any]) -> tuple[Any, Any]:
