@@ -41,6 +41,14 @@ def test_a_config_is_planned_from_the_command_line(config, tmp_path):
     assert page.exists()
 
 
+def test_a_config_that_transformers_refuses_is_named(config):
+    config.write_text(config.read_text().replace("2048", "2047"))
+    found = _run("plan", config, "--ranks", 8)
+    assert found.returncode == 1
+    assert f"{config}: transformers refuses it" in found.stderr
+    assert "Traceback" not in found.stderr
+
+
 def test_a_sweep_is_a_table_and_a_picture(config, tmp_path):
     picture = tmp_path / "sweep.png"
     found = _run("plan", config, "--ranks", 8, "--sweep", "batch=1,2", "--picture", picture)

@@ -117,3 +117,12 @@ def test_kernels_of_layers_that_are_alike_are_measured_once():
     assert set(seconds) == set(map(key_of, kernels))
     assert len(calls) == len(seconds) < len(kernels)
     assert all(0 < each < 1 for each in seconds.values())
+
+
+def test_a_product_that_the_runtime_computes_counts_once():
+    def build():
+        return nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(2)])
+
+    found = plan(build, {"input": torch.zeros(16, 512)}, world_size=2)
+    # Forward, and backward but for the first one's input.
+    assert found.flops == 5 * 2 * 16 * 512 * 512

@@ -155,6 +155,8 @@ def _from_config(asked: argparse.Namespace) -> nn.Module:
     except ValueError as error:
         kind = values["model_type"]
         raise Zero3Error(f"{asked.model}: transformers has no model_type {kind!r}") from error
+    except Exception as error:
+        raise Zero3Error(f"{asked.model}: transformers refuses it: {error}") from error
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if asked.checkpoint:
         old = "gradient_checkpointing_enable"  # of older transformers

@@ -231,7 +231,7 @@ def _parts(plan: Plan) -> list[Any]:
     waits = plan.waiting / plan.seconds
     unit, scale = ("GB", 1e9) if plan.peak >= 1e9 else ("MB", 1e6)
     reached = plan.flops / plan.seconds / plan.utilisation if plan.utilisation else 0.0
-    speed = f"{plan.tokens_per_second:,.0f} tokens/s; " if plan.tokens else ""
+    speed = f"{plan.tokens_per_second:,.0f} tokens/s in all; " if plan.tokens else ""
     parts: list[Any] = [
         f"{report.model} on {plan.ranks} ranks of {plan.machine.name}, each model over "
         f"{report.world_size}",
