@@ -2,6 +2,7 @@
 
 import copy
 import datetime
+import importlib.metadata
 import os
 import platform
 import re
@@ -30,6 +31,7 @@ from deepcompile_zero3.module import all_parameters_of
 from deepcompile_zero3.runtime import _C
 
 _TIMEOUT = datetime.timedelta(seconds=120)
+_OPTIONAL = ("transformers", "plotly", "matplotlib")  # of plans of configs, pages, pictures
 
 
 class Finding(NamedTuple):
@@ -76,8 +78,17 @@ def _findings() -> Iterator[Finding]:
     yield Finding(
         "C++ compiler", path or f"no {compiler}", "" if path else "Inductor needs one: install g++"
     )
+    versions = [f"{name} {_version_of(name)}" for name in _OPTIONAL]
+    yield Finding("optional", ", ".join(versions))
     yield try_step("two ranks, eager", _eager)
     yield try_step("two ranks, compiled", _compiled)
+
+
+def _version_of(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not there"
 
 
 def _eager(model: nn.Module) -> Callable:
@@ -96,7 +107,7 @@ def try_step(what: str, compile_with: Callable) -> Finding:
         try:
             while not context.join(timeout=1):
                 if time.monotonic() > deadline:
-                    return Finding(what, "failed", f"it took more than {_TIMEOUT}")
+                    return Finding(what, f"no step in {_TIMEOUT.total_seconds():g} s", _SLOW)
         except Exception as error:
             print(error, file=sys.stderr)
             causes = re.findall(r"^[\w.]*(?:Error|Exception)\b.*", str(error), re.MULTILINE)
@@ -106,6 +117,12 @@ def try_step(what: str, compile_with: Callable) -> Finding:
                 process.kill()
                 process.join()
         return Finding(what, Path(folder, "transport").read_text())
+
+
+_SLOW = (
+    "a busy machine needs longer; ranks that wait for each other for ever may use the wrong "
+    "network: GLOO_SOCKET_IFNAME=lo"
+)
 
 
 def _step(rank: int, world_size: int, folder: str, compile_with: Callable) -> None:

@@ -204,9 +204,14 @@ def _parts(report: Report) -> Iterator[Any]:
         yield ""
         yield f"gathered by eager code, if it reads them: {_names(report.in_eager)}"
     for reason in report.breaks:
-        first = reason.partition("\n")[0]
         yield ""
-        yield f"the graph breaks: {first}"
+        yield line_of_break(reason)
+
+
+def line_of_break(reason: str) -> str:
+    """What Dynamo says in many lines."""
+    first = reason.strip().partition("\n")[0]
+    return f"the graph breaks (TORCH_LOGS=graph_breaks tells where): {first}"
 
 
 def _alike(gradients: Iterable[Gradient]) -> Iterator[tuple[Gradient, ...]]:

@@ -174,7 +174,8 @@ def test_gpt2_is_explained():
 
         backward 1: at most 0.000 MiB gathered at once, beside what forward kept
 
-        the graph breaks: logging.Logger method not supported for non-export cases
+        the graph breaks (TORCH_LOGS=graph_breaks tells where): logging.Logger method
+        not supported for non-export cases
         """,
     )
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from deepcompile_zero3.backend import Options
 from deepcompile_zero3.planning.graphs import Trace
+from deepcompile_zero3.report import line_of_break
 
 if TYPE_CHECKING:
     from deepcompile_zero3.planning.plan import Plan
@@ -24,7 +25,7 @@ def advice_for(
         traced: the model of it.
         predict: makes the plan of other options.
     """
-    breaks = (f"the graph breaks: {reason.strip().splitlines()[0]}" for reason in traced.breaks)
+    breaks = map(line_of_break, traced.breaks)
     quicker = _to_be_quicker(plan, options, predict)
     return (*breaks, *_to_fit(plan), *_padding(traced), *quicker)
 

@@ -7,13 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any
+from warnings import catch_warnings, filterwarnings
 
 from rich.console import Console
 
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.planning import job, sweep
 from deepcompile_zero3.planning.plan import Plan
-from deepcompile_zero3.report import Report
+from deepcompile_zero3.report import Report, text_of
 
 
 def add_to(commands: Any) -> None:
@@ -46,7 +47,9 @@ def _told_in_a_line(run: Command) -> Command:
     def command(arguments: argparse.Namespace) -> int:
         try:
             _check_folders(arguments)
-            return run(arguments)
+            with catch_warnings():
+                filterwarnings("ignore", module="torch._dynamo")  # of what transformers caches
+                return run(arguments)
         except (Zero3Error, ImportError, OSError, ValueError) as error:
             raised_in = [frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)]
             is_ours = isinstance(error, Zero3Error | OSError)
@@ -70,7 +73,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         return _plans(arguments)
     if arguments.picture:
         raise ValueError("--picture is that of a --sweep")
-    return _show(job.plan_of(arguments), arguments)
+    return _show(_planned(arguments), arguments)
 
 
 def _plans(arguments: argparse.Namespace) -> int:
@@ -79,10 +82,10 @@ def _plans(arguments: argparse.Namespace) -> int:
             "--save writes the page of one plan: leave --sweep away, or take --picture"
         )
     knob, values = arguments.sweep
-    plans = {v: job.plan_of(arguments, advise=False, **{knob: v}) for v in values}
+    plans = {value: _planned(arguments, advise=False, **{knob: value}) for value in values}
     first = next(iter(plans.values()))
     title = f"{first.report.model} on {first.machine.name}"
-    Console(width=80).print(sweep.table(knob, plans), highlight=False)
+    print(text_of((sweep.table(knob, plans), "", first.machine.provenance)))
     if arguments.picture:
         sweep.draw(title, knob, plans, arguments.picture)
     if arguments.json:
@@ -92,7 +95,14 @@ def _plans(arguments: argparse.Namespace) -> int:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    return _show(job.plan_of(arguments, advise=False).report, arguments)
+    return _show(_planned(arguments, advise=False).report, arguments)
+
+
+def _planned(arguments: argparse.Namespace, **changes: Any) -> Plan:
+    """A plan; meanwhile, what it is about is said to a terminal."""
+    changed = "".join(f"{name}={value:g}: " for name, value in changes.items() if name in _KNOBS)
+    with Console(stderr=True).status("") as status:
+        return job.plan_of(arguments, lambda phase: status.update(changed + phase), **changes)
 
 
 def _show(found: Plan | Report, arguments: argparse.Namespace) -> int:

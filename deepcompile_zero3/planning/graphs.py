@@ -20,6 +20,7 @@ from deepcompile_zero3.explain import without_a_trace
 from deepcompile_zero3.module import all_parameters_of
 from deepcompile_zero3.parameter import ShardedParameter
 from deepcompile_zero3.passes.facts import ParameterFacts
+from deepcompile_zero3.report import line_of_break
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def trace(model: nn.Module, call: Mapping[str, Any]) -> Trace:
             raise
         raise Zero3Error(
             "this model cannot be planned: code that is not compiled reads its parameters, which "
-            f"have no data here. The graph breaks: {reasons[0].strip().splitlines()[0]}"
+            f"have no data here; {line_of_break(reasons[0])}"
         ) from error
     if not graphs:
         raise Zero3Error("no graph was compiled: is torch.compile disabled, or the whole call?")

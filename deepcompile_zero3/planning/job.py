@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--ranks", type=_positive, required=True, metavar="N", help="of all replicas together")
     add("--replicas", type=_positive, default=1, metavar="N", help="copies of the model (HSDP)")
-    add("--machine", default="h100", help=f"{', '.join(MACHINES)} (default: h100)")
+    add("--machine", default="h100", choices=MACHINES, help="(default: h100)")
     add_numbers(parser)
     add("--batch", type=_positive, help="of a config: sequences a rank (default: 1)")
     add("--sequence", type=_positive, help="of a config: tokens of each (default: 4096)")
@@ -70,8 +70,14 @@ def add_numbers(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def plan_of(arguments: argparse.Namespace, *, advise: bool = True, **changes: Any) -> Plan:
-    """The plan that the arguments ask for, some of them changed."""
+def plan_of(
+    arguments: argparse.Namespace,
+    tell: Callable[[str], object],
+    *,
+    advise: bool = True,
+    **changes: Any,
+) -> Plan:
+    """The plan that the arguments ask for, some of them changed; ``tell`` is that of ``plan``."""
     asked = argparse.Namespace(**vars(arguments) | changes)
     build, call = _job(asked)
     options = {
@@ -90,6 +96,7 @@ def plan_of(arguments: argparse.Namespace, *, advise: bool = True, **changes: An
         optimizer_bytes=asked.optimizer_bytes,
         prefetch=not asked.no_prefetch,
         advise=advise,
+        tell=tell,
     )
 
 
@@ -191,4 +198,5 @@ def _number(text: str) -> tuple[str, float]:
     try:
         return name, float(value)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"NAME=NUMBER, got {text!r}") from None
+        message = f"NAME=NUMBER in bytes, FLOP/s or seconds, as in memory=80e9; got {text!r}"
+        raise argparse.ArgumentTypeError(message) from None

@@ -35,6 +35,7 @@ class Machine:
         overlap: the share of a collective that runs beside computation; the rest stops it.
         backend: of c10d, "nccl" or "gloo"; they need different buffers.
         source: of the numbers.
+        compared: how far plans for it were off.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Machine:
     overlap: float = 1.0
     backend: str = "nccl"
     source: str = field(default="", compare=False)
+    compared: str = field(default="no step of one was compared with its plan yet", compare=False)
 
     def __post_init__(self) -> None:
         if torch.float32 not in self.flops:
@@ -66,6 +68,11 @@ class Machine:
             raise ValueError(
                 f"'ranks_per_host' of a machine is a number of ranks, got {self.ranks_per_host!r}"
             )
+
+    @property
+    def provenance(self) -> str:
+        """Where its numbers come from, and how far they lead."""
+        return "; ".join(filter(None, (f"{self.name}: {self.source}", self.compared)))
 
     def with_numbers(self, **numbers: float) -> "Machine":
         """Another one, with some numbers of one's own.
@@ -92,7 +99,10 @@ class Machine:
             else:
                 known = ("flops", "ranks_per_host", "overlap", *_NUMBERS, *_LINK_NUMBERS)
                 raise ValueError(f"a machine has no '{name}'; it has {', '.join(known)}")
-        return machine
+        if not numbers:
+            return machine
+        told = ", ".join(f"{name}={value:g}" for name, value in numbers.items())
+        return replace(machine, source=f"{machine.source}; by you: {told}".removeprefix("; "))
 
     def flops_of(self, dtype: torch.dtype) -> float:
         """FLOP/s of products in ``dtype``; of fp32 if it is not known."""

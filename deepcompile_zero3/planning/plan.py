@@ -78,6 +78,8 @@ class Plan:
         return {
             "model": self.report.model,
             "machine": self.machine.name,
+            "source": self.machine.source,
+            "compared": self.machine.compared,
             "ranks": self.ranks,
             "seconds": self.seconds,
             "computing": self.computing,
@@ -115,6 +117,7 @@ def plan(
     prefetch: bool = True,
     advise: bool = True,
     seconds_by_kernel: Mapping[str, float] | None = None,
+    tell: Callable[[str], object] = lambda phase: None,
 ) -> Plan:
     """Predicts a step of ``build()`` on ``world_size`` ranks of a machine.
 
@@ -137,6 +140,7 @@ def plan(
         prefetch: False starts each gather when it is waited for.
         advise: tries what might help, which takes some seconds of a large model.
         seconds_by_kernel: what :func:`measure_kernels` found, if it was asked.
+        tell: is called with what is done next, some minutes of a large model.
 
     Raises:
         ValueError: an unknown machine or option, or a wrong number of ranks.
@@ -145,9 +149,11 @@ def plan(
     machine = machine_of(machine)
     parsed = Options.parse(options)
     with fake_ranks(world_size, replicas) as mesh:
+        tell("building and sharding the model")
         with torch.device("meta"):
             model = build()
         (shard or shard_blocks)(model, mesh)
+        tell("tracing it")
         traced = trace(model, call)
 
         def predict(options: Options) -> Plan:
@@ -165,8 +171,10 @@ def plan(
             return _plan_of(report, machine, world_size, step, _tokens_of(call))
 
         try:
+            tell("taking a step")
             found = predict(parsed)
             if advise:
+                tell("taking steps with other options")
                 found = replace(found, advice=advice_for(found, parsed, traced, predict))
             return found
         finally:
@@ -260,6 +268,7 @@ def _parts(plan: Plan) -> list[Any]:
             f"{traffic.seconds * 1e3:.1f}",
         )
     parts.append(sent)
+    parts += ["", plan.machine.provenance]
     return [*parts, *(line for advice in plan.advice for line in ("", advice))]
 
 
