@@ -50,7 +50,7 @@ class Machine:
     overlap: float = 1.0
     backend: str = "nccl"
     source: str = field(default="", compare=False)
-    compared: str = field(default="no step of one was compared with its plan yet", compare=False)
+    compared: str = field(default="not compared with a measured step yet", compare=False)
 
     def __post_init__(self) -> None:
         if torch.float32 not in self.flops:
