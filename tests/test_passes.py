@@ -132,27 +132,11 @@ def test_uses_are_where_the_model_as_written_has_them(x, w):
     lift_unshards(gm)
 
     uses = {node.name: use for node, use in uses_of(gm.graph).items()}
-    (table,) = (needed for name, (_, needed) in uses.items() if "table" in name)
-    (b,) = ((at, needed) for name, (at, needed) in uses.items() if name.startswith("l_b"))
-    assert not table
-    assert b[1]
+    (table,) = (only for name, (_, only) in uses.items() if "table" in name)
+    (b,) = ((at, only) for name, (at, only) in uses.items() if name.startswith("l_b"))
+    assert table
+    assert not b[1]
     assert [list(gm.graph.nodes)[at].target for at in b[0]] == [operator.matmul] * 2
-
-
-def test_backward_needs_no_parameter_ahead_of_all_that_needs_a_gradient(x, w):
-    def model(x, *parameters):
-        first, gain, trained, last = (
-            ops.unshard.default(p, name, "any")
-            for p, name in zip(parameters, ("first", "gain", "trained", "last"), strict=True)
-        )
-        y = torch.tanh(x @ first.t().bfloat16().float()) * gain
-        return y @ trained @ last.t(), first.square().sum()
-
-    gm = dynamo_graph(model, x, torch.ones(4, 4), torch.ones(4), w, torch.ones(4, 4))
-    lift_unshards(gm)
-
-    needed = {node.name: needed for node, (_, needed) in uses_of(gm.graph).items()}
-    assert [needed[f"l_parameters_{i}_"] for i in range(4)] == [False, False, True, True]
 
 
 @pytest.mark.smoke
@@ -746,7 +730,7 @@ def test_backward_gets_all_but_tables_of_embeddings():
 
     inputs = torch.zeros(3, dtype=torch.int64), *torch.ones(3, 4, 4), torch.ones(3, 4)
     gm = joint_graph(lambda ids, w1, w2, w3, t1: embed(ids, w1, w2[:3], w3, t1), *inputs)
-    parameters = of_layers(gm, w1={"needed_in_backward": False})
+    parameters = of_layers(gm, w1={"only_embeds": True})
 
     settle_backward_gathers(gm, parameters, tangents_of(gm))
 
@@ -765,36 +749,12 @@ def test_backward_gets_all_but_tables_of_embeddings():
     assert not gm.graph.find_nodes(op="call_function", target=needed_in_backward)
 
 
-def test_what_a_frozen_part_gives_is_saved():
-    def model(x, w1, w2, w3, t1):
-        y = torch.sigmoid(x @ w1.t()) * w1.norm()
-        return y @ w2, t1 @ w2.t(), y.t() @ t1
-
-    gm = joint_graph(model, torch.ones(3, 4), *torch.ones(3, 4, 4), torch.ones(3, 4))
-    parameters = of_layers(gm, w1={"needed_in_backward": False})
-
-    settle_backward_gathers(gm, parameters, tangents_of(gm))
-
-    assert_text(
-        gm,
-        """\
-        must_recompute: t: f32[4, 4] = aten.t(w1)
-        must_save: mm: f32[3, 4] = aten.mm(x, t)
-        must_save: linalg_vector_norm: f32[] = aten.linalg_vector_norm(w1)
-        must_recompute: t_1: f32[4, 4] = aten.t(w2)
-        """,
-        policies(gm),
-    )
-    (needs,) = gm.graph.find_nodes(op="call_function", target=needed_in_backward)
-    assert [node.name for node in needs.args[1]] == ["w2", "w3"]
-
-
 def test_what_a_checkpoint_computes_again_or_what_is_kept_is_left_alone():
     x, w, t = torch.ones(2, 4), torch.ones(4, 4), torch.ones(2, 4)
     gm = joint_graph(lambda x, w1, t1: (torch.sigmoid(x + w1[:2]), t1), x, w, t)
     (add,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)
     add.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
-    settle_backward_gathers(gm, of_layers(gm, w1={"needed_in_backward": False}), tangents_of(gm))
+    settle_backward_gathers(gm, of_layers(gm, w1={"only_embeds": True}), tangents_of(gm))
     assert add.meta["recompute"] is CheckpointPolicy.PREFER_RECOMPUTE
 
     gm = joint_graph(linear_in_bf16, x.bfloat16(), w, t.bfloat16())

@@ -13,8 +13,6 @@ from deepcompile_zero3 import grad_dtype, torch_internals
 from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.runtime import ops
 
-_LOOKUPS = (torch.nn.functional.embedding, torch.embedding, torch.ops.aten.embedding.default)
-
 
 def lift_unshards(gm: fx.GraphModule) -> list[str]:
     """Replaces each ``zero3.unshard`` by its placeholder, in nested graphs too.
@@ -50,47 +48,17 @@ def set_contracts(gm: fx.GraphModule, contracts: Mapping[str, str]) -> None:
 
 
 def uses_of(graph: fx.Graph) -> dict[fx.Node, tuple[tuple[int, ...], bool]]:
-    """Where a lifted graph uses each of its inputs, and whether its backward needs the input.
-
-    That is settled by the model as written, and not by sizes.
-    """
+    """Where a lifted graph uses each of its inputs, and whether only to look rows of it up."""
+    lookups = (torch.nn.functional.embedding, torch.embedding, torch.ops.aten.embedding.default)
     positions = {node: position for position, node in enumerate(graph.nodes)}
     uses = {}
     for node in graph.find_nodes(op="placeholder"):
         users = [user for user in node.users if user.op != "output"]
         uses[node] = (
             tuple(sorted(positions[user] for user in users)) or (len(positions),),
-            not users or _is_needed_in_backward(node),
+            bool(users) and all(user.target in lookups for user in users),
         )
     return uses
-
-
-def _is_needed_in_backward(parameter: fx.Node) -> bool:
-    """Whether anything but its rows needs a gradient that it, or a function of it alone, gives."""
-    alone = {parameter}
-    pending = [parameter]
-    while pending:
-        node = pending.pop()
-        for user in node.users:
-            if node is parameter and (user.target in _LOOKUPS or user.op == "output"):
-                continue
-            if user.op != "output" and set(user.all_input_nodes) <= alone:
-                if user not in alone:
-                    alone.add(user)
-                    pending.append(user)
-            elif _may_need_a_gradient(node if user.op == "output" else user):
-                return True
-    return False
-
-
-def _may_need_a_gradient(node: fx.Node) -> bool:
-    value = node.meta.get("example_value")
-    results = [value] if isinstance(value, torch.Tensor) else value
-    if isinstance(node.target, torch._ops.HigherOrderOperator) or not isinstance(
-        results, list | tuple
-    ):
-        return True
-    return any(isinstance(r, torch.Tensor) and r.requires_grad for r in results)
 
 
 def declare_grad_dtypes(gm: fx.GraphModule, inputs: Mapping[int, ParameterFacts]) -> None:

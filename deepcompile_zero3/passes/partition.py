@@ -4,8 +4,7 @@ A partitioner weighs the bytes of activations against each other, and ops are de
 shapes, so that a batch of another size may save, and compute again, something else; and each rank
 sees batches of its own. Yet all ranks must gather the same parameters. So, of those that backward
 gathers again, it gets all, whatever it does with them, as in FSDP2. The exception are parameters
-that only look rows up, whose gradients need no weight, and those ahead of all that needs a
-gradient: what they give is saved.
+that only look rows up, whose gradients need no weight: what they give is saved.
 
 A function of parameters alone, such as ``w.bfloat16()``, is computed again: saving it would keep
 the parameter. Its reductions, such as ``w.norm()``, are as the partitioner likes.
@@ -36,8 +35,7 @@ def settle_backward_gathers(
         tangents: the graph's inputs that are gradients of outputs.
     """
     again = {node for node, facts in parameters.items() if facts.reshard_after_forward is not False}
-    spared = {node for node in again if not parameters[node].needed_in_backward}
-    needed = [node for node in parameters if node in again - spared]
+    embedding = {node for node in again if parameters[node].only_embeds}
     gradients = _descendants(tangents)
     alone = set(again)  # functions of parameters alone
     neutral: set[fx.Node] = set()  # constants and reductions: such a function may read them too
@@ -48,18 +46,14 @@ def settle_backward_gathers(
         is_plain = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
         settled = all(n in alone or n in neutral or _is_size(n) for n in inputs)
         if not is_plain or _is_random(node) or not settled:
-            if inputs & spared:
+            if inputs & embedding:
                 _tag(node, CheckpointPolicy.MUST_SAVE)
         elif inputs & alone and not _is_reduction(node):
             alone.add(node)
-            if inputs & spared:
-                spared.add(node)
             _tag(node, CheckpointPolicy.MUST_RECOMPUTE)
         else:
-            if inputs & spared:
-                _tag(node, CheckpointPolicy.MUST_SAVE)
             neutral.add(node)
-    _need(needed, gm.graph, gradients)
+    _need([node for node in parameters if node in again - embedding], gm.graph, gradients)
     gm.recompile()
 
 
