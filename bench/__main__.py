@@ -261,7 +261,7 @@ def parse_arguments() -> argparse.Namespace:
         "-w", "--workloads", type=_names(WORKLOADS), default=_DEFAULT_WORKLOADS, metavar="A,B,..."
     )
     predicted.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], metavar="N")
-    predicted.add_argument("--rounds", type=int, default=9, help="predictions (default: 9)")
+    predicted.add_argument("--rounds", type=int, default=6, help="predictions (default: 6)")
     predicted.add_argument("--steps", type=int, default=3, help="of each round (default: 3)")
     predicted.set_defaults(run=plan, malloc="default")
     for part in (parser, told):

@@ -151,8 +151,7 @@ def _start(stack: ExitStack, make: partial[object], ranks: int, cache: str) -> R
 
 
 def _predict(workload: str, measured: list[tuple[dict[str, float], Machine]]) -> Plan:
-    """A step of ranks of which each waits for the slowest."""
-    kernels = [of_rank for of_rank, _ in measured]
+    """A step of ranks that wait for the slowest, which each kernel need not be slowest on."""
     shape = WORKLOADS[workload]
     return plan(
         shape.build,
@@ -161,7 +160,7 @@ def _predict(workload: str, measured: list[tuple[dict[str, float], Machine]]) ->
         machine=measured[0][1],
         shard=partial(_shard, shape),
         advise=False,
-        seconds_by_kernel={key: max(each[key] for each in kernels) for key in kernels[0]},
+        seconds_by_kernel=max((kernels for kernels, _ in measured), key=lambda k: sum(k.values())),
     )
 
 

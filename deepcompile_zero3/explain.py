@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 from deepcompile_zero3 import torch_internals
-from deepcompile_zero3.backend import saved_outputs, zero3
+from deepcompile_zero3.backend import Options, saved_outputs, zero3
 from deepcompile_zero3.capture import CapturedGraph, CapturedGraphs, capture_graphs
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.graph_text import COMMENT, base_of, short_name, views_of
@@ -57,6 +57,7 @@ def explain(
         print(explain(model, input_ids=text, labels=text))
     """
     machine = machine_of(machine)
+    Options.parse(options)  # here no compiler wraps what it raises
     model = getattr(model, "_orig_mod", model)  # of torch.compile(model)
     parameters = all_parameters_of(model, "explain")
     breaks_before = torch_internals.graph_breaks()

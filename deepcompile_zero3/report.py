@@ -121,11 +121,19 @@ class Report:
         gradients = (gradient for graph in self.graphs for gradient in graph.gradients)
         return sum({gradient.parameter: gradient.nbytes for gradient in gradients}.values())
 
+    @property
+    def peak(self) -> dict[str, int]:
+        """Bytes by kind when the timeline has most of them: as by messages, also where ranks share
+        memory, and with an optimizer's state.
+        """
+        _, nbytes = max(self.timeline.memory, key=lambda point: sum(point[1]), default=(0.0, ()))
+        return dict(zip(self.timeline.kinds, nbytes, strict=True)) if nbytes else {}
+
     def to_dict(self) -> dict[str, Any]:
         """The attributes as numbers, strings, lists and dicts, for JSON."""
         told = asdict(replace(self, timeline=Timeline("", ())))
         del told["timeline"]
-        return told | {"gathered": self.gathered, "reduced": self.reduced}
+        return told | {"gathered": self.gathered, "reduced": self.reduced, "peak": self.peak}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a page with the timeline, and tables to search: see :func:`page.save_page`."""
@@ -159,6 +167,10 @@ def _parts(report: Report) -> Iterator[Any]:
         f"at rest {_mib(report.shards)} of shards; a step gathers {_mib(report.gathered)} and "
         f"reduces {_mib(report.reduced)}"
     )
+    if report.peak:
+        kinds = ", ".join(f"{kind} {_number(n)}" for kind, n in report.peak.items() if n)
+        where = " by messages" if report.is_shared else ""
+        yield f"predicted peak{where} {_mib(sum(report.peak.values()))}: {kinds}"
     counts = {"forward": itertools.count(), "backward": itertools.count()}
     for graph in report.graphs:
         yield ""

@@ -1,9 +1,11 @@
 """``python -m deepcompile_zero3 doctor`` tries what it says that it tries."""
 
+import datetime
 import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from deepcompile_zero3 import doctor
@@ -23,6 +25,18 @@ def test_all_is_well():
     ran = _run("doctor", ZERO3_TRANSPORT="c10d")
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert ran.stdout.count("a step is right, by messages") == 2
+    assert "transformers " in ran.stdout
+
+
+def _wait_for_ever(model):
+    time.sleep(3600)
+
+
+def test_a_step_that_does_not_end_is_told(monkeypatch):
+    monkeypatch.setattr(doctor, "_TIMEOUT", datetime.timedelta(seconds=3))
+    finding = doctor.try_step("two ranks", _wait_for_ever)
+    assert finding.found == "no step in 3 s"
+    assert finding.remedy
 
 
 def _refuse(model):

@@ -62,6 +62,8 @@ def test_llama_is_explained():
         """
         LlamaForCausalLM: 20 parameters of 0.079 MiB over 1 rank, by messages
         at rest 0.079 MiB of shards; a step gathers 0.138 MiB and reduces 0.079 MiB
+        predicted peak 8.402 MiB: shards 0.079, optimizer 0.157, gathered 0.004,
+        activations 0.103, communication 8.059
 
         forward 0: at most 0.043 MiB gathered at once, 0.097 MiB of activations saved
         gathers                            dtype    MiB  starts before  needed by  ahead
@@ -99,6 +101,8 @@ def test_qwen3_moe_is_explained():
         """
         Qwen3MoeForCausalLM: 25 parameters of 0.088 MiB over 1 rank, by messages
         at rest 0.088 MiB of shards; a step gathers 0.148 MiB and reduces 0.088 MiB
+        predicted peak 8.422 MiB: shards 0.088, optimizer 0.175, gathered 0.011,
+        activations 0.128, communication 8.020
 
         forward 0: at most 0.037 MiB gathered at once, 0.116 MiB of activations saved
         gathers                            dtype    MiB  starts before  needed by  ahead
@@ -138,6 +142,8 @@ def test_gpt2_is_explained():
         """
         GPT2LMHeadModel: 28 parameters of 0.106 MiB over 1 rank, by messages
         at rest 0.106 MiB of shards; a step gathers 0.192 MiB and reduces 0.106 MiB
+        predicted peak 8.518 MiB: shards 0.106, optimizer 0.213, gathered 0.011,
+        activations 0.172, communication 8.016
 
         forward 0: at most 0.050 MiB gathered at once, 0.126 MiB of activations saved
         gathers                            dtype    MiB  starts before  needed by  ahead
@@ -187,6 +193,8 @@ def test_t5_is_explained():
         """
         T5ForConditionalGeneration: 47 parameters of 0.167 MiB over 1 rank, by messages
         at rest 0.167 MiB of shards; a step gathers 0.312 MiB and reduces 0.167 MiB
+        predicted peak 8.774 MiB: shards 0.167, optimizer 0.333, gathered 0.004,
+        activations 0.215, communication 8.055
 
         forward 0: at most 0.047 MiB gathered at once, 0.217 MiB of activations saved
         gathers                            dtype    MiB  starts before  needed by  ahead
@@ -243,6 +251,8 @@ def test_vit_is_explained():
         """
         ViTForImageClassification: 40 parameters of 0.074 MiB over 1 rank, by messages
         at rest 0.074 MiB of shards; a step gathers 0.129 MiB and reduces 0.074 MiB
+        predicted peak 8.372 MiB: shards 0.074, optimizer 0.148, gathered 0.019,
+        activations 0.115, communication 8.016
 
         forward 0: at most 0.034 MiB gathered at once, 0.110 MiB of activations saved
         gathers                          dtype    MiB  starts before  needed by    ahead
@@ -401,6 +411,12 @@ def test_where_nothing_is_compiled_that_is_said():
 
 
 @needs_a_job
+def test_an_unknown_option_is_a_value_error():
+    with pytest.raises(ValueError, match="unknown option 'nope'"):
+        explain(fully_shard(nn.Linear(2, 2)), torch.ones(1, 2), options={"nope": 1})
+
+
+@needs_a_job
 def test_a_model_that_is_compiled_already_is_explained():
     model = fully_shard(Stack())
     run = torch.compile(model, backend="zero3", options=OPTIONS)
@@ -446,7 +462,10 @@ def test_it_fits_80_columns_and_json():
         "in_eager",
         "gathered",
         "reduced",
+        "peak",
     }
+    assert told["peak"]["shards"] == report.shards
+    assert told["peak"]["optimizer"] == 2 * report.shards
 
 
 @needs_a_job

@@ -749,6 +749,20 @@ def test_backward_gets_all_but_tables_of_embeddings():
     assert not gm.graph.find_nodes(op="call_function", target=needed_in_backward)
 
 
+@pytest.mark.parametrize("rows", [1, 4])
+def test_rows_by_position_are_saved_however_many(rows):
+    def embed(x, w1, t1):
+        positions = torch.nn.functional.embedding(torch.arange(len(x)), w1)
+        return x * positions, t1 * positions
+
+    gm = joint_graph(embed, torch.ones(rows, 4), torch.ones(4, 4), torch.ones(rows, 4))
+
+    settle_backward_gathers(gm, of_layers(gm, w1={"only_embeds": True}), tangents_of(gm))
+
+    (node,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.embedding.default)
+    assert node.meta["recompute"] is CheckpointPolicy.MUST_SAVE
+
+
 def test_what_a_checkpoint_computes_again_or_what_is_kept_is_left_alone():
     x, w, t = torch.ones(2, 4), torch.ones(4, 4), torch.ones(2, 4)
     gm = joint_graph(lambda x, w1, t1: (torch.sigmoid(x + w1[:2]), t1), x, w, t)

@@ -221,7 +221,10 @@ def test_what_does_not_fit_is_said():
     tight = MACHINES["h100"].with_numbers(memory=1e9)
     found = plan(_wide, _tokens(1, 2048), world_size=64, shard=_in_bf16, machine=tight)
     assert not found.fits
-    assert "does not fit" in str(found)
+    assert "memory: " in str(found)
+    (remedy,) = (line for line in found.advice if "does not fit" in line)
+    assert "What helps there" in remedy
+    assert not any("a larger one hides them" in line for line in found.advice)
 
 
 class Broken(nn.Module):

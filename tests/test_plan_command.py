@@ -37,7 +37,10 @@ def test_a_config_is_planned_from_the_command_line(config, tmp_path):
     )
     assert found.returncode == 0, found.stderr
     assert "LlamaForCausalLM on 8 ranks of h100" in found.stdout
-    assert json.loads(numbers.read_text())["ranks"] == 8
+    told = json.loads(numbers.read_text())
+    assert told["ranks"] == 8
+    assert "by you: flops=1e+14" in told["source"]
+    assert told["compared"] in " ".join(found.stdout.split())
     assert page.exists()
 
 
@@ -56,6 +59,7 @@ def test_a_sweep_is_a_table_and_a_picture(config, tmp_path):
     lines = found.stdout.splitlines()
     assert lines[0].split()[0] == "batch"
     assert [line.split()[0] for line in lines[1:3]] == ["1", "2"]
+    assert "h100: NVIDIA H100 SXM data sheet" in found.stdout
     assert picture.stat().st_size > 1000
 
 

@@ -88,6 +88,27 @@ def test_operators_of_several_results_are_fused_with_what_reads_them():
     assert [span.lane for span in found.report.timeline.spans].count("reduce") == 1
 
 
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 512, bias=False)
+
+    def forward(self, x):
+        gate, up = self.linear(x).chunk(2, -1)
+        return (torch.nn.functional.silu(gate) * up).square().mean()
+
+
+def test_parts_of_a_tensor_are_read_each():
+    with fake_ranks(2) as mesh:
+        with torch.device("meta"):
+            model = Gated()
+        graphs = trace(shard_blocks(model, mesh), {"x": torch.zeros(32, 64)}).rewrite(Options())
+    (forward,) = graphs.forward
+    (gated,) = (k for k in kernels_of(forward.graph_module.graph) if "sigmoid" in k.name)
+    product = 32 * 512 * 4
+    assert gated.nbytes == pytest.approx(product, rel=0.01)
+
+
 def is_kernel(item):
     return isinstance(item, Kernel)
 

@@ -270,6 +270,16 @@ def test_a_prediction_that_is_not_sound_is_none(one_rank, tmp_path, capsys, code
     assert "no prediction: " + step["remark"] in printed if remark else "predicted" in printed
 
 
+def test_nothing_is_measured_for_a_step_that_is_not_predicted(one_rank, tmp_path, capsys):  # noqa: F811
+    script = tmp_path / "one_rank.py"
+    evaluates = "torch.no_grad()(model)(some); run(some).sum().backward()"
+    script.write_text(ONE_RANK.format(step=evaluates))
+    assert _trace(tmp_path, steps=0, script=str(script), machine="here") == 0
+    told = capsys.readouterr()
+    assert "or the script evaluates between two steps" in " ".join(told.out.split())
+    assert "measures" not in told.err
+
+
 def test_a_machine_that_is_not_known_is_told(tmp_path, capsys):
     parser = argparse.ArgumentParser()
     trace.add_arguments(parser)

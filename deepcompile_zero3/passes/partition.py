@@ -45,6 +45,7 @@ def settle_backward_gathers(
         inputs = set(node.all_input_nodes)
         is_plain = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
         settled = all(n in alone or n in neutral or _is_size(n) for n in inputs)
+        settled &= node.target is not torch.ops.aten.embedding.default  # of rows by position, too
         if not is_plain or _is_random(node) or not settled:
             if inputs & embedding:
                 _tag(node, CheckpointPolicy.MUST_SAVE)

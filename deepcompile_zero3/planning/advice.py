@@ -17,7 +17,7 @@ _WORTH = 0.02  # of a step
 def advice_for(
     plan: "Plan", options: Options, traced: Trace, predict: Callable[[Options], "Plan"]
 ) -> tuple[str, ...]:
-    """In the order of what it saves.
+    """Graph breaks, what makes it fit, padding, and what is quicker, by what that saves.
 
     Args:
         plan: to improve on.
@@ -77,7 +77,9 @@ def _to_be_quicker(
         if saved >= _WORTH and other.fits:
             peak = f"{other.peak / 1e9:.1f} GB at the peak"
             yield f"the backend's option {name} would save {saved:.0%} of the step: {peak}"
-    yield (
-        f"{plan.waiting / plan.seconds:.0%} of the step waits for collectives, whose bytes do not "
-        "depend on the batch: a larger one hides them"
-    )
+    if plan.fits:
+        waits = plan.waiting / plan.seconds
+        yield (
+            f"{waits:.0%} of the step waits for collectives, whose bytes do not depend on the "
+            "batch: a larger one hides them"
+        )

@@ -48,7 +48,6 @@ def measure_device(device: torch.device, name: str) -> Machine:
         local=alone,
         remote=alone,
         source="measured",
-        compared="see what a plan says of two cores in docs/planning.md",
     )
 
 

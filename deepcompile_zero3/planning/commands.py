@@ -48,7 +48,7 @@ def _told_in_a_line(run: Command) -> Command:
         try:
             _check_folders(arguments)
             with catch_warnings():
-                filterwarnings("ignore", module="torch._dynamo")  # of what transformers caches
+                filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
                 return run(arguments)
         except (Zero3Error, ImportError, OSError, ValueError) as error:
             raised_in = [frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)]
@@ -100,7 +100,7 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 def _planned(arguments: argparse.Namespace, **changes: Any) -> Plan:
     """A plan; meanwhile, what it is about is said to a terminal."""
-    changed = "".join(f"{name}={value:g}: " for name, value in changes.items() if name in _KNOBS)
+    changed = "".join(f"{name}={value}: " for name, value in changes.items() if name in _KNOBS)
     with Console(stderr=True).status("") as status:
         return job.plan_of(arguments, lambda phase: status.update(changed + phase), **changes)
 

@@ -3,9 +3,10 @@
 import argparse
 import functools
 import importlib.util
+import inspect
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         help="config.json of transformers, built in fp32, or FILE.py:FUNCTION, which gives a model "
-        "and a dict of the arguments of its call on one rank",
+        "that is not sharded yet and a dict of the arguments of its call on one rank",
     )
     add = parser.add_argument
     add("--ranks", type=_positive, required=True, metavar="N", help="of all replicas together")
@@ -135,13 +136,16 @@ def _job(asked: argparse.Namespace) -> tuple[Callable[[], nn.Module], dict[str, 
             "all of that itself"
         )
     path, _, name = asked.model.rpartition(":")
+    function = _function(path, name)
+    _check_call(function, {}, f"{asked.model} is called without arguments")
     with torch.device("meta"):
-        job = _function(path, name)()
+        job = function()
     kinds = [type(each) for each in job] if isinstance(job, tuple) else [type(job)]
     if len(kinds) != 2 or not issubclass(kinds[0], nn.Module) or kinds[1] is not dict:
         names = ", ".join(kind.__name__ for kind in kinds)
         raise Zero3Error(f"{asked.model} has to give a module and a dict, and gave {names}")
     model, call = job
+    _check_call(model.forward, call, f"the dict of {asked.model} is the model's arguments")
     call = tree_map_only(torch.Tensor, lambda t: torch.zeros_like(t, device="cpu"), call)
     return lambda: model, call
 
@@ -187,6 +191,13 @@ def _function(path: str, name: str) -> Callable[[], tuple[nn.Module, dict[str, A
     return getattr(module, name)
 
 
+def _check_call(function: Callable, call: Mapping[str, Any], what: str) -> None:
+    try:
+        inspect.signature(function).bind(**call)
+    except TypeError as error:
+        raise Zero3Error(f"{what}: {error}") from error
+
+
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"a positive number, got {text!r}")
@@ -198,5 +209,5 @@ def _number(text: str) -> tuple[str, float]:
     try:
         return name, float(value)
     except ValueError:
-        message = f"NAME=NUMBER in bytes, FLOP/s or seconds, as in memory=80e9; got {text!r}"
+        message = f"NAME=NUMBER without a unit, as in memory=80e9; got {text!r}"
         raise argparse.ArgumentTypeError(message) from None

@@ -2,6 +2,7 @@
 
 import heapq
 import operator
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -37,7 +38,7 @@ class Kernel:
 
     @property
     def name(self) -> str:
-        """The operators, as "mm" or "mul, add"; of many the first and the last."""
+        """The operators, as "mm" or "mul, add"; of many the first two and the last."""
         names = list(dict.fromkeys(_name(node) for node in self.nodes))
         return ", ".join(names if len(names) < 4 else [*names[:2], "...", names[-1]])
 
@@ -250,19 +251,21 @@ def _is_causal(node: fx.Node) -> bool:
 
 def _kernel(nodes: list[fx.Node]) -> Kernel:
     inside = set(nodes)
-    read: dict[fx.Node, int] = {}
+    read: dict[fx.Node, dict[fx.Node, int]] = {}  # bytes of each view of a tensor
     for node in nodes:
         for source in node.all_input_nodes:
             base = base_of(source)
             if _operator_of(base) not in inside and not is_inlined(base):
-                nbytes = min(nbytes_of(source), nbytes_of(base)) or nbytes_of(source)
+                nbytes = nbytes_of(source)
                 if node.target in _LOOKUPS:
                     nbytes = min(nbytes, nbytes_of(node))
-                read[base] = max(read.get(base, 0), nbytes)
+                views = read.setdefault(base, {})
+                views[source] = max(views.get(source, 0), nbytes)
     probe = Kernel(tuple(nodes), 0.0, torch.float32, 0)
     written = sum(nbytes_of(node) for node in results_of(probe) if not is_inlined(node))
     flops = sum(map(product_flops, nodes))
-    return Kernel(tuple(nodes), flops, _dtype(nodes[0]), sum(read.values()) + written)
+    nbytes = sum(min(sum(views.values()), nbytes_of(b) or sys.maxsize) for b, views in read.items())
+    return Kernel(tuple(nodes), flops, _dtype(nodes[0]), nbytes + written)
 
 
 def is_inlined(node: fx.Node) -> bool:

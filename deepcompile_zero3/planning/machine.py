@@ -19,6 +19,9 @@ class Link:
     bandwidth: float
 
 
+_NOT_COMPARED = "not compared with a measured step yet"
+
+
 @dataclass(frozen=True)
 class Machine:
     """Of one rank's device, and how it reaches others.
@@ -50,7 +53,7 @@ class Machine:
     overlap: float = 1.0
     backend: str = "nccl"
     source: str = field(default="", compare=False)
-    compared: str = field(default="not compared with a measured step yet", compare=False)
+    compared: str = field(default=_NOT_COMPARED, compare=False)
 
     def __post_init__(self) -> None:
         if torch.float32 not in self.flops:
@@ -72,7 +75,7 @@ class Machine:
     @property
     def provenance(self) -> str:
         """Where its numbers come from, and how far they lead."""
-        return "; ".join(filter(None, (f"{self.name}: {self.source}", self.compared)))
+        return f"{self.name}: {self.source or 'numbers of your own'}; {self.compared}"
 
     def with_numbers(self, **numbers: float) -> "Machine":
         """Another one, with some numbers of one's own.
@@ -102,7 +105,8 @@ class Machine:
         if not numbers:
             return machine
         told = ", ".join(f"{name}={value:g}" for name, value in numbers.items())
-        return replace(machine, source=f"{machine.source}; by you: {told}".removeprefix("; "))
+        source = f"{machine.source}; by you: {told}".removeprefix("; ")
+        return replace(machine, source=source, compared=_NOT_COMPARED)
 
     def flops_of(self, dtype: torch.dtype) -> float:
         """FLOP/s of products in ``dtype``; of fp32 if it is not known."""

@@ -18,7 +18,7 @@ from deepcompile_zero3.planning.advice import advice_for
 from deepcompile_zero3.planning.graphs import fake_ranks, trace
 from deepcompile_zero3.planning.machine import Machine, machine_of
 from deepcompile_zero3.planning.measure import key_of
-from deepcompile_zero3.planning.simulate import KINDS, SecondsOf, Step, Traffic, simulate
+from deepcompile_zero3.planning.simulate import SecondsOf, Step, Traffic, simulate
 from deepcompile_zero3.report import Report, tables_of, text_of
 
 ShardModel: TypeAlias = Callable[[nn.Module, DeviceMesh], Any]
@@ -35,6 +35,7 @@ class Plan:
         seconds: of the step.
         computing, waiting: the parts of it.
         flops: of matrix products, of a rank.
+        product_seconds: that they take at least, at the machine's FLOP/s for their dtypes.
         traffic: by kind of collective.
         peak: bytes at most.
         memory: bytes by kind at that moment.
@@ -49,6 +50,7 @@ class Plan:
     computing: float
     waiting: float
     flops: float
+    product_seconds: float
     traffic: dict[str, Traffic]
     peak: int
     memory: dict[str, int]
@@ -58,10 +60,7 @@ class Plan:
     @property
     def utilisation(self) -> float:
         """FLOP/s of matrix products over those that the machine reaches."""
-        buckets = [bucket for graph in self.report.graphs for bucket in graph.gathers]
-        low = {dtype for bucket in buckets for dtype in bucket.dtypes} & {"bf16", "f16"}
-        dtype = torch.bfloat16 if low else torch.float32
-        return self.flops / self.seconds / self.machine.flops_of(dtype)
+        return self.product_seconds / self.seconds
 
     @property
     def tokens_per_second(self) -> float:
@@ -143,11 +142,13 @@ def plan(
         tell: is called with what is done next, some minutes of a large model.
 
     Raises:
-        ValueError: an unknown machine or option, or a wrong number of ranks.
+        ValueError: an unknown machine or option, or a wrong number of ranks or bytes.
         Zero3Error: the process has a process group, or no graph was compiled.
     """
     machine = machine_of(machine)
     parsed = Options.parse(options)
+    if optimizer_bytes < 0:
+        raise ValueError(f"optimizer_bytes is a number of bytes, got {optimizer_bytes}")
     with fake_ranks(world_size, replicas) as mesh:
         tell("building and sharding the model")
         with torch.device("meta"):
@@ -188,8 +189,7 @@ def _tokens_of(call: Mapping[str, Any]) -> int:
 
 
 def _plan_of(report: Report, machine: Machine, ranks: int, step: Step, tokens: int) -> Plan:
-    spans, memory = step.timeline.spans, step.timeline.memory
-    peak = max(memory, key=lambda point: sum(point[1]))[1]
+    spans = step.timeline.spans
     seconds = {
         lane: sum(span.end - span.start for span in spans if span.lane == lane)
         for lane in ("compute", "waiting")
@@ -202,9 +202,10 @@ def _plan_of(report: Report, machine: Machine, ranks: int, step: Step, tokens: i
         computing=seconds["compute"],
         waiting=seconds["waiting"],
         flops=step.flops,
+        product_seconds=step.product_seconds,
         traffic=step.traffic,
-        peak=sum(peak),
-        memory=dict(zip(KINDS, peak, strict=True)),
+        peak=sum(report.peak.values()),
+        memory=report.peak,
         tokens=tokens,
         advice=(),
     )
@@ -238,7 +239,7 @@ def _parts(plan: Plan) -> list[Any]:
     report = plan.report
     waits = plan.waiting / plan.seconds
     unit, scale = ("GB", 1e9) if plan.peak >= 1e9 else ("MB", 1e6)
-    reached = plan.flops / plan.seconds / plan.utilisation if plan.utilisation else 0.0
+    reached = plan.flops / plan.product_seconds if plan.product_seconds else 0.0
     speed = f"{plan.tokens_per_second:,.0f} tokens/s in all; " if plan.tokens else ""
     parts: list[Any] = [
         f"{report.model} on {plan.ranks} ranks of {plan.machine.name}, each model over "

@@ -63,11 +63,13 @@ class Step:
     Attributes:
         timeline: of it.
         flops: of matrix products.
+        product_seconds: that they take at least, at the machine's FLOP/s for their dtypes.
         traffic: by kind of collective.
     """
 
     timeline: Timeline
     flops: float
+    product_seconds: float
     traffic: dict[str, Traffic]
 
 
@@ -194,7 +196,7 @@ class _Simulation:
         self._seconds_of = seconds_of
         self._now = 0.0  # of the computation
         self._link_free = 0.0
-        self._flops = 0.0
+        self._flops = self._product_seconds = 0.0
         self._spans: list[Span] = []
         self._alive: Counter[str] = Counter()
         self._memory: list[tuple[float, tuple[int, ...]]] = []
@@ -230,7 +232,7 @@ class _Simulation:
         self._step_optimizer(trained)
         name = f"predicted for {self._machine.name}"
         timeline = Timeline(name, tuple(self._spans), KINDS, tuple(self._memory))
-        return Step(timeline, self._flops, self._traffic)
+        return Step(timeline, self._flops, self._product_seconds, self._traffic)
 
     def _run_all(self, graphs: Sequence[CapturedGraph]) -> None:
         for captured in graphs:
@@ -314,6 +316,7 @@ class _Simulation:
 
     def _run_kernel(self, kernel: Kernel) -> None:
         self._flops += kernel.flops
+        self._product_seconds += kernel.flops / self._machine.flops_of(kernel.dtype)
         self._compute(
             kernel.name, kernel.flops, kernel.dtype, kernel.nbytes, seconds=self._seconds_of(kernel)
         )

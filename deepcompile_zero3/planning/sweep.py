@@ -17,12 +17,12 @@ def table(knob: str, plans: Mapping[float, Plan]) -> Table:
         column.justify = "right"
     for value, plan in plans.items():
         result.add_row(
-            f"{value:g}",
-            f"{plan.seconds * 1e3:.1f}",
+            str(value),
+            f"{plan.seconds * 1e3:.4g}",
             f"{plan.tokens_per_second:,.0f}" if plan.tokens else "",
             f"{plan.waiting / plan.seconds:.1%}",
             f"{plan.utilisation:.0%}",
-            f"{plan.peak / 1e9:.1f}",
+            f"{plan.peak / 1e9:.3g}",
             "yes" if plan.fits else "no",
         )
     return result
@@ -34,7 +34,7 @@ def draw(title: str, knob: str, plans: Mapping[float, Plan], path: Path) -> None
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("a picture needs matplotlib: pip install matplotlib") from error
-    names = [f"{value:g}" for value in plans]
+    names = list(map(str, plans))
     figure = Figure(figsize=(10, 4), layout="constrained")
     time, memory = figure.subplots(1, 2)
     figure.suptitle(title)
@@ -49,7 +49,8 @@ def draw(title: str, knob: str, plans: Mapping[float, Plan], path: Path) -> None
         memory.bar(names, heights, bottom=bottom, label=kind)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     limit = min(plan.machine.memory for plan in plans.values()) / 1e9
-    memory.axhline(limit, color="black", linestyle=":", label="the machine's")
+    if limit < 10 * max(bottom):
+        memory.axhline(limit, color="black", linestyle=":", label="the machine's")
     memory.set_ylabel("GB at the peak")
     for panel in (time, memory):
         panel.set_xlabel(knob)

@@ -18,7 +18,7 @@ from deepcompile_zero3.parameter import ShardedParameter, parameters_beside
 from deepcompile_zero3.peak import nbytes_of_tensor
 from deepcompile_zero3.planning.calibrate import measure_device, measure_links
 from deepcompile_zero3.planning.kernels import Kernel, kernels_of
-from deepcompile_zero3.planning.machine import Machine
+from deepcompile_zero3.planning.machine import MACHINES, Machine
 from deepcompile_zero3.planning.measure import key_of, measure_kernels
 from deepcompile_zero3.planning.plan import told_by
 from deepcompile_zero3.planning.simulate import simulate
@@ -30,8 +30,8 @@ _Result = TypeVar("_Result")
 _Profiled: TypeAlias = tuple[Sequence[Event], Event]  # the range of a step the second
 
 _BY_MESSAGES = (
-    "predicted is a step whose ranks exchange messages; these share memory, so that their "
-    "collectives are not compared"
+    "predicted is a step whose ranks exchange messages; these share memory, and their waits and "
+    "flights are other ones"
 )
 
 
@@ -93,17 +93,11 @@ def _predict(
         optimizer_bytes=_optimizer_bytes(optimizers, parameters),
         seconds_of=told_by(seconds),
     )
-    if any(parameter.handle.is_shared for parameter in parameters.values()):
-        return Prediction(found.timeline, _BY_MESSAGES)
-    assert profiled is not None  # or nothing was found in it
-    sent = collectives_of(*profiled)
-    planned = {op: (traffic.number, traffic.nbytes) for op, traffic in found.traffic.items()}
-    if sent != planned:
-        raise Zero3Error(
-            f"the step sends {_told(sent)}, and its graphs {_told(planned)}: code that is not "
-            "compiled takes part"
-        )
-    return Prediction(found.timeline)
+    return Prediction(found.timeline, _BY_MESSAGES if _share_memory(parameters) else "")
+
+
+def _share_memory(parameters: Mapping[str, ShardedParameter]) -> bool:
+    return any(parameter.handle.is_shared for parameter in parameters.values())
 
 
 def _what_ran(
@@ -112,7 +106,7 @@ def _what_ran(
     """The graphs that ran in the step, and the parameters of their models.
 
     Raises:
-        Zero3Error: a step that runs each of them once is another one.
+        Zero3Error: a step that runs each of them once is another one, or sends something else.
     """
     if profiled is None:
         raise Zero3Error("a profile could not be read")
@@ -159,6 +153,15 @@ def _what_ran(
         raise Zero3Error("no model is sharded whose graphs ran in the step")
     if any(parameter.layout.inner is not None for parameter in parameters.values()):
         raise Zero3Error("ranks that share a tensor's computation are not planned")
+    if not _share_memory(parameters):
+        sent = collectives_of(*profiled)
+        traffic = simulate(ran, parameters, MACHINES["h100"]).traffic  # the same on any
+        planned = {op: (each.number, each.nbytes) for op, each in traffic.items()}
+        if sent != planned:
+            raise Zero3Error(
+                f"the step sends {_told(sent)}, and its graphs {_told(planned)}: code that is not "
+                "compiled takes part, or the script evaluates between two steps"
+            )
     return ran, parameters
 
 
@@ -199,7 +202,7 @@ def _what_to_measure(
 
 
 def _measure(mesh: DeviceMesh, kernels: Mapping[str, Kernel]) -> tuple[Machine, dict[str, float]]:
-    """The machine, and seconds of each kernel on the slowest rank. Collective."""
+    """The machine, and seconds of each kernel on the rank that is slowest. Collective."""
     group = mesh.get_group()
     _on_all_ranks(lambda: _check_alike([*kernels], group))
     if dist.get_rank() == 0:
@@ -213,8 +216,7 @@ def _measure(mesh: DeviceMesh, kernels: Mapping[str, Kernel]) -> tuple[Machine, 
         machine = measure_links(mesh, alone)
         mine = _on_all_ranks(lambda: _seconds(kernels, group))
     of_ranks = agree.gather("trace", list(mine.values()), group)
-    slowest = (max(seconds) for seconds in zip(*of_ranks, strict=True))
-    return machine, dict(zip(mine, slowest, strict=True))
+    return machine, dict(zip(mine, max(of_ranks, key=sum), strict=True))
 
 
 def _check_alike(kernels: list[str], group: dist.ProcessGroup) -> None:

@@ -43,7 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="predicts the step for it too; here: measures the one at hand, a minute or so",
     )
     job.add_numbers(parser)
-    add("script", help="a training script, which is run as by: python script args...")
+    add(
+        "script",
+        help="a training script, which is run as by: python script args... What stands before "
+        "it is for trace, what stands after it for the script. One that torchrun starts is traced "
+        "so: torchrun --nproc-per-node 2 -m deepcompile_zero3 trace script.py",
+    )
     add("arguments", nargs=argparse.REMAINDER, metavar="args", help="of the script")
 
 
