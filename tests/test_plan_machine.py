@@ -104,9 +104,8 @@ def test_parts_of_a_tensor_are_read_each():
             model = Gated()
         graphs = trace(shard_blocks(model, mesh), {"x": torch.zeros(32, 64)}).rewrite(Options())
     (forward,) = graphs.forward
-    (gated,) = (k for k in kernels_of(forward.graph_module.graph) if "sigmoid" in k.name)
-    product = 32 * 512 * 4
-    assert gated.nbytes == pytest.approx(product, rel=0.01)
+    _, gated = kernels_of(forward.graph_module.graph)
+    assert gated.nbytes == 32 * 512 * 4 + 4  # both halves of the product, and the mean
 
 
 def is_kernel(item):
