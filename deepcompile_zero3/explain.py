@@ -60,8 +60,11 @@ def explain(
     Options.parse(options)  # here no compiler wraps what it raises
     model = getattr(model, "_orig_mod", model)  # of torch.compile(model)
     parameters = all_parameters_of(model, "explain")
-    breaks_before = torch_internals.graph_breaks()
-    with capture_graphs() as graphs, without_a_trace(model, parameters):
+    with (
+        capture_graphs() as graphs,
+        torch_internals.graph_breaks() as breaks,
+        without_a_trace(model, parameters),
+    ):
         backend = functools.partial(zero3, options=options)
         torch_internals.call_compiled_apart(model, backend, args, kwargs)
     if not graphs.forward:
@@ -69,9 +72,8 @@ def explain(
             "explain has nothing to say: no graph was compiled. Is torch.compile disabled, as by "
             "TORCHDYNAMO_DISABLE=1, or the whole call?"
         )
-    breaks = tuple(torch_internals.graph_breaks() - breaks_before)
     step = simulate(graphs, {parameter.fqn: parameter for parameter in parameters}, machine)
-    return report_of(model, parameters, graphs, breaks, step.timeline)
+    return report_of(model, parameters, graphs, tuple(breaks), step.timeline)
 
 
 def report_of(

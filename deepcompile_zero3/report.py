@@ -93,8 +93,8 @@ class Report:
         nbytes: of all of them, full, as they are computed with.
         shards: bytes of this rank's shards.
         graphs: forwards, then backwards, each in the order of compilation.
-        breaks: why Dynamo broke the graph, in its words; what is between two graphs runs in eager
-            code.
+        breaks: where Dynamo broke the graph and why, in its words; what is between two graphs runs
+            in eager code.
         in_eager: parameters that no graph gathers; eager code that reads them does.
         timeline: of a step that runs each graph once, as it is predicted.
     """
@@ -223,7 +223,7 @@ def _parts(report: Report) -> Iterator[Any]:
 def line_of_break(reason: str) -> str:
     """What Dynamo says in many lines."""
     first = reason.strip().partition("\n")[0]
-    return f"the graph breaks (TORCH_LOGS=graph_breaks tells where): {first}"
+    return f"the graph breaks: {first}"
 
 
 def _alike(gradients: Iterable[Gradient]) -> Iterator[tuple[Gradient, ...]]:

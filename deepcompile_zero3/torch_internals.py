@@ -9,9 +9,11 @@ import datetime
 import importlib
 import inspect
 import operator
+import pathlib
+import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -94,6 +96,7 @@ REGION = "Torch-Compiled Region: "  # how the ranges of compiled frames in a pro
 _reset_code: Callable[..., None] = _private("torch._dynamo.eval_frame", "reset_code")
 _skip_code: Callable[..., None] = _private("torch._dynamo.eval_frame", "skip_code")
 _counters: Any = _private("torch._dynamo.utils", "counters")
+_graph_break_reasons: list[Any] = _private("torch._dynamo.output_graph", "graph_break_reasons")
 # Releases before 2.13 may not have it.
 _can_isolate = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 free_unbacked_symbols: Callable[[Any], set] = _private(
@@ -161,9 +164,33 @@ def custom_partitioner() -> Any:
     return _inductor_config.custom_partitioner_fn
 
 
-def graph_breaks() -> Counter[str]:
-    """Why Dynamo has broken graphs in this process, and how often."""
-    return Counter(_counters["graph_break"])
+_FOLLOWS = "step_unsupported"  # a frame broke because one that it calls did, which has told why
+
+
+@contextlib.contextmanager
+def graph_breaks() -> Iterator[list[str]]:
+    """Where and why Dynamo breaks graphs while the block runs, each once: "models/gpt.py:310: ...".
+
+    The list is filled when the block ends. A frame that Dynamo gives up whole has no place.
+    """
+    breaks: list[str] = []
+    placed_before, counted_before = len(_graph_break_reasons), Counter(_counters["graph_break"])
+    try:
+        yield breaks
+    finally:
+        placed = [one for one in _graph_break_reasons[placed_before:] if one.reason != _FOLLOWS]
+        counted = Counter(_counters["graph_break"]) - counted_before
+        known = {one.reason for one in placed}
+        told = [f"{_place(one.user_stack)}{one.reason}" for one in placed]
+        breaks += dict.fromkeys(told + [reason for reason in counted if reason not in known])
+
+
+def _place(stack: list[traceback.FrameSummary]) -> str:
+    """Of the innermost frame: its file and the folder of that, and the line."""
+    if not stack:
+        return ""
+    path = pathlib.PurePath(stack[-1].filename)
+    return f"{pathlib.PurePath(*path.parts[-2:])}:{stack[-1].lineno}: "
 
 
 def with_named_kernels() -> contextlib.AbstractContextManager[None]:

@@ -1,5 +1,6 @@
 """``explain`` says what a step then does, and leaves no trace of itself."""
 
+import inspect
 import json
 import re
 import textwrap
@@ -36,7 +37,8 @@ def _explained(name):
 
 
 def _assert_explained(name, expected):
-    text = textwrap.indent(_explained(name), 8 * " ")
+    text = re.sub(r"(\.py:)\d+", r"\1N", _explained(name))  # of a release of transformers
+    text = textwrap.indent(text, 8 * " ")
     expecttest.assert_expected_inline(f"\n{text}\n        ", expected, skip=1)
 
 
@@ -180,8 +182,8 @@ def test_gpt2_is_explained():
 
         backward 1: at most 0.000 MiB gathered at once, beside what forward kept
 
-        the graph breaks (TORCH_LOGS=graph_breaks tells where): logging.Logger method
-        not supported for non-export cases
+        the graph breaks: transformers/modeling_utils.py:N: logging.Logger method not
+        supported for non-export cases
         """,
     )
 
@@ -438,7 +440,9 @@ def test_what_runs_in_eager_code_is_named():
     report = explain(fully_shard(Broken()), batch_of(4, 8), options=OPTIONS)
     assert any(name.startswith("blocks.0.") for name in report.in_eager)
     assert not any(name.startswith("blocks.1.") for name in report.in_eager)
-    assert any("disable" in reason for reason in report.breaks)
+    line = inspect.getsourcelines(Broken.forward)[1] + 1
+    place = f"tests/test_explain.py:{line}: "
+    assert any(reason.startswith(place) and "disable" in reason for reason in report.breaks)
     text = str(report)
     assert "gathered by eager code" in text
     assert "the graph breaks" in text

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -66,12 +67,27 @@ def test_a_sweep_is_a_table_and_a_picture(config, tmp_path):
 JOB = """
 import torch
 from torch import nn
+from deepcompile_zero3 import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 def build():
     return nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)), {"input": torch.zeros(4, 64)}
 
 def alone():
     return nn.Linear(64, 64)
+
+def sharded():
+    def shard(model, mesh):
+        fully_shard(model[0], mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16))
+        fully_shard(model, mesh=mesh)
+    return *build(), shard
+
+def shards_itself():
+    model, call = build()
+    return fully_shard(model), call
+
+def takes_no_mesh():
+    return *build(), lambda model: model
 
 def fails():
     raise ValueError("of the user's own")
@@ -115,10 +131,20 @@ def test_a_users_own_model_is_explained_from_the_command_line(job):
     assert "4 ranks" in found.stdout
 
 
+def test_a_users_own_sharding_is_planned(job):
+    found = _run("explain", f"{job}:sharded", "--ranks", 4)
+    assert found.returncode == 0, found.stderr
+    assert {"0.weight", "1.weight"} <= set(re.findall(r"^[01]\.weight", found.stdout, re.M))
+    assert "f16" in found.stdout
+
+
 @pytest.mark.parametrize(
     ("function", "options", "message"),
     [
-        ("alone", (), "has to give a module and a dict, and gave Linear"),
+        ("alone", (), "has to give a module, a dict and perhaps a function that shards, and gave"),
+        ("shards_itself", (), "third what shards it: a function shard(model, mesh)"),
+        ("takes_no_mesh", (), "is called with model, mesh: too many positional arguments"),
+        ("sharded", ("--reshard", "always"), "--reshard: "),
         ("build", ("--batch", 2), "--batch, --sequence and --checkpoint are of a config"),
         ("nothing", (), "has no function 'nothing'"),
         ("build", ("--save", "/nowhere/page.html"), "--save: there is no folder /nowhere"),

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.adamw import adamw
 
+from deepcompile_zero3 import agree
 from deepcompile_zero3.fully_shard import fully_shard
 from deepcompile_zero3.module import all_parameters_of
 from deepcompile_zero3.parameter import AllGather
@@ -65,34 +65,30 @@ def measure_links(mesh: DeviceMesh, mine: Machine) -> Machine:
     copied = 2 / ranks / mine.bandwidth
     rate = max((slow - quick) / (_LARGE - _SMALL) - copied, 1e-15)
     latency = max(quick - mine.launch - _SMALL * (rate + copied), 0.0)
-    hidden = (alone + slow - both) / slow
-    numbers = torch.tensor(
-        [
-            1 / mine.flops[torch.float32],
-            1 / mine.flops[torch.bfloat16],
-            1 / mine.bandwidth,
-            1 / mine.update_bandwidth,
-            mine.launch,
-            rate,
-            latency,
-            -min(max(hidden, 0.0), 1.0),
-        ],
-        dtype=torch.float64,
-        device=device,
-    )
-    dist.all_reduce(numbers, dist.ReduceOp.MAX, group)
-    fp32, bf16, copying, updating, launch, rate, latency, hidden = numbers.tolist()
-    link = Link(latency / max(ranks - 1, 1), received / rate if ranks > 1 else float("inf"))
+    costs = {
+        "fp32": 1 / mine.flops[torch.float32],
+        "bf16": 1 / mine.flops[torch.bfloat16],
+        "copy": 1 / mine.bandwidth,
+        "update": 1 / mine.update_bandwidth,
+        "launch": mine.launch,
+        "rate": rate,
+        "latency": latency,
+        "not hidden": 1 - min(max((alone + slow - both) / slow, 0.0), 1.0),
+    }
+    told = agree.gather("measure_machine", costs, group)
+    worst = {what: max(theirs[what] for theirs in told) for what in costs}
+    bandwidth = received / worst["rate"] if ranks > 1 else float("inf")
+    link = Link(worst["latency"] / max(ranks - 1, 1), bandwidth)
     return replace(
         mine,
-        flops={torch.float32: 1 / fp32, torch.bfloat16: 1 / bf16},
-        bandwidth=1 / copying,
-        update_bandwidth=1 / updating,
-        launch=launch,
+        flops={torch.float32: 1 / worst["fp32"], torch.bfloat16: 1 / worst["bf16"]},
+        bandwidth=1 / worst["copy"],
+        update_bandwidth=1 / worst["update"],
+        launch=worst["launch"],
         ranks_per_host=ranks,
         local=link,
         remote=link,
-        overlap=-hidden,
+        overlap=1 - worst["not hidden"],
         backend=_C.backend_name(group.group_name, device),
     )
 

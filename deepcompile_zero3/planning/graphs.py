@@ -40,7 +40,7 @@ class Trace:
     Attributes:
         model: sharded, on the meta device.
         parameters: of it, by name.
-        breaks: why Dynamo broke the graph.
+        breaks: where and why Dynamo broke the graph.
     """
 
     model: nn.Module
@@ -106,7 +106,6 @@ def trace(model: nn.Module, call: Mapping[str, Any]) -> Trace:
     parameters = all_parameters_of(model, "plan")
     _materialise_buffers(model)
     graphs: list[_Partitioned] = []
-    breaks_before = torch_internals.graph_breaks()
 
     def backend(gm: fx.GraphModule, example_inputs: Any) -> CompiledGraph:
         return CompiledGraph(
@@ -114,21 +113,19 @@ def trace(model: nn.Module, call: Mapping[str, Any]) -> Trace:
         )
 
     try:
-        with without_a_trace(model, parameters):
+        with torch_internals.graph_breaks() as breaks, without_a_trace(model, parameters):
             torch_internals.call_compiled_apart(model, backend, (), dict(call))
     except Zero3Error as error:
-        reasons = list(torch_internals.graph_breaks() - breaks_before)
-        if not reasons:
+        if not breaks:
             raise
         raise Zero3Error(
             "this model cannot be planned: code that is not compiled reads its parameters, which "
-            f"have no data here; {line_of_break(reasons[0])}"
+            f"have no data here; {line_of_break(breaks[0])}"
         ) from error
     if not graphs:
         raise Zero3Error("no graph was compiled: is torch.compile disabled, or the whole call?")
-    breaks = tuple(torch_internals.graph_breaks() - breaks_before)
     by_name = {parameter.fqn: parameter for parameter in parameters}
-    return Trace(model, by_name, breaks, tuple(graphs))
+    return Trace(model, by_name, tuple(breaks), tuple(graphs))
 
 
 def _note_and_return_zeros(

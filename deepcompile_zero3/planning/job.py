@@ -6,7 +6,7 @@ import importlib.util
 import inspect
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.planning.machine import MACHINES, Machine, machine_of
-from deepcompile_zero3.planning.plan import Plan, plan, shard_blocks
+from deepcompile_zero3.planning.plan import Plan, ShardModel, plan, shard_blocks
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "as-built": None}
 _RESHARD = {"auto": None, "always": True, "never": False}
@@ -30,7 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         help="config.json of transformers, built in fp32, or FILE.py:FUNCTION, which gives a model "
-        "that is not sharded yet and a dict of the arguments of its call on one rank",
+        "that is not sharded yet, a dict of the arguments of its call on one rank, and perhaps a "
+        "function that shards it: shard(model, mesh)",
     )
     add = parser.add_argument
     add("--ranks", type=_positive, required=True, metavar="N", help="of all replicas together")
@@ -40,9 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=_positive, help="of a config: sequences a rank (default: 1)")
     add("--sequence", type=_positive, help="of a config: tokens of each (default: 4096)")
     add("--checkpoint", action="store_true", help="of a config: checkpoints each block")
-    add("--param-dtype", choices=_DTYPES, default="bf16", help="computed with (default: bf16)")
-    add("--reduce-dtype", choices=_DTYPES, default="bf16", help="on the wire (default: bf16)")
-    add("--reshard", choices=_RESHARD, default="auto", help="after forward (default: auto)")
+    add("--param-dtype", choices=_DTYPES, help="computed with (default: bf16)")
+    add("--reduce-dtype", choices=_DTYPES, help="on the wire (default: bf16)")
+    add("--reshard", choices=_RESHARD, help="after forward (default: auto)")
     add(
         "--spread",
         action="store_true",
@@ -80,7 +81,7 @@ def plan_of(
 ) -> Plan:
     """The plan that the arguments ask for, some of them changed; ``tell`` is that of ``plan``."""
     asked = argparse.Namespace(**vars(arguments) | changes)
-    build, call = _job(asked)
+    build, call, shard = _job(asked)
     options = {
         name: value
         for name in ("keep_mb", "gather_bucket_mb")
@@ -92,7 +93,7 @@ def plan_of(
         world_size=asked.ranks,
         replicas=asked.replicas,
         machine=_machine(asked),
-        shard=functools.partial(_shard, asked),
+        shard=shard,
         options=options,
         optimizer_bytes=asked.optimizer_bytes,
         prefetch=not asked.no_prefetch,
@@ -107,9 +108,10 @@ def _machine(asked: argparse.Namespace) -> Machine:
 
 def _shard(asked: argparse.Namespace, model: nn.Module, mesh: DeviceMesh) -> None:
     policy = MixedPrecisionPolicy(
-        param_dtype=_DTYPES[asked.param_dtype], reduce_dtype=_DTYPES[asked.reduce_dtype]
+        param_dtype=_DTYPES[asked.param_dtype or "bf16"],
+        reduce_dtype=_DTYPES[asked.reduce_dtype or "bf16"],
     )
-    reshard = _RESHARD[asked.reshard]
+    reshard = _RESHARD[asked.reshard or "auto"]
     shard_blocks(
         model,
         mesh,
@@ -126,10 +128,14 @@ def _widest(ranks: int, parameter: nn.Parameter) -> Shard | None:
     return Shard(max(range(parameter.dim()), key=parameter.shape.__getitem__))
 
 
-def _job(asked: argparse.Namespace) -> tuple[Callable[[], nn.Module], dict[str, Any]]:
+def _job(
+    asked: argparse.Namespace,
+) -> tuple[Callable[[], nn.Module], dict[str, Any], ShardModel]:
+    shard: ShardModel = functools.partial(_shard, asked)
     if asked.model.endswith(".json"):
         tokens = torch.zeros(asked.batch or 1, asked.sequence or 4096, dtype=torch.int64)
-        return functools.partial(_from_config, asked), {"input_ids": tokens, "labels": tokens}
+        call = {"input_ids": tokens, "labels": tokens}
+        return functools.partial(_from_config, asked), call, shard
     if asked.batch or asked.sequence or asked.checkpoint:
         raise Zero3Error(
             "--batch, --sequence and --checkpoint are of a config; a function of one's own says "
@@ -137,17 +143,40 @@ def _job(asked: argparse.Namespace) -> tuple[Callable[[], nn.Module], dict[str, 
         )
     path, _, name = asked.model.rpartition(":")
     function = _function(path, name)
-    _check_call(function, {}, f"{asked.model} is called without arguments")
-    with torch.device("meta"):
-        job = function()
-    kinds = [type(each) for each in job] if isinstance(job, tuple) else [type(job)]
-    if len(kinds) != 2 or not issubclass(kinds[0], nn.Module) or kinds[1] is not dict:
-        names = ", ".join(kind.__name__ for kind in kinds)
-        raise Zero3Error(f"{asked.model} has to give a module and a dict, and gave {names}")
-    model, call = job
-    _check_call(model.forward, call, f"the dict of {asked.model} is the model's arguments")
+    _check_call(f"{asked.model} is called without arguments", function)
+    try:
+        with torch.device("meta"):
+            job = function()
+    except Zero3Error as error:
+        raise Zero3Error(
+            f"{asked.model} gives a model that is not sharded yet, and third what shards it: a "
+            f"function shard(model, mesh). It raised: {error}"
+        ) from error
+    match job:
+        case (nn.Module() as model, dict() as call):
+            pass
+        case (nn.Module() as model, dict() as call, shard) if callable(shard):
+            _check_sharding(asked, model, shard)
+        case _:
+            parts = job if isinstance(job, tuple) else (job,)
+            names = ", ".join(type(part).__name__ for part in parts)
+            raise Zero3Error(
+                f"{asked.model} has to give a module, a dict and perhaps a function that shards, "
+                f"and gave {names}"
+            )
+    _check_call(f"the dict of {asked.model} is the model's arguments", model.forward, **call)
     call = tree_map_only(torch.Tensor, lambda t: torch.zeros_like(t, device="cpu"), call)
-    return lambda: model, call
+    return lambda: model, call, shard
+
+
+def _check_sharding(asked: argparse.Namespace, model: nn.Module, shard: ShardModel) -> None:
+    options = ("param_dtype", "reduce_dtype", "reshard", "spread")
+    given = ["--" + name.replace("_", "-") for name in options if getattr(asked, name)]
+    if given:
+        raise Zero3Error(f"{', '.join(given)}: {asked.model} says itself how its model is sharded")
+    _check_call(
+        f"the function that {asked.model} gives is called with model, mesh", shard, model, None
+    )
 
 
 def _from_config(asked: argparse.Namespace) -> nn.Module:
@@ -191,9 +220,9 @@ def _function(path: str, name: str) -> Callable[[], tuple[nn.Module, dict[str, A
     return getattr(module, name)
 
 
-def _check_call(function: Callable, call: Mapping[str, Any], what: str) -> None:
+def _check_call(what: str, function: Callable, /, *args: Any, **kwargs: Any) -> None:
     try:
-        inspect.signature(function).bind(**call)
+        inspect.signature(function).bind(*args, **kwargs)
     except TypeError as error:
         raise Zero3Error(f"{what}: {error}") from error
 
