@@ -220,7 +220,7 @@ def _facts(
             group=groups.setdefault(parameter.handle.group_name, len(groups)),
             shared=parameter.handle.is_shared,
             uses=uses[inputs[position]][0],
-            only_embeds=uses[inputs[position]][1],
+            needed_in_backward=uses[inputs[position]][1],
             dim=parameter.placeholder.dim(),
             nbytes=parameter.placeholder.numel() * parameter.placeholder.element_size(),
             reshard_after_forward=parameter.reshard_after_forward,

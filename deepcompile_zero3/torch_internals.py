@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import fx
 from torch.distributed.tensor import DeviceMesh, DTensor
 
 TRIED = ("2.11", "2.13", "2.15")
@@ -201,6 +202,11 @@ def with_named_kernels() -> contextlib.AbstractContextManager[None]:
 def without_autograd_cache() -> contextlib.AbstractContextManager[None]:
     """AOTAutograd's disk cache does not see our rewriting and would replay a graph without it."""
     return _functorch_config.patch(enable_autograd_cache=False)
+
+
+def is_of_a_module(placeholder: fx.Node) -> bool:
+    """Whether an input of Dynamo's graph is a parameter, a buffer or an attribute of a module."""
+    return "_dynamo_static_input_type" in placeholder.meta.get("tensor_dict", {})
 
 
 def compile_id() -> str:

@@ -2,6 +2,7 @@
 
 import copy
 import os
+from collections import Counter
 
 import pytest
 import torch
@@ -113,6 +114,47 @@ def _by_hand(how):
 @each_way
 def test_adapters_by_hand_train_as_on_one_process(run_ranks, how):
     run_ranks(2, _by_hand, how)
+
+
+# ---- on a frozen part
+
+
+class Tower(nn.Module):
+    """[batch, 8] -> [batch, 8]: blocks that are frozen, then two that are not."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(8) for _ in range(4))
+        self.blocks[:2].requires_grad_(False)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def _on_a_frozen_part(how):
+    model = Tower()
+    reference = copy.deepcopy(model)
+    for block in model.blocks:
+        fully_shard(block, reshard_after_forward=True)
+    fully_shard(model)
+    run = torch.compile(model, backend="zero3", fullgraph=True) if how == "zero3" else model
+    for seed, rows in enumerate((2, 2, 1 + 40 * dist.get_rank())):  # ranks may differ
+        batch = batch_of(2 * rows, 8, seed=seed)
+        with record_collectives() as log:
+            mean_square(run, mine(batch)).backward()
+        if rows == 2:
+            mean_square(reference, batch).backward()
+            assert_same_gradients(model, reference)
+        gathers = Counter(name for c in log if c.op == "all_gather" for name in c.params)
+        for name, parameter in model.named_parameters():
+            assert gathers[name] == (2 if parameter.requires_grad else 1), name
+
+
+@each_way
+def test_a_frozen_part_ahead_is_gathered_once(run_ranks, how):
+    run_ranks(2, _on_a_frozen_part, how)
 
 
 # ---- of peft

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import fx
+from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
@@ -132,11 +132,52 @@ def test_uses_are_where_the_model_as_written_has_them(x, w):
     lift_unshards(gm)
 
     uses = {node.name: use for node, use in uses_of(gm.graph).items()}
-    (table,) = (only for name, (_, only) in uses.items() if "table" in name)
-    (b,) = ((at, only) for name, (at, only) in uses.items() if name.startswith("l_b"))
-    assert table
-    assert not b[1]
+    (table,) = (needed for name, (_, needed) in uses.items() if "table" in name)
+    (b,) = ((at, needed) for name, (at, needed) in uses.items() if name.startswith("l_b"))
+    assert not table
+    assert b[1]
     assert [list(gm.graph.nodes)[at].target for at in b[0]] == [operator.matmul] * 2
+
+
+class Frozen(nn.Module):
+    """Reads a parameter that is frozen, ``w``, as it is told."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.read = read
+        self.w = nn.Parameter(torch.ones(4, 4), requires_grad=False)
+        self.v = nn.Parameter(torch.ones(4, 4), requires_grad=False)
+        self.trained = nn.Parameter(torch.ones(4, 4))
+        self.register_buffer("scale", torch.ones(4, 4))
+
+    def forward(self, x):
+        w, v, trained = (
+            ops.unshard.default(getattr(self, name), name, "any") for name in ("w", "v", "trained")
+        )
+        return self.read(x, w, v, trained, self.scale)
+
+
+@pytest.mark.parametrize(
+    ("needed", "read"),
+    [
+        (False, lambda x, w, v, t, scale: torch.tanh(x @ w) @ t),
+        (False, lambda x, w, v, t, scale: nn.functional.linear(x, t, (x * w).sum(0))),
+        (True, lambda x, w, v, t, scale: x @ t @ w),
+        (True, lambda x, w, v, t, scale: x @ w + x @ t @ w),
+        (True, lambda x, w, v, t, scale: x @ t @ w.bfloat16().float()),
+        (True, lambda x, w, v, t, scale: x @ (w @ v) @ t),
+        (True, lambda x, w, v, t, scale: x @ t @ (w * scale)),
+        (True, lambda x, w, v, t, scale: x @ t @ (w * torch.arange(4))),
+        (True, lambda x, w, v, t, scale: checkpoint(torch.matmul, x, w, use_reentrant=False) @ t),
+    ],
+)
+def test_backward_is_to_have_what_is_not_read_by_activations_alone(needed, read):
+    gm = dynamo_graph(Frozen(read), torch.ones(4, 4))
+    lift_unshards(gm)
+
+    uses = {node.name: use for node, use in uses_of(gm.graph).items()}
+    (w,) = (needed for name, (_, needed) in uses.items() if name.endswith("parameters_w_"))
+    assert w is needed
 
 
 @pytest.mark.smoke
@@ -730,7 +771,7 @@ def test_backward_gets_all_but_tables_of_embeddings():
 
     inputs = torch.zeros(3, dtype=torch.int64), *torch.ones(3, 4, 4), torch.ones(3, 4)
     gm = joint_graph(lambda ids, w1, w2, w3, t1: embed(ids, w1, w2[:3], w3, t1), *inputs)
-    parameters = of_layers(gm, w1={"only_embeds": True})
+    parameters = of_layers(gm, w1={"needed_in_backward": False})
 
     settle_backward_gathers(gm, parameters, tangents_of(gm))
 
@@ -757,10 +798,34 @@ def test_rows_by_position_are_saved_however_many(rows):
 
     gm = joint_graph(embed, torch.ones(rows, 4), torch.ones(4, 4), torch.ones(rows, 4))
 
-    settle_backward_gathers(gm, of_layers(gm, w1={"only_embeds": True}), tangents_of(gm))
+    settle_backward_gathers(gm, of_layers(gm, w1={"needed_in_backward": False}), tangents_of(gm))
 
     (node,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.embedding.default)
     assert node.meta["recompute"] is CheckpointPolicy.MUST_SAVE
+
+
+def test_what_a_frozen_part_gives_is_saved():
+    def model(x, w1, w2, w3, t1):
+        y = torch.sigmoid(x @ w1.t()) * w1.norm()
+        return y @ w2, t1 @ w2.t(), y.t() @ t1
+
+    gm = joint_graph(model, torch.ones(3, 4), *torch.ones(3, 4, 4), torch.ones(3, 4))
+    parameters = of_layers(gm, w1={"needed_in_backward": False})
+
+    settle_backward_gathers(gm, parameters, tangents_of(gm))
+
+    assert_text(
+        gm,
+        """\
+        must_recompute: t: f32[4, 4] = aten.t(w1)
+        must_save: mm: f32[3, 4] = aten.mm(x, t)
+        must_save: linalg_vector_norm: f32[] = aten.linalg_vector_norm(w1)
+        must_recompute: t_1: f32[4, 4] = aten.t(w2)
+        """,
+        policies(gm),
+    )
+    (needs,) = gm.graph.find_nodes(op="call_function", target=needed_in_backward)
+    assert [node.name for node in needs.args[1]] == ["w2", "w3"]
 
 
 def test_what_a_checkpoint_computes_again_or_what_is_kept_is_left_alone():
@@ -768,7 +833,7 @@ def test_what_a_checkpoint_computes_again_or_what_is_kept_is_left_alone():
     gm = joint_graph(lambda x, w1, t1: (torch.sigmoid(x + w1[:2]), t1), x, w, t)
     (add,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)
     add.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
-    settle_backward_gathers(gm, of_layers(gm, w1={"only_embeds": True}), tangents_of(gm))
+    settle_backward_gathers(gm, of_layers(gm, w1={"needed_in_backward": False}), tangents_of(gm))
     assert add.meta["recompute"] is CheckpointPolicy.PREFER_RECOMPUTE
 
     gm = joint_graph(linear_in_bf16, x.bfloat16(), w, t.bfloat16())

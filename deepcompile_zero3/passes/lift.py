@@ -13,6 +13,8 @@ from deepcompile_zero3 import grad_dtype, torch_internals
 from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.runtime import ops
 
+_LOOKUPS = (torch.nn.functional.embedding, torch.embedding, torch.ops.aten.embedding.default)
+
 
 def lift_unshards(gm: fx.GraphModule) -> list[str]:
     """Replaces each ``zero3.unshard`` by its placeholder, in nested graphs too.
@@ -48,17 +50,45 @@ def set_contracts(gm: fx.GraphModule, contracts: Mapping[str, str]) -> None:
 
 
 def uses_of(graph: fx.Graph) -> dict[fx.Node, tuple[tuple[int, ...], bool]]:
-    """Where a lifted graph uses each of its inputs, and whether only to look rows of it up."""
-    lookups = (torch.nn.functional.embedding, torch.embedding, torch.ops.aten.embedding.default)
+    """Where a lifted graph uses each of its inputs, and whether backward is to have the input.
+
+    That follows from the model as written: the same on ranks whose batches are of other sizes.
+    """
     positions = {node: position for position, node in enumerate(graph.nodes)}
+    activations = _activations(graph)
     uses = {}
     for node in graph.find_nodes(op="placeholder"):
         users = [user for user in node.users if user.op != "output"]
         uses[node] = (
             tuple(sorted(positions[user] for user in users)) or (len(positions),),
-            bool(users) and all(user.target in lookups for user in users),
+            not users or any(_backward_needs_inputs_of(user, activations) for user in users),
         )
     return uses
+
+
+def _activations(graph: fx.Graph) -> set[fx.Node]:
+    """What is computed from inputs that are no tensors of a module."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            is_tensor = isinstance(node.meta.get("example_value"), torch.Tensor)
+            if is_tensor and not torch_internals.is_of_a_module(node):
+                found.add(node)
+        elif not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _backward_needs_inputs_of(node: fx.Node, activations: set[fx.Node]) -> bool:
+    if node.target in _LOOKUPS:
+        return False  # neither the gradient of the table nor that of positions reads it
+    value = node.meta.get("example_value")
+    results = value if isinstance(value, list | tuple) else [value]
+    return (
+        isinstance(node.target, torch._ops.HigherOrderOperator)
+        or activations.isdisjoint(node.all_input_nodes)
+        or not all(isinstance(r, torch.Tensor) and not r.requires_grad for r in results)
+    )
 
 
 def declare_grad_dtypes(gm: fx.GraphModule, inputs: Mapping[int, ParameterFacts]) -> None:

@@ -4,7 +4,8 @@ A partitioner weighs the bytes of activations against each other, and ops are de
 shapes, so that a batch of another size may save, and compute again, something else; and each rank
 sees batches of its own. Yet all ranks must gather the same parameters. So, of those that backward
 gathers again, it gets all, whatever it does with them, as in FSDP2. The exception are parameters
-that only look rows up, whose gradients need no weight: what they give is saved.
+that only look rows up, whose gradients need no weight, and those of a frozen part ahead of all that
+is trained: what they give is saved.
 
 A function of parameters alone, such as ``w.bfloat16()``, is computed again: saving it would keep
 the parameter. Its reductions, such as ``w.norm()``, are as the partitioner likes.
@@ -35,7 +36,8 @@ def settle_backward_gathers(
         tangents: the graph's inputs that are gradients of outputs.
     """
     again = {node for node, facts in parameters.items() if facts.reshard_after_forward is not False}
-    embedding = {node for node in again if parameters[node].only_embeds}
+    spared = {node for node in again if not parameters[node].needed_in_backward}
+    needed = [node for node in parameters if node in again - spared]
     gradients = _descendants(tangents)
     alone = set(again)  # functions of parameters alone
     neutral: set[fx.Node] = set()  # constants and reductions: such a function may read them too
@@ -46,15 +48,18 @@ def settle_backward_gathers(
         is_plain = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
         settled = all(n in alone or n in neutral or _is_size(n) for n in inputs)
         settled &= node.target is not torch.ops.aten.embedding.default  # of rows by position, too
-        if not is_plain or _is_random(node) or not settled:
-            if inputs & embedding:
-                _tag(node, CheckpointPolicy.MUST_SAVE)
-        elif inputs & alone and not _is_reduction(node):
+        is_alone = is_plain and not _is_random(node) and settled
+        if is_alone and inputs & alone and not _is_reduction(node):
             alone.add(node)
+            if inputs & spared:
+                spared.add(node)
             _tag(node, CheckpointPolicy.MUST_RECOMPUTE)
-        else:
+            continue
+        if is_alone:
             neutral.add(node)
-    _need([node for node in parameters if node in again - embedding], gm.graph, gradients)
+        if inputs & spared:
+            _tag(node, CheckpointPolicy.MUST_SAVE)
+    _need(needed, gm.graph, gradients)
     gm.recompile()
 
 
