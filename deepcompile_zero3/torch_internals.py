@@ -96,6 +96,9 @@ REGION = "Torch-Compiled Region: "  # how the ranges of compiled frames in a pro
 
 _reset_code: Callable[..., None] = _private("torch._dynamo.eval_frame", "reset_code")
 _skip_code: Callable[..., None] = _private("torch._dynamo.eval_frame", "skip_code")
+_is_functorch_wrapped_tensor: Callable[..., bool] = _private(
+    "torch._C._functorch", "is_functorch_wrapped_tensor"
+)
 _counters: Any = _private("torch._dynamo.utils", "counters")
 _graph_break_reasons: list[Any] = _private("torch._dynamo.output_graph", "graph_break_reasons")
 # Releases before 2.13 may not have it.
@@ -170,7 +173,7 @@ _FOLLOWS = "step_unsupported"  # a frame broke because one that it calls did, wh
 
 @contextlib.contextmanager
 def graph_breaks() -> Iterator[list[str]]:
-    """Where and why Dynamo breaks graphs while the block runs, each once: "models/gpt.py:310: ...".
+    """Where and why Dynamo breaks graphs while the block runs: "models/gpt.py:310: ...".
 
     The list is filled when the block ends. A frame that Dynamo gives up whole has no place.
     """
@@ -179,19 +182,22 @@ def graph_breaks() -> Iterator[list[str]]:
     try:
         yield breaks
     finally:
-        placed = [one for one in _graph_break_reasons[placed_before:] if one.reason != _FOLLOWS]
         counted = Counter(_counters["graph_break"]) - counted_before
-        known = {one.reason for one in placed}
-        told = [f"{_place(one.user_stack)}{one.reason}" for one in placed]
-        breaks += dict.fromkeys(told + [reason for reason in counted if reason not in known])
+        by_place: dict[str, str] = {}
+        for one in _graph_break_reasons[placed_before:]:
+            place = _place(one.user_stack)
+            if one.reason in counted or (one.reason != _FOLLOWS and place not in by_place):
+                by_place[place] = one.reason
+        breaks += map(": ".join, by_place.items())
+        breaks += sorted(counted.keys() - by_place.values())
 
 
 def _place(stack: list[traceback.FrameSummary]) -> str:
     """Of the innermost frame: its file and the folder of that, and the line."""
     if not stack:
-        return ""
+        return "somewhere"
     path = pathlib.PurePath(stack[-1].filename)
-    return f"{pathlib.PurePath(*path.parts[-2:])}:{stack[-1].lineno}: "
+    return f"{pathlib.PurePath(*path.parts[-2:])}:{stack[-1].lineno}"
 
 
 def with_named_kernels() -> contextlib.AbstractContextManager[None]:
@@ -207,6 +213,18 @@ def without_autograd_cache() -> contextlib.AbstractContextManager[None]:
 def is_of_a_module(placeholder: fx.Node) -> bool:
     """Whether an input of Dynamo's graph is a parameter, a buffer or an attribute of a module."""
     return "_dynamo_static_input_type" in placeholder.meta.get("tensor_dict", {})
+
+
+def may_require_grad(example: torch.Tensor) -> bool:
+    """Whether a gradient may flow through a value in Dynamo's graph: inside of ``vmap`` and the
+    like, it does not say.
+    """
+    return example.requires_grad or _is_functorch_wrapped_tensor(example)
+
+
+def activation_memory_budget() -> float:
+    """The share of the activations that backward reads which may be saved for it."""
+    return _functorch_config.activation_memory_budget
 
 
 def compile_id() -> str:

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from models import (
     Block,
     assert_same_gradients,
@@ -15,12 +16,14 @@ from models import (
     mean_square,
     mine,
 )
+from one_rank import one_rank  # noqa: F401
 from torch import nn
 from torch.testing import assert_close
 from transformer_models import llama
 
 from deepcompile_zero3 import fully_shard, record_collectives
 
+needs_a_job = pytest.mark.usefixtures("one_rank")
 each_way = pytest.mark.parametrize("how", ["zero3", "eager"])
 
 
@@ -155,6 +158,44 @@ def _on_a_frozen_part(how):
 @each_way
 def test_a_frozen_part_ahead_is_gathered_once(run_ranks, how):
     run_ranks(2, _on_a_frozen_part, how)
+
+
+def _conditioned(x, m):
+    step = F.linear(F.silu(F.linear(torch.full_like(x, 0.3), m.w)), m.v)
+    return (x @ m.t) * (1 + step)
+
+
+@needs_a_job
+@pytest.mark.parametrize(
+    ("read", "gathered"),
+    [
+        (lambda x, m: F.linear(F.gelu(F.linear(x, m.w)), m.v) @ m.t, {"t"}),
+        (lambda x, m: torch.sigmoid(F.linear(x, m.w)) * m.w.norm() @ m.v @ m.t, {"t", "w"}),
+        (lambda x, m: F.layer_norm(x, (16,), m.w[0]) @ m.v @ m.t, {"t", "w"}),
+        (lambda x, m: x.new_ones(x.shape) @ m.w @ m.t * x, {"t"}),
+        (lambda x, m: F.linear(torch.ones_like(x), m.w) @ m.t * x, {"t"}),
+        (_conditioned, {"t"}),
+    ],
+)
+def test_what_backward_gathers_does_not_depend_on_sizes(read, gathered):
+    class Frozen(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(16, 16), requires_grad=False)
+            self.v = nn.Parameter(torch.randn(16, 16), requires_grad=False)
+            self.t = nn.Parameter(torch.randn(16, 16))
+
+        def forward(self, x):
+            return read(x, self)
+
+    for rows in (2, 80):
+        model = fully_shard(Frozen(), reshard_after_forward=True)
+        run = torch.compile(model, backend="zero3", dynamic=False)
+        loss = mean_square(run, batch_of(rows, 16))
+        with record_collectives() as log:
+            loss.backward()
+        names = [name for c in log if c.op == "all_gather" for name in c.params]
+        assert {name.rpartition(".")[2] for name in names} == gathered, rows
 
 
 # ---- of peft

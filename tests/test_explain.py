@@ -432,6 +432,8 @@ def test_a_model_that_is_compiled_already_is_explained():
 class Broken(Stack):
     def forward(self, x):
         x = torch.compiler.disable(self.blocks[0])(x)
+        if x.sum() > 0:
+            x = x + 1
         return self.head(self.blocks[1](x))
 
 
@@ -443,6 +445,7 @@ def test_what_runs_in_eager_code_is_named():
     line = inspect.getsourcelines(Broken.forward)[1] + 1
     place = f"tests/test_explain.py:{line}: "
     assert any(reason.startswith(place) and "disable" in reason for reason in report.breaks)
+    assert sum(f"test_explain.py:{line + 1}: " in reason for reason in report.breaks) == 1
     text = str(report)
     assert "gathered by eager code" in text
     assert "the graph breaks" in text

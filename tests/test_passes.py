@@ -11,6 +11,7 @@ import textwrap
 import expecttest
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx, nn
@@ -26,8 +27,8 @@ from deepcompile_zero3.passes.gather import insert_gathers
 from deepcompile_zero3.passes.keep import choose_kept
 from deepcompile_zero3.passes.lift import declare_grad_dtypes, lift_unshards, uses_of
 from deepcompile_zero3.passes.partition import (
-    drop_needs,
-    needed_in_backward,
+    drop_handing,
+    handed_to_backward,
     settle_backward_gathers,
 )
 from deepcompile_zero3.passes.reduce import insert_reduces
@@ -147,37 +148,57 @@ class Frozen(nn.Module):
         self.read = read
         self.w = nn.Parameter(torch.ones(4, 4), requires_grad=False)
         self.v = nn.Parameter(torch.ones(4, 4), requires_grad=False)
-        self.trained = nn.Parameter(torch.ones(4, 4))
+        self.gain = nn.Parameter(torch.ones(4), requires_grad=False)
+        self.t = nn.Parameter(torch.ones(4, 4))
         self.register_buffer("scale", torch.ones(4, 4))
 
     def forward(self, x):
-        w, v, trained = (
-            ops.unshard.default(getattr(self, name), name, "any") for name in ("w", "v", "trained")
-        )
-        return self.read(x, w, v, trained, self.scale)
+        names = ("w", "v", "gain", "t")
+        full = (ops.unshard.default(getattr(self, name), name, "any") for name in names)
+        return self.read(x, *full, self.scale)
+
+
+def _uses_in(read):
+    gm = dynamo_graph(Frozen(read), torch.ones(4, 4))
+    lift_unshards(gm)
+    uses = {node.name.removesuffix("_"): use for node, use in uses_of(gm.graph).items()}
+    return {name.rpartition("_")[2]: use.needed_in_backward for name, use in uses.items()}
+
+
+def _checkpointed(x, w):
+    return checkpoint(torch.matmul, x, w, use_reentrant=False)
 
 
 @pytest.mark.parametrize(
-    ("needed", "read"),
+    ("read", "needed"),
     [
-        (False, lambda x, w, v, t, scale: torch.tanh(x @ w) @ t),
-        (False, lambda x, w, v, t, scale: nn.functional.linear(x, t, (x * w).sum(0))),
-        (True, lambda x, w, v, t, scale: x @ t @ w),
-        (True, lambda x, w, v, t, scale: x @ w + x @ t @ w),
-        (True, lambda x, w, v, t, scale: x @ t @ w.bfloat16().float()),
-        (True, lambda x, w, v, t, scale: x @ (w @ v) @ t),
-        (True, lambda x, w, v, t, scale: x @ t @ (w * scale)),
-        (True, lambda x, w, v, t, scale: x @ t @ (w * torch.arange(4))),
-        (True, lambda x, w, v, t, scale: checkpoint(torch.matmul, x, w, use_reentrant=False) @ t),
+        (lambda x, w, v, gain, t, s: torch.tanh(F.linear(x, w)) @ t, {"w": False, "t": True}),
+        (lambda x, w, v, gain, t, s: gain * (x @ w + gain) @ t, {"w": False, "gain": False}),
+        (lambda x, w, v, gain, t, s: F.layer_norm(x @ w, (4,), gain, gain) @ t, {"gain": False}),
+        (lambda x, w, v, gain, t, s: F.embedding(x.long(), w) @ t, {"w": False}),
+        (lambda x, w, v, gain, t, s: x @ t @ w, {"w": True}),
+        (lambda x, w, v, gain, t, s: (x @ w) @ t + (x @ t) @ w, {"w": True}),
+        (lambda x, w, v, gain, t, s: torch.vmap(lambda y: y @ w)(x @ t), {"w": True}),
+        # What is as large as a weight would stay from forward to backward.
+        (lambda x, w, v, gain, t, s: x @ t @ w.bfloat16().float(), {"w": True}),
+        (lambda x, w, v, gain, t, s: x @ t @ w.type_as(x), {"w": True}),
+        (lambda x, w, v, gain, t, s: x @ t @ (w @ v), {"w": True, "v": True}),
+        (lambda x, w, v, gain, t, s: x @ t @ (w * s), {"w": True}),
+        (lambda x, w, v, gain, t, s: x @ t @ (w * x.sum()), {"w": True}),
+        (lambda x, w, v, gain, t, s: x @ (w * torch.arange(4)) @ t, {"w": True}),
+        # These are no activations, in whatever shape they come.
+        (lambda x, w, v, gain, t, s: torch.ones(len(x), 4) @ w @ t, {"w": True}),
+        (lambda x, w, v, gain, t, s: _checkpointed(x, w) @ t, {"w": True}),
     ],
 )
-def test_backward_is_to_have_what_is_not_read_by_activations_alone(needed, read):
-    gm = dynamo_graph(Frozen(read), torch.ones(4, 4))
-    lift_unshards(gm)
+def test_backward_is_to_have_all_but_what_layers_read_ahead_of_it(read, needed):
+    assert needed.items() <= _uses_in(read).items()
 
-    uses = {node.name: use for node, use in uses_of(gm.graph).items()}
-    (w,) = (needed for name, (_, needed) in uses.items() if name.endswith("parameters_w_"))
-    assert w is needed
+
+def test_with_a_budget_for_activations_backward_is_to_have_all_but_tables():
+    with torch._functorch.config.patch(activation_memory_budget=0.5):
+        assert _uses_in(lambda x, w, v, gain, t, s: x @ w @ t)["w"]
+        assert not _uses_in(lambda x, w, v, gain, t, s: F.embedding(x.long(), w) @ t)["w"]
 
 
 @pytest.mark.smoke
@@ -784,10 +805,10 @@ def test_backward_gets_all_but_tables_of_embeddings():
         """,
         policies(gm),
     )
-    (needs,) = gm.graph.find_nodes(op="call_function", target=needed_in_backward)
-    assert [node.name for node in needs.args[1]] == ["w2", "w3"]
-    drop_needs(gm)
-    assert not gm.graph.find_nodes(op="call_function", target=needed_in_backward)
+    (handing,) = gm.graph.find_nodes(op="call_function", target=handed_to_backward)
+    assert [node.name for node in handing.args[1]] == ["w2", "w3"]
+    drop_handing(gm)
+    assert not gm.graph.find_nodes(op="call_function", target=handed_to_backward)
 
 
 @pytest.mark.parametrize("rows", [1, 4])
@@ -824,8 +845,8 @@ def test_what_a_frozen_part_gives_is_saved():
         """,
         policies(gm),
     )
-    (needs,) = gm.graph.find_nodes(op="call_function", target=needed_in_backward)
-    assert [node.name for node in needs.args[1]] == ["w2", "w3"]
+    (handing,) = gm.graph.find_nodes(op="call_function", target=handed_to_backward)
+    assert [node.name for node in handing.args[1]] == ["w2", "w3"]
 
 
 def test_what_a_checkpoint_computes_again_or_what_is_kept_is_left_alone():
@@ -862,8 +883,8 @@ def test_what_is_random_is_not_a_function_of_a_parameter():
         mm: f32[2, 4] = aten.mm(x, getitem)
         t: f32[4, 4] = aten.t(getitem)
         mm_1: f32[2, 4] = aten.mm(t1, t)
-        needed_in_backward: f32[2, 4] = needed_in_backward(mm_1, [w1])
-        return [mm, needed_in_backward]
+        handed_to_backward: f32[2, 4] = handed_to_backward(mm_1, [w1])
+        return [mm, handed_to_backward]
         """,
         policies(gm),
     )

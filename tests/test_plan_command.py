@@ -142,7 +142,7 @@ def test_a_users_own_sharding_is_planned(job):
     ("function", "options", "message"),
     [
         ("alone", (), "has to give a module, a dict and perhaps a function that shards, and gave"),
-        ("shards_itself", (), "third what shards it: a function shard(model, mesh)"),
+        ("shards_itself", (), "if not this command: a function shard(model, mesh)"),
         ("takes_no_mesh", (), "is called with model, mesh: too many positional arguments"),
         ("sharded", ("--reshard", "always"), "--reshard: "),
         ("build", ("--batch", 2), "--batch, --sequence and --checkpoint are of a config"),

@@ -78,6 +78,31 @@ def test_a_submodule_may_be_disabled_for_the_compiler(run_ranks):
     run_ranks(2, _disabled_submodule)
 
 
+@torch.compiler.disable
+def _kernel(x, weight, bias):
+    return nn.functional.linear(x, weight, bias)
+
+
+class _OfAKernel(nn.Linear):
+    """Hands its parameters, of one bucket, to a function that is not compiled."""
+
+    def forward(self, x):
+        return _kernel(x.tanh(), self.weight, self.bias)
+
+
+def _disabled_function():
+    model, reference = shard(_OfAKernel(8, 8))
+    run = compiled(model, "zero3")
+    optimizers = optimizers_of(model, reference)
+    for seed in range(2):
+        batch = batch_of(4, 8, seed=seed)
+        assert_same_step(model, reference, batch, run=run, optimizers=optimizers)
+
+
+def test_parameters_may_go_to_a_function_that_is_not_compiled(run_ranks):
+    run_ranks(2, _disabled_function)
+
+
 def _evaluate(how, mode):
     model, reference = _shard_stack()
     run = compiled(model, how)

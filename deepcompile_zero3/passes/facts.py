@@ -17,8 +17,8 @@ class ParameterFacts:
         dim: number of its dimensions.
         uses: positions of its uses in the model's forward, as written: before any graph was
             transformed, which may depend on the batch.
-        needed_in_backward: False where each of them looks rows up, or makes of an activation one
-            that needs no gradient, as in a frozen part ahead of all that is trained.
+        needed_in_backward: False where each of them looks rows up, or is a layer whose result needs
+            no gradient, as in a frozen part ahead of all that is trained.
         reshard_after_forward: False keeps what forward gathered until backward has used it, and
             None leaves that open: passes treat it as True, but for the one that chooses.
         grad_dtype: of the leaf's contract; None keeps whatever arrives.

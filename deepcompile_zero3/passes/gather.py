@@ -56,10 +56,10 @@ def insert_gathers(
             wait = _wait(graph, started[index - 1], bucket, shared, started[index:])
             if index + 1 < len(buckets):
                 after = _item(graph, wait, len(bucket), "token")
-            for position, node in enumerate(bucket):
-                facts = parameters[node]
-                full = _item(graph, wait, position, facts.fqn.replace(".", "_"))
-                _replace(node, full, node in keep)
+            names = [parameters[node].fqn.replace(".", "_") for node in bucket]
+            full = [_item(graph, wait, position, name) for position, name in enumerate(names)]
+            for node, item in zip(bucket, full, strict=True):
+                _replace(node, item, node in keep)  # which may erase what stands at the place
     graph.lint()
     gm.recompile()
 

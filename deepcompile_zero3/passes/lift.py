@@ -4,16 +4,32 @@ After lifting, AOTAutograd traces the plain single-device model, with the placeh
 primal, and the partitioner saves the placeholder for backward: a free graph input.
 """
 
+import operator
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import fx
 
 from deepcompile_zero3 import grad_dtype, torch_internals
 from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.runtime import ops
 
-_LOOKUPS = (torch.nn.functional.embedding, torch.embedding, torch.ops.aten.embedding.default)
+_LOOKUPS = (F.embedding, torch.embedding, torch.ops.aten.embedding.default)
+# They make an activation of one, and read parameters of any shape, or of one dimension.
+_LAYERS = (
+    *(F.linear, torch.addmm, torch.matmul, operator.matmul, F.conv1d, F.conv2d, F.conv3d),
+    *(F.layer_norm, F.rms_norm, F.group_norm, F.batch_norm),
+)
+_BY_ELEMENT = (operator.add, operator.mul, torch.add, torch.mul)
+
+
+class Uses(NamedTuple):
+    """Of an input of a lifted graph: their positions, and whether backward is to have it too."""
+
+    positions: tuple[int, ...]
+    needed_in_backward: bool
 
 
 def lift_unshards(gm: fx.GraphModule) -> list[str]:
@@ -49,45 +65,56 @@ def set_contracts(gm: fx.GraphModule, contracts: Mapping[str, str]) -> None:
     _recompile(gm)
 
 
-def uses_of(graph: fx.Graph) -> dict[fx.Node, tuple[tuple[int, ...], bool]]:
-    """Where a lifted graph uses each of its inputs, and whether backward is to have the input.
+def uses_of(graph: fx.Graph) -> dict[fx.Node, Uses]:
+    """How a lifted graph uses each of its inputs.
 
     That follows from the model as written: the same on ranks whose batches are of other sizes.
     """
     positions = {node: position for position, node in enumerate(graph.nodes)}
-    activations = _activations(graph)
+    # A budget for activations is met without regard to what is to be saved.
+    has_budget = torch_internals.activation_memory_budget() < 1
+    activations = set() if has_budget else _activations(graph)
     uses = {}
     for node in graph.find_nodes(op="placeholder"):
         users = [user for user in node.users if user.op != "output"]
-        uses[node] = (
+        uses[node] = Uses(
             tuple(sorted(positions[user] for user in users)) or (len(positions),),
-            not users or any(_backward_needs_inputs_of(user, activations) for user in users),
+            not users or any(_is_needed(node, user, activations) for user in users),
         )
     return uses
 
 
 def _activations(graph: fx.Graph) -> set[fx.Node]:
-    """What is computed from inputs that are no tensors of a module."""
+    """Tensors that are computed from inputs that are no tensors of a module."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
-            is_tensor = isinstance(node.meta.get("example_value"), torch.Tensor)
-            if is_tensor and not torch_internals.is_of_a_module(node):
-                found.add(node)
-        elif not found.isdisjoint(node.all_input_nodes):
+            is_activation = not torch_internals.is_of_a_module(node)
+        else:
+            is_activation = not found.isdisjoint(node.all_input_nodes)
+        if is_activation and _tensors_of(node):
             found.add(node)
     return found
 
 
-def _backward_needs_inputs_of(node: fx.Node, activations: set[fx.Node]) -> bool:
-    if node.target in _LOOKUPS:
-        return False  # neither the gradient of the table nor that of positions reads it
+def _tensors_of(node: fx.Node) -> list[torch.Tensor]:
     value = node.meta.get("example_value")
-    results = value if isinstance(value, list | tuple) else [value]
+    values = value if isinstance(value, list | tuple) else [value]
+    return [each for each in values if isinstance(each, torch.Tensor)]
+
+
+def _is_needed(parameter: fx.Node, user: fx.Node, activations: set[fx.Node]) -> bool:
+    """Whether a backward may read a parameter because of a use of it."""
+    if user.target in _LOOKUPS:
+        return False  # neither the gradient of the table nor that of positions reads it
+    (value,) = _tensors_of(parameter)
+    layers = (*_LAYERS, *_BY_ELEMENT) if value.dim() == 1 else _LAYERS
+    results = _tensors_of(user)
     return (
-        isinstance(node.target, torch._ops.HigherOrderOperator)
-        or activations.isdisjoint(node.all_input_nodes)
-        or not all(isinstance(r, torch.Tensor) and not r.requires_grad for r in results)
+        user.target not in layers
+        or activations.isdisjoint(user.all_input_nodes)
+        or not results
+        or any(torch_internals.may_require_grad(result) for result in results)
     )
 
 

@@ -75,7 +75,7 @@ def measure_links(mesh: DeviceMesh, mine: Machine) -> Machine:
         "latency": latency,
         "not hidden": 1 - min(max((alone + slow - both) / slow, 0.0), 1.0),
     }
-    told = agree.gather("measure_machine", costs, group)
+    told = agree.gather("measure_links", costs, group)
     worst = {what: max(theirs[what] for theirs in told) for what in costs}
     bandwidth = received / worst["rate"] if ranks > 1 else float("inf")
     link = Link(worst["latency"] / max(ranks - 1, 1), bandwidth)

@@ -149,8 +149,8 @@ def _job(
             job = function()
     except Zero3Error as error:
         raise Zero3Error(
-            f"{asked.model} gives a model that is not sharded yet, and third what shards it: a "
-            f"function shard(model, mesh). It raised: {error}"
+            f"{asked.model}: {error}. It gives a model that is not sharded yet, and third what "
+            "shards it, if not this command: a function shard(model, mesh)"
         ) from error
     match job:
         case (nn.Module() as model, dict() as call):
