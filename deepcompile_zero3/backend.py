@@ -39,7 +39,7 @@ from deepcompile_zero3.passes.facts import (
 from deepcompile_zero3.passes.gather import insert_gathers, own_outputs
 from deepcompile_zero3.passes.keep import choose_kept
 from deepcompile_zero3.passes.lift import declare_grad_dtypes, lift_unshards, set_contracts, uses_of
-from deepcompile_zero3.passes.partition import drop_handing, settle_backward_gathers
+from deepcompile_zero3.passes.partition import drop_needs, settle_backward_gathers
 from deepcompile_zero3.passes.reduce import insert_reduces
 from deepcompile_zero3.passes.widen import widen_weight_gradients
 from deepcompile_zero3.peak import KEPT_OF
@@ -219,8 +219,8 @@ def _facts(
             fqn=parameter.fqn,
             group=groups.setdefault(parameter.handle.group_name, len(groups)),
             shared=parameter.handle.is_shared,
-            uses=uses[inputs[position]].positions,
-            needed_in_backward=uses[inputs[position]].needed_in_backward,
+            uses=uses[inputs[position]][0],
+            only_embeds=uses[inputs[position]][1],
             dim=parameter.placeholder.dim(),
             nbytes=parameter.placeholder.numel() * parameter.placeholder.element_size(),
             reshard_after_forward=parameter.reshard_after_forward,
@@ -278,7 +278,7 @@ class Rewriting:
 
     def _rewrite_backward(self, graph_module: fx.GraphModule) -> None:
         nodes, gradients = _describe(graph_module, self.inputs)
-        drop_handing(graph_module)
+        drop_needs(graph_module)
         for node, facts in nodes.items():
             if facts.fqn in self._kept:
                 node.meta[KEPT_OF] = facts.fqn

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import fx
 from torch.distributed.tensor import DeviceMesh, DTensor
 
 TRIED = ("2.11", "2.13", "2.15")
@@ -96,9 +95,6 @@ REGION = "Torch-Compiled Region: "  # how the ranges of compiled frames in a pro
 
 _reset_code: Callable[..., None] = _private("torch._dynamo.eval_frame", "reset_code")
 _skip_code: Callable[..., None] = _private("torch._dynamo.eval_frame", "skip_code")
-_is_functorch_wrapped_tensor: Callable[..., bool] = _private(
-    "torch._C._functorch", "is_functorch_wrapped_tensor"
-)
 _counters: Any = _private("torch._dynamo.utils", "counters")
 _graph_break_reasons: list[Any] = _private("torch._dynamo.output_graph", "graph_break_reasons")
 # Releases before 2.13 may not have it.
@@ -169,6 +165,7 @@ def custom_partitioner() -> Any:
 
 
 _FOLLOWS = "step_unsupported"  # a frame broke because one that it calls did, which has told why
+_BRANCH = "Data-dependent branching"  # as Dynamo calls it in frames that others call
 
 
 @contextlib.contextmanager
@@ -183,13 +180,14 @@ def graph_breaks() -> Iterator[list[str]]:
         yield breaks
     finally:
         counted = Counter(_counters["graph_break"]) - counted_before
-        by_place: dict[str, str] = {}
-        for one in _graph_break_reasons[placed_before:]:
-            place = _place(one.user_stack)
-            if one.reason in counted or (one.reason != _FOLLOWS and place not in by_place):
-                by_place[place] = one.reason
-        breaks += map(": ".join, by_place.items())
-        breaks += sorted(counted.keys() - by_place.values())
+        placed = [(_place(r.user_stack), r.reason) for r in _graph_break_reasons[placed_before:]]
+        explained = {place for place, reason in placed if reason in counted}
+        told = {
+            f"{place}: {_BRANCH if reason.startswith('generic_jump') else reason}": reason
+            for place, reason in placed
+            if reason in counted or (place not in explained and reason != _FOLLOWS)
+        }
+        breaks += [*told, *(reason for reason in counted if reason not in told.values())]
 
 
 def _place(stack: list[traceback.FrameSummary]) -> str:
@@ -208,23 +206,6 @@ def with_named_kernels() -> contextlib.AbstractContextManager[None]:
 def without_autograd_cache() -> contextlib.AbstractContextManager[None]:
     """AOTAutograd's disk cache does not see our rewriting and would replay a graph without it."""
     return _functorch_config.patch(enable_autograd_cache=False)
-
-
-def is_of_a_module(placeholder: fx.Node) -> bool:
-    """Whether an input of Dynamo's graph is a parameter, a buffer or an attribute of a module."""
-    return "_dynamo_static_input_type" in placeholder.meta.get("tensor_dict", {})
-
-
-def may_require_grad(example: torch.Tensor) -> bool:
-    """Whether a gradient may flow through a value in Dynamo's graph: inside of ``vmap`` and the
-    like, it does not say.
-    """
-    return example.requires_grad or _is_functorch_wrapped_tensor(example)
-
-
-def activation_memory_budget() -> float:
-    """The share of the activations that backward reads which may be saved for it."""
-    return _functorch_config.activation_memory_budget
 
 
 def compile_id() -> str:

@@ -2,12 +2,10 @@
 
 import copy
 import os
-from collections import Counter
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from models import (
     Block,
     assert_same_gradients,
@@ -16,14 +14,12 @@ from models import (
     mean_square,
     mine,
 )
-from one_rank import one_rank  # noqa: F401
 from torch import nn
 from torch.testing import assert_close
 from transformer_models import llama
 
 from deepcompile_zero3 import fully_shard, record_collectives
 
-needs_a_job = pytest.mark.usefixtures("one_rank")
 each_way = pytest.mark.parametrize("how", ["zero3", "eager"])
 
 
@@ -117,85 +113,6 @@ def _by_hand(how):
 @each_way
 def test_adapters_by_hand_train_as_on_one_process(run_ranks, how):
     run_ranks(2, _by_hand, how)
-
-
-# ---- on a frozen part
-
-
-class Tower(nn.Module):
-    """[batch, 8] -> [batch, 8]: blocks that are frozen, then two that are not."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(8) for _ in range(4))
-        self.blocks[:2].requires_grad_(False)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def _on_a_frozen_part(how):
-    model = Tower()
-    reference = copy.deepcopy(model)
-    for block in model.blocks:
-        fully_shard(block, reshard_after_forward=True)
-    fully_shard(model)
-    run = torch.compile(model, backend="zero3", fullgraph=True) if how == "zero3" else model
-    for seed, rows in enumerate((2, 2, 1 + 40 * dist.get_rank())):  # ranks may differ
-        batch = batch_of(2 * rows, 8, seed=seed)
-        with record_collectives() as log:
-            mean_square(run, mine(batch)).backward()
-        if rows == 2:
-            mean_square(reference, batch).backward()
-            assert_same_gradients(model, reference)
-        gathers = Counter(name for c in log if c.op == "all_gather" for name in c.params)
-        for name, parameter in model.named_parameters():
-            assert gathers[name] == (2 if parameter.requires_grad else 1), name
-
-
-@each_way
-def test_a_frozen_part_ahead_is_gathered_once(run_ranks, how):
-    run_ranks(2, _on_a_frozen_part, how)
-
-
-def _conditioned(x, m):
-    step = F.linear(F.silu(F.linear(torch.full_like(x, 0.3), m.w)), m.v)
-    return (x @ m.t) * (1 + step)
-
-
-@needs_a_job
-@pytest.mark.parametrize(
-    ("read", "gathered"),
-    [
-        (lambda x, m: F.linear(F.gelu(F.linear(x, m.w)), m.v) @ m.t, {"t"}),
-        (lambda x, m: torch.sigmoid(F.linear(x, m.w)) * m.w.norm() @ m.v @ m.t, {"t", "w"}),
-        (lambda x, m: F.layer_norm(x, (16,), m.w[0]) @ m.v @ m.t, {"t", "w"}),
-        (lambda x, m: x.new_ones(x.shape) @ m.w @ m.t * x, {"t"}),
-        (lambda x, m: F.linear(torch.ones_like(x), m.w) @ m.t * x, {"t"}),
-        (_conditioned, {"t"}),
-    ],
-)
-def test_what_backward_gathers_does_not_depend_on_sizes(read, gathered):
-    class Frozen(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.w = nn.Parameter(torch.randn(16, 16), requires_grad=False)
-            self.v = nn.Parameter(torch.randn(16, 16), requires_grad=False)
-            self.t = nn.Parameter(torch.randn(16, 16))
-
-        def forward(self, x):
-            return read(x, self)
-
-    for rows in (2, 80):
-        model = fully_shard(Frozen(), reshard_after_forward=True)
-        run = torch.compile(model, backend="zero3", dynamic=False)
-        loss = mean_square(run, batch_of(rows, 16))
-        with record_collectives() as log:
-            loss.backward()
-        names = [name for c in log if c.op == "all_gather" for name in c.params]
-        assert {name.rpartition(".")[2] for name in names} == gathered, rows
 
 
 # ---- of peft

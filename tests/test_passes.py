@@ -11,10 +11,9 @@ import textwrap
 import expecttest
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import fx, nn
+from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
@@ -27,8 +26,8 @@ from deepcompile_zero3.passes.gather import insert_gathers
 from deepcompile_zero3.passes.keep import choose_kept
 from deepcompile_zero3.passes.lift import declare_grad_dtypes, lift_unshards, uses_of
 from deepcompile_zero3.passes.partition import (
-    drop_handing,
-    handed_to_backward,
+    drop_needs,
+    needed_in_backward,
     settle_backward_gathers,
 )
 from deepcompile_zero3.passes.reduce import insert_reduces
@@ -133,72 +132,11 @@ def test_uses_are_where_the_model_as_written_has_them(x, w):
     lift_unshards(gm)
 
     uses = {node.name: use for node, use in uses_of(gm.graph).items()}
-    (table,) = (needed for name, (_, needed) in uses.items() if "table" in name)
-    (b,) = ((at, needed) for name, (at, needed) in uses.items() if name.startswith("l_b"))
-    assert not table
-    assert b[1]
+    (table,) = (only for name, (_, only) in uses.items() if "table" in name)
+    (b,) = ((at, only) for name, (at, only) in uses.items() if name.startswith("l_b"))
+    assert table
+    assert not b[1]
     assert [list(gm.graph.nodes)[at].target for at in b[0]] == [operator.matmul] * 2
-
-
-class Frozen(nn.Module):
-    """Reads a parameter that is frozen, ``w``, as it is told."""
-
-    def __init__(self, read):
-        super().__init__()
-        self.read = read
-        self.w = nn.Parameter(torch.ones(4, 4), requires_grad=False)
-        self.v = nn.Parameter(torch.ones(4, 4), requires_grad=False)
-        self.gain = nn.Parameter(torch.ones(4), requires_grad=False)
-        self.t = nn.Parameter(torch.ones(4, 4))
-        self.register_buffer("scale", torch.ones(4, 4))
-
-    def forward(self, x):
-        names = ("w", "v", "gain", "t")
-        full = (ops.unshard.default(getattr(self, name), name, "any") for name in names)
-        return self.read(x, *full, self.scale)
-
-
-def _uses_in(read):
-    gm = dynamo_graph(Frozen(read), torch.ones(4, 4))
-    lift_unshards(gm)
-    uses = {node.name.removesuffix("_"): use for node, use in uses_of(gm.graph).items()}
-    return {name.rpartition("_")[2]: use.needed_in_backward for name, use in uses.items()}
-
-
-def _checkpointed(x, w):
-    return checkpoint(torch.matmul, x, w, use_reentrant=False)
-
-
-@pytest.mark.parametrize(
-    ("read", "needed"),
-    [
-        (lambda x, w, v, gain, t, s: torch.tanh(F.linear(x, w)) @ t, {"w": False, "t": True}),
-        (lambda x, w, v, gain, t, s: gain * (x @ w + gain) @ t, {"w": False, "gain": False}),
-        (lambda x, w, v, gain, t, s: F.layer_norm(x @ w, (4,), gain, gain) @ t, {"gain": False}),
-        (lambda x, w, v, gain, t, s: F.embedding(x.long(), w) @ t, {"w": False}),
-        (lambda x, w, v, gain, t, s: x @ t @ w, {"w": True}),
-        (lambda x, w, v, gain, t, s: (x @ w) @ t + (x @ t) @ w, {"w": True}),
-        (lambda x, w, v, gain, t, s: torch.vmap(lambda y: y @ w)(x @ t), {"w": True}),
-        # What is as large as a weight would stay from forward to backward.
-        (lambda x, w, v, gain, t, s: x @ t @ w.bfloat16().float(), {"w": True}),
-        (lambda x, w, v, gain, t, s: x @ t @ w.type_as(x), {"w": True}),
-        (lambda x, w, v, gain, t, s: x @ t @ (w @ v), {"w": True, "v": True}),
-        (lambda x, w, v, gain, t, s: x @ t @ (w * s), {"w": True}),
-        (lambda x, w, v, gain, t, s: x @ t @ (w * x.sum()), {"w": True}),
-        (lambda x, w, v, gain, t, s: x @ (w * torch.arange(4)) @ t, {"w": True}),
-        # These are no activations, in whatever shape they come.
-        (lambda x, w, v, gain, t, s: torch.ones(len(x), 4) @ w @ t, {"w": True}),
-        (lambda x, w, v, gain, t, s: _checkpointed(x, w) @ t, {"w": True}),
-    ],
-)
-def test_backward_is_to_have_all_but_what_layers_read_ahead_of_it(read, needed):
-    assert needed.items() <= _uses_in(read).items()
-
-
-def test_with_a_budget_for_activations_backward_is_to_have_all_but_tables():
-    with torch._functorch.config.patch(activation_memory_budget=0.5):
-        assert _uses_in(lambda x, w, v, gain, t, s: x @ w @ t)["w"]
-        assert not _uses_in(lambda x, w, v, gain, t, s: F.embedding(x.long(), w) @ t)["w"]
 
 
 @pytest.mark.smoke
@@ -792,7 +730,7 @@ def test_backward_gets_all_but_tables_of_embeddings():
 
     inputs = torch.zeros(3, dtype=torch.int64), *torch.ones(3, 4, 4), torch.ones(3, 4)
     gm = joint_graph(lambda ids, w1, w2, w3, t1: embed(ids, w1, w2[:3], w3, t1), *inputs)
-    parameters = of_layers(gm, w1={"needed_in_backward": False})
+    parameters = of_layers(gm, w1={"only_embeds": True})
 
     settle_backward_gathers(gm, parameters, tangents_of(gm))
 
@@ -805,10 +743,10 @@ def test_backward_gets_all_but_tables_of_embeddings():
         """,
         policies(gm),
     )
-    (handing,) = gm.graph.find_nodes(op="call_function", target=handed_to_backward)
-    assert [node.name for node in handing.args[1]] == ["w2", "w3"]
-    drop_handing(gm)
-    assert not gm.graph.find_nodes(op="call_function", target=handed_to_backward)
+    (needs,) = gm.graph.find_nodes(op="call_function", target=needed_in_backward)
+    assert [node.name for node in needs.args[1]] == ["w2", "w3"]
+    drop_needs(gm)
+    assert not gm.graph.find_nodes(op="call_function", target=needed_in_backward)
 
 
 @pytest.mark.parametrize("rows", [1, 4])
@@ -819,34 +757,10 @@ def test_rows_by_position_are_saved_however_many(rows):
 
     gm = joint_graph(embed, torch.ones(rows, 4), torch.ones(4, 4), torch.ones(rows, 4))
 
-    settle_backward_gathers(gm, of_layers(gm, w1={"needed_in_backward": False}), tangents_of(gm))
+    settle_backward_gathers(gm, of_layers(gm, w1={"only_embeds": True}), tangents_of(gm))
 
     (node,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.embedding.default)
     assert node.meta["recompute"] is CheckpointPolicy.MUST_SAVE
-
-
-def test_what_a_frozen_part_gives_is_saved():
-    def model(x, w1, w2, w3, t1):
-        y = torch.sigmoid(x @ w1.t()) * w1.norm()
-        return y @ w2, t1 @ w2.t(), y.t() @ t1
-
-    gm = joint_graph(model, torch.ones(3, 4), *torch.ones(3, 4, 4), torch.ones(3, 4))
-    parameters = of_layers(gm, w1={"needed_in_backward": False})
-
-    settle_backward_gathers(gm, parameters, tangents_of(gm))
-
-    assert_text(
-        gm,
-        """\
-        must_recompute: t: f32[4, 4] = aten.t(w1)
-        must_save: mm: f32[3, 4] = aten.mm(x, t)
-        must_save: linalg_vector_norm: f32[] = aten.linalg_vector_norm(w1)
-        must_recompute: t_1: f32[4, 4] = aten.t(w2)
-        """,
-        policies(gm),
-    )
-    (handing,) = gm.graph.find_nodes(op="call_function", target=handed_to_backward)
-    assert [node.name for node in handing.args[1]] == ["w2", "w3"]
 
 
 def test_what_a_checkpoint_computes_again_or_what_is_kept_is_left_alone():
@@ -854,7 +768,7 @@ def test_what_a_checkpoint_computes_again_or_what_is_kept_is_left_alone():
     gm = joint_graph(lambda x, w1, t1: (torch.sigmoid(x + w1[:2]), t1), x, w, t)
     (add,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)
     add.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
-    settle_backward_gathers(gm, of_layers(gm, w1={"needed_in_backward": False}), tangents_of(gm))
+    settle_backward_gathers(gm, of_layers(gm, w1={"only_embeds": True}), tangents_of(gm))
     assert add.meta["recompute"] is CheckpointPolicy.PREFER_RECOMPUTE
 
     gm = joint_graph(linear_in_bf16, x.bfloat16(), w, t.bfloat16())
@@ -883,8 +797,8 @@ def test_what_is_random_is_not_a_function_of_a_parameter():
         mm: f32[2, 4] = aten.mm(x, getitem)
         t: f32[4, 4] = aten.t(getitem)
         mm_1: f32[2, 4] = aten.mm(t1, t)
-        handed_to_backward: f32[2, 4] = handed_to_backward(mm_1, [w1])
-        return [mm, handed_to_backward]
+        needed_in_backward: f32[2, 4] = needed_in_backward(mm_1, [w1])
+        return [mm, needed_in_backward]
         """,
         policies(gm),
     )

@@ -134,8 +134,9 @@ def test_a_users_own_model_is_explained_from_the_command_line(job):
 def test_a_users_own_sharding_is_planned(job):
     found = _run("explain", f"{job}:sharded", "--ranks", 4)
     assert found.returncode == 0, found.stderr
-    assert {"0.weight", "1.weight"} <= set(re.findall(r"^[01]\.weight", found.stdout, re.M))
-    assert "f16" in found.stdout
+    dtypes = re.findall(r"^([01])\.\S+ .*?\b(b?f\d+)\b", found.stdout, re.M)
+    assert {("0", "f16"), ("1", "f32")} <= set(dtypes)
+    assert ("0", "bf16") not in dtypes
 
 
 @pytest.mark.parametrize(

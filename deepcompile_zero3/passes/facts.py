@@ -17,8 +17,7 @@ class ParameterFacts:
         dim: number of its dimensions.
         uses: positions of its uses in the model's forward, as written: before any graph was
             transformed, which may depend on the batch.
-        needed_in_backward: False where each of them looks rows up, or is a layer whose result needs
-            no gradient, as in a frozen part ahead of all that is trained.
+        only_embeds: whether all of them look rows up.
         reshard_after_forward: False keeps what forward gathered until backward has used it, and
             None leaves that open: passes treat it as True, but for the one that chooses.
         grad_dtype: of the leaf's contract; None keeps whatever arrives.
@@ -32,7 +31,7 @@ class ParameterFacts:
     shared: bool = False
     dim: int = 2
     uses: tuple[int, ...] = (0,)
-    needed_in_backward: bool = True
+    only_embeds: bool = False
     reshard_after_forward: bool | None = True
     grad_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None

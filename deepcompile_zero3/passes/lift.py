@@ -4,32 +4,14 @@ After lifting, AOTAutograd traces the plain single-device model, with the placeh
 primal, and the partitioner saves the placeholder for backward: a free graph input.
 """
 
-import operator
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import fx
 
 from deepcompile_zero3 import grad_dtype, torch_internals
 from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.runtime import ops
-
-_LOOKUPS = (F.embedding, torch.embedding, torch.ops.aten.embedding.default)
-# They make an activation of one, and read parameters of any shape, or of one dimension.
-_LAYERS = (
-    *(F.linear, torch.addmm, torch.matmul, operator.matmul, F.conv1d, F.conv2d, F.conv3d),
-    *(F.layer_norm, F.rms_norm, F.group_norm, F.batch_norm),
-)
-_BY_ELEMENT = (operator.add, operator.mul, torch.add, torch.mul)
-
-
-class Uses(NamedTuple):
-    """Of an input of a lifted graph: their positions, and whether backward is to have it too."""
-
-    positions: tuple[int, ...]
-    needed_in_backward: bool
 
 
 def lift_unshards(gm: fx.GraphModule) -> list[str]:
@@ -65,57 +47,18 @@ def set_contracts(gm: fx.GraphModule, contracts: Mapping[str, str]) -> None:
     _recompile(gm)
 
 
-def uses_of(graph: fx.Graph) -> dict[fx.Node, Uses]:
-    """How a lifted graph uses each of its inputs.
-
-    That follows from the model as written: the same on ranks whose batches are of other sizes.
-    """
+def uses_of(graph: fx.Graph) -> dict[fx.Node, tuple[tuple[int, ...], bool]]:
+    """Where a lifted graph uses each of its inputs, and whether only to look rows of it up."""
+    lookups = (torch.nn.functional.embedding, torch.embedding, torch.ops.aten.embedding.default)
     positions = {node: position for position, node in enumerate(graph.nodes)}
-    # A budget for activations is met without regard to what is to be saved.
-    has_budget = torch_internals.activation_memory_budget() < 1
-    activations = set() if has_budget else _activations(graph)
     uses = {}
     for node in graph.find_nodes(op="placeholder"):
         users = [user for user in node.users if user.op != "output"]
-        uses[node] = Uses(
+        uses[node] = (
             tuple(sorted(positions[user] for user in users)) or (len(positions),),
-            not users or any(_is_needed(node, user, activations) for user in users),
+            bool(users) and all(user.target in lookups for user in users),
         )
     return uses
-
-
-def _activations(graph: fx.Graph) -> set[fx.Node]:
-    """Tensors that are computed from inputs that are no tensors of a module."""
-    found: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            is_activation = not torch_internals.is_of_a_module(node)
-        else:
-            is_activation = not found.isdisjoint(node.all_input_nodes)
-        if is_activation and _tensors_of(node):
-            found.add(node)
-    return found
-
-
-def _tensors_of(node: fx.Node) -> list[torch.Tensor]:
-    value = node.meta.get("example_value")
-    values = value if isinstance(value, list | tuple) else [value]
-    return [each for each in values if isinstance(each, torch.Tensor)]
-
-
-def _is_needed(parameter: fx.Node, user: fx.Node, activations: set[fx.Node]) -> bool:
-    """Whether a backward may read a parameter because of a use of it."""
-    if user.target in _LOOKUPS:
-        return False  # neither the gradient of the table nor that of positions reads it
-    (value,) = _tensors_of(parameter)
-    layers = (*_LAYERS, *_BY_ELEMENT) if value.dim() == 1 else _LAYERS
-    results = _tensors_of(user)
-    return (
-        user.target not in layers
-        or activations.isdisjoint(user.all_input_nodes)
-        or not results
-        or any(torch_internals.may_require_grad(result) for result in results)
-    )
 
 
 def declare_grad_dtypes(gm: fx.GraphModule, inputs: Mapping[int, ParameterFacts]) -> None:

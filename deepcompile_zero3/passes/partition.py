@@ -4,8 +4,7 @@ A partitioner weighs the bytes of activations against each other, and ops are de
 shapes, so that a batch of another size may save, and compute again, something else; and each rank
 sees batches of its own. Yet all ranks must gather the same parameters. So, of those that backward
 gathers again, it gets all, whatever it does with them, as in FSDP2. The exception are parameters
-that only look rows up, whose gradients need no weight, and those of a frozen part ahead of all that
-is trained: what they give is saved, whatever its size.
+that only look rows up, whose gradients need no weight: what they give is saved.
 
 A function of parameters alone, such as ``w.bfloat16()``, is computed again: saving it would keep
 the parameter. Its reductions, such as ``w.norm()``, are as the partitioner likes.
@@ -22,12 +21,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from deepcompile_zero3.passes.facts import ParameterFacts
 
-_SAVE, _RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE
-_COPIES = (
-    torch.ops.aten._to_copy.default,
-    torch.ops.prims.convert_element_type.default,
-    torch.ops.aten.clone.default,
-)
 # A result so many times smaller than what it was computed from is a reduction, and cheap to save.
 _REDUCTION = 4
 
@@ -42,10 +35,9 @@ def settle_backward_gathers(
         tangents: the graph's inputs that are gradients of outputs.
     """
     again = {node for node, facts in parameters.items() if facts.reshard_after_forward is not False}
-    spared = {node for node in again if not parameters[node].needed_in_backward}
+    embedding = {node for node in again if parameters[node].only_embeds}
     gradients = _descendants(tangents)
-    alone = again - spared  # functions of parameters alone
-    needed = [node for node in parameters if node in alone]
+    alone = set(again)  # functions of parameters alone
     neutral: set[fx.Node] = set()  # constants and reductions: such a function may read them too
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "output") or node in gradients:
@@ -53,42 +45,40 @@ def settle_backward_gathers(
         inputs = set(node.all_input_nodes)
         is_plain = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
         settled = all(n in alone or n in neutral or _is_size(n) for n in inputs)
-        if inputs & spared:
-            if _is_copy(node):
-                spared.add(node)
-            _tag(node, _RECOMPUTE if node in spared else _SAVE)
-        elif not is_plain or _is_random(node) or not settled:
-            continue
+        settled &= node.target is not torch.ops.aten.embedding.default  # of rows by position, too
+        if not is_plain or _is_random(node) or not settled:
+            if inputs & embedding:
+                _tag(node, CheckpointPolicy.MUST_SAVE)
         elif inputs & alone and not _is_reduction(node):
             alone.add(node)
-            _tag(node, _RECOMPUTE)
+            _tag(node, CheckpointPolicy.MUST_RECOMPUTE)
         else:
             neutral.add(node)
-    _hand(needed, gm.graph, gradients)
+    _need([node for node in parameters if node in again - embedding], gm.graph, gradients)
     gm.recompile()
 
 
-def handed_to_backward(gradient: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Stands in a graph from here to :func:`drop_handing`, so that backward gets ``parameters``."""
+def needed_in_backward(gradient: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Stands in a graph from here to :func:`drop_needs`, so that backward gets ``parameters``."""
     return gradient
 
 
-def drop_handing(gm: fx.GraphModule) -> None:
-    """Removes ``handed_to_backward`` from a backward graph, whose inputs stay."""
-    for node in gm.graph.find_nodes(op="call_function", target=handed_to_backward):
+def drop_needs(gm: fx.GraphModule) -> None:
+    """Removes ``needed_in_backward`` from a backward graph, whose inputs stay."""
+    for node in gm.graph.find_nodes(op="call_function", target=needed_in_backward):
         node.replace_all_uses_with(node.args[0])
         gm.graph.erase_node(node)
 
 
-def _hand(parameters: list[fx.Node], graph: fx.Graph, gradients: set[fx.Node]) -> None:
+def _need(parameters: list[fx.Node], graph: fx.Graph, gradients: set[fx.Node]) -> None:
     output = graph.output_node()
     gradient = next((n for n in output.all_input_nodes if n in gradients), None)
     if not parameters or gradient is None:
         return
     with graph.inserting_before(output):
-        handing = graph.call_function(handed_to_backward, (gradient, parameters))
-    handing.meta.update(gradient.meta)
-    output.replace_input_with(gradient, handing)
+        needs = graph.call_function(needed_in_backward, (gradient, parameters))
+    needs.meta.update(gradient.meta)
+    output.replace_input_with(gradient, needs)
 
 
 def _tag(node: fx.Node, policy: CheckpointPolicy) -> None:
@@ -119,16 +109,8 @@ def _is_size(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.SymInt)
 
 
-def _is_view(node: fx.Node) -> bool:
-    return node.target is operator.getitem or getattr(node.target, "is_view", False)
-
-
-def _is_copy(node: fx.Node) -> bool:
-    return _is_view(node) or node.target in _COPIES
-
-
 def _is_reduction(node: fx.Node) -> bool:
-    if _is_view(node):
+    if node.target is operator.getitem or getattr(node.target, "is_view", False):
         return False
     result, read = (
         _numel(node.meta["val"]),
