@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.distributed.fsdp import UnshardHandle
+from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
@@ -255,7 +256,13 @@ def all_parameters_of(model: nn.Module, caller: str) -> list[ShardedParameter]:
     found = (p for module in model.modules() for p in parameters_of(module).values())
     parameters = list(dict.fromkeys(found))
     if not parameters:
-        raise Zero3Error(f"{caller}: no parameter of the {type(model).__name__} is sharded")
+        name = type(model).__name__
+        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+            raise Zero3Error(
+                f"{caller}: the {name} was sharded by something else: import fully_shard from "
+                "deepcompile_zero3"
+            )
+        raise Zero3Error(f"{caller}: no parameter of the {name} is sharded")
     return parameters
 
 

@@ -163,8 +163,9 @@ def _parts(report: Report) -> Iterator[Any]:
         f"{report.model}: {report.parameters} parameters of {_mib(report.nbytes)} over {ranks}, "
         f"{transport}"
     )
+    graphs = "what is compiled" if report.in_eager else "a step"
     yield (
-        f"at rest {_mib(report.shards)} of shards; a step gathers {_mib(report.gathered)} and "
+        f"at rest {_mib(report.shards)} of shards; {graphs} gathers {_mib(report.gathered)} and "
         f"reduces {_mib(report.reduced)}"
     )
     if report.peak:

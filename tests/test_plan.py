@@ -14,6 +14,7 @@ from one_rank import one_rank  # noqa: F401
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as fsdp2_shard
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -224,7 +225,7 @@ def test_what_does_not_fit_is_said():
     assert "memory: " in str(found)
     (remedy,) = (line for line in found.advice if "does not fit" in line)
     assert "What helps there" in remedy
-    assert not any("a larger one hides them" in line for line in found.advice)
+    assert not any("a larger batch hides them" in line for line in found.advice)
 
 
 class Broken(nn.Module):
@@ -262,6 +263,38 @@ def test_what_is_frozen_has_no_optimizer_state():
 
 
 @pytest.mark.usefixtures("one_rank")
+class Tied(nn.Module):
+    """Its table, read twice, is not sharded."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(64, 32)
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+        self.head = nn.Linear(32, 64, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids):
+        x = self.table(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).square().mean()
+
+
+@pytest.mark.parametrize("root", [False, True])
+def test_what_is_not_sharded_is_there_all_the_same(root):
+    def shard(model, mesh):
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        if root:
+            fully_shard(model, mesh=mesh, ignored_params={model.table.weight})
+
+    call = {"ids": torch.zeros(8, 16, dtype=torch.int64)}
+    found = plan(Tied, call, world_size=4, shard=shard, advise=False)
+    assert found.report.parameters == 4
+    assert found.flops == 3 * 2 * 8 * 16 * 32 * (2 * 32 + 64)
+    assert "computed in f32" in str(found)
+
+
 def test_a_simulation_is_in_nobody_elses_log():
     task = transformer_models.llama()
     fully_shard(task.model)
@@ -284,6 +317,18 @@ def test_nothing_is_left(one_rank):  # noqa: F811
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with pytest.raises(Zero3Error, match="without a process group"):
         plan(_build("llama"), _call("llama"), world_size=8)
+
+
+def test_wrong_calls_are_refused():
+    call = _call("llama")
+    with pytest.raises(TypeError, match="build is called and makes the model: give its class"):
+        plan(Tied(), call, world_size=8)
+    with pytest.raises(TypeError, match="build makes the model and nothing else, got tuple"):
+        plan(lambda: (Tied(), call), call, world_size=8)
+    with pytest.raises(TypeError, match="call is a dict of keyword arguments, got list"):
+        plan(Tied, [torch.zeros(8)], world_size=8)
+    with pytest.raises(Zero3Error, match="Tied was sharded by something else: import fully_shard"):
+        plan(Tied, call, world_size=8, shard=lambda m, mesh: fsdp2_shard(m, mesh=mesh))
 
 
 def test_wrong_numbers_are_refused():

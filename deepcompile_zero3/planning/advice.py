@@ -81,5 +81,5 @@ def _to_be_quicker(
         waits = plan.waiting / plan.seconds
         yield (
             f"{waits:.0%} of the step waits for collectives, whose bytes do not depend on the "
-            "batch: a larger one hides them"
+            "batch: a larger batch hides them"
         )

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.backend import CompiledGraph, Options, Rewriting
@@ -97,14 +98,15 @@ def trace(model: nn.Module, call: Mapping[str, Any]) -> Trace:
     """Traces ``model(**call)`` and its backward, and computes nothing.
 
     Args:
-        model: sharded over :func:`fake_ranks`, on the meta device. Its buffers get memory.
+        model: sharded over :func:`fake_ranks`, on the meta device. What is not sharded of it, and
+            its buffers, get memory on the CPU.
         call: of it; tensors on the CPU, of which only dtypes and shapes matter.
 
     Raises:
         Zero3Error: no graph was compiled, or code beside the graphs reads parameters.
     """
     parameters = all_parameters_of(model, "plan")
-    _materialise_buffers(model)
+    _materialise(model)
     graphs: list[_Partitioned] = []
 
     def backend(gm: fx.GraphModule, example_inputs: Any) -> CompiledGraph:
@@ -120,7 +122,8 @@ def trace(model: nn.Module, call: Mapping[str, Any]) -> Trace:
             raise
         raise Zero3Error(
             "this model cannot be planned: code that is not compiled reads its parameters, which "
-            f"have no data here; {line_of_break(breaks[0])}"
+            "have no data here. A break inside of a loop leaves the whole function uncompiled; "
+            f"{line_of_break(breaks[0])}"
         ) from error
     if not graphs:
         raise Zero3Error("no graph was compiled: is torch.compile disabled, or the whole call?")
@@ -157,8 +160,15 @@ def _zeros_like(value: Any) -> Any:
     return int(value) if isinstance(value, torch.SymInt) else value
 
 
-def _materialise_buffers(model: nn.Module) -> None:
+def _materialise(model: nn.Module) -> None:
+    whole: dict[torch.Tensor, nn.Parameter] = {}  # parameters that nobody shards, once each
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_meta:
                 setattr(module, name, torch.zeros_like(buffer, device="cpu"))
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter.is_meta and not isinstance(parameter, DTensor):
+                if parameter not in whole:
+                    data = torch.empty_like(parameter, device="cpu")
+                    whole[parameter] = nn.Parameter(data, parameter.requires_grad)
+                setattr(module, name, whole[parameter])

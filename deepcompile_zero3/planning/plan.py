@@ -128,8 +128,8 @@ def plan(
 
     Args:
         build: makes the model; called under ``torch.device("meta")``.
-        call: arguments of a forward on one rank, which gives a loss first or as ``.loss``; tensors
-            on the CPU, of which only dtypes and shapes matter.
+        call: keyword arguments of a forward on one rank, which gives a loss first or as
+            ``.loss``; tensors on the CPU, of which only dtypes and shapes matter.
         world_size: ranks of all replicas.
         replicas: how often the model is there (hybrid sharding).
         machine: of :data:`MACHINES`, or one of your own.
@@ -142,6 +142,7 @@ def plan(
         tell: is called with what is done next, some minutes of a large model.
 
     Raises:
+        TypeError: ``build`` gives no module, or ``call`` is no mapping.
         ValueError: an unknown machine or option, or a wrong number of ranks or bytes.
         Zero3Error: the process has a process group, or no graph was compiled.
     """
@@ -149,10 +150,16 @@ def plan(
     parsed = Options.parse(options)
     if optimizer_bytes < 0:
         raise ValueError(f"optimizer_bytes is a number of bytes, got {optimizer_bytes}")
+    if isinstance(build, nn.Module):
+        raise TypeError("build is called and makes the model: give its class or a function")
+    if not isinstance(call, Mapping):
+        raise TypeError(f"call is a dict of keyword arguments, got {type(call).__name__}")
     with fake_ranks(world_size, replicas) as mesh:
         tell("building and sharding the model")
         with torch.device("meta"):
             model = build()
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"build makes the model and nothing else, got {type(model).__name__}")
         (shard or shard_blocks)(model, mesh)
         tell("tracing it")
         traced = trace(model, call)
@@ -238,12 +245,14 @@ def _blocks(module: nn.Module) -> list[nn.Module]:
 def _parts(plan: Plan) -> list[Any]:
     report = plan.report
     waits = plan.waiting / plan.seconds
+    buckets = [bucket for graph in report.graphs for bucket in graph.gathers]
+    dtypes = "/".join(dict.fromkeys(dtype for bucket in buckets for dtype in bucket.dtypes))
     unit, scale = ("GB", 1e9) if plan.peak >= 1e9 else ("MB", 1e6)
     reached = plan.flops / plan.product_seconds if plan.product_seconds else 0.0
     speed = f"{plan.tokens_per_second:,.0f} tokens/s in all; " if plan.tokens else ""
     parts: list[Any] = [
         f"{report.model} on {plan.ranks} ranks of {plan.machine.name}, each model over "
-        f"{report.world_size}",
+        f"{report.world_size}, computed in {dtypes}",
         f"predicted: {_ms(plan.seconds)} a step, {waits:.1%} of it waiting for others; {speed}"
         f"{plan.utilisation:.0%} of the {reached / 1e12:.0f} TFLOP/s that a rank is taken to reach",
         f"memory: {plan.peak / scale:.1f} {unit} of {plan.machine.memory / 1e9:.0f} GB"
