@@ -262,7 +262,6 @@ def test_what_is_frozen_has_no_optimizer_state():
     assert found.memory["optimizer"] == 8 * 4096 * 4096 / 4
 
 
-@pytest.mark.usefixtures("one_rank")
 class Tied(nn.Module):
     """Its table, read twice, is not sharded."""
 
@@ -295,6 +294,7 @@ def test_what_is_not_sharded_is_there_all_the_same(root):
     assert "computed in f32" in str(found)
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_a_simulation_is_in_nobody_elses_log():
     task = transformer_models.llama()
     fully_shard(task.model)
