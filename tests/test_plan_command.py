@@ -142,10 +142,14 @@ def test_a_users_own_sharding_is_planned(job):
 @pytest.mark.parametrize(
     ("function", "options", "message"),
     [
-        ("alone", (), "has to give a module, a dict and perhaps a function that shards, and gave"),
+        ("alone", (), "a dict and perhaps a function that shards, and gave Linear"),
         ("shards_itself", (), "if not this command: a function shard(model, mesh)"),
         ("takes_no_mesh", (), "is called with model, mesh: too many positional arguments"),
-        ("sharded", ("--reshard", "always"), "--reshard: "),
+        (
+            "sharded",
+            ("--reshard", "always"),
+            "--reshard: {job}:sharded says itself how its model is sharded",
+        ),
         ("build", ("--batch", 2), "--batch, --sequence and --checkpoint are of a config"),
         ("nothing", (), "has no function 'nothing'"),
         ("build", ("--save", "/nowhere/page.html"), "--save: there is no folder /nowhere"),
@@ -155,7 +159,7 @@ def test_a_users_own_sharding_is_planned(job):
 def test_what_a_job_has_wrong_is_said_in_a_line(job, function, options, message):
     found = _run("plan", f"{job}:{function}", "--ranks", 4, *options)
     assert found.returncode == 1
-    assert message in found.stderr
+    assert message.format(job=job) in found.stderr
     assert "Traceback" not in found.stderr
 
 
