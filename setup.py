@@ -1,5 +1,6 @@
 """Builds the C++ runtime, ``deepcompile_zero3._C``, against the installed torch."""
 
+import hashlib
 import os
 from pathlib import Path
 
@@ -46,8 +47,24 @@ def sanitizer_flags() -> list[str]:
     ]
 
 
+class Build(BuildExtension):
+    """Keeps its objects in ``build/``, so that a change compiles again only what it touches.
+
+    An editable install would build in a folder that it removes. Each torch and set of flags has
+    objects of its own.
+    """
+
+    def finalize_options(self) -> None:
+        """Names that folder."""
+        super().finalize_options()
+        key = f"{torch.__file__} {CXX_FLAGS} {NVCC_FLAGS if has_cuda() else None}"
+        digest = hashlib.sha256(key.encode()).hexdigest()[:8]
+        self.build_temp = str(ROOT / "build" / f"torch-{torch.__version__}-{digest}")
+
+
 CXX_FLAGS = [
     "-O3",
+    "-g0",  # Python's own flags ask for debug information, which takes half of a build
     "-std=c++20",
     "-Wall",
     "-Wextra",
@@ -76,4 +93,4 @@ else:
         extra_link_args=sanitizer_flags(),
     )
 
-setup(ext_modules=[extension], cmdclass={"build_ext": BuildExtension})
+setup(ext_modules=[extension], cmdclass={"build_ext": Build})

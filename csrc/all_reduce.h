@@ -1,7 +1,7 @@
 // Sums shards of gradients over the ranks that have the same ones: the replicas of a mesh.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <memory>
 #include <string>

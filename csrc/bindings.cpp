@@ -1,9 +1,9 @@
 // The extension module: what Python may touch of the runtime beside the operators.
-#include <torch/csrc/autograd/graph_task.h>
-#include <torch/csrc/autograd/variable.h>
+#include <ATen/ops/empty.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
-#include <torch/python.h>
 
+#include "autograd.h"
 #include "copy.h"
 #include "error.h"
 #include "exchange.h"
@@ -107,11 +107,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readwrite("placeholder", &Parameter::placeholder)
       .def_readwrite("shard", &Parameter::shard)
       .def("follow_version",
-           [](Parameter& self, const at::Tensor& leaf) {
-             self.version = leaf.is_inference()
-                                ? c10::VariableVersion(c10::VariableVersion::DISABLED)
-                                : torch::autograd::impl::version_counter(leaf);
-           })
+           [](Parameter& self, const at::Tensor& leaf) { self.version = version_counter_of(leaf); })
       .def_readonly("gathered", &Parameter::gathered)
       .def_readwrite("reshard_after_forward", &Parameter::reshard_after_forward)
       .def_readwrite("reshard_after_backward", &Parameter::reshard_after_backward)
@@ -215,7 +211,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       },
       py::arg("parameter"), py::arg("grad"), py::arg("owned") = false,
       py::call_guard<py::gil_scoped_release>());
-  m.def("running_backward", [] { return torch::autograd::get_current_graph_task_id(); });
+  m.def("running_backward", &running_backward);
   m.def("forget_uses", [](int64_t root) {
     for (auto& parameter : Registry::get().of_root(root)) parameter->pending_uses = 0;
   });

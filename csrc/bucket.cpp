@@ -1,5 +1,6 @@
 #include "bucket.h"
 
+#include <ATen/ops/mm.h>
 #include <ATen/record_function.h>
 
 #include <cmath>
@@ -90,7 +91,7 @@ at::ScalarType Bucket::note(const ParameterPtr& parameter, at::ScalarType normal
   auto shard_dtype = parameter->shard_grad_dtype.value_or(normalised_dtype);
   shard_dtypes_.push_back(shard_dtype);
   if (parameter->is_replicated())
-    shard_dtype = at::promote_types(at::promote_types(shard_dtype, wire_dtype()), at::kFloat);
+    shard_dtype = c10::promoteTypes(c10::promoteTypes(shard_dtype, wire_dtype()), at::kFloat);
   return shard_dtype;
 }
 

@@ -1,7 +1,7 @@
 // From the gradients of several parameters to their shards.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <memory>
 #include <string>

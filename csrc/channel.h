@@ -1,7 +1,7 @@
 // Between whom exchanges go.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <string>
 

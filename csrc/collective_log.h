@@ -1,7 +1,7 @@
 // A log of the collectives that this rank takes part in.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <memory>
 #include <mutex>

@@ -1,5 +1,8 @@
 #include "copy.h"
 
+#include <ATen/ops/div.h>
+#include <ATen/ops/scalar_tensor.h>
+
 #include <algorithm>
 #include <cmath>
 
@@ -37,7 +40,7 @@ int64_t aligned(int64_t numel, at::ScalarType dtype) {
   return (numel + step - 1) / step * step;
 }
 
-bool is_exact(at::ScalarType from, at::ScalarType to) { return at::promote_types(from, to) == to; }
+bool is_exact(at::ScalarType from, at::ScalarType to) { return c10::promoteTypes(from, to) == to; }
 
 bool is_power_of_two(double value) {
   int exponent;

@@ -1,7 +1,7 @@
 // Copies of many tensors that are cast and divided on their way.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <vector>
 

@@ -1,6 +1,7 @@
 #include "exchange.h"
 
 #include <ATen/SavedTensorHooks.h>
+#include <ATen/ops/cat.h>
 
 #include <limits>
 #include <map>

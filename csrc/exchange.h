@@ -7,7 +7,7 @@
 // is an all-reduce. Other backends' own collectives are taken.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <chrono>
 #include <memory>

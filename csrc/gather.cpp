@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "apart.h"
+#include "autograd.h"
 #include "copy.h"
 #include "error.h"
 #include "exchange.h"

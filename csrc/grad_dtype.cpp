@@ -1,8 +1,5 @@
 #include "grad_dtype.h"
 
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/variable.h>
-
 #include <algorithm>
 
 #include "error.h"
@@ -35,12 +32,6 @@ std::optional<at::ScalarType> contract_dtype(const std::string& name) {
   for (auto& [known, dtype] : kNames)
     if (name == known) return dtype;
   ZERO3_CHECK(false, "'", name, "' is no gradient dtype");
-}
-
-void declare_grad_dtype(const at::Tensor& tensor, std::optional<at::ScalarType> dtype) {
-  auto edge = torch::autograd::impl::gradient_edge(tensor);
-  ZERO3_CHECK(edge.is_valid(), "a tensor that needs no gradient has no gradient dtype");
-  edge.function->mutable_input_metadata(edge.input_nr).set_grad_dtype(dtype);
 }
 
 }  // namespace zero3

@@ -1,7 +1,7 @@
-// The leaf's gradient dtype, declared where autograd keeps it: on a gradient edge.
+// The leaf's gradient dtype, and how graphs spell it.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <optional>
 #include <string>
@@ -15,9 +15,5 @@ std::optional<at::ScalarType> contract_dtype(const std::string& name);
 
 // Whether gradients can be kept and sent in it.
 bool is_gradient_dtype(at::ScalarType dtype);
-
-// Makes the engine cast gradients that reach `tensor` to `dtype` (nullopt: leave them as they are)
-// before it sums them, as it does for a leaf with that `Tensor.grad_dtype`. Also for non-leaves.
-void declare_grad_dtype(const at::Tensor& tensor, std::optional<at::ScalarType> dtype);
 
 }  // namespace zero3

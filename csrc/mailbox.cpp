@@ -1,5 +1,7 @@
 #include "mailbox.h"
 
+#include <ATen/ops/from_blob.h>
+
 #include <algorithm>
 
 #include "error.h"

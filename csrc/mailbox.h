@@ -2,7 +2,7 @@
 // its rows of all ranks' there.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <list>
 #include <memory>

@@ -1,5 +1,8 @@
 #include "memory.h"
 
+#include <ATen/EmptyTensor.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/from_blob.h>
 #include <c10/core/CPUAllocator.h>
 
 #include <algorithm>

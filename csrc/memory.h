@@ -2,7 +2,7 @@
 // steady step faults no page in: on a CPU that takes longer than to fill it.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 namespace zero3 {
 

@@ -2,14 +2,16 @@
 // kin; models call unshard.
 #include "ops.h"
 
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/csrc/autograd/variable.h>
 #include <torch/library.h>
 
 #include <array>
 #include <unordered_map>
 
+#include "autograd.h"
 #include "error.h"
 #include "gather.h"
 #include "grad_dtype.h"
@@ -158,7 +160,7 @@ Tensor unshard(const Tensor& placeholder, std::string fqn, std::string contract)
 // A view that shares the version counter, so that writing to it is noticed.
 Tensor view_of(const Tensor& gathered) {
   return Tensor(gathered.unsafeGetTensorImpl()->shallow_copy_and_detach(
-      torch::autograd::impl::version_counter(gathered), /*allow_tensor_metadata_change=*/true));
+      version_counter_of(gathered), /*allow_tensor_metadata_change=*/true));
 }
 
 Tensor call_unshard(const Tensor& placeholder, const std::string& fqn,

@@ -1,12 +1,14 @@
 #include "parameter.h"
 
-#include <torch/csrc/autograd/graph_task.h>
-#include <torch/csrc/autograd/variable.h>
+#include <ATen/ops/isfinite.h>
+#include <ATen/ops/isinf.h>
+#include <ATen/ops/isnan.h>
 
 #include <algorithm>
 #include <ranges>
 
 #include "apart.h"
+#include "autograd.h"
 #include "error.h"
 #include "memory.h"
 
@@ -75,12 +77,12 @@ ParameterPtr Parameter::source_of(const ParameterPtr& parameter) {
 void Parameter::add_partial(PartialGradient added) {
   std::lock_guard lock(accumulation_mutex);
   if (partial) {
-    const auto wider = at::promote_types(partial->shard.scalar_type(), added.shard.scalar_type());
+    const auto wider = c10::promoteTypes(partial->shard.scalar_type(), added.shard.scalar_type());
     auto sum = partial->shard.to(wider);
     if (partial->divisor != added.divisor) sum = sum.mul(added.divisor / partial->divisor);
     added.shard = sum.add_(added.shard);
-    added.wire_dtype = at::promote_types(partial->wire_dtype, added.wire_dtype);
-    added.shard_dtype = at::promote_types(partial->shard_dtype, added.shard_dtype);
+    added.wire_dtype = c10::promoteTypes(partial->wire_dtype, added.wire_dtype);
+    added.shard_dtype = c10::promoteTypes(partial->shard_dtype, added.shard_dtype);
   }
   partial = std::move(added);
 }
@@ -140,14 +142,8 @@ bool Parameter::is_contiguous() const {
   return true;
 }
 
-bool in_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
-
 bool is_wanted(const Parameter& parameter) {
-  auto* chosen = torch::autograd::get_current_graph_task_exec_info();
-  if (chosen == nullptr || chosen->empty() || !parameter.placeholder.defined()) return true;
-  auto leaf = torch::autograd::impl::grad_accumulator(parameter.placeholder);
-  auto found = chosen->find(leaf.get());
-  return found != chosen->end() && found->second.should_execute();
+  return !parameter.placeholder.defined() || is_wanted(parameter.placeholder);
 }
 
 std::vector<std::string> names_of(const std::vector<ParameterPtr>& parameters) {

@@ -8,7 +8,7 @@
 // followed by padding.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <algorithm>
 #include <map>
@@ -162,11 +162,8 @@ struct Parameter {
 
 using ParameterPtr = std::shared_ptr<Parameter>;
 
-// Whether a backward of the autograd engine runs on this thread.
-bool in_backward();
-// Whether that was asked for the gradient of `parameter`, among others. Under torch.autograd.grad
-// or backward(inputs=...) the engine accumulates into chosen leaves only; a compiled backward
-// computes all gradients regardless.
+// Whether the running backward was asked for the gradient of `parameter`, among others: a compiled
+// one computes all gradients regardless.
 bool is_wanted(const Parameter& parameter);
 
 std::vector<std::string> names_of(const std::vector<ParameterPtr>& parameters);

@@ -1,10 +1,12 @@
 #include "publish.h"
 
+#include <ATen/ops/from_blob.h>
 #include <sys/mman.h>
 
 #include <cerrno>
 #include <cstring>
 
+#include "autograd.h"
 #include "error.h"
 #include "exchange.h"
 #include "grad_dtype.h"

@@ -1,15 +1,14 @@
 #include "reduce.h"
 
+#include <ATen/ops/mm.h>
 #include <ATen/record_function.h>
-#include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/graph_task.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <array>
 #include <unordered_map>
 
 #include "all_reduce.h"
 #include "apart.h"
+#include "autograd.h"
 #include "bucket.h"
 #include "error.h"
 #include "exchange.h"
@@ -54,16 +53,16 @@ void accumulate(Parameter& parameter, const at::Tensor& raw, bool owned) {
   Apart apart;
   const auto dtype = normalised_dtype_of(parameter, raw);
   auto grad = raw.to(dtype);
-  auto wider = at::promote_types(parameter.reduce_dtype.value_or(dtype),
+  auto wider = c10::promoteTypes(parameter.reduce_dtype.value_or(dtype),
                                  parameter.shard_grad_dtype.value_or(dtype));
-  wider = at::promote_types(wider, dtype);
+  wider = c10::promoteTypes(wider, dtype);
   // Whatever arrives is kept, and more may arrive: low-precision ones must not round each other.
-  if (!parameter.grad_dtype) wider = at::promote_types(wider, at::kFloat);
+  if (!parameter.grad_dtype) wider = c10::promoteTypes(wider, at::kFloat);
   std::lock_guard lock(parameter.accumulation_mutex);
-  parameter.arrived_dtype = at::promote_types(parameter.arrived_dtype.value_or(dtype), dtype);
+  parameter.arrived_dtype = c10::promoteTypes(parameter.arrived_dtype.value_or(dtype), dtype);
   auto& sum = parameter.accumulated;
   if (sum.defined())
-    sum = sum.to(at::promote_types(wider, sum.scalar_type())).add_(grad);
+    sum = sum.to(c10::promoteTypes(wider, sum.scalar_type())).add_(grad);
   else
     sum = raw.is_meta() ? pooled_empty(raw.sizes(), raw.options().dtype(wider))  // is counted
                         : grad.to(wider, /*non_blocking=*/false,
@@ -99,7 +98,7 @@ class RunningBackward {
 };
 
 std::shared_ptr<Reduction> Reduction::current() {
-  const int task = torch::autograd::get_current_graph_task_id();
+  const int task = running_backward();
   ZERO3_CHECK(task != -1, "zero3::reduce_grad was called outside of a backward");
   std::lock_guard lock(running_mutex);
   auto& slot = running[task];
@@ -110,8 +109,7 @@ std::shared_ptr<Reduction> Reduction::current() {
     reduction = std::make_shared<Reduction>();
     running[task] = reduction;
     // The engine's task owns the reduction from here on.
-    torch::autograd::Engine::get_default_engine().queue_callback(
-        [reduction] { reduction->finish_backward(); });
+    at_end_of_backward([reduction] { reduction->finish_backward(); });
   }
   return reduction;
 }

@@ -1,12 +1,12 @@
 #include "roll_call.h"
 
+#include <ATen/ops/empty.h>
 #include <ATen/record_function.h>
-#include <torch/csrc/autograd/graph_task.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <cstring>
 
+#include "autograd.h"
 #include "error.h"
 #include "exchange.h"
 #include "publish.h"
@@ -130,10 +130,7 @@ class PostedRoll : public Roll {
 Presence presence_of(Parameter& parameter) {
   if (!parameter.placeholder.requires_grad()) return Presence::kFrozen;
   if (!parameter.requires_gradient_sync || parameter.deferred) return Presence::kWithheld;
-  const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
-  const auto leaf = torch::autograd::impl::try_get_grad_accumulator(parameter.placeholder);
-  const bool comes = leaf && nodes != nullptr && nodes->contains(leaf.get());
-  if (comes && is_wanted(parameter)) return Presence::kGradient;
+  if (is_in_graph(parameter.placeholder) && is_wanted(parameter)) return Presence::kGradient;
   return parameter.has_sum() ? Presence::kSum : Presence::kNothing;
 }
 

@@ -72,7 +72,7 @@ void sum_and_divide(const at::Tensor& out, const std::vector<at::Tensor>& addend
   }
   const bool is_double = wire_dtype == at::kDouble || out.scalar_type() == at::kDouble;
   if (!out.is_cpu() || (is_double && dtype != wire_dtype)) {
-    auto wide = at::promote_types(at::promote_types(wire_dtype, out.scalar_type()), at::kFloat);
+    auto wide = c10::promoteTypes(c10::promoteTypes(wire_dtype, out.scalar_type()), at::kFloat);
     auto sum = addends.front().to(wide);
     for (size_t k = 1; k < addends.size(); ++k) sum = sum.add(addends[k]);
     out.copy_(sum.to(wire_dtype).to(wide).div(divisor));

@@ -1,7 +1,7 @@
 // The arithmetic of a reduction.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <vector>
 
