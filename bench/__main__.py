@@ -22,7 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -46,8 +46,8 @@ TUNED_MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "8000000000"}
 console = Console(stderr=True)
 
 
-def main() -> None:
-    args = parse_arguments()
+def main(arguments: Sequence[str] | None = None) -> None:
+    args = parse_arguments(arguments)
     if args.malloc == "tuned":
         os.environ.update(TUNED_MALLOC)  # before the ranks' processes begin
     args.run(args)
@@ -214,7 +214,7 @@ def _now() -> str:
     return time.strftime("%Y-%m-%d %H:%M")
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     modes = MODES | ABLATIONS
     legend = {f"mode {name}": mode.about for name, mode in modes.items()}
     legend |= {f"workload {name}": workload.about for name, workload in WORKLOADS.items()}
@@ -279,7 +279,7 @@ def parse_arguments() -> argparse.Namespace:
     reread = parts.add_parser("table", help=table.__doc__)
     reread.add_argument("files", type=Path, nargs="+")
     reread.set_defaults(run=table)
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def _add_gpu(part: argparse.ArgumentParser, modes: dict) -> None:

@@ -2,14 +2,15 @@
 
 import argparse
 import sys
+from collections.abc import Sequence
 
 from deepcompile_zero3 import doctor
 from deepcompile_zero3.planning import commands as planning
 from deepcompile_zero3.tracing import trace
 
 
-def main() -> int:
-    """Runs a command; returns the exit status."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command, that of ``sys.argv`` by default; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m deepcompile_zero3", description="ZeRO-3 as a compiler pass."
     )
@@ -20,8 +21,8 @@ def main() -> int:
     command = commands.add_parser("trace", help="what a step of a training script really does")
     trace.add_arguments(command)
     command.set_defaults(run=trace.main)
-    arguments = parser.parse_args()
-    return arguments.run(arguments)
+    parsed = parser.parse_args(arguments)
+    return parsed.run(parsed)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import fx
 
-from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.capture import captured
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.graph_log import log_graph, numbers
@@ -44,6 +43,7 @@ from deepcompile_zero3.passes.reduce import insert_reduces
 from deepcompile_zero3.passes.widen import widen_weight_gradients
 from deepcompile_zero3.peak import KEPT_OF
 from deepcompile_zero3.runtime import _C
+from deepcompile_zero3.torch_internals import compiler
 
 _Key = TypeVar("_Key")
 # Of a partitioned graph; called with a Rewriting ahead of what Inductor is called with.
@@ -134,7 +134,7 @@ def _compile_with_inductor(
     rewriting: "Rewriting", graph_module: fx.GraphModule, example_inputs: Any, **kwargs: Any
 ) -> Callable:
     rewriting(graph_module, bool(kwargs.get("is_backward")))
-    return torch_internals.compile_fx_inner(graph_module, example_inputs, **kwargs)
+    return compiler.compile_fx_inner(graph_module, example_inputs, **kwargs)
 
 
 class CompiledGraph:
@@ -299,18 +299,18 @@ def _compile(
 ) -> Callable:
     declare_grad_dtypes(gm, inputs)
     rewriting = Rewriting(inputs, options)
-    with torch_internals.without_autograd_cache():
+    with compiler.without_autograd_cache():
         if options.inductor:
             config = dict(options.inductor_config)
             if inputs:
                 config["custom_partitioner_fn"] = _Partitioner(
                     inputs,
-                    config.get("custom_partitioner_fn", torch_internals.custom_partitioner()),
+                    config.get("custom_partitioner_fn", compiler.custom_partitioner()),
                 )
             if any(facts.dim == 4 for facts in inputs.values()):
                 # It reorders the 4-D ancestors of a convolution, and would read a placeholder.
                 config["layout_optimization"] = False
-            return torch_internals.compile_fx(
+            return compiler.compile_fx(
                 gm,
                 example_inputs,
                 inner_compile=functools.partial(compile_graph, rewriting),
@@ -318,13 +318,13 @@ def _compile(
             )
 
         def interpret(is_backward: bool) -> Callable:
-            def compiler(graph_module: fx.GraphModule, _: Sequence[Any]) -> Callable:
+            def rewritten(graph_module: fx.GraphModule, _: Sequence[Any]) -> Callable:
                 rewriting(graph_module, is_backward)
-                return torch_internals.make_boxed_func(graph_module.forward)
+                return compiler.make_boxed_func(graph_module.forward)
 
-            return compiler
+            return rewritten
 
-        return torch_internals.aot_autograd(
+        return compiler.aot_autograd(
             fw_compiler=interpret(False),
             bw_compiler=interpret(True),
             partition_fn=_Partitioner(inputs),
@@ -337,7 +337,7 @@ def _sorted(
     return dict(sorted(facts.items(), key=lambda item: order(item[1])))
 
 
-class _Partitioner(torch_internals.CustomPartitionerFn):  # type: ignore[misc]
+class _Partitioner(compiler.CustomPartitionerFn):  # type: ignore[misc]
     """Inductor's partitioner, or another one of the user's, of a graph that was prepared."""
 
     def __init__(self, inputs: Mapping[int, ParameterFacts], partitioner: Any = None) -> None:
@@ -349,10 +349,10 @@ class _Partitioner(torch_internals.CustomPartitionerFn):  # type: ignore[misc]
         tangents = [
             node
             for node in gm.graph.find_nodes(op="placeholder")
-            if isinstance(node.meta.get("desc"), torch_internals.TangentAOTInput)
+            if isinstance(node.meta.get("desc"), compiler.TangentAOTInput)
         ]
         settle_backward_gathers(gm, nodes, tangents)
-        partition = self._partitioner or torch_internals.min_cut_rematerialization_partition
+        partition = self._partitioner or compiler.min_cut_rematerialization_partition
         return partition(gm, joint_inputs, **kwargs)
 
     def uuid(self) -> Any:
@@ -361,7 +361,7 @@ class _Partitioner(torch_internals.CustomPartitionerFn):  # type: ignore[misc]
         """
         files = tuple(sorted(map(str, Path(__file__).parent.rglob("*.py"))))
         other = self._partitioner.uuid() if self._partitioner else None
-        return torch_internals.get_hash_for_files(files), other
+        return compiler.get_hash_for_files(files), other
 
 
 def _refuse_writes(gm: fx.GraphModule, inputs: Mapping[int, ParameterFacts]) -> None:
@@ -372,7 +372,7 @@ def _refuse_writes(gm: fx.GraphModule, inputs: Mapping[int, ParameterFacts]) -> 
         if isinstance(node.args[0], fx.Node)
     ]
     for description in gm.graph.output_node().meta.get("desc", ()):
-        if isinstance(description, torch_internals.InputMutationAOTOutput):
+        if isinstance(description, compiler.InputMutationAOTOutput):
             written.append(description.mutated_input)
     for description in written:
         facts = _facts_of(description, inputs)
@@ -384,7 +384,7 @@ def _refuse_writes(gm: fx.GraphModule, inputs: Mapping[int, ParameterFacts]) -> 
 
 
 def _facts_of(description: Any, inputs: Mapping[int, ParameterFacts]) -> ParameterFacts | None:
-    if isinstance(description, torch_internals.PlainAOTInput):
+    if isinstance(description, compiler.PlainAOTInput):
         return inputs.get(description.idx)
     return None
 
@@ -401,7 +401,7 @@ def _saved_positions(output: fx.Node) -> set[int]:
     return {
         position
         for position, description in enumerate(output.meta.get("desc", ()))
-        if isinstance(description, torch_internals.SAVED_OUTPUTS)
+        if isinstance(description, compiler.SAVED_OUTPUTS)
     }
 
 
@@ -415,7 +415,7 @@ def _describe(
             nodes[node] = facts
     gradients = {}
     for position, description in enumerate(gm.graph.output_node().meta.get("desc", ())):
-        is_gradient = isinstance(description, torch_internals.GradAOTOutput)
+        is_gradient = isinstance(description, compiler.GradAOTOutput)
         facts = _facts_of(description.grad_of, inputs) if is_gradient else None
         if facts is not None:
             gradients[position] = facts

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.graph_text import graph_text
 from deepcompile_zero3.peak import gathered_peak
+from deepcompile_zero3.torch_internals import compiler
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,6 @@ def capture_graphs() -> Iterator[CapturedGraphs]:
 def captured(gm: fx.GraphModule, is_backward: bool, number: int) -> None:
     """Tells the blocks that are open of a rewritten graph."""
     for graphs in _active:
-        region = "" if is_backward else torch_internals.compile_id()
+        region = "" if is_backward else compiler.compile_id()
         graph = CapturedGraph(fx.GraphModule(gm, copy.deepcopy(gm.graph)), number, region)
         (graphs.backward if is_backward else graphs.forward).append(graph)

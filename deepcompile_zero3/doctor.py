@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import deepcompile_zero3
-from deepcompile_zero3 import torch_internals
+from deepcompile_zero3 import torch_release
 from deepcompile_zero3.module import all_parameters_of
 from deepcompile_zero3.runtime import _C
 
@@ -56,7 +56,7 @@ def main() -> int:
 
 def _findings() -> Iterator[Finding]:
     yield Finding("Python", f"{platform.python_version()} on {platform.platform()}")
-    tried = ", ".join(torch_internals.TRIED)
+    tried = ", ".join(torch_release.TRIED)
     yield Finding("torch", f"{torch.__version__} (tried: {tried})")
     yield Finding("torch's private pieces", "all there")  # else nothing could be imported
     yield Finding("deepcompile_zero3", deepcompile_zero3.__version__)

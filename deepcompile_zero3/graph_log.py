@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping
 
 from torch import fx
 
-from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.graph_text import COMMENT, graph_text
 from deepcompile_zero3.peak import nbytes_of_tensor
 from deepcompile_zero3.runtime import REDUCTIONS, WAITS
+from deepcompile_zero3.torch_internals import compiler
 
 _log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ def log_graph(gm: fx.GraphModule, direction: str, number: int, kept: Mapping[str
         _log.info("%s %d: %s", direction, number, _summary(gm.graph, kept))
     if _log.isEnabledFor(logging.DEBUG):
         _log.debug("%s %d:\n%s", direction, number, graph_text(gm))
-    torch_internals.trace_structured(
+    compiler.trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": f"zero3_{direction}_{number}", "encoding": "string"},
         payload_fn=lambda: graph_text(gm),

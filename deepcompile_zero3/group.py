@@ -80,7 +80,7 @@ class ParameterGroup:
 
     # ---- reads
 
-    @torch.compiler.disable
+    @torch_internals.disable_dynamo
     def read(self, parameter: ShardedParameter) -> torch.Tensor:
         """What ``module.weight`` is: the full tensor inside of a forward, else the DTensor."""
         if torch_internals.is_in_transform():
@@ -125,7 +125,7 @@ class ParameterGroup:
             or all(parameter.handle.gathered is not None for parameter in self.parameters)
         )
 
-    @torch.compiler.disable
+    @torch_internals.disable_dynamo
     def unshard(self, async_op: bool) -> None:
         """Gathers, for reads until ``reshard`` or the end of the next forward that uses them."""
         self._unsharded = True
@@ -133,7 +133,7 @@ class ParameterGroup:
         if not async_op:
             self.wait_for_gather()
 
-    @torch.compiler.disable
+    @torch_internals.disable_dynamo
     def reshard(self) -> None:
         """Frees what was gathered.
 
@@ -163,7 +163,7 @@ class ParameterGroup:
         ]
         return self.release(leaving)
 
-    @torch.compiler.disable
+    @torch_internals.disable_dynamo
     def give_up(self) -> None:
         """Frees what was gathered, and ends a forward that was interrupted: a KeyboardInterrupt is
         no Exception, and torch calls no hook after it.
@@ -183,7 +183,7 @@ class ParameterGroup:
             if missing:
                 self._gathering = AllGather(missing)
 
-    @torch.compiler.disable
+    @torch_internals.disable_dynamo
     def wait_for_gather(self) -> None:
         """Holds the full tensors, for reads."""
         self.start_gather()
@@ -213,7 +213,7 @@ class ParameterGroup:
         dtype = self.mp_policy.output_dtype
         return output if dtype is None else _cast_floats(output, dtype)
 
-    @torch.compiler.disable
+    @torch_internals.disable_dynamo
     def _begin(self) -> None:
         if not self.in_forward:
             recomputes = _C.running_backward() != -1
@@ -228,7 +228,7 @@ class ParameterGroup:
                 self._saved.start()
         self._depth += 1
 
-    @torch.compiler.disable
+    @torch_internals.disable_dynamo
     def _end(self, module: nn.Module) -> None:
         if self._depth == 0:
             return  # something raised before _begin

@@ -352,7 +352,7 @@ def version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-@torch.compiler.disable
+@torch_internals.disable_dynamo
 def _deliver(gradients: Sequence[tuple[_C.Parameter, torch.Tensor]]) -> None:
     """What the runtime calls at the end of a backward, with everything that was reduced in it."""
     # One that is missing was deleted during its own backward.
@@ -403,7 +403,7 @@ def _described(what: str, nans: int, infinities: int, numel: int) -> str:
     return f"{what} has {nans} NaN and {infinities} infinite of {numel} elements"
 
 
-@torch.compiler.assume_constant_result
+@torch_internals.assume_constant_result
 def settle(fqn: str) -> None:
     """Settles a parameter that is being traced: it runs when Dynamo meets it, not in the graph.
 
@@ -415,7 +415,7 @@ def settle(fqn: str) -> None:
             parameter.settle()
 
 
-@torch.compiler.disable
+@torch_internals.disable_dynamo
 def _refresh(fqn: str) -> None:
     """What the runtime calls before it gathers for an op that met no code of ours on its way."""
     parameter = find(fqn)

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.graph_text import views_of
 from deepcompile_zero3.runtime import ops
+from deepcompile_zero3.torch_internals import compiler
 
 # In the meta of a backward's input that its forward has gathered and kept: the parameter.
 KEPT_OF = "zero3_kept_of"
@@ -52,7 +52,7 @@ def nbytes_of(node: fx.Node) -> int:
 def nbytes_of_tensor(tensor: torch.Tensor) -> int:
     """Bytes of its elements; 0 where their number depends on data."""
     numel = tensor.numel()
-    if torch_internals.free_unbacked_symbols(numel):
+    if compiler.free_unbacked_symbols(numel):
         return 0
     return int(numel) * tensor.element_size()
 

@@ -114,7 +114,7 @@ class _SavedByOther:
         return self.unpack_hook(self.value)
 
 
-@torch.compiler.disable
+@torch_internals.disable_dynamo
 def _unpack(packed: _SavedView | _SavedTensor | _SavedByOther) -> torch.Tensor:
     return packed.unpack()
 
@@ -177,7 +177,7 @@ class SavedTensors:
         for storage in self._owners.pop(owner, ()):
             del self._watched[storage]
 
-    @torch.compiler.disable
+    @torch_internals.disable_dynamo
     def _pack(self, tensor: torch.Tensor) -> _SavedView | _SavedTensor | _SavedByOther:
         local, spec = tensor, None
         if isinstance(tensor, DTensor):

@@ -360,6 +360,32 @@ def test_every_backend_sees_a_shard_that_was_replaced(backend, replace):
 # ---- other releases of torch
 
 
+def test_what_is_imported_is_little_until_it_is_used():
+    printed = in_new_process(
+        """
+        import sys
+        import torch
+
+        before = set(sys.modules)
+        import deepcompile_zero3
+
+        def loaded():
+            names = {name.partition(".")[0] for name in sys.modules.keys() - before}
+            heavy = {"torch.distributed.tensor", "torch._dynamo", "torch._inductor"}
+            return names & {"rich", "plotly", "transformers"} | heavy & sys.modules.keys()
+
+        print(sorted(loaded()))
+        from deepcompile_zero3 import fully_shard
+        print(sorted(loaded()))
+        assert callable(deepcompile_zero3.fully_shard) and callable(deepcompile_zero3.explain)
+        names = {name for name in deepcompile_zero3.__all__ if hasattr(deepcompile_zero3, name)}
+        print(names == set(deepcompile_zero3.__all__) <= set(dir(deepcompile_zero3)))
+        """
+    )
+
+    assert printed.splitlines() == ["[]", "['torch.distributed.tensor']", "True"]
+
+
 def test_an_untried_torch_warns_once():
     printed = in_new_process(
         """
@@ -399,7 +425,7 @@ def test_a_missing_piece_of_torch_is_named(module, name):
 
         del module.{name}
         try:
-            import deepcompile_zero3
+            from deepcompile_zero3 import fully_shard, zero3
         except ImportError as error:
             print(error)
         """

@@ -11,11 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.adamw import adamw
 
 from deepcompile_zero3 import agree
-from deepcompile_zero3.fully_shard import fully_shard
 from deepcompile_zero3.module import all_parameters_of
 from deepcompile_zero3.parameter import AllGather
 from deepcompile_zero3.planning.machine import Link, Machine
 from deepcompile_zero3.runtime import _C
+from deepcompile_zero3.sharding.fully_shard import fully_shard
 
 _SMALL, _LARGE = 1 << 20, 64 << 20  # bytes of a gather
 _SIDE = 1024  # of a matrix

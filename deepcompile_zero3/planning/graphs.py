@@ -17,11 +17,12 @@ from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.backend import CompiledGraph, Options, Rewriting
 from deepcompile_zero3.capture import CapturedGraphs, capture_graphs
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.explain import without_a_trace
 from deepcompile_zero3.module import all_parameters_of
 from deepcompile_zero3.parameter import ShardedParameter
 from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.report import line_of_break
+from deepcompile_zero3.tools.explain import without_a_trace
+from deepcompile_zero3.torch_internals import compiler
 
 
 @dataclass(frozen=True)
@@ -115,8 +116,8 @@ def trace(model: nn.Module, call: Mapping[str, Any]) -> Trace:
         )
 
     try:
-        with torch_internals.graph_breaks() as breaks, without_a_trace(model, parameters):
-            torch_internals.call_compiled_apart(model, backend, (), dict(call))
+        with compiler.graph_breaks() as breaks, without_a_trace(model, parameters):
+            compiler.call_compiled_apart(model, backend, (), dict(call))
     except Zero3Error as error:
         if not breaks:
             raise

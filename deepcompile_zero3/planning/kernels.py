@@ -10,12 +10,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.graph_text import COMMENT, base_of, is_view
 from deepcompile_zero3.passes.reduce import GradientDtypes
 from deepcompile_zero3.peak import nbytes_of
 from deepcompile_zero3.runtime import REDUCTIONS, WAITS, ops
+from deepcompile_zero3.torch_internals import compiler
 
 aten = torch.ops.aten
 
@@ -138,8 +138,8 @@ def product_flops(node: fx.Node) -> float:
     if packet in _GROUPED:
         return 2.0 * _int(arguments[0].numel()) * _int(arguments[1].shape[-1])
     packet = _LIKE.get(packet, packet)
-    formula = torch_internals.flop_formulas().get(packet)
-    if formula is None or torch_internals.free_unbacked_symbols((arguments, _value(node))):
+    formula = compiler.flop_formulas().get(packet)
+    if formula is None or compiler.free_unbacked_symbols((arguments, _value(node))):
         return 0.0
     flops = float(_int(formula(*arguments, **keywords, out_val=_value(node))))
     return flops / 2 if _is_causal(node) else flops
@@ -185,7 +185,7 @@ def _is_fused(node: fx.Node) -> bool:
     packet = target.overloadpacket
     if target.namespace not in ("aten", "prims") or packet in _APART or is_view(node):
         return False
-    products = packet in torch_internals.flop_formulas() or packet in (*_LIKE, *_GROUPED)
+    products = packet in compiler.flop_formulas() or packet in (*_LIKE, *_GROUPED)
     return not products and "backward" not in str(packet)
 
 
@@ -307,7 +307,7 @@ def _value(node: fx.Node) -> Any:
 
 
 def _int(number: Any) -> int:
-    return 0 if torch_internals.free_unbacked_symbols(number) else int(number)
+    return 0 if compiler.free_unbacked_symbols(number) else int(number)
 
 
 def _name(node: fx.Node) -> str:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.graph_text import graph_text, is_view
 from deepcompile_zero3.planning.kernels import Kernel, aten, is_inlined, results_of
 from deepcompile_zero3.runtime import ops
+from deepcompile_zero3.torch_internals import compiler
 
 _SECONDS = 0.02  # of each kernel, beside its compilation
 _LEAST, _MOST = 3, 50  # repetitions
@@ -45,7 +45,7 @@ def key_of(kernel: Kernel) -> str:
 
 def _measure(kernel: Kernel, between: Callable[[], None]) -> float:
     graph_module, examples = as_graph(kernel)
-    run = torch_internals.compile_fx_inner(graph_module, examples)
+    run = compiler.compile_fx_inner(graph_module, examples)
     inputs = [[_filled(example) for example in examples]]
     nbytes = sum(value.nbytes for value in inputs[0] if isinstance(value, torch.Tensor))
     while len(inputs) * max(nbytes, 1 << 16) < _CACHE_BYTES:

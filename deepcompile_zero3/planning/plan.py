@@ -11,8 +11,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from deepcompile_zero3.backend import Options
-from deepcompile_zero3.explain import report_of
-from deepcompile_zero3.fully_shard import fully_shard
 from deepcompile_zero3.page import save_page
 from deepcompile_zero3.planning.advice import advice_for
 from deepcompile_zero3.planning.graphs import fake_ranks, trace
@@ -20,6 +18,8 @@ from deepcompile_zero3.planning.machine import Machine, machine_of
 from deepcompile_zero3.planning.measure import key_of
 from deepcompile_zero3.planning.simulate import SecondsOf, Step, Traffic, simulate
 from deepcompile_zero3.report import Report, tables_of, text_of
+from deepcompile_zero3.sharding.fully_shard import fully_shard
+from deepcompile_zero3.tools.explain import report_of
 
 ShardModel: TypeAlias = Callable[[nn.Module, DeviceMesh], Any]
 

@@ -23,6 +23,7 @@ from deepcompile_zero3.planning.simulate import simulate
 from deepcompile_zero3.report import GatherBucket, Gradient, Graph, Report
 from deepcompile_zero3.runtime import REDUCTIONS, WAITS, ops
 from deepcompile_zero3.timeline import Timeline
+from deepcompile_zero3.torch_internals import compiler
 
 
 def explain(
@@ -62,11 +63,11 @@ def explain(
     parameters = all_parameters_of(model, "explain")
     with (
         capture_graphs() as graphs,
-        torch_internals.graph_breaks() as breaks,
+        compiler.graph_breaks() as breaks,
         without_a_trace(model, parameters),
     ):
         backend = functools.partial(zero3, options=options)
-        torch_internals.call_compiled_apart(model, backend, args, kwargs)
+        compiler.call_compiled_apart(model, backend, args, kwargs)
     if not graphs.forward:
         raise Zero3Error(
             "explain has nothing to say: no graph was compiled. Is torch.compile disabled, as by "

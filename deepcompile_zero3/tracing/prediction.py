@@ -24,6 +24,7 @@ from deepcompile_zero3.planning.plan import told_by
 from deepcompile_zero3.planning.simulate import simulate
 from deepcompile_zero3.runtime import _C, ops
 from deepcompile_zero3.timeline import Timeline
+from deepcompile_zero3.torch_internals import compiler
 from deepcompile_zero3.tracing.measured import Event, collectives_of
 
 _Result = TypeVar("_Result")
@@ -115,9 +116,7 @@ def _what_ran(
         raise Zero3Error("the optimizer steps inside of a backward")
     inside = [event.name for event in events if step.start <= event.start < step.end]
     runs = Counter(
-        name.removeprefix(torch_internals.REGION)
-        for name in inside
-        if name.startswith(torch_internals.REGION)
+        name.removeprefix(compiler.REGION) for name in inside if name.startswith(compiler.REGION)
     )
     # A region that was compiled anew, after a reset, is what it was compiled to last.
     latest = {graph.region: graph for graph in captured.forward}

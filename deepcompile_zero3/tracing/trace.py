@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.capture import CapturedGraphs, capture_graphs
 from deepcompile_zero3.planning import job
 from deepcompile_zero3.planning.machine import MACHINES
 from deepcompile_zero3.runtime import _C
+from deepcompile_zero3.torch_internals import compiler
 from deepcompile_zero3.tracing.chrome_trace import events_of, steps_of
 from deepcompile_zero3.tracing.measured import Event, timeline_of
 from deepcompile_zero3.tracing.measurement import Measurement
@@ -103,7 +103,7 @@ def main(args: argparse.Namespace) -> int:
 
     exited = None
     with (
-        torch_internals.with_named_kernels(),
+        compiler.with_named_kernels(),
         capture_graphs() if args.machine else contextlib.nullcontext(CapturedGraphs()) as graphs,
         _profiled(steps, args.skip, args.steps, show),
     ):

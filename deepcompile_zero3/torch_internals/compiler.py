@@ -1,0 +1,145 @@
+"""Private API of torch's compiler, which takes seconds to import: what compiles imports this."""
+
+import contextlib
+import importlib
+import inspect
+import pathlib
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from deepcompile_zero3.torch_release import private
+
+# Inductor's own pipeline, which hands the partitioned graphs to a function of ours.
+compile_fx: Callable[..., Callable] = private("torch._inductor.compile_fx", "compile_fx")
+compile_fx_inner: Callable[..., Callable] = private(
+    "torch._inductor.compile_fx", "compile_fx_inner"
+)
+aot_autograd: Callable[..., Callable] = private("torch._dynamo.backends.common", "aot_autograd")
+make_boxed_func: Callable[..., Callable] = private("functorch.compile", "make_boxed_func")
+min_cut_rematerialization_partition: Callable = private(
+    "functorch.compile", "min_cut_rematerialization_partition"
+)
+
+# What AOTAutograd says that an input or output of a partitioned graph is.
+PlainAOTInput: Any = private("torch._functorch._aot_autograd.descriptors", "PlainAOTInput")
+GradAOTOutput: Any = private("torch._functorch._aot_autograd.descriptors", "GradAOTOutput")
+TangentAOTInput: Any = private("torch._functorch._aot_autograd.descriptors", "TangentAOTInput")
+InputMutationAOTOutput: Any = private(
+    "torch._functorch._aot_autograd.descriptors", "InputMutationAOTOutput"
+)
+# The outputs of a forward that its backward takes; not every release has the second.
+_descriptors = vars(importlib.import_module("torch._functorch._aot_autograd.descriptors"))
+SAVED_OUTPUTS: tuple[Any, ...] = tuple(
+    _descriptors[name]
+    for name in ("SavedForBackwardsAOTOutput", "SavedForBackwardsNoVcCheckAOTOutput")
+    if name in _descriptors
+)
+# How Inductor is given another partitioner: a callable with a key for its cache.
+CustomPartitionerFn: Any = private("torch._inductor.custom_graph_pass", "CustomPartitionerFn")
+get_hash_for_files: Callable[..., bytes] = private(
+    "torch._inductor.custom_graph_pass", "get_hash_for_files"
+)
+
+# Writes to the folder that TORCH_TRACE names; nothing where it names none.
+trace_structured: Callable[..., None] = private("torch._logging", "trace_structured")
+
+_CompileContext: Any = private("torch._guards", "CompileContext")
+REGION = "Torch-Compiled Region: "  # how the ranges of compiled frames in a profile begin
+
+_reset_code: Callable[..., None] = private("torch._dynamo.eval_frame", "reset_code")
+_counters: Any = private("torch._dynamo.utils", "counters")
+_graph_break_reasons: list[Any] = private("torch._dynamo.output_graph", "graph_break_reasons")
+# Releases before 2.13 may not have it.
+_can_isolate = "isolate_recompiles" in inspect.signature(torch.compile).parameters
+free_unbacked_symbols: Callable[[Any], set] = private(
+    "torch.fx.experimental.symbolic_shapes", "free_unbacked_symbols"
+)
+_functorch_config = private("torch._functorch", "config")
+_inductor_config = private("torch._inductor", "config")
+
+
+def flop_formulas() -> dict[Any, Callable[..., int]]:
+    """Of operators, by their packets: what their arguments, and ``out_val``, take."""
+    return private("torch.utils.flop_counter", "flop_registry")
+
+
+def custom_partitioner() -> Any:
+    """The partitioner that Inductor's own settings name, if they do."""
+    return _inductor_config.custom_partitioner_fn
+
+
+_FOLLOWS = "step_unsupported"  # a frame broke because one that it calls did, which has told why
+_BRANCH = "Data-dependent branching"  # as Dynamo calls it in frames that others call
+
+
+@contextlib.contextmanager
+def graph_breaks() -> Iterator[list[str]]:
+    """Where and why Dynamo breaks graphs while the block runs: "models/gpt.py:310: ...".
+
+    The list is filled when the block ends. A frame that Dynamo gives up whole has no place.
+    """
+    breaks: list[str] = []
+    placed_before, counted_before = len(_graph_break_reasons), Counter(_counters["graph_break"])
+    try:
+        yield breaks
+    finally:
+        counted = Counter(_counters["graph_break"]) - counted_before
+        placed = [(_place(r.user_stack), r.reason) for r in _graph_break_reasons[placed_before:]]
+        explained = {place for place, reason in placed if reason in counted}
+        told = {
+            f"{place}: {_BRANCH if reason.startswith('generic_jump') else reason}": reason
+            for place, reason in placed
+            if reason in counted or (place not in explained and reason != _FOLLOWS)
+        }
+        breaks += [*told, *(reason for reason in counted if reason not in told.values())]
+
+
+def _place(stack: list[traceback.FrameSummary]) -> str:
+    """Of the innermost frame: its file and the folder of that, and the line."""
+    if not stack:
+        return "somewhere"
+    path = pathlib.PurePath(stack[-1].filename)
+    return f"{pathlib.PurePath(*path.parts[-2:])}:{stack[-1].lineno}"
+
+
+def with_named_kernels() -> contextlib.AbstractContextManager[None]:
+    """CPU kernels that Inductor makes meanwhile tell a profiler when they run, and their names."""
+    return _inductor_config.patch({"cpp.enable_kernel_profile": True})
+
+
+def without_autograd_cache() -> contextlib.AbstractContextManager[None]:
+    """AOTAutograd's disk cache does not see our rewriting and would replay a graph without it."""
+    return _functorch_config.patch(enable_autograd_cache=False)
+
+
+def compile_id() -> str:
+    """Of the frame that Dynamo compiles now, as "0/0"; ranges of its runs have it after REGION."""
+    return str(_CompileContext.current_compile_id() or "")
+
+
+def call_compiled_apart(
+    function: Callable, backend: Callable, args: tuple, kwargs: dict[str, Any]
+) -> None:
+    """Calls ``torch.compile(function, backend=backend)`` once, with each backward compiled beside
+    its forward and not when it is called first. It counts toward no limit of others'
+    recompilations, and sizes that it sees make nobody else's dynamic.
+    """
+    private("torch._functorch", "config.force_non_lazy_backward_lowering")
+    isolated: dict[str, Any] = {"isolate_recompiles": True} if _can_isolate else {}
+    scope: dict[str, Callable] = {"function": function}
+    # Dynamo remembers what it compiled by the code of a frame; this frame is like no other.
+    exec("def call(*args, **kwargs):\n    return function(*args, **kwargs)\n", scope)
+    call = scope["call"]
+    try:
+        with (
+            _functorch_config.patch(force_non_lazy_backward_lowering=True),
+            torch._dynamo.config.patch(automatic_dynamic_shapes=False),
+        ):
+            torch.compile(call, backend=backend, **isolated)(*args, **kwargs)
+    finally:
+        _reset_code(call.__code__)
+        del scope["function"]  # which Dynamo's guards would keep alive with the frame

@@ -1,0 +1,37 @@
+"""The releases of torch that were tried, and the way to what is private in them.
+
+An untried torch warns once; a missing piece raises with its name, so that a new torch fails where
+it is looked up and not in the middle of a training step.
+"""
+
+import importlib
+import operator
+import warnings
+from typing import Any
+
+import torch
+
+TRIED = ("2.11", "2.13", "2.15")
+
+
+def _release() -> tuple[int, int]:
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+if ".".join(map(str, _release())) not in TRIED:
+    warnings.warn(
+        f"deepcompile_zero3 was tried with torch {', '.join(TRIED)}, not with {torch.__version__}",
+        stacklevel=2,
+    )
+
+
+def private(module: str, name: str) -> Any:
+    """What torch calls ``module.name``; raises ImportError, with that name, if it is missing."""
+    try:
+        return operator.attrgetter(name)(importlib.import_module(module))
+    except (ImportError, AttributeError) as error:
+        raise ImportError(
+            f"deepcompile_zero3 needs {module}.{name}, which torch {torch.__version__} does not "
+            f"have. Install one of the releases it was tried with: {', '.join(TRIED)}"
+        ) from error
