@@ -7,6 +7,8 @@ VENV ?= .venv
 ARGS ?=
 export MAX_JOBS ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
+SHELL = bash
+.SHELLFLAGS = -o pipefail -c
 
 BIN = $(VENV)/bin
 CXX_SOURCES = $(wildcard csrc/*.cpp csrc/*.h csrc/*.cu csrc/*.cuh)
@@ -14,12 +16,13 @@ CXX_TESTS = $(wildcard tests/*.cpp)
 BUILD_SOURCES = setup.py pyproject.toml $(CXX_SOURCES)
 PACKAGE_SOURCES = $(wildcard deepcompile_zero3/*.py deepcompile_zero3/*/*.py deepcompile_zero3/*.html)
 
-.PHONY: help train test test-torch test-gpu check-cuda sanitize bench bench-gpu lint clean
+.PHONY: help train test test-all test-torch test-gpu check-cuda sanitize bench bench-gpu lint clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make train [ARGS="--steps 500 --ranks 4 --model gpt2"]   train a small transformer'
-	@echo 'make test [ARGS="-k gather"]                             run the tests'
+	@echo 'make test [ARGS="-k gather"]                             run the tests; a quarter of an hour'
+	@echo 'make test-all                                            those that take long too; an hour'
 	@echo 'make test-torch TORCH=2.15.0                             smoke-test another torch'
 	@echo 'make check-cuda                                          build for GPUs, with or without one'
 	@echo 'make test-gpu                                            test on the GPU of this machine'
@@ -33,7 +36,10 @@ help:
 train: $(VENV)/.installed
 	$(BIN)/python examples/train.py $(ARGS)
 
-test: $(VENV)/.installed
+test: $(VENV)/.installed $(VENV)/.extra-test
+	$(BIN)/pytest -m "not long" $(ARGS)
+
+test-all: $(VENV)/.installed $(VENV)/.extra-test
 	$(BIN)/pytest $(ARGS)
 
 # An environment of its own, with a copy of the package: an editable install would put a runtime
@@ -62,7 +68,7 @@ check-cuda:
 # The sanitizer watches our kernels only, and each tensor has memory of its own, past which it sees.
 # Calls that torch makes to learn what a driver can do are no errors.
 GPU_SANITIZER_FLAGS = --error-exitcode 1 --report-api-errors no --kernel-name kns=zero3
-test-gpu: $(VENV)/.installed
+test-gpu: $(VENV)/.installed $(VENV)/.extra-test
 	$(BIN)/python -c 'import sys, torch; from deepcompile_zero3.runtime import _C; \
 	  sys.exit(None if torch.cuda.is_available() and _C.WITH_CUDA else "there is no GPU, or \
 	  the runtime was built without CUDA: make clean, and ZERO3_CUDA=1 CUDA_HOME=... make test-gpu")'
@@ -94,13 +100,13 @@ sanitize:
 	  UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1:abort_on_error=1 \
 	  ../$(BIN)/pytest $(SANITIZED_TESTS) $(ARGS)
 
-bench: $(VENV)/.installed
+bench: $(VENV)/.installed $(VENV)/.extra-bench
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench $(ARGS)
 
-bench-gpu: $(VENV)/.installed
+bench-gpu: $(VENV)/.installed $(VENV)/.extra-bench
 	$(BIN)/python -m bench gpu $(ARGS)
 
-lint: $(VENV)/.dev
+lint: $(VENV)/.installed $(VENV)/.extra-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -113,25 +119,38 @@ clean:
 
 # The stamps. Another version of torch is another stamp, and begins the environment anew.
 
+# pip says a page for each package: here, a line for each that it brings and each source that is
+# compiled. All of it is in a log, whose end is shown if something fails.
+LOG = $(VENV)/install.log
+INSTALL = PYTHONUNBUFFERED=1 $(BIN)/pip install --progress-bar off
+BRIEFLY = 2>&1 | tee -a $(LOG) | sed -unE \
+  -e 's,^ *(Downloading|Processing|Using cached) (.*/)?([^/ ]+-[0-9][^-/ ]*)(-[^ ]*)?\.(whl|tar\.gz)( \(([0-9.]+ .B)\))?.*,  \3  \7,p' \
+  -e 's,^ *(\[[0-9]+/[0-9]+\]) .* -c [^ ]*/(csrc/[a-z_]+\.[a-z]+) .*,  \1 \2,p' || \
+  { tail -n 60 $(LOG); echo "failed: all of what was said is in $(LOG)"; exit 1; } >&2
+
 $(VENV)/.torch-$(TORCH):
 	@$(PYTHON) -c 'import sys; old = sys.version_info < (3, 11); sys.exit(old and \
 	  "$(PYTHON) is Python %d.%d; this project needs 3.11 or later: make PYTHON=..." \
 	  % sys.version_info[:2])'
-	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/pip install "torch==$(TORCH)" "setuptools>=77" wheel ninja
-	touch $@
+	@echo "torch $(TORCH), into $(VENV): half a minute, or as long as it takes to download"
+	@$(PYTHON) -m venv --clear $(VENV)
+	@$(INSTALL) "torch==$(TORCH)" "setuptools>=77" wheel ninja $(BRIEFLY)
+	@touch $@
 
 $(VENV)/.installed: $(VENV)/.torch-$(TORCH) $(BUILD_SOURCES)
-	$(BIN)/pip install --no-build-isolation --editable ".[train,bench,test]"
-	touch $@
+	@echo "the C++ runtime, which a minute goes into, and what training needs"
+	@$(INSTALL) --verbose --no-build-isolation --editable ".[train]" $(BRIEFLY)
+	@touch $@
 
 $(VENV)/.installed-copy: $(VENV)/.torch-$(TORCH) $(BUILD_SOURCES) $(PACKAGE_SOURCES)
 	rm -rf build/lib* build/bdist*
-	$(BIN)/pip install --no-build-isolation ".[train,test]"
-	touch $@
+	@$(INSTALL) --verbose --no-build-isolation ".[train,test]" $(BRIEFLY)
+	@touch $@
 
-# The extra's own list, without the package: naming the extra would compile the runtime again.
-$(VENV)/.dev: pyproject.toml | $(VENV)/.installed
-	$(BIN)/python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-	  print(*project["optional-dependencies"]["dev"])' | xargs $(BIN)/pip install
-	touch $@
+# An extra's own list, without the package: naming the extra would build the runtime again.
+$(VENV)/.extra-%: pyproject.toml | $(VENV)/.torch-$(TORCH)
+	@echo "what $* needs besides"
+	@$(BIN)/python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	  print(*project["optional-dependencies"]["$*"], sep="\n")' >$(VENV)/$*.txt
+	@$(INSTALL) --requirement $(VENV)/$*.txt $(BRIEFLY)
+	@touch $@

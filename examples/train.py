@@ -91,6 +91,7 @@ def launch(ranks: int) -> None:
     if loopback is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks that share cores must not crowd them
+    print(f"starting {ranks} ranks, which import torch and transformers", flush=True)
     arguments = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(ranks)]
     torchrun([*arguments, *sys.argv])
 
@@ -164,6 +165,8 @@ def train(args: argparse.Namespace) -> None:
         optimizer.zero_grad()
         return loss.item()
 
+    if compiled is not model:
+        console.print("the first step compiles: half a minute, a few seconds another time")
     batches = torch.Generator().manual_seed(args.seed * world_size + rank)  # each rank its own
     with progress_bar(console) as progress:
         task = progress.add_task("compiling", total=args.steps, loss=float("nan"), speed=0.0)
@@ -181,6 +184,7 @@ def train(args: argparse.Namespace) -> None:
                     f"(unigram entropy {entropy:.3f})"
                 )
 
+    console.print("measuring what a step costs")
     variants = {"eager": model} if compiled is model else {"compiled": compiled, "eager": model}
     report.show(console, variants, lambda forward: step(forward, tokens), optimizer)
 

@@ -1,8 +1,15 @@
+import gc
+import hashlib
 import os
-import tempfile
+import shutil
+import time
+from pathlib import Path
 
 import pytest
+import torch
 from ranks import RankPool
+
+ROOT = Path(__file__).parent.parent
 
 
 def pytest_addoption(parser):
@@ -14,21 +21,43 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """Ranks use the transport that was asked for.
+    """Ranks use the transport that was asked for, and compilers share a folder.
 
-    Compilers find nothing on disk and leave nothing, unless TORCHINDUCTOR_CACHE_DIR is set.
-
-    A rank that is killed while it compiles may leave half a file, which no later run can load.
     Importing torch's compiler is too late for this: it sets the variable itself.
     """
     if transport := config.getoption("--transport"):
         os.environ["ZERO3_TRANSPORT"] = transport
         config.add_cleanup(lambda: os.environ.pop("ZERO3_TRANSPORT", None))
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
-        folder = tempfile.TemporaryDirectory()
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder.name
-        config.add_cleanup(folder.cleanup)
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_compiler_cache())
         config.add_cleanup(lambda: os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None))
+
+
+def _compiler_cache():
+    """What is compiled is kept for the next session, as long as torch and this library are as now.
+
+    A stale graph would hide what a change breaks, so that any change begins the folder anew.
+    """
+    digest = hashlib.sha256(torch.__version__.encode())
+    for pattern in ("deepcompile_zero3/**/*.py", "csrc/*"):
+        for path in sorted(ROOT.glob(pattern)):
+            digest.update(path.read_bytes())
+    folder = ROOT / "build" / "compiled-by-tests" / digest.hexdigest()[:16]
+    folder.mkdir(parents=True, exist_ok=True)
+    for other in folder.parent.iterdir():
+        if time.time() - other.stat().st_mtime > 7 * 86400:  # no session can be using it
+            shutil.rmtree(other, ignore_errors=True)
+    return folder
+
+
+def pytest_collection_finish():
+    gc.freeze()  # or each collection would visit all of torch, which takes a fifth of a second
+
+
+def pytest_sessionfinish(exitstatus):
+    """A rank that was killed while it compiled may have left half a file."""
+    if exitstatus != 0 and (folder := os.environ["TORCHINDUCTOR_CACHE_DIR"]).startswith(str(ROOT)):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

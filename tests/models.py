@@ -7,6 +7,7 @@ the whole.
 
 import copy
 
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
@@ -51,16 +52,23 @@ def shard(model, blocks=(), **kwargs):
     return fully_shard(model, **kwargs), reference
 
 
-def compiled(model, how):
+# Inductor takes ten times as long as the graphs that it is given take op by op: where a test is not
+# about Inductor, only `make test-all` goes through it.
+through_inductor_too = pytest.param("zero3", marks=(pytest.mark.inductor, pytest.mark.long))
+
+# How a model may run, see `compiled`.
+each_way = pytest.mark.parametrize("how", ["eager", "interpreted", through_inductor_too])
+compiled_each_way = pytest.mark.parametrize("how", ["interpreted", through_inductor_too])
+
+
+def compiled(model, how, fullgraph=False, **options):
     """``model`` as it runs under "zero3", "interpreted" (zero3 without Inductor), "eager" or
-    "inductor". Backward gathers again what forward gathered.
+    "inductor". Backward gathers again what forward gathered, unless ``options`` say otherwise.
     """
     match how:
-        case "zero3":
-            return torch.compile(model, backend="zero3", options={"keep_mb": 0})
-        case "interpreted":
-            options = {"keep_mb": 0, "inductor": False}
-            return torch.compile(model, backend="zero3", options=options)
+        case "zero3" | "interpreted":
+            options = {"keep_mb": 0, "inductor": how == "zero3"} | options
+            return torch.compile(model, backend="zero3", fullgraph=fullgraph, options=options)
         case "inductor":
             return torch.compile(model, backend="inductor")
         case "eager":

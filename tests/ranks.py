@@ -1,9 +1,10 @@
 """Processes that play the ranks of a job over gloo.
 
-A pool's processes live as long as the test session, since starting one takes seconds; each run
-has a process group of its own. A run that takes too long is a failure, and so is one in which a
-rank fails: the others get a few seconds to fail for a reason of their own, then the pool is
-killed, and the next run gets a new one. A rank that had to be killed says where it hung.
+Processes are forked from one that has imported torch, its compiler and this library, and start in
+no time. A pool's live as long as the test session; each run has a process group of its own. A run
+that takes too long is a failure, and so is one in which a rank fails: the others get a few seconds
+to fail for a reason of their own, then the pool is killed, and the next run gets a new one. A rank
+that had to be killed says where it hung.
 """
 
 import faulthandler
@@ -26,16 +27,23 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 GRACE_SECONDS = 5.0
 
 # What takes long to import.
-_PRELOADED = ["torch._dynamo", "torch.distributed.checkpoint", "deepcompile_zero3"]
+_PRELOADED = [
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "deepcompile_zero3.backend",
+    "deepcompile_zero3.sharding.fully_shard",
+    "transformers.modeling_utils",
+    "hypothesis",
+]
 
 
 class RankPool:
     """``world_size`` processes, with ``environment`` in theirs, which run a function at a time.
 
-    With "forkserver", they are copies of one that has imported torch, and start in no time.
+    "spawn" makes them anew, with nothing in memory, rather than as copies.
     """
 
-    def __init__(self, world_size, start_method="spawn", **environment):
+    def __init__(self, world_size, start_method="forkserver", **environment):
         self.world_size = world_size
         self._context = mp.get_context(start_method)
         if start_method == "forkserver":
@@ -154,6 +162,7 @@ def _serve(pipe, rank, world_size, environment, stack_path):
     torch.set_num_threads(1)
     stack = open(stack_path, "w")  # noqa: SIM115 (as long as the process)
     faulthandler.register(signal.SIGUSR1, stack)
+    gc.freeze()  # or each collection would visit all of torch, which takes a fifth of a second
     while True:
         try:
             function, args, store = pipe.recv()

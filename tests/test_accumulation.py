@@ -12,7 +12,7 @@ import torch.distributed as dist
 from contract import Kernel
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import batch_of, compiled, for_all, in_backward, mine
+from models import batch_of, compiled, each_way, for_all, in_backward, mine
 from one_rank import one_rank  # noqa: F401
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -27,7 +27,6 @@ from deepcompile_zero3 import (
 )
 
 ops = torch.ops.zero3
-each_way = pytest.mark.parametrize("how", ["zero3", "eager"])
 needs_a_job = pytest.mark.usefixtures("one_rank")
 
 
@@ -494,7 +493,7 @@ def test_the_documented_late_layer_gives_the_gradient_of_a_usual_one(how):
     fully_shard(model)
     model.head.late = []
 
-    run = torch.compile(model, backend="zero3") if how == "zero3" else model
+    run = compiled(model, how, keep_mb=64)
     late = {"defer_reduction": defer_reduction, "deposit_grad": deposit_grad}
     exec(steps, late | {"model": run, "micro_batches": micro_batches})
 

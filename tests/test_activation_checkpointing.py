@@ -10,6 +10,7 @@ from models import (
     assert_same_step,
     batch_of,
     compiled,
+    each_way,
     optimizers_of,
     shard,
 )
@@ -91,7 +92,7 @@ def _checkpoint_blocks(how, way):
     assert in_blocks == {2}, gathered
 
 
-@pytest.mark.parametrize("how", ["zero3", "eager"])
+@each_way
 @pytest.mark.parametrize("way", WAYS)
 def test_a_backward_that_recomputes_gathers_no_more_than_one_that_does_not(run_ranks, how, way):
     run_ranks(2, _checkpoint_blocks, how, way)
@@ -124,7 +125,7 @@ def _checkpoint_whole(how, use_reentrant):
 
 
 @pytest.mark.parametrize(
-    ("how", "use_reentrant"), [("zero3", False), ("eager", False), ("eager", True)]
+    ("how", "use_reentrant"), [("interpreted", False), ("eager", False), ("eager", True)]
 )
 def test_the_outermost_module_is_checkpointed(run_ranks, how, use_reentrant):
     run_ranks(2, _checkpoint_whole, how, use_reentrant)

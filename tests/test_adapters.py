@@ -11,6 +11,8 @@ from models import (
     assert_same_gradients,
     assert_same_parameters,
     batch_of,
+    compiled,
+    each_way,
     mean_square,
     mine,
 )
@@ -19,8 +21,6 @@ from torch.testing import assert_close
 from transformer_models import llama
 
 from deepcompile_zero3 import fully_shard, record_collectives
-
-each_way = pytest.mark.parametrize("how", ["zero3", "eager"])
 
 
 def _is_adapter(fqn):
@@ -32,12 +32,7 @@ def _train(model, blocks, how, batches, loss):
     reference = copy.deepcopy(model)
     for module in (*blocks, model):
         fully_shard(module)
-    options = {"keep_mb": 0}
-    run = (
-        torch.compile(model, backend="zero3", fullgraph=True, options=options)
-        if how == "zero3"
-        else model
-    )
+    run = compiled(model, how, fullgraph=True)
     optimizers = [
         torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
         for m in (model, reference)

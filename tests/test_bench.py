@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_line import call
 from one_rank import one_rank  # noqa: F401
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT))  # the last: an installed package comes before the source tree
 
 from bench import gpu, kernels, overlap  # noqa: E402
+from bench.__main__ import main  # noqa: E402
 from bench.modes import MODES, UNSHARDED  # noqa: E402
 from bench.workloads import LLAMAS  # noqa: E402
 
@@ -32,6 +34,7 @@ def bench(*arguments, timeout=300):
     )
 
 
+@pytest.mark.long
 def test_modes_step_in_turn_and_are_compared_with_the_floor(tmp_path):
     pytest.importorskip("matplotlib")
     run = bench(
@@ -71,11 +74,11 @@ def test_deepspeed_reduces_all_gradients_once_and_their_norm(tmp_path):
 
 
 def test_deepspeed_is_a_mode_only_where_it_is_installed():
-    assert ("mode deepspeed" in bench("--help").stdout) == (find_spec("deepspeed") is not None)
+    assert ("mode deepspeed" in call(main, "--help").stdout) == (find_spec("deepspeed") is not None)
 
 
 def test_an_unknown_mode_is_refused_with_those_that_there_are():
-    run = bench("-m", "zero4")
+    run = call(main, "-m", "zero4")
 
     assert run.returncode == 2
     assert "zero4 is not among floor, zero3" in run.stderr
@@ -105,6 +108,7 @@ def test_modes_train_in_turn_as_they_do_on_a_gpu(tmp_path):
 _MILLISECONDS = {"plain": [10, 20, 12], "zero3": [15, 15, 18]}  # in each round
 
 
+@pytest.mark.long
 def test_a_prediction_is_compared_with_steps():
     run = bench(*("plan", "-w", "tiny", "--ranks", 1, "--rounds", 1, "--steps", 1))
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from models import Block, batch_of, compiled, mine
+from models import Block, batch_of, compiled, each_way, mine
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -23,7 +23,6 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from deepcompile_zero3 import fully_shard
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
-each_way = pytest.mark.parametrize("how", ["zero3", "eager"])
 
 
 class Mixed(nn.Module):

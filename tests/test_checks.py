@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from models import Stack, assert_same_step, batch_of, compiled, mean_square, mine, shard
+from models import Stack, assert_same_step, batch_of, compiled, each_way, mean_square, mine, shard
 from torch.distributed.device_mesh import init_device_mesh
 
 from deepcompile_zero3 import (
@@ -36,7 +36,7 @@ def _nan_in_one(rank, how, transport, mesh_shape):
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
-@pytest.mark.parametrize("how", ["zero3", "eager"])
+@each_way
 def test_a_nan_is_traced_to_its_rank(run_ranks, how, transport):
     for told in run_ranks(2, _nan_in_one, 1, how, transport, (2,)):
         assert told.startswith("gradients are not finite. rank 1: that of '"), told

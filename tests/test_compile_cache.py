@@ -45,6 +45,7 @@ def _first_step():
     return seconds, counters["inductor"]["fxgraph_cache_hit"], gradients
 
 
+@pytest.mark.inductor
 def test_a_second_process_compiles_faster_and_gets_the_same_bits(new_processes):
     cold = new_processes(_first_step)
     warm = new_processes(_first_step)
@@ -72,6 +73,7 @@ def _alternately_sharded():
         assert_same_step(model, reference, batch_of(4, 8), run=compiled(model, how))
 
 
+@pytest.mark.inductor
 def test_a_graph_compiled_for_a_whole_model_is_never_run_for_a_sharded_one(run_ranks):
     for _ in range(2):  # the second time with everything in the cache
         run_ranks(2, _alternately_sharded)
@@ -87,6 +89,7 @@ def _dtype_of_gradients(grad_dtype):
     return {parameter.grad.dtype for parameter in model.parameters()}
 
 
+@pytest.mark.inductor
 def test_a_graph_compiled_for_other_gradient_dtypes_is_never_run(run_ranks):
     for dtype in (torch.bfloat16, torch.float32, torch.bfloat16):
         assert run_ranks(2, _dtype_of_gradients, dtype) == [{dtype}] * 2

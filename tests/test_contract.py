@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from contract import CONTRACTS, LAYERS, MATMULS, Contracts, batch
-from models import compiled, relative_difference
+from models import compiled, each_way, relative_difference
 from torch import nn
 from torch.distributed.fsdp import fully_shard as fsdp2
 
@@ -62,7 +62,7 @@ def _compare(dtype, how):
     return wrong
 
 
-@pytest.mark.parametrize("how", ["eager", "interpreted", "zero3"])
+@each_way
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_gradients_are_those_of_plain_eager_autograd(run_ranks, world_size, dtype, how):

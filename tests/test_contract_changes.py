@@ -5,13 +5,12 @@ import gc
 import pytest
 import torch
 from contract import Kernel
-from models import batch_of, compiled
+from models import batch_of, compiled, each_way
 from one_rank import one_rank  # noqa: F401
 from torch import nn
 
 from deepcompile_zero3 import Zero3Error, fully_shard
 
-each_way = pytest.mark.parametrize("how", ["zero3", "eager"])
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 

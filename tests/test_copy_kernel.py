@@ -43,6 +43,7 @@ def test_every_element_is_cast_divided_and_in_its_place(run):
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("mistake", "message"), [(1, "in place of"), (2, "in place of")])
 def test_a_mistake_is_found(run, mistake, message):
     ran = run(f"-DMISTAKE={mistake}")

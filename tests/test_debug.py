@@ -4,7 +4,16 @@ import ctypes
 
 import pytest
 import torch
-from models import Stack, assert_same_gradients, batch_of, compiled, mean_square, mine, shard
+from models import (
+    Stack,
+    assert_same_gradients,
+    batch_of,
+    compiled,
+    each_way,
+    mean_square,
+    mine,
+    shard,
+)
 from ranks import RankPool
 from torch import nn
 
@@ -53,7 +62,7 @@ def _steps(how, transport, width):
 
 @pytest.mark.parametrize("width", [7, 256])  # that travel together, and alone
 @pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
-@pytest.mark.parametrize("how", ["zero3", "interpreted", "eager"])
+@each_way
 def test_results_are_the_same(run_ranks, debug_pool, how, transport, width):
     ours = debug_pool.run(_steps, how, transport, width)
     theirs = run_ranks(2, _steps, how, transport, width)

@@ -5,13 +5,20 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from models import Stack, batch_of, compiled, mean_square, mine, relative_difference, shard
+from models import (
+    Stack,
+    batch_of,
+    compiled,
+    each_way,
+    mean_square,
+    mine,
+    relative_difference,
+    shard,
+)
 from one_rank import one_rank  # noqa: F401
 from torch import nn
 
 from deepcompile_zero3 import MixedPrecisionPolicy, fully_shard, record_collectives
-
-each_way = pytest.mark.parametrize("how", ["zero3", "eager"])
 
 
 def _on_the_wire(log, op):
@@ -145,7 +152,7 @@ class _Compressing(nn.Linear):
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("how", ["zero3", "interpreted", "eager"])
+@each_way
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.float8_e4m3fn], ids=str)
 def test_a_gradient_that_was_cast_from_another_dtype_keeps_the_cast(dtype, how):
     model = _Compressing(8, 8, bias=False)

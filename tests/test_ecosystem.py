@@ -10,6 +10,7 @@ from models import (
     assert_same_parameters,
     batch_of,
     compiled,
+    each_way,
     mean_square,
     mine,
     shard,
@@ -79,6 +80,7 @@ def _compiled_optimizer():
     assert_same_parameters(model, reference, tolerance=1e-3)
 
 
+@pytest.mark.inductor
 def test_the_step_of_an_optimizer_can_be_compiled(run_ranks):
     run_ranks(2, _compiled_optimizer)
 
@@ -152,7 +154,7 @@ def test_an_average_of_the_parameters_is_kept_in_shards(run_ranks):
 
 
 @needs_a_job
-@pytest.mark.parametrize("how", ["zero3", "eager"])
+@each_way
 def test_profiles_name_gathers_and_reductions(how):
     model, _ = shard(Stack())
     run = compiled(model, how)

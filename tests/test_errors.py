@@ -73,6 +73,7 @@ def test_a_mode_is_refused_and_the_option_to_use_named(x):
         compiled(x)
 
 
+@pytest.mark.inductor
 def test_a_model_that_was_never_sharded_compiles_as_with_inductor():
     torch.manual_seed(0)
     models = {"inductor": nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4))}

@@ -118,7 +118,7 @@ def _one_rank(what, moment, transport, timeout):
 
 def _to_death(function, *args):
     """What two new ranks say, of which one or both fail."""
-    pool = RankPool(2, start_method="forkserver")
+    pool = RankPool(2)
     try:
         with pytest.raises(AssertionError) as raised:
             pool.run(function, *args, timeout=60)
@@ -202,7 +202,7 @@ def test_a_rank_that_is_killed_leaves_no_file_and_no_process(tmp_path, monkeypat
     ranks = tmp_path / "ranks"
     temporary.mkdir()
     ranks.mkdir()
-    pool = RankPool(2, start_method="forkserver", TMPDIR=str(temporary))
+    pool = RankPool(2, TMPDIR=str(temporary))
     try:
         with pytest.raises(AssertionError, match="rank 1 died with exit code -9"):
             pool.run(_leaving, str(tmp_path))
@@ -528,15 +528,18 @@ def _load_what_is_whole(folder, interrupted):
     return whole
 
 
-def test_a_save_that_is_interrupted_at_any_moment_spares_the_last_checkpoint(run_ranks, tmp_path):
+@pytest.mark.parametrize("moments_of_each", [2, pytest.param(8, marks=pytest.mark.long)])
+def test_a_save_that_is_interrupted_at_any_moment_spares_the_last_checkpoint(
+    run_ranks, tmp_path, moments_of_each
+):
     run_ranks(2, _save, str(tmp_path))
-    pool = RankPool(2, start_method="forkserver")
+    pool = RankPool(2)
     moments = pool.run(_save_and_die_at, str(tmp_path), None, None, timeout=60)
     pool.close()
     killed = [
         (rank, moment)
         for rank in range(2)
-        for moment in range(1, moments[rank] + 1, math.ceil(moments[rank] / 8))
+        for moment in range(1, moments[rank] + 1, math.ceil(moments[rank] / moments_of_each))
     ]
     for rank, moment in killed:
         assert f"rank {rank} died with" in _to_death(_save_and_die_at, str(tmp_path), rank, moment)

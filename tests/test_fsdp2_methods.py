@@ -16,6 +16,7 @@ from models import (
     assert_same_step,
     batch_of,
     compiled,
+    each_way,
     mean_square,
     mine,
     optimizers_of,
@@ -37,7 +38,6 @@ from deepcompile_zero3 import (
 )
 from deepcompile_zero3.module import parameters_of
 
-each_way = pytest.mark.parametrize("how", ["zero3", "interpreted", "eager"])
 either_transport = pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
 needs_a_job = pytest.mark.usefixtures("one_rank")
 
@@ -144,7 +144,7 @@ class Writing(nn.Module):
 def _alternating(transport):
     """Eager and compiled micro-batches in turn, evaluation, a write, and what is replaced."""
     model, reference = shard(Writing(), transport=transport)
-    run = compiled(model, "zero3")
+    run = compiled(model, "interpreted")
     optimizers = optimizers_of(model, reference)
     for step in range(2):
         for micro, forward in enumerate((run, model, run, model)):
@@ -360,7 +360,7 @@ def _ignored_when_compiled():
     model = Stack()
     model, reference = shard(model, model.blocks)
     model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1]])
-    run = compiled(model, "zero3")
+    run = compiled(model, "interpreted")
     assert_same_step(model, reference, batch_of(4, 8), run=run)
 
 

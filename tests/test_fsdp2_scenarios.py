@@ -18,6 +18,7 @@ from models import (
     assert_same_step,
     batch_of,
     compiled,
+    each_way,
     mean_square,
     mine,
     optimizers_of,
@@ -46,7 +47,6 @@ from deepcompile_zero3 import (
     register_fsdp_forward_method,
 )
 
-each_way = pytest.mark.parametrize("how", ["zero3", "eager"])
 either_way = pytest.mark.parametrize("how", ["interpreted", "eager"])  # which compiles faster
 needs_a_job = pytest.mark.usefixtures("one_rank")
 

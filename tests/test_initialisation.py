@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from models import Block, assert_same_step, batch_of, compiled, optimizers_of
+from models import Block, assert_same_step, batch_of, compiled, each_way, optimizers_of
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -16,7 +16,6 @@ from transformer_models import llama
 
 from deepcompile_zero3 import fully_shard, release_buffers
 
-each_way = pytest.mark.parametrize("how", ["zero3", "eager"])
 either_transport = pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
 
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from models import assert_same_gradients, batch_of, compiled, relative_difference, shard
+from models import assert_same_gradients, batch_of, compiled, each_way, relative_difference, shard
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -13,8 +13,6 @@ from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import capture_graphs, defer_reduction, deposit_grad
 from deepcompile_zero3.runtime import _C
-
-each_way = pytest.mark.parametrize("how", ["zero3", "interpreted", "eager"])
 
 
 class _Large(nn.Module):
@@ -76,7 +74,7 @@ def test_large_gradients_are_right(run_ranks, world_size, how):
     run_ranks(world_size, _train, how, {}, 1e-5)
 
 
-@pytest.mark.parametrize("how", ["zero3", "eager"])
+@each_way
 @pytest.mark.parametrize(
     "policy",
     [
@@ -92,7 +90,7 @@ def test_large_gradients_are_right_in_mixed_precision(run_ranks, how, policy):
 def _ops_of_backward():
     model = shard(_Large())[0]
     with capture_graphs() as graphs:
-        _loss(compiled(model, "zero3"), _indices(0, 0)).backward()
+        _loss(compiled(model, "interpreted"), _indices(0, 0)).backward()
     (backward,) = graphs.backward
     nodes = backward.graph_module.graph.nodes
     return {str(node.args[1]): node.target.name() for node in nodes if "reduce" in str(node.target)}
@@ -123,7 +121,7 @@ class _Once(nn.Module):
 def _grads_live_on():
     """A gradient is the user's, whatever memory it came from."""
     model, reference = shard(_Once())
-    run = compiled(model, "zero3")
+    run = compiled(model, "interpreted")
     kept = []
     for seed in range(4):
         model.zero_grad()
@@ -176,7 +174,7 @@ def _few_rows(how, dtype, reduce_dtype, tolerance):
         assert_same_gradients(model, reference, tolerance)
 
 
-@pytest.mark.parametrize("how", ["zero3", "eager"])
+@each_way
 @pytest.mark.parametrize(
     ("dtype", "reduce_dtype", "tolerance"),
     [(torch.float64, None, 1e-12), (torch.float32, torch.float16, 1e-2)],
@@ -188,7 +186,7 @@ def test_a_large_gradient_of_few_rows(run_ranks, how, dtype, reduce_dtype, toler
 def _of_the_input_alone():
     model, reference = shard(nn.Linear(256, 256))
     x, same = batch_of(2, 256).requires_grad_(), batch_of(2, 256).requires_grad_()
-    (grad,) = torch.autograd.grad(compiled(model, "zero3")(x).cos().sum(), [x])
+    (grad,) = torch.autograd.grad(compiled(model, "interpreted")(x).cos().sum(), [x])
     reference(same).cos().sum().backward()
     assert relative_difference(grad, same.grad) <= 1e-5
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -224,7 +222,7 @@ def _each_rank_its_own_way(how):
     assert_same_gradients(model, reference)
 
 
-@pytest.mark.parametrize("how", ["zero3", "eager"])
+@each_way
 def test_a_rank_may_have_one_product_and_another_a_sum(run_ranks, how):
     run_ranks(2, _each_rank_its_own_way, how)
 
@@ -281,10 +279,10 @@ def _train_blocks(how, dtype, replicas):
 @pytest.mark.parametrize(
     ("world_size", "how", "dtype", "replicas"),
     [
-        (2, "zero3", torch.float32, 1),
+        (2, "interpreted", torch.float32, 1),
         (3, "eager", torch.float32, 1),
         (2, "eager", torch.bfloat16, 1),
-        (2, "zero3", torch.float16, 1),
+        (2, "interpreted", torch.float16, 1),
         (4, "eager", torch.float32, 2),
     ],
 )

@@ -62,11 +62,12 @@ def _train_another(transport):
     assert_same_step(model, reference, batch_of(4, 8), optimizers=optimizers_of(model, reference))
 
 
+@pytest.mark.parametrize("count", [4, pytest.param(12, marks=pytest.mark.long)])
 @pytest.mark.parametrize("how", ["eager", "interpreted"])
 @pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
-def test_lives_may_end_in_any_order(run_ranks, transport, how):
+def test_lives_may_end_in_any_order(run_ranks, transport, how, count):
     shuffled = random.Random(0)
-    orders = [shuffled.sample(LIVES, len(LIVES)) for _ in range(12)]
+    orders = [shuffled.sample(LIVES, len(LIVES)) for _ in range(count)]
     run_ranks(2, _end, transport, how, orders)
 
 

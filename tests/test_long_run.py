@@ -3,6 +3,7 @@
 import gc
 import random
 
+import pytest
 import torch
 import torch.distributed as dist
 from models import shard
@@ -68,6 +69,8 @@ def _run():
     return resident, _resident(), worst
 
 
+@pytest.mark.inductor
+@pytest.mark.long
 def test_a_thousand_steps():
     pool = RankPool(2)
     try:

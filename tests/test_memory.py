@@ -11,7 +11,7 @@ import time
 
 import pytest
 import torch
-from models import batch_of, mean_square
+from models import batch_of, compiled, each_way, mean_square
 from ranks import RankPool
 from torch import nn
 
@@ -39,9 +39,6 @@ def run_ranks():
             pool.close()
 
     return run
-
-
-each_way = pytest.mark.parametrize("how", ["zero3", "eager"])
 
 
 class _Mallinfo2(ctypes.Structure):
@@ -107,8 +104,7 @@ def _chain(depth):
 
 
 def _compiled(model, how):
-    options = {"gather_bucket_mb": BUCKET / MIB}
-    return torch.compile(model, backend="zero3", options=options) if how == "zero3" else model
+    return compiled(model, how, gather_bucket_mb=BUCKET / MIB)
 
 
 def _step(run):
@@ -216,7 +212,12 @@ def _predict_and_measure(settings, depth):
 
 
 @pytest.mark.parametrize(
-    ("settings", "bucket"), [({"keep_mb": 0}, 4), ({"keep_mb": 12}, 8), ({}, 64)]
+    ("settings", "bucket"),
+    [
+        ({"keep_mb": 0, "inductor": False}, 4),
+        pytest.param({"keep_mb": 12}, 8, marks=pytest.mark.inductor),
+        ({"inductor": False}, 64),
+    ],
 )
 def test_the_plan_predicts_what_is_gathered_at_once(run_ranks, settings, bucket):
     depth = 6

@@ -17,6 +17,7 @@ from models import (
     assert_same_parameters,
     batch_of,
     compiled,
+    each_way,
     mean_square,
     mine,
     optimizers_of,
@@ -51,7 +52,6 @@ from deepcompile_zero3 import (
 )
 from deepcompile_zero3.module import parameters_of
 
-each_way = pytest.mark.parametrize("how", ["zero3", "eager"])
 either_way = pytest.mark.parametrize("how", ["interpreted", "eager"])  # which compiles faster
 needs_a_job = pytest.mark.usefixtures("one_rank")
 

@@ -5,14 +5,14 @@ import copy
 import pytest
 import torch
 import transformer_models
-from models import assert_same_parameters, mine
+from models import assert_same_parameters, compiled, compiled_each_way, mine
 
 from deepcompile_zero3 import capture_graphs, fully_shard
 
 STEPS = 5
 
 
-def _train(name, fullgraph, dtype=torch.float32):
+def _train(name, how, fullgraph=True, dtype=torch.float32):
     """Five steps on both; returns how many graphs the first one compiled, forward and backward."""
     task = getattr(transformer_models, name)()
     model = task.model.to(dtype)
@@ -20,7 +20,7 @@ def _train(name, fullgraph, dtype=torch.float32):
     for block in task.blocks:
         fully_shard(block)
     fully_shard(model)
-    run = torch.compile(model, backend="zero3", fullgraph=fullgraph)
+    run = compiled(model, how, fullgraph, keep_mb=64)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, reference)]
     graphs = []
     for step in range(STEPS):
@@ -40,26 +40,27 @@ def _train(name, fullgraph, dtype=torch.float32):
 
 
 @pytest.mark.smoke
+@pytest.mark.inductor
 def test_llama_trains_as_one_process_does(run_ranks):
-    assert run_ranks(2, _train, "llama", True, timeout=300) == [(1, 1)] * 2
+    assert run_ranks(2, _train, "llama", "zero3", timeout=300) == [(1, 1)] * 2
 
 
-def test_qwen3_moe_trains_as_one_process_does(run_ranks):
-    assert run_ranks(2, _train, "qwen3_moe", True, timeout=300) == [(1, 1)] * 2
-
-
-def test_t5_trains_as_one_process_does(run_ranks):
-    assert run_ranks(2, _train, "t5", True, timeout=300) == [(1, 1)] * 2
+@compiled_each_way
+@pytest.mark.parametrize("name", ["qwen3_moe", "t5"])
+def test_a_model_trains_as_one_process_does(run_ranks, name, how):
+    assert run_ranks(2, _train, name, how, timeout=300) == [(1, 1)] * 2
 
 
 # A key bias shifts all scores of a row alike, so its gradient is zero but for rounding errors,
 # which AdamW blows up to whole steps. In float64 they drown in its epsilon.
 
 
-def test_gpt2_trains_as_one_process_does_across_its_graph_break(run_ranks):
-    results = run_ranks(2, _train, "gpt2", False, torch.float64, timeout=300)
+@compiled_each_way
+def test_gpt2_trains_as_one_process_does_across_its_graph_break(run_ranks, how):
+    results = run_ranks(2, _train, "gpt2", how, False, torch.float64, timeout=300)
     assert results == [(2, 2)] * 2
 
 
-def test_vit_trains_as_one_process_does(run_ranks):
-    assert run_ranks(2, _train, "vit", True, torch.float64, timeout=300) == [(1, 1)] * 2
+@compiled_each_way
+def test_vit_trains_as_one_process_does(run_ranks, how):
+    assert run_ranks(2, _train, "vit", how, True, torch.float64, timeout=300) == [(1, 1)] * 2

@@ -15,6 +15,7 @@ from models import (
     assert_same_step,
     batch_of,
     compiled,
+    each_way,
     in_little_memory,
     mine,
     optimizers_of,
@@ -31,8 +32,6 @@ from deepcompile_zero3.module import parameters_of
 pytestmark = pytest.mark.skipif(
     os.environ.get("ZERO3_TRANSPORT") == "c10d", reason="ranks are told to exchange messages"
 )
-
-HOW = pytest.mark.parametrize("how", ["zero3", "eager"])
 
 
 def _is_shared(model):
@@ -246,7 +245,7 @@ class _Returns(nn.Module):
 
 def _written_by_the_caller(grad):
     model, reference = shard(_Returns())
-    run = compiled(model, "zero3")
+    run = compiled(model, "interpreted")
     with torch.set_grad_enabled(grad):
         for _ in range(2):
             _, *weights = run(torch.ones(2, 8))
@@ -298,7 +297,7 @@ def _scaled(transport, how):
 
 
 def _scaled_alike():
-    for how in ("zero3", "eager"):
+    for how in ("interpreted", "eager"):
         ours, theirs = (_scaled(transport, how) for transport in ("shared_memory", "c10d"))
         torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=1e-3)
         assert all(gradient.abs().max() > 0.1 for gradient in ours)
@@ -345,7 +344,7 @@ def _kept_over_a_forward(how, transport):
         torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad)
 
 
-@HOW
+@each_way
 @pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
 def test_what_is_kept_is_that_of_its_forward(run_ranks, how, transport):
     run_ranks(2, _kept_over_a_forward, how, transport)
@@ -383,6 +382,6 @@ def _evaluated_while_others_load(how):
                 torch.testing.assert_close(run(batch), reference(batch))
 
 
-@pytest.mark.parametrize(("how", "world_size"), [("zero3", 3), ("eager", 2), ("eager", 3)])
+@pytest.mark.parametrize(("how", "world_size"), [("interpreted", 3), ("eager", 2), ("eager", 3)])
 def test_a_fast_rank_never_changes_what_a_slow_one_reads(run_ranks, how, world_size):
     run_ranks(world_size, _evaluated_while_others_load, how)

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from models import Stack, assert_same_step, batch_of, compiled, mean_square, mine, shard
+from models import Stack, assert_same_step, batch_of, compiled, each_way, mean_square, mine, shard
 from torch.distributed.device_mesh import DeviceMesh
 
 pytestmark = pytest.mark.skipif(
@@ -87,7 +87,7 @@ FAILURES = {
 @pytest.mark.parametrize(
     ("what", "missing", "how"),
     [
-        ("never comes", "it has not begun to gather 'blocks.0", "zero3"),
+        ("never comes", "it has not begun to gather 'blocks.0", "interpreted"),
         ("raises before backward", "it has not begun a backward of the model of '", "eager"),
     ],
 )
@@ -120,7 +120,7 @@ def _step_after_failures(how):
         assert_same_step(model, reference, batch, run=run)
 
 
-@pytest.mark.parametrize("how", ["zero3", "eager"])
+@each_way
 def test_the_step_after_backwards_that_raised_is_right(run_ranks, how):
     run_ranks(2, _step_after_failures, how)
 
@@ -142,7 +142,9 @@ def _killed(signal_number, delay, how):
 
 
 # Somewhere in a gather, a sum or a wait.
-@pytest.mark.parametrize(("how", "delay"), [("zero3", 0.05), ("eager", 0.05), ("eager", 0.12)])
+@pytest.mark.parametrize(
+    ("how", "delay"), [("interpreted", 0.05), ("eager", 0.05), ("eager", 0.12)]
+)
 def test_a_rank_that_is_killed_is_named_at_once(run_to_death, how, delay):
     message = run_to_death(_killed, signal.SIGKILL, delay, how)
     assert "rank 1 died with exit code -9" in message

@@ -55,6 +55,7 @@ def test_random_gathers_and_reductions_are_right(build):
     assert ran.returncode == 0, ran.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mistake", [1, 2, 3, 4])
 def test_a_rank_that_waits_for_no_reader_is_found(build, mistake):
     ran = _run(build(f"-DMISTAKE={mistake}"))

@@ -35,9 +35,7 @@ TIMEOUT = 3  # seconds, of a group whose ranks fail
 def _trained(how, bucket_mb):
     blocks = nn.Sequential(*(Block(16) for _ in range(3)))
     model, reference = shard(blocks, reshard_after_forward=True)
-    run = model
-    if how == "zero3":
-        run = torch.compile(model, backend="zero3", options={"gather_bucket_mb": bucket_mb})
+    run = compiled(model, how, keep_mb=64, gather_bucket_mb=bucket_mb)
     optimizers = optimizers_of(model, reference)
     for seed in range(4):
         batch = batch_of(6, 16, seed=seed)
@@ -47,7 +45,9 @@ def _trained(how, bucket_mb):
 
 
 # All at once, for which there is no room, or a few at a time.
-@pytest.mark.parametrize(("how", "bucket_mb"), [("zero3", 64), ("zero3", 0.003), ("eager", None)])
+@pytest.mark.parametrize(
+    ("how", "bucket_mb"), [("interpreted", 64), ("interpreted", 0.003), ("eager", None)]
+)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_copies_that_take_turns_are_right(run_ranks, world_size, how, bucket_mb):
     run_ranks(world_size, in_little_memory, _trained, how, bucket_mb)
@@ -56,7 +56,7 @@ def test_copies_that_take_turns_are_right(run_ranks, world_size, how, bucket_mb)
 def _kept_all_the_same(width=32):
     model, reference = shard(Stack(width), reshard_after_forward=True)
     model.set_reshard_after_forward(False)  # memory stays as it was given
-    run = torch.compile(model, backend="zero3")
+    run = compiled(model, "interpreted", keep_mb=64)
     batch = batch_of(4, width)
     loss = run(mine(batch)).square().mean()
     with torch.no_grad():

@@ -12,6 +12,8 @@ from models import (
     assert_same_gradients,
     batch_of,
     compiled,
+    compiled_each_way,
+    each_way,
     in_little_memory,
     mean_square,
     shard,
@@ -37,7 +39,7 @@ def _collectives(run, batch):
         ("llama", "interpreted"),
         ("gpt2", "interpreted"),
         ("vit", "interpreted"),
-        ("llama", "zero3"),
+        pytest.param("llama", "zero3", marks=(pytest.mark.inductor, pytest.mark.long)),
     ],
 )
 def test_batches_of_all_sizes_have_the_same_collectives(name, how):
@@ -99,16 +101,15 @@ _SHAPES_MATTER = {
 
 @needs_a_job
 @pytest.mark.parametrize("bucket_mb", [64.0, 1e-4])
-@pytest.mark.parametrize("how", ["zero3", "interpreted"])
+@compiled_each_way
 @pytest.mark.parametrize("name", _SHAPES_MATTER)
 def test_collectives_are_the_same_where_shapes_change_the_graph(name, how, bucket_mb):
     build, shape = _SHAPES_MATTER[name]
     model = fully_shard(build())
-    options = {"inductor": how == "zero3", "gather_bucket_mb": bucket_mb, "keep_mb": 0}
     collectives = []
     for rows in (1, 3, 9):
         torch._dynamo.reset()
-        run = torch.compile(model, backend="zero3", options=options)
+        run = compiled(model, how, gather_bucket_mb=bucket_mb)
         with record_collectives() as log:
             run(torch.randn(rows, *shape)).sum().backward()
         by_kind = {"all_gather": [], "reduce_scatter": []}
@@ -133,7 +134,7 @@ def _train_on_batches_of_different_sizes(name, how, reshard_after_forward):
         assert_same_gradients(model, reference)
 
 
-@pytest.mark.parametrize("how", ["zero3", "eager"])
+@each_way
 @pytest.mark.parametrize(
     ("name", "reshard_after_forward"),
     [("encoder", None), ("encoder", True), ("one output", None), ("positions", None)],
@@ -159,7 +160,7 @@ class _Scaled(nn.Module):
 def test_what_is_computed_of_a_weight_alone_is_not_kept_for_backward():
     model = fully_shard(nn.Sequential(_Scaled(), nn.Linear(16, 16), _Scaled()))
     with capture_graphs() as graphs, torch.autocast("cpu", torch.bfloat16):
-        compiled(model, "zero3")(torch.randn(2, 16)).sum().backward()
+        compiled(model, "interpreted")(torch.randn(2, 16)).sum().backward()
     saved = graphs.forward[0].graph_module.graph.output_node().all_input_nodes
     large = [n.name for n in saved if n.op != "placeholder" and n.meta["val"].numel() >= 16 * 16]
     assert large == []

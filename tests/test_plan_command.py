@@ -8,18 +8,24 @@ import sys
 from pathlib import Path
 
 import pytest
+from command_line import call
+
+from deepcompile_zero3.__main__ import main
 
 CONFIGS = Path(__file__).parents[1] / "examples" / "configs"
 
 
-def _run(*arguments, **settings):
+def _run(*arguments):
+    return call(main, *arguments, COLUMNS="80")
+
+
+def _run_apart(*arguments):
     return subprocess.run(
         [sys.executable, "-m", "deepcompile_zero3", *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=300,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
-        **settings,
     )
 
 
@@ -33,7 +39,7 @@ def config(tmp_path):
 
 def test_a_config_is_planned_from_the_command_line(config, tmp_path):
     page, numbers = tmp_path / "page.html", tmp_path / "plan.json"
-    found = _run(
+    found = _run_apart(
         "plan", config, "--ranks", 8, "--set", "flops=1e14", "--save", page, "--json", numbers
     )
     assert found.returncode == 0, found.stderr
@@ -164,7 +170,7 @@ def test_what_a_job_has_wrong_is_said_in_a_line(job, function, options, message)
 
 
 def test_an_error_of_the_users_own_keeps_its_place(job):
-    found = _run("plan", f"{job}:fails", "--ranks", 4)
+    found = _run_apart("plan", f"{job}:fails", "--ranks", 4)
     assert found.returncode == 1
     assert "in fails" in found.stderr
 

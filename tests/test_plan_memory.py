@@ -55,6 +55,7 @@ def _peak_of_buffers(bucket_bytes):
     return buffer_stats().peak
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize("bucket_bytes", [64 << 20, 2 << 20])
 def test_buffers_are_those_of_real_ranks(run_ranks, bucket_bytes):
     shard = partial(_shard, bucket_bytes)

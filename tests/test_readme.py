@@ -40,6 +40,7 @@ def _losses(script, folder):
     return [[float(loss) for rank, loss in found if rank == wanted] for wanted in "01"]
 
 
+@pytest.mark.inductor
 def test_the_script_and_the_fsdp2_script_that_it_was_have_the_same_losses(tmp_path):
     ours = _script()
     theirs, changed = CHANGED.subn(_as_fsdp2, ours)

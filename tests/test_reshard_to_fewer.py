@@ -13,6 +13,7 @@ from models import (
     assert_same_step,
     batch_of,
     compiled,
+    each_way,
     mean_square,
     mine,
     optimizers_of,
@@ -47,7 +48,7 @@ def _train(transport, how):
     return in_forward, in_backward
 
 
-@pytest.mark.parametrize("how", ["zero3", "eager"])
+@each_way
 @pytest.mark.parametrize("transport", ["c10d", "shared_memory"])
 def test_a_backward_gathers_from_neighbours(run_ranks, transport, how):
     from_whom = 2 if transport == "c10d" else 4
@@ -61,7 +62,7 @@ def _gathered_in_backward(reshard_after_forward):
     model, _ = shard(
         Stack(WIDTH), mesh=mesh, reshard_after_forward=reshard_after_forward, transport="c10d"
     )
-    loss = mean_square(compiled(model, "zero3"), mine(batch_of(8, WIDTH)))
+    loss = mean_square(compiled(model, "interpreted"), mine(batch_of(8, WIDTH)))
     with record_collectives() as log:
         loss.backward()
     return {c.world_size for c in log if c.op == "all_gather"}
@@ -96,7 +97,7 @@ def _held(how):
     return between, after, evaluated, whole
 
 
-@pytest.mark.parametrize("how", ["zero3", "eager"])
+@each_way
 def test_a_rank_holds_its_part_until_the_backward_ends(run_ranks, how):
     results = run_ranks(4, _held, how)
     for between, after, evaluated, _ in results:
@@ -129,7 +130,7 @@ def _changed_before_backward(how):
     assert {c.world_size for c in log} == {4}
 
 
-@pytest.mark.parametrize("how", ["zero3", "eager"])
+@each_way
 def test_what_changed_meanwhile_is_gathered_anew(run_ranks, how):
     run_ranks(4, _changed_before_backward, how)
 

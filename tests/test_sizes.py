@@ -2,7 +2,6 @@
 
 import copy
 
-import pytest
 import torch
 import torch.distributed as dist
 from models import (
@@ -11,6 +10,7 @@ from models import (
     assert_same_step,
     batch_of,
     compiled,
+    each_way,
     mean_square,
     mine,
     optimizers_of,
@@ -19,8 +19,6 @@ from models import (
 from torch import nn
 
 from deepcompile_zero3 import capture_graphs, record_collectives
-
-each_way = pytest.mark.parametrize("how", ["zero3", "interpreted", "eager"])
 
 
 def _two_steps(model, how, width, blocks=()):

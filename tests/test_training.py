@@ -14,6 +14,7 @@ from models import (
     assert_same_step,
     batch_of,
     compiled,
+    each_way,
     mean_square,
     mine,
     optimizers_of,
@@ -24,8 +25,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import capture_graphs, record_collectives
-
-each_way = pytest.mark.parametrize("how", ["zero3", "eager"])
 
 
 def _shard_stack(depth=2, **kwargs):
@@ -50,6 +49,7 @@ def _alternate():
         assert_same_step(model, reference, batch, run=run, optimizers=optimizers)
 
 
+@pytest.mark.inductor
 def test_zero3_and_eager_and_inductor_steps_may_alternate(run_ranks):
     run_ranks(2, _alternate)
 
@@ -63,7 +63,7 @@ class _PartlyCompiled(Stack):
 def _disabled_submodule():
     model = _PartlyCompiled()
     model, reference = shard(model, model.blocks)
-    run = compiled(model, "zero3")
+    run = compiled(model, "interpreted")
     optimizers = optimizers_of(model, reference)
     with capture_graphs() as graphs:
         for seed in range(2):
@@ -92,7 +92,7 @@ class _OfAKernel(nn.Linear):
 
 def _disabled_function():
     model, reference = shard(_OfAKernel(8, 8))
-    run = compiled(model, "zero3")
+    run = compiled(model, "interpreted")
     optimizers = optimizers_of(model, reference)
     for seed in range(2):
         batch = batch_of(4, 8, seed=seed)

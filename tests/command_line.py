@@ -1,0 +1,23 @@
+"""Programs called in this process: one of their own takes seconds to import torch."""
+
+import contextlib
+import io
+import os
+import subprocess
+from unittest import mock
+
+
+def call(main, *arguments, **environment):
+    """``main(arguments)``, and what it printed, as ``subprocess.run`` has it."""
+    arguments = [str(argument) for argument in arguments]
+    out, error = io.StringIO(), io.StringIO()
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(error),
+        mock.patch.dict(os.environ, environment),
+    ):
+        try:
+            status = main(arguments)
+        except SystemExit as end:
+            status = end.code
+    return subprocess.CompletedProcess(arguments, status or 0, out.getvalue(), error.getvalue())
