@@ -1,5 +1,6 @@
 #include <ATen/Dispatch.h>
 #include <ATen/cuda/CUDAContext.h>
+#include <ATen/ops/full.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 
@@ -62,7 +63,7 @@ void copy_by_torch(const Copy& copy, at::ScalarType through, double divisor) {
     return;
   }
   // On the GPU, or torch would multiply by the reciprocal.
-  const auto wide = from.to(at::promote_types(through, at::kFloat));
+  const auto wide = from.to(c10::promoteTypes(through, at::kFloat));
   copy.to.copy_(wide.div(at::full({}, divisor, wide.options())));
 }
 

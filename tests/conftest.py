@@ -54,8 +54,10 @@ def pytest_collection_finish():
     gc.freeze()  # or each collection would visit all of torch, which takes a fifth of a second
 
 
-def pytest_sessionfinish(exitstatus):
+def pytest_sessionfinish(session, exitstatus):
     """A rank that was killed while it compiled may have left half a file."""
+    if hasattr(session.config, "workerinput"):
+        return  # other workers of this session still read it
     if exitstatus != 0 and (folder := os.environ["TORCHINDUCTOR_CACHE_DIR"]).startswith(str(ROOT)):
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -100,11 +100,26 @@ def _reduction_of(grad: fx.Node, facts: ParameterFacts, results: list[Any]) -> t
     if facts.shared and torch.promote_types(dtype, wire) == wire:
         wire = dtype  # it lies in its own dtype where others read it
     if facts.nbytes >= _LARGE and dtype == leaf == wire and not is_read:
-        if grad.target is torch.ops.aten.mm.default:
-            return ops.reduce_mm, list(grad.args)
+        product = _untransposed(grad)
+        if product.target is torch.ops.aten.mm.default:
+            return ops.reduce_mm, list(product.args)
         if (rows := _embedding_rows(grad)) is not None:
             return ops.reduce_rows, rows
     return ops.reduce_grad, grad
+
+
+def _untransposed(node: fx.Node) -> fx.Node:
+    """``node``, or what it is the transpose of the transpose of, if nothing else reads that. A
+    graph that runs op by op has not had the pass of Inductor's that removes such pairs.
+    """
+    transpose = torch.ops.aten.t.default
+    if node.target is not transpose:
+        return node
+    inner = node.all_input_nodes[0]
+    if inner.target is not transpose or len(inner.users) > 1:
+        return node
+    source = inner.all_input_nodes[0]
+    return source if len(source.users) == 1 else node
 
 
 def _embedding_rows(grad: fx.Node) -> list[fx.Node] | None:
