@@ -36,11 +36,13 @@ help:
 train: $(VENV)/.installed
 	$(BIN)/python examples/train.py $(ARGS)
 
+# One worker has the tests with ranks, and the other has those of one process.
+IN_PARALLEL = --numprocesses 2 --dist loadgroup
 test: $(VENV)/.installed $(VENV)/.extra-test
-	$(BIN)/pytest -m "not long" $(ARGS)
+	$(BIN)/pytest $(IN_PARALLEL) -m "not long" $(ARGS)
 
 test-all: $(VENV)/.installed $(VENV)/.extra-test
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest $(IN_PARALLEL) $(ARGS)
 
 # An environment of its own, with a copy of the package: an editable install would put a runtime
 # built for this torch where the everyday environment finds it. Run from tests/, where no import
@@ -121,12 +123,13 @@ clean:
 
 # pip says a page for each package: here, a line for each that it brings and each source that is
 # compiled. All of it is in a log, whose end is shown if something fails.
-LOG = $(VENV)/install.log
+LOG = $(VENV)/$(@F).log
 INSTALL = PYTHONUNBUFFERED=1 $(BIN)/pip install --progress-bar off
-BRIEFLY = 2>&1 | tee -a $(LOG) | sed -unE \
+BRIEFLY = 2>&1 | tee $(LOG) | sed -unE \
   -e 's,^ *(Downloading|Processing|Using cached) (.*/)?([^/ ]+-[0-9][^-/ ]*)(-[^ ]*)?\.(whl|tar\.gz)( \(([0-9.]+ .B)\))?.*,  \3  \7,p' \
   -e 's,^ *(\[[0-9]+/[0-9]+\]) .* -c [^ ]*/(csrc/[a-z_]+\.[a-z]+) .*,  \1 \2,p' || \
-  { tail -n 60 $(LOG); echo "failed: all of what was said is in $(LOG)"; exit 1; } >&2
+  { grep -E '[:)] (fatal )?error: ' $(LOG) | tail -n 20; tail -n 20 $(LOG); \
+    echo "failed: all of what was said is in $(LOG)"; exit 1; } >&2
 
 $(VENV)/.torch-$(TORCH):
 	@$(PYTHON) -c 'import sys; old = sys.version_info < (3, 11); sys.exit(old and \
@@ -138,7 +141,7 @@ $(VENV)/.torch-$(TORCH):
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.torch-$(TORCH) $(BUILD_SOURCES)
-	@echo "the C++ runtime, which a minute goes into, and what training needs"
+	@echo "building the C++ runtime, about a minute, and installing what training needs"
 	@$(INSTALL) --verbose --no-build-isolation --editable ".[train]" $(BRIEFLY)
 	@touch $@
 
@@ -148,8 +151,8 @@ $(VENV)/.installed-copy: $(VENV)/.torch-$(TORCH) $(BUILD_SOURCES) $(PACKAGE_SOUR
 	@touch $@
 
 # An extra's own list, without the package: naming the extra would build the runtime again.
-$(VENV)/.extra-%: pyproject.toml | $(VENV)/.torch-$(TORCH)
-	@echo "what $* needs besides"
+$(VENV)/.extra-%: pyproject.toml | $(VENV)/.installed
+	@echo "installing what '$*' needs"
 	@$(BIN)/python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 	  print(*project["optional-dependencies"]["$*"], sep="\n")' >$(VENV)/$*.txt
 	@$(INSTALL) --requirement $(VENV)/$*.txt $(BRIEFLY)

@@ -50,14 +50,14 @@ def sanitizer_flags() -> list[str]:
 class Build(BuildExtension):
     """Keeps its objects in ``build/``, so that a change compiles again only what it touches.
 
-    An editable install would build in a folder that it removes. Each torch and set of flags has
-    objects of its own.
+    An editable install would build in a folder that it removes. Each release of torch and set of
+    flags has objects of its own.
     """
 
     def finalize_options(self) -> None:
         """Names that folder."""
         super().finalize_options()
-        key = f"{torch.__file__} {CXX_FLAGS} {NVCC_FLAGS if has_cuda() else None}"
+        key = f"{CXX_FLAGS} {NVCC_FLAGS if has_cuda() else None}"
         digest = hashlib.sha256(key.encode()).hexdigest()[:8]
         self.build_temp = str(ROOT / "build" / f"torch-{torch.__version__}-{digest}")
 

@@ -26,7 +26,7 @@ bool is_in_graph(const at::Tensor& leaf);
 // before it sums them, as it does for a leaf with that `Tensor.grad_dtype`. Also for non-leaves.
 void declare_grad_dtype(const at::Tensor& tensor, std::optional<at::ScalarType> dtype);
 
-// What counts the writes to `tensor`; disabled for a tensor of inference mode.
+// Version counter of `tensor`, which counts writes to it; disabled for a tensor of inference mode.
 c10::VariableVersion version_counter_of(const at::Tensor& tensor);
 
 }  // namespace zero3

@@ -68,8 +68,8 @@ __all__ = [
     "zero3",
 ]
 
-# Where the names above are that this file does not import: DTensor takes half a second to load, and
-# torch's compiler two. No module of this package itself has such a name.
+# The modules of the public names that are imported at first use: DTensor takes half a second to
+# load, and torch's compiler two. No module of this package itself has such a name.
 _LATER = {
     "MixedPrecisionPolicy": "torch.distributed.fsdp",
     "OffloadPolicy": "torch.distributed.fsdp",

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import deepcompile_zero3
+import deepcompile_zero3.torch_internals.compiler
 from deepcompile_zero3 import torch_release
 from deepcompile_zero3.module import all_parameters_of
 from deepcompile_zero3.runtime import _C
@@ -58,7 +59,7 @@ def _findings() -> Iterator[Finding]:
     yield Finding("Python", f"{platform.python_version()} on {platform.platform()}")
     tried = ", ".join(torch_release.TRIED)
     yield Finding("torch", f"{torch.__version__} (tried: {tried})")
-    yield Finding("torch's private pieces", "all there")  # else nothing could be imported
+    yield Finding("torch's private pieces", "all there")  # else the import above would have raised
     yield Finding("deepcompile_zero3", deepcompile_zero3.__version__)
     kernels = "for CPUs and GPUs" if _C.WITH_CUDA else "for CPUs"
     wants_cuda = torch.cuda.is_available() and not _C.WITH_CUDA

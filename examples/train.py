@@ -166,7 +166,7 @@ def train(args: argparse.Namespace) -> None:
         return loss.item()
 
     if compiled is not model:
-        console.print("the first step compiles: half a minute, a few seconds another time")
+        console.print("the first step compiles: half a minute; a few seconds once cached")
     batches = torch.Generator().manual_seed(args.seed * world_size + rank)  # each rank its own
     with progress_bar(console) as progress:
         task = progress.add_task("compiling", total=args.steps, loss=float("nan"), speed=0.0)

@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import subprocess
+import sys
 from unittest import mock
 
 
@@ -15,9 +16,13 @@ def call(main, *arguments, **environment):
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(error),
         mock.patch.dict(os.environ, environment),
+        mock.patch.object(sys, "path", [*sys.path]),
     ):
         try:
             status = main(arguments)
         except SystemExit as end:
             status = end.code
+    if isinstance(status, str):
+        error.write(f"{status}\n")
+        status = 1
     return subprocess.CompletedProcess(arguments, status or 0, out.getvalue(), error.getvalue())

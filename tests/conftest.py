@@ -1,6 +1,9 @@
+import contextlib
+import fcntl
 import gc
 import hashlib
 import os
+import platform
 import shutil
 import time
 from pathlib import Path
@@ -29,37 +32,76 @@ def pytest_configure(config):
         os.environ["ZERO3_TRANSPORT"] = transport
         config.add_cleanup(lambda: os.environ.pop("ZERO3_TRANSPORT", None))
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_compiler_cache())
+        config.stash[_CACHE] = cache = _CompilerCache()
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache.folder)
         config.add_cleanup(lambda: os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None))
 
 
-def _compiler_cache():
-    """What is compiled is kept for the next session, as long as torch and this library are as now.
+class _CompilerCache:
+    """What is compiled is kept for the next session, as long as torch, this library and the
+    processor are as now: a stale graph would hide what a change breaks.
 
-    A stale graph would hide what a change breaks, so that any change begins the folder anew.
+    A rank that was killed while it compiled may have left half a file. So each session leaves a
+    mark, which it takes away if it ends well, and one that is alone with another's empties the
+    folder.
     """
-    digest = hashlib.sha256(torch.__version__.encode())
-    for pattern in ("deepcompile_zero3/**/*.py", "csrc/*"):
-        for path in sorted(ROOT.glob(pattern)):
-            digest.update(path.read_bytes())
-    folder = ROOT / "build" / "compiled-by-tests" / digest.hexdigest()[:16]
-    folder.mkdir(parents=True, exist_ok=True)
-    for other in folder.parent.iterdir():
-        if time.time() - other.stat().st_mtime > 7 * 86400:  # no session can be using it
-            shutil.rmtree(other, ignore_errors=True)
-    return folder
+
+    def __init__(self):
+        caches = ROOT / "build" / "compiled-by-tests"
+        self.folder = caches / self._digest()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        os.utime(self.folder)
+        for other in caches.iterdir():
+            if time.time() - other.stat().st_mtime > 7 * 86400:
+                shutil.rmtree(other, ignore_errors=True)
+        self._lock = open(caches / f"{self.folder.name}.lock", "w")  # noqa: SIM115 (for ever)
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if any(self.folder.glob("unfinished-*")):
+                shutil.rmtree(self.folder)
+                self.folder.mkdir()
+        fcntl.flock(self._lock, fcntl.LOCK_SH)
+        self._mark = self.folder / f"unfinished-{os.getpid()}"
+        self._mark.touch()
+
+    @staticmethod
+    def _digest():
+        digest = hashlib.sha256(f"{torch.version.git_version} {platform.machine()}".encode())
+        digest.update(torch.backends.cpu.get_cpu_capability().encode())
+        for pattern in ("deepcompile_zero3/**/*.py", "csrc/*"):
+            for path in sorted(ROOT.glob(pattern)):
+                digest.update(path.read_bytes())
+        return digest.hexdigest()[:16]
+
+    def end_well(self):
+        self._mark.unlink(missing_ok=True)
 
 
-def pytest_collection_finish():
-    gc.freeze()  # or each collection would visit all of torch, which takes a fifth of a second
+_CACHE = pytest.StashKey[_CompilerCache]()
 
 
 def pytest_sessionfinish(session, exitstatus):
-    """A rank that was killed while it compiled may have left half a file."""
-    if hasattr(session.config, "workerinput"):
-        return  # other workers of this session still read it
-    if exitstatus != 0 and (folder := os.environ["TORCHINDUCTOR_CACHE_DIR"]).startswith(str(ROOT)):
-        shutil.rmtree(folder, ignore_errors=True)
+    cache = session.config.stash.get(_CACHE, None)
+    if cache is not None and exitstatus not in (
+        pytest.ExitCode.TESTS_FAILED,
+        pytest.ExitCode.INTERRUPTED,
+        pytest.ExitCode.INTERNAL_ERROR,
+    ):
+        cache.end_well()
+
+
+def pytest_itemcollected(item):
+    """Tests with ranks run on one worker of pytest-xdist, so that ranks have the machine's cores;
+    those of one process on the other meanwhile.
+    """
+    with_ranks = {"pools", "run_apart", "run_spawned"} & set(item.fixturenames)
+    if with_ranks or hasattr(item.module, "RankPool"):
+        item.add_marker(pytest.mark.xdist_group("ranks"))
+
+
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()  # or each collection would visit all of torch, which takes a fifth of a second
 
 
 @pytest.fixture(scope="session")
@@ -86,17 +128,27 @@ def run_ranks(pools):
     return run
 
 
-@pytest.fixture
-def run_apart():
-    """As ``run_ranks(2, ...)``, in new processes: torch remembers equal meshes, and their groups,
-    for longer than those live.
-    """
-
+def _run_in_new_ranks(start_method):
     def run(function, *args):
-        pool = RankPool(2)
+        __tracebackhide__ = True
+        pool = RankPool(2, start_method)
         try:
             return pool.run(function, *args, timeout=60)
         finally:
             pool.close()
 
     return run
+
+
+@pytest.fixture
+def run_apart():
+    """As ``run_ranks(2, ...)``, in new processes: torch remembers equal meshes, and their groups,
+    for longer than those live.
+    """
+    return _run_in_new_ranks("forkserver")
+
+
+@pytest.fixture
+def run_spawned():
+    """The same in new interpreters, each with a hash seed and addresses of its own."""
+    return _run_in_new_ranks("spawn")

@@ -54,7 +54,8 @@ def shard(model, blocks=(), **kwargs):
 
 # Inductor takes ten times as long as the graphs that it is given take op by op: where a test is not
 # about Inductor, only `make test-all` goes through it.
-through_inductor_too = pytest.param("zero3", marks=(pytest.mark.inductor, pytest.mark.long))
+INDUCTOR_TOO = (pytest.mark.inductor, pytest.mark.long)
+through_inductor_too = pytest.param("zero3", marks=INDUCTOR_TOO)
 
 # How a model may run, see `compiled`.
 each_way = pytest.mark.parametrize("how", ["eager", "interpreted", through_inductor_too])

@@ -40,7 +40,8 @@ _PRELOADED = [
 class RankPool:
     """``world_size`` processes, with ``environment`` in theirs, which run a function at a time.
 
-    "spawn" makes them anew, with nothing in memory, rather than as copies.
+    They are forked, and share the hash seed and the addresses of what was in memory; "spawn" starts
+    new interpreters, which do not.
     """
 
     def __init__(self, world_size, start_method="forkserver", **environment):
@@ -162,6 +163,7 @@ def _serve(pipe, rank, world_size, environment, stack_path):
     torch.set_num_threads(1)
     stack = open(stack_path, "w")  # noqa: SIM115 (as long as the process)
     faulthandler.register(signal.SIGUSR1, stack)
+    gc.collect()
     gc.freeze()  # or each collection would visit all of torch, which takes a fifth of a second
     while True:
         try:

@@ -294,7 +294,8 @@ def test_captured_graphs_read_the_same_in_every_process():
             for module in (model[0], model[1], model):
                 fully_shard(module, mp_policy=policy)
             with capture_graphs() as graphs:
-                torch.compile(model, backend="zero3")(torch.ones(2, 8)).sum().backward()
+                run = torch.compile(model, backend="zero3", options={"inductor": False})
+                run(torch.ones(2, 8)).sum().backward()
             for graph in graphs.forward + graphs.backward:
                 print(graph.text)
             dist.destroy_process_group()

@@ -36,7 +36,6 @@ def bench(*arguments, timeout=300):
 
 @pytest.mark.long
 def test_modes_step_in_turn_and_are_compared_with_the_floor(tmp_path):
-    pytest.importorskip("matplotlib")
     run = bench(
         *("-w", "tiny", "-m", "floor,zero3-eager,fsdp2-eager", "--rounds", 2, "--warmup", 1),
         *("--output", tmp_path),
@@ -59,7 +58,6 @@ def test_modes_step_in_turn_and_are_compared_with_the_floor(tmp_path):
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
 def test_deepspeed_reduces_all_gradients_once_and_their_norm(tmp_path):
-    pytest.importorskip("matplotlib")
     run = bench(
         *("-w", "tiny", "-m", "zero3-eager,deepspeed", "--rounds", 1, "--warmup", 1),
         *("--output", tmp_path),
@@ -84,6 +82,7 @@ def test_an_unknown_mode_is_refused_with_those_that_there_are():
     assert "zero4 is not among floor, zero3" in run.stderr
 
 
+@pytest.mark.long
 def test_modes_train_in_turn_as_they_do_on_a_gpu(tmp_path):
     run = bench(
         *("gpu", "--device", "cpu", "--model", "tiny", "--layers", 1),
@@ -237,7 +236,6 @@ def test_a_union_has_each_moment_once_and_in_order():
 
 
 def test_a_trace_tells_streams_their_overlap_and_when_the_host_waits(tmp_path):
-    pytest.importorskip("matplotlib")
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"traceEvents": _EVENTS}))
     trace = overlap.read(path)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from models import Block, batch_of, compiled, each_way, mine
+from models import INDUCTOR_TOO, Block, batch_of, compiled, each_way, mine
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -114,8 +114,16 @@ def _assert_equal(values, expected):
         assert torch.equal(value, expected[name]), name
 
 
-@each_way
-@pytest.mark.parametrize("in_background", [False, True], ids=["save", "async_save"])
+@pytest.mark.parametrize(
+    ("how", "in_background"),
+    [
+        ("eager", False),
+        ("interpreted", True),
+        pytest.param("eager", True, marks=pytest.mark.long),
+        pytest.param("interpreted", False, marks=pytest.mark.long),
+        pytest.param("zero3", True, marks=INDUCTOR_TOO),
+    ],
+)
 def test_a_run_of_four_ranks_goes_on_with_any_number(run_ranks, tmp_path, how, in_background):
     folder = str(tmp_path)
     saved, losses, final = run_ranks(4, _save, how, folder, in_background)[0]

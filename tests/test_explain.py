@@ -385,7 +385,10 @@ def _shard_stack(**settings):
 
 
 @needs_a_job
-@pytest.mark.parametrize("again", [True, False, None])
+@pytest.mark.parametrize(
+    "again",
+    [*(pytest.param(again, marks=pytest.mark.long) for again in (True, False)), None],
+)
 def test_what_is_compiled_later_is_as_without(again):
     model, reference = _shard_stack(reshard_after_forward=again)
     for size in range(2, 12):  # more often than Dynamo compiles a frame again

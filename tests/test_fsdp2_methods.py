@@ -16,6 +16,7 @@ from models import (
     assert_same_step,
     batch_of,
     compiled,
+    compiled_each_way,
     each_way,
     mean_square,
     mine,
@@ -141,10 +142,10 @@ class Writing(nn.Module):
         return x @ self.weight
 
 
-def _alternating(transport):
+def _alternating(how, transport):
     """Eager and compiled micro-batches in turn, evaluation, a write, and what is replaced."""
     model, reference = shard(Writing(), transport=transport)
-    run = compiled(model, "interpreted")
+    run = compiled(model, how)
     optimizers = optimizers_of(model, reference)
     for step in range(2):
         for micro, forward in enumerate((run, model, run, model)):
@@ -170,9 +171,10 @@ def _alternating(transport):
     assert_close(model(batch), reference(batch))
 
 
+@compiled_each_way
 @either_transport
-def test_eager_and_compiled_code_hold_alike(run_ranks, transport):
-    run_ranks(2, _alternating, transport)
+def test_eager_and_compiled_code_hold_alike(run_ranks, transport, how):
+    run_ranks(2, _alternating, how, transport)
 
 
 class Recomputing(Stack):
@@ -356,16 +358,17 @@ def test_hinted_blocks_are_gathered_ahead_in_eager_code(run_ranks, transport):
         assert seen == 2 * [every, every, every]
 
 
-def _ignored_when_compiled():
+def _ignored_when_compiled(how):
     model = Stack()
     model, reference = shard(model, model.blocks)
     model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1]])
-    run = compiled(model, "interpreted")
+    run = compiled(model, how)
     assert_same_step(model, reference, batch_of(4, 8), run=run)
 
 
-def test_hints_do_not_disturb_a_compiled_step(run_ranks):
-    run_ranks(2, _ignored_when_compiled)
+@compiled_each_way
+def test_hints_do_not_disturb_a_compiled_step(run_ranks, how):
+    run_ranks(2, _ignored_when_compiled, how)
 
 
 @needs_a_job

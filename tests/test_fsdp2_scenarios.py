@@ -47,7 +47,7 @@ from deepcompile_zero3 import (
     register_fsdp_forward_method,
 )
 
-either_way = pytest.mark.parametrize("how", ["interpreted", "eager"])  # which compiles faster
+either_way = pytest.mark.parametrize("how", ["interpreted", "eager"])
 needs_a_job = pytest.mark.usefixtures("one_rank")
 
 

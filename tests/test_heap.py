@@ -4,8 +4,9 @@ again by the next.
 
 import resource
 
+import pytest
 import torch
-from models import compiled, each_way
+from models import INDUCTOR_TOO, compiled
 from ranks import RankPool
 from torch import nn
 
@@ -35,7 +36,14 @@ def _faults_of_steps(how, steps):
     return faults
 
 
-@each_way
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param("eager", marks=pytest.mark.long),
+        "interpreted",
+        pytest.param("zero3", marks=INDUCTOR_TOO),
+    ],
+)
 def test_a_steady_step_faults_no_activations_in(how):
     pool = RankPool(1, start_method="spawn")  # a new heap
     try:

@@ -20,7 +20,7 @@ def _gathered_again(keep_mb, choices):
     model, reference = shard(model, layers, transport="c10d")
     for layer, choice in choices.items():
         model[layer].set_reshard_after_forward(choice)
-    options = {} if keep_mb is None else {"keep_mb": keep_mb}
+    options = {"inductor": False} | ({} if keep_mb is None else {"keep_mb": keep_mb})
     run = torch.compile(model, backend="zero3", options=options)
     optimizers = optimizers_of(model, reference)
     for seed in range(3):

@@ -11,7 +11,7 @@ import time
 
 import pytest
 import torch
-from models import batch_of, compiled, each_way, mean_square
+from models import INDUCTOR_TOO, batch_of, compiled, each_way, mean_square
 from ranks import RankPool
 from torch import nn
 
@@ -145,8 +145,16 @@ def _measure_rests(how, depth):
     return allocated
 
 
-@each_way
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    ("how", "world_size"),
+    [
+        ("eager", 2),
+        ("interpreted", 4),
+        pytest.param("eager", 4, marks=pytest.mark.long),
+        pytest.param("interpreted", 2, marks=pytest.mark.long),
+        pytest.param("zero3", 2, marks=INDUCTOR_TOO),
+    ],
+)
 def test_no_full_parameter_is_alive_at_rest_nor_after_forward_nor_after_backward(
     run_ranks, how, world_size
 ):

@@ -12,6 +12,7 @@ from models import (
     assert_same_parameters,
     batch_of,
     compiled,
+    compiled_each_way,
     each_way,
     in_little_memory,
     mean_square,
@@ -322,10 +323,10 @@ def test_forwards_that_gather_in_other_orders_end_at_once(run_apart):
     assert max(first, second) < TIMEOUT / 2
 
 
-def _other_graphs():
+def _other_graphs(how):
     torch.manual_seed(0)
     model, reference = _sharded(transport="shared_memory")
-    run = compiled(model, "interpreted", keep_mb=64)
+    run = compiled(model, how, keep_mb=64)
     batch, choices = batch_of(4, 8), ((0, 1), (1, 0))
     mean_square(lambda x: run(x, choices[dist.get_rank()]), mine(batch)).backward()
     _loss_of_all(reference, batch, choices).backward()
@@ -404,8 +405,9 @@ def test_a_rank_that_waits_in_a_gather_reads_what_fills_mailboxes(run_ranks):
     run_ranks(2, in_little_memory, _missing_and_gathered_again)
 
 
-def test_other_orders_within_a_bucket_of_shared_memory_are_right(run_ranks):
-    run_ranks(2, _other_graphs)
+@compiled_each_way
+def test_other_orders_within_a_bucket_of_shared_memory_are_right(run_ranks, how):
+    run_ranks(2, _other_graphs, how)
 
 
 def _counted():

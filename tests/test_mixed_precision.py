@@ -55,8 +55,8 @@ def _train(model, run, dtype):
     return losses, dtypes
 
 
-def _beside_fsdp2(dtype, how):
-    for param, reduce, output in itertools.product(CHOICES, repeat=3):
+def _beside_fsdp2(dtype, how, policies):
+    for param, reduce, output in policies:
         where = f"{param=} {reduce=} {output=}"
         policy = {"param_dtype": param, "reduce_dtype": reduce}
         torch.manual_seed(0)
@@ -78,7 +78,18 @@ def _beside_fsdp2(dtype, how):
         torch.testing.assert_close(our_losses, losses, rtol=1e-5, atol=0, msg=where)
 
 
+def _pairs():
+    """Policies in which each two of the choices meet."""
+    n = len(CHOICES)
+    return [(CHOICES[i], CHOICES[j], CHOICES[(i + j) % n]) for i in range(n) for j in range(n)]
+
+
+@pytest.mark.parametrize(
+    "policies",
+    [_pairs(), pytest.param([*itertools.product(CHOICES, repeat=3)], marks=pytest.mark.long)],
+    ids=["pairs", "all"],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("how", ["eager", "interpreted"])
-def test_dtypes_and_losses_are_those_of_fsdp2(run_ranks, dtype, how):
-    run_ranks(2, _beside_fsdp2, dtype, how, timeout=400)
+def test_dtypes_and_losses_are_those_of_fsdp2(run_ranks, dtype, how, policies):
+    run_ranks(2, _beside_fsdp2, dtype, how, policies, timeout=400)

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 
+import pytest
 import torch
 import torch._inductor.decomposition
 import torch._inductor.lowering
@@ -26,6 +27,7 @@ CONFIGS = (
 )
 
 
+@pytest.mark.inductor
 def test_torch_is_the_same_after_training_as_before_the_import():
     # Without caches, so that torch alone has run all of its compiler, and filled what it fills in.
     run = subprocess.run(

@@ -11,10 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import (
+    INDUCTOR_TOO,
     Stack,
     assert_same_step,
     batch_of,
     compiled,
+    compiled_each_way,
     each_way,
     in_little_memory,
     mine,
@@ -146,7 +148,7 @@ def _host_bytes(depth, reshard_after_forward):
     width = 1024
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(depth)))
     model = fully_shard(model, reshard_after_forward=reshard_after_forward)
-    run = torch.compile(model, backend="zero3")
+    run = compiled(model, "interpreted", keep_mb=64)
     for seed in range(3):
         run(batch_of(4, width, seed=seed)).sum().backward()
     nbytes = 0
@@ -226,7 +228,14 @@ def _edited(how):
         assert_same_step(model, reference, batch, run=run, optimizers=optimizers)
 
 
-@pytest.mark.parametrize("how", ["zero3", "interpreted", "eager", "inductor"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        *(pytest.param(how, marks=pytest.mark.inductor) for how in ("zero3", "inductor")),
+        "interpreted",
+        "eager",
+    ],
+)
 def test_graphs_write_to_copies(run_ranks, how):
     # Views are mapped read-only: a write would end the process.
     run_ranks(2, _edited, how)
@@ -243,9 +252,9 @@ class _Returns(nn.Module):
         return x @ self.weight, self.weight, self.weight.t()[1:3]
 
 
-def _written_by_the_caller(grad):
+def _written_by_the_caller(how, grad):
     model, reference = shard(_Returns())
-    run = compiled(model, "interpreted")
+    run = compiled(model, how)
     with torch.set_grad_enabled(grad):
         for _ in range(2):
             _, *weights = run(torch.ones(2, 8))
@@ -258,9 +267,10 @@ def _written_by_the_caller(grad):
         torch.testing.assert_close(run(torch.ones(2, 8))[0], reference(torch.ones(2, 8))[0])
 
 
+@compiled_each_way
 @pytest.mark.parametrize("grad", [True, False])
-def test_what_a_forward_returns_is_the_callers(run_ranks, grad):
-    run_ranks(2, _written_by_the_caller, grad)
+def test_what_a_forward_returns_is_the_callers(run_ranks, grad, how):
+    run_ranks(2, _written_by_the_caller, how, grad)
 
 
 class _Codes(nn.Module):
@@ -382,6 +392,9 @@ def _evaluated_while_others_load(how):
                 torch.testing.assert_close(run(batch), reference(batch))
 
 
-@pytest.mark.parametrize(("how", "world_size"), [("interpreted", 3), ("eager", 2), ("eager", 3)])
+@pytest.mark.parametrize(
+    ("how", "world_size"),
+    [("interpreted", 3), ("eager", 2), ("eager", 3), pytest.param("zero3", 3, marks=INDUCTOR_TOO)],
+)
 def test_a_fast_rank_never_changes_what_a_slow_one_reads(run_ranks, how, world_size):
     run_ranks(world_size, _evaluated_while_others_load, how)

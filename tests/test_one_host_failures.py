@@ -8,7 +8,17 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from models import Stack, assert_same_step, batch_of, compiled, each_way, mean_square, mine, shard
+from models import (
+    INDUCTOR_TOO,
+    Stack,
+    assert_same_step,
+    batch_of,
+    compiled,
+    each_way,
+    mean_square,
+    mine,
+    shard,
+)
 from torch.distributed.device_mesh import DeviceMesh
 
 pytestmark = pytest.mark.skipif(
@@ -143,7 +153,13 @@ def _killed(signal_number, delay, how):
 
 # Somewhere in a gather, a sum or a wait.
 @pytest.mark.parametrize(
-    ("how", "delay"), [("interpreted", 0.05), ("eager", 0.05), ("eager", 0.12)]
+    ("how", "delay"),
+    [
+        ("interpreted", 0.05),
+        ("eager", 0.05),
+        ("eager", 0.12),
+        pytest.param("zero3", 0.05, marks=INDUCTOR_TOO),
+    ],
 )
 def test_a_rank_that_is_killed_is_named_at_once(run_to_death, how, delay):
     message = run_to_death(_killed, signal.SIGKILL, delay, how)

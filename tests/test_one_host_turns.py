@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import (
+    INDUCTOR_TOO,
     Block,
     Stack,
     assert_same_gradients,
@@ -46,7 +47,14 @@ def _trained(how, bucket_mb):
 
 # All at once, for which there is no room, or a few at a time.
 @pytest.mark.parametrize(
-    ("how", "bucket_mb"), [("interpreted", 64), ("interpreted", 0.003), ("eager", None)]
+    ("how", "bucket_mb"),
+    [
+        ("interpreted", 64),
+        ("interpreted", 0.003),
+        ("eager", None),
+        pytest.param("zero3", 64, marks=INDUCTOR_TOO),
+        pytest.param("zero3", 0.003, marks=INDUCTOR_TOO),
+    ],
 )
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_copies_that_take_turns_are_right(run_ranks, world_size, how, bucket_mb):

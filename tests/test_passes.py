@@ -981,6 +981,41 @@ def test_a_large_product_and_an_embeddings_rows_are_left_to_the_runtime():
     )
 
 
+def _transposed_twice(x, tangent):
+    aten = torch.ops.aten
+    return (aten.t(aten.t(aten.mm(x.t(), tangent))),)
+
+
+def _transposed_twice_and_read(x, tangent):
+    aten = torch.ops.aten
+    product = aten.mm(x.t(), tangent)
+    return aten.t(aten.t(product)), product.sum()
+
+
+def _transposed_twice_and_read_between(x, tangent):
+    aten = torch.ops.aten
+    between = aten.t(aten.mm(x.t(), tangent))
+    return aten.t(between), between.sum()
+
+
+@pytest.mark.parametrize(
+    ("backward", "reduction"),
+    [
+        (_transposed_twice, "reduce_mm"),
+        (_transposed_twice_and_read, "reduce_grad"),
+        (_transposed_twice_and_read_between, "reduce_grad"),
+    ],
+)
+def test_two_transpositions_of_a_product_are_none(backward, reduction):
+    gm = make_fx(backward)(torch.ones(2, 4), torch.ones(2, 5))
+
+    insert_reduces(gm, {0: facts("fc", nbytes=LARGE)})
+
+    assert reductions_of(gm) == {"fc": reduction}
+    products = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
+    assert len(products) == (reduction == "reduce_grad")
+
+
 def _product(x, tangent):
     return (torch.ops.aten.mm(x, tangent),)
 

@@ -13,6 +13,7 @@ from models import (
     assert_same_step,
     batch_of,
     compiled,
+    compiled_each_way,
     each_way,
     mean_square,
     mine,
@@ -57,20 +58,23 @@ def test_a_backward_gathers_from_neighbours(run_ranks, transport, how):
         assert in_backward == {("all_gather", from_whom), ("reduce_scatter", 4)}
 
 
-def _gathered_in_backward(reshard_after_forward):
+def _gathered_in_backward(how, reshard_after_forward):
     mesh = init_device_mesh("cpu", (2, 2))
     model, _ = shard(
         Stack(WIDTH), mesh=mesh, reshard_after_forward=reshard_after_forward, transport="c10d"
     )
-    loss = mean_square(compiled(model, "interpreted"), mine(batch_of(8, WIDTH)))
+    loss = mean_square(compiled(model, how), mine(batch_of(8, WIDTH)))
     with record_collectives() as log:
         loss.backward()
     return {c.world_size for c in log if c.op == "all_gather"}
 
 
+@compiled_each_way
 @pytest.mark.parametrize(("reshard_after_forward", "expected"), [(1, set()), (2, {2})])
-def test_one_rank_keeps_it_and_all_are_the_usual_ones(run_ranks, reshard_after_forward, expected):
-    assert run_ranks(4, _gathered_in_backward, reshard_after_forward) == [expected] * 4
+def test_one_rank_keeps_it_and_all_are_the_usual_ones(
+    run_ranks, reshard_after_forward, expected, how
+):
+    assert run_ranks(4, _gathered_in_backward, how, reshard_after_forward) == [expected] * 4
 
 
 def _held(how):

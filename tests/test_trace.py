@@ -223,6 +223,7 @@ def test_a_prediction_is_of_the_graphs_that_ran(tmp_path):
     assert headings == sorted(headings)
 
 
+@pytest.mark.long
 def test_ranks_measure_themselves_and_train_on_as_if_they_had_not(tmp_path):
     (tmp_path / "train.py").write_text(SHARDED)
     (tmp_path / "beside_it.py").write_text("")

@@ -14,6 +14,7 @@ from models import (
     assert_same_step,
     batch_of,
     compiled,
+    compiled_each_way,
     each_way,
     mean_square,
     mine,
@@ -60,10 +61,10 @@ class _PartlyCompiled(Stack):
         return self.head(self.blocks[1](x))
 
 
-def _disabled_submodule():
+def _disabled_submodule(how):
     model = _PartlyCompiled()
     model, reference = shard(model, model.blocks)
-    run = compiled(model, "interpreted")
+    run = compiled(model, how)
     optimizers = optimizers_of(model, reference)
     with capture_graphs() as graphs:
         for seed in range(2):
@@ -74,8 +75,9 @@ def _disabled_submodule():
     assert "blocks.0.up.weight" not in text
 
 
-def test_a_submodule_may_be_disabled_for_the_compiler(run_ranks):
-    run_ranks(2, _disabled_submodule)
+@compiled_each_way
+def test_a_submodule_may_be_disabled_for_the_compiler(run_ranks, how):
+    run_ranks(2, _disabled_submodule, how)
 
 
 @torch.compiler.disable
@@ -90,17 +92,18 @@ class _OfAKernel(nn.Linear):
         return _kernel(x.tanh(), self.weight, self.bias)
 
 
-def _disabled_function():
+def _disabled_function(how):
     model, reference = shard(_OfAKernel(8, 8))
-    run = compiled(model, "interpreted")
+    run = compiled(model, how)
     optimizers = optimizers_of(model, reference)
     for seed in range(2):
         batch = batch_of(4, 8, seed=seed)
         assert_same_step(model, reference, batch, run=run, optimizers=optimizers)
 
 
-def test_parameters_may_go_to_a_function_that_is_not_compiled(run_ranks):
-    run_ranks(2, _disabled_function)
+@compiled_each_way
+def test_parameters_may_go_to_a_function_that_is_not_compiled(run_ranks, how):
+    run_ranks(2, _disabled_function, how)
 
 
 def _evaluate(how, mode):

@@ -109,8 +109,9 @@ def _reduction_of(grad: fx.Node, facts: ParameterFacts, results: list[Any]) -> t
 
 
 def _untransposed(node: fx.Node) -> fx.Node:
-    """``node``, or what it is the transpose of the transpose of, if nothing else reads that. A
-    graph that runs op by op has not had the pass of Inductor's that removes such pairs.
+    """The node that ``node`` transposes twice, if nothing else reads it; otherwise ``node``.
+
+    Inductor removes such pairs; a graph that runs op by op still has them.
     """
     transpose = torch.ops.aten.t.default
     if node.target is not transpose:

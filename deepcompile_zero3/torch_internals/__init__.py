@@ -22,8 +22,8 @@ _new_process_group_helper: Callable = private(
 _get_default_store: Callable = private("torch.distributed.distributed_c10d", "_get_default_store")
 _c10d: Any = private("torch.distributed", "distributed_c10d")
 
-# As torch.compiler.disable, which would import Dynamo here and not when it is first called. That
-# takes a second, and eager code may do without.
+# As torch.compiler.disable, but it imports Dynamo, which takes a second, when what it returned is
+# first called: in the first forward.
 disable_dynamo: Callable[[Callable], Callable] = private("torch._compile", "_disable_dynamo")
 # What Dynamo's skip_code is made of.
 _set_strategy: Callable[..., None] = private(
