@@ -211,6 +211,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       },
       py::arg("parameter"), py::arg("grad"), py::arg("owned") = false,
       py::call_guard<py::gil_scoped_release>());
+  m.def("new_shared_file", &new_shared_file, py::arg("nbytes"));
   m.def("running_backward", &running_backward);
   m.def("forget_uses", [](int64_t root) {
     for (auto& parameter : Registry::get().of_root(root)) parameter->pending_uses = 0;

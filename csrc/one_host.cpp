@@ -1,15 +1,16 @@
 #include "one_host.h"
 
+#include <fcntl.h>
 #include <linux/futex.h>
 #include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <climits>
 #include <cstdio>
 #include <cstring>
 #include <ctime>
-#include <fstream>
 #include <sstream>
 
 #include "error.h"
@@ -38,22 +39,30 @@ void futex_wake_all(std::atomic<uint32_t>* word) {
   syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
-// What /proc says: one letter, and when the process started; nothing if there is none.
+// What /proc says of a process: one letter, and when it started.
 struct Status {
-  char state;
-  uint64_t started;
+  char state = '?';  // /proc cannot be read now
+  std::optional<uint64_t> started;
 };
 
+// Nothing if there is no such process. Other failures, too many open files say, are no death.
 std::optional<Status> status_of(pid_t pid) {
-  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
-  std::string line;
-  if (!std::getline(file, line)) return std::nullopt;
+  const int file = open(("/proc/" + std::to_string(pid) + "/stat").c_str(), O_RDONLY | O_CLOEXEC);
+  std::array<char, 1024> text;
+  const ssize_t size = file < 0 ? -1 : read(file, text.data(), text.size());
+  const int error = errno;
+  if (file >= 0) close(file);
+  if (size < 0 && (error == ENOENT || error == ESRCH)) return std::nullopt;
+  if (size <= 0) return Status();
+  const std::string line(text.data(), size);
   std::istringstream fields(line.substr(line.rfind(')') + 1));  // names may contain anything
-  Status status{};
+  Status status;
+  uint64_t started = 0;
   std::string skipped;
   fields >> status.state;
   for (int field = 4; field < 22; ++field) fields >> skipped;
-  fields >> status.started;
+  fields >> started;
+  status.started = started;
   return status;
 }
 
@@ -68,6 +77,8 @@ std::string name_of(char state) {
     case 'T':
     case 't':
       return "stopped";
+    case '?':
+      return "in a state that /proc does not tell";
     default:
       return std::string("in state ") + state;
   }
@@ -119,11 +130,20 @@ class Host::Waiting {
 
 Host::Host(Bell* bell, Standing* standings, int64_t rank, std::vector<pid_t> pids,
            std::chrono::milliseconds timeout)
-    : bell_(bell), standings_(standings), rank_(rank), timeout_(timeout) {
+    : bell_(bell), standings_(standings), rank_(rank), timeout_(timeout), pid_(getpid()) {
   for (pid_t pid : pids) {
     const auto status = status_of(pid);
-    peers_.push_back({pid, status ? status->started : 0});
+    peers_.push_back({pid, status ? status->started : std::nullopt});
   }
+}
+
+void Host::begin_anew() {
+  if (getpid() != pid_)
+    throw_error("process " + std::to_string(getpid()) + " was forked from rank " +
+                std::to_string(rank_) +
+                " of a sharded model, and cannot compute with it: its memory is shared with the "
+                "other ranks. Fork before fully_shard, or start new processes with \"spawn\"");
+  if (standings_[rank_].gave_up.load() != 0) standings_[rank_].gave_up.store(0);
 }
 
 void Host::ring() {
@@ -159,7 +179,12 @@ void Host::wait(const std::function<std::optional<Missing>()>& missing) {
     if (!now) return;
     if (now->ranks.empty()) continue;
     waiting.has_looked(*now);
-    check_alive(*now);
+    if (is_one_dead(*now)) {
+      now = missing();  // it may have come before it died
+      if (!now) return;
+      if (!now->ranks.empty() && is_one_dead(*now)) fail(*now, "cannot go on without");
+      continue;
+    }
     check_others_go_on(*now);
     seen = check_circle(std::move(seen));
     if (Clock::now() >= deadline)
@@ -228,18 +253,19 @@ std::string Host::text_of(const Circle& circle) const {
 std::string Host::state_of(int64_t rank, bool* is_dead) const {
   const Peer& peer = peers_[rank];
   const auto status = status_of(peer.pid);
-  *is_dead =
-      !status || status->started != peer.started || status->state == 'Z' || status->state == 'X';
+  const bool is_another =
+      status && status->started && peer.started && *status->started != *peer.started;
+  *is_dead = !status || is_another || status->state == 'Z' || status->state == 'X';
   return "rank " + std::to_string(rank) + " (pid " + std::to_string(peer.pid) + ", " +
          (*is_dead ? "dead" : name_of(status->state)) + ")";
 }
 
-void Host::check_alive(const Missing& missing) const {
-  for (int64_t rank : missing.ranks) {
+bool Host::is_one_dead(const Missing& missing) const {
+  return std::ranges::any_of(missing.ranks, [this](int64_t rank) {
     bool is_dead = false;
     state_of(rank, &is_dead);
-    if (is_dead) fail(missing, "cannot go on without");
-  }
+    return is_dead;
+  });
 }
 
 void Host::fail(const Missing& missing, const std::string& why) const {

@@ -85,10 +85,9 @@ class Host {
   // Tells the others that something which they may wait for has changed.
   void ring();
 
-  // Says that this rank begins anew, if it has given up.
-  void begin_anew() {
-    if (standings_[rank_].gave_up.load() != 0) standings_[rank_].gave_up.store(0);
-  }
+  // Says that this rank begins anew, if it has given up. Throws in a child that was forked from it,
+  // which would write what its parent writes.
+  void begin_anew();
 
   // Who is missing, and what is. Nobody: it has come just now.
   struct Missing {
@@ -104,7 +103,7 @@ class Host {
  private:
   struct Peer {
     pid_t pid;
-    uint64_t started;  // in the kernel's clock: pids are used again
+    std::optional<uint64_t> started;  // in the kernel's clock: pids are used again
   };
 
   class Waiting;
@@ -129,13 +128,14 @@ class Host {
 
   std::string state_of(int64_t rank, bool* is_dead) const;
   [[noreturn]] void fail(const Missing& missing, const std::string& why) const;
-  void check_alive(const Missing& missing) const;
+  bool is_one_dead(const Missing& missing) const;
 
   Bell* bell_;
   Standing* standings_;
   int64_t rank_;
   std::vector<Peer> peers_;
   std::chrono::milliseconds timeout_;
+  const pid_t pid_;
 };
 
 // One parameter's gathers: a copy of it that all ranks read, and each writes its rows of.

@@ -2,6 +2,7 @@
 // kin; models call unshard.
 #include "ops.h"
 
+#include <ATen/core/enum_tag.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/GradMode.h>
@@ -234,23 +235,30 @@ Tensor unshard_autograd(const Tensor& placeholder, std::string fqn, std::string 
 }  // namespace
 
 TORCH_LIBRARY(zero3, m) {
-  m.def("all_gather_start(Tensor[] placeholders, str[] fqns, Tensor? after=None) -> Tensor");
-  m.def("all_gather_wait(Tensor handle, Tensor[] placeholders, Tensor? after=None) -> Tensor[]");
+  // Replayed from a CUDA graph, nothing would be gathered or reduced.
+  const std::vector<at::Tag> tags{at::Tag::cudagraph_unsafe};
+  m.def("all_gather_start(Tensor[] placeholders, str[] fqns, Tensor? after=None) -> Tensor", tags);
+  m.def("all_gather_wait(Tensor handle, Tensor[] placeholders, Tensor? after=None) -> Tensor[]",
+        tags);
   // Aliases of an input, so that no compiler writes to them.
   m.def(
       "all_gather_views(Tensor(a) handle, Tensor[] placeholders, Tensor? after=None) -> "
-      "Tensor(a)[]");
+      "Tensor(a)[]",
+      tags);
   m.def(
       "reduce_grad(Tensor grad, str fqn, Tensor? after=None, int use=0, str contract='') -> "
-      "Tensor");
+      "Tensor",
+      tags);
   // Lists, whose strides a compiler leaves as they are: a factor is often a transposed view.
   m.def(
       "reduce_mm(Tensor[] factors, str fqn, Tensor? after=None, int use=0, str contract='') -> "
-      "Tensor");
+      "Tensor",
+      tags);
   m.def(
       "reduce_rows(Tensor[] rows, str fqn, Tensor? after=None, int use=0, str contract='') -> "
-      "Tensor");
-  m.def("unshard(Tensor placeholder, str fqn, str contract) -> Tensor");
+      "Tensor",
+      tags);
+  m.def("unshard(Tensor placeholder, str fqn, str contract) -> Tensor", tags);
 }
 
 TORCH_LIBRARY_IMPL(zero3, CPU, m) {

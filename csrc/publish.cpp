@@ -1,7 +1,11 @@
 #include "publish.h"
 
 #include <ATen/ops/from_blob.h>
+#include <linux/memfd.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <cerrno>
 #include <cstring>
@@ -205,6 +209,16 @@ std::optional<Host::Missing> PublishedBucket::missing() {
       return {{std::move(writers), "it has not published its rows of '" + fqn + "'"}};
   }
   return std::nullopt;
+}
+
+int new_shared_file(int64_t nbytes) {
+  // Not every Python, nor every libc, has a function for it.
+  const int file = static_cast<int>(syscall(SYS_memfd_create, "zero3", MFD_CLOEXEC));
+  ZERO3_CHECK(file >= 0, "memfd_create failed: ", std::strerror(errno));
+  if (fchmod(file, 0600) == 0 && ftruncate(file, nbytes) == 0) return file;
+  const int error = errno;
+  close(file);
+  ZERO3_CHECK(false, "a file of ", nbytes, " bytes failed: ", std::strerror(error));
 }
 
 void make_read_only(const at::Tensor& mapped) {

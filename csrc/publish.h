@@ -114,6 +114,9 @@ class PublishedBucket : public GatherBucket {
   std::vector<Ring::Pin> pins_;  // of those under way
 };
 
+// The descriptor of a new anonymous file of zeros, closed on exec.
+int new_shared_file(int64_t nbytes);
+
 // Lets nobody write to the memory of `mapped`, whole pages of it.
 void make_read_only(const at::Tensor& mapped);
 

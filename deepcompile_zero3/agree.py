@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
 
 
@@ -34,7 +35,7 @@ def gather(what: str, value: Any, group: dist.ProcessGroup) -> list[Any]:
 
 
 def _gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    device = torch_internals.device_of_objects(group)
     mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     world_size = dist.get_world_size(group)
     sizes = torch.zeros(world_size, 1, dtype=torch.int64, device=device)

@@ -7,9 +7,12 @@ and is open to processes of the same user that can see each other, through ``/pr
 with it is the runtime's: see ``docs/one_host.md``.
 """
 
+import functools
+import hashlib
 import itertools
 import mmap
 import os
+import secrets
 import sys
 import weakref
 from collections.abc import Sequence
@@ -57,6 +60,7 @@ class _Offer(NamedTuple):
     pid: int
     described: Sequence[str]  # the parameters
     files: Sequence[int] = ()  # its descriptors of the segments, on the first rank
+    nonce: str = ""  # which stands behind each of them
     trouble: str = ""
 
 
@@ -133,8 +137,9 @@ def share(
         troubles = [_trouble(offer, offers[0]) for offer in offers]
         if not any(troubles):
             try:
-                segments.map([f"/proc/{offers[0].pid}/fd/{file}" for file in offers[0].files])
-            except (OSError, RuntimeError) as error:
+                first = offers[0]
+                segments.map([f"/proc/{first.pid}/fd/{file}" for file in first.files], first.nonce)
+            except Exception as error:
                 troubles[rank] = f"it cannot map memory of rank 0: {error}"
             troubles = agree.gather("fully_shard", troubles[rank], group)
     finally:
@@ -201,18 +206,23 @@ class _Segments:
         """Of the segments, in bytes."""
         return tuple(self._nbytes.values())
 
-    def map(self, paths: Sequence[str]) -> None:
-        """Maps the segments from files of :attr:`sizes`.
+    def map(self, paths: Sequence[str], nonce: str) -> None:
+        """Maps the segments from files of :attr:`sizes`, behind which ``nonce`` stands.
 
         Raises:
-            OSError, RuntimeError: that is not possible.
+            OSError, RuntimeError: that is not possible, or they are other files.
         """
         for (name, nbytes), path in zip(self._nbytes.items(), paths, strict=True):
-            self._mapped[name] = _map(path, nbytes)
-            if name in ("copies", "ring"):
-                # Again, at other addresses, where nobody can write to it.
-                self._mapped[f"{name}, to read"] = readable = _map(path, nbytes)
-                _C.make_read_only(readable)
+            with open(path, "rb") as file:
+                file.seek(nbytes)
+                if file.read(len(nonce)) != nonce.encode():
+                    raise OSError(f"{path} is not the file that rank 0 has made")
+                path = f"/proc/self/fd/{file.fileno()}"  # that one, whoever has its place by now
+                self._mapped[name] = _map(path, nbytes)
+                if name in ("copies", "ring"):
+                    # Again, at other addresses, where nobody can write to it.
+                    self._mapped[f"{name}, to read"] = readable = _map(path, nbytes)
+                    _C.make_read_only(readable)
 
     def parts(self, pids: Sequence[int]) -> list[SharedMemory]:
         """What each parameter has of them, once all ranks have mapped them."""
@@ -247,6 +257,13 @@ def _map(path: str, nbytes: int) -> torch.Tensor:
     return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
 
 
+def _new_file(nbytes: int, nonce: str) -> int:
+    """The descriptor of an anonymous file of zeros, behind which ``nonce`` stands."""
+    file = _C.new_shared_file(nbytes + len(nonce))
+    os.pwrite(file, nonce.encode(), nbytes)
+    return file
+
+
 def _offer(transport: Transport, described: Sequence[str], sizes: Sequence[int]) -> _Offer:
     """This rank's, with a file for each of ``sizes``."""
     pid = os.getpid()
@@ -255,20 +272,25 @@ def _offer(transport: Transport, described: Sequence[str], sizes: Sequence[int])
     if sys.platform != "linux":
         return _Offer(transport, "", pid, described, trouble=f"{sys.platform} has no memfd_create")
     files: list[int] = []
+    nonce = secrets.token_hex(16)
     try:
         # Processes see each other's files if they are of one kernel, see the same processes, and
-        # have the same rights.
+        # have the same rights. They know what is in them if their runtimes are the same.
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        host = f"{boot} {os.stat('/proc/self/ns/pid').st_ino} {os.getuid()}"
+        host = f"{boot} {os.stat('/proc/self/ns/pid').st_ino} {os.getuid()} {_build()}"
         for nbytes in sizes:
-            files.append(os.memfd_create("zero3", os.MFD_CLOEXEC))
-            os.fchmod(files[-1], 0o600)
-            os.ftruncate(files[-1], nbytes)
-    except OSError as error:
+            files.append(_new_file(nbytes, nonce))
+    except Exception as error:  # whatever it is: the others wait for this rank's word
         for file in files:
             os.close(file)
         return _Offer(transport, "", pid, described, trouble=f"no memory to share: {error}")
-    return _Offer(transport, host, pid, described, files)
+    return _Offer(transport, host, pid, described, files, nonce)
+
+
+@functools.cache
+def _build() -> str:
+    """A digest of the runtime."""
+    return hashlib.sha256(Path(_C.__file__).read_bytes()).hexdigest()
 
 
 def _check_alike(mine: Sequence[str], others: Sequence[str], rank: int, other: int) -> None:
@@ -285,7 +307,10 @@ def _trouble(offer: _Offer, first: _Offer) -> str:
     """Why the rank of ``offer`` cannot share memory with the ``first``, if it cannot."""
     if offer.trouble or offer.host == first.host:
         return offer.trouble
-    return "it is on another host, in another container or another user's than rank 0"
+    return (
+        "it is on another host, in another container, another user's or has another build of "
+        "deepcompile_zero3 than rank 0"
+    )
 
 
 def _round_up(nbytes: int, unit: int) -> int:

@@ -99,11 +99,9 @@ class ShardedParameter:
         self.handle.device = ranks.device
         self.handle.reduce_dtype = mp_policy.reduce_dtype
         self.set_reshard_after_forward(reshard_after_forward, group_after_forward)
-        if shared is not None:
-            self.handle.share(shared.one_host, shared.progress, shared.copies)
-            self.handle.reduce_group_name = self.handle.group_name
-        else:
-            self.handle.reduce_group_name = group_for_reductions(ranks.shard_group).group_name
+        self._shared = shared
+        reductions = ranks.shard_group if shared else group_for_reductions(ranks.shard_group)
+        self.handle.reduce_group_name = reductions.group_name
         self.placeholder = nn.Parameter(
             _C.make_placeholder(
                 self.handle.sizes, self.handle.strides, self.compute_dtype, self.handle.device
@@ -118,8 +116,17 @@ class ShardedParameter:
         grad_dtype.carry_over(parameter, shard)
         if parameter.grad is not None:
             shard.grad = layout.shard(parameter.grad)
-        module._parameters[name] = shard
+        self._built: nn.Parameter | None = shard
+
+    def install(self) -> nn.Parameter:
+        """Puts the shard into the module, once all ranks have built theirs, and returns it."""
+        shard, self._built = cast(nn.Parameter, self._built), None
+        if (shared := self._shared) is not None:
+            self.handle.share(shared.one_host, shared.progress, shared.copies)
+            self._shared = None
+        cast(nn.Module, self._owner())._parameters[self._name] = shard
         self._set_shard(cast(DTensor, shard))
+        return shard
 
     def _set_shard(self, shard: DTensor) -> None:
         self.handle.follow_version(shard)

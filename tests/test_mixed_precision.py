@@ -1,11 +1,14 @@
 """Mixed precision, step by step beside torch's own FSDP2."""
 
 import copy
+import dataclasses
 import itertools
+from typing import Any
 
 import pytest
 import torch
 from models import Stack, batch_of, compiled, mine
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -93,3 +96,40 @@ def _pairs():
 @pytest.mark.parametrize("how", ["eager", "interpreted"])
 def test_dtypes_and_losses_are_those_of_fsdp2(run_ranks, dtype, how, policies):
     run_ranks(2, _beside_fsdp2, dtype, how, policies, timeout=400)
+
+
+def _keep_norms(how):
+    """Norms compute in fp32 in a model that computes in bf16, as a policy of torch 2.15 may say."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Policy(MixedPrecisionPolicy):
+        param_dtype_override_fn: Any = dataclasses.field(default=None, kw_only=True)
+
+    def override(parameter):
+        return parameter.dtype if parameter.dim() == 1 else None
+
+    policy = Policy(param_dtype=torch.bfloat16, param_dtype_override_fn=override)
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.RMSNorm(8))
+    seen = []
+    for module in model:
+        module.register_forward_hook(lambda module, *_: seen.append(module.weight.dtype))
+    fully_shard(model, mp_policy=policy)
+    with record_collectives() as log:
+        compiled(model, how)(batch_of(4, 8)).float().square().mean().backward()
+    if how == "eager":
+        assert seen == [torch.bfloat16, torch.float32]
+    gathered = {name: c.dtype for c in log if c.op == "all_gather" for name in c.params}
+    assert gathered == {"0.weight": torch.bfloat16, "1.weight": torch.float32}
+    assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
+
+    wrong = dataclasses.replace(policy, param_dtype_override_fn=lambda _: torch.float16)
+    with pytest.raises(
+        ValueError, match=r"gave torch\.float16 for 'weight'; it gives None, .*bfloat16"
+    ):
+        fully_shard(nn.Linear(2, 2), mp_policy=wrong)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("how", ["eager", "interpreted"])
+def test_a_policy_may_override_the_dtype_of_some_parameters(run_ranks, how):
+    run_ranks(2, _keep_norms, how)

@@ -28,7 +28,7 @@ from ranks import RankPool
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from deepcompile_zero3 import Zero3Error, fully_shard
+from deepcompile_zero3 import Zero3Error, fully_shard, one_host
 from deepcompile_zero3.module import parameters_of
 
 pytestmark = pytest.mark.skipif(
@@ -112,6 +112,70 @@ def _without_memory():
 
 def test_where_there_is_no_memory_messages_are_exchanged(run_ranks):
     run_ranks(2, _without_memory)
+
+
+def _without_a_wrapper():
+    """As in Pythons that were built where libc has no ``memfd_create``."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(os, "memfd_create")
+        return _shares(transport="shared_memory")
+
+
+def test_memory_is_shared_where_python_has_no_memfd_create(run_ranks):
+    assert run_ranks(2, _without_a_wrapper) == [True, True]
+
+
+def _one_fails(function):
+    """One rank fails to offer, or to map, memory, and not as one would expect."""
+
+    def fail(*args):
+        raise AttributeError("unheard of")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 0:
+            patch.setattr(one_host, function, fail)
+        shares = _shares()
+        with pytest.raises(Zero3Error, match=r"not possible: rank 0: .*unheard of"):
+            fully_shard(Stack(), transport="shared_memory")
+        return shares
+
+
+def _meet_a_stranger():
+    """The second rank finds another file where that of the first should be."""
+    new_file = one_host._new_file
+
+    def strange(nbytes, nonce):
+        return new_file(nbytes, nonce.swapcase() + "0")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(one_host, "_new_file", strange)
+        patch.setattr(one_host.secrets, "token_hex", lambda nbytes: "a" * 2 * nbytes)
+        assert not _shares()
+        with pytest.raises(
+            Zero3Error, match=r"not possible: .*is not the file that rank 0 has made"
+        ):
+            fully_shard(Stack(), transport="shared_memory")
+
+
+def test_a_file_of_somebody_else_is_not_written_to(run_ranks):
+    run_ranks(2, _meet_a_stranger)
+
+
+def _built_apart():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(one_host, "_build", lambda: str(dist.get_rank()))
+        assert not _shares()
+        with pytest.raises(Zero3Error, match=r"not possible: rank 1: .*another build of"):
+            fully_shard(Stack(), transport="shared_memory")
+
+
+def test_ranks_of_two_builds_do_not_share_memory(run_ranks):
+    run_ranks(2, _built_apart)
+
+
+@pytest.mark.parametrize("function", ["_new_file", "_map"])
+def test_whatever_keeps_a_rank_from_sharing_memory_is_told_to_all(run_ranks, function):
+    assert run_ranks(2, _one_fails, function) == [False, False]
 
 
 def _mapped():

@@ -1,6 +1,8 @@
 """Ranks of one host share memory, and one of them is killed, or stopped, or does something else."""
 
+import contextlib
 import os
+import resource
 import signal
 import threading
 import time
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from models import (
     INDUCTOR_TOO,
     Stack,
+    assert_same_gradients,
     assert_same_step,
     batch_of,
     compiled,
@@ -20,6 +23,8 @@ from models import (
     shard,
 )
 from torch.distributed.device_mesh import DeviceMesh
+
+from deepcompile_zero3 import Zero3Error
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("ZERO3_TRANSPORT") == "c10d", reason="ranks are told to exchange messages"
@@ -73,6 +78,62 @@ def _raises_in_backward(run, batch):
     _fail_at(run.blocks[0])
     with pytest.raises(ZeroDivisionError):
         run(batch).sum().backward()
+
+
+def _compute_in_a_child():
+    model, reference = shard(Stack(), transport="shared_memory")
+    batch = batch_of(4, 8)
+    assert_same_step(model, reference, batch)
+    loss = mean_square(model, mine(batch))
+    child = os.fork()
+    if child == 0:
+        refused = 0
+        for compute in (lambda: model(mine(batch)), loss.backward):
+            try:
+                compute()
+            except Zero3Error as error:
+                refused += "was forked from rank" in str(error)
+        os._exit(refused)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 2
+    loss.backward()
+    mean_square(reference, batch).backward()
+    assert_same_gradients(model, reference)
+
+
+def test_a_child_that_was_forked_is_refused(run_apart):
+    run_apart(_compute_in_a_child)
+
+
+@contextlib.contextmanager
+def _no_more_files():
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            os.open("/proc/self/stat", os.O_RDONLY)
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def _wait_without_files():
+    model, reference = shard(Stack(), transport="shared_memory")
+    assert_same_step(model, reference, batch_of(4, 8))
+    model.zero_grad()
+    reference.zero_grad()
+    with _no_more_files() if dist.get_rank() == 0 else contextlib.nullcontext():
+        for _ in range(2):
+            if dist.get_rank() == 1:
+                time.sleep(0.5)  # the other looks several times whether this one is alive
+            mean_square(model, mine(batch_of(4, 8))).backward()
+        mean_square(reference, batch_of(4, 8)).backward()
+        mean_square(reference, batch_of(4, 8)).backward()
+    assert_same_gradients(model, reference)
+
+
+def test_a_rank_that_can_open_no_file_takes_nobody_for_dead(run_apart):
+    run_apart(_wait_without_files)
 
 
 def _fail_at(module):

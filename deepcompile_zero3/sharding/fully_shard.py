@@ -1,5 +1,6 @@
 """``fully_shard``: what the user calls, what it refuses, and how names are settled."""
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast
@@ -16,7 +17,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
-from deepcompile_zero3 import grad_dtype, one_host, torch_internals
+from deepcompile_zero3 import agree, grad_dtype, one_host, torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.group import ParameterGroup
 from deepcompile_zero3.layout import DataParallel, Layout
@@ -109,7 +110,12 @@ def fully_shard(
         parameter: _layout_of(fqn, parameter, ranks, shard_placement_fn)
         for parameter, fqn in names.items()
     }
-    fulls = [full_like(parameter, layout, mp_policy) for parameter, layout in layouts.items()]
+    policies = {
+        parameter: _policy_for(fqn, parameter, mp_policy) for parameter, fqn in names.items()
+    }
+    fulls = [
+        full_like(parameter, layout, policies[parameter]) for parameter, layout in layouts.items()
+    ]
     described = [
         f"'{fqn}' {list(full.shape)} of {full.dtype}, strides {full.stride()}, "
         f"requires_grad={parameter.requires_grad}, grad_dtype={parameter.grad_dtype}, "
@@ -131,7 +137,24 @@ def fully_shard(
     if ranks_after_forward is not None and not parts:
         group_after_forward = neighbours(ranks.shard_group, ranks_after_forward)
 
-    owned: list[ShardedParameter] = []
+    built: dict[nn.Parameter, ShardedParameter] = {}
+    failure: Exception | None = None
+    try:
+        for new, (submodule, attribute) in _places_of(layouts, modules).items():
+            built[new] = ShardedParameter(
+                new,
+                submodule,
+                attribute,
+                layouts[new],
+                policies[new],
+                reshard,
+                shared.get(new),
+                group_after_forward,
+            )
+    except Exception as error:  # running out of memory, say: the others wait for this rank's word
+        failure = error
+    root = _agree_on_root(modules, failure, ranks)
+
     for _, submodule in _unsharded_modules(modules):
         sharded: dict[str, ShardedParameter] = dict(parameters_of(submodule))
         for attribute, parameter in list(submodule._parameters.items()):
@@ -139,18 +162,9 @@ def fully_shard(
                 continue
             known = getattr(parameter, _SHARDED_AS, None)
             if known is None:
-                known = ShardedParameter(
-                    parameter,
-                    submodule,
-                    attribute,
-                    layouts[parameter],
-                    mp_policy,
-                    reshard,
-                    shared.get(parameter),
-                    group_after_forward,
-                )
+                known = built[parameter]
+                known.install()
                 setattr(parameter, _SHARDED_AS, known)
-                owned.append(known)
             else:
                 submodule._parameters[attribute] = cast(nn.Parameter, known.shard)
             sharded[attribute] = known
@@ -159,12 +173,13 @@ def fully_shard(
             if submodule not in modules:
                 swap_class(submodule)
 
+    owned = list(built.values())
     group = ParameterGroup(owned, mp_policy, len(modules))
     for each in modules:
         swap_class(each, group)
         each.register_forward_pre_hook(group.pre_forward, prepend=True, with_kwargs=True)
         each.register_forward_hook(group.post_forward, always_call=True)
-    _settle_ownership(modules, group)
+    _settle_ownership(modules, group, root)
     return module
 
 
@@ -193,6 +208,55 @@ def _new_parameters(
                 continue
             new.setdefault(parameter, f"{prefix}.{attribute}".lstrip("."))
     return new
+
+
+def _places_of(
+    parameters: Iterable[nn.Parameter], modules: Sequence[nn.Module]
+) -> dict[nn.Parameter, tuple[nn.Module, str]]:
+    """The first module that has each, and its attribute."""
+    places: dict[nn.Parameter, tuple[nn.Module, str]] = {}
+    for _, submodule in _unsharded_modules(modules):
+        for attribute, parameter in submodule._parameters.items():
+            if parameter is not None:
+                places.setdefault(parameter, (submodule, attribute))
+    return {parameter: places[parameter] for parameter in parameters}
+
+
+def _agree_on_root(
+    modules: Sequence[nn.Module], failure: Exception | None, ranks: DataParallel
+) -> int:
+    """The number of the sharded model, free on all ranks: one may have collected a deleted model
+    that another has not. Collective.
+
+    Raises:
+        Zero3Error: another rank has a ``failure``; this rank's own is raised as it is.
+    """
+    inner = {g.root for each in modules for g in _groups_in(each)}
+    in_use = _C.live_roots() - inner
+    me = dist.get_rank()
+    failures = {} if failure is None else {me: f"{type(failure).__name__}: {failure}"}
+    for group in (ranks.shard_group, ranks.replicate_group):
+        if group is None or group.size() == 1:
+            continue
+        for theirs, of_rank in agree.gather(
+            "fully_shard", [sorted(in_use), list(failures.items())], group
+        ):
+            in_use = in_use | set(theirs)
+            failures |= dict(of_rank)
+    if failure is not None:
+        raise failure
+    if failures:
+        raise Zero3Error(
+            "fully_shard has failed on rank "
+            + "; on rank ".join(f"{rank}: {why}" for rank, why in sorted(failures.items()))
+            + ". Nothing is sharded, on any rank"
+        )
+    return next(number for number in itertools.count(1) if number not in in_use)
+
+
+def _groups_in(module: nn.Module) -> list[ParameterGroup]:
+    groups = (m._zero3_group for m in module.modules() if isinstance(m, Zero3Module))
+    return list(dict.fromkeys(groups))
 
 
 def _layout_of(
@@ -239,12 +303,10 @@ def _layout_of(
         ) from error
 
 
-def _settle_ownership(modules: list[nn.Module], group: ParameterGroup) -> None:
+def _settle_ownership(modules: list[nn.Module], group: ParameterGroup, root: int) -> None:
     """Makes ``modules`` the outermost sharded ones of all that is in them, and names them so."""
     whole = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
-    groups = list(
-        dict.fromkeys(m._zero3_group for m in whole.modules() if isinstance(m, Zero3Module))
-    )
+    groups = _groups_in(whole)
     parameters = [parameter for g in groups for parameter in g.parameters]
     for child in groups:
         if child is not group and child.parent is None:
@@ -255,8 +317,6 @@ def _settle_ownership(modules: list[nn.Module], group: ParameterGroup) -> None:
     # The first sharded model of a process has plain names; those of a second one begin with its
     # class and number. Numbers follow the order of the fully_shard calls; that of a
     # deleted model is free again.
-    in_use = _C.live_roots()
-    root = next(number for number in itertools.count(1) if number not in in_use)
     label = "" if root == 1 else f"{original_class(modules[0]).__name__}:{root}."
     names = {id(tensor): fqn for fqn, tensor in whole.named_parameters()}
     for child in groups:
@@ -350,6 +410,24 @@ def _check_policy(policy: MixedPrecisionPolicy) -> None:
                 f"{name} of mp_policy is {dtype!r}; it is None or one of "
                 f"{', '.join(map(str, grad_dtype.DTYPES))}"
             )
+
+
+def _policy_for(
+    fqn: str, parameter: nn.Parameter, policy: MixedPrecisionPolicy
+) -> MixedPrecisionPolicy:
+    """``policy`` with the ``param_dtype`` of ``parameter``: from torch 2.15 on, a policy may have a
+    ``param_dtype_override_fn``.
+    """
+    override = getattr(policy, "param_dtype_override_fn", None)
+    dtype = None if override is None else override(parameter)
+    if dtype is None:
+        return policy
+    if dtype not in (policy.param_dtype, parameter.dtype):
+        raise ValueError(
+            f"param_dtype_override_fn of mp_policy gave {dtype!r} for '{fqn}'; it gives None, the "
+            f"policy's param_dtype, {policy.param_dtype}, or the parameter's own, {parameter.dtype}"
+        )
+    return dataclasses.replace(policy, param_dtype=dtype)
 
 
 def _ignored(parameters: Iterable[nn.Parameter] | None) -> set[nn.Parameter]:

@@ -16,6 +16,10 @@ resolve_process_group: Callable[[str], Any] = private(
     "torch.distributed.distributed_c10d", "_resolve_process_group"
 )
 
+# Where the tensors have to be by which a group's ranks tell each other values.
+device_of_objects: Callable[[Any], Any] = private(
+    "torch.distributed.distributed_c10d", "_get_object_coll_device"
+)
 _new_process_group_helper: Callable = private(
     "torch.distributed.distributed_c10d", "_new_process_group_helper"
 )

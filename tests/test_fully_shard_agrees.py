@@ -1,0 +1,104 @@
+"""``fully_shard`` does the same on all ranks: all of a model is sharded or none, under one name."""
+
+import gc
+
+import pytest
+import torch.distributed as dist
+from models import (
+    Stack,
+    assert_same_step,
+    batch_of,
+    compiled,
+    mean_square,
+    mine,
+    optimizers_of,
+    shard,
+)
+from torch.distributed.tensor import DTensor
+
+from deepcompile_zero3 import Zero3Error, fully_shard
+from deepcompile_zero3.layout import Layout
+from deepcompile_zero3.module import parameters_of
+
+each_transport = pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
+
+
+def _no_memory_at_the_third(patch):
+    shard_of = Layout.shard
+    calls = iter(range(100))
+
+    def fail(layout, parameter):
+        if next(calls) == 2:
+            raise MemoryError("no memory for a shard")
+        return shard_of(layout, parameter)
+
+    patch.setattr(Layout, "shard", fail)
+
+
+def _fail_on_one(transport):
+    model = Stack()
+    shard(model.blocks[0], transport=transport)
+    before = dict(model.named_parameters())
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            _no_memory_at_the_third(patch)
+            with pytest.raises(MemoryError, match="no memory for a shard"):
+                fully_shard(model, transport=transport)
+        else:
+            told = "failed on rank 1: MemoryError: no memory for a shard. Nothing is sharded"
+            with pytest.raises(Zero3Error, match=told):
+                fully_shard(model, transport=transport)
+
+    assert type(model) is Stack
+    after = dict(model.named_parameters())
+    assert all(after[name] is parameter for name, parameter in before.items())
+    assert {isinstance(p, DTensor) for p in model.blocks[1].parameters()} == {False}
+
+
+@each_transport
+def test_a_failure_on_one_rank_leaves_all_as_they_were(run_ranks, transport):
+    run_ranks(2, _fail_on_one, transport)
+
+
+def _fail_then_train(transport):
+    model = Stack()
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            _no_memory_at_the_third(patch)
+        with pytest.raises((MemoryError, Zero3Error)):
+            fully_shard(model, transport=transport)
+    model, reference = shard(model, model.blocks, transport=transport)
+    optimizers = optimizers_of(model, reference)
+    for run in (model, compiled(model, "interpreted")):
+        assert_same_step(model, reference, batch_of(4, 8), run=run, optimizers=optimizers)
+
+
+@each_transport
+def test_a_call_after_one_that_failed_is_right(run_ranks, transport):
+    run_ranks(2, _fail_then_train, transport)
+
+
+def _collected_on_one_rank(transport, how):
+    """A model that is gone on one rank, and still lies among the garbage of the other."""
+    gc.disable()
+    try:
+        first, _ = shard(Stack(), transport=transport)
+        mean_square(first, mine(batch_of(4, 8))).backward()
+        first.__dict__["itself"] = first
+        del first
+        if dist.get_rank() == 0:
+            gc.collect()
+        model, reference = shard(Stack(), transport=transport)
+        run = compiled(model, how)
+        assert_same_step(model, reference, batch_of(4, 8), run=run)
+        return [p.fqn for m in model.modules() for p in parameters_of(m).values()]
+    finally:
+        gc.enable()
+
+
+@each_transport
+@pytest.mark.parametrize("how", ["eager", "interpreted"])
+def test_a_model_has_one_name_whatever_was_collected(run_apart, transport, how):
+    one, other = run_apart(_collected_on_one_rank, transport, how)
+    assert one == other
+    assert all(name.startswith("Stack:2.") for name in one)
