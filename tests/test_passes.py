@@ -32,7 +32,7 @@ from deepcompile_zero3.passes.partition import (
 )
 from deepcompile_zero3.passes.reduce import insert_reduces
 from deepcompile_zero3.passes.widen import widen_weight_gradients
-from deepcompile_zero3.runtime import ops
+from deepcompile_zero3.runtime import REDUCTIONS, ops
 
 NO_LIMIT = 2**30
 
@@ -1178,6 +1178,22 @@ def test_each_collective_takes_the_token_of_the_one_of_its_kind_before_it():
         return [mm_2, None, None]
         """,
     )
+
+
+def test_reductions_that_compute_what_they_send_are_links_of_the_chain_too():
+    def backward(x, tangent):
+        mm = torch.ops.aten.mm
+        return mm(x.t(), tangent), tangent.sum(0), mm(tangent.t(), x)
+
+    gm = make_fx(backward)(torch.ones(2, 4), torch.ones(2, 5))
+    large = {"nbytes": LARGE}
+    insert_reduces(gm, {0: facts("one", **large), 1: facts("bias"), 2: facts("other", **large)})
+
+    chain_reductions(gm)
+
+    links = [node for node in gm.graph.nodes if node.target in REDUCTIONS]
+    assert list(reductions_of(gm).values()) == ["reduce_mm", "reduce_grad", "reduce_mm"]
+    assert [link.args[2] for link in links[1:]] == links[:-1]
 
 
 @pytest.mark.smoke
