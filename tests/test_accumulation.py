@@ -501,3 +501,19 @@ def test_the_documented_late_layer_gives_the_gradient_of_a_usual_one(how):
         grad = model.get_parameter(name).grad
         assert grad is not None, name
         torch.testing.assert_close(grad.full_tensor(), parameter.grad)
+
+
+def _wider_later():
+    """Whatever arrives is kept: in bf16 256 + 1 is 256."""
+    model = nn.Linear(4, 4, bias=False).bfloat16()
+    model.weight.grad_dtype = None
+    fully_shard(model)
+    for value, dtype in ((256.0, torch.bfloat16), (1.0, torch.float32)):
+        with defer_reduction(model):
+            deposit_grad(model.weight, torch.full((4, 4), value, dtype=dtype))
+        assert model.weight.grad.dtype == dtype
+    assert (model.weight.grad.full_tensor() == 257).all()
+
+
+def test_a_later_gradient_that_is_wider_widens_what_is_there(run_ranks):
+    run_ranks(2, _wider_later)
