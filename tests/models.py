@@ -52,8 +52,8 @@ def shard(model, blocks=(), **kwargs):
     return fully_shard(model, **kwargs), reference
 
 
-# Inductor takes ten times as long as the graphs that it is given take op by op: where a test is not
-# about Inductor, only `make test-all` goes through it.
+# Inductor takes ten times as long as the rewritten graphs take op by op: where a test is not about
+# Inductor, only `make test-all` goes through it.
 INDUCTOR_TOO = (pytest.mark.inductor, pytest.mark.long)
 through_inductor_too = pytest.param("zero3", marks=INDUCTOR_TOO)
 
