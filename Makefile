@@ -39,10 +39,10 @@ train: $(VENV)/.installed
 # One worker has the tests with ranks, and the other has those of one process.
 IN_PARALLEL = --numprocesses 2 --dist loadgroup
 test: $(VENV)/.installed $(VENV)/.extra-test
-	$(BIN)/pytest $(IN_PARALLEL) -m "not long" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(IN_PARALLEL) -m "not long" $(ARGS)
 
 test-all: $(VENV)/.installed $(VENV)/.extra-test
-	$(BIN)/pytest $(IN_PARALLEL) $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(IN_PARALLEL) $(ARGS)
 
 # An environment of its own, with a copy of the package: an editable install would put a runtime
 # built for this torch where the everyday environment finds it. Run from tests/, where no import

@@ -13,7 +13,9 @@ AllReduce::AllReduce(const Parameter& like, const PartialGradient& partial)
       rank_(like.replica),
       world_size_(like.replicas),
       options_(at::TensorOptions(partial.wire_dtype).device(like.device)),
-      capacity_(like.bucket_bytes / static_cast<int64_t>(options_.dtype().itemsize())) {}
+      capacity_(like.bucket_bytes / static_cast<int64_t>(options_.dtype().itemsize())),
+      sends_means_(partial.wire_dtype == at::kHalf && is_point_to_point(channel_)),
+      shards_(static_cast<double>(like.world_size)) {}
 
 bool AllReduce::accepts(const Parameter& parameter, const PartialGradient& partial) const {
   return channel_.group_name == parameter.replicate_group_name &&
@@ -50,7 +52,10 @@ void AllReduce::start() {
     rest = rest.narrow(0, count, rest.numel() - count);
   }
   copies.push_back({rest, {}});
-  copy_all(copies, rows_.scalar_type());
+  if (sends_means_)
+    copy_all(copies, at::kDouble, shards_);
+  else
+    copy_all(copies, rows_.scalar_type());
   exchange_ = std::make_unique<Exchange>(channel_, rank_);
   exchange_->reduce(rows_.unbind(), key());
   record([this] { return collective(); });
@@ -61,7 +66,8 @@ void AllReduce::finish(std::vector<ReducedGradient>& results) {
   exchange_->wait();
   const auto wire_dtype = options_.dtype().toScalarType();
   auto mine = rows_[rank_];
-  sum_and_divide(mine, exchange_->addends().front(), wire_dtype, 1);
+  const auto replicas = static_cast<double>(world_size_);
+  sum_and_divide(mine, exchange_->addends().front(), wire_dtype, sends_means_ ? replicas : 1);
   exchange_ = std::make_unique<Exchange>(channel_, rank_);
   exchange_->gather({{rows_, "gather " + key()}});
   exchange_->wait();
@@ -69,9 +75,11 @@ void AllReduce::finish(std::vector<ReducedGradient>& results) {
   for (size_t i = 0; i < partials_.size(); ++i) {
     auto& [shard, _, shard_dtype, divisor] = partials_[i];
     const int64_t count = shard.numel();
+    const double rest_of_divisor = sends_means_ ? divisor / (shards_ * replicas) : divisor;
     if (shard.scalar_type() != shard_dtype)
       shard = pooled_empty(shard.sizes(), shard.options().dtype(shard_dtype));
-    sum_and_divide(shard, {rest.narrow(0, 0, count).view(shard.sizes())}, wire_dtype, divisor);
+    sum_and_divide(shard, {rest.narrow(0, 0, count).view(shard.sizes())}, wire_dtype,
+                   rest_of_divisor);
     rest = rest.narrow(0, count, rest.numel() - count);
     results.push_back({parameters_[i], shard});
   }

@@ -37,6 +37,10 @@ class AllReduce {
   const int64_t world_size_;
   const at::TensorOptions options_;  // on the wire
   const int64_t capacity_;           // elements
+  // In fp16 means travel, that of the shards' ranks and then that of the replicas: sums of what
+  // fits may not.
+  const bool sends_means_;
+  const double shards_;
   int64_t numel_ = 0;
   std::vector<ParameterPtr> parameters_;
   std::vector<PartialGradient> partials_;

@@ -155,7 +155,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   py::class_<Gather>(m, "Gather")
       .def(py::init<std::vector<ParameterPtr>>(), py::call_guard<py::gil_scoped_release>())
+      .def("keep_rows", &Gather::keep_rows, py::call_guard<py::gil_scoped_release>())
       .def("finish", &Gather::finish, py::arg("fresh"), py::call_guard<py::gil_scoped_release>());
+
+  py::class_<Publications>(m, "Publications")
+      .def(py::init<const std::vector<ParameterPtr>&>())
+      .def("expect", &Publications::expect);
+  m.def("outdate", [](const std::vector<ParameterPtr>& parameters) {
+    for (auto& parameter : parameters)
+      if (parameter->shared) parameter->shared->outdate();
+  });
 
   py::class_<OneHost, std::shared_ptr<OneHost>>(m, "OneHost")
       .def(py::init<const std::string&, int64_t, const std::vector<int64_t>&, const at::Tensor&>())
@@ -164,7 +173,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           "mailbox_bytes",
           [](const OneHost& self) { return self.mailbox ? self.mailbox->capacity() : 0; })
       .def("set_mailboxes", [](OneHost& self, const at::Tensor& memory) {
-        self.mailbox = std::make_shared<Mailbox>(self.host, memory);
+        self.mailbox = Mailbox::make(self.host, memory);
       });
   py::class_<Copies, std::shared_ptr<Copies>>(m, "Copies")
       .def(py::init<const at::Tensor&, const at::Tensor&>())

@@ -18,10 +18,12 @@ namespace {
 
 constexpr int64_t kSlabBytes = 8 << 20;
 
-// Half the scaling before the sum and half after: fp16 neither overflows nor underflows.
-double pre_divide_factor(at::ScalarType wire_dtype, double divide_factor) {
-  return wire_dtype == at::kHalf
-             ? std::exp2(std::floor(std::log2(std::sqrt(std::max(divide_factor, 1.0)))))
+// Where a backend sums in fp16, half the scaling is before the sum and half after, so that it
+// neither overflows nor underflows. We sum in fp32.
+double pre_divide_factor(const Parameter& like, at::ScalarType wire_dtype) {
+  const bool by_us = like.shared || is_point_to_point(like.reduce_channel());
+  return wire_dtype == at::kHalf && !by_us
+             ? std::exp2(std::ceil(std::log2(std::sqrt(std::max(like.divide_factor, 1.0)))))
              : 1.0;
 }
 
@@ -40,7 +42,7 @@ Bucket::Bucket(const Parameter& like, at::ScalarType wire_dtype)
       rank_(like.rank),
       world_size_(like.world_size),
       divide_factor_(like.divide_factor),
-      pre_divide_factor_(pre_divide_factor(wire_dtype, like.divide_factor)),
+      pre_divide_factor_(pre_divide_factor(like, wire_dtype)),
       options_(at::TensorOptions(wire_dtype).device(like.device)),
       // Mailboxes have a bound of their own.
       capacity_(is_shared_ ? std::numeric_limits<int64_t>::max()

@@ -199,6 +199,11 @@ void Gather::start() {
   }
 }
 
+void Gather::keep_rows() {
+  Apart apart;
+  for (auto& bucket : buckets_) bucket->keep_rows();
+}
+
 std::vector<at::Tensor> Gather::finish(bool fresh) {
   const bool is_recorded = at::GradMode::is_enabled();  // for a backward, by eager code
   Apart apart;

@@ -19,6 +19,8 @@ class GatherBucket {
   Collective collective() const;
 
   virtual void start() = 0;
+  // Lets shards change from here on, and gives what they were at the start.
+  virtual void keep_rows() {}
   // Waits, and returns the full tensors in the order of the parameters.
   virtual std::vector<at::Tensor> finish(bool fresh) = 0;
 
@@ -31,6 +33,9 @@ class GatherBucket {
 class Gather {
  public:
   explicit Gather(std::vector<ParameterPtr> parameters);
+
+  // Lets the shards change before finish(), which gives what they were.
+  void keep_rows();
 
   // Waits, and returns the full tensors, [rows, ...] each in the parameter's compute dtype and
   // strides. Where ranks share a copy, they are views of it, unless they are to be `fresh`. Those

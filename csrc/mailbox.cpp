@@ -15,11 +15,30 @@ namespace {
 
 constexpr int8_t kZero = -1;  // in place of a dtype
 
+std::mutex mailboxes_mutex;
+std::vector<std::weak_ptr<Mailbox>> mailboxes;  // of this process
+
 }  // namespace
 
 const Block& Letter::rows() const { return parameter->shared->blocks[block]; }
 
 Deposit& Letter::deposit() const { return parameter->shared->deposits[block]; }
+
+std::shared_ptr<Mailbox> Mailbox::make(std::shared_ptr<Host> host, at::Tensor memory) {
+  std::shared_ptr<Mailbox> mailbox(new Mailbox(std::move(host), std::move(memory)));
+  std::lock_guard lock(mailboxes_mutex);
+  std::erase_if(mailboxes, [](auto& other) { return other.expired(); });
+  mailboxes.push_back(mailbox);
+  return mailbox;
+}
+
+void Mailbox::poll_everywhere() {
+  std::unique_lock lock(mailboxes_mutex);
+  const auto all = mailboxes;
+  lock.unlock();
+  for (auto& weak : all)
+    if (auto mailbox = weak.lock()) mailbox->poll(/*all=*/true);
+}
 
 Mailbox::Mailbox(std::shared_ptr<Host> host, at::Tensor memory)
     : host_(std::move(host)),
@@ -40,7 +59,7 @@ at::Tensor Mailbox::empty(at::IntArrayRef sizes, at::ScalarType dtype, const std
   poll();
   if (!take())
     host_->wait([&]() -> std::optional<Host::Missing> {
-      poll(/*all=*/true);
+      poll_everywhere();
       if (take()) return std::nullopt;
       auto missing = who_keeps_memory();
       ZERO3_CHECK(missing, "the gradient of '", fqn, "' in ", dtype, " takes ", nbytes,
@@ -74,7 +93,7 @@ LetterPtr Mailbox::post(const ParameterPtr& parameter, size_t block, const at::T
   auto& deposit = parameter->shared->deposits[block];
   host_->wait([&]() -> std::optional<Host::Missing> {
     if (deposit.readers(deposit.latest()).empty()) return std::nullopt;
-    poll(/*all=*/true);
+    poll_everywhere();
     return who_keeps(deposit, deposit.latest(), parameter->fqn);
   });
   const bool is_empty = !grad.defined() || grad.numel() == 0;  // with no memory
@@ -100,7 +119,8 @@ LetterPtr Mailbox::post(const ParameterPtr& parameter, size_t block, const at::T
 
 void Mailbox::finish(const LetterPtr& letter) {
   host_->wait([&]() -> std::optional<Host::Missing> {
-    poll(/*all=*/true);
+    poll_everywhere();
+    std::lock_guard lock(mutex_);  // other threads poll too
     if (letter->is_summed) return std::nullopt;
     return {{letter->deposit().writers(letter->epoch),
              "it has not sent the gradient of '" + letter->parameter->fqn + "'"}};

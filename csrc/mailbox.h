@@ -34,7 +34,7 @@ using LetterPtr = std::shared_ptr<Letter>;
 class Mailbox : public std::enable_shared_from_this<Mailbox> {
  public:
   // `memory` is [world, capacity] bytes, shared.
-  Mailbox(std::shared_ptr<Host> host, at::Tensor memory);
+  static std::shared_ptr<Mailbox> make(std::shared_ptr<Host> host, at::Tensor memory);
 
   int64_t capacity() const { return capacity_; }
 
@@ -53,10 +53,15 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
   // Sums letters in their order until one is not there, or all that are there, and forgets what all
   // have read.
   void poll(bool all = false);
+  // All, in every mailbox of this process: ranks that wait in that of one group may be waited for
+  // in that of another.
+  static void poll_everywhere();
   void finish(const LetterPtr& letter);  // waits until this rank has summed it
   void drop(const LetterPtr& letter);    // this rank never will
 
  private:
+  Mailbox(std::shared_ptr<Host> host, at::Tensor memory);
+
   // One that this rank has left. It holds no parameter: the latest ones stay for long.
   struct Unread {
     at::Tensor grad;

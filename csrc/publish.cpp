@@ -73,13 +73,15 @@ SharedCopy::SharedCopy(std::shared_ptr<OneHost> one_host, const Parameter& param
 }
 
 bool SharedCopy::is_stale(const Parameter& parameter) const {
-  return !turn_ || turn_->is_over || parameter.shard_version() != published_version_;
+  return !turn_ || turn_->is_over || is_outdated_ ||
+         parameter.shard_version() != published_version_;
 }
 
-bool SharedCopy::arrive(const Parameter& parameter, bool even_if_pinned) {
+bool SharedCopy::arrive(const Parameter& parameter, uint64_t version, bool even_if_pinned) {
   auto turn = copies_->ring.next(nbytes_of(parameter), even_if_pinned);
   if (!turn) return false;
   turn_ = std::move(turn);
+  is_outdated_ = false;
   views_ = std::make_shared<Views>();
   turn_->leave = [views = views_] {
     for (auto& weak : *views) {
@@ -91,14 +93,13 @@ bool SharedCopy::arrive(const Parameter& parameter, bool even_if_pinned) {
       storage->set_data_ptr(own.storage().set_data_ptr({}));
     }
   };
-  published_version_ = parameter.shard_version();
+  published_version_ = version;
   publication.arrive(turn_->history);
   return true;
 }
 
-void SharedCopy::publish(const Parameter& parameter) {
+void SharedCopy::publish(const Parameter& parameter, const at::Tensor& shard) {
   if (const int64_t rows = parameter.shard_rows(); rows > 0) {
-    const auto& shard = parameter.shard;
     auto mine = at::from_blob(data_of(copies_->writable) + turn_->begin, parameter.sizes,
                               parameter.strides, at::TensorOptions(parameter.compute_dtype))
                     .narrow(0, parameter.rank * parameter.chunk_rows(), rows);
@@ -130,17 +131,45 @@ at::Tensor SharedCopy::view(const Parameter& parameter) {
   return view;
 }
 
+Publications::Publications(const std::vector<ParameterPtr>& parameters) {
+  for (auto& parameter : parameters)
+    if (parameter->shared) epochs_.emplace_back(parameter, parameter->shared->publication.epoch());
+}
+
+bool Publications::expect() const {
+  bool is_stale = false;
+  for (auto& [weak, epoch] : epochs_) {
+    const auto parameter = weak.lock();
+    if (!parameter) continue;
+    auto& shared = *parameter->shared;
+    if (shared.publication.epoch() != epoch) shared.outdate();
+    is_stale |= shared.is_stale(*parameter);
+  }
+  return is_stale;
+}
+
 PublishedBucket::~PublishedBucket() {
   if (is_crowded_out_) --one_host().crowded_out;
 }
 
 void PublishedBucket::start() {
   in_backward_ = in_backward();
+  for (auto& parameter : parameters_)
+    sources_.push_back({parameter->shard, parameter->shard_version()});
   one_host().host->begin_anew();
   if (one_host().crowded_out == 0) start_some(/*at_least_one=*/false);
   is_crowded_out_ = started_ < parameters_.size();
   if (is_crowded_out_) ++one_host().crowded_out;
   record([this] { return collective(); });
+}
+
+void PublishedBucket::keep_rows() {
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const auto& parameter = *parameters_[i];
+    auto& shard = sources_[i].shard;
+    if (i >= started_ || !parameter.shared->publication.is_published())
+      shard = shard.to(parameter.compute_dtype, /*non_blocking=*/false, /*copy=*/true);
+  }
 }
 
 std::vector<at::Tensor> PublishedBucket::finish(bool fresh) {
@@ -169,7 +198,7 @@ void PublishedBucket::start_some(bool at_least_one) {
   for (; started_ < parameters_.size(); ++started_, at_least_one = false) {
     auto& parameter = *parameters_[started_];
     if (!in_backward_ || parameter.shared->is_stale(parameter)) {
-      if (!parameter.shared->arrive(parameter, at_least_one)) break;
+      if (!parameter.shared->arrive(parameter, sources_[started_].version, at_least_one)) break;
       if (!in_backward_) one_host().backwards.count_publication();
       arrived = true;
     }
@@ -191,7 +220,7 @@ void PublishedBucket::publish_where_possible(bool waits) {
                   "must run the same forwards and backwards; start them again");
       continue;
     }
-    parameter.shared->publish(parameter);
+    parameter.shared->publish(parameter, sources_[i].shard);
     published = true;
   }
   if (published) one_host().host->ring();
@@ -199,7 +228,7 @@ void PublishedBucket::publish_where_possible(bool waits) {
 
 std::optional<Host::Missing> PublishedBucket::missing() {
   publish_where_possible(/*waits=*/true);
-  one_host().mailbox->poll(/*all=*/true);  // others may wait for it
+  Mailbox::poll_everywhere();  // others may wait for it
   for (size_t i = finished_; i < started_; ++i) {
     const auto& publication = parameters_[i]->shared->publication;
     const auto& fqn = parameters_[i]->fqn;

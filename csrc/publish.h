@@ -58,17 +58,19 @@ class SharedCopy {
   const std::shared_ptr<OneHost>& one_host() const { return one_host_; }
   const at::Tensor& progress() const { return progress_; }
 
-  // Whether the copy may be older than the shard, or is gone: it was never published, an optimizer
-  // has stepped, or another has its place. (`_version` misses changes through `.data`, so that
-  // forwards publish always.)
+  // Whether a backward cannot read the copy: it was never published, an optimizer has stepped,
+  // another has its place, or it was published by another forward than that of the backward, for
+  // which parameters may have been changed through `.data`, as `_version` does not tell.
   bool is_stale(const Parameter& parameter) const;
   bool is_gone() const { return turn_->is_over; }
+  // Lets it be published again before it is read.
+  void outdate() { is_outdated_ = true; }
 
-  // Begins the next publication. Views of what was in its place get memory of their own. False, and
-  // nothing is done: something is there that is pinned.
-  bool arrive(const Parameter& parameter, bool even_if_pinned);
-  // Writes this rank's rows, the cast in the same pass.
-  void publish(const Parameter& parameter);
+  // Begins the next publication, of the shard at that version. Views of what was in its place get
+  // memory of their own. False, and nothing is done: something is there that is pinned.
+  bool arrive(const Parameter& parameter, uint64_t version, bool even_if_pinned);
+  // Writes `shard`, this rank's rows, the cast in the same pass.
+  void publish(const Parameter& parameter, const at::Tensor& shard);
 
   Ring::Pin pin() const { return Ring::Pin(turn_); }
   // The full tensor, of the parameter's sizes and strides, which nobody can write to.
@@ -88,6 +90,20 @@ class SharedCopy {
   std::shared_ptr<Ring::Turn> turn_;  // of the latest publication
   std::shared_ptr<Views> views_;      // of that
   uint64_t published_version_ = 0;
+  bool is_outdated_ = false;
+};
+
+// What a forward has published, for its backward to read.
+class Publications {
+ public:
+  explicit Publications(const std::vector<ParameterPtr>& parameters);
+
+  // To be called when that backward begins: what others have published since is outdated. Returns
+  // whether all ranks have to publish some again.
+  bool expect() const;
+
+ private:
+  std::vector<std::pair<std::weak_ptr<Parameter>, uint64_t>> epochs_;
 };
 
 // By that copy.
@@ -98,15 +114,23 @@ class PublishedBucket : public GatherBucket {
 
   // Publishes: what a backward gathers was published by its forward, and may still be there.
   void start() override;
+  void keep_rows() override;
   std::vector<at::Tensor> finish(bool fresh) override;
 
  private:
+  // What is published of a parameter.
+  struct Source {
+    at::Tensor shard;
+    uint64_t version;
+  };
+
   OneHost& one_host() const { return *parameters_.front()->shared->one_host(); }
   // As many as there is room for, and at least one if it has to be.
   void start_some(bool at_least_one);
   void publish_where_possible(bool waits);
   std::optional<Host::Missing> missing();
 
+  std::vector<Source> sources_;  // of each
   bool in_backward_ = false;
   bool is_crowded_out_ = false;
   size_t started_ = 0;

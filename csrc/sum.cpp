@@ -78,7 +78,7 @@ void sum_and_divide(const at::Tensor& out, const std::vector<at::Tensor>& addend
     out.copy_(sum.to(wire_dtype).to(wide).div(divisor));
     return;
   }
-  const bool round = dtype == wire_dtype;
+  const bool round = dtype == wire_dtype && wire_dtype != at::kHalf;
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, dtype, "zero3 sum", [&] {
     using addend_t = scalar_t;
     std::vector<const addend_t*> pointers;

@@ -163,6 +163,8 @@ class CompiledGraph:
         as_traced = True
         for parameter in parameters:
             as_traced &= parameter.settle()
+        if _C.running_backward() != -1:  # recomputes a forward, and nobody knows which
+            _C.outdate([parameter.handle for parameter in parameters])
         groups = dict.fromkeys(parameter.group for parameter in parameters)  # in one order
         if any(group.in_forward for group in groups):  # in eager code, which frees what is held
             return self._forward(args, parameters, as_traced, first=False)
@@ -185,10 +187,20 @@ class CompiledGraph:
             # they look at follows now, so the next call compiles; this one is right in eager.
             set_contracts(self._eager, {p.fqn: p.contract for p in parameters})
             return self._eager(*args)
-        if torch.is_grad_enabled():
-            # Where nobody is in forward in eager code, this graph is the whole forward.
-            _C.add_uses([p.handle for p in parameters if p.placeholder.requires_grad], first)
-        return self._run(*args)
+        if not torch.is_grad_enabled():
+            return self._run(*args)
+        # Where nobody is in forward in eager code, this graph is the whole forward.
+        _C.add_uses([p.handle for p in parameters if p.placeholder.requires_grad], first)
+        outputs = self._run(*args)
+        publications = _C.Publications([parameter.handle for parameter in parameters])
+
+        def expect(_: Any) -> None:
+            publications.expect()
+
+        for node in {o.grad_fn for o in outputs if isinstance(o, torch.Tensor)}:
+            if node is not None:
+                node.register_prehook(expect)
+        return outputs
 
 
 def _alive(fqn: str, reference: "weakref.ref[ShardedParameter]") -> ShardedParameter:

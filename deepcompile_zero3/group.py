@@ -30,6 +30,7 @@ class ParameterGroup:
         parameters: those the group owns; a tied one belongs to the group that met it first.
         mp_policy: dtypes of the group's computation.
         root: number of the sharded model that the group belongs to.
+        depth: forwards of the group's module that are running.
         forward_prefetch: groups that an eager forward begins to gather once it has this one.
         backward_prefetch: likewise in an eager backward.
     """
@@ -47,7 +48,7 @@ class ParameterGroup:
         self.forward_prefetch: list[weakref.ref[ParameterGroup]] = []
         self.backward_prefetch: list[weakref.ref[ParameterGroup]] = []
         self._parent: weakref.ref[ParameterGroup] | None = None
-        self._depth = 0  # forwards of the group's module that are running
+        self.depth = 0
         self._unsharded = False  # by unshard(), until reshard() or the end of a forward
         self._gathering: AllGather | None = None
         self._reads: dict[ShardedParameter, torch.Tensor] = {}
@@ -76,7 +77,7 @@ class ParameterGroup:
     @property
     def in_forward(self) -> bool:
         """Whether the group's module or one around it is in forward, in eager code."""
-        return any(group._depth > 0 for group in self.ancestry())
+        return any(group.depth > 0 for group in self.ancestry())
 
     # ---- reads
 
@@ -89,11 +90,12 @@ class ParameterGroup:
         return self._read(parameter)
 
     def _read(self, parameter: ShardedParameter) -> torch.Tensor:
-        running = [group for group in self.ancestry() if group._depth > 0]
+        running = [group for group in self.ancestry() if group.depth > 0]
         if not running and not self.is_unsharded:
             if _C.running_backward() != -1 and torch.is_grad_enabled():
                 # A recomputation of activations, whose module is not in forward itself.
                 parameter.refresh()
+                _C.outdate([parameter.handle])
                 return parameter.read(_C.gather_and_read(parameter.handle))
             return parameter.shard
         saved = running[-1]._saved if running else None
@@ -132,6 +134,8 @@ class ParameterGroup:
         self.start_gather()
         if not async_op:
             self.wait_for_gather()
+        elif self._gathering is not None:
+            self._gathering.keep_rows()
 
     @torch_internals.disable_dynamo
     def reshard(self) -> None:
@@ -165,22 +169,41 @@ class ParameterGroup:
 
     @torch_internals.disable_dynamo
     def give_up(self) -> None:
-        """Frees what was gathered, and ends a forward that was interrupted: a KeyboardInterrupt is
-        no Exception, and torch calls no hook after it.
+        """Frees what was gathered, and ends a forward that has not ended."""
+        self.depth = 0
+        for group in self._end_outermost():
+            group.release(group.parameters)
+
+    @torch_internals.disable_dynamo
+    def interrupted(self, depth: int) -> None:
+        """Ends a forward of the group's module, within ``depth`` others of it, that something ended
+        which is no Exception, a KeyboardInterrupt say: torch calls no hook after it.
         """
-        self._depth = 0
+        if depth > 0:
+            self.depth = depth
+        else:
+            self.give_up()
+
+    def _end_outermost(self) -> list["ParameterGroup"]:
+        """Ends what the outermost forward keeps, and returns whose parameters were read in it."""
+        groups: dict[ParameterGroup, None] = {self: None}
         if self._saved is not None:
-            self._saved.stop()
+            # Also groups whose own modules did not run.
+            groups.update(dict.fromkeys(self._saved.stop()))
             self._saved = None
+            for group in self._prefetched:
+                group._gathering = None  # in vain
         self._prefetched.clear()
         self._have_run.clear()
-        self.release(self.parameters)
+        return list(groups)
 
     def start_gather(self) -> None:
         """Begins to gather what is not held. A wait, or the end of a forward, ends it."""
         if self._gathering is None:
             missing = [p for p in self.parameters if p.handle.gathered is None]
             if missing:
+                if _C.running_backward() != -1:  # recomputes a forward, and nobody knows which
+                    _C.outdate([p.handle for p in missing])
                 self._gathering = AllGather(missing)
 
     @torch_internals.disable_dynamo
@@ -226,14 +249,14 @@ class ParameterGroup:
             takes = not recomputes and not torch_internals.is_checkpointed()
             if (takes or self.parent is None) and not torch_internals.is_in_transform():
                 self._saved.start()
-        self._depth += 1
+        self.depth += 1
 
     @torch_internals.disable_dynamo
     def _end(self, module: nn.Module) -> None:
-        if self._depth == 0:
+        if self.depth == 0:
             return  # something raised before _begin
-        self._depth -= 1
-        if self._depth > 0:
+        self.depth -= 1
+        if self.depth > 0:
             return
         outermost = next((g for g in self.ancestry() if g._saved is not None), self)
         have_run = outermost._have_run.setdefault(self, set())
@@ -241,15 +264,7 @@ class ParameterGroup:
         if outermost is not self and len(have_run) < self._modules:
             return  # the others may read them
         have_run.clear()
-        ending: dict[ParameterGroup, None] = {self: None}
-        if self._saved is not None:
-            # Also groups whose own modules did not run, but whose parameters were read.
-            ending.update(dict.fromkeys(self._saved.stop()))
-            self._saved = None
-            for group in self._prefetched:
-                group._gathering = None  # in vain
-            self._prefetched.clear()
-            self._have_run.clear()
+        ending = self._end_outermost()
         refuse_writes([fqn for group in ending for fqn in group.release_after_forward()])
 
 

@@ -32,7 +32,16 @@ class Zero3Module:
         """As ``nn.Module``'s. Dynamo skips frames of torch's own files: entering through this one,
         it traces the hooks around ``forward`` into the same graph.
         """
-        return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        if torch.compiler.is_compiling():
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        depth = self._zero3_group.depth
+        try:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        except Exception:
+            raise
+        except BaseException:
+            self._zero3_group.interrupted(depth)
+            raise
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers the parameters of this module's group, for use outside of a forward.

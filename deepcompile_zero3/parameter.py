@@ -334,6 +334,10 @@ class AllGather:
             parameter.refresh()
         self._gather = _C.Gather([parameter.handle for parameter in parameters])
 
+    def keep_rows(self) -> None:
+        """Lets the shards change before ``wait``, which gives what they were."""
+        self._gather.keep_rows()
+
     def wait(self) -> list[torch.Tensor]:
         """The full tensors, [rows, ...] each in its compute dtype."""
         return self._gather.finish(fresh=True)

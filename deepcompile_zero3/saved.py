@@ -12,7 +12,7 @@ as backward passes. See https://docs.pytorch.org/docs/stable/autograd.html#saved
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
@@ -28,15 +28,21 @@ from deepcompile_zero3.runtime import _C
 class _Regather:
     """The parameters of one forward of a group, gathered when backward needs the first.
 
-    Those that the forward saved, and where ranks have to meet for a gather all of the group: what
-    is saved may differ from rank to rank. When it has them, it starts those of the owners in
+    Those that the forward saved, and where ranks have to meet for a gather, as they do if what the
+    forward published is there no more, all of the group: what is saved may differ from rank to
+    rank. When it has them, it starts those of the owners in
     ``following``.
     """
 
     def __init__(
-        self, of_forward: WeakValueDictionary[Hashable, _Regather], following: Iterable[Hashable]
+        self,
+        all_parameters: Sequence[ShardedParameter],
+        of_forward: WeakValueDictionary[Hashable, _Regather],
+        following: Iterable[Hashable],
     ) -> None:
         self.parameters: dict[ShardedParameter, None] = {}
+        self._all = all_parameters
+        self._publications = _C.Publications([parameter.handle for parameter in all_parameters])
         self._of_forward = of_forward
         self._following = following
         self._gathering: AllGather | None = None
@@ -49,6 +55,8 @@ class _Regather:
             self._backward = _C.running_backward()
             self._fulls.clear()
             self._gathering = None
+            if self._publications.expect():
+                self.parameters.update(dict.fromkeys(self._all))
         if self._gathering is not None:
             return
         for saved in self.parameters:
@@ -160,11 +168,12 @@ class SavedTensors:
         """
         if owner in self._owners:
             return False
-        regather = self._regathers[owner] = _Regather(self._regathers, following)
+        gathered = [p for p in parameters if p.reshard_after_forward is not False]
+        regather = self._regathers[owner] = _Regather(gathered, self._regathers, following)
         self._owners[owner] = []
-        for parameter in parameters:
+        for parameter in gathered:
             full = parameter.handle.gathered
-            if full is not None and parameter.reshard_after_forward is not False:
+            if full is not None:
                 storage = torch_internals.storage_address(full)
                 self._watched[storage] = regather, parameter, full
                 self._owners[owner].append(storage)

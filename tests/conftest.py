@@ -90,6 +90,9 @@ def pytest_sessionfinish(session, exitstatus):
         cache.end_well()
 
 
+LONG_PAIRS = [("interpreted", "shared_memory"), ("eager", "c10d")]
+
+
 def pytest_itemcollected(item):
     """Tests with ranks run on one worker of pytest-xdist, so that ranks have the machine's cores;
     those of one process on the other meanwhile.
@@ -97,6 +100,10 @@ def pytest_itemcollected(item):
     with_ranks = {"pools", "run_apart", "run_spawned"} & set(item.fixturenames)
     if with_ranks or hasattr(item.module, "RankPool"):
         item.add_marker(pytest.mark.xdist_group("ranks"))
+    values = item.callspec.params if hasattr(item, "callspec") else {}
+    # Of all ways to run and to communicate, `make test` has the pairs in which each is met.
+    if (values.get("how"), values.get("transport")) in LONG_PAIRS:
+        item.add_marker(pytest.mark.long)
 
 
 def pytest_collection_finish():

@@ -46,6 +46,7 @@ def _first_step():
 
 
 @pytest.mark.inductor
+@pytest.mark.long
 def test_a_second_process_compiles_faster_and_gets_the_same_bits(new_processes):
     cold = new_processes(_first_step)
     warm = new_processes(_first_step)

@@ -65,7 +65,7 @@ class _ReadOnceUsedTwice(nn.Linear):
 
 
 def test_another_backends_cache_keeps_contracts_apart():
-    for dtype in [torch.bfloat16, torch.float32, torch.bfloat16, torch.float32]:
+    for dtype in [torch.bfloat16, torch.float32]:
         model = _ReadOnceUsedTwice(8, 8).bfloat16()
         model.weight.grad_dtype = dtype
         fully_shard(model)

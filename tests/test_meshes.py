@@ -4,6 +4,7 @@ groups of several modules, each beside one process or FSDP2.
 
 import contextlib
 import copy
+import math
 
 import pytest
 import torch
@@ -462,6 +463,24 @@ def _sum_over_replicas():
 
 def test_what_is_summed_over_replicas_is_rounded_once(run_ranks):
     run_ranks(2, _sum_over_replicas)
+
+
+def _halves(transport, shape, dtype):
+    """The sum over the ranks is past the largest number of float16, 65504, and the mean is not."""
+    mesh = init_device_mesh("cpu", shape)
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float16)
+    model = fully_shard(_Products(dtype), mesh=mesh, mp_policy=policy, transport=transport)
+    tiny = 2.0**-24
+    model(40000.0, tiny).backward()
+    assert (model.first.grad.full_tensor() == 40000).all()
+    assert (model.second.grad.full_tensor() == tiny).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
+@pytest.mark.parametrize("shape", [(2,), (2, 1), (2, 2)], ids=str)
+def test_a_mean_that_fits_float16_does_not_overflow(run_ranks, shape, transport, dtype):
+    run_ranks(math.prod(shape), _halves, transport, shape, dtype)
 
 
 def _used_twice(how):

@@ -214,6 +214,32 @@ def test_the_first_gradient_may_be_missing_on_some_ranks(run_ranks, transport):
     run_ranks(2, _narrow, 192, transport, timeout=60)
 
 
+class Kinds(nn.Module):
+    """Gradients come in the order in which it has its parameters, in two dtypes."""
+
+    def __init__(self):
+        super().__init__()
+        self.large = nn.Parameter(torch.ones(256, 256))
+        self.low = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+        self.small = nn.Parameter(torch.ones(8))
+
+    def forward(self, uses_large):
+        loss = self.small.sum() + self.low.float().sum()
+        return loss + self.large.sum() if uses_large else loss
+
+
+def _kinds(transport):
+    model = fully_shard(Kinds(), transport=transport)
+    model(uses_large=dist.get_rank() == 1).backward()
+    for parameter, expected in zip(model.parameters(), (0.5, 1, 1), strict=True):
+        assert (parameter.grad.full_tensor() == expected).all()
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
+def test_nothing_waits_for_a_first_gradient_that_is_missing_on_some_ranks(run_ranks, transport):
+    run_ranks(2, _kinds, transport, timeout=60)
+
+
 # ---- what all ranks are told
 
 

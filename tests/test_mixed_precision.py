@@ -92,8 +92,16 @@ def _pairs():
     [_pairs(), pytest.param([*itertools.product(CHOICES, repeat=3)], marks=pytest.mark.long)],
     ids=["pairs", "all"],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("how", ["eager", "interpreted"])
+@pytest.mark.parametrize(
+    ("how", "dtype"),
+    [
+        ("eager", torch.float32),
+        ("interpreted", torch.bfloat16),
+        pytest.param("eager", torch.bfloat16, marks=pytest.mark.long),
+        pytest.param("interpreted", torch.float32, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
 def test_dtypes_and_losses_are_those_of_fsdp2(run_ranks, dtype, how, policies):
     run_ranks(2, _beside_fsdp2, dtype, how, policies, timeout=400)
 

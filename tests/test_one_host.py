@@ -458,7 +458,12 @@ def _evaluated_while_others_load(how):
 
 @pytest.mark.parametrize(
     ("how", "world_size"),
-    [("interpreted", 3), ("eager", 2), ("eager", 3), pytest.param("zero3", 3, marks=INDUCTOR_TOO)],
+    [
+        ("interpreted", 3),
+        ("eager", 2),
+        pytest.param("eager", 3, marks=pytest.mark.long),
+        pytest.param("zero3", 3, marks=INDUCTOR_TOO),
+    ],
 )
 def test_a_fast_rank_never_changes_what_a_slow_one_reads(run_ranks, how, world_size):
     run_ranks(world_size, _evaluated_while_others_load, how)

@@ -56,7 +56,7 @@ def _trained(how, bucket_mb):
         pytest.param("zero3", 0.003, marks=INDUCTOR_TOO),
     ],
 )
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_copies_that_take_turns_are_right(run_ranks, world_size, how, bucket_mb):
     run_ranks(world_size, in_little_memory, _trained, how, bucket_mb)
 

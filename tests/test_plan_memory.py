@@ -56,7 +56,8 @@ def _peak_of_buffers(bucket_bytes):
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("bucket_bytes", [pytest.param(64 << 20, marks=pytest.mark.long), 2 << 20])
+@pytest.mark.long
+@pytest.mark.parametrize("bucket_bytes", [64 << 20, 2 << 20])
 def test_buffers_are_those_of_real_ranks(run_ranks, bucket_bytes):
     shard = partial(_shard, bucket_bytes)
     found = plan(_llama, _tokens(), world_size=2, machine=GLOO, shard=shard, advise=False)

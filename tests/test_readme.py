@@ -26,8 +26,9 @@ def _losses(script, folder):
     """Of each rank, step by step."""
     path = folder / "train.py"
     path.write_text(script)
+    ranks = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
     run = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", path],
+        [sys.executable, "-m", "torch.distributed.run", *ranks, path],
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True,

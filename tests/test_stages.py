@@ -5,13 +5,14 @@ Whatever is sharded, the losses are those of one process; what travels and what 
 
 import copy
 import ctypes
+import itertools
 import time
 from collections import Counter
 
 import pytest
 import torch
 import torch.distributed as dist
-from models import Block, batch_of, compiled, each_way, mine, optimizers_of
+from models import INDUCTOR_TOO, Block, batch_of, compiled, mine, optimizers_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
@@ -153,9 +154,16 @@ def _train(stage, kind, how):
             )
 
 
-@each_stage
-@each_way
-@pytest.mark.parametrize("kind", ["plain", "checkpointed", "meta", "tied"])
+def _each_kind_and_way():
+    kinds = "plain", "checkpointed", "meta", "tied"
+    for (i, stage), (j, kind) in itertools.product(enumerate(STAGES), enumerate(kinds)):
+        ways = ["eager", "interpreted"] if (i + j) % 2 else ["interpreted", "eager"]
+        yield stage, kind, ways[0]  # each two of them meet
+        yield pytest.param(stage, kind, ways[1], marks=pytest.mark.long)
+        yield pytest.param(stage, kind, "zero3", marks=INDUCTOR_TOO)
+
+
+@pytest.mark.parametrize(("stage", "kind", "how"), _each_kind_and_way())
 def test_losses_are_those_of_one_process(run_ranks, stage, kind, how):
     compiled_once = 0 if how == "eager" else 1
     assert run_ranks(2, _trained, stage, kind, how) == 2 * [compiled_once]

@@ -1,0 +1,131 @@
+"""Parameters that change between a forward and its backward, or while they are gathered."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import (
+    Stack,
+    assert_same_gradients,
+    batch_of,
+    compiled,
+    each_way,
+    in_little_memory,
+    mean_square,
+    mine,
+    shard,
+)
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from deepcompile_zero3 import fully_shard
+
+each_transport = pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
+
+
+@contextlib.contextmanager
+def _others(model):
+    """Other weights, as those of a teacher or of an average, in the place of the model's own."""
+    for parameter in model.parameters():
+        parameter.data.mul_(3)
+    try:
+        yield
+    finally:
+        for parameter in model.parameters():
+            parameter.data.div_(3)
+
+
+class Checkpointed(Stack):
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+
+
+def _swap(how, model_class, transport, reshard_after_forward, is_recorded):
+    torch.manual_seed(0)
+    model = model_class()
+    settings = {"transport": transport, "reshard_after_forward": reshard_after_forward}
+    model, reference = shard(model, model.blocks, **settings)
+    run = compiled(model, how)
+    for seed in range(2):
+        batch = batch_of(4, 8, seed=seed)
+        student = mean_square(run, mine(batch))
+        with _others(model), torch.set_grad_enabled(is_recorded):
+            run(mine(batch_of(4, 8, seed=9)))
+        student.backward()
+        mean_square(reference, batch).backward()
+        assert_same_gradients(model, reference)
+
+
+@each_transport
+@pytest.mark.parametrize("reshard_after_forward", [None, True, False])
+@pytest.mark.parametrize("model_class", [Stack, Checkpointed])
+@each_way
+def test_a_backward_has_its_own_forwards_weights_whatever_ran_since(
+    run_ranks, how, model_class, reshard_after_forward, transport
+):
+    for is_recorded in (False, True):
+        run_ranks(2, _swap, how, model_class, transport, reshard_after_forward, is_recorded)
+
+
+def _swap_in_turns(how):
+    _swap(how, Stack, "shared_memory", True, is_recorded=False)
+
+
+@each_way
+def test_so_it_has_where_copies_take_turns(run_ranks, how):
+    run_ranks(2, in_little_memory, _swap_in_turns, how)
+
+
+class Chosen(nn.Module):
+    """What autograd saves of it differs from rank to rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        x.requires_grad_(dist.get_rank() == 0)  # else the first weight is not needed
+        return self.second(self.first(x))
+
+
+def _swap_where_ranks_save_other_things():
+    torch.manual_seed(0)
+    model, reference = shard(Chosen(), transport="shared_memory")
+    batch = batch_of(4, 8)
+    student = mean_square(model, mine(batch).clone())
+    with _others(model), torch.no_grad():
+        model(mine(batch).clone())
+    student.backward()
+    mean_square(lambda x: reference.second(reference.first(x)), batch).backward()
+    assert_same_gradients(model, reference)
+
+
+def test_ranks_that_save_other_things_publish_together(run_ranks):
+    run_ranks(2, _swap_where_ranks_save_other_things)
+
+
+# ---- while they are gathered
+
+
+def _step_while_gathering(transport):
+    torch.manual_seed(0)
+    blocks = [fully_shard(nn.Linear(8, 8, bias=False), transport=transport) for _ in range(6)]
+    for _ in range(3):
+        before = [block.weight.detach().full_tensor() for block in blocks]
+        handles = [block.unshard(async_op=True) for block in blocks]
+        for block in blocks:
+            block._parameters["weight"].data.add_(1)
+        for block, handle, old in zip(blocks, handles, before, strict=True):
+            handle.wait()
+            assert torch.equal(block.weight, old)
+            block.reshard()
+            assert torch.equal(block.weight.full_tensor(), old + 1)
+
+
+@each_transport
+def test_what_is_gathered_is_what_was_there_when_it_began(run_ranks, transport):
+    run_ranks(2, _step_while_gathering, transport)
+    run_ranks(2, in_little_memory, _step_while_gathering, transport)
