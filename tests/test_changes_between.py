@@ -48,7 +48,10 @@ def _swap(how, model_class, transport, reshard_after_forward, is_recorded):
     model = model_class()
     settings = {"transport": transport, "reshard_after_forward": reshard_after_forward}
     model, reference = shard(model, model.blocks, **settings)
-    run = compiled(model, how)
+    if how == "compiled blocks":
+        for block in model.blocks:
+            block.compile(backend="zero3", options={"inductor": False, "keep_mb": 0})
+    run = model if how == "compiled blocks" else compiled(model, how)
     for seed in range(2):
         batch = batch_of(4, 8, seed=seed)
         student = mean_square(run, mine(batch))
@@ -68,6 +71,11 @@ def test_a_backward_has_its_own_forwards_weights_whatever_ran_since(
 ):
     for is_recorded in (False, True):
         run_ranks(2, _swap, how, model_class, transport, reshard_after_forward, is_recorded)
+
+
+@each_transport
+def test_so_it_has_where_compiled_blocks_are_computed_again(run_ranks, transport):
+    run_ranks(2, _swap, "compiled blocks", Checkpointed, transport, True, False)
 
 
 def _swap_in_turns(how):

@@ -23,7 +23,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from deepcompile_zero3 import MixedPrecisionPolicy, Zero3Error, fully_shard, record_collectives
+from deepcompile_zero3 import (
+    MixedPrecisionPolicy,
+    Zero3Error,
+    fully_shard,
+    one_host,
+    record_collectives,
+)
 from deepcompile_zero3.module import parameters_of
 
 TIMEOUT = 4  # seconds, of a group whose ranks disagree
@@ -393,6 +399,37 @@ def _many_missing():
 
 def test_more_may_be_missing_than_a_mailbox_holds(run_ranks):
     run_ranks(2, _many_missing)
+
+
+def _crossing():
+    """Two models of a backward, over groups that cross. Ranks 0 and 3 have more experts than their
+    mailbox holds, and wait for 2 and 1 to read them; those have come to the end, and wait there for
+    3 and 0 to send the first layer's.
+    """
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("columns", "rows"))
+    first, experts = nn.Linear(64, 64), Experts(64)
+    experts.experts.extend(nn.Linear(64, 64) for _ in range(8))
+    wholes = copy.deepcopy((first, experts))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(one_host, "MAILBOX_BYTES", 0)
+        fully_shard(first, mesh=mesh["rows"], transport="shared_memory")
+        fully_shard(experts, mesh=mesh["columns"], transport="shared_memory")
+    rank = dist.get_rank()
+    x, chosen = batch_of(4, 64, seed=rank), range(12) if rank in (0, 3) else ()
+    mean_square(lambda x: experts(first(x), chosen), x).backward()
+    mean_square(lambda x: wholes[1](wholes[0](x), chosen), x).backward()
+    for model, whole, name in zip((first, experts), wholes, ("rows", "columns"), strict=True):
+        for parameter in whole.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad, group=mesh[name].get_group())
+            parameter.grad /= 2
+        assert_same_gradients(model, whole)
+
+
+def test_groups_that_cross_never_wait_in_a_circle(run_ranks):
+    run_ranks(4, _crossing, timeout=60)
 
 
 class Layer(nn.Module):
