@@ -435,7 +435,7 @@ def _check_many(examples):
     for_all(_cases(), _check_arrivals, examples)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 def test_order_and_dtypes_of_arrival_do_not_matter(run_ranks, world_size):
     run_ranks(world_size, _check_many, 100)
 

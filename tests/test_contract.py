@@ -111,6 +111,7 @@ def _table(dtype, differences):
     return "\n".join(lines)
 
 
+@pytest.mark.long
 def test_the_documentation_tells_whose_gradients_differ(run_ranks):
     (differences,) = run_ranks(1, _differences)
     tables = "\n\n".join(_table(dtype, differences) for dtype in (torch.bfloat16, torch.float32))

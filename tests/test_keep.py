@@ -50,11 +50,13 @@ def test_forward_keeps_what_fits_and_never_overrules(run_ranks, keep_mb, choices
         assert again == expected
 
 
-def _kept_block_by_block(depth):
+def _kept_block_by_block(depth, holds_first):
     blocks = [nn.Sequential(nn.Linear(256, 256, bias=False), nn.Tanh()) for _ in range(depth)]
     model, reference = shard(nn.Sequential(*blocks), blocks, transport="c10d")
     for block in blocks:
-        block.compile(backend="zero3", options={"keep_mb": 0.5})
+        block.compile(backend="zero3", options={"keep_mb": 0.5, "inductor": False})
+    if holds_first:
+        blocks[0].set_reshard_after_forward(False)
     kept = []
     for rows in (4, 4, 6, 8):  # the third compiles again
         with record_collectives() as log:
@@ -66,8 +68,12 @@ def _kept_block_by_block(depth):
     return kept
 
 
-@pytest.mark.parametrize("depth", [3, 6])
+@pytest.mark.parametrize("depth", [3, pytest.param(6, marks=pytest.mark.long)])
 def test_the_graphs_of_a_model_share_what_may_be_kept(run_ranks, depth):
-    first, second = ("0.0.weight", "1.0.weight")
-    for kept in run_ranks(2, _kept_block_by_block, depth):
-        assert kept == [{first, second}] * 4
+    for kept in run_ranks(2, _kept_block_by_block, depth, False):
+        assert kept == [{"0.0.weight", "1.0.weight"}] * 4
+
+
+def test_what_the_user_keeps_takes_nothing_from_what_graphs_share(run_ranks):
+    for kept in run_ranks(2, _kept_block_by_block, 4, True):
+        assert kept == [{"0.0.weight", "1.0.weight", "2.0.weight"}] * 4

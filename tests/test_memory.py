@@ -149,9 +149,9 @@ def _measure_rests(how, depth):
     ("how", "world_size"),
     [
         ("eager", 2),
-        ("interpreted", 4),
+        ("interpreted", 2),
         pytest.param("eager", 4, marks=pytest.mark.long),
-        pytest.param("interpreted", 2, marks=pytest.mark.long),
+        pytest.param("interpreted", 4, marks=pytest.mark.long),
         pytest.param("zero3", 2, marks=INDUCTOR_TOO),
     ],
 )

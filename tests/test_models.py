@@ -46,7 +46,7 @@ def test_llama_trains_as_one_process_does(run_ranks):
 
 
 @compiled_each_way
-@pytest.mark.parametrize("name", ["qwen3_moe", "t5"])
+@pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("t5", marks=pytest.mark.long)])
 def test_a_model_trains_as_one_process_does(run_ranks, name, how):
     assert run_ranks(2, _train, name, how, timeout=300) == [(1, 1)] * 2
 

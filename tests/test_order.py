@@ -66,11 +66,38 @@ def _order_of_a_step(how):
     return [(record.op, record.params) for record in log]
 
 
-@pytest.mark.parametrize("how", ["eager", "interpreted"])
+@pytest.mark.parametrize("how", [pytest.param("eager", marks=pytest.mark.long), "interpreted"])
 def test_the_order_depends_on_no_hash_and_no_address(run_spawned, how):
     # Ranks are forked elsewhere, and would agree on the order of a set by chance.
     one, other = run_spawned(_order_of_a_step, how)
     assert one == other != []
+
+
+class _TiedEnds(nn.Module):
+    """A weight that is used first and last, and others between."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(8, 8))
+        self.middle = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        x = x @ self.table
+        for layer in self.middle:
+            x = layer(x)
+        return x @ self.table.t()
+
+
+@needs_a_job
+def test_no_reduction_waits_for_that_of_a_weight_whose_gradient_comes_last():
+    model = fully_shard(_TiedEnds())
+    with capture_graphs() as graphs:
+        compiled(model, "interpreted")(torch.randn(2, 8)).sum().backward()
+    reductions = graphs.backward[0].graph_module.graph.find_nodes(
+        op="call_function", target=torch.ops.zero3.reduce_grad.default
+    )
+    order = [str(node.args[1]) for node in reductions]
+    assert order == [*(f"middle.{layer}.weight" for layer in (2, 1, 0)), "table"]
 
 
 class _Positions(nn.Module):

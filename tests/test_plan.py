@@ -85,7 +85,9 @@ def _planned(name, shape, reduce_dtype, bucket_bytes):
     return {op: (traffic.number, traffic.nbytes) for op, traffic in found.traffic.items()}
 
 
-@pytest.mark.parametrize("name", ["llama", "vit", pytest.param("t5", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "name", ["llama", *(pytest.param(name, marks=pytest.mark.long) for name in ("vit", "t5"))]
+)
 def test_real_ranks_send_what_was_planned(run_ranks, name):
     settings = name, (2,), torch.float32, 1 << 14
     expected = _planned(*settings)

@@ -182,6 +182,7 @@ def _milliseconds(row):
     return [float(cell.replace(",", "")) for cell in re.findall(r"[\d,]+\.\d{3}", row)]
 
 
+@pytest.mark.long
 def test_a_prediction_is_of_the_graphs_that_ran(tmp_path):
     (tmp_path / "train.py").write_text(LLAMA)
     options = ["--steps", "1", "--save", "page.html", "--json", "step.json"]
