@@ -98,6 +98,25 @@ def test_a_backward_that_recomputes_gathers_no_more_than_one_that_does_not(run_r
     run_ranks(2, _checkpoint_blocks, how, way)
 
 
+class _StemTwice(_Checkpointed):
+    def forward(self, x):
+        return super().forward(self.stem(x))
+
+
+def _reductions(how):
+    model = _StemTwice("not reentrant")
+    model, reference = shard(model, model.blocks)
+    with record_collectives() as log:
+        assert_same_step(model, reference, batch_of(4, 8), run=compiled(model, how))
+    return Counter(fqn for c in log if c.op == "reduce_scatter" for fqn in c.params)
+
+
+@each_way
+def test_a_backward_that_recomputes_reduces_each_parameter_once(run_ranks, how):
+    for reductions in run_ranks(2, _reductions, how):
+        assert set(reductions.values()) == {1}
+
+
 def _wrap():
     model = Stack()
     model.requires_grad_(True)
