@@ -105,7 +105,7 @@ class _StemTwice(_Checkpointed):
 
 def _reductions(how):
     model = _StemTwice("not reentrant")
-    model, reference = shard(model, model.blocks)
+    model, reference = shard(model, [model.stem, *model.blocks])  # the stem is read anew each time
     with record_collectives() as log:
         assert_same_step(model, reference, batch_of(4, 8), run=compiled(model, how))
     return Counter(fqn for c in log if c.op == "reduce_scatter" for fqn in c.params)
