@@ -87,6 +87,29 @@ def test_so_it_has_where_copies_take_turns(run_ranks, how):
     run_ranks(2, in_little_memory, _swap_in_turns, how)
 
 
+def _step_before_backward(how):
+    """Gradients by each transport."""
+    found = []
+    for transport in ("shared_memory", "c10d"):
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)]
+        model = nn.Sequential(*blocks)
+        model, _ = shard(model, blocks, transport=transport, reshard_after_forward=True)
+        loss = mean_square(compiled(model, how), mine(batch_of(4, 8)).requires_grad_())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(2)
+        loss.backward()
+        found.append([parameter.grad.full_tensor() for parameter in model.parameters()])
+    for ours, by_messages in zip(*found, strict=True):
+        torch.testing.assert_close(ours, by_messages)
+
+
+@each_way
+def test_what_a_step_has_changed_is_gathered_anew_in_backward(run_ranks, how):
+    run_ranks(2, _step_before_backward, how)
+
+
 class Chosen(nn.Module):
     """What autograd saves of it differs from rank to rank."""
 

@@ -465,6 +465,18 @@ def test_what_is_summed_over_replicas_is_rounded_once(run_ranks):
     run_ranks(2, _sum_over_replicas)
 
 
+def _small_and_large(transport):
+    """In bfloat16, 256.5 + 0.5 is 256, and so is that + 1."""
+    model = fully_shard(_Products(torch.bfloat16), transport=transport)
+    model((256.0, 0.5, 0.5, 1.0)[dist.get_rank()], 0.0).backward()
+    assert (model.first.grad.full_tensor() == 64.5).all()
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
+def test_sums_of_low_precision_are_rounded_once(run_ranks, transport):
+    run_ranks(4, _small_and_large, transport)
+
+
 def _halves(transport, shape, dtype):
     """The sum over the ranks is past the largest number of float16, 65504, and the mean is not."""
     mesh = init_device_mesh("cpu", shape)
