@@ -48,14 +48,15 @@ void AllReduce::start() {
   std::vector<Copy> copies;
   for (auto& partial : partials_) {
     const int64_t count = partial.shard.numel();
-    copies.push_back({rest.narrow(0, 0, count).view(partial.shard.sizes()), partial.shard});
+    const Copy copy{rest.narrow(0, 0, count).view(partial.shard.sizes()), partial.shard};
+    if (sends_means_)
+      copy_all({copy}, at::kDouble, mean_of_shards(partial.divisor));
+    else
+      copies.push_back(copy);
     rest = rest.narrow(0, count, rest.numel() - count);
   }
   copies.push_back({rest, {}});
-  if (sends_means_)
-    copy_all(copies, at::kDouble, shards_);
-  else
-    copy_all(copies, rows_.scalar_type());
+  copy_all(copies, rows_.scalar_type());
   exchange_ = std::make_unique<Exchange>(channel_, rank_);
   exchange_->reduce(rows_.unbind(), key());
   record([this] { return collective(); });
@@ -75,7 +76,8 @@ void AllReduce::finish(std::vector<ReducedGradient>& results) {
   for (size_t i = 0; i < partials_.size(); ++i) {
     auto& [shard, _, shard_dtype, divisor] = partials_[i];
     const int64_t count = shard.numel();
-    const double rest_of_divisor = sends_means_ ? divisor / (shards_ * replicas) : divisor;
+    const double rest_of_divisor =
+        sends_means_ ? divisor / (mean_of_shards(divisor) * replicas) : divisor;
     if (shard.scalar_type() != shard_dtype)
       shard = pooled_empty(shard.sizes(), shard.options().dtype(shard_dtype));
     sum_and_divide(shard, {rest.narrow(0, 0, count).view(shard.sizes())}, wire_dtype,

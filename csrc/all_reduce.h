@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <vector>
@@ -41,6 +42,7 @@ class AllReduce {
   // fits may not.
   const bool sends_means_;
   const double shards_;
+  double mean_of_shards(double divisor) const { return std::min(shards_, divisor); }
   int64_t numel_ = 0;
   std::vector<ParameterPtr> parameters_;
   std::vector<PartialGradient> partials_;

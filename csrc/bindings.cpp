@@ -155,15 +155,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   py::class_<Gather>(m, "Gather")
       .def(py::init<std::vector<ParameterPtr>>(), py::call_guard<py::gil_scoped_release>())
-      .def("keep_rows", &Gather::keep_rows, py::call_guard<py::gil_scoped_release>())
+      .def("snapshot", &Gather::snapshot, py::call_guard<py::gil_scoped_release>())
       .def("finish", &Gather::finish, py::arg("fresh"), py::call_guard<py::gil_scoped_release>());
 
   py::class_<Publications>(m, "Publications")
       .def(py::init<const std::vector<ParameterPtr>&>())
-      .def("expect", &Publications::expect);
-  m.def("outdate", [](const std::vector<ParameterPtr>& parameters) {
+      .def("invalidate_if_republished", &Publications::invalidate_if_republished);
+  m.def("invalidate", [](const std::vector<ParameterPtr>& parameters) {
     for (auto& parameter : parameters)
-      if (parameter->shared) parameter->shared->outdate();
+      if (parameter->shared) parameter->shared->invalidate();
   });
 
   py::class_<OneHost, std::shared_ptr<OneHost>>(m, "OneHost")

@@ -199,9 +199,9 @@ void Gather::start() {
   }
 }
 
-void Gather::keep_rows() {
+void Gather::snapshot() {
   Apart apart;
-  for (auto& bucket : buckets_) bucket->keep_rows();
+  for (auto& bucket : buckets_) bucket->snapshot();
 }
 
 std::vector<at::Tensor> Gather::finish(bool fresh) {
@@ -245,8 +245,11 @@ std::vector<at::Tensor> Gather::finish_apart() {
 void count_held(const std::vector<ParameterPtr>& parameters) {
   if (in_backward()) return;
   for (auto& parameter : parameters)
-    if (parameter->held_version && parameter->shared)
-      parameter->shared->one_host()->backwards.count_publication();
+    if (parameter->held_version && parameter->shared) {
+      const auto& one_host = parameter->shared->one_host();
+      one_host->host->begin_anew();
+      one_host->backwards.count_publication();
+    }
 }
 
 std::vector<at::Tensor> gather(const std::vector<ParameterPtr>& parameters) {

@@ -20,7 +20,7 @@ class GatherBucket {
 
   virtual void start() = 0;
   // Lets shards change from here on, and gives what they were at the start.
-  virtual void keep_rows() {}
+  virtual void snapshot() {}
   // Waits, and returns the full tensors in the order of the parameters.
   virtual std::vector<at::Tensor> finish(bool fresh) = 0;
 
@@ -35,7 +35,7 @@ class Gather {
   explicit Gather(std::vector<ParameterPtr> parameters);
 
   // Lets the shards change before finish(), which gives what they were.
-  void keep_rows();
+  void snapshot();
 
   // Waits, and returns the full tensors, [rows, ...] each in the parameter's compute dtype and
   // strides. Where ranks share a copy, they are views of it, unless they are to be `fresh`. Those

@@ -3,6 +3,7 @@
 #include <ATen/ops/from_blob.h>
 
 #include <algorithm>
+#include <atomic>
 
 #include "error.h"
 #include "memory.h"
@@ -17,6 +18,7 @@ constexpr int8_t kZero = -1;  // in place of a dtype
 
 std::mutex mailboxes_mutex;
 std::vector<std::weak_ptr<Mailbox>> mailboxes;  // of this process
+std::atomic<int> alive = 0;                     // of them
 
 }  // namespace
 
@@ -32,12 +34,16 @@ std::shared_ptr<Mailbox> Mailbox::make(std::shared_ptr<Host> host, at::Tensor me
   return mailbox;
 }
 
+Mailbox::~Mailbox() { --alive; }
+
 void Mailbox::poll_everywhere() {
+  poll(/*all=*/true);
+  if (alive == 1) return;
   std::unique_lock lock(mailboxes_mutex);
   const auto all = mailboxes;
   lock.unlock();
   for (auto& weak : all)
-    if (auto mailbox = weak.lock()) mailbox->poll(/*all=*/true);
+    if (auto mailbox = weak.lock(); mailbox && mailbox.get() != this) mailbox->poll(/*all=*/true);
 }
 
 Mailbox::Mailbox(std::shared_ptr<Host> host, at::Tensor memory)
@@ -45,7 +51,9 @@ Mailbox::Mailbox(std::shared_ptr<Host> host, at::Tensor memory)
       memory_(std::move(memory)),
       mine_(memory_[host_->rank()].mutable_data_ptr<uint8_t>()),
       capacity_(memory_.size(1)),
-      arena_(capacity_) {}
+      arena_(capacity_) {
+  ++alive;
+}
 
 at::Tensor Mailbox::empty(at::IntArrayRef sizes, at::ScalarType dtype, const std::string& fqn) {
   const auto options = at::TensorOptions(dtype);

@@ -36,6 +36,8 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
   // `memory` is [world, capacity] bytes, shared.
   static std::shared_ptr<Mailbox> make(std::shared_ptr<Host> host, at::Tensor memory);
 
+  ~Mailbox();
+
   int64_t capacity() const { return capacity_; }
 
   // Memory in this rank's mailbox. Waits until others have read what fills it; raises if that would
@@ -53,14 +55,15 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
   // Sums letters in their order until one is not there, or all that are there, and forgets what all
   // have read.
   void poll(bool all = false);
-  // All, in every mailbox of this process: ranks that wait in that of one group may be waited for
-  // in that of another.
-  static void poll_everywhere();
+  // All, in this one and every other mailbox of this process: ranks that wait in that of one group
+  // may be waited for in that of another.
+  void poll_everywhere();
   void finish(const LetterPtr& letter);  // waits until this rank has summed it
   void drop(const LetterPtr& letter);    // this rank never will
 
  private:
   Mailbox(std::shared_ptr<Host> host, at::Tensor memory);
+  Mailbox(const Mailbox&) = delete;
 
   // One that this rank has left. It holds no parameter: the latest ones stay for long.
   struct Unread {

@@ -73,15 +73,14 @@ SharedCopy::SharedCopy(std::shared_ptr<OneHost> one_host, const Parameter& param
 }
 
 bool SharedCopy::is_stale(const Parameter& parameter) const {
-  return !turn_ || turn_->is_over || is_outdated_ ||
-         parameter.shard_version() != published_version_;
+  return !turn_ || turn_->is_over || is_invalid_ || parameter.shard_version() != published_version_;
 }
 
 bool SharedCopy::arrive(const Parameter& parameter, uint64_t version, bool even_if_pinned) {
   auto turn = copies_->ring.next(nbytes_of(parameter), even_if_pinned);
   if (!turn) return false;
   turn_ = std::move(turn);
-  is_outdated_ = false;
+  is_invalid_ = false;
   views_ = std::make_shared<Views>();
   turn_->leave = [views = views_] {
     for (auto& weak : *views) {
@@ -136,13 +135,13 @@ Publications::Publications(const std::vector<ParameterPtr>& parameters) {
     if (parameter->shared) epochs_.emplace_back(parameter, parameter->shared->publication.epoch());
 }
 
-bool Publications::expect() const {
+bool Publications::invalidate_if_republished() const {
   bool is_stale = false;
   for (auto& [weak, epoch] : epochs_) {
     const auto parameter = weak.lock();
     if (!parameter) continue;
     auto& shared = *parameter->shared;
-    if (shared.publication.epoch() != epoch) shared.outdate();
+    shared.invalidate(shared.publication.epoch() != epoch);
     is_stale |= shared.is_stale(*parameter);
   }
   return is_stale;
@@ -163,7 +162,7 @@ void PublishedBucket::start() {
   record([this] { return collective(); });
 }
 
-void PublishedBucket::keep_rows() {
+void PublishedBucket::snapshot() {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const auto& parameter = *parameters_[i];
     auto& shard = sources_[i].shard;
@@ -228,7 +227,7 @@ void PublishedBucket::publish_where_possible(bool waits) {
 
 std::optional<Host::Missing> PublishedBucket::missing() {
   publish_where_possible(/*waits=*/true);
-  Mailbox::poll_everywhere();  // others may wait for it
+  one_host().mailbox->poll_everywhere();  // others may wait for it
   for (size_t i = finished_; i < started_; ++i) {
     const auto& publication = parameters_[i]->shared->publication;
     const auto& fqn = parameters_[i]->fqn;

@@ -63,8 +63,8 @@ class SharedCopy {
   // which parameters may have been changed through `.data`, as `_version` does not tell.
   bool is_stale(const Parameter& parameter) const;
   bool is_gone() const { return turn_->is_over; }
-  // Lets it be published again before it is read.
-  void outdate() { is_outdated_ = true; }
+  // Whether it has to be published again before a backward reads it.
+  void invalidate(bool is_invalid = true) { is_invalid_ = is_invalid; }
 
   // Begins the next publication, of the shard at that version. Views of what was in its place get
   // memory of their own. False, and nothing is done: something is there that is pinned.
@@ -90,7 +90,7 @@ class SharedCopy {
   std::shared_ptr<Ring::Turn> turn_;  // of the latest publication
   std::shared_ptr<Views> views_;      // of that
   uint64_t published_version_ = 0;
-  bool is_outdated_ = false;
+  bool is_invalid_ = false;
 };
 
 // What a forward has published, for its backward to read.
@@ -98,9 +98,9 @@ class Publications {
  public:
   explicit Publications(const std::vector<ParameterPtr>& parameters);
 
-  // To be called when that backward begins: what others have published since is outdated. Returns
-  // whether all ranks have to publish some again.
-  bool expect() const;
+  // To be called when that backward begins: what others have published since is invalidated.
+  // Returns whether all ranks have to publish some again.
+  bool invalidate_if_republished() const;
 
  private:
   std::vector<std::pair<std::weak_ptr<Parameter>, uint64_t>> epochs_;
@@ -114,7 +114,7 @@ class PublishedBucket : public GatherBucket {
 
   // Publishes: what a backward gathers was published by its forward, and may still be there.
   void start() override;
-  void keep_rows() override;
+  void snapshot() override;
   std::vector<at::Tensor> finish(bool fresh) override;
 
  private:

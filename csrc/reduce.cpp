@@ -227,7 +227,7 @@ void Reduction::finish_roll_calls() {
     auto& call = *roll_calls_[i];
     if (call.is_finished()) continue;
     call.finish();
-    set_apart_if_mixed();
+    defer_first_if_mixed();
     for (auto& parameter : call.missing()) {
       const auto dtype = parameter->grad_dtype.value_or(parameter->compute_dtype);
       bucket_for(parameter, dtype).add_zero(parameter, dtype);
@@ -235,13 +235,14 @@ void Reduction::finish_roll_calls() {
   }
 }
 
-void Reduction::set_apart_if_mixed() {
+void Reduction::defer_first_if_mixed() {
   for (auto* buckets : {&open_, &in_flight_}) {
     const auto bucket = std::ranges::find_if(
         *buckets, [this](auto& other) { return is_mixed(other->parameters().front()); });
     if (bucket == buckets->end()) continue;
+    ZERO3_CHECK(!deferred_first_, "two gradients were sent before ranks had told what they bring");
     if (buckets == &open_) (*bucket)->close();
-    mixed_first_ = std::move(*bucket);
+    deferred_first_ = std::move(*bucket);
     buckets->erase(bucket);
   }
 }
@@ -389,7 +390,7 @@ void Reduction::finish(const std::vector<ParameterPtr>& parameters) {
     launch(std::move(bucket));
   }
   while (!in_flight_.empty()) finish_oldest();
-  if (mixed_first_) in_flight_.push_back(std::move(mixed_first_));
+  if (deferred_first_) in_flight_.push_back(std::move(deferred_first_));
   for (auto& bucket : std::exchange(mixed_, {})) launch(std::move(bucket));
   while (!in_flight_.empty()) finish_oldest();
   std::vector<ParameterPtr> synced;

@@ -79,7 +79,7 @@ class Reduction : public std::enable_shared_from_this<Reduction> {
   bool is_mixed(const ParameterPtr& parameter) const;  // only some ranks bring it
   // Takes the first gradient, which was sent before that was known, from those that others wait
   // for.
-  void set_apart_if_mixed();
+  void defer_first_if_mixed();
   uint64_t backward_of(const Parameter& parameter);  // its number, where ranks share memory
   // `through` is the normalised dtype for a raw gradient, and for a sum of such its own.
   void send(const ParameterPtr& parameter, const at::Tensor& grad, at::ScalarType through,
@@ -107,7 +107,7 @@ class Reduction : public std::enable_shared_from_this<Reduction> {
   // Of what only some ranks have. They meet in it at places of their own, so that nobody waits for
   // it before the end.
   std::vector<std::unique_ptr<Bucket>> mixed_;
-  std::unique_ptr<Bucket> mixed_first_;                  // likewise, and launched
+  std::unique_ptr<Bucket> deferred_first_;               // likewise, and launched
   std::vector<std::unique_ptr<Bucket>> in_flight_;       // in order of launching
   std::vector<std::unique_ptr<AllReduce>> all_reduces_;  // in flight too
   std::vector<ReducedGradient> results_;

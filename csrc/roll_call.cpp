@@ -48,7 +48,7 @@ class PostedRoll : public Roll {
     // One inside of another backward, or of a second model, that this rank has not heard yet.
     if (one_host_->latest_roll != nullptr) one_host_->latest_roll->hear();
     one_host_->host->wait([&]() -> std::optional<Host::Missing> {
-      Mailbox::poll_everywhere();
+      one_host_->mailbox->poll_everywhere();
       auto readers = one_host_->calls.readers();
       if (readers.empty()) return std::nullopt;
       return {{std::move(readers), "it has begun a backward, and sent one gradient or none"}};
@@ -76,7 +76,7 @@ class PostedRoll : public Roll {
     if (!lines_.empty()) return;
     const auto& first = parameters_.front()->fqn;
     one_host_->host->wait([&]() -> std::optional<Host::Missing> {
-      Mailbox::poll_everywhere();
+      one_host_->mailbox->poll_everywhere();
       auto silent = one_host_->calls.silent(call_);
       if (silent.empty()) return std::nullopt;
       const auto gone = one_host_->calls.gone(call_);

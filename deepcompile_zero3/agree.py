@@ -40,7 +40,7 @@ def _gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
     world_size = dist.get_world_size(group)
     sizes = torch.zeros(world_size, 1, dtype=torch.int64, device=device)
     dist.all_gather(list(sizes), torch.tensor([mine.numel()], device=device), group=group)
-    padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+    padded = torch.zeros(int(sizes.max()), dtype=torch.uint8, device="cpu")
     padded[: mine.numel()] = mine
     rows = torch.zeros(world_size, padded.numel(), dtype=torch.uint8, device=device)
     dist.all_gather(list(rows), padded.to(device), group=group)

@@ -164,7 +164,7 @@ class CompiledGraph:
         for parameter in parameters:
             as_traced &= parameter.settle()
         if _C.running_backward() != -1:  # recomputes a forward, and nobody knows which
-            _C.outdate([parameter.handle for parameter in parameters])
+            _C.invalidate([parameter.handle for parameter in parameters])
         groups = dict.fromkeys(parameter.group for parameter in parameters)  # in one order
         if any(group.in_forward for group in groups):  # in eager code, which frees what is held
             return self._forward(args, parameters, as_traced, first=False)
@@ -195,7 +195,7 @@ class CompiledGraph:
         publications = _C.Publications([parameter.handle for parameter in parameters])
 
         def expect(_: Any) -> None:
-            publications.expect()
+            publications.invalidate_if_republished()
 
         for node in {o.grad_fn for o in outputs if isinstance(o, torch.Tensor)}:
             if node is not None:

@@ -95,7 +95,7 @@ class ParameterGroup:
             if _C.running_backward() != -1 and torch.is_grad_enabled():
                 # A recomputation of activations, whose module is not in forward itself.
                 parameter.refresh()
-                _C.outdate([parameter.handle])
+                _C.invalidate([parameter.handle])
                 return parameter.read(_C.gather_and_read(parameter.handle))
             return parameter.shard
         saved = running[-1]._saved if running else None
@@ -135,7 +135,7 @@ class ParameterGroup:
         if not async_op:
             self.wait_for_gather()
         elif self._gathering is not None:
-            self._gathering.keep_rows()
+            self._gathering.snapshot()
 
     @torch_internals.disable_dynamo
     def reshard(self) -> None:
@@ -203,7 +203,7 @@ class ParameterGroup:
             missing = [p for p in self.parameters if p.handle.gathered is None]
             if missing:
                 if _C.running_backward() != -1:  # recomputes a forward, and nobody knows which
-                    _C.outdate([p.handle for p in missing])
+                    _C.invalidate([p.handle for p in missing])
                 self._gathering = AllGather(missing)
 
     @torch_internals.disable_dynamo

@@ -32,6 +32,10 @@ class Zero3Module:
         """As ``nn.Module``'s. Dynamo skips frames of torch's own files: entering through this one,
         it traces the hooks around ``forward`` into the same graph.
         """
+        return self._call(*args, **kwargs)
+
+    @torch_internals.inline_only  # a forward whose graph breaks ends in here, for real
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         depth = self._zero3_group.depth

@@ -126,7 +126,7 @@ def share(
     segments = _Segments(fulls, group, take_turns) if fulls else None
     mine = _offer(transport, described, segments.sizes if segments and rank == 0 else ())
     try:
-        offers = [_Offer(*offer) for offer in agree.gather("fully_shard", mine, group)]
+        offers = [_Offer(*offer) for offer in agree.gather("fully_shard: memory", mine, group)]
         if len({offer.transport for offer in offers}) > 1:
             asked = {rank: offer.transport for rank, offer in enumerate(offers)}
             raise Zero3Error(f"ranks disagree on the transport, {asked}: give all the same")
@@ -141,7 +141,7 @@ def share(
                 segments.map([f"/proc/{first.pid}/fd/{file}" for file in first.files], first.nonce)
             except Exception as error:
                 troubles[rank] = f"it cannot map memory of rank 0: {error}"
-            troubles = agree.gather("fully_shard", troubles[rank], group)
+            troubles = agree.gather("fully_shard: mapping", troubles[rank], group)
     finally:
         for file in mine.files:  # all have mapped them, or nobody will
             os.close(file)
@@ -157,7 +157,7 @@ def share(
 
 def check_alike(described: Sequence[str], group: dist.ProcessGroup) -> None:
     """Raises a Zero3Error unless all ranks of ``group`` say the same of theirs. Collective."""
-    for other, theirs in enumerate(agree.gather("fully_shard", described, group)):
+    for other, theirs in enumerate(agree.gather("fully_shard: parameters", described, group)):
         _check_alike(described, theirs, dist.get_rank(group), other)
 
 
@@ -260,7 +260,11 @@ def _map(path: str, nbytes: int) -> torch.Tensor:
 def _new_file(nbytes: int, nonce: str) -> int:
     """The descriptor of an anonymous file of zeros, behind which ``nonce`` stands."""
     file = _C.new_shared_file(nbytes + len(nonce))
-    os.pwrite(file, nonce.encode(), nbytes)
+    try:
+        os.pwrite(file, nonce.encode(), nbytes)
+    except BaseException:
+        os.close(file)
+        raise
     return file
 
 

@@ -334,9 +334,9 @@ class AllGather:
             parameter.refresh()
         self._gather = _C.Gather([parameter.handle for parameter in parameters])
 
-    def keep_rows(self) -> None:
+    def snapshot(self) -> None:
         """Lets the shards change before ``wait``, which gives what they were."""
-        self._gather.keep_rows()
+        self._gather.snapshot()
 
     def wait(self) -> list[torch.Tensor]:
         """The full tensors, [rows, ...] each in its compute dtype."""
@@ -432,8 +432,9 @@ def _refresh(fqn: str) -> None:
     parameter = find(fqn)
     if parameter is None:
         return
-    if _C.running_backward() != -1:
+    if _C.running_backward() != -1:  # recomputes a forward, and nobody knows which
         parameter.refresh()
+        _C.invalidate([parameter.handle])
         return
     changed = [p.fqn for p in parameter.group.parameters if not p.settle()]
     if changed:

@@ -55,8 +55,8 @@ class _Regather:
             self._backward = _C.running_backward()
             self._fulls.clear()
             self._gathering = None
-            if self._publications.expect():
-                self.parameters.update(dict.fromkeys(self._all))
+            if self._publications.invalidate_if_republished():
+                self.parameters = dict.fromkeys(self._all)  # in one order on all ranks
         if self._gathering is not None:
             return
         for saved in self.parameters:

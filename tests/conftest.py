@@ -90,9 +90,6 @@ def pytest_sessionfinish(session, exitstatus):
         cache.end_well()
 
 
-LONG_PAIRS = [("interpreted", "shared_memory"), ("eager", "c10d")]
-
-
 def pytest_itemcollected(item):
     """Tests with ranks run on one worker of pytest-xdist, so that ranks have the machine's cores;
     those of one process on the other meanwhile.
@@ -102,7 +99,7 @@ def pytest_itemcollected(item):
         item.add_marker(pytest.mark.xdist_group("ranks"))
     values = item.callspec.params if hasattr(item, "callspec") else {}
     # Of all ways to run and to communicate, `make test` has the pairs in which each is met.
-    if (values.get("how"), values.get("transport")) in LONG_PAIRS:
+    if (values.get("how"), values.get("transport")) == ("eager", "c10d"):
         item.add_marker(pytest.mark.long)
 
 

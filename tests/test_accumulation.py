@@ -515,5 +515,37 @@ def _wider_later():
     assert (model.weight.grad.full_tensor() == 257).all()
 
 
+def _low_after_one_that_raised():
+    """What was lost has no say in what follows."""
+    model = nn.Linear(4, 4, bias=False).bfloat16()
+    model.weight.grad_dtype = None
+    fully_shard(model)
+    with contextlib.suppress(KeyError), defer_reduction(model):
+        deposit_grad(model.weight, torch.ones(4, 4))
+        raise KeyError
+    with defer_reduction(model):
+        deposit_grad(model.weight, torch.ones(4, 4, dtype=torch.bfloat16))
+    assert model.weight.grad.dtype == torch.bfloat16
+
+
+def test_a_gradient_that_was_lost_leaves_no_dtype_behind(run_ranks):
+    run_ranks(2, _low_after_one_that_raised)
+
+
+def _summed_before():
+    model = fully_shard(nn.Linear(4, 4, bias=False), transport="c10d")
+    with record_collectives() as log:
+        for is_last in (False, False, True):
+            model.set_requires_gradient_sync(is_last)
+            model(torch.ones(2, 4)).sum().backward()
+    reduced = [fqn for c in log if c.op == "reduce_scatter" for fqn in c.params]
+    assert reduced == ["weight"]
+    assert (model.weight.grad.full_tensor() == 6).all()
+
+
+def test_what_was_summed_before_is_reduced_with_the_last(run_ranks):
+    run_ranks(2, _summed_before)
+
+
 def test_a_later_gradient_that_is_wider_widens_what_is_there(run_ranks):
     run_ranks(2, _wider_later)

@@ -14,7 +14,9 @@ from models import (
     optimizers_of,
     shard,
 )
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from deepcompile_zero3 import Zero3Error, fully_shard
 from deepcompile_zero3.layout import Layout
@@ -23,12 +25,12 @@ from deepcompile_zero3.module import parameters_of
 each_transport = pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
 
 
-def _no_memory_at_the_third(patch):
+def _no_memory(patch, at):
     shard_of = Layout.shard
     calls = iter(range(100))
 
     def fail(layout, parameter):
-        if next(calls) == 2:
+        if next(calls) == at:
             raise MemoryError("no memory for a shard")
         return shard_of(layout, parameter)
 
@@ -41,7 +43,7 @@ def _fail_on_one(transport):
     before = dict(model.named_parameters())
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            _no_memory_at_the_third(patch)
+            _no_memory(patch, at=2)
             with pytest.raises(MemoryError, match="no memory for a shard"):
                 fully_shard(model, transport=transport)
         else:
@@ -60,11 +62,36 @@ def test_a_failure_on_one_rank_leaves_all_as_they_were(run_ranks, transport):
     run_ranks(2, _fail_on_one, transport)
 
 
+def _fail_on_one_of_four(kind):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("columns", "rows"))
+    model = Stack()
+    match kind:
+        case "replicas":
+            over = mesh
+        case "tensor parallel":
+            model = parallelize_module(model, mesh["rows"], {"head": ColwiseParallel()})
+            over = mesh["columns"]
+        case "blocks over another mesh":
+            fully_shard(model.blocks[0], mesh=mesh["rows"])
+            over = mesh["columns"]
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 0:
+            _no_memory(patch, at=0)
+        with pytest.raises((MemoryError, Zero3Error), match="no memory for a shard"):
+            fully_shard(model, mesh=over)
+    assert type(model) is Stack
+
+
+@pytest.mark.parametrize("kind", ["replicas", "tensor parallel", "blocks over another mesh"])
+def test_a_failure_on_one_rank_is_told_to_all_of_the_model(run_ranks, kind):
+    run_ranks(4, _fail_on_one_of_four, kind)
+
+
 def _fail_then_train(transport):
     model = Stack()
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            _no_memory_at_the_third(patch)
+            _no_memory(patch, at=2)
         with pytest.raises((MemoryError, Zero3Error)):
             fully_shard(model, transport=transport)
     model, reference = shard(model, model.blocks, transport=transport)

@@ -234,6 +234,26 @@ class Kinds(nn.Module):
         return loss + self.large.sum() if uses_large else loss
 
 
+class Branches(Kinds):
+    """Gradients come in an order of each rank's own."""
+
+    def forward(self, is_swapped):
+        small, low = self.small.sum(), self.low.float().sum()
+        return low + small if is_swapped else small + low
+
+
+def _branches(transport):
+    model = fully_shard(Branches(), transport=transport)
+    model(is_swapped=dist.get_rank() == 1).backward()
+    assert (model.small.grad.full_tensor() == 1).all()
+    assert (model.low.grad.full_tensor() == 1).all()
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
+def test_gradients_of_two_dtypes_may_come_in_other_orders(run_ranks, transport):
+    run_ranks(2, _branches, transport, timeout=60)
+
+
 def _kinds(transport):
     model = fully_shard(Kinds(), transport=transport)
     model(uses_large=dist.get_rank() == 1).backward()

@@ -23,7 +23,7 @@ from deepcompile_zero3.group import ParameterGroup
 from deepcompile_zero3.layout import DataParallel, Layout
 from deepcompile_zero3.module import Zero3Module, original_class, parameters_of, swap_class
 from deepcompile_zero3.parameter import ShardedParameter, full_like
-from deepcompile_zero3.process_groups import neighbours
+from deepcompile_zero3.process_groups import group_for_reductions, neighbours
 from deepcompile_zero3.runtime import _C
 
 # Set on a parameter that was sharded, for the modules that are tied to it and come later.
@@ -122,24 +122,28 @@ def fully_shard(
         f"reduce_dtype={mp_policy.reduce_dtype}, reshard_after_forward={reshard_after_forward}"
         for (parameter, fqn), full in zip(names.items(), fulls, strict=True)
     ]
-    if ranks.replicate_group is not None:
-        one_host.check_alike(described, ranks.replicate_group)
-    parts = one_host.share(
-        fulls,
-        described,
-        ranks.shard_group,
-        mesh.device_type,
-        transport,
-        take_turns=reshard is True and ranks_after_forward is None,
-    )
-    shared = dict(zip(layouts, parts, strict=True)) if parts else {}
-    group_after_forward = None
-    if ranks_after_forward is not None and not parts:
-        group_after_forward = neighbours(ranks.shard_group, ranks_after_forward)
-
     built: dict[nn.Parameter, ShardedParameter] = {}
-    failure: Exception | None = None
+    failure: Exception | None = None  # running out of memory, say: others wait for this rank's word
     try:
+        if ranks.replicate_group is not None:
+            one_host.check_alike(described, ranks.replicate_group)
+    except Exception as error:
+        failure = error
+    try:
+        parts = one_host.share(
+            fulls,
+            described,
+            ranks.shard_group,
+            mesh.device_type,
+            transport,
+            take_turns=reshard is True and ranks_after_forward is None,
+        )
+        shared = dict(zip(layouts, parts, strict=True)) if parts else {}
+        group_after_forward = None
+        if not parts:  # groups of our own are made by all ranks, before one of them may fail
+            group_for_reductions(ranks.shard_group)
+            if ranks_after_forward is not None:
+                group_after_forward = neighbours(ranks.shard_group, ranks_after_forward)
         for new, (submodule, attribute) in _places_of(layouts, modules).items():
             built[new] = ShardedParameter(
                 new,
@@ -151,9 +155,12 @@ def fully_shard(
                 shared.get(new),
                 group_after_forward,
             )
-    except Exception as error:  # running out of memory, say: the others wait for this rank's word
-        failure = error
-    root = _agree_on_root(modules, failure, ranks)
+    except Exception as error:
+        failure = failure or error
+    try:
+        root = _agree_on_root(modules, failure, _process_groups_of(ranks, names, modules))
+    finally:
+        failure = None  # whose traceback has this frame, and all that was built
 
     for _, submodule in _unsharded_modules(modules):
         sharded: dict[str, ShardedParameter] = dict(parameters_of(submodule))
@@ -222,8 +229,23 @@ def _places_of(
     return {parameter: places[parameter] for parameter in parameters}
 
 
+def _process_groups_of(
+    ranks: DataParallel, parameters: Iterable[nn.Parameter], modules: Sequence[nn.Module]
+) -> list[dist.ProcessGroup]:
+    """Those over which ranks shard the model that ``modules`` are or become, in one order."""
+    groups = [ranks.shard_group, ranks.replicate_group]
+    for parameter in parameters:  # by tensor parallelism
+        if isinstance(parameter, DTensor):
+            groups += parameter.device_mesh.get_all_groups()
+    for group in (g for each in modules for g in _groups_in(each)):
+        for sharded in group.parameters:
+            of_sharded = sharded.layout.ranks
+            groups += [of_sharded.shard_group, of_sharded.replicate_group]
+    return [g for g in dict.fromkeys(groups) if g is not None and g.size() > 1]
+
+
 def _agree_on_root(
-    modules: Sequence[nn.Module], failure: Exception | None, ranks: DataParallel
+    modules: Sequence[nn.Module], failure: Exception | None, groups: Sequence[dist.ProcessGroup]
 ) -> int:
     """The number of the sharded model, free on all ranks: one may have collected a deleted model
     that another has not. Collective.
@@ -235,14 +257,14 @@ def _agree_on_root(
     in_use = _C.live_roots() - inner
     me = dist.get_rank()
     failures = {} if failure is None else {me: f"{type(failure).__name__}: {failure}"}
-    for group in (ranks.shard_group, ranks.replicate_group):
-        if group is None or group.size() == 1:
-            continue
-        for theirs, of_rank in agree.gather(
-            "fully_shard", [sorted(in_use), list(failures.items())], group
-        ):
-            in_use = in_use | set(theirs)
-            failures |= dict(of_rank)
+    try:
+        for group in groups:
+            mine = [sorted(in_use), list(failures.items())]
+            for theirs, of_rank in agree.gather("fully_shard: outcome", mine, group):
+                in_use = in_use | set(theirs)
+                failures |= dict(of_rank)
+    except Zero3Error as error:
+        raise failure or error from None
     if failure is not None:
         raise failure
     if failures:
