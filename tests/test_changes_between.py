@@ -158,8 +158,9 @@ def _step_while_gathering(transport):
     for _ in range(3):
         before = [block.weight.detach().full_tensor() for block in blocks]
         handles = [block.unshard(async_op=True) for block in blocks]
-        for block in blocks:
-            block._parameters["weight"].data.add_(1)
+        with torch.no_grad():
+            for block in blocks:
+                block._parameters["weight"].add_(1)
         for block, handle, old in zip(blocks, handles, before, strict=True):
             handle.wait()
             assert torch.equal(block.weight, old)
