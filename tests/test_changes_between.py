@@ -38,10 +38,19 @@ def _others(model):
 
 
 class Checkpointed(Stack):
+    use_reentrant = False
+
     def forward(self, x):
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
+            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
         return self.head(x)
+
+
+class CheckpointedReentrantly(Checkpointed):
+    use_reentrant = True
+
+    def forward(self, x):
+        return super().forward(x.requires_grad_())
 
 
 def _swap(how, model_class, transport, reshard_after_forward, is_recorded):
@@ -81,9 +90,18 @@ def test_a_backward_has_its_own_forwards_weights_whatever_ran_since(
 
 
 @each_transport
-@pytest.mark.parametrize("compiler", ["compiled blocks", "another backend"])
-def test_so_it_has_where_what_was_compiled_is_computed_again(run_ranks, compiler, transport):
-    run_ranks(2, _swap, compiler, Checkpointed, transport, True, False)
+@pytest.mark.parametrize(
+    ("compiler", "model_class"),
+    [
+        ("compiled blocks", Checkpointed),
+        ("compiled blocks", CheckpointedReentrantly),
+        ("another backend", Checkpointed),
+    ],
+)
+def test_so_it_has_where_what_was_compiled_is_computed_again(
+    run_ranks, compiler, model_class, transport
+):
+    run_ranks(2, _swap, compiler, model_class, transport, True, False)
 
 
 def _swap_in_turns(how):

@@ -238,8 +238,9 @@ class Branches(Kinds):
     """Gradients come in an order of each rank's own."""
 
     def forward(self, is_swapped):
-        small, low = self.small.sum(), self.low.float().sum()
-        return low + small if is_swapped else small + low
+        if is_swapped:
+            return self.low.float().sum() + self.small.sum()
+        return self.small.sum() + self.low.float().sum()
 
 
 def _branches(transport):
