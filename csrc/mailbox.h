@@ -63,7 +63,6 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
 
  private:
   Mailbox(std::shared_ptr<Host> host, at::Tensor memory);
-  Mailbox(const Mailbox&) = delete;
 
   // One that this rank has left. It holds no parameter: the latest ones stay for long.
   struct Unread {

@@ -30,8 +30,7 @@ class _Regather:
 
     Those that the forward saved, and where ranks have to meet for a gather, as they do if what the
     forward published is there no more, all of the group: what is saved may differ from rank to
-    rank. When it has them, it starts those of the owners in
-    ``following``.
+    rank. When it has them, it starts those of the owners in ``following``.
     """
 
     def __init__(
