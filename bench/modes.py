@@ -119,7 +119,6 @@ def zero3(
 def _compiled(model: nn.Module, what: str, **settings: Any) -> nn.Module:
     """The model to call, of which the ``model``, its ``blocks`` or nothing, ``no``, is compiled."""
     if what == "blocks":
-        torch._dynamo.config.recompile_limit = len(model.model.layers) + 1  # a graph each
         for block in model.model.layers:
             block.compile(**settings)
     return torch.compile(model, **settings) if what == "model" else model

@@ -37,9 +37,9 @@ at::Tensor make_placeholder(std::vector<int64_t> sizes, std::vector<int64_t> str
 // are destroyed.
 void set_python_refresh(py::function function) {
   PyObject* callable = function.release().ptr();
-  set_refresh([callable](const std::string& fqn) {
+  set_refresh([callable](const at::Tensor& placeholder) {
     py::gil_scoped_acquire gil;
-    py::reinterpret_borrow<py::function>(callable)(fqn);
+    py::reinterpret_borrow<py::function>(callable)(placeholder);
   });
 }
 
@@ -82,7 +82,7 @@ void check_python_signals() {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<Parameter, ParameterPtr>(m, "Parameter")
       .def(py::init<>())
-      .def_readonly("fqn", &Parameter::fqn)
+      .def_readwrite("fqn", &Parameter::fqn)
       .def_readwrite("root", &Parameter::root)
       .def_readwrite("group_name", &Parameter::group_name)
       .def_readwrite("reduce_group_name", &Parameter::reduce_group_name)
@@ -149,9 +149,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("drop_accumulated", &Parameter::drop_accumulated,
            py::call_guard<py::gil_scoped_release>())
       .def_readonly("pending_uses", &Parameter::pending_uses)
-      .def("register",
-           [](const ParameterPtr& self, const std::string& fqn) { Registry::get().add(self, fqn); })
-      .def("unregister", [](const ParameterPtr& self) { Registry::get().remove(self); });
+      .def("register", [](const ParameterPtr& self) { Registry::get().add(self); });
 
   py::class_<Gather>(m, "Gather")
       .def(py::init<std::vector<ParameterPtr>>(), py::call_guard<py::gil_scoped_release>())

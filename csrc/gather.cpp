@@ -15,7 +15,7 @@
 namespace zero3 {
 namespace {
 
-std::function<void(const std::string&)> refresh_function;
+std::function<void(const at::Tensor&)> refresh_function;
 
 void check_gatherable(const Parameter& parameter) {
   ZERO3_CHECK(!parameter.shard.is_meta() || parameter.device.is_meta(), "'", parameter.fqn,
@@ -159,12 +159,12 @@ std::unique_ptr<GatherBucket> bucket_of(std::vector<ParameterPtr> parameters) {
 
 }  // namespace
 
-void set_refresh(std::function<void(const std::string& fqn)> function) {
+void set_refresh(std::function<void(const at::Tensor& placeholder)> function) {
   refresh_function = std::move(function);
 }
 
 void refresh(const Parameter& parameter) {
-  if (refresh_function) refresh_function(parameter.fqn);
+  if (refresh_function) refresh_function(parameter.placeholder);
 }
 
 Gather::Gather(std::vector<ParameterPtr> parameters) : parameters_(std::move(parameters)) {

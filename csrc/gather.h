@@ -62,7 +62,7 @@ void count_held(const std::vector<ParameterPtr>& parameters);
 std::vector<at::Tensor> gather(const std::vector<ParameterPtr>& parameters);
 
 // Called by refresh(), to make `Parameter::shard` what the model registers now.
-void set_refresh(std::function<void(const std::string& fqn)> function);
+void set_refresh(std::function<void(const at::Tensor& placeholder)> function);
 void refresh(const Parameter& parameter);
 
 }  // namespace zero3

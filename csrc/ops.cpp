@@ -9,8 +9,10 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <array>
 #include <unordered_map>
+#include <vector>
 
 #include "autograd.h"
 #include "error.h"
@@ -75,13 +77,9 @@ class Running {
   std::unordered_map<int64_t, std::weak_ptr<Gather>> gathers_;
 };
 
-Tensor all_gather_start(at::TensorList placeholders, std::vector<std::string> fqns,
-                        const std::optional<Tensor>& after) {
-  ZERO3_CHECK(!placeholders.empty() && placeholders.size() == fqns.size(),
-              "zero3::all_gather_start needs one name for each placeholder, got ",
-              placeholders.size(), " placeholders and ", fqns.size(), " names");
+Tensor all_gather_start(at::TensorList placeholders, const std::optional<Tensor>& after) {
   std::vector<ParameterPtr> parameters;
-  for (auto& fqn : fqns) parameters.push_back(Registry::get().find(fqn));
+  for (auto& placeholder : placeholders) parameters.push_back(Registry::get().find(placeholder));
   return Running::get().add(std::make_unique<Gather>(std::move(parameters)));
 }
 
@@ -114,9 +112,9 @@ void check_reducible(const Parameter& parameter, const std::string& contract) {
               "moved it there: use backend='zero3', or eager");
 }
 
-Tensor reduce_grad(const Tensor& grad, std::string fqn, const std::optional<Tensor>& after,
-                   int64_t use, std::string contract) {
-  auto parameter = Registry::get().find(fqn);
+Tensor reduce_grad(const Tensor& grad, const Tensor& placeholder,
+                   const std::optional<Tensor>& after, int64_t use, std::string contract) {
+  auto parameter = Registry::get().find(placeholder);
   if (parameter->deferred && contract.empty()) {
     parameter->detect_nonfinite(grad);
     accumulate(*parameter, grad);
@@ -127,20 +125,20 @@ Tensor reduce_grad(const Tensor& grad, std::string fqn, const std::optional<Tens
   return token(grad);
 }
 
-Tensor reduce_mm(at::TensorList factors, std::string fqn, const std::optional<Tensor>& after,
-                 int64_t use, std::string contract) {
+Tensor reduce_mm(at::TensorList factors, const Tensor& placeholder,
+                 const std::optional<Tensor>& after, int64_t use, std::string contract) {
   ZERO3_CHECK(factors.size() == 2, "zero3::reduce_mm takes two matrices, got ", factors.size());
-  auto parameter = Registry::get().find(fqn);
+  auto parameter = Registry::get().find(placeholder);
   check_reducible(*parameter, contract);
   at::AutoDispatchBelowADInplaceOrView guard;
   Reduction::current()->add_product(parameter, factors[0], factors[1]);
   return token(factors[0]);
 }
 
-Tensor reduce_rows(at::TensorList rows, std::string fqn, const std::optional<Tensor>& after,
-                   int64_t use, std::string contract) {
+Tensor reduce_rows(at::TensorList rows, const Tensor& placeholder,
+                   const std::optional<Tensor>& after, int64_t use, std::string contract) {
   ZERO3_CHECK(rows.size() == 2, "zero3::reduce_rows takes indices and values, got ", rows.size());
-  auto parameter = Registry::get().find(fqn);
+  auto parameter = Registry::get().find(placeholder);
   check_reducible(*parameter, contract);
   at::AutoDispatchBelowADInplaceOrView guard;
   auto reduction = Reduction::current();
@@ -152,8 +150,8 @@ Tensor reduce_rows(at::TensorList rows, std::string fqn, const std::optional<Ten
 }
 
 // Fresh memory: a compiler may write to what an operator returns.
-Tensor unshard(const Tensor& placeholder, std::string fqn, std::string contract) {
-  auto parameter = Registry::get().find(fqn);
+Tensor unshard(const Tensor& placeholder, std::string contract) {
+  auto parameter = Registry::get().find(placeholder);
   refresh(*parameter);
   return gather({parameter})[0];
 }
@@ -164,21 +162,20 @@ Tensor view_of(const Tensor& gathered) {
       version_counter_of(gathered), /*allow_tensor_metadata_change=*/true));
 }
 
-Tensor call_unshard(const Tensor& placeholder, const std::string& fqn,
-                    const std::string& contract) {
+Tensor call_unshard(const Tensor& placeholder, const std::string& contract) {
   static auto op = c10::Dispatcher::singleton()
                        .findSchemaOrThrow("zero3::unshard", "")
-                       .typed<Tensor(const Tensor&, std::string, std::string)>();
-  return op.call(placeholder, fqn, contract);
+                       .typed<Tensor(const Tensor&, std::string)>();
+  return op.call(placeholder, contract);
 }
 
-void call_reduce_grad(const Tensor& grad, const std::string& fqn, int64_t use,
+void call_reduce_grad(const Tensor& grad, const Tensor& placeholder, int64_t use,
                       const std::string& contract) {
   static auto op = c10::Dispatcher::singleton()
                        .findSchemaOrThrow("zero3::reduce_grad", "")
-                       .typed<Tensor(const Tensor&, std::string, const std::optional<Tensor>&,
+                       .typed<Tensor(const Tensor&, const Tensor&, const std::optional<Tensor>&,
                                      int64_t, std::string)>();
-  op.call(grad, fqn, std::nullopt, use, contract);
+  op.call(grad, placeholder, std::nullopt, use, contract);
 }
 
 bool is_traced(const Tensor& tensor) {
@@ -186,50 +183,67 @@ bool is_traced(const Tensor& tensor) {
          tensor.key_set().has(c10::DispatchKey::Functionalize);
 }
 
-// A compiler merges two nodes that are alike; the same gradient for two uses must count twice.
-int64_t next_traced_use(const std::string& fqn) {
-  auto parameter = Registry::get().find_or_null(fqn);
-  return parameter ? parameter->traced_uses++ : 0;
+// Number of this use of a placeholder that is being traced. A compiler merges two nodes that are
+// alike; the same gradient for two uses must count twice.
+int64_t next_traced_use(const Tensor& placeholder) {
+  struct Uses {
+    c10::weak_intrusive_ptr<c10::TensorImpl> traced;
+    int64_t number = 0;
+  };
+  static std::mutex mutex;
+  static auto& all = *new std::vector<Uses>;  // of the traces that run now
+  std::lock_guard lock(mutex);
+  std::erase_if(all, [](auto& uses) { return uses.traced.expired(); });
+  auto found = std::ranges::find(all, placeholder.unsafeGetTensorImpl(),
+                                 [](auto& uses) { return uses.traced._unsafe_get_target(); });
+  if (found == all.end())
+    found = all.insert(all.end(), {c10::weak_intrusive_ptr(placeholder.getIntrusivePtr()), 0});
+  return found->number++;
 }
 
 class Unshard : public torch::autograd::Function<Unshard> {
  public:
   static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& placeholder,
-                        std::string fqn, std::string contract,
-                        const std::optional<Tensor>& gathered) {
-    context->saved_data["fqn"] = fqn;
+                        std::string contract, const std::optional<Tensor>& gathered) {
+    // Not by save_for_backward: the user's hooks on saved tensors would read it.
+    context->saved_data["placeholder"] = placeholder;
     context->saved_data["contract"] = contract;
-    context->saved_data["use"] = is_traced(placeholder) ? next_traced_use(fqn) : 0;
+    context->saved_data["use"] = is_traced(placeholder) ? next_traced_use(placeholder) : 0;
     context->set_materialize_grads(false);
     if (gathered) return view_of(*gathered);
     at::AutoDispatchBelowADInplaceOrView guard;
-    return call_unshard(placeholder, fqn, contract);
+    return call_unshard(placeholder, contract);
   }
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  torch::autograd::variable_list grads) {
-    const auto& fqn = context->saved_data["fqn"].toStringRef();
-    ZERO3_CHECK(!c10::GradMode::is_enabled(), "the gradient of '", fqn,
-                "' cannot be differentiated again: backward(create_graph=True) is not supported");
+    const auto& placeholder = context->saved_data["placeholder"].toTensor();
+    if (c10::GradMode::is_enabled()) {
+      auto parameter = Registry::get().find_or_null(placeholder);
+      ZERO3_CHECK(false, "the gradient of '", parameter ? parameter->fqn : "a sharded parameter",
+                  "' cannot be differentiated again: backward(create_graph=True) is not supported");
+    }
     if (grads[0].defined())
-      call_reduce_grad(grads[0], fqn, context->saved_data["use"].toInt(),
+      call_reduce_grad(grads[0], placeholder, context->saved_data["use"].toInt(),
                        context->saved_data["contract"].toStringRef());
-    return {Tensor(), Tensor(), Tensor(), Tensor()};
+    return {Tensor(), Tensor(), Tensor()};
   }
 };
 
-Tensor apply_unshard(const Tensor& placeholder, const std::string& fqn, const std::string& contract,
+// An empty contract is that which the parameter has now.
+Tensor apply_unshard(const Tensor& placeholder, std::string contract,
                      const std::optional<Tensor>& gathered) {
-  auto full = Unshard::apply(placeholder, fqn, contract, gathered);
+  auto parameter = is_traced(placeholder) ? nullptr : Registry::get().find_or_null(placeholder);
+  if (parameter && contract.empty()) contract = contract_name(parameter->grad_dtype);
+  auto full = Unshard::apply(placeholder, contract, gathered);
   if (!full.requires_grad()) return full;
   declare_grad_dtype(full, contract_dtype(contract));
-  auto parameter = Registry::get().find_or_null(fqn);
-  if (parameter && !is_traced(placeholder)) parameter->add_use(/*first=*/false);
+  if (parameter) parameter->add_use(/*first=*/false);
   return full;
 }
 
-Tensor unshard_autograd(const Tensor& placeholder, std::string fqn, std::string contract) {
-  return apply_unshard(placeholder, fqn, contract, std::nullopt);
+Tensor unshard_autograd(const Tensor& placeholder, std::string contract) {
+  return apply_unshard(placeholder, std::move(contract), std::nullopt);
 }
 
 }  // namespace
@@ -237,7 +251,7 @@ Tensor unshard_autograd(const Tensor& placeholder, std::string fqn, std::string 
 TORCH_LIBRARY(zero3, m) {
   // Replayed from a CUDA graph, nothing would be gathered or reduced.
   const std::vector<at::Tag> tags{at::Tag::cudagraph_unsafe};
-  m.def("all_gather_start(Tensor[] placeholders, str[] fqns, Tensor? after=None) -> Tensor", tags);
+  m.def("all_gather_start(Tensor[] placeholders, Tensor? after=None) -> Tensor", tags);
   m.def("all_gather_wait(Tensor handle, Tensor[] placeholders, Tensor? after=None) -> Tensor[]",
         tags);
   // Aliases of an input, so that no compiler writes to them.
@@ -246,19 +260,22 @@ TORCH_LIBRARY(zero3, m) {
       "Tensor(a)[]",
       tags);
   m.def(
-      "reduce_grad(Tensor grad, str fqn, Tensor? after=None, int use=0, str contract='') -> "
+      "reduce_grad(Tensor grad, Tensor placeholder, Tensor? after=None, int use=0, "
+      "str contract='') -> "
       "Tensor",
       tags);
   // Lists, whose strides a compiler leaves as they are: a factor is often a transposed view.
   m.def(
-      "reduce_mm(Tensor[] factors, str fqn, Tensor? after=None, int use=0, str contract='') -> "
+      "reduce_mm(Tensor[] factors, Tensor placeholder, Tensor? after=None, int use=0, "
+      "str contract='') -> "
       "Tensor",
       tags);
   m.def(
-      "reduce_rows(Tensor[] rows, str fqn, Tensor? after=None, int use=0, str contract='') -> "
+      "reduce_rows(Tensor[] rows, Tensor placeholder, Tensor? after=None, int use=0, "
+      "str contract='') -> "
       "Tensor",
       tags);
-  m.def("unshard(Tensor placeholder, str fqn, str contract) -> Tensor", tags);
+  m.def("unshard(Tensor placeholder, str contract) -> Tensor", tags);
 }
 
 TORCH_LIBRARY_IMPL(zero3, CPU, m) {
@@ -290,12 +307,12 @@ TORCH_LIBRARY_IMPL(zero3, Autograd, m) { m.impl("unshard", unshard_autograd); }
 Tensor read_gathered(const ParameterPtr& parameter) {
   ZERO3_CHECK(parameter->gathered.defined(), "'", parameter->fqn, "' is not gathered");
   parameter->make_writable();
-  return apply_unshard(parameter->placeholder, parameter->fqn, contract_name(parameter->grad_dtype),
+  return apply_unshard(parameter->placeholder, contract_name(parameter->grad_dtype),
                        parameter->gathered);
 }
 
 Tensor gather_and_read(const ParameterPtr& parameter) {
-  return apply_unshard(parameter->placeholder, parameter->fqn, contract_name(parameter->grad_dtype),
+  return apply_unshard(parameter->placeholder, contract_name(parameter->grad_dtype),
                        gather({parameter})[0]);
 }
 

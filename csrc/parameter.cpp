@@ -163,70 +163,49 @@ Registry& Registry::get() {
   return registry;
 }
 
-void Registry::add(const ParameterPtr& parameter, const std::string& fqn) {
+void Registry::add(const ParameterPtr& parameter) {
   std::lock_guard lock(mutex_);
-  auto& slot = parameters_[fqn];
-  ZERO3_CHECK(slot.expired(), "two live sharded parameters would be called '", fqn, "'");
-  slot = parameter;
-  parameter->fqn = fqn;
-  if (parameter->order == 0) parameter->order = ++registered_;
+  if (parameter->order != 0) return;
+  parameter->order = ++registered_;
+  parameters_.push_back(parameter);
+  if (parameter->placeholder.defined())
+    by_placeholder_[parameter->placeholder.storage().unsafeGetStorageImpl()] = parameter;
 }
 
-void Registry::remove(const ParameterPtr& parameter) {
+ParameterPtr Registry::find_or_null(const at::Tensor& placeholder) {
+  if (!placeholder.has_storage()) return nullptr;
   std::lock_guard lock(mutex_);
-  auto found = parameters_.find(parameter->fqn);
-  if (found != parameters_.end() && found->second.lock() == parameter) parameters_.erase(found);
+  auto found = by_placeholder_.find(placeholder.storage().unsafeGetStorageImpl());
+  return found == by_placeholder_.end() ? nullptr : found->second.lock();
 }
 
-ParameterPtr Registry::find_or_null(const std::string& fqn) {
-  std::lock_guard lock(mutex_);
-  auto found = parameters_.find(fqn);
-  return found == parameters_.end() ? nullptr : found->second.lock();
-}
-
-ParameterPtr Registry::find(const std::string& fqn) {
-  auto parameter = find_or_null(fqn);
-  ZERO3_CHECK(parameter, "no live sharded parameter is called '", fqn, "'; there are ",
-              some_names(),
-              ". A compiled graph that asks for it outlived its model, or fully_shard "
-              "was called on an enclosing module after compiling: compile again.");
+ParameterPtr Registry::find(const at::Tensor& placeholder) {
+  auto parameter = find_or_null(placeholder);
+  ZERO3_CHECK(parameter, "a tensor ", placeholder.sizes(), " of ", placeholder.scalar_type(),
+              " is the placeholder of no live sharded parameter: its model was deleted, or the "
+              "tensor is something else");
   return parameter;
 }
 
-std::string Registry::some_names() {
-  constexpr size_t kShown = 3;
+std::vector<ParameterPtr> Registry::alive() {
   std::lock_guard lock(mutex_);
-  std::erase_if(parameters_, [](auto& item) { return item.second.expired(); });
-  std::string result = parameters_.empty() ? "none" : "";
-  for (auto& [fqn, weak] : parameters_ | std::views::take(kShown))
-    result += (result.empty() ? "'" : ", '") + fqn + "'";
-  if (parameters_.size() > kShown)
-    result += " and " + std::to_string(parameters_.size() - kShown) + " others";
+  std::erase_if(parameters_, [](auto& weak) { return weak.expired(); });
+  std::erase_if(by_placeholder_, [](auto& item) { return item.second.expired(); });
+  std::vector<ParameterPtr> result;
+  for (auto& weak : parameters_)
+    if (auto parameter = weak.lock()) result.push_back(std::move(parameter));
   return result;
 }
 
 std::set<int64_t> Registry::live_roots() {
-  std::vector<ParameterPtr> alive;  // dies after the lock: the last owner frees tensors
-  std::lock_guard lock(mutex_);
-  std::erase_if(parameters_, [](auto& item) { return item.second.expired(); });
   std::set<int64_t> result;
-  for (auto& [fqn, weak] : parameters_)
-    if (auto parameter = weak.lock()) {
-      result.insert(parameter->root);
-      alive.push_back(std::move(parameter));
-    }
+  for (auto& parameter : alive()) result.insert(parameter->root);
   return result;
 }
 
 std::vector<ParameterPtr> Registry::of_root(int64_t root) {
-  std::vector<ParameterPtr> result;  // dies after the lock: the last owner frees tensors
-  {
-    std::lock_guard lock(mutex_);
-    for (auto& [fqn, weak] : parameters_)
-      if (auto parameter = weak.lock()) result.push_back(std::move(parameter));
-  }
+  auto result = alive();
   std::erase_if(result, [root](const ParameterPtr& p) { return p->root != root; });
-  std::ranges::sort(result, {}, [](const ParameterPtr& p) { return p->order; });
   return result;
 }
 

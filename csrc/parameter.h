@@ -11,12 +11,12 @@
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <set>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "channel.h"
@@ -102,9 +102,6 @@ struct Parameter {
   // hint: a promise that is not kept costs a wait until the end of the backward.
   int64_t pending_uses = 0;
 
-  // Counts traced uses, so that no two of their reductions are the same node to a compiler.
-  int64_t traced_uses = 0;
-
   Channel gather_channel() const { return {group_name, device, simulated_backend}; }
   Channel reduce_channel() const { return {reduce_group_name, device, simulated_backend}; }
   Channel replicate_channel() const { return {replicate_group_name, device, simulated_backend}; }
@@ -170,18 +167,18 @@ std::vector<std::string> names_of(const std::vector<ParameterPtr>& parameters);
 // What a profile calls `what` is done with them: "zero3::<what> <the first> and <n> more".
 std::string scope_name(const std::string& what, const std::vector<ParameterPtr>& parameters);
 
-// Names to parameters. It owns none of them: a parameter lives as long as its Python owner.
+// Placeholders to parameters, known by the storage, which what is detached or traced of a
+// placeholder shares. It owns none of them: a parameter lives as long as its Python owner.
 class Registry {
  public:
   static Registry& get();
 
-  // Raises if another live parameter has this name.
-  void add(const ParameterPtr& parameter, const std::string& fqn);
-  void remove(const ParameterPtr& parameter);
+  // Of a parameter that has its placeholder, if it is to have one. Numbers it, the first time.
+  void add(const ParameterPtr& parameter);
 
-  // Raises if no live parameter has this name.
-  ParameterPtr find(const std::string& fqn);
-  ParameterPtr find_or_null(const std::string& fqn);
+  // Raises if no live parameter has this placeholder.
+  ParameterPtr find(const at::Tensor& placeholder);
+  ParameterPtr find_or_null(const at::Tensor& placeholder);
 
   // The sharded models that have live parameters.
   std::set<int64_t> live_roots();
@@ -190,10 +187,11 @@ class Registry {
   std::vector<ParameterPtr> of_root(int64_t root);
 
  private:
-  std::string some_names();  // for an error message
+  std::vector<ParameterPtr> alive();  // in order of registration
 
   std::mutex mutex_;
-  std::map<std::string, std::weak_ptr<Parameter>> parameters_;
+  std::vector<std::weak_ptr<Parameter>> parameters_;
+  std::unordered_map<const c10::StorageImpl*, std::weak_ptr<Parameter>> by_placeholder_;
   int64_t registered_ = 0;
 };
 

@@ -8,9 +8,9 @@
 
 import copy
 import functools
+import os
 import sys
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -22,14 +22,10 @@ from deepcompile_zero3.capture import captured
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.graph_log import log_graph, numbers
 from deepcompile_zero3.group import refuse_writes
-from deepcompile_zero3.parameter import (
-    PLACEHOLDER_OF,
-    ShardedParameter,
-    find,
-    kept_bytes_besides,
-)
+from deepcompile_zero3.parameter import ShardedParameter, find
 from deepcompile_zero3.passes.chain import chain_reductions
 from deepcompile_zero3.passes.facts import (
+    PARAMETER,
     ParameterFacts,
     in_backward_order,
     in_forward_order,
@@ -37,8 +33,14 @@ from deepcompile_zero3.passes.facts import (
 )
 from deepcompile_zero3.passes.gather import insert_gathers, own_outputs
 from deepcompile_zero3.passes.keep import choose_kept
-from deepcompile_zero3.passes.lift import declare_grad_dtypes, lift_unshards, set_contracts, uses_of
-from deepcompile_zero3.passes.partition import drop_needs, settle_backward_gathers
+from deepcompile_zero3.passes.lift import (
+    declare_grad_dtypes,
+    forget_contracts,
+    lift_unshards,
+    name_placeholders,
+    uses_of,
+)
+from deepcompile_zero3.passes.partition import drop_handed_on, drop_needs, settle_backward_gathers
 from deepcompile_zero3.passes.reduce import insert_reduces
 from deepcompile_zero3.passes.widen import widen_weight_gradients
 from deepcompile_zero3.peak import KEPT_OF
@@ -148,18 +150,18 @@ class CompiledGraph:
         compile_graph: GraphCompiler,
     ) -> None:
         self._eager = copy.deepcopy(gm)
+        forget_contracts(self._eager)
         parameters = _sharded_inputs(example_inputs)
-        lifted = lift_unshards(gm)
-        missing = set(lifted) - {parameter.fqn for parameter in parameters.values()}
-        if missing:
-            raise Zero3Error(f"no graph input is the placeholder of {sorted(missing)}")
-        # Weak: a compiler's cache must not keep the shards of a deleted model.
-        self._parameters = [(p.fqn, weakref.ref(p)) for p in parameters.values()]
-        self._run = _compile(gm, example_inputs, _facts(parameters, gm), options, compile_graph)
+        lift_unshards(gm)
+        self._positions = tuple(parameters)
+        inputs, keep_bytes = _facts(parameters, gm), keep_bytes_of(parameters.values(), options)
+        self._run = _compile(gm, example_inputs, inputs, options, keep_bytes, compile_graph)
 
     def __call__(self, *args: Any) -> Any:
-        """Runs it, with the shards as they are."""
-        parameters = [_alive(fqn, reference) for fqn, reference in self._parameters]
+        """Runs it, with the shards as they are: of the parameters whose placeholders ``args`` has,
+        which may be those of another module than the one it was compiled for, like that one.
+        """
+        parameters = [_alive(args[position]) for position in self._positions]
         as_traced = True
         for parameter in parameters:
             as_traced &= parameter.settle()
@@ -185,7 +187,6 @@ class CompiledGraph:
         if not as_traced:
             # requires_grad or grad_dtype changed since the guards of this call were checked. What
             # they look at follows now, so the next call compiles; this one is right in eager.
-            set_contracts(self._eager, {p.fqn: p.contract for p in parameters})
             return self._eager(*args)
         if not torch.is_grad_enabled():
             return self._run(*args)
@@ -193,8 +194,9 @@ class CompiledGraph:
         _C.add_uses([p.handle for p in parameters if p.placeholder.requires_grad], first)
         outputs = self._run(*args)
         publications = _C.Publications([parameter.handle for parameter in parameters])
+        models = {parameter.model for parameter in parameters}
 
-        def expect(_: Any) -> None:
+        def expect(_: Any, models: Any = models) -> None:  # and own them until then
             publications.invalidate_if_republished()
 
         for node in {o.grad_fn for o in outputs if isinstance(o, torch.Tensor)}:
@@ -203,10 +205,14 @@ class CompiledGraph:
         return outputs
 
 
-def _alive(fqn: str, reference: "weakref.ref[ShardedParameter]") -> ShardedParameter:
-    parameter = reference()
+def _alive(placeholder: torch.Tensor) -> ShardedParameter:
+    parameter = find(placeholder)
     if parameter is None:
-        raise Zero3Error(f"the model of '{fqn}' was deleted; its compiled graph cannot run")
+        raise Zero3Error(
+            "a compiled graph got no placeholder of a live sharded parameter, but a "
+            f"{type(placeholder).__name__} {list(placeholder.shape)} of {placeholder.dtype}: its "
+            "model was deleted"
+        )
     return parameter
 
 
@@ -214,7 +220,7 @@ def _sharded_inputs(example_inputs: Sequence[Any]) -> dict[int, ShardedParameter
     """The inputs, by position, that are placeholders."""
     result = {}
     for position, value in enumerate(example_inputs):
-        parameter = find(getattr(value, PLACEHOLDER_OF, None))
+        parameter = find(value)
         if parameter is not None:
             result[position] = parameter
     return result
@@ -234,8 +240,9 @@ def _facts(
             uses=uses[inputs[position]][0],
             only_embeds=uses[inputs[position]][1],
             dim=parameter.placeholder.dim(),
-            nbytes=parameter.placeholder.numel() * parameter.placeholder.element_size(),
+            nbytes=parameter.nbytes,
             reshard_after_forward=parameter.reshard_after_forward,
+            is_trained=parameter.placeholder.requires_grad,
             grad_dtype=parameter.handle.grad_dtype,
             reduce_dtype=parameter.handle.reduce_dtype,
             declares_grad_dtype=(
@@ -246,12 +253,36 @@ def _facts(
     }
 
 
-class Rewriting:
-    """The passes that make forward and backward graphs of one of Dynamo's what they are to be."""
+def keep_bytes_of(parameters: Iterable[ShardedParameter], options: Options) -> float:
+    """A graph's part of what the forwards of its models may keep by choice: that which it has of
+    the bytes of the parameters that leave it.
+    """
+    models = {parameter.model for parameter in parameters}
+    everywhere = [p for model in models if model is not None for p in model.parameters]
+    mine, whole = (
+        sum(p.nbytes for p in some if p.reshard_after_forward is None)
+        for some in (parameters, everywhere)
+    )
+    return options.keep_mb * 2**20 * mine / whole if mine else 0.0
 
-    def __init__(self, inputs: Mapping[int, ParameterFacts], options: Options) -> None:
+
+class Rewriting:
+    """The passes that make forward and backward graphs of one of Dynamo's what they are to be.
+
+    Attributes:
+        inputs: what is known of the parameters, by the graph's input.
+        keep_bytes: of full tensors, that the forward may keep for backward by choice.
+    """
+
+    def __init__(
+        self, inputs: Mapping[int, ParameterFacts], options: Options, keep_bytes: float
+    ) -> None:
         self.inputs = inputs
+        self.keep_bytes = keep_bytes
         self._options = options
+        fqns = [facts.fqn for facts in inputs.values()]
+        common = os.path.commonprefix(fqns)  # noqa: RUF071 (of characters, up to a dot)
+        self._prefix = common.rfind(".") + 1  # of the module that has them all
         self._kept: dict[str, int] = {}
         self._number = 0
 
@@ -276,29 +307,32 @@ class Rewriting:
 
     def _rewrite_forward(self, graph_module: fx.GraphModule) -> None:
         nodes = _sorted(_describe(graph_module, self.inputs)[0], in_forward_order)
-        # The models' other graphs have chosen, or will; this one again if it is compiled again.
-        others = kept_bytes_besides({facts.fqn for facts in self.inputs.values()})
-        most_bytes = self._options.keep_mb * 2**20 - others
-        keep = choose_kept(_sorted(nodes, in_backward_order), most_bytes)
+        name_placeholders(nodes, self._prefix)
+        keep = choose_kept(_sorted(nodes, in_backward_order), self.keep_bytes)
         self._kept.update({nodes[node].fqn: nodes[node].nbytes for node in keep})
-        for node, facts in nodes.items():
-            chosen = node in keep and facts.reshard_after_forward is None
-            if (parameter := find(facts.fqn)) is not None:
-                parameter.kept_bytes = facts.nbytes if chosen else 0
         insert_gathers(graph_module, nodes, self._bucket_bytes, keep)
+        drop_handed_on(graph_module)
         own_outputs(graph_module, _saved_positions(graph_module.graph.output_node()))
 
     def _rewrite_backward(self, graph_module: fx.GraphModule) -> None:
         nodes, gradients = _describe(graph_module, self.inputs)
-        drop_needs(graph_module)
-        for node, facts in nodes.items():
-            if facts.fqn in self._kept:
-                node.meta[KEPT_OF] = facts.fqn
-        nodes = {node: facts for node, facts in nodes.items() if KEPT_OF not in node.meta}
+        kept = {node: facts for node, facts in nodes.items() if facts.fqn in self._kept}
+        for node, facts in kept.items():
+            node.meta[KEPT_OF] = facts.fqn
+            del node.meta[PARAMETER]
+            del nodes[node]
+        inputs = graph_module.graph.find_nodes(op="placeholder")
+        handed_on = {node: node.meta[PARAMETER] for node in inputs if PARAMETER in node.meta}
+        # Both have what might have been kept and was not.
+        known_by = {f.fqn: node for node, f in (*handed_on.items(), *nodes.items())}
+        name_placeholders(nodes | handed_on, self._prefix)
+        name_placeholders(kept, self._prefix, "_full")
+        gathered = drop_needs(graph_module)
+        nodes = {n: facts for n, facts in nodes.items() if n in gathered or n.users}
         gradients = _sorted(gradients, in_gradient_order)
         if self._options.fp32_weight_grads:
             widen_weight_gradients(graph_module, gradients)
-        insert_reduces(graph_module, gradients)
+        insert_reduces(graph_module, gradients, known_by)
         insert_gathers(graph_module, _sorted(nodes, in_backward_order), self._bucket_bytes)
 
 
@@ -307,10 +341,11 @@ def _compile(
     example_inputs: Sequence[Any],
     inputs: Mapping[int, ParameterFacts],
     options: Options,
+    keep_bytes: float,
     compile_graph: GraphCompiler,
 ) -> Callable:
     declare_grad_dtypes(gm, inputs)
-    rewriting = Rewriting(inputs, options)
+    rewriting = Rewriting(inputs, options, keep_bytes)
     with compiler.without_autograd_cache():
         if options.inductor:
             config = dict(options.inductor_config)
@@ -363,7 +398,7 @@ class _Partitioner(compiler.CustomPartitionerFn):  # type: ignore[misc]
             for node in gm.graph.find_nodes(op="placeholder")
             if isinstance(node.meta.get("desc"), compiler.TangentAOTInput)
         ]
-        settle_backward_gathers(gm, nodes, tangents)
+        settle_backward_gathers(gm, nodes, tangents, kwargs["num_fwd_outputs"])
         partition = self._partitioner or compiler.min_cut_rematerialization_partition
         return partition(gm, joint_inputs, **kwargs)
 
@@ -420,11 +455,13 @@ def _saved_positions(output: fx.Node) -> set[int]:
 def _describe(
     gm: fx.GraphModule, inputs: Mapping[int, ParameterFacts]
 ) -> tuple[dict[fx.Node, ParameterFacts], dict[int, ParameterFacts]]:
-    """Which inputs of a partitioned graph are placeholders, and which outputs their gradients."""
+    """Which inputs of a partitioned graph are placeholders, which is noted in their meta, and which
+    outputs their gradients.
+    """
     nodes = {}
     for node in gm.graph.find_nodes(op="placeholder"):
         if (facts := _facts_of(node.meta.get("desc"), inputs)) is not None:
-            nodes[node] = facts
+            nodes[node] = node.meta[PARAMETER] = facts
     gradients = {}
     for position, description in enumerate(gm.graph.output_node().meta.get("desc", ())):
         is_gradient = isinstance(description, compiler.GradAOTOutput)

@@ -26,8 +26,8 @@ def defer_reduction(model: nn.Module) -> Iterator[None]:
     """Sums the gradients of ``model`` while the block runs, and reduces each sum once, at its end.
 
     Whatever comes is summed, in whatever order and dtype: backwards in eager code and in compiled
-    graphs, :func:`deposit_grad`, and ``torch.ops.zero3.reduce_grad(grad, fqn)``. ``.grad`` and the
-    hooks on it follow when the block ends. It costs the memory of the full gradients.
+    graphs, and :func:`deposit_grad`. ``.grad`` and the hooks on it follow when the block ends. It
+    costs the memory of the full gradients.
 
     At its end the ranks tell each other which parameters have got something; one that got nothing
     on some rank counts as zero there. A block that raises drops all that is not reduced yet, sums

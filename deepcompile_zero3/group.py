@@ -9,7 +9,7 @@ backward (see ``saved``). Compiled graphs gather for themselves: nothing here ru
 import dataclasses
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.parameter import AllGather, ShardedParameter
+from deepcompile_zero3.parameter import AllGather, ShardedModel, ShardedParameter
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.saved import SavedTensors
 
@@ -29,7 +29,7 @@ class ParameterGroup:
     Attributes:
         parameters: those the group owns; a tied one belongs to the group that met it first.
         mp_policy: dtypes of the group's computation.
-        root: number of the sharded model that the group belongs to.
+        model: the sharded model that the group belongs to.
         depth: forwards of the group's module that are running.
         forward_prefetch: groups that an eager forward begins to gather once it has this one.
         backward_prefetch: likewise in an eager backward.
@@ -44,7 +44,7 @@ class ParameterGroup:
         self.parameters = parameters
         self.mp_policy = mp_policy
         self._modules = modules  # whose group it is
-        self.root = 0
+        self.model: ShardedModel | None = None
         self.forward_prefetch: list[weakref.ref[ParameterGroup]] = []
         self.backward_prefetch: list[weakref.ref[ParameterGroup]] = []
         self._parent: weakref.ref[ParameterGroup] | None = None
@@ -241,7 +241,7 @@ class ParameterGroup:
         if not self.in_forward:
             recomputes = _C.running_backward() != -1
             if not recomputes:
-                _C.forget_uses(self.root)
+                _C.forget_uses(cast(ShardedModel, self.model).number)
             self._saved = SavedTensors()
             # A checkpoint counts what is saved, which must be the same when it recomputes. Around a
             # block it gets all, be the block in its model's forward or not; around the outermost

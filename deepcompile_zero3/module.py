@@ -333,10 +333,9 @@ def _property(name: str) -> property:
     def read(self: Any) -> torch.Tensor:
         parameter: ShardedParameter = self._zero3_parameters[name]
         if torch.compiler.is_compiling():
-            settle(parameter.fqn)
-            # Read so that it is guarded: graphs differ by it.
-            parameter.reshard_after_forward in (True, False)  # noqa: B015
-            full = ops.unshard.default(parameter.placeholder, parameter.fqn, parameter.contract)
+            settle(parameter.placeholder)
+            parameter.graph_key == ""  # noqa: B015 (read so that it is guarded)
+            full = ops.unshard.default(parameter.placeholder, parameter.contract)
             return full if parameter.is_read_as_gathered else parameter.layout.read(full)
         return parameter.group.read(parameter)
 

@@ -12,7 +12,7 @@ Rows are of the dimension that is sharded, which comes first here whichever it i
 import contextlib
 import weakref
 from collections.abc import Sequence, Set
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -30,19 +30,43 @@ from deepcompile_zero3.runtime import _C
 if TYPE_CHECKING:
     from deepcompile_zero3.group import ParameterGroup
 
-# Set on a placeholder: the FQN of its parameter.
-PLACEHOLDER_OF = "_zero3_placeholder_of"
-
-_live: weakref.WeakValueDictionary[str, "ShardedParameter"] = weakref.WeakValueDictionary()
+# Set on a placeholder: its parameter, weakly.
+_PLACEHOLDER_OF = "_zero3_placeholder_of"
+# Set in the metadata of autograd's nodes: the model whose parameters they are to bring gradients.
+_MODEL = "zero3_model"
 
 _REDUCED = "once it was reduced"
+
+
+class ShardedModel:
+    """All parameters of an outermost sharded module: they finish a backward together.
+
+    Its modules own it, and so does the autograd graph of each forward: a backward needs no module.
+
+    Attributes:
+        number: the same on all ranks.
+        parameters: in one order on all ranks.
+    """
+
+    def __init__(self, number: int, parameters: Sequence["ShardedParameter"]) -> None:
+        self.number = number
+        self.parameters = tuple(parameters)
+        _models.add(self)
+
+    def retire(self) -> None:
+        """Frees the number for another model: this one takes no step any more."""
+        for parameter in self.parameters:
+            parameter.handle.root = 0
+
+
+_models: weakref.WeakSet[ShardedModel] = weakref.WeakSet()
 
 
 class ShardedParameter:
     """A parameter of a sharded model, wherever and however often the model registers it.
 
     Attributes:
-        fqn: its name relative to the outermost sharded module.
+        fqn: its name relative to the outermost sharded module, for people.
         layout: where its parts are.
         ranks_meet_in_backward: whether all ranks take part when one gathers again in backward.
         is_read_as_gathered: whether a module reads what the runtime gathers, as it is.
@@ -50,7 +74,8 @@ class ShardedParameter:
         handle: the C++ runtime's view of it.
         reshard_after_forward: True gathers again in backward, False keeps what forward gathered
             until then; None leaves the choice to the compiler, and gathers again in eager.
-        kept_bytes: held from a compiled forward to its backward by the compiler's choice.
+        graph_key: what graphs depend on beside its contract; parameters that are alike in both and
+            in their placeholders may share compiled graphs.
         grad_dtype: that of the shard, when the latest forward began.
         contract: of the leaf, in the words of ``zero3::unshard``.
     """
@@ -68,12 +93,12 @@ class ShardedParameter:
     ) -> None:
         self._owner = weakref.ref(module)
         self._group: weakref.ref[ParameterGroup] | None = None
+        self._model: weakref.ref[ShardedModel] | None = None
         self._name = name
         self.fqn = ""
         self.layout = layout
         self.is_read_as_gathered = layout.dim == 0 and layout.inner is None  # one guard, not many
         self.reshard_after_forward = reshard_after_forward
-        self.kept_bytes = 0
         self.grad_dtype: torch.dtype | None = None
         self.contract = ""
         self._shard_of_forward = 0
@@ -108,6 +133,7 @@ class ShardedParameter:
             ),
             requires_grad=parameter.requires_grad,
         )
+        setattr(self.placeholder, _PLACEHOLDER_OF, weakref.ref(self))
         self.handle.placeholder = self.placeholder
         self._settle_grad_dtype(parameter.grad_dtype)
 
@@ -124,11 +150,13 @@ class ShardedParameter:
         if (shared := self._shared) is not None:
             self.handle.share(shared.one_host, shared.progress, shared.copies)
             self._shared = None
+            self._settle_graph_key()
         cast(nn.Module, self._owner())._parameters[self._name] = shard
         self._set_shard(cast(DTensor, shard))
         return shard
 
     def _set_shard(self, shard: DTensor) -> None:
+        self._latest_shard = shard
         self.handle.follow_version(shard)
         self._local = torch_internals.local_tensor(shard)
         self.handle.shard = self.layout.rows(self._local)
@@ -152,10 +180,10 @@ class ShardedParameter:
 
     @property
     def shard(self) -> DTensor:
-        """The DTensor ``nn.Parameter`` which the model registers now."""
+        """The DTensor ``nn.Parameter`` which the model registers now, or did to the last."""
         module = self._owner()
         if module is None:
-            raise Zero3Error(f"the module of '{self.fqn}' was deleted, but it is still in use")
+            return self._latest_shard
         shard = module._parameters[self._name]
         if not isinstance(shard, DTensor):
             raise Zero3Error(
@@ -164,18 +192,22 @@ class ShardedParameter:
             )
         return shard
 
-    def forget_name(self) -> None:
-        """Frees the name for another parameter."""
-        self.handle.unregister()
-        _live.pop(self.fqn, None)
+    @property
+    def model(self) -> ShardedModel | None:
+        """The sharded model that the parameter belongs to, as long as somebody owns that."""
+        return self._model() if self._model is not None else None
 
-    def rename(self, fqn: str, root: int) -> None:
-        """Settles the name, and the sharded model that the parameter belongs to."""
-        self.handle.root = root
-        self.handle.register(fqn)
-        self.fqn = fqn
-        setattr(self.placeholder, PLACEHOLDER_OF, fqn)
-        _live[fqn] = self
+    def join(self, model: ShardedModel, fqn: str) -> None:
+        """Makes the parameter one of ``model``, in which it has this name."""
+        self._model = weakref.ref(model)
+        self.fqn = self.handle.fqn = fqn
+        self.handle.root = model.number
+        self.handle.register()
+
+    @property
+    def nbytes(self) -> int:
+        """Of the full tensor, in its compute dtype."""
+        return self.placeholder.numel() * self.placeholder.element_size()
 
     def set_reshard_after_forward(
         self, reshard_after_forward: bool | None, group: dist.ProcessGroup | None = None
@@ -195,9 +227,19 @@ class ShardedParameter:
             )
             for attribute in ("sizes", "strides", "compute_dtype", "device"):
                 setattr(there, attribute, getattr(self.handle, attribute))
+        self._settle_graph_key()
+
+    def _settle_graph_key(self) -> None:
+        handle = self.handle
+        self.graph_key = (
+            f"reshard_after_forward={self.reshard_after_forward} group={handle.group_name} "
+            f"shared={handle.is_shared} reduce_dtype={handle.reduce_dtype}"
+        )
 
     def read(self, whole: torch.Tensor) -> torch.Tensor:
         """What a module reads, of what was gathered."""
+        if whole.grad_fn is not None:
+            cast(Any, whole.grad_fn).metadata[_MODEL] = self.model  # which the graph owns
         if self.is_read_as_gathered:
             return whole
         full = self.layout.read(whole)
@@ -353,9 +395,10 @@ def full_like(
     return torch.empty_like(layout.whole(parameter.detach()), dtype=low, device="meta")
 
 
-def find(fqn: str | None) -> ShardedParameter | None:
-    """The live parameter of this name."""
-    return _live.get(fqn) if fqn is not None else None
+def find(placeholder: object) -> ShardedParameter | None:
+    """The parameter that this is the placeholder of, if it is one's that is alive."""
+    reference = getattr(placeholder, _PLACEHOLDER_OF, None)
+    return None if reference is None else reference()
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -367,7 +410,7 @@ def version_of(tensor: torch.Tensor) -> int:
 def _deliver(gradients: Sequence[tuple[_C.Parameter, torch.Tensor]]) -> None:
     """What the runtime calls at the end of a backward, with everything that was reduced in it."""
     # One that is missing was deleted during its own backward.
-    delivered = [(p, reduced) for handle, reduced in gradients if (p := _live.get(handle.fqn))]
+    delivered = [(p, reduced) for handle, reduced in gradients if (p := find(handle.placeholder))]
     if any(parameter.handle.detects_nonfinite for parameter, _ in delivered):
         _raise_if_nonfinite(delivered)
     for parameter, _ in delivered:
@@ -415,21 +458,21 @@ def _described(what: str, nans: int, infinities: int, numel: int) -> str:
 
 
 @torch_internals.assume_constant_result
-def settle(fqn: str) -> None:
+def settle(placeholder: torch.Tensor) -> None:
     """Settles a parameter that is being traced: it runs when Dynamo meets it, not in the graph.
 
     What is wrong with it is for the graph to say when it runs.
     """
-    parameter = find(fqn)
+    parameter = find(placeholder)
     if parameter is not None:
         with contextlib.suppress(Zero3Error):
             parameter.settle()
 
 
 @torch_internals.disable_dynamo
-def _refresh(fqn: str) -> None:
+def _refresh(placeholder: torch.Tensor) -> None:
     """What the runtime calls before it gathers for an op that met no code of ours on its way."""
-    parameter = find(fqn)
+    parameter = find(placeholder)
     if parameter is None:
         return
     if _C.running_backward() != -1:  # recomputes a forward, and nobody knows which
@@ -446,14 +489,8 @@ def _refresh(fqn: str) -> None:
 
 def parameters_beside(fqns: Set[str]) -> dict[str, ShardedParameter]:
     """Those of these names and the others of their models, by name, as far as they live."""
-    roots = {parameter.handle.root for fqn in fqns if (parameter := find(fqn)) is not None}
-    return {fqn: p for fqn, p in list(_live.items()) if p.handle.root in roots}
-
-
-def kept_bytes_besides(fqns: Set[str]) -> int:
-    """Bytes that compiled forwards keep, by choice, of the other parameters of the same models."""
-    models = parameters_beside(fqns)
-    return sum(models[fqn].kept_bytes for fqn in models.keys() - fqns)
+    models = [m for m in list(_models) if any(p.fqn in fqns for p in m.parameters)]
+    return {p.fqn: p for model in models for p in model.parameters}
 
 
 _C.set_deliver(_deliver)

@@ -1,16 +1,17 @@
 """The Python face of the C++ runtime: the ops' fakes, and the log of collectives.
 
 ==================================================  ==============================================
-``zero3::unshard(placeholder, fqn, contract)``      the full tensor; what a sharded module reads
-``zero3::all_gather_start(placeholders, fqns)``     a handle; what graphs hold, with
+``zero3::unshard(placeholder, contract)``           the full tensor; what a sharded module reads
+``zero3::all_gather_start(placeholders)``           a handle; what graphs hold, with
 ``zero3::all_gather_wait(handle, placeholders)``    full tensors and a token
 ``zero3::all_gather_views(handle, placeholders)``   the same, of memory that the ranks share
-``zero3::reduce_grad(grad, fqn, after)``            takes a full gradient, gives a token
-``zero3::reduce_mm(factors, fqn, after)``           as of the product of two matrices
-``zero3::reduce_rows(rows, fqn, after)``            as of zeros to which values are added at indices
+``zero3::reduce_grad(grad, placeholder, after)``    takes a full gradient, gives a token
+``zero3::reduce_mm(factors, placeholder, after)``   as of the product of two matrices
+``zero3::reduce_rows(rows, placeholder, after)``    as of zeros to which values are added at indices
 ==================================================  ==============================================
 
-A *placeholder* has a parameter's full shape, compute dtype and strides, and zero bytes of storage.
+A *placeholder* has a parameter's full shape, compute dtype and strides, and zero bytes of storage,
+by whose address the runtime knows the parameter.
 A *token* is an empty tensor that orders collectives: each takes that of the one before it.
 """
 
@@ -37,14 +38,12 @@ ops = torch.ops.zero3
 
 
 @torch.library.register_fake("zero3::unshard")
-def _(placeholder: torch.Tensor, fqn: str, contract: str) -> torch.Tensor:
+def _(placeholder: torch.Tensor, contract: str) -> torch.Tensor:
     return torch.empty_like(placeholder)
 
 
 @torch.library.register_fake("zero3::all_gather_start")
-def _(
-    placeholders: Sequence[torch.Tensor], fqns: Sequence[str], after: torch.Tensor | None = None
-) -> torch.Tensor:
+def _(placeholders: Sequence[torch.Tensor], after: torch.Tensor | None = None) -> torch.Tensor:
     return torch.empty(1, dtype=torch.int64, device="cpu")
 
 
@@ -65,7 +64,7 @@ def _(
 @torch.library.register_fake("zero3::reduce_grad")
 def _(
     grad: torch.Tensor,
-    fqn: str,
+    placeholder: torch.Tensor,
     after: torch.Tensor | None = None,
     use: int = 0,
     contract: str = "",
@@ -77,7 +76,7 @@ def _(
 @torch.library.register_fake("zero3::reduce_rows")
 def _(
     inputs: Sequence[torch.Tensor],
-    fqn: str,
+    placeholder: torch.Tensor,
     after: torch.Tensor | None = None,
     use: int = 0,
     contract: str = "",

@@ -2,6 +2,7 @@ import contextlib
 import fcntl
 import gc
 import hashlib
+import itertools
 import os
 import platform
 import shutil
@@ -101,6 +102,32 @@ def pytest_itemcollected(item):
     # Of all ways to run and to communicate, `make test` has the pairs in which each is met.
     if (values.get("how"), values.get("transport")) == ("eager", "c10d"):
         item.add_marker(pytest.mark.long)
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items):
+    """Of a test that is marked ``thin``, `make test` has as many variants as are needed for each
+    value of each parameter, and for each pair of values where there are three parameters or more.
+    """
+    variants = {}
+    for item in items:
+        if item.get_closest_marker("thin") and not item.get_closest_marker("long"):
+            variants.setdefault((item.path, item.originalname), []).append(item)
+    for several in variants.values():
+        choices = [
+            tuple((name, repr(value)) for name, value in item.callspec.params.items())
+            for item in several
+        ]
+        size = 2 if len(choices[0]) > 2 else 1
+        uncovered = {pair for choice in choices for pair in itertools.combinations(choice, size)}
+        while uncovered:
+            covers = [uncovered.intersection(itertools.combinations(c, size)) for c in choices]
+            best = max(range(len(several)), key=lambda i: len(covers[i]))
+            uncovered -= covers[best]
+            choices[best] = ()
+        for item, choice in zip(several, choices, strict=True):
+            if choice:
+                item.add_marker(pytest.mark.long)
 
 
 def pytest_collection_finish():

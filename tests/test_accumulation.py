@@ -25,6 +25,7 @@ from deepcompile_zero3 import (
     fully_shard,
     record_collectives,
 )
+from deepcompile_zero3.module import parameters_of
 
 ops = torch.ops.zero3
 needs_a_job = pytest.mark.usefixtures("one_rank")
@@ -172,11 +173,12 @@ def test_deferred_gradients_come_when_the_block_ends(how):
     run = compiled(model, how)
     fired = []
     model.late.register_post_accumulate_grad_hook(lambda p: fired.append(p.grad.full_tensor()))
+    late = parameters_of(model)["late"]
     with record_collectives() as log, defer_reduction(model):
         run(torch.ones(2, 8), use_both=True).sum().backward()
         run(torch.ones(2, 8), use_both=False).sum().backward()
         deposit_grad(model.late, torch.ones(8, 8))
-        ops.reduce_grad(2 * torch.ones(8, 8, dtype=torch.float64), "late")
+        ops.reduce_grad(2 * torch.ones(8, 8, dtype=torch.float64), late.placeholder)
         assert all(parameter.grad is None for parameter in model.parameters())
         assert not any(c.op == "reduce_scatter" for c in log)
     reduced = [fqn for c in log if c.op == "reduce_scatter" for fqn in c.params]
@@ -209,7 +211,7 @@ def test_what_cannot_be_deposited_is_refused():
     with pytest.raises(Zero3Error, match="with defer_reduction"):
         deposit_grad(model.late, torch.ones(8, 8))
     with pytest.raises(RuntimeError, match=r"'late'.* inside of defer_reduction"):
-        ops.reduce_grad(torch.ones(8, 8), "late")
+        ops.reduce_grad(torch.ones(8, 8), parameters_of(model)["late"].placeholder)
     with pytest.raises(Zero3Error, match="no parameter of the Linear is sharded"):
         defer_reduction(nn.Linear(2, 2)).__enter__()
     with defer_reduction(model):
@@ -461,7 +463,7 @@ def _check_roundings():
         grad = torch.randn(columns, rows).t() if transposed else torch.randn(rows, columns)
         grad = (3 * grad).to(raw)
         (parameter,) = model._zero3_group.parameters
-        in_backward(lambda: ops.reduce_grad(grad, parameter.fqn))
+        in_backward(lambda: ops.reduce_grad(grad, parameter.placeholder))
         assert torch.equal(model.weight.grad.full_tensor(), grad.to(leaf).to(wire).to(leaf))
 
     check()

@@ -78,6 +78,7 @@ def _swap(how, model_class, transport, reshard_after_forward, is_recorded):
         assert_same_gradients(model, reference)
 
 
+@pytest.mark.thin
 @each_transport
 @pytest.mark.parametrize("reshard_after_forward", [None, True, False])
 @pytest.mark.parametrize("model_class", [Stack, Checkpointed])
@@ -89,6 +90,7 @@ def test_a_backward_has_its_own_forwards_weights_whatever_ran_since(
         run_ranks(2, _swap, how, model_class, transport, reshard_after_forward, is_recorded)
 
 
+@pytest.mark.thin
 @each_transport
 @pytest.mark.parametrize(
     ("compiler", "model_class"),

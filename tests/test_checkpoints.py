@@ -117,8 +117,8 @@ def _assert_equal(values, expected):
 @pytest.mark.parametrize(
     ("how", "in_background"),
     [
-        ("eager", False),
         ("interpreted", True),
+        pytest.param("eager", False, marks=pytest.mark.long),
         pytest.param("eager", True, marks=pytest.mark.long),
         pytest.param("interpreted", False, marks=pytest.mark.long),
         pytest.param("zero3", True, marks=INDUCTOR_TOO),

@@ -62,6 +62,7 @@ def _compare(dtype, how):
     return wrong
 
 
+@pytest.mark.thin
 @each_way
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("world_size", [1, 2])

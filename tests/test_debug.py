@@ -60,6 +60,7 @@ def _steps(how, transport, width):
     return gradients
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("width", [7, 256])  # that travel together, and alone
 @pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
 @each_way

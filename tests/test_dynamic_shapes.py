@@ -99,8 +99,8 @@ def test_a_dimension_that_changes_is_compiled_once_more(run_ranks):
 @pytest.mark.parametrize(
     "said",
     [
-        pytest.param({"mark": (0, 1)}, id="mark_dynamic"),
-        pytest.param({"dynamic": True}, id="dynamic=True", marks=pytest.mark.long),
+        pytest.param({"mark": (0, 1)}, id="mark_dynamic", marks=pytest.mark.long),
+        pytest.param({"dynamic": True}, id="dynamic=True"),
     ],
 )
 def test_what_is_said_to_be_dynamic_is_compiled_once(run_ranks, said):

@@ -101,6 +101,7 @@ def _clipped(norm_type, foreach):
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("norm_type", NORMS)
 @pytest.mark.parametrize("foreach", [True, False])
 def test_gradients_are_clipped_by_the_norm_of_all_of_them(run_ranks, norm_type, foreach):

@@ -308,6 +308,7 @@ def _stack():
     return Stack(width=16, depth=3)
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("make", [_stack, Tied])
 @pytest.mark.parametrize(
     ("transport", "again", "keep_mb", "is_kept"),

@@ -147,6 +147,7 @@ def _names_rank_1(message):
     )
 
 
+@pytest.mark.thin
 @each_transport
 @pytest.mark.parametrize(
     "moment", ["fully_shard", "between steps", "forward", "backward", "optimizer"]
@@ -186,6 +187,7 @@ def test_a_rank_that_stands_still_is_missed_in_time(what, moment, transport):
     assert _names_rank_1(message)
 
 
+@pytest.mark.thin
 @each_transport
 @pytest.mark.parametrize("moment", ["forward", "backward", "optimizer"])
 def test_a_rank_that_raises_and_stays_is_missed_in_time(moment, transport):
@@ -277,6 +279,7 @@ def _recover(place, transport):
         assert_same_step(model, reference, batch_of(4, 8, seed=seed), optimizers=optimizers)
 
 
+@pytest.mark.thin
 @each_transport
 @pytest.mark.parametrize("place", ["forward", "backward", "hook", "optimizer", "loader"])
 def test_the_step_after_one_that_raises_on_all_ranks_is_right(run_ranks, place, transport):

@@ -95,6 +95,7 @@ def _micro_batches(how, reshard_after_forward, transport):
     return counts
 
 
+@pytest.mark.thin
 @each_way
 @either_transport
 @pytest.mark.parametrize(

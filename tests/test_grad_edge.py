@@ -51,6 +51,7 @@ def train(model, run, x):
     return grads
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("function", LAYERS.values(), ids=LAYERS)
 @pytest.mark.parametrize("grad_dtype", ["default", torch.float32, None], ids=str)

@@ -41,7 +41,7 @@ def _logged(**environment):
 
 def test_torch_logs_has_each_rewritten_graph():
     logged = _logged(TORCH_LOGS="+deepcompile_zero3")
-    assert re.search(r"all_gather: i64\[1\] = zero3.all_gather_start\(.*'weight'", logged)
+    assert re.search(r"all_gather: i64\[1\] = zero3.all_gather_start\(.*weight", logged)
     assert "zero3.reduce_" in logged
     summaries = re.findall(r"(forward|backward) (\d): (gathers.*)", logged)
     assert summaries[:2] == [
@@ -64,7 +64,7 @@ def test_torch_trace_has_an_artifact_for_each(tmp_path):
     names = re.findall(r'"artifact": \{"name": "(zero3_\w+)", "encoding": "string"\}', text)
     assert names == [f"zero3_{way}_{n}" for n in range(2) for way in ("forward", "backward")]
     artifact = text.partition('"zero3_forward_0"')[2].partition("\nV")[0]
-    assert re.search(r"\n\tall_gather: .* = zero3.all_gather_start\(.*'weight'", artifact)
+    assert re.search(r"\n\tall_gather: .* = zero3.all_gather_start\(.*weight", artifact)
 
 
 def test_without_them_nothing_is_printed():

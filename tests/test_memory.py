@@ -148,8 +148,8 @@ def _measure_rests(how, depth):
 @pytest.mark.parametrize(
     ("how", "world_size"),
     [
-        ("eager", 2),
         ("interpreted", 2),
+        pytest.param("eager", 2, marks=pytest.mark.long),
         pytest.param("eager", 4, marks=pytest.mark.long),
         pytest.param("interpreted", 4, marks=pytest.mark.long),
         pytest.param("zero3", 2, marks=INDUCTOR_TOO),

@@ -488,6 +488,7 @@ def _halves(transport, shape, dtype):
     assert (model.second.grad.full_tensor() == tiny).all()
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
 @pytest.mark.parametrize("shape", [(2,), (2, 1), (2, 2)], ids=str)

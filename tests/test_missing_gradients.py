@@ -94,6 +94,7 @@ def _train(steps, width, transport, micro_batches, mesh_shape, bucket_bytes=64 <
     assert model.experts[3].weight.grad is None
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
 @pytest.mark.parametrize("width", [8, 256])  # that travel together, and alone

@@ -214,6 +214,7 @@ def test_every_read_of_a_copy_sees_the_rows_of_its_epoch(program, world_size, op
 ONE_BY_ONE = ((0,), (1,), (2,))
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize(
     ("buckets", "ahead"),
     [(ONE_BY_ONE, 1), (ONE_BY_ONE, 2), (((0,), (1, 2)), 1), (((0, 1, 2),), 1)],

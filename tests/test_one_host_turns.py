@@ -86,7 +86,7 @@ def _gathered_on_one_rank():
     model(batch)
     if dist.get_rank() == 1:
         head = parameters_of(model.head)["weight"]
-        ops.all_gather_start([head.placeholder], [head.fqn])  # and then it raises
+        ops.all_gather_start([head.placeholder])  # and then it raises
     with pytest.raises(RuntimeError) as raised:
         model(batch)
     return str(raised.value)
@@ -104,7 +104,7 @@ def _waited_for_in_another_order():
     for linear in model:
         fully_shard(linear, reshard_after_forward=True)
     parameters = [parameters_of(linear)["weight"] for linear in model]
-    handles = [ops.all_gather_start([p.placeholder], [p.fqn]) for p in parameters]
+    handles = [ops.all_gather_start([p.placeholder]) for p in parameters]
     last = ops.all_gather_views(handles[3], [parameters[3].placeholder])[0]  # for which is no room
     before = last.clone()
     with pytest.raises(RuntimeError, match="waited for after others that were gathered later"):

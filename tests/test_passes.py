@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from deepcompile_zero3.graph_text import graph_text, node_text
 from deepcompile_zero3.passes.chain import chain_reductions
-from deepcompile_zero3.passes.facts import ParameterFacts
+from deepcompile_zero3.passes.facts import PARAMETER, ParameterFacts, fqns_of
 from deepcompile_zero3.passes.gather import insert_gathers
 from deepcompile_zero3.passes.keep import choose_kept
 from deepcompile_zero3.passes.lift import declare_grad_dtypes, lift_unshards, uses_of
@@ -65,7 +65,10 @@ def facts(fqn, **changes):
 def of_layers(gm, **changes):
     """Facts of the graph's inputs w1, w2, ..., which are fc1.weight, fc2.weight, ..."""
     weights = [n for n in gm.graph.find_nodes(op="placeholder") if n.name.startswith("w")]
-    return {n: facts(f"fc{n.name[1:]}.weight", **changes.get(n.name, {})) for n in weights}
+    known = {n: facts(f"fc{n.name[1:]}.weight", **changes.get(n.name, {})) for n in weights}
+    for node, of_weight in known.items():
+        node.meta[PARAMETER] = of_weight
+    return known
 
 
 def assert_text(gm, expected, lines=None):
@@ -79,7 +82,7 @@ def assert_text(gm, expected, lines=None):
 
 
 def layer(x, w):
-    weight = ops.unshard.default(w, "fc.weight", "any")
+    weight = ops.unshard.default(w, "any")
     return torch.relu(torch.mm(x, weight))
 
 
@@ -101,14 +104,14 @@ def test_lifting_leaves_the_plain_model(x, w):
         """\
         l_w_
         l_x_
-        weight = zero3.unshard(l_w_, 'fc.weight', 'any')
+        weight = zero3.unshard(l_w_, 'any')
         mm = mm(l_x_, weight)
         relu = relu(mm)
         return [relu]
         """,
     )
 
-    assert lift_unshards(gm) == ["fc.weight"]
+    lift_unshards(gm)
 
     assert_text(
         gm,
@@ -124,8 +127,8 @@ def test_lifting_leaves_the_plain_model(x, w):
 
 def test_uses_are_where_the_model_as_written_has_them(x, w):
     def model(ids, table, b):
-        b = ops.unshard.default(b, "b", "any")
-        rows = torch.nn.functional.embedding(ids, ops.unshard.default(table, "table", "any"))
+        b = ops.unshard.default(b, "any")
+        rows = torch.nn.functional.embedding(ids, ops.unshard.default(table, "any"))
         return torch.relu(rows @ b) @ b
 
     gm = dynamo_graph(model, torch.zeros(2, dtype=torch.int64), w, w.detach().clone())
@@ -148,14 +151,14 @@ def test_lifting_reaches_into_the_body_of_a_checkpoint(x, w):
         """\
         l_w_
         l_x_
-        weight = zero3.unshard(l_w_, 'fc.weight', 'any')
+        weight = zero3.unshard(l_w_, 'any')
         mm = mm(l_x_, weight)
         relu = relu(mm)
         return [relu]
         """,
     )
 
-    assert lift_unshards(gm) == ["fc.weight"]
+    lift_unshards(gm)
 
     assert_text(
         body,
@@ -172,19 +175,19 @@ def test_lifting_reaches_into_the_body_of_a_checkpoint(x, w):
 @pytest.mark.smoke
 def test_a_weight_that_leaves_the_graph_is_not_lifted(x, w):
     def tied(x, w):
-        weight = ops.unshard.default(w, "embed.weight", "any")
+        weight = ops.unshard.default(w, "any")
         return layer(x, w), torch.t(weight)
 
     gm = dynamo_graph(tied, x, w)
 
-    assert lift_unshards(gm) == ["fc.weight"]
+    lift_unshards(gm)
 
     assert_text(
         gm,
         """\
         l_w_
         l_x_
-        weight = zero3.unshard(l_w_, 'embed.weight', 'any')
+        weight = zero3.unshard(l_w_, 'any')
         mm = mm(l_x_, l_w_)
         relu = relu(mm)
         t = t(weight)
@@ -195,26 +198,15 @@ def test_a_weight_that_leaves_the_graph_is_not_lifted(x, w):
 
 def test_a_weight_that_leaves_the_graph_through_a_checkpoint_is_not_lifted(x, w):
     def tied(x, w):
-        weight = ops.unshard.default(w, "fc.weight", "any")
+        weight = ops.unshard.default(w, "any")
         return torch.mm(x, weight), torch.t(weight)
 
     gm = dynamo_graph(lambda x, w: checkpoint(tied, x, w, use_reentrant=False), x, w)
     (body,) = gm.children()
 
-    assert lift_unshards(gm) == []
+    lift_unshards(gm)
 
     assert len(body.graph.find_nodes(op="call_function", target=ops.unshard.default)) == 1
-
-
-def test_each_parameter_is_reported_once_in_the_order_of_first_use(x, w):
-    def model(x, b, a):
-        x = torch.mm(x, ops.unshard.default(a, "a", "any"))
-        x = torch.mm(x, ops.unshard.default(b, "b", "any"))
-        return torch.mm(x, ops.unshard.default(a, "a", "any"))
-
-    gm = dynamo_graph(model, x, w.detach().clone(), w.detach().clone())
-
-    assert lift_unshards(gm) == ["a", "b"]
 
 
 def test_a_lifted_graph_computes_what_the_model_computes(x, w):
@@ -286,16 +278,16 @@ def test_neighbours_of_one_group_share_a_gather_before_the_first_use():
         w1: f32[4, 4]
         w2: f32[4, 4]
         w3: f32[4, 4]
-        all_gather: i64[1] = zero3.all_gather_start([w1, w2, w3], ['fc1.weight', 'fc2.weight', 'fc3.weight'])
+        all_gather: i64[1] = zero3.all_gather_start([w1, w2, w3])
         gathered = zero3.all_gather_wait(all_gather, [w1, w2, w3])
-        fc1_weight: f32[4, 4] = getitem(gathered, 0)
-        fc2_weight: f32[4, 4] = getitem(gathered, 1)
-        fc3_weight: f32[4, 4] = getitem(gathered, 2)
-        mm: f32[4, 4] = mm(x, fc1_weight)
-        mm_1: f32[4, 4] = mm(mm, fc2_weight)
-        mm_2: f32[4, 4] = mm(mm_1, fc3_weight)
+        w1_full: f32[4, 4] = getitem(gathered, 0)
+        w2_full: f32[4, 4] = getitem(gathered, 1)
+        w3_full: f32[4, 4] = getitem(gathered, 2)
+        mm: f32[4, 4] = mm(x, w1_full)
+        mm_1: f32[4, 4] = mm(mm, w2_full)
+        mm_2: f32[4, 4] = mm(mm_1, w3_full)
         return mm_2
-        """,  # noqa: E501
+        """,
     )
 
 
@@ -313,18 +305,18 @@ def test_a_gather_ends_where_the_group_does():
         w1: f32[4, 4]
         w2: f32[4, 4]
         w3: f32[4, 4]
-        all_gather: i64[1] = zero3.all_gather_start([w1], ['fc1.weight'])
-        all_gather_1: i64[1] = zero3.all_gather_start([w2, w3], ['fc2.weight', 'fc3.weight'], all_gather)
+        all_gather: i64[1] = zero3.all_gather_start([w1])
+        all_gather_1: i64[1] = zero3.all_gather_start([w2, w3], all_gather)
         gathered = zero3.all_gather_wait(all_gather, [w1], all_gather_1)
-        fc1_weight: f32[4, 4] = getitem(gathered, 0)
-        mm: f32[4, 4] = mm(x, fc1_weight)
+        w1_full: f32[4, 4] = getitem(gathered, 0)
+        mm: f32[4, 4] = mm(x, w1_full)
         gathered_1 = zero3.all_gather_wait(all_gather_1, [w2, w3])
-        fc2_weight: f32[4, 4] = getitem(gathered_1, 0)
-        fc3_weight: f32[4, 4] = getitem(gathered_1, 1)
-        mm_1: f32[4, 4] = mm(mm, fc2_weight)
-        mm_2: f32[4, 4] = mm(mm_1, fc3_weight)
+        w2_full: f32[4, 4] = getitem(gathered_1, 0)
+        w3_full: f32[4, 4] = getitem(gathered_1, 1)
+        mm_1: f32[4, 4] = mm(mm, w2_full)
+        mm_2: f32[4, 4] = mm(mm_1, w3_full)
         return mm_2
-        """,  # noqa: E501
+        """,
     )
 
 
@@ -342,16 +334,16 @@ def test_a_gather_is_no_larger_than_bucket_bytes():
         w1: f32[4, 4]
         w2: f32[4, 4]
         w3: f32[4, 4]
-        all_gather: i64[1] = zero3.all_gather_start([w1, w2], ['fc1.weight', 'fc2.weight'])
-        all_gather_1: i64[1] = zero3.all_gather_start([w3], ['fc3.weight'], all_gather)
+        all_gather: i64[1] = zero3.all_gather_start([w1, w2])
+        all_gather_1: i64[1] = zero3.all_gather_start([w3], all_gather)
         gathered = zero3.all_gather_wait(all_gather, [w1, w2], all_gather_1)
-        fc1_weight: f32[4, 4] = getitem(gathered, 0)
-        fc2_weight: f32[4, 4] = getitem(gathered, 1)
-        mm: f32[4, 4] = mm(x, fc1_weight)
-        mm_1: f32[4, 4] = mm(mm, fc2_weight)
+        w1_full: f32[4, 4] = getitem(gathered, 0)
+        w2_full: f32[4, 4] = getitem(gathered, 1)
+        mm: f32[4, 4] = mm(x, w1_full)
+        mm_1: f32[4, 4] = mm(mm, w2_full)
         gathered_1 = zero3.all_gather_wait(all_gather_1, [w3])
-        fc3_weight: f32[4, 4] = getitem(gathered_1, 0)
-        mm_2: f32[4, 4] = mm(mm_1, fc3_weight)
+        w3_full: f32[4, 4] = getitem(gathered_1, 0)
+        mm_2: f32[4, 4] = mm(mm_1, w3_full)
         return mm_2
         """,
     )
@@ -371,19 +363,19 @@ def test_a_parameter_larger_than_bucket_bytes_is_gathered_alone():
         w1: f32[4, 4]
         w2: f32[4, 4]
         w3: f32[4, 4]
-        all_gather: i64[1] = zero3.all_gather_start([w1], ['fc1.weight'])
-        all_gather_1: i64[1] = zero3.all_gather_start([w2], ['fc2.weight'], all_gather)
+        all_gather: i64[1] = zero3.all_gather_start([w1])
+        all_gather_1: i64[1] = zero3.all_gather_start([w2], all_gather)
         gathered = zero3.all_gather_wait(all_gather, [w1], all_gather_1)
         token: f32[0] = getitem(gathered, 1)
-        fc1_weight: f32[4, 4] = getitem(gathered, 0)
-        mm: f32[4, 4] = mm(x, fc1_weight)
-        all_gather_2: i64[1] = zero3.all_gather_start([w3], ['fc3.weight'], token)
+        w1_full: f32[4, 4] = getitem(gathered, 0)
+        mm: f32[4, 4] = mm(x, w1_full)
+        all_gather_2: i64[1] = zero3.all_gather_start([w3], token)
         gathered_1 = zero3.all_gather_wait(all_gather_1, [w2], all_gather_2)
-        fc2_weight: f32[4, 4] = getitem(gathered_1, 0)
-        mm_1: f32[4, 4] = mm(mm, fc2_weight)
+        w2_full: f32[4, 4] = getitem(gathered_1, 0)
+        mm_1: f32[4, 4] = mm(mm, w2_full)
         gathered_2 = zero3.all_gather_wait(all_gather_2, [w3])
-        fc3_weight: f32[4, 4] = getitem(gathered_2, 0)
-        mm_2: f32[4, 4] = mm(mm_1, fc3_weight)
+        w3_full: f32[4, 4] = getitem(gathered_2, 0)
+        mm_2: f32[4, 4] = mm(mm_1, w3_full)
         return mm_2
         """,
     )
@@ -406,12 +398,12 @@ def test_what_forward_saves_of_a_parameter_stays_a_placeholder():
         x: f32[4, 4]
         w1: f32[4, 4]
         w2: f32[4, 4]
-        all_gather: i64[1] = zero3.all_gather_start([w1, w2], ['fc1.weight', 'fc2.weight'])
+        all_gather: i64[1] = zero3.all_gather_start([w1, w2])
         gathered = zero3.all_gather_wait(all_gather, [w1, w2])
-        fc1_weight: f32[4, 4] = getitem(gathered, 0)
-        fc2_weight: f32[4, 4] = getitem(gathered, 1)
-        mm: f32[4, 4] = mm(x, fc1_weight)
-        mm_1: f32[4, 4] = mm(mm, fc2_weight)
+        w1_full: f32[4, 4] = getitem(gathered, 0)
+        w2_full: f32[4, 4] = getitem(gathered, 1)
+        mm: f32[4, 4] = mm(x, w1_full)
+        mm_1: f32[4, 4] = mm(mm, w2_full)
         return [mm_1, x, mm, w1, w2]
         """,
     )
@@ -432,13 +424,13 @@ def test_without_reshard_after_forward_the_gathered_tensor_is_saved():
         x: f32[4, 4]
         w1: f32[4, 4]
         w2: f32[4, 4]
-        all_gather: i64[1] = zero3.all_gather_start([w1, w2], ['fc1.weight', 'fc2.weight'])
+        all_gather: i64[1] = zero3.all_gather_start([w1, w2])
         gathered = zero3.all_gather_wait(all_gather, [w1, w2])
-        fc1_weight: f32[4, 4] = getitem(gathered, 0)
-        fc2_weight: f32[4, 4] = getitem(gathered, 1)
-        mm: f32[4, 4] = mm(x, fc1_weight)
-        mm_1: f32[4, 4] = mm(mm, fc2_weight)
-        return [mm_1, x, mm, w1, fc2_weight]
+        w1_full: f32[4, 4] = getitem(gathered, 0)
+        w2_full: f32[4, 4] = getitem(gathered, 1)
+        mm: f32[4, 4] = mm(x, w1_full)
+        mm_1: f32[4, 4] = mm(mm, w2_full)
+        return [mm_1, x, mm, w1, w2_full]
         """,
     )
 
@@ -464,19 +456,19 @@ def test_backward_gathers_in_its_own_order():
         w1: f32[4, 4]
         w2: f32[4, 4]
         tangent: f32[4, 4]
-        all_gather: i64[1] = zero3.all_gather_start([w2], ['fc2.weight'])
+        all_gather: i64[1] = zero3.all_gather_start([w2])
         t: f32[4, 4] = t(h)
         mm: f32[4, 4] = mm(t, tangent)
-        all_gather_1: i64[1] = zero3.all_gather_start([w1], ['fc1.weight'], all_gather)
+        all_gather_1: i64[1] = zero3.all_gather_start([w1], all_gather)
         gathered = zero3.all_gather_wait(all_gather, [w2], all_gather_1)
-        fc2_weight: f32[4, 4] = getitem(gathered, 0)
-        t_1: f32[4, 4] = t(fc2_weight)
+        w2_full: f32[4, 4] = getitem(gathered, 0)
+        t_1: f32[4, 4] = t(w2_full)
         mm_1: f32[4, 4] = mm(tangent, t_1)
         t_2: f32[4, 4] = t(x)
         mm_2: f32[4, 4] = mm(t_2, mm_1)
         gathered_1 = zero3.all_gather_wait(all_gather_1, [w1])
-        fc1_weight: f32[4, 4] = getitem(gathered_1, 0)
-        t_3: f32[4, 4] = t(fc1_weight)
+        w1_full: f32[4, 4] = getitem(gathered_1, 0)
+        t_3: f32[4, 4] = t(w1_full)
         mm_3: f32[4, 4] = mm(mm_1, t_3)
         return [mm_3, mm_2, mm]
         """,
@@ -486,7 +478,7 @@ def test_backward_gathers_in_its_own_order():
 @pytest.mark.smoke
 def test_an_unshard_that_was_not_lifted_uses_the_gather_too():
     def forward(x, w1):
-        weight = ops.unshard.default(w1, "fc1.weight", "any")
+        weight = ops.unshard.default(w1, "any")
         return torch.mm(x, w1), torch.t(weight)
 
     gm = partitioned_graph(forward, *square(2))
@@ -498,11 +490,11 @@ def test_an_unshard_that_was_not_lifted_uses_the_gather_too():
         """\
         x: f32[4, 4]
         w1: f32[4, 4]
-        all_gather: i64[1] = zero3.all_gather_start([w1], ['fc1.weight'])
+        all_gather: i64[1] = zero3.all_gather_start([w1])
         gathered = zero3.all_gather_wait(all_gather, [w1])
-        fc1_weight: f32[4, 4] = getitem(gathered, 0)
-        mm: f32[4, 4] = mm(x, fc1_weight)
-        t: f32[4, 4] = t(fc1_weight)
+        w1_full: f32[4, 4] = getitem(gathered, 0)
+        mm: f32[4, 4] = mm(x, w1_full)
+        t: f32[4, 4] = t(w1_full)
         return [mm, t]
         """,
     )
@@ -523,19 +515,19 @@ def test_gathers_keep_the_order_they_are_given_in_and_none_is_left_out():
         w1: f32[4, 4]
         w2: f32[4, 4]
         w3: f32[4, 4]
-        all_gather: i64[1] = zero3.all_gather_start([w3], ['fc3.weight'])
+        all_gather: i64[1] = zero3.all_gather_start([w3])
         neg: f32[4, 4] = neg(x)
-        all_gather_1: i64[1] = zero3.all_gather_start([w2], ['fc2.weight'], all_gather)
+        all_gather_1: i64[1] = zero3.all_gather_start([w2], all_gather)
         gathered = zero3.all_gather_wait(all_gather, [w3], all_gather_1)
         token: f32[0] = getitem(gathered, 1)
-        fc3_weight: f32[4, 4] = getitem(gathered, 0)
-        all_gather_2: i64[1] = zero3.all_gather_start([w1], ['fc1.weight'], token)
+        w3_full: f32[4, 4] = getitem(gathered, 0)
+        all_gather_2: i64[1] = zero3.all_gather_start([w1], token)
         gathered_1 = zero3.all_gather_wait(all_gather_1, [w2], all_gather_2)
-        fc2_weight: f32[4, 4] = getitem(gathered_1, 0)
+        w2_full: f32[4, 4] = getitem(gathered_1, 0)
         gathered_2 = zero3.all_gather_wait(all_gather_2, [w1])
-        fc1_weight: f32[4, 4] = getitem(gathered_2, 0)
-        mm: f32[4, 4] = mm(neg, fc1_weight)
-        matmul: f32[4, 4] = matmul(mm, fc2_weight)
+        w1_full: f32[4, 4] = getitem(gathered_2, 0)
+        mm: f32[4, 4] = mm(neg, w1_full)
+        matmul: f32[4, 4] = matmul(mm, w2_full)
         return matmul
         """,
     )
@@ -547,7 +539,7 @@ def test_a_graph_without_parameters_stays_as_it_is():
 
     insert_gathers(gm, {}, NO_LIMIT)
     chain_reductions(gm)
-    insert_reduces(gm, {})
+    reduce(gm, {})
 
     assert graph_text(gm) == before
 
@@ -600,6 +592,8 @@ def models(draw):
         )
         for node in parameters
     }
+    for node, of_parameter in known.items():
+        node.meta[PARAMETER] = of_parameter
     return gm, known, limit
 
 
@@ -612,7 +606,7 @@ class Gathering(fx.Interpreter):
 
     def call_function(self, target, args, kwargs):
         if target is ops.all_gather_start.default:
-            return [self.fulls[fqn] for fqn in args[1]]
+            return [self.fulls[given.removeprefix("placeholder ")] for given in args[0]]
         if target is ops.all_gather_wait.default:
             return [*args[0], torch.empty(0)]
         return super().call_function(target, args, kwargs)
@@ -631,7 +625,7 @@ def test_whatever_the_order_of_uses_each_parameter_is_gathered_once_before_them(
     insert_gathers(gm, known, bucket_bytes, keep)
     chain_reductions(gm)
 
-    buckets = [gather.args[1] for gather in gathers_of(gm)]
+    buckets = [fqns_of(gather) for gather in gathers_of(gm)]
     gathered = [fqn for bucket in buckets for fqn in bucket]
     assert gathered == list(by_fqn), "all of them, in their order"
     for bucket in buckets:
@@ -690,7 +684,7 @@ def test_a_function_of_a_parameter_is_computed_again():
     x, w, t = torch.ones(2, 4).bfloat16(), torch.ones(4, 4), torch.ones(2, 4).bfloat16()
     gm = joint_graph(linear_in_bf16, x, w, t)
 
-    settle_backward_gathers(gm, of_layers(gm), tangents_of(gm))
+    settle_backward_gathers(gm, of_layers(gm), tangents_of(gm), 1)
 
     assert_text(
         gm,
@@ -709,7 +703,7 @@ def test_a_reduction_of_a_parameter_is_left_to_the_partitioner():
 
     gm = joint_graph(weight_norm, torch.ones(2, 4), torch.ones(4, 4), torch.ones(2, 4))
 
-    settle_backward_gathers(gm, of_layers(gm), tangents_of(gm))
+    settle_backward_gathers(gm, of_layers(gm), tangents_of(gm), 1)
 
     assert_text(
         gm,
@@ -732,7 +726,7 @@ def test_backward_gets_all_but_tables_of_embeddings():
     gm = joint_graph(lambda ids, w1, w2, w3, t1: embed(ids, w1, w2[:3], w3, t1), *inputs)
     parameters = of_layers(gm, w1={"only_embeds": True})
 
-    settle_backward_gathers(gm, parameters, tangents_of(gm))
+    settle_backward_gathers(gm, parameters, tangents_of(gm), 1)
 
     assert_text(
         gm,
@@ -757,7 +751,7 @@ def test_rows_by_position_are_saved_however_many(rows):
 
     gm = joint_graph(embed, torch.ones(rows, 4), torch.ones(4, 4), torch.ones(rows, 4))
 
-    settle_backward_gathers(gm, of_layers(gm, w1={"only_embeds": True}), tangents_of(gm))
+    settle_backward_gathers(gm, of_layers(gm, w1={"only_embeds": True}), tangents_of(gm), 1)
 
     (node,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.embedding.default)
     assert node.meta["recompute"] is CheckpointPolicy.MUST_SAVE
@@ -768,11 +762,13 @@ def test_what_a_checkpoint_computes_again_or_what_is_kept_is_left_alone():
     gm = joint_graph(lambda x, w1, t1: (torch.sigmoid(x + w1[:2]), t1), x, w, t)
     (add,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)
     add.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
-    settle_backward_gathers(gm, of_layers(gm, w1={"only_embeds": True}), tangents_of(gm))
+    settle_backward_gathers(gm, of_layers(gm, w1={"only_embeds": True}), tangents_of(gm), 1)
     assert add.meta["recompute"] is CheckpointPolicy.PREFER_RECOMPUTE
 
     gm = joint_graph(linear_in_bf16, x.bfloat16(), w, t.bfloat16())
-    settle_backward_gathers(gm, of_layers(gm, w1={"reshard_after_forward": False}), tangents_of(gm))
+    settle_backward_gathers(
+        gm, of_layers(gm, w1={"reshard_after_forward": False}), tangents_of(gm), 1
+    )
     assert not any("recompute" in node.meta for node in gm.graph.nodes)
 
 
@@ -783,7 +779,7 @@ def test_what_is_random_is_not_a_function_of_a_parameter():
 
     gm = joint_graph(drop, torch.ones(2, 4), torch.ones(4, 4), torch.ones(2, 4))
 
-    settle_backward_gathers(gm, of_layers(gm), tangents_of(gm))
+    settle_backward_gathers(gm, of_layers(gm), tangents_of(gm), 1)
 
     assert_text(
         gm,
@@ -797,7 +793,7 @@ def test_what_is_random_is_not_a_function_of_a_parameter():
         mm: f32[2, 4] = aten.mm(x, getitem)
         t: f32[4, 4] = aten.t(getitem)
         mm_1: f32[2, 4] = aten.mm(t1, t)
-        needed_in_backward: f32[2, 4] = needed_in_backward(mm_1, [w1])
+        needed_in_backward: f32[2, 4] = needed_in_backward(mm_1, [w1], [])
         return [mm, needed_in_backward]
         """,
         policies(gm),
@@ -807,13 +803,24 @@ def test_what_is_random_is_not_a_function_of_a_parameter():
 # ---- insert_reduces
 
 
+def reduce(gm, gradients):
+    """``insert_reduces``, of parameters whose placeholders are inputs behind the others."""
+    placeholders = {}
+    for of_parameter in gradients.values():
+        with gm.graph.inserting_after(gm.graph.find_nodes(op="placeholder")[-1]):
+            node = gm.graph.placeholder(of_parameter.fqn.replace(".", "_"))
+        node.meta[PARAMETER] = of_parameter
+        placeholders[of_parameter.fqn] = node
+    insert_reduces(gm, gradients, placeholders)
+
+
 def test_reductions_keep_the_order_they_are_given_in():
     def backward(x, tangent):
         return torch.mm(x, tangent), torch.sum(tangent, 0), torch.neg(tangent)
 
     gm = partitioned_graph(backward, *square(2))
 
-    insert_reduces(gm, {1: facts("b"), 2: facts("c"), 0: facts("a")})
+    reduce(gm, {1: facts("b"), 2: facts("c"), 0: facts("a")})
     chain_reductions(gm)
 
     assert_text(
@@ -821,12 +828,15 @@ def test_reductions_keep_the_order_they_are_given_in():
         """\
         x: f32[4, 4]
         tangent: f32[4, 4]
+        b
+        c
+        a
         mm: f32[4, 4] = mm(x, tangent)
         sum_1: f32[4] = sum(tangent, 0)
-        reduce_grad: f32[0] = zero3.reduce_grad(sum_1, 'b')  # f32 -> any -> f32
+        reduce_grad: f32[0] = zero3.reduce_grad(sum_1, b)  # f32 -> any -> f32
         neg: f32[4, 4] = neg(tangent)
-        reduce_grad_1: f32[0] = zero3.reduce_grad(neg, 'c', reduce_grad)  # f32 -> any -> f32
-        reduce_grad_2: f32[0] = zero3.reduce_grad(mm, 'a', reduce_grad_1)  # f32 -> any -> f32
+        reduce_grad_1: f32[0] = zero3.reduce_grad(neg, c, reduce_grad)  # f32 -> any -> f32
+        reduce_grad_2: f32[0] = zero3.reduce_grad(mm, a, reduce_grad_1)  # f32 -> any -> f32
         return [None, None, None]
         """,
     )
@@ -842,7 +852,7 @@ def test_a_gradient_is_reduced_as_soon_as_it_exists():
 
     gm = partitioned_graph(backward, *square(3))
 
-    insert_reduces(gm, {0: facts("fc.weight"), 1: facts("fc.bias")})
+    reduce(gm, {0: facts("fc.weight"), 1: facts("fc.bias")})
 
     assert_text(
         gm,
@@ -850,11 +860,13 @@ def test_a_gradient_is_reduced_as_soon_as_it_exists():
         x: f32[4, 4]
         w: f32[4, 4]
         tangent: f32[4, 4]
+        fc_weight
+        fc_bias
         t: f32[4, 4] = t(x)
         mm: f32[4, 4] = mm(t, tangent)
-        reduce_grad: f32[0] = zero3.reduce_grad(mm, 'fc.weight')  # f32 -> any -> f32
+        reduce_grad: f32[0] = zero3.reduce_grad(mm, fc_weight)  # f32 -> any -> f32
         sum_1: f32[4] = sum(tangent, 0)
-        reduce_grad_1: f32[0] = zero3.reduce_grad(sum_1, 'fc.bias')  # f32 -> any -> f32
+        reduce_grad_1: f32[0] = zero3.reduce_grad(sum_1, fc_bias)  # f32 -> any -> f32
         t_1: f32[4, 4] = t(w)
         mm_1: f32[4, 4] = mm(tangent, t_1)
         return [None, None, mm_1]
@@ -866,14 +878,15 @@ def test_a_gradient_is_reduced_as_soon_as_it_exists():
 def test_a_gradient_that_is_a_graph_input_is_reduced_first():
     gm = partitioned_graph(lambda x, tangent: (torch.mul(x, tangent), tangent), *square(2))
 
-    insert_reduces(gm, {1: facts("bias")})
+    reduce(gm, {1: facts("bias")})
 
     assert_text(
         gm,
         """\
         x: f32[4, 4]
         tangent: f32[4, 4]
-        reduce_grad: f32[0] = zero3.reduce_grad(tangent, 'bias')  # f32 -> any -> f32
+        bias
+        reduce_grad: f32[0] = zero3.reduce_grad(tangent, bias)  # f32 -> any -> f32
         mul: f32[4, 4] = mul(x, tangent)
         return [mul, None]
         """,
@@ -883,7 +896,7 @@ def test_a_gradient_that_is_a_graph_input_is_reduced_first():
 def test_a_parameter_without_a_gradient_is_not_reduced():
     gm = partitioned_graph(lambda tangent: (None, torch.neg(tangent)), *square(1))
 
-    insert_reduces(gm, {0: facts("unused")})
+    reduce(gm, {0: facts("unused")})
 
     assert not reduces_of(gm)
     assert gm.graph.output_node().args[0][0] is None
@@ -896,15 +909,15 @@ def test_one_tensor_that_is_the_gradient_of_two_parameters_is_reduced_for_both()
 
     gm = partitioned_graph(backward, *square(1))
 
-    insert_reduces(gm, {0: facts("a"), 1: facts("b")})
+    reduce(gm, {0: facts("a"), 1: facts("b")})
 
-    assert sorted(node.args[1] for node in reduces_of(gm)) == ["a", "b"]
+    assert sorted(fqns_of(node) for node in reduces_of(gm)) == [["a"], ["b"]]
     assert gm.graph.output_node().args[0] == (None, None)
 
 
 def test_dead_code_elimination_keeps_the_reductions():
     gm = partitioned_graph(lambda tangent: (torch.neg(tangent),), *square(1))
-    insert_reduces(gm, {0: facts("w")})
+    reduce(gm, {0: facts("w")})
 
     gm.graph.eliminate_dead_code()
 
@@ -919,19 +932,21 @@ def test_the_cast_to_the_leafs_dtype_is_left_to_the_runtime():
     gm = make_fx(backward)(torch.ones(4, 4), torch.ones(4, 4))
 
     contracts = {"grad_dtype": torch.float32, "reduce_dtype": torch.bfloat16}
-    insert_reduces(gm, {0: facts("a", **contracts), 1: facts("b", **contracts)})
+    reduce(gm, {0: facts("a", **contracts), 1: facts("b", **contracts)})
 
     assert_text(
         gm,
         """\
         x_1: f32[4, 4]
         tangent_1: f32[4, 4]
+        a
+        b
         mm: f32[4, 4] = aten.mm(x_1, tangent_1)
         _to_copy: bf16[4, 4] = aten._to_copy(mm, dtype=bfloat16)
-        reduce_grad: bf16[0] = zero3.reduce_grad(_to_copy, 'a')  # bf16 -> f32 -> bf16
+        reduce_grad: bf16[0] = zero3.reduce_grad(_to_copy, a)  # bf16 -> f32 -> bf16
         _to_copy_1: f32[4, 4] = aten._to_copy(_to_copy, dtype=float32)
         _to_copy_2: f64[4, 4] = aten._to_copy(_to_copy, dtype=float64)
-        reduce_grad_1: f64[0] = zero3.reduce_grad(_to_copy_2, 'b')  # f64 -> f32 -> bf16
+        reduce_grad_1: f64[0] = zero3.reduce_grad(_to_copy_2, b)  # f64 -> f32 -> bf16
         return [None, None]
         """,
     )
@@ -943,7 +958,7 @@ LARGE = 1 << 20
 def reductions_of(gm):
     """By FQN, the op that reduces it."""
     nodes = [node for node in gm.graph.nodes if "zero3.reduce" in str(node.target)]
-    return {node.args[1]: node.target.name().removeprefix("zero3::") for node in nodes}
+    return {fqns_of(node)[0]: node.target.name().removeprefix("zero3::") for node in nodes}
 
 
 @pytest.mark.smoke
@@ -959,7 +974,7 @@ def test_a_large_product_and_an_embeddings_rows_are_left_to_the_runtime():
     for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.zeros.default):
         node.target, node.args = torch.ops.aten.full.default, ([9, 4], 0)
 
-    insert_reduces(gm, {0: facts("fc", nbytes=LARGE), 1: facts("rows", nbytes=LARGE)})
+    reduce(gm, {0: facts("fc", nbytes=LARGE), 1: facts("rows", nbytes=LARGE)})
     gm.graph.eliminate_dead_code()
 
     assert_text(
@@ -969,13 +984,15 @@ def test_a_large_product_and_an_embeddings_rows_are_left_to_the_runtime():
         tangent_1: f32[2, 5]
         at_1: i64[2]
         rows_1: f32[2, 4]
+        fc
+        rows
         ne: b8[2] = aten.ne.Scalar(at_1, 3)
         unsqueeze: b8[2, 1] = aten.unsqueeze(ne, -1)
         full_default: f32[] = aten.full([], 0.0, dtype=float32, device=device(type='cpu'))
         where_self: f32[2, 4] = aten.where.self(unsqueeze, rows_1, full_default)
         t: f32[4, 2] = aten.t(x_1)
-        reduce_mm: f32[0] = zero3.reduce_mm([t, tangent_1], 'fc')  # f32 -> any -> f32
-        reduce_rows: f32[0] = zero3.reduce_rows([at_1, where_self], 'rows')  # f32 -> any -> f32
+        reduce_mm: f32[0] = zero3.reduce_mm([t, tangent_1], fc)  # f32 -> any -> f32
+        reduce_rows: f32[0] = zero3.reduce_rows([at_1, where_self], rows)  # f32 -> any -> f32
         return [None, None]
         """,
     )
@@ -1009,7 +1026,7 @@ def _transposed_twice_and_read_between(x, tangent):
 def test_two_transpositions_of_a_product_are_none(backward, reduction):
     gm = make_fx(backward)(torch.ones(2, 4), torch.ones(2, 5))
 
-    insert_reduces(gm, {0: facts("fc", nbytes=LARGE)})
+    reduce(gm, {0: facts("fc", nbytes=LARGE)})
 
     assert reductions_of(gm) == {"fc": reduction}
     products = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
@@ -1034,7 +1051,7 @@ def _product(x, tangent):
 )
 def test_other_gradients_are_computed_in_the_graph(backward, changes):
     gm = make_fx(backward)(torch.ones(4, 4), torch.ones(4, 4))
-    insert_reduces(gm, {0: facts("fc", **{"nbytes": LARGE, **changes})})
+    reduce(gm, {0: facts("fc", **{"nbytes": LARGE, **changes})})
     assert reductions_of(gm) == {"fc": "reduce_grad"}
 
 
@@ -1055,7 +1072,7 @@ def _put(into, indices, rows):
 )
 def test_what_only_resembles_an_embeddings_gradient_is_computed_in_the_graph(backward):
     gm = make_fx(backward)(torch.tensor([1, 3]), torch.ones(2, 4))
-    insert_reduces(gm, {0: facts("table", nbytes=LARGE)})
+    reduce(gm, {0: facts("table", nbytes=LARGE)})
     assert reductions_of(gm) == {"table": "reduce_grad"}
 
 
@@ -1147,7 +1164,7 @@ def test_each_collective_takes_the_token_of_the_one_of_its_kind_before_it():
 
     gm = partitioned_graph(backward, *square(5))
     insert_gathers(gm, dict(reversed(of_layers(gm, w2={"group": 1}).items())), NO_LIMIT)
-    insert_reduces(gm, {2: facts("fc2"), 1: facts("fc1")})
+    reduce(gm, {2: facts("fc2"), 1: facts("fc1")})
 
     chain_reductions(gm)
 
@@ -1159,22 +1176,24 @@ def test_each_collective_takes_the_token_of_the_one_of_its_kind_before_it():
         w1: f32[4, 4]
         w2: f32[4, 4]
         tangent: f32[4, 4]
-        all_gather: i64[1] = zero3.all_gather_start([w2], ['fc2.weight'])
-        all_gather_1: i64[1] = zero3.all_gather_start([w1], ['fc1.weight'], all_gather)
+        fc2
+        fc1
+        all_gather: i64[1] = zero3.all_gather_start([w2])
+        all_gather_1: i64[1] = zero3.all_gather_start([w1], all_gather)
         gathered = zero3.all_gather_wait(all_gather, [w2], all_gather_1)
-        fc2_weight: f32[4, 4] = getitem(gathered, 0)
-        t: f32[4, 4] = t(fc2_weight)
+        w2_full: f32[4, 4] = getitem(gathered, 0)
+        t: f32[4, 4] = t(w2_full)
         mm: f32[4, 4] = mm(tangent, t)
         t_1: f32[4, 4] = t(h)
         mm_1: f32[4, 4] = mm(t_1, tangent)
-        reduce_grad: f32[0] = zero3.reduce_grad(mm_1, 'fc2')  # f32 -> any -> f32
+        reduce_grad: f32[0] = zero3.reduce_grad(mm_1, fc2)  # f32 -> any -> f32
         gathered_1 = zero3.all_gather_wait(all_gather_1, [w1])
-        fc1_weight: f32[4, 4] = getitem(gathered_1, 0)
-        t_2: f32[4, 4] = t(fc1_weight)
+        w1_full: f32[4, 4] = getitem(gathered_1, 0)
+        t_2: f32[4, 4] = t(w1_full)
         mm_2: f32[4, 4] = mm(mm, t_2)
         t_3: f32[4, 4] = t(x)
         mm_3: f32[4, 4] = mm(t_3, mm)
-        reduce_grad_1: f32[0] = zero3.reduce_grad(mm_3, 'fc1', reduce_grad)  # f32 -> any -> f32
+        reduce_grad_1: f32[0] = zero3.reduce_grad(mm_3, fc1, reduce_grad)  # f32 -> any -> f32
         return [mm_2, None, None]
         """,
     )
@@ -1187,7 +1206,7 @@ def test_reductions_that_compute_what_they_send_are_links_of_the_chain_too():
 
     gm = make_fx(backward)(torch.ones(2, 4), torch.ones(2, 5))
     large = {"nbytes": LARGE}
-    insert_reduces(gm, {0: facts("one", **large), 1: facts("bias"), 2: facts("other", **large)})
+    reduce(gm, {0: facts("one", **large), 1: facts("bias"), 2: facts("other", **large)})
 
     chain_reductions(gm)
 
@@ -1211,19 +1230,19 @@ def test_the_chain_follows_gathers_and_leaves_no_token_unused():
         w1: f32[4, 4]
         w2: f32[4, 4]
         w3: f32[4, 4]
-        all_gather: i64[1] = zero3.all_gather_start([w1], ['fc1.weight'])
-        all_gather_1: i64[1] = zero3.all_gather_start([w2], ['fc2.weight'], all_gather)
+        all_gather: i64[1] = zero3.all_gather_start([w1])
+        all_gather_1: i64[1] = zero3.all_gather_start([w2], all_gather)
         gathered = zero3.all_gather_wait(all_gather, [w1], all_gather_1)
         token: f32[0] = getitem(gathered, 1)
-        fc1_weight: f32[4, 4] = getitem(gathered, 0)
-        mm: f32[4, 4] = mm(x, fc1_weight)
-        all_gather_2: i64[1] = zero3.all_gather_start([w3], ['fc3.weight'], token)
+        w1_full: f32[4, 4] = getitem(gathered, 0)
+        mm: f32[4, 4] = mm(x, w1_full)
+        all_gather_2: i64[1] = zero3.all_gather_start([w3], token)
         gathered_1 = zero3.all_gather_wait(all_gather_1, [w2], all_gather_2)
-        fc2_weight: f32[4, 4] = getitem(gathered_1, 0)
-        mm_1: f32[4, 4] = mm(mm, fc2_weight)
+        w2_full: f32[4, 4] = getitem(gathered_1, 0)
+        mm_1: f32[4, 4] = mm(mm, w2_full)
         gathered_2 = zero3.all_gather_wait(all_gather_2, [w3])
-        fc3_weight: f32[4, 4] = getitem(gathered_2, 0)
-        mm_2: f32[4, 4] = mm(mm_1, fc3_weight)
+        w3_full: f32[4, 4] = getitem(gathered_2, 0)
+        mm_2: f32[4, 4] = mm(mm_1, w3_full)
         return mm_2
         """,
     )

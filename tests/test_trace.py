@@ -406,6 +406,13 @@ def _remark(where):
     return predicted.remark
 
 
-@pytest.mark.parametrize("where", ["_what_to_measure", "measure_device", "measure_kernels"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "measure_device",
+        pytest.param("_what_to_measure", marks=pytest.mark.long),
+        pytest.param("measure_kernels", marks=pytest.mark.long),
+    ],
+)
 def test_a_rank_that_cannot_measure_stops_the_others_from_it(run_ranks, where):
     assert run_ranks(2, _remark, where) == ["MemoryError: too little"] * 2

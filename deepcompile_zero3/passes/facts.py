@@ -1,8 +1,15 @@
 """What a pass may know of a parameter."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import fx
+
+from deepcompile_zero3.runtime import ops
+
+# In the meta of a parameter's placeholder, and of what hands it on to backward: the facts of it.
+PARAMETER = "zero3_parameter"
 
 
 @dataclass(frozen=True)
@@ -10,7 +17,7 @@ class ParameterFacts:
     """The facts of one parameter that shape a graph.
 
     Attributes:
-        fqn: the name it goes by in graphs.
+        fqn: its name, for people.
         group: number of its process group; only neighbours of one are gathered together.
         shared: whether ranks share its full tensor, which nobody may write to.
         nbytes: of the full tensor in the compute dtype.
@@ -21,6 +28,7 @@ class ParameterFacts:
         reshard_after_forward: False keeps what forward gathered until backward has used it, and
             None leaves that open: passes treat it as True, but for the one that chooses.
         grad_dtype: of the leaf's contract; None keeps whatever arrives.
+        is_trained: whether it needs a gradient.
         reduce_dtype: of its gradient on the wire; None: as the contract left it.
         declares_grad_dtype: whether the contract must be declared to AOTAutograd.
     """
@@ -34,8 +42,25 @@ class ParameterFacts:
     only_embeds: bool = False
     reshard_after_forward: bool | None = True
     grad_dtype: torch.dtype | None = None
+    is_trained: bool = False
     reduce_dtype: torch.dtype | None = None
     declares_grad_dtype: bool = False
+
+    @property
+    def may_be_kept(self) -> bool:
+        """Whether a forward may hand the full tensor to backward, by choice or since it has to.
+        Where ranks share it, gathering it again costs nothing.
+        """
+        return self.reshard_after_forward is False or (
+            self.reshard_after_forward is None and not self.shared
+        )
+
+
+def fqns_of(collective: fx.Node) -> list[str]:
+    """The names of the parameters that a gather's start or a reduction in a graph is of."""
+    starts = collective.target is ops.all_gather_start.default
+    placeholders: Any = collective.args[0] if starts else [collective.args[1]]
+    return [placeholder.meta[PARAMETER].fqn for placeholder in placeholders]
 
 
 def in_forward_order(facts: ParameterFacts) -> int:

@@ -8,10 +8,10 @@ import torch
 from torch import fx
 
 from deepcompile_zero3.graph_text import views_of
-from deepcompile_zero3.passes.facts import ParameterFacts
-from deepcompile_zero3.runtime import WAITS, ops
+from deepcompile_zero3.passes.facts import PARAMETER, ParameterFacts
+from deepcompile_zero3.runtime import REDUCTIONS, WAITS, ops
 
-_GATHERS = (ops.all_gather_start.default, *WAITS)
+_OF_PLACEHOLDERS = (ops.all_gather_start.default, *WAITS, *REDUCTIONS)
 
 
 def insert_gathers(
@@ -37,7 +37,7 @@ def insert_gathers(
     places = []
     place = graph.output_node()
     for bucket in reversed(buckets):
-        uses = [user for node in bucket for user in node.users]
+        uses = [user for node in bucket for user in node.users if PARAMETER not in user.meta]
         place = min([place, *uses], key=order.__getitem__)
         places.append(place)
     places.reverse()
@@ -46,8 +46,7 @@ def insert_gathers(
     for index, place in enumerate([first_place, *places]):
         with graph.inserting_before(place):
             if index < len(buckets):
-                fqns = [parameters[node].fqn for node in buckets[index]]
-                started.append(_start(graph, buckets[index], fqns, after))
+                started.append(_start(graph, buckets[index], after))
             if index == 0:
                 after = started[0] if started else None
                 continue
@@ -56,7 +55,7 @@ def insert_gathers(
             wait = _wait(graph, started[index - 1], bucket, shared, started[index:])
             if index + 1 < len(buckets):
                 after = _item(graph, wait, len(bucket), "token")
-            names = [parameters[node].fqn.replace(".", "_") for node in bucket]
+            names = [f"{node.name}_full" for node in bucket]
             full = [_item(graph, wait, position, name) for position, name in enumerate(names)]
             for node, item in zip(bucket, full, strict=True):
                 _replace(node, item, node in keep)  # which may erase what stands at the place
@@ -102,10 +101,8 @@ def _buckets(
         yield bucket
 
 
-def _start(
-    graph: fx.Graph, bucket: list[fx.Node], fqns: list[str], after: fx.Node | None
-) -> fx.Node:
-    arguments = (bucket, fqns) if after is None else (bucket, fqns, after)
+def _start(graph: fx.Graph, bucket: list[fx.Node], after: fx.Node | None) -> fx.Node:
+    arguments = (bucket,) if after is None else (bucket, after)
     start = graph.create_node(
         "call_function", ops.all_gather_start.default, arguments, name="all_gather"
     )
@@ -137,5 +134,7 @@ def _replace(placeholder: fx.Node, full: fx.Node, keep: bool) -> None:
         if user.target is ops.unshard.default:
             user.replace_all_uses_with(full)
             user.graph.erase_node(user)
-        elif user.target not in _GATHERS and (keep or user.op != "output"):
+        elif user.target in _OF_PLACEHOLDERS or PARAMETER in user.meta:
+            continue  # which knows the parameter by it
+        elif keep or user.op != "output":
             user.replace_input_with(placeholder, full)

@@ -16,11 +16,9 @@ def choose_kept(parameters: Mapping[fx.Node, ParameterFacts], most_bytes: float)
     """
     kept = set()
     for node, facts in parameters.items():
-        if facts.reshard_after_forward or not any(user.op == "output" for user in node.users):
+        if not facts.may_be_kept or not any(user.op == "output" for user in node.users):
             continue
         if facts.reshard_after_forward is None:
-            if facts.shared:
-                continue  # gathering again costs nothing
             if facts.nbytes > most_bytes:
                 continue
             most_bytes -= facts.nbytes

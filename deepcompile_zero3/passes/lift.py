@@ -12,38 +12,31 @@ from torch import fx
 from deepcompile_zero3 import grad_dtype, torch_internals
 from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.runtime import ops
+from deepcompile_zero3.torch_internals import compiler
 
 
-def lift_unshards(gm: fx.GraphModule) -> list[str]:
+def lift_unshards(gm: fx.GraphModule) -> None:
     """Replaces each ``zero3.unshard`` by its placeholder, in nested graphs too.
 
     One whose result leaves the top graph, itself or as a view, stays: a graph may not return
     the memory of a placeholder, which has none.
-
-    Returns:
-        The FQNs of the lifted parameters, in order of first use.
     """
-    lifted: dict[str, None] = {}
     escaping = _storages_of_outputs(gm.graph)
     for graph in _graphs(gm):
         for node in graph.find_nodes(op="call_function", target=ops.unshard.default):
             if _storage(node) in escaping:
                 continue
-            placeholder, fqn, *_ = node.args
-            node.replace_all_uses_with(placeholder)
+            node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
-            lifted[fqn] = None
         graph.lint()
     _recompile(gm)
-    return list(lifted)
 
 
-def set_contracts(gm: fx.GraphModule, contracts: Mapping[str, str]) -> None:
-    """Has each ``zero3.unshard`` of a graph hold to another contract, given by FQN."""
+def forget_contracts(gm: fx.GraphModule) -> None:
+    """Has each ``zero3.unshard`` of a graph hold to the contract that there is when it runs."""
     for graph in _graphs(gm):
         for node in graph.find_nodes(op="call_function", target=ops.unshard.default):
-            placeholder, fqn, *_ = node.args
-            node.args = (placeholder, fqn, contracts[fqn])
+            node.update_arg(1, "")
     _recompile(gm)
 
 
@@ -59,6 +52,16 @@ def uses_of(graph: fx.Graph) -> dict[fx.Node, tuple[tuple[int, ...], bool]]:
             bool(users) and all(user.target in lookups for user in users),
         )
     return uses
+
+
+def name_placeholders(
+    inputs: Mapping[fx.Node, ParameterFacts], prefix: int, suffix: str = ""
+) -> None:
+    """Calls a graph's inputs as the parameters that they stand for, without so many characters at
+    the beginning of their names.
+    """
+    for node, facts in inputs.items():
+        compiler.rename(node, facts.fqn[prefix:].replace(".", "_") + suffix)
 
 
 def declare_grad_dtypes(gm: fx.GraphModule, inputs: Mapping[int, ParameterFacts]) -> None:

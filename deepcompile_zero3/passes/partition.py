@@ -6,6 +6,9 @@ sees batches of its own. Yet all ranks must gather the same parameters. So, of t
 gathers again, it gets all, whatever it does with them, as in FSDP2. The exception are parameters
 that only look rows up, whose gradients need no weight: what they give is saved.
 
+Backward also gets the placeholder of each parameter that it has a gradient for, by which the
+runtime knows whose it is. Where forward may hand on the full tensor in its stead, it hands on both.
+
 A function of parameters alone, such as ``w.bfloat16()``, is computed again: saving it would keep
 the parameter. Its reductions, such as ``w.norm()``, are as the partitioner likes.
 """
@@ -13,26 +16,31 @@ the parameter. Its reductions, such as ``w.norm()``, are as the partitioner like
 import operator
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
-from deepcompile_zero3.passes.facts import ParameterFacts
+from deepcompile_zero3.passes.facts import PARAMETER, ParameterFacts
 
 # A result so many times smaller than what it was computed from is a reduction, and cheap to save.
 _REDUCTION = 4
 
 
 def settle_backward_gathers(
-    gm: fx.GraphModule, parameters: Mapping[fx.Node, ParameterFacts], tangents: Iterable[fx.Node]
+    gm: fx.GraphModule,
+    parameters: Mapping[fx.Node, ParameterFacts],
+    tangents: Iterable[fx.Node],
+    num_outputs: int,
 ) -> None:
     """Tags the nodes of a joint graph with what a partitioner may do.
 
     Args:
         parameters: the graph's inputs that are parameters.
         tangents: the graph's inputs that are gradients of outputs.
+        num_outputs: how many of its outputs are those of the forward.
     """
     again = {node for node, facts in parameters.items() if facts.reshard_after_forward is not False}
     embedding = {node for node in again if parameters[node].only_embeds}
@@ -54,29 +62,81 @@ def settle_backward_gathers(
             _tag(node, CheckpointPolicy.MUST_RECOMPUTE)
         else:
             neutral.add(node)
-    _need([node for node in parameters if node in again - embedding], gm.graph, gradients)
+    handed_on = _hand_on(
+        [node for node, f in parameters.items() if f.is_trained and f.may_be_kept],
+        tree_leaves(gm.graph.output_node().args)[:num_outputs],
+    )
+    gathered = [node for node in parameters if node in again - embedding]
+    known_by = [handed_on.get(node, node) for node, facts in parameters.items() if facts.is_trained]
+    _need(gathered, known_by, gm.graph, gradients)
     gm.recompile()
 
 
-def needed_in_backward(gradient: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Stands in a graph from here to :func:`drop_needs`, so that backward gets ``parameters``."""
+def needed_in_backward(
+    gradient: torch.Tensor, gathered: Sequence[torch.Tensor], known_by: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """Stands in a graph from here to :func:`drop_needs`, so that backward gets the others."""
     return gradient
 
 
-def drop_needs(gm: fx.GraphModule) -> None:
-    """Removes ``needed_in_backward`` from a backward graph, whose inputs stay."""
+def drop_needs(gm: fx.GraphModule) -> set[fx.Node]:
+    """Removes ``needed_in_backward`` from a backward graph, whose inputs stay, and returns those
+    that it is to gather.
+    """
+    gathered: set[fx.Node] = set()
     for node in gm.graph.find_nodes(op="call_function", target=needed_in_backward):
+        gathered.update(cast(Any, node.args[1]))
         node.replace_all_uses_with(node.args[0])
         gm.graph.erase_node(node)
+    return gathered
 
 
-def _need(parameters: list[fx.Node], graph: fx.Graph, gradients: set[fx.Node]) -> None:
+def handed_on(placeholder: torch.Tensor) -> torch.Tensor:
+    """Stands in a graph from here to :func:`drop_handed_on`, so that forward has to save it."""
+    return placeholder
+
+
+def with_handed_on(output: torch.Tensor, placeholders: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Stands there as long, so that a partitioner sees that forward has the placeholders."""
+    return output
+
+
+def drop_handed_on(gm: fx.GraphModule) -> None:
+    """Removes ``handed_on`` from a forward graph, which then returns placeholders."""
+    for target in (with_handed_on, handed_on):
+        for node in gm.graph.find_nodes(op="call_function", target=target):
+            node.replace_all_uses_with(node.args[0])
+            gm.graph.erase_node(node)
+
+
+def _hand_on(placeholders: list[fx.Node], outputs: Sequence[Any]) -> dict[fx.Node, fx.Node]:
+    """What stands for each of the placeholders in backward."""
+    computed = (node for node in outputs if isinstance(node, fx.Node))
+    output = next((node for node in computed if node.op == "call_function"), None)
+    if not placeholders or output is None:  # then no gradient comes either
+        return {}
+    graph = output.graph
+    result = {}
+    with graph.inserting_before(graph.output_node()):
+        for placeholder in placeholders:
+            node = result[placeholder] = graph.call_function(handed_on, (placeholder,))
+            node.meta.update({key: placeholder.meta[key] for key in ("val", PARAMETER)})
+            _tag(node, CheckpointPolicy.MUST_SAVE)
+        stand_in = graph.call_function(with_handed_on, (output, list(result.values())))
+    stand_in.meta.update(output.meta)
+    graph.output_node().replace_input_with(output, stand_in)
+    return result
+
+
+def _need(
+    gathered: list[fx.Node], known_by: list[fx.Node], graph: fx.Graph, gradients: set[fx.Node]
+) -> None:
     output = graph.output_node()
     gradient = next((n for n in output.all_input_nodes if n in gradients), None)
-    if not parameters or gradient is None:
+    if gradient is None or not (gathered or known_by):
         return
     with graph.inserting_before(output):
-        needs = graph.call_function(needed_in_backward, (gradient, parameters))
+        needs = graph.call_function(needed_in_backward, (gradient, gathered, known_by))
     needs.meta.update(gradient.meta)
     output.replace_input_with(gradient, needs)
 

@@ -37,9 +37,14 @@ class GradientDtypes:
         return f"{short_name(self.raw)} -> {leaf} -> {short_name(self.wire)}"
 
 
-def insert_reduces(gm: fx.GraphModule, gradients: Mapping[int, ParameterFacts]) -> None:
+def insert_reduces(
+    gm: fx.GraphModule,
+    gradients: Mapping[int, ParameterFacts],
+    placeholders: Mapping[str, fx.Node],
+) -> None:
     """Sends each gradient (by position in the graph's output) away when it and those before it in
-    ``gradients`` exist: they may come in another order, reductions do not.
+    ``gradients`` exist: they may come in another order, reductions do not. What it is of says the
+    placeholder (by FQN, an input of the graph).
 
     Autograd gets None in its stead: the runtime sets the shard's ``.grad`` when the backward ends.
     """
@@ -64,7 +69,7 @@ def insert_reduces(gm: fx.GraphModule, gradients: Mapping[int, ParameterFacts]) 
             last = graph.create_node(
                 "call_function",
                 op.default,
-                (source, facts.fqn),
+                (source, placeholders[facts.fqn]),
                 {"contract": _C.contract_name(facts.grad_dtype)},
                 name=op.__name__,
             )

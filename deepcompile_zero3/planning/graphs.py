@@ -14,12 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import torch_internals
-from deepcompile_zero3.backend import CompiledGraph, Options, Rewriting
+from deepcompile_zero3.backend import CompiledGraph, Options, Rewriting, keep_bytes_of
 from deepcompile_zero3.capture import CapturedGraphs, capture_graphs
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.module import all_parameters_of
 from deepcompile_zero3.parameter import ShardedParameter
-from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.report import line_of_break
 from deepcompile_zero3.tools.explain import without_a_trace
 from deepcompile_zero3.torch_internals import compiler
@@ -30,7 +29,6 @@ class _Partitioned:
     """A forward or backward graph ahead of this library's passes."""
 
     of: Rewriting
-    inputs: Mapping[int, ParameterFacts]
     graph_module: fx.GraphModule
     is_backward: bool
 
@@ -52,12 +50,13 @@ class Trace:
 
     def rewrite(self, options: Options) -> CapturedGraphs:
         """What the passes make of it, in the order of compilation."""
-        for parameter in self.parameters.values():
-            parameter.kept_bytes = 0
         rewritings: dict[Rewriting, Rewriting] = {}
         with capture_graphs() as graphs:
             for graph in self._graphs:
-                rewriting = rewritings.setdefault(graph.of, Rewriting(graph.inputs, options))
+                inputs = graph.of.inputs
+                parameters = [self.parameters[facts.fqn] for facts in inputs.values()]
+                keep_bytes = keep_bytes_of(parameters, options)
+                rewriting = rewritings.setdefault(graph.of, Rewriting(inputs, options, keep_bytes))
                 rewriting(copy.deepcopy(graph.graph_module), graph.is_backward)
         return graphs
 
@@ -141,7 +140,7 @@ def _note_and_return_zeros(
 ) -> Callable:
     is_backward = bool(kwargs.get("is_backward"))
     noted = fx.GraphModule(graph_module, copy.deepcopy(graph_module.graph))
-    graphs.append(_Partitioned(rewriting, rewriting.inputs, noted, is_backward))
+    graphs.append(_Partitioned(rewriting, noted, is_backward))
     outputs: Any = graph_module.graph.output_node().args[0]
     results = [node.meta["val"] if isinstance(node, fx.Node) else node for node in outputs]
 

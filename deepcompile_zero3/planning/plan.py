@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from rich.table import Table
@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from deepcompile_zero3.backend import Options
 from deepcompile_zero3.page import save_page
+from deepcompile_zero3.parameter import ShardedModel
 from deepcompile_zero3.planning.advice import advice_for
 from deepcompile_zero3.planning.graphs import fake_ranks, trace
 from deepcompile_zero3.planning.machine import Machine, machine_of
@@ -186,8 +187,8 @@ def plan(
                 found = replace(found, advice=advice_for(found, parsed, traced, predict))
             return found
         finally:
-            for parameter in traced.parameters.values():
-                parameter.forget_name()
+            for sharded in {parameter.model for parameter in traced.parameters.values()} - {None}:
+                cast(ShardedModel, sharded).retire()
 
 
 def _tokens_of(call: Mapping[str, Any]) -> int:

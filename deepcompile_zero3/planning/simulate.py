@@ -17,6 +17,7 @@ from deepcompile_zero3.backend import saved_outputs
 from deepcompile_zero3.capture import CapturedGraph, CapturedGraphs
 from deepcompile_zero3.graph_text import COMMENT, base_of
 from deepcompile_zero3.parameter import ShardedParameter
+from deepcompile_zero3.passes.facts import fqns_of
 from deepcompile_zero3.passes.reduce import GradientDtypes
 from deepcompile_zero3.peak import KEPT_OF, gathered_items, nbytes_of
 from deepcompile_zero3.planning.kernels import (
@@ -120,12 +121,12 @@ def _twins(
             twin.simulated_backend = backend
             twin.shard = torch.empty_like(handle.shard, device="meta")
             twin.root = root
-            twin.register(_PREFIX + name)
+            twin.fqn = _PREFIX + name
+            twin.register()
             twins[name] = twin
         yield twins
     finally:
-        for twin in twins.values():
-            twin.unregister()
+        twins.clear()
 
 
 _PREFIX = "simulated: "
@@ -339,7 +340,7 @@ class _Simulation:
     # ---- collectives
 
     def _start_gather(self, start: fx.Node) -> _Started:
-        names: Any = start.args[1]
+        names = fqns_of(start)
         shards = sum(self._parameters[name].shard.nbytes for name in names)
         self._compute("cast", 0.0, torch.float32, 2 * shards, tuple(names))
         gather = _C.Gather([self._parameters[name] for name in names])
@@ -372,7 +373,7 @@ class _Simulation:
                 self._note_memory()
 
     def _reduce(self, node: fx.Node) -> None:
-        name: Any = node.args[1]
+        [name] = fqns_of(node)
         dtypes: GradientDtypes = node.meta[COMMENT]
         packed = dtypes.numel * dtypes.wire.itemsize
         if node.target is ops.reduce_mm.default:
@@ -457,7 +458,7 @@ class _Simulation:
 def _gathered(graph: fx.Graph) -> set[str]:
     """The parameters of a graph."""
     starts = graph.find_nodes(op="call_function", target=ops.all_gather_start.default)
-    return {name for start in starts for name in start.args[1]}
+    return {name for start in starts for name in fqns_of(start)}
 
 
 def _names(record: _C.Collective) -> tuple[str, ...]:
@@ -469,7 +470,7 @@ def _saved_as(node: fx.Node) -> str:
     if _kind(node) != "gathered":
         return node.meta.get(KEPT_OF, node.name)
     wait, position = node.args
-    return wait.args[0].args[1][position]  # type: ignore[union-attr, index, return-value]
+    return fqns_of(wait.args[0])[position]  # type: ignore[union-attr, arg-type, index]
 
 
 def _kind(node: fx.Node) -> str:

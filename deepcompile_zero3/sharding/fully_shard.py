@@ -22,7 +22,7 @@ from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.group import ParameterGroup
 from deepcompile_zero3.layout import DataParallel, Layout
 from deepcompile_zero3.module import Zero3Module, original_class, parameters_of, swap_class
-from deepcompile_zero3.parameter import ShardedParameter, full_like
+from deepcompile_zero3.parameter import ShardedModel, ShardedParameter, full_like
 from deepcompile_zero3.process_groups import group_for_reductions, neighbours
 from deepcompile_zero3.runtime import _C
 
@@ -253,7 +253,7 @@ def _agree_on_root(
     Raises:
         Zero3Error: another rank has a ``failure``; this rank's own is raised as it is.
     """
-    inner = {g.root for each in modules for g in _groups_in(each)}
+    inner = {g.model.number for each in modules for g in _groups_in(each) if g.model}
     in_use = _C.live_roots() - inner
     me = dist.get_rank()
     failures = {} if failure is None else {me: f"{type(failure).__name__}: {failure}"}
@@ -333,20 +333,19 @@ def _settle_ownership(modules: list[nn.Module], group: ParameterGroup, root: int
     for child in groups:
         if child is not group and child.parent is None:
             child.parent = group
-    for parameter in parameters:
-        parameter.forget_name()
 
     # The first sharded model of a process has plain names; those of a second one begin with its
     # class and number. Numbers follow the order of the fully_shard calls; that of a
     # deleted model is free again.
     label = "" if root == 1 else f"{original_class(modules[0]).__name__}:{root}."
     names = {id(tensor): fqn for fqn, tensor in whole.named_parameters()}
+    model = ShardedModel(root, parameters)
     for child in groups:
-        child.root = root
+        child.model = model
     first: dict[str, int] = {}  # a number of the model for each group, not by who is alive
     for parameter in parameters:
         handle = parameter.handle
-        parameter.rename(label + names[id(parameter.shard)], root)
+        parameter.join(model, label + names.get(id(parameter.shard), parameter.fqn))
         handle.model = first.setdefault(handle.group_name, handle.copy_number)
 
 

@@ -16,6 +16,7 @@ from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.graph_text import COMMENT, base_of, short_name, views_of
 from deepcompile_zero3.module import all_parameters_of
 from deepcompile_zero3.parameter import ShardedParameter, version_of
+from deepcompile_zero3.passes.facts import fqns_of
 from deepcompile_zero3.passes.reduce import GradientDtypes
 from deepcompile_zero3.peak import gathered_items, nbytes_of, nbytes_of_tensor
 from deepcompile_zero3.planning.machine import Machine, machine_of
@@ -113,14 +114,11 @@ def without_a_trace(model: nn.Module, parameters: Sequence[ShardedParameter]) ->
         for owner in model.modules()
         for name, buffer in owner.named_buffers(recurse=False)
     ]
-    kept_bytes = [parameter.kept_bytes for parameter in parameters]
     devices = {p.handle.device.index for p in parameters if p.handle.device.type == "cuda"}
     with torch.random.fork_rng(sorted(devices)), torch.enable_grad():
         try:
             yield
         finally:
-            for parameter, nbytes in zip(parameters, kept_bytes, strict=True):
-                parameter.kept_bytes = nbytes
             for owner, name, buffer, version, before in buffers:
                 setattr(owner, name, buffer)
                 if version_of(buffer) != version:
@@ -144,7 +142,7 @@ def _gathers(graph: fx.Graph) -> Iterator[GatherBucket]:
     computation = [node for node in graph.nodes if _computes(node)]
     order = {node: position for position, node in enumerate(graph.nodes)}
     for start in graph.find_nodes(op="call_function", target=ops.all_gather_start.default):
-        names: Any = start.args[1]
+        names = fqns_of(start)
         wait = next(user for user in start.users if user.target in WAITS and user.args[0] is start)
         values = wait.meta["val"][: len(names)]
         between = [node for node in computation if order[start] < order[node] < order[wait]]
@@ -165,7 +163,7 @@ def _gradients(graph: fx.Graph) -> Iterator[Gradient]:
             continue
         dtypes: GradientDtypes = node.meta[COMMENT]
         yield Gradient(
-            parameter=node.args[1],
+            parameter=fqns_of(node)[0],
             raw=short_name(dtypes.raw),
             leaf="any" if dtypes.leaf is None else short_name(dtypes.leaf),
             wire=short_name(dtypes.wire),
@@ -177,7 +175,8 @@ def _gradients(graph: fx.Graph) -> Iterator[Gradient]:
 def _kept(graph: fx.Graph) -> Iterator[tuple[str, int]]:
     results = saved_outputs(graph)
     for wait in (node for node in graph.nodes if node.target in WAITS):
-        names: Any = wait.args[0].args[1]
+        start: Any = wait.args[0]
+        names = fqns_of(start)
         for position, item in gathered_items(wait):
             if results & {item, *views_of(item)}:
                 yield names[position], nbytes_of(item)

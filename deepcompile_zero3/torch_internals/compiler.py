@@ -116,6 +116,11 @@ def without_autograd_cache() -> contextlib.AbstractContextManager[None]:
     return _functorch_config.patch(enable_autograd_cache=False)
 
 
+def rename(node: torch.fx.Node, name: str) -> None:
+    """Calls ``node`` so, or with a number behind it if another node of the graph is called so."""
+    node._rename(name)
+
+
 def compile_id() -> str:
     """Of the frame that Dynamo compiles now, as "0/0"; ranges of its runs have it after REGION."""
     return str(_CompileContext.current_compile_id() or "")

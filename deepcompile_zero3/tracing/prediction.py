@@ -15,6 +15,7 @@ from deepcompile_zero3 import agree, torch_internals
 from deepcompile_zero3.capture import CapturedGraphs
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.parameter import ShardedParameter, parameters_beside
+from deepcompile_zero3.passes.facts import fqns_of
 from deepcompile_zero3.peak import nbytes_of_tensor
 from deepcompile_zero3.planning.calibrate import measure_device, measure_links
 from deepcompile_zero3.planning.kernels import Kernel, kernels_of
@@ -145,7 +146,7 @@ def _what_ran(
         for start in graph.graph_module.graph.find_nodes(
             op="call_function", target=ops.all_gather_start.default
         )
-        for name in start.args[1]
+        for name in fqns_of(start)
     }
     parameters = parameters_beside(names)
     if not names or names - parameters.keys():

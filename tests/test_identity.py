@@ -1,0 +1,175 @@
+"""A parameter is known by its placeholder, and by no name: equal blocks share compiled graphs, and
+a backward needs no module.
+"""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from models import (
+    Block,
+    Stack,
+    assert_same_gradients,
+    batch_of,
+    compiled,
+    compiled_each_way,
+    each_way,
+    mean_square,
+    mine,
+    optimizers_of,
+    shard,
+)
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from deepcompile_zero3 import capture_graphs, fully_shard, record_collectives
+from deepcompile_zero3.module import parameters_of
+
+either_transport = pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
+
+
+# ---- equal blocks
+
+
+def _compile_blocks(model, how):
+    for block in model.blocks:
+        block.compile(backend="zero3", options={"inductor": how == "zero3"})
+
+
+def _twins(how, transport, depth):
+    """How many graphs are compiled for ``depth`` blocks, which train as one process does."""
+    model = Stack(width=8, depth=depth)
+    model, reference = shard(model, model.blocks, transport=transport)
+    _compile_blocks(model, how)
+    optimizers = optimizers_of(model, reference)
+    with capture_graphs() as graphs:
+        for seed in range(3):
+            batch = batch_of(4, 8, seed=seed).requires_grad_()
+            with record_collectives() as log:
+                mean_square(model, mine(batch)).backward()
+            mean_square(reference, batch).backward()
+            assert_same_gradients(model, reference)
+            reduced = [fqn for c in log if c.op == "reduce_scatter" for fqn in c.params]
+            assert sorted(reduced) == sorted(name for name, _ in model.named_parameters())
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    return len(graphs.forward), len(graphs.backward), graphs.backward[0].text
+
+
+@compiled_each_way
+@either_transport
+def test_equal_blocks_are_compiled_once(run_ranks, how, transport):
+    # More of them than Dynamo compiles one function for.
+    assert torch._dynamo.config.recompile_limit < 32
+    for forwards, backwards, text in run_ranks(2, _twins, how, transport, 32):
+        assert (forwards, backwards) == (1, 1)
+        assert "reduce_grad(" in text
+        assert "blocks" not in text  # names are relative to what was compiled
+
+
+def _unequal(transport):
+    """How many graphs are compiled for blocks that nothing but their shards tells apart, two each
+    of which are alike; and in which dtypes their gradients are reduced.
+    """
+    model = Stack(depth=6)
+    for block in model.blocks[4:]:
+        block.up.weight.grad_dtype = None
+    for number, block in enumerate(model.blocks):
+        wire = torch.bfloat16 if number in (2, 3) else None
+        policy = MixedPrecisionPolicy(reduce_dtype=wire)
+        fully_shard(block, mp_policy=policy, transport=transport)
+    fully_shard(model, transport=transport)
+    _compile_blocks(model, "interpreted")
+    with capture_graphs() as graphs, record_collectives() as log:
+        mean_square(model, mine(batch_of(4, 8).requires_grad_())).backward()
+    wires = {fqn: c.dtype for c in log if c.op == "reduce_scatter" for fqn in c.params}
+    return len(graphs.forward), [wires[f"blocks.{n}.up.weight"] for n in range(6)]
+
+
+@either_transport
+def test_what_shapes_a_graph_is_not_shared(run_ranks, transport):
+    for forwards, wires in run_ranks(2, _unequal, transport):
+        assert forwards == 3
+        assert wires == [torch.float32] * 2 + [torch.bfloat16] * 2 + [torch.float32] * 2
+
+
+def _changed(transport):
+    model, reference = shard(stack := Stack(depth=3), stack.blocks, transport=transport)
+    _compile_blocks(model, "interpreted")
+    compilations = []
+    for change in (
+        lambda: None,
+        lambda: model.blocks[1].set_reshard_after_forward(False),
+        lambda: model.blocks[2].set_reshard_after_forward(False),  # as the one before
+    ):
+        change()
+        batch = batch_of(4, 8).requires_grad_()
+        with capture_graphs() as graphs:
+            mean_square(model, mine(batch)).backward()
+        mean_square(reference, batch).backward()
+        assert_same_gradients(model, reference)
+        model.zero_grad()
+        reference.zero_grad()
+        compilations.append(len(graphs.forward))
+    return compilations
+
+
+@either_transport
+def test_one_of_equal_blocks_may_change(run_ranks, transport):
+    for compilations in run_ranks(2, _changed, transport):
+        assert compilations == [1, 1, 0]
+
+
+# ---- lifetimes
+
+
+def _without_its_model(how, transport):
+    """A step whose backward runs when nobody has the model any more, beside one process."""
+    model, reference = shard(stack := Stack(), stack.blocks, transport=transport)
+    run = compiled(model, how)
+    batch = batch_of(4, 8)
+    parameters = dict(model.named_parameters())
+    gone = weakref.ref(model)
+    loss = mean_square(run, mine(batch))
+    del model, run, stack
+    torch._dynamo.reset()  # whose guards keep what they look at
+    gc.collect()
+    assert gone() is None
+    loss.backward()
+    mean_square(reference, batch).backward()
+    for fqn, whole in reference.named_parameters():
+        torch.testing.assert_close(parameters[fqn].grad.full_tensor(), whole.grad)
+    # And with the loss goes all that it owned.
+    alive = [weakref.ref(parameter) for parameter in parameters.values()]
+    del loss, parameters
+    gc.collect()
+    assert not any(parameter() is not None for parameter in alive)
+
+
+@each_way
+@either_transport
+def test_a_backward_needs_no_module(run_ranks, how, transport):
+    run_ranks(2, _without_its_model, how, transport)
+
+
+def _twin_of_a_deleted_one(transport):
+    first, second = (fully_shard(Block(8), transport=transport) for _ in range(2))
+    for block in (first, second):
+        block.compile(backend="zero3", options={"inductor": False})
+    x = torch.ones(2, 8, requires_grad=True)
+    with capture_graphs() as graphs:
+        first(x).sum().backward()
+        known_by = weakref.ref(parameters_of(first.up)["weight"])
+        del first, block
+        gc.collect()
+        second(x).sum().backward()
+    assert known_by() is None  # a compiled graph keeps no parameter
+    assert second.up.weight.grad is not None
+    return len(graphs.forward)
+
+
+@either_transport
+def test_a_graph_outlives_the_block_that_it_was_compiled_for(run_ranks, transport):
+    for forwards in run_ranks(2, _twin_of_a_deleted_one, transport):
+        assert forwards <= 2  # the guards of a deleted block may go with it
