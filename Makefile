@@ -14,7 +14,7 @@ BIN = $(VENV)/bin
 CXX_SOURCES = $(wildcard csrc/*.cpp csrc/*.h csrc/*.cu csrc/*.cuh)
 CXX_TESTS = $(wildcard tests/*.cpp)
 BUILD_SOURCES = setup.py pyproject.toml $(CXX_SOURCES)
-PACKAGE_SOURCES = $(wildcard deepcompile_zero3/*.py deepcompile_zero3/*/*.py deepcompile_zero3/*.html)
+PACKAGE_SOURCES = $(wildcard $(addprefix deepcompile_zero3/,*.py */*.py */*/*.py */*.html))
 
 .PHONY: help train test test-all test-torch test-gpu check-cuda sanitize bench bench-gpu lint clean
 .DELETE_ON_ERROR:
@@ -112,6 +112,7 @@ lint: $(VENV)/.installed $(VENV)/.extra-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES) $(CXX_TESTS)
 
 clean:

@@ -11,8 +11,8 @@ from torch import fx
 
 from bench.modes import Mode, Step, zero3
 from bench.workloads import Workload
-from deepcompile_zero3 import backend, limit_buffers
-from deepcompile_zero3.passes import reduce
+from deepcompile_zero3 import limit_buffers
+from deepcompile_zero3.passes import pipeline, reduce
 from deepcompile_zero3.runtime import ops
 
 
@@ -21,7 +21,7 @@ def _without_products() -> None:
 
 
 def _without_prefetch() -> None:
-    insert = backend.insert_gathers
+    insert = pipeline.insert_gathers
 
     def insert_late(gm: fx.GraphModule, *args: object) -> None:
         insert(gm, *args)  # type: ignore[arg-type]
@@ -30,7 +30,7 @@ def _without_prefetch() -> None:
             wait.prepend(wait.args[0])
         gm.recompile()
 
-    backend.insert_gathers = insert_late  # type: ignore[assignment]
+    pipeline.insert_gathers = insert_late  # type: ignore[assignment]
 
 
 _twice = partial(zero3, transport="c10d", reshard_after_forward=True)

@@ -17,12 +17,12 @@ from bench.ranks import Ranks, Training, join
 from bench.workloads import WORKLOADS, Workload
 from deepcompile_zero3 import limit_buffers
 from deepcompile_zero3.backend import Options
-from deepcompile_zero3.planning.calibrate import measure_machine
-from deepcompile_zero3.planning.graphs import fake_ranks, trace
-from deepcompile_zero3.planning.kernels import kernels_of
-from deepcompile_zero3.planning.machine import Machine
-from deepcompile_zero3.planning.measure import measure_kernels
-from deepcompile_zero3.planning.plan import Plan, plan, shard_blocks
+from deepcompile_zero3.tools.planning.calibrate import measure_machine
+from deepcompile_zero3.tools.planning.graphs import fake_ranks, trace
+from deepcompile_zero3.tools.planning.kernels import kernels_of
+from deepcompile_zero3.tools.planning.machine import Machine
+from deepcompile_zero3.tools.planning.measure import measure_kernels
+from deepcompile_zero3.tools.planning.plan import Plan, plan, shard_blocks
 
 MODE = "zero3-c10d"
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt

@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <array>
+#include <mutex>
 #include <unordered_map>
 #include <vector>
 
@@ -77,6 +78,13 @@ class Running {
   std::unordered_map<int64_t, std::weak_ptr<Gather>> gathers_;
 };
 
+// The token that orders what follows a wait.
+Tensor token_after(at::TensorList placeholders) {
+  ZERO3_CHECK(!placeholders.empty(),
+              "a wait for a gather takes the placeholders of what it gathered");
+  return token(placeholders[0]);
+}
+
 Tensor all_gather_start(at::TensorList placeholders, const std::optional<Tensor>& after) {
   std::vector<ParameterPtr> parameters;
   for (auto& placeholder : placeholders) parameters.push_back(Registry::get().find(placeholder));
@@ -86,16 +94,18 @@ Tensor all_gather_start(at::TensorList placeholders, const std::optional<Tensor>
 // Fresh memory: a compiler may write to it once nobody reads it any more.
 std::vector<Tensor> all_gather_wait(const Tensor& handle, at::TensorList placeholders,
                                     const std::optional<Tensor>& after) {
+  const auto after_this = token_after(placeholders);
   auto result = Running::get().find(handle)->finish_apart();
-  result.push_back(token(placeholders[0]));
+  result.push_back(after_this);
   return result;
 }
 
 // Memory that the graph does not own.
 std::vector<Tensor> all_gather_views(const Tensor& handle, at::TensorList placeholders,
                                      const std::optional<Tensor>& after) {
+  const auto after_this = token_after(placeholders);
   auto result = Running::get().find(handle)->finish(/*fresh=*/false);
-  result.push_back(token(placeholders[0]));
+  result.push_back(after_this);
   return result;
 }
 

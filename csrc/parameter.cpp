@@ -5,7 +5,6 @@
 #include <ATen/ops/isnan.h>
 
 #include <algorithm>
-#include <ranges>
 
 #include "apart.h"
 #include "autograd.h"

@@ -1,4 +1,4 @@
-// One sharded parameter as the runtime sees it, and the registry that finds it by name.
+// One sharded parameter as the runtime sees it, and the registry that finds it.
 //
 //   full tensor  [rows, ...]      what the model computes with, in `compute_dtype`
 //   chunk        [chunk_rows, ...] ceil(rows / world) rows a rank, the layout of torch.chunk

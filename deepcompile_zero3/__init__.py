@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
     from deepcompile_zero3.backend import Options, zero3
-    from deepcompile_zero3.capture import CapturedGraph, CapturedGraphs, capture_graphs
-    from deepcompile_zero3.checks import detect_nonfinite, gradient_norms
-    from deepcompile_zero3.defer import defer_reduction, deposit_grad
-    from deepcompile_zero3.module import Zero3Module, register_fsdp_forward_method
-    from deepcompile_zero3.planning.machine import MACHINES, Link, Machine
-    from deepcompile_zero3.planning.plan import Plan, plan, shard_blocks
-    from deepcompile_zero3.report import Report
+    from deepcompile_zero3.graph.capture import CapturedGraph, CapturedGraphs, capture_graphs
+    from deepcompile_zero3.sharding.checks import detect_nonfinite, gradient_norms
+    from deepcompile_zero3.sharding.defer import defer_reduction, deposit_grad
     from deepcompile_zero3.sharding.fully_shard import fully_shard
+    from deepcompile_zero3.sharding.module import Zero3Module, register_fsdp_forward_method
     from deepcompile_zero3.tools.explain import explain
+    from deepcompile_zero3.tools.planning.machine import MACHINES, Link, Machine
+    from deepcompile_zero3.tools.planning.plan import Plan, plan, shard_blocks
+    from deepcompile_zero3.tools.report import Report
 
 __version__ = "0.1.0"
 
@@ -75,22 +75,22 @@ _LATER = {
     "OffloadPolicy": "torch.distributed.fsdp",
     "Options": "deepcompile_zero3.backend",
     "zero3": "deepcompile_zero3.backend",
-    "CapturedGraph": "deepcompile_zero3.capture",
-    "CapturedGraphs": "deepcompile_zero3.capture",
-    "capture_graphs": "deepcompile_zero3.capture",
-    "detect_nonfinite": "deepcompile_zero3.checks",
-    "gradient_norms": "deepcompile_zero3.checks",
-    "defer_reduction": "deepcompile_zero3.defer",
-    "deposit_grad": "deepcompile_zero3.defer",
-    "Zero3Module": "deepcompile_zero3.module",
-    "register_fsdp_forward_method": "deepcompile_zero3.module",
-    "MACHINES": "deepcompile_zero3.planning.machine",
-    "Link": "deepcompile_zero3.planning.machine",
-    "Machine": "deepcompile_zero3.planning.machine",
-    "Plan": "deepcompile_zero3.planning.plan",
-    "plan": "deepcompile_zero3.planning.plan",
-    "shard_blocks": "deepcompile_zero3.planning.plan",
-    "Report": "deepcompile_zero3.report",
+    "CapturedGraph": "deepcompile_zero3.graph.capture",
+    "CapturedGraphs": "deepcompile_zero3.graph.capture",
+    "capture_graphs": "deepcompile_zero3.graph.capture",
+    "detect_nonfinite": "deepcompile_zero3.sharding.checks",
+    "gradient_norms": "deepcompile_zero3.sharding.checks",
+    "defer_reduction": "deepcompile_zero3.sharding.defer",
+    "deposit_grad": "deepcompile_zero3.sharding.defer",
+    "Zero3Module": "deepcompile_zero3.sharding.module",
+    "register_fsdp_forward_method": "deepcompile_zero3.sharding.module",
+    "MACHINES": "deepcompile_zero3.tools.planning.machine",
+    "Link": "deepcompile_zero3.tools.planning.machine",
+    "Machine": "deepcompile_zero3.tools.planning.machine",
+    "Plan": "deepcompile_zero3.tools.planning.plan",
+    "plan": "deepcompile_zero3.tools.planning.plan",
+    "shard_blocks": "deepcompile_zero3.tools.planning.plan",
+    "Report": "deepcompile_zero3.tools.report",
     "fully_shard": "deepcompile_zero3.sharding.fully_shard",
     "explain": "deepcompile_zero3.tools.explain",
 }

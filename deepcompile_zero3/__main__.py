@@ -4,9 +4,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from deepcompile_zero3 import doctor
-from deepcompile_zero3.planning import commands as planning
-from deepcompile_zero3.tracing import trace
+from deepcompile_zero3.tools import doctor
+from deepcompile_zero3.tools.planning import commands as planning
+from deepcompile_zero3.tools.tracing import trace
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

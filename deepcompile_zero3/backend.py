@@ -8,46 +8,28 @@
 
 import copy
 import functools
-import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
 
-from deepcompile_zero3.capture import captured
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.graph_log import log_graph, numbers
-from deepcompile_zero3.group import refuse_writes
-from deepcompile_zero3.parameter import ShardedParameter, find
-from deepcompile_zero3.passes.chain import chain_reductions
-from deepcompile_zero3.passes.facts import (
-    PARAMETER,
-    ParameterFacts,
-    in_backward_order,
-    in_forward_order,
-    in_gradient_order,
-)
-from deepcompile_zero3.passes.gather import insert_gathers, own_outputs
-from deepcompile_zero3.passes.keep import choose_kept
+from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.passes.lift import (
     declare_grad_dtypes,
     forget_contracts,
     lift_unshards,
-    name_placeholders,
     uses_of,
 )
-from deepcompile_zero3.passes.partition import drop_handed_on, drop_needs, settle_backward_gathers
-from deepcompile_zero3.passes.reduce import insert_reduces
-from deepcompile_zero3.passes.widen import widen_weight_gradients
-from deepcompile_zero3.peak import KEPT_OF
+from deepcompile_zero3.passes.pipeline import Partitioner, Rewriting
 from deepcompile_zero3.runtime import _C
+from deepcompile_zero3.sharding.group import refuse_writes
+from deepcompile_zero3.sharding.parameter import ShardedParameter, find, own_models
 from deepcompile_zero3.torch_internals import compiler
 
-_Key = TypeVar("_Key")
 # Of a partitioned graph; called with a Rewriting ahead of what Inductor is called with.
 GraphCompiler: TypeAlias = Callable[..., Callable]
 
@@ -133,7 +115,7 @@ def zero3(
 
 
 def _compile_with_inductor(
-    rewriting: "Rewriting", graph_module: fx.GraphModule, example_inputs: Any, **kwargs: Any
+    rewriting: Rewriting, graph_module: fx.GraphModule, example_inputs: Any, **kwargs: Any
 ) -> Callable:
     rewriting(graph_module, bool(kwargs.get("is_backward")))
     return compiler.compile_fx_inner(graph_module, example_inputs, **kwargs)
@@ -152,17 +134,22 @@ class CompiledGraph:
         self._eager = copy.deepcopy(gm)
         forget_contracts(self._eager)
         parameters = _sharded_inputs(example_inputs)
-        lift_unshards(gm)
+        if lift_unshards(gm) and not parameters:
+            raise Zero3Error(
+                "a graph computes with a sharded parameter, and none of its inputs is the "
+                "placeholder of a live one: its model was deleted while it was compiled"
+            )
         self._positions = tuple(parameters)
-        inputs, keep_bytes = _facts(parameters, gm), keep_bytes_of(parameters.values(), options)
-        self._run = _compile(gm, example_inputs, inputs, options, keep_bytes, compile_graph)
+        rewriting = rewriting_of(parameters.values(), _facts(parameters, gm), options)
+        self._run = _compile(gm, example_inputs, rewriting, options, compile_graph)
 
     def __call__(self, *args: Any) -> Any:
         """Runs it, with the shards as they are: of the parameters whose placeholders ``args`` has,
         which may be those of another module than the one it was compiled for, like that one.
         """
         parameters = [_alive(args[position]) for position in self._positions]
-        as_traced = True
+        # Where twins are tied, one gets two gradients of a graph that was made for two parameters.
+        as_traced = len(set(parameters)) == len(parameters)
         for parameter in parameters:
             as_traced &= parameter.settle()
         if _C.running_backward() != -1:  # recomputes a forward, and nobody knows which
@@ -187,22 +174,30 @@ class CompiledGraph:
         if not as_traced:
             # requires_grad or grad_dtype changed since the guards of this call were checked. What
             # they look at follows now, so the next call compiles; this one is right in eager.
-            return self._eager(*args)
+            outputs = self._eager(*args)
+            for node in _nodes_of(outputs):
+                own_models(node, parameters)
+            return outputs
         if not torch.is_grad_enabled():
             return self._run(*args)
         # Where nobody is in forward in eager code, this graph is the whole forward.
         _C.add_uses([p.handle for p in parameters if p.placeholder.requires_grad], first)
         outputs = self._run(*args)
         publications = _C.Publications([parameter.handle for parameter in parameters])
-        models = {parameter.model for parameter in parameters}
 
-        def expect(_: Any, models: Any = models) -> None:  # and own them until then
+        def expect(_: Any) -> None:
             publications.invalidate_if_republished()
 
-        for node in {o.grad_fn for o in outputs if isinstance(o, torch.Tensor)}:
-            if node is not None:
-                node.register_prehook(expect)
+        for node in _nodes_of(outputs):
+            own_models(node, parameters)
+            node.register_prehook(expect)
         return outputs
+
+
+def _nodes_of(outputs: Iterable[Any]) -> set[Any]:
+    """Of autograd's graph, those that give ``outputs``."""
+    tensors = (output for output in outputs if isinstance(output, torch.Tensor))
+    return {tensor.grad_fn for tensor in tensors} - {None}
 
 
 def _alive(placeholder: torch.Tensor) -> ShardedParameter:
@@ -253,104 +248,39 @@ def _facts(
     }
 
 
-def keep_bytes_of(parameters: Iterable[ShardedParameter], options: Options) -> float:
+def rewriting_of(
+    parameters: Collection[ShardedParameter], inputs: Mapping[int, ParameterFacts], options: Options
+) -> Rewriting:
+    """What rewrites a graph of ``parameters``, of which ``inputs`` tells, by position."""
+    bucket_bytes = int(options.gather_bucket_mb * 2**20)
+    keep_bytes = _keep_bytes(parameters, options)
+    return Rewriting(inputs, bucket_bytes, keep_bytes, options.fp32_weight_grads)
+
+
+def _keep_bytes(parameters: Collection[ShardedParameter], options: Options) -> float:
     """A graph's part of what the forwards of its models may keep by choice: that which it has of
-    the bytes of the parameters that leave it.
+    the bytes of their parameters.
     """
-    models = {parameter.model for parameter in parameters}
-    everywhere = [p for model in models if model is not None for p in model.parameters]
-    mine, whole = (
-        sum(p.nbytes for p in some if p.reshard_after_forward is None)
-        for some in (parameters, everywhere)
-    )
+    models = {parameter.model for parameter in parameters} - {None}
+    whole = sum(model.nbytes for model in models if model is not None)
+    mine = sum(parameter.nbytes for parameter in parameters)
     return options.keep_mb * 2**20 * mine / whole if mine else 0.0
-
-
-class Rewriting:
-    """The passes that make forward and backward graphs of one of Dynamo's what they are to be.
-
-    Attributes:
-        inputs: what is known of the parameters, by the graph's input.
-        keep_bytes: of full tensors, that the forward may keep for backward by choice.
-    """
-
-    def __init__(
-        self, inputs: Mapping[int, ParameterFacts], options: Options, keep_bytes: float
-    ) -> None:
-        self.inputs = inputs
-        self.keep_bytes = keep_bytes
-        self._options = options
-        fqns = [facts.fqn for facts in inputs.values()]
-        common = os.path.commonprefix(fqns)  # noqa: RUF071 (of characters, up to a dot)
-        self._prefix = common.rfind(".") + 1  # of the module that has them all
-        self._kept: dict[str, int] = {}
-        self._number = 0
-
-    def __call__(self, graph_module: fx.GraphModule, is_backward: bool) -> None:
-        """Rewrites a graph; the forward first."""
-        _refuse_writes(graph_module, self.inputs)
-        if is_backward:
-            self._rewrite_backward(graph_module)
-        else:
-            self._rewrite_forward(graph_module)
-        chain_reductions(graph_module)
-        if not is_backward:
-            self._number = next(numbers)
-        captured(graph_module, is_backward, self._number)
-        if self.inputs:
-            direction, kept = ("backward", {}) if is_backward else ("forward", self._kept)
-            log_graph(graph_module, direction, self._number, kept)
-
-    @property
-    def _bucket_bytes(self) -> int:
-        return int(self._options.gather_bucket_mb * 2**20)
-
-    def _rewrite_forward(self, graph_module: fx.GraphModule) -> None:
-        nodes = _sorted(_describe(graph_module, self.inputs)[0], in_forward_order)
-        name_placeholders(nodes, self._prefix)
-        keep = choose_kept(_sorted(nodes, in_backward_order), self.keep_bytes)
-        self._kept.update({nodes[node].fqn: nodes[node].nbytes for node in keep})
-        insert_gathers(graph_module, nodes, self._bucket_bytes, keep)
-        drop_handed_on(graph_module)
-        own_outputs(graph_module, _saved_positions(graph_module.graph.output_node()))
-
-    def _rewrite_backward(self, graph_module: fx.GraphModule) -> None:
-        nodes, gradients = _describe(graph_module, self.inputs)
-        kept = {node: facts for node, facts in nodes.items() if facts.fqn in self._kept}
-        for node, facts in kept.items():
-            node.meta[KEPT_OF] = facts.fqn
-            del node.meta[PARAMETER]
-            del nodes[node]
-        inputs = graph_module.graph.find_nodes(op="placeholder")
-        handed_on = {node: node.meta[PARAMETER] for node in inputs if PARAMETER in node.meta}
-        # Both have what might have been kept and was not.
-        known_by = {f.fqn: node for node, f in (*handed_on.items(), *nodes.items())}
-        name_placeholders(nodes | handed_on, self._prefix)
-        name_placeholders(kept, self._prefix, "_full")
-        gathered = drop_needs(graph_module)
-        nodes = {n: facts for n, facts in nodes.items() if n in gathered or n.users}
-        gradients = _sorted(gradients, in_gradient_order)
-        if self._options.fp32_weight_grads:
-            widen_weight_gradients(graph_module, gradients)
-        insert_reduces(graph_module, gradients, known_by)
-        insert_gathers(graph_module, _sorted(nodes, in_backward_order), self._bucket_bytes)
 
 
 def _compile(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
-    inputs: Mapping[int, ParameterFacts],
+    rewriting: Rewriting,
     options: Options,
-    keep_bytes: float,
     compile_graph: GraphCompiler,
 ) -> Callable:
+    inputs = rewriting.inputs
     declare_grad_dtypes(gm, inputs)
-    rewriting = Rewriting(inputs, options, keep_bytes)
     with compiler.without_autograd_cache():
         if options.inductor:
             config = dict(options.inductor_config)
             if inputs:
-                config["custom_partitioner_fn"] = _Partitioner(
+                config["custom_partitioner_fn"] = Partitioner(
                     inputs,
                     config.get("custom_partitioner_fn", compiler.custom_partitioner()),
                 )
@@ -374,98 +304,5 @@ def _compile(
         return compiler.aot_autograd(
             fw_compiler=interpret(False),
             bw_compiler=interpret(True),
-            partition_fn=_Partitioner(inputs),
+            partition_fn=Partitioner(inputs),
         )(gm, example_inputs)
-
-
-def _sorted(
-    facts: Mapping[_Key, ParameterFacts], order: Callable[[ParameterFacts], int]
-) -> dict[_Key, ParameterFacts]:
-    return dict(sorted(facts.items(), key=lambda item: order(item[1])))
-
-
-class _Partitioner(compiler.CustomPartitionerFn):  # type: ignore[misc]
-    """Inductor's partitioner, or another one of the user's, of a graph that was prepared."""
-
-    def __init__(self, inputs: Mapping[int, ParameterFacts], partitioner: Any = None) -> None:
-        self._inputs = inputs
-        self._partitioner = partitioner
-
-    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Any:
-        nodes, _ = _describe(gm, self._inputs)
-        tangents = [
-            node
-            for node in gm.graph.find_nodes(op="placeholder")
-            if isinstance(node.meta.get("desc"), compiler.TangentAOTInput)
-        ]
-        settle_backward_gathers(gm, nodes, tangents, kwargs["num_fwd_outputs"])
-        partition = self._partitioner or compiler.min_cut_rematerialization_partition
-        return partition(gm, joint_inputs, **kwargs)
-
-    def uuid(self) -> Any:
-        """Of this library's sources, and of the other partitioner: Inductor's cache keys graphs,
-        and does not see what an older version of this library had it make of them.
-        """
-        files = tuple(sorted(map(str, Path(__file__).parent.rglob("*.py"))))
-        other = self._partitioner.uuid() if self._partitioner else None
-        return compiler.get_hash_for_files(files), other
-
-
-def _refuse_writes(gm: fx.GraphModule, inputs: Mapping[int, ParameterFacts]) -> None:
-    """AOTAutograd writes a mutated input back, in the graph or after it."""
-    written = [
-        node.args[0].meta.get("desc")
-        for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
-        if isinstance(node.args[0], fx.Node)
-    ]
-    for description in gm.graph.output_node().meta.get("desc", ()):
-        if isinstance(description, compiler.InputMutationAOTOutput):
-            written.append(description.mutated_input)
-    for description in written:
-        facts = _facts_of(description, inputs)
-        if facts is not None:
-            raise Zero3Error(
-                f"'{facts.fqn}' is modified in place inside of a compiled forward, where it is a "
-                "temporary copy that is freed: modify the parameter outside of forward"
-            )
-
-
-def _facts_of(description: Any, inputs: Mapping[int, ParameterFacts]) -> ParameterFacts | None:
-    if isinstance(description, compiler.PlainAOTInput):
-        return inputs.get(description.idx)
-    return None
-
-
-def saved_outputs(graph: fx.Graph) -> set[fx.Node]:
-    """The outputs of a forward that its backward sees."""
-    output = graph.output_node()
-    results: Any = output.args[0]
-    return {results[position] for position in _saved_positions(output)}
-
-
-def _saved_positions(output: fx.Node) -> set[int]:
-    """The positions of a forward's outputs that only its backward sees."""
-    return {
-        position
-        for position, description in enumerate(output.meta.get("desc", ()))
-        if isinstance(description, compiler.SAVED_OUTPUTS)
-    }
-
-
-def _describe(
-    gm: fx.GraphModule, inputs: Mapping[int, ParameterFacts]
-) -> tuple[dict[fx.Node, ParameterFacts], dict[int, ParameterFacts]]:
-    """Which inputs of a partitioned graph are placeholders, which is noted in their meta, and which
-    outputs their gradients.
-    """
-    nodes = {}
-    for node in gm.graph.find_nodes(op="placeholder"):
-        if (facts := _facts_of(node.meta.get("desc"), inputs)) is not None:
-            nodes[node] = node.meta[PARAMETER] = facts
-    gradients = {}
-    for position, description in enumerate(gm.graph.output_node().meta.get("desc", ())):
-        is_gradient = isinstance(description, compiler.GradAOTOutput)
-        facts = _facts_of(description.grad_of, inputs) if is_gradient else None
-        if facts is not None:
-            gradients[position] = facts
-    return nodes, gradients

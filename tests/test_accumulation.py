@@ -12,7 +12,7 @@ import torch.distributed as dist
 from contract import Kernel
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import batch_of, compiled, each_way, for_all, in_backward, mine
+from models import batch_of, compiled, compiled_each_way, each_way, for_all, in_backward, mine
 from one_rank import one_rank  # noqa: F401
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -25,7 +25,7 @@ from deepcompile_zero3 import (
     fully_shard,
     record_collectives,
 )
-from deepcompile_zero3.module import parameters_of
+from deepcompile_zero3.sharding.module import parameters_of
 
 ops = torch.ops.zero3
 needs_a_job = pytest.mark.usefixtures("one_rank")
@@ -352,6 +352,16 @@ def test_a_gradient_that_a_backend_computes_in_forward_is_refused(deferred):
     block = defer_reduction(model) if deferred else contextlib.nullcontext()
     with pytest.raises(RuntimeError, match="'weight' was computed in forward"), block:
         run(torch.ones(4))
+
+
+@needs_a_job
+@compiled_each_way
+def test_a_gradient_that_depends_on_no_tangent_is_reduced(how):
+    model = fully_shard(_Signs())
+    run = compiled(model, how)
+    x = torch.tensor([1.0, -2.0, 3.0, -4.0])
+    run(x).backward()
+    assert torch.equal(model.weight.grad.full_tensor(), x.sign())
 
 
 # ---- whatever comes, in whatever order

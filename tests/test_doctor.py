@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from command_line import call
 
-from deepcompile_zero3 import doctor
+import deepcompile_zero3
 from deepcompile_zero3.__main__ import main
+from deepcompile_zero3.tools import doctor
 
 
 def _run(*arguments, **environment):
@@ -54,7 +55,7 @@ def test_what_fails_is_told():
 
 
 def test_it_says_what_to_do_without_the_runtime(tmp_path):
-    package = Path(doctor.__file__).parent
+    package = Path(deepcompile_zero3.__file__).parent
     without = shutil.ignore_patterns("*.so", "__pycache__")
     copied = shutil.copytree(package, tmp_path / package.name, ignore=without)
     # An editable install would find it all the same.

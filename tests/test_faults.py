@@ -319,6 +319,38 @@ def _interrupt_between_graphs(transport):
         assert_same_step(model, reference, batch, run=run, optimizers=optimizers)
 
 
+class _Recursive(nn.Module):
+    """Calls itself, and goes on if that is interrupted."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.interrupts = False
+
+    def forward(self, x, depth=1):
+        if depth == 0:
+            if self.interrupts:
+                raise KeyboardInterrupt
+            return self.linear(x)
+        with contextlib.suppress(KeyboardInterrupt):
+            x = self(x, depth - 1)
+        return self.linear(x)
+
+
+def _interrupt_within_itself(transport):
+    model, reference = shard(_Recursive(), transport=transport)
+    optimizers = optimizers_of(model, reference)
+    for interrupts in (False, True, True, False):
+        model.interrupts = reference.interrupts = interrupts
+        assert_same_step(model, reference, batch_of(4, 8), optimizers=optimizers)
+        assert model._zero3_group.depth == 0
+
+
+@each_transport
+def test_a_module_may_be_interrupted_where_it_calls_itself(run_ranks, transport):
+    run_ranks(2, _interrupt_within_itself, transport)
+
+
 @each_transport
 def test_the_step_after_an_interrupt_between_graphs_is_right(run_ranks, transport):
     run_ranks(2, _interrupt_between_graphs, transport)

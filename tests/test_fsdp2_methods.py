@@ -33,11 +33,11 @@ from torch.utils.checkpoint import checkpoint
 from deepcompile_zero3 import (
     Zero3Error,
     fully_shard,
-    module,
     record_collectives,
     register_fsdp_forward_method,
 )
-from deepcompile_zero3.module import parameters_of
+from deepcompile_zero3.sharding import module
+from deepcompile_zero3.sharding.module import parameters_of
 
 either_transport = pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
 needs_a_job = pytest.mark.usefixtures("one_rank")

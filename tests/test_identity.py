@@ -7,10 +7,12 @@ import weakref
 
 import pytest
 import torch
+from functorch.compile import default_partition
 from models import (
     Block,
     Stack,
     assert_same_gradients,
+    assert_same_step,
     batch_of,
     compiled,
     compiled_each_way,
@@ -20,10 +22,13 @@ from models import (
     optimizers_of,
     shard,
 )
+from torch import nn
+from torch._functorch import config as functorch_config
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from deepcompile_zero3 import capture_graphs, fully_shard, record_collectives
-from deepcompile_zero3.module import parameters_of
+from deepcompile_zero3.sharding.module import parameters_of
 
 either_transport = pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
 
@@ -173,3 +178,99 @@ def _twin_of_a_deleted_one(transport):
 def test_a_graph_outlives_the_block_that_it_was_compiled_for(run_ranks, transport):
     for forwards in run_ranks(2, _twin_of_a_deleted_one, transport):
         assert forwards <= 2  # the guards of a deleted block may go with it
+
+
+# ---- twins that are tied
+
+
+class _Pair(nn.Module):
+    def __init__(self, tied):
+        super().__init__()
+        self.one, self.two = (nn.Linear(8, 8, bias=False) for _ in range(2))
+        if tied:
+            self.two.weight = self.one.weight
+
+    def forward(self, x):
+        return self.two(torch.relu(self.one(x)))
+
+
+def _tied_beside_untied(transport, how):
+    pairs = [_Pair(tied=False), _Pair(tied=True)]
+    model = nn.Sequential(*pairs)
+    model, reference = shard(model, pairs, transport=transport)
+    for pair in model:
+        pair.compile(backend="zero3", options={"inductor": how == "zero3"})
+    optimizers = optimizers_of(model, reference)
+    for seed in range(3):
+        assert_same_step(model, reference, batch_of(4, 8, seed=seed), optimizers=optimizers)
+
+
+@compiled_each_way
+@either_transport
+def test_a_pair_that_is_tied_beside_one_that_is_not(run_ranks, how, transport):
+    run_ranks(2, _tied_beside_untied, transport, how)
+
+
+# ---- whatever partitions the joint graph
+
+
+class _DefaultPartition(CustomPartitionerFn):
+    def __call__(self, gm, joint_inputs, *, num_fwd_outputs, **_):
+        return default_partition(gm, joint_inputs, num_fwd_outputs=num_fwd_outputs)
+
+    def uuid(self):
+        return "default_partition"
+
+
+class _Returns(nn.Module):
+    """Returns what it is given, what it computed twice, and what nobody differentiates."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = torch.relu(self.linear(x))
+        return x, y, y, y.detach() + 1
+
+
+def _partitioned(transport, of, config, budget, keep):
+    model = Stack(depth=2) if of == "stack" else _Returns()
+    blocks = model.blocks if of == "stack" else ()
+    model, reference = shard(model, blocks, transport=transport, reshard_after_forward=keep)
+    if config == "default_partition":
+        config = {"custom_partitioner_fn": _DefaultPartition()}
+    run = compiled(model, "zero3", keep_mb=64, inductor_config=config or {})
+    loss = mean_square if of == "stack" else lambda model, x: model(x)[1].square().mean()
+    before = functorch_config.activation_memory_budget
+    functorch_config.activation_memory_budget = budget
+    try:
+        for seed in range(2):
+            batch = batch_of(4, 8, seed=seed).requires_grad_(seed > 0)
+            assert_same_step(model, reference, batch, run=run, loss=loss)
+            model.zero_grad()
+            reference.zero_grad()
+    finally:
+        functorch_config.activation_memory_budget = before
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize(
+    ("of", "config", "budget", "keep"),
+    [
+        ("stack", "default_partition", 1.0, None),
+        ("returns", None, 0.5, False),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in [
+                ("returns", "default_partition", 1.0, False),
+                ("stack", None, 0.0, None),
+                ("stack", None, 0.5, False),
+                ("returns", None, 0.0, None),
+            ]
+        ),
+    ],
+)
+def test_any_partitioner_knows_whose_a_gradient_is(run_ranks, of, config, budget, keep):
+    for transport in ("shared_memory", "c10d"):
+        run_ranks(2, _partitioned, transport, of, config, budget, keep)

@@ -52,7 +52,7 @@ from deepcompile_zero3 import (
     fully_shard,
     record_collectives,
 )
-from deepcompile_zero3.module import parameters_of
+from deepcompile_zero3.sharding.module import parameters_of
 
 either_way = pytest.mark.parametrize("how", ["interpreted", "eager"])
 needs_a_job = pytest.mark.usefixtures("one_rank")

@@ -27,10 +27,10 @@ from deepcompile_zero3 import (
     MixedPrecisionPolicy,
     Zero3Error,
     fully_shard,
-    one_host,
     record_collectives,
 )
-from deepcompile_zero3.module import parameters_of
+from deepcompile_zero3.sharding.module import parameters_of
+from deepcompile_zero3.transport import one_host
 
 TIMEOUT = 4  # seconds, of a group whose ranks disagree
 

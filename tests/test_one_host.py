@@ -28,8 +28,9 @@ from ranks import RankPool
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from deepcompile_zero3 import Zero3Error, fully_shard, one_host
-from deepcompile_zero3.module import parameters_of
+from deepcompile_zero3 import Zero3Error, fully_shard
+from deepcompile_zero3.sharding.module import parameters_of
+from deepcompile_zero3.transport import one_host
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("ZERO3_TRANSPORT") == "c10d", reason="ranks are told to exchange messages"

@@ -80,9 +80,12 @@ def _raises_in_backward(run, batch):
         run(batch).sum().backward()
 
 
-def _compute_in_a_child():
+def _compute_in_a_child(holds):
     model, reference = shard(Stack(), transport="shared_memory")
     batch = batch_of(4, 8)
+    if holds:  # all that a child would compute with
+        model.set_reshard_after_forward(False)
+        model.set_reshard_after_backward(False)
     assert_same_step(model, reference, batch)
     loss = mean_square(model, mine(batch))
     child = os.fork()
@@ -101,8 +104,9 @@ def _compute_in_a_child():
     assert_same_gradients(model, reference)
 
 
-def test_a_child_that_was_forked_is_refused(run_apart):
-    run_apart(_compute_in_a_child)
+@pytest.mark.parametrize("holds", [False, True])
+def test_a_child_that_was_forked_is_refused(run_apart, holds):
+    run_apart(_compute_in_a_child, holds)
 
 
 @contextlib.contextmanager

@@ -23,8 +23,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from deepcompile_zero3 import Zero3Error, fully_shard
-from deepcompile_zero3.module import parameters_of
 from deepcompile_zero3.runtime import ops
+from deepcompile_zero3.sharding.module import parameters_of
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("ZERO3_TRANSPORT") == "c10d", reason="ranks are told to exchange messages"

@@ -13,9 +13,9 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.wait import WebDriverWait
 
-from deepcompile_zero3.drawing import FOUND, draw
-from deepcompile_zero3.page import Table, save_page
-from deepcompile_zero3.timeline import LANES, Span, Timeline
+from deepcompile_zero3.tools.drawing import FOUND, draw
+from deepcompile_zero3.tools.page import Table, save_page
+from deepcompile_zero3.tools.timeline import LANES, Span, Timeline
 
 in_browser = pytest.mark.timeout(180)
 MIB = 2**20

@@ -19,9 +19,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
-from deepcompile_zero3.graph_text import graph_text, node_text
+from deepcompile_zero3.graph.metadata import PARAMETER
+from deepcompile_zero3.graph.text import graph_text, node_text
 from deepcompile_zero3.passes.chain import chain_reductions
-from deepcompile_zero3.passes.facts import PARAMETER, ParameterFacts, fqns_of
+from deepcompile_zero3.passes.facts import ParameterFacts, fqns_of
 from deepcompile_zero3.passes.gather import insert_gathers
 from deepcompile_zero3.passes.keep import choose_kept
 from deepcompile_zero3.passes.lift import declare_grad_dtypes, lift_unshards, uses_of
@@ -793,7 +794,7 @@ def test_what_is_random_is_not_a_function_of_a_parameter():
         mm: f32[2, 4] = aten.mm(x, getitem)
         t: f32[4, 4] = aten.t(getitem)
         mm_1: f32[2, 4] = aten.mm(t1, t)
-        needed_in_backward: f32[2, 4] = needed_in_backward(mm_1, [w1], [])
+        needed_in_backward: f32[2, 4] = needed_in_backward(mm_1, [w1], [], [t1])
         return [mm, needed_in_backward]
         """,
         policies(gm),

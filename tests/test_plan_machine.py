@@ -7,10 +7,10 @@ from torch import fx, nn
 
 from deepcompile_zero3 import Link, Machine, plan, shard_blocks
 from deepcompile_zero3.backend import Options
-from deepcompile_zero3.planning.graphs import fake_ranks, trace
-from deepcompile_zero3.planning.kernels import Kernel, items_of, kernels_of
-from deepcompile_zero3.planning.machine import Ranks
-from deepcompile_zero3.planning.measure import key_of, measure_kernels
+from deepcompile_zero3.tools.planning.graphs import fake_ranks, trace
+from deepcompile_zero3.tools.planning.kernels import Kernel, items_of, kernels_of
+from deepcompile_zero3.tools.planning.machine import Ranks
+from deepcompile_zero3.tools.planning.measure import key_of, measure_kernels
 
 
 def _machine():

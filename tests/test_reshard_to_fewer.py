@@ -23,8 +23,8 @@ from models import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from deepcompile_zero3 import fully_shard, record_collectives
-from deepcompile_zero3.module import parameters_of
 from deepcompile_zero3.runtime import _C
+from deepcompile_zero3.sharding.module import parameters_of
 
 WIDTH = 10  # rows that four ranks do not share evenly
 

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import optimizer as torch_optimizer
 
 from deepcompile_zero3 import fully_shard
-from deepcompile_zero3.capture import CapturedGraphs
-from deepcompile_zero3.tracing import prediction, trace
+from deepcompile_zero3.graph.capture import CapturedGraphs
+from deepcompile_zero3.tools.tracing import prediction, trace
 
 PYTHON = (sys.executable, "-m")
 

@@ -2,7 +2,7 @@
 
 from torch import fx
 
-from deepcompile_zero3.graph_text import COMMENT
+from deepcompile_zero3.graph.metadata import COMMENT
 from deepcompile_zero3.runtime import REDUCTIONS
 
 

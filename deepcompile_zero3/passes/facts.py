@@ -6,10 +6,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from deepcompile_zero3.graph.metadata import PARAMETER
 from deepcompile_zero3.runtime import ops
-
-# In the meta of a parameter's placeholder, and of what hands it on to backward: the facts of it.
-PARAMETER = "zero3_parameter"
 
 
 @dataclass(frozen=True)

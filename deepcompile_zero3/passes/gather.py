@@ -7,11 +7,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from deepcompile_zero3.graph_text import views_of
-from deepcompile_zero3.passes.facts import PARAMETER, ParameterFacts
+from deepcompile_zero3.graph.alias import views_of
+from deepcompile_zero3.graph.metadata import PARAMETER
+from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.runtime import REDUCTIONS, WAITS, ops
 
 _OF_PLACEHOLDERS = (ops.all_gather_start.default, *WAITS, *REDUCTIONS)
+
+
+def _knows_by(user: fx.Node) -> bool:
+    """Whether it only knows the parameter by a placeholder, and reads nothing."""
+    return user.target in _OF_PLACEHOLDERS or PARAMETER in user.meta
 
 
 def insert_gathers(
@@ -37,7 +43,7 @@ def insert_gathers(
     places = []
     place = graph.output_node()
     for bucket in reversed(buckets):
-        uses = [user for node in bucket for user in node.users if PARAMETER not in user.meta]
+        uses = [user for node in bucket for user in node.users if not _knows_by(user)]
         place = min([place, *uses], key=order.__getitem__)
         places.append(place)
     places.reverse()
@@ -134,7 +140,5 @@ def _replace(placeholder: fx.Node, full: fx.Node, keep: bool) -> None:
         if user.target is ops.unshard.default:
             user.replace_all_uses_with(full)
             user.graph.erase_node(user)
-        elif user.target in _OF_PLACEHOLDERS or PARAMETER in user.meta:
-            continue  # which knows the parameter by it
-        elif keep or user.op != "output":
+        elif not _knows_by(user) and (keep or user.op != "output"):
             user.replace_input_with(placeholder, full)

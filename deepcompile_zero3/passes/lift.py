@@ -15,21 +15,25 @@ from deepcompile_zero3.runtime import ops
 from deepcompile_zero3.torch_internals import compiler
 
 
-def lift_unshards(gm: fx.GraphModule) -> None:
-    """Replaces each ``zero3.unshard`` by its placeholder, in nested graphs too.
+def lift_unshards(gm: fx.GraphModule) -> bool:
+    """Replaces each ``zero3.unshard`` by its placeholder, in nested graphs too, and returns whether
+    there was one.
 
     One whose result leaves the top graph, itself or as a view, stays: a graph may not return
     the memory of a placeholder, which has none.
     """
     escaping = _storages_of_outputs(gm.graph)
+    lifted = False
     for graph in _graphs(gm):
         for node in graph.find_nodes(op="call_function", target=ops.unshard.default):
             if _storage(node) in escaping:
                 continue
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
+            lifted = True
         graph.lint()
     _recompile(gm)
+    return lifted
 
 
 def forget_contracts(gm: fx.GraphModule) -> None:

@@ -20,19 +20,22 @@ from typing import Any, cast
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy
 
-from deepcompile_zero3.passes.facts import PARAMETER, ParameterFacts
+from deepcompile_zero3.graph.metadata import PARAMETER
+from deepcompile_zero3.passes.facts import ParameterFacts
 
 # A result so many times smaller than what it was computed from is a reduction, and cheap to save.
 _REDUCTION = 4
+# In a node's meta: what a partitioner is told of it.
+_POLICY = ("recompute", "ac_graph_id")
 
 
 def settle_backward_gathers(
     gm: fx.GraphModule,
     parameters: Mapping[fx.Node, ParameterFacts],
-    tangents: Iterable[fx.Node],
+    tangents: Sequence[fx.Node],
     num_outputs: int,
 ) -> None:
     """Tags the nodes of a joint graph with what a partitioner may do.
@@ -63,19 +66,25 @@ def settle_backward_gathers(
         else:
             neutral.add(node)
     handed_on = _hand_on(
+        gm.graph,
         [node for node, f in parameters.items() if f.is_trained and f.may_be_kept],
-        tree_leaves(gm.graph.output_node().args)[:num_outputs],
+        num_outputs,
     )
     gathered = [node for node in parameters if node in again - embedding]
     known_by = [handed_on.get(node, node) for node, facts in parameters.items() if facts.is_trained]
-    _need(gathered, known_by, gm.graph, gradients)
+    _need(gm.graph, gathered, known_by, tangents, gradients, num_outputs)
     gm.recompile()
 
 
 def needed_in_backward(
-    gradient: torch.Tensor, gathered: Sequence[torch.Tensor], known_by: Sequence[torch.Tensor]
+    gradient: torch.Tensor,
+    gathered: Sequence[torch.Tensor],
+    known_by: Sequence[torch.Tensor],
+    tangents: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """Stands in a graph from here to :func:`drop_needs`, so that backward gets the others."""
+    """Stands in a graph from here to :func:`drop_needs`, so that backward gets the others. What
+    reads a tangent is in backward.
+    """
     return gradient
 
 
@@ -101,44 +110,81 @@ def with_handed_on(output: torch.Tensor, placeholders: Sequence[torch.Tensor]) -
     return output
 
 
+def is_handed_on(placeholder: fx.Node) -> bool:
+    """Whether a forward graph hands it on: a partitioner may have backward do that instead."""
+    stand_ins = [user for user in placeholder.users if user.target is handed_on]
+    return any(user.op == "output" for stand_in in stand_ins for user in stand_in.users)
+
+
 def drop_handed_on(gm: fx.GraphModule) -> None:
-    """Removes ``handed_on`` from a forward graph, which then returns placeholders."""
+    """Removes ``handed_on`` from a graph: a forward then returns placeholders."""
     for target in (with_handed_on, handed_on):
         for node in gm.graph.find_nodes(op="call_function", target=target):
             node.replace_all_uses_with(node.args[0])
             gm.graph.erase_node(node)
 
 
-def _hand_on(placeholders: list[fx.Node], outputs: Sequence[Any]) -> dict[fx.Node, fx.Node]:
+def _hand_on(
+    graph: fx.Graph, placeholders: list[fx.Node], num_outputs: int
+) -> dict[fx.Node, fx.Node]:
     """What stands for each of the placeholders in backward."""
-    computed = (node for node in outputs if isinstance(node, fx.Node))
-    output = next((node for node in computed if node.op == "call_function"), None)
-    if not placeholders or output is None:  # then no gradient comes either
+    outputs = _outputs(graph)[:num_outputs]
+    position = next((i for i, each in enumerate(outputs) if isinstance(each, fx.Node)), None)
+    if not placeholders or position is None:  # then no gradient comes either
         return {}
-    graph = output.graph
+    output = outputs[position]
+    # As early as the output: a partitioner sorts by positions what is ahead of the last one.
+    inputs = graph.find_nodes(op="placeholder")
     result = {}
-    with graph.inserting_before(graph.output_node()):
+    with graph.inserting_after(inputs[-1] if output.op == "placeholder" else output):
+        stand_in = graph.call_function(with_handed_on, (output, []))
+    with graph.inserting_before(stand_in):
         for placeholder in placeholders:
             node = result[placeholder] = graph.call_function(handed_on, (placeholder,))
+            node.meta = {k: v for k, v in output.meta.items() if k not in _POLICY}
             node.meta.update({key: placeholder.meta[key] for key in ("val", PARAMETER)})
             _tag(node, CheckpointPolicy.MUST_SAVE)
-        stand_in = graph.call_function(with_handed_on, (output, list(result.values())))
-    stand_in.meta.update(output.meta)
-    graph.output_node().replace_input_with(output, stand_in)
+    stand_in.args = (output, list(result.values()))
+    stand_in.meta = dict(output.meta)
+    _set_output(graph, position, stand_in)
     return result
 
 
 def _need(
-    gathered: list[fx.Node], known_by: list[fx.Node], graph: fx.Graph, gradients: set[fx.Node]
+    graph: fx.Graph,
+    gathered: list[fx.Node],
+    known_by: list[fx.Node],
+    tangents: Sequence[fx.Node],
+    gradients: set[fx.Node],
+    num_outputs: int,
 ) -> None:
-    output = graph.output_node()
-    gradient = next((n for n in output.all_input_nodes if n in gradients), None)
-    if gradient is None or not (gathered or known_by):
+    if not tangents or not (gathered or known_by):
         return
-    with graph.inserting_before(output):
-        needs = graph.call_function(needed_in_backward, (gradient, gathered, known_by))
+    outputs = _outputs(graph)
+    results = [i for i in range(num_outputs, len(outputs)) if isinstance(outputs[i], fx.Node)]
+    if not results:
+        return
+    # One that depends on no tangent would be in forward, but for the tangent that it is given.
+    position = next((i for i in results if outputs[i] in gradients), results[0])
+    gradient = outputs[position]
+    with graph.inserting_before(graph.output_node()):
+        needs = graph.call_function(
+            needed_in_backward, (gradient, gathered, known_by, tangents[:1])
+        )
     needs.meta.update(gradient.meta)
-    output.replace_input_with(gradient, needs)
+    _set_output(graph, position, needs)
+
+
+def _outputs(graph: fx.Graph) -> list[Any]:
+    return tree_flatten(graph.output_node().args)[0]
+
+
+def _set_output(graph: fx.Graph, position: int, node: fx.Node) -> None:
+    """Returns ``node`` at one position; elsewhere the graph may return again what was there."""
+    output = graph.output_node()
+    leaves, structure = tree_flatten(output.args)
+    leaves[position] = node
+    output.args = tree_unflatten(leaves, structure)
 
 
 def _tag(node: fx.Node, policy: CheckpointPolicy) -> None:

@@ -8,7 +8,8 @@ import torch
 from torch import fx
 
 from deepcompile_zero3.grad_dtype import DTYPES
-from deepcompile_zero3.graph_text import COMMENT, short_name
+from deepcompile_zero3.graph.metadata import COMMENT
+from deepcompile_zero3.graph.text import short_name
 from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.runtime import _C, ops
 

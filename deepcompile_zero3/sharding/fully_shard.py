@@ -17,14 +17,15 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
-from deepcompile_zero3 import agree, grad_dtype, one_host, torch_internals
+from deepcompile_zero3 import grad_dtype, torch_internals
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.group import ParameterGroup
-from deepcompile_zero3.layout import DataParallel, Layout
-from deepcompile_zero3.module import Zero3Module, original_class, parameters_of, swap_class
-from deepcompile_zero3.parameter import ShardedModel, ShardedParameter, full_like
-from deepcompile_zero3.process_groups import group_for_reductions, neighbours
 from deepcompile_zero3.runtime import _C
+from deepcompile_zero3.sharding.group import ParameterGroup
+from deepcompile_zero3.sharding.layout import DataParallel, Layout
+from deepcompile_zero3.sharding.module import Zero3Module, original_class, parameters_of, swap_class
+from deepcompile_zero3.sharding.parameter import ShardedModel, ShardedParameter, full_like
+from deepcompile_zero3.transport import agree, one_host
+from deepcompile_zero3.transport.process_groups import group_for_reductions, neighbours
 
 # Set on a parameter that was sharded, for the modules that are tied to it and come later.
 _SHARDED_AS = "_zero3_sharded_as"
@@ -345,7 +346,8 @@ def _settle_ownership(modules: list[nn.Module], group: ParameterGroup, root: int
     first: dict[str, int] = {}  # a number of the model for each group, not by who is alive
     for parameter in parameters:
         handle = parameter.handle
-        parameter.join(model, label + names.get(id(parameter.shard), parameter.fqn))
+        name = names.get(id(parameter.shard))  # None: its module was deleted
+        parameter.join(model, parameter.fqn if name is None else label + name)
         handle.model = first.setdefault(handle.group_name, handle.copy_number)
 
 

@@ -10,20 +10,24 @@ import torch
 from torch import fx, nn
 
 from deepcompile_zero3 import torch_internals
-from deepcompile_zero3.backend import Options, saved_outputs, zero3
-from deepcompile_zero3.capture import CapturedGraph, CapturedGraphs, capture_graphs
+from deepcompile_zero3.backend import Options, zero3
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.graph_text import COMMENT, base_of, short_name, views_of
-from deepcompile_zero3.module import all_parameters_of
-from deepcompile_zero3.parameter import ShardedParameter, version_of
+from deepcompile_zero3.graph.alias import base_of, views_of
+from deepcompile_zero3.graph.capture import CapturedGraph, CapturedGraphs, capture_graphs
+from deepcompile_zero3.graph.metadata import COMMENT
+from deepcompile_zero3.graph.peak import gathered_items
+from deepcompile_zero3.graph.size import nbytes_of, nbytes_of_tensor
+from deepcompile_zero3.graph.text import short_name
 from deepcompile_zero3.passes.facts import fqns_of
+from deepcompile_zero3.passes.pipeline import saved_outputs
 from deepcompile_zero3.passes.reduce import GradientDtypes
-from deepcompile_zero3.peak import gathered_items, nbytes_of, nbytes_of_tensor
-from deepcompile_zero3.planning.machine import Machine, machine_of
-from deepcompile_zero3.planning.simulate import simulate
-from deepcompile_zero3.report import GatherBucket, Gradient, Graph, Report
 from deepcompile_zero3.runtime import REDUCTIONS, WAITS, ops
-from deepcompile_zero3.timeline import Timeline
+from deepcompile_zero3.sharding.module import all_parameters_of
+from deepcompile_zero3.sharding.parameter import ShardedParameter, version_of
+from deepcompile_zero3.tools.planning.machine import Machine, machine_of
+from deepcompile_zero3.tools.planning.simulate import simulate
+from deepcompile_zero3.tools.report import GatherBucket, Gradient, Graph, Report
+from deepcompile_zero3.tools.timeline import Timeline
 from deepcompile_zero3.torch_internals import compiler
 
 

@@ -1,0 +1,54 @@
+"""What torch's own logs are told of rewritten graphs: ``TORCH_LOGS`` and ``TORCH_TRACE``."""
+
+import itertools
+import logging
+from collections.abc import Iterable, Mapping
+
+from torch import fx
+
+from deepcompile_zero3.graph.metadata import COMMENT
+from deepcompile_zero3.graph.size import nbytes_of_tensor
+from deepcompile_zero3.graph.text import graph_text
+from deepcompile_zero3.runtime import REDUCTIONS, WAITS
+from deepcompile_zero3.torch_internals import compiler
+
+_log = logging.getLogger(__name__)
+
+numbers = itertools.count()  # of forwards in this process; a backward has that of its forward
+
+
+def log_graph(gm: fx.GraphModule, direction: str, number: int, kept: Mapping[str, int]) -> None:
+    """Logs a rewritten graph: INFO has a line, DEBUG the text, ``TORCH_TRACE`` an artifact.
+
+    Args:
+        gm: the graph, which is not kept.
+        direction: "forward" or "backward".
+        number: of the forward in this process.
+        kept: of parameters that this forward keeps for its backward, their bytes.
+    """
+    if _log.isEnabledFor(logging.INFO):
+        _log.info("%s %d: %s", direction, number, _summary(gm.graph, kept))
+    if _log.isEnabledFor(logging.DEBUG):
+        _log.debug("%s %d:\n%s", direction, number, graph_text(gm))
+    compiler.trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": f"zero3_{direction}_{number}", "encoding": "string"},
+        payload_fn=lambda: graph_text(gm),
+    )
+
+
+def _summary(graph: fx.Graph, kept: Mapping[str, int]) -> str:
+    waits = [node for node in graph.nodes if node.target in WAITS]
+    gathered = [value for node in waits for value in node.meta["val"][:-1]]  # the last is a token
+    dtypes = [node.meta[COMMENT] for node in graph.nodes if node.target in REDUCTIONS]
+    return ", ".join(
+        (
+            f"gathers: {len(waits)} {_mib(map(nbytes_of_tensor, gathered))}",
+            f"kept: {len(kept)} {_mib(kept.values())}",
+            f"reductions: {len(dtypes)} {_mib(d.numel * d.wire.itemsize for d in dtypes)}",
+        )
+    )
+
+
+def _mib(sizes: Iterable[int]) -> str:
+    return f"({sum(sizes) / 2**20:,.3f} MiB)"

@@ -1,0 +1,43 @@
+"""The plan's prediction of what a rewritten graph gathers at once."""
+
+import operator
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import Any
+
+from torch import fx
+
+from deepcompile_zero3.graph.alias import views_of
+from deepcompile_zero3.runtime import ops
+
+
+def gathered_peak(graph: fx.Graph) -> int:
+    """Bytes of gathered parameters that are alive at once at most, if nodes run in their order.
+
+    A parameter takes memory from the start of its gather to its last use, or to the end of the
+    graph if that keeps it.
+    """
+    order = {node: position for position, node in enumerate(graph.nodes)}
+    changes = [0] * (len(order) + 1)
+    for wait in graph.find_nodes(op="call_function", target=ops.all_gather_wait.default):
+        start = wait.args[0]
+        for _, item in gathered_items(wait):
+            value = item.meta["val"]
+            nbytes = value.numel() * value.element_size()
+            changes[order[start]] += nbytes
+            changes[max(order[user] for user in [item, *_uses(item)]) + 1] -= nbytes
+    return max(accumulate(changes))
+
+
+def gathered_items(wait: fx.Node) -> Iterator[tuple[int, fx.Node]]:
+    """What is taken of what a wait gives, and its position: not the token behind the parameters."""
+    placeholders: Any = wait.args[1]
+    for item in wait.users:
+        position: Any = item.args[1]
+        if item.target is operator.getitem and position != len(placeholders):
+            yield position, item
+
+
+def _uses(node: fx.Node) -> set[fx.Node]:
+    """The nodes that read the memory of ``node``, directly or through views."""
+    return {user for view in (node, *views_of(node)) for user in view.users}

@@ -1,0 +1,205 @@
+"""The passes in their order: what a joint graph, a forward and a backward become."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import fx
+
+from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.graph.capture import captured
+from deepcompile_zero3.graph.log import log_graph, numbers
+from deepcompile_zero3.graph.metadata import KEPT_OF, PARAMETER
+from deepcompile_zero3.passes.chain import chain_reductions
+from deepcompile_zero3.passes.facts import (
+    ParameterFacts,
+    in_backward_order,
+    in_forward_order,
+    in_gradient_order,
+)
+from deepcompile_zero3.passes.gather import insert_gathers, own_outputs
+from deepcompile_zero3.passes.keep import choose_kept
+from deepcompile_zero3.passes.lift import name_placeholders
+from deepcompile_zero3.passes.partition import (
+    drop_handed_on,
+    drop_needs,
+    is_handed_on,
+    settle_backward_gathers,
+)
+from deepcompile_zero3.passes.reduce import insert_reduces
+from deepcompile_zero3.passes.widen import widen_weight_gradients
+from deepcompile_zero3.torch_internals import compiler
+
+_Key = TypeVar("_Key")
+
+
+class Rewriting:
+    """The passes that make forward and backward graphs of one of Dynamo's what they are to be.
+
+    Args:
+        inputs: what is known of the parameters, by the graph's input.
+        bucket_bytes: of full tensors, that one collective gathers.
+        keep_bytes: of full tensors, that the forward may keep for backward by choice.
+        fp32_weight_grads: as the option of that name.
+    """
+
+    def __init__(
+        self,
+        inputs: Mapping[int, ParameterFacts],
+        bucket_bytes: int,
+        keep_bytes: float,
+        fp32_weight_grads: bool = False,
+    ) -> None:
+        self.inputs = inputs
+        self._bucket_bytes = bucket_bytes
+        self._keep_bytes = keep_bytes
+        self._fp32_weight_grads = fp32_weight_grads
+        fqns = [facts.fqn for facts in inputs.values()]
+        common = os.path.commonprefix(fqns)  # noqa: RUF071 (of characters, up to a dot)
+        self._prefix = common.rfind(".") + 1  # of the module that has them all
+        self._kept: dict[str, int] = {}
+        self._number = 0
+
+    def __call__(self, graph_module: fx.GraphModule, is_backward: bool) -> None:
+        """Rewrites a graph; the forward first."""
+        _refuse_writes(graph_module, self.inputs)
+        if is_backward:
+            self._rewrite_backward(graph_module)
+        else:
+            self._rewrite_forward(graph_module)
+        chain_reductions(graph_module)
+        if not is_backward:
+            self._number = next(numbers)
+        captured(graph_module, is_backward, self._number)
+        if self.inputs:
+            direction, kept = ("backward", {}) if is_backward else ("forward", self._kept)
+            log_graph(graph_module, direction, self._number, kept)
+
+    def _rewrite_forward(self, graph_module: fx.GraphModule) -> None:
+        nodes = _sorted(_describe(graph_module, self.inputs)[0], in_forward_order)
+        name_placeholders(nodes, self._prefix)
+        # Without its placeholder, nobody would know what a gradient is of.
+        known = {n: f for n, f in nodes.items() if is_handed_on(n) or not f.is_trained}
+        keep = choose_kept(_sorted(known, in_backward_order), self._keep_bytes)
+        self._kept.update({nodes[node].fqn: nodes[node].nbytes for node in keep})
+        insert_gathers(graph_module, nodes, self._bucket_bytes, keep)
+        drop_handed_on(graph_module)
+        own_outputs(graph_module, _saved_positions(graph_module.graph.output_node()))
+
+    def _rewrite_backward(self, graph_module: fx.GraphModule) -> None:
+        nodes, gradients = _describe(graph_module, self.inputs)
+        kept = {node: facts for node, facts in nodes.items() if facts.fqn in self._kept}
+        for node, facts in kept.items():
+            node.meta[KEPT_OF] = facts.fqn
+            del node.meta[PARAMETER]
+            del nodes[node]
+        inputs = graph_module.graph.find_nodes(op="placeholder")
+        handed_on = {node: node.meta[PARAMETER] for node in inputs if PARAMETER in node.meta}
+        # Both have what might have been kept and was not.
+        known_by = {f.fqn: node for node, f in (*handed_on.items(), *nodes.items())}
+        name_placeholders(nodes | handed_on, self._prefix)
+        name_placeholders(kept, self._prefix, "_full")
+        gathered = drop_needs(graph_module)
+        drop_handed_on(graph_module)
+        nodes = {n: facts for n, facts in nodes.items() if n in gathered or n.users}
+        gradients = _sorted(gradients, in_gradient_order)
+        if self._fp32_weight_grads:
+            widen_weight_gradients(graph_module, gradients)
+        insert_reduces(graph_module, gradients, known_by)
+        insert_gathers(graph_module, _sorted(nodes, in_backward_order), self._bucket_bytes)
+
+
+class Partitioner(compiler.CustomPartitionerFn):  # type: ignore[misc]
+    """Inductor's partitioner, or another one of the user's, of a graph that was prepared."""
+
+    def __init__(self, inputs: Mapping[int, ParameterFacts], partitioner: Any = None) -> None:
+        self._inputs = inputs
+        self._partitioner = partitioner
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        """As torch's partitioners: the forward and the backward of a joint graph."""
+        nodes, _ = _describe(gm, self._inputs)
+        tangents = [
+            node
+            for node in gm.graph.find_nodes(op="placeholder")
+            if isinstance(node.meta.get("desc"), compiler.TangentAOTInput)
+        ]
+        settle_backward_gathers(gm, nodes, tangents, kwargs["num_fwd_outputs"])
+        partition = self._partitioner or compiler.min_cut_rematerialization_partition
+        return partition(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> Any:
+        """Of this library's sources, and of the other partitioner: Inductor's cache keys graphs,
+        and does not see what an older version of this library had it make of them.
+        """
+        files = tuple(sorted(map(str, Path(__file__).parents[1].rglob("*.py"))))
+        other = self._partitioner.uuid() if self._partitioner else None
+        return compiler.get_hash_for_files(files), other
+
+
+def _refuse_writes(gm: fx.GraphModule, inputs: Mapping[int, ParameterFacts]) -> None:
+    """AOTAutograd writes a mutated input back, in the graph or after it."""
+    written = [
+        node.args[0].meta.get("desc")
+        for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+        if isinstance(node.args[0], fx.Node)
+    ]
+    for description in gm.graph.output_node().meta.get("desc", ()):
+        if isinstance(description, compiler.InputMutationAOTOutput):
+            written.append(description.mutated_input)
+    for description in written:
+        facts = _facts_of(description, inputs)
+        if facts is not None:
+            raise Zero3Error(
+                f"'{facts.fqn}' is modified in place inside of a compiled forward, where it is a "
+                "temporary copy that is freed: modify the parameter outside of forward"
+            )
+
+
+def _facts_of(description: Any, inputs: Mapping[int, ParameterFacts]) -> ParameterFacts | None:
+    if isinstance(description, compiler.PlainAOTInput):
+        return inputs.get(description.idx)
+    return None
+
+
+def saved_outputs(graph: fx.Graph) -> set[fx.Node]:
+    """The outputs of a forward that its backward sees."""
+    output = graph.output_node()
+    results: Any = output.args[0]
+    return {results[position] for position in _saved_positions(output)}
+
+
+def _saved_positions(output: fx.Node) -> set[int]:
+    """The positions of a forward's outputs that only its backward sees."""
+    return {
+        position
+        for position, description in enumerate(output.meta.get("desc", ()))
+        if isinstance(description, compiler.SAVED_OUTPUTS)
+    }
+
+
+def _describe(
+    gm: fx.GraphModule, inputs: Mapping[int, ParameterFacts]
+) -> tuple[dict[fx.Node, ParameterFacts], dict[int, ParameterFacts]]:
+    """Which inputs of a partitioned graph are placeholders, which is noted in their meta, and which
+    outputs their gradients.
+    """
+    nodes = {}
+    for node in gm.graph.find_nodes(op="placeholder"):
+        if (facts := _facts_of(node.meta.get("desc"), inputs)) is not None:
+            nodes[node] = node.meta[PARAMETER] = facts
+    gradients = {}
+    for position, description in enumerate(gm.graph.output_node().meta.get("desc", ())):
+        is_gradient = isinstance(description, compiler.GradAOTOutput)
+        facts = _facts_of(description.grad_of, inputs) if is_gradient else None
+        if facts is not None:
+            gradients[position] = facts
+    return nodes, gradients
+
+
+def _sorted(
+    facts: Mapping[_Key, ParameterFacts], order: Callable[[ParameterFacts], int]
+) -> dict[_Key, ParameterFacts]:
+    return dict(sorted(facts.items(), key=lambda item: order(item[1])))

@@ -1,0 +1,293 @@
+"""The parameters of one ``fully_shard`` call, and their life in eager code.
+
+Ownership is a tree: the outermost sharded module's group, below it the groups of the blocks that
+were sharded before it. A group's parameters are gathered together when the first of them is read
+in a forward, and freed when that forward ends; what autograd saves of them is gathered again in
+backward (see ``saved``). Compiled graphs gather for themselves: nothing here runs in them.
+"""
+
+import dataclasses
+import weakref
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils._pytree import tree_map
+
+from deepcompile_zero3 import torch_internals
+from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.runtime import _C
+from deepcompile_zero3.sharding.parameter import AllGather, ShardedModel, ShardedParameter
+from deepcompile_zero3.sharding.saved import SavedTensors
+
+
+class ParameterGroup:
+    """Parameters that are gathered together.
+
+    Attributes:
+        parameters: those the group owns; a tied one belongs to the group that met it first.
+        mp_policy: dtypes of the group's computation.
+        model: the sharded model that the group belongs to.
+        depth: forwards of the group's module that are running.
+        forward_prefetch: groups that an eager forward begins to gather once it has this one.
+        backward_prefetch: likewise in an eager backward.
+    """
+
+    def __init__(
+        self,
+        parameters: list[ShardedParameter],
+        mp_policy: MixedPrecisionPolicy,
+        modules: int = 1,
+    ) -> None:
+        self.parameters = parameters
+        self.mp_policy = mp_policy
+        self._modules = modules  # whose group it is
+        self.model: ShardedModel | None = None
+        self.forward_prefetch: list[weakref.ref[ParameterGroup]] = []
+        self.backward_prefetch: list[weakref.ref[ParameterGroup]] = []
+        self._parent: weakref.ref[ParameterGroup] | None = None
+        self.depth = 0
+        self._unsharded = False  # by unshard(), until reshard() or the end of a forward
+        self._gathering: AllGather | None = None
+        self._reads: dict[ShardedParameter, torch.Tensor] = {}
+        self._saved: SavedTensors | None = None  # of the outermost forward that is running
+        self._prefetched: list[ParameterGroup] = []  # in that
+        self._have_run: dict[ParameterGroup, set[int]] = {}  # in that, the modules of each
+        for parameter in parameters:
+            parameter.group = self
+
+    @property
+    def parent(self) -> "ParameterGroup | None":
+        """The group of the nearest enclosing sharded module."""
+        return self._parent() if self._parent is not None else None
+
+    @parent.setter
+    def parent(self, group: "ParameterGroup") -> None:
+        self._parent = weakref.ref(group)
+
+    def ancestry(self) -> Iterator["ParameterGroup"]:
+        """This group and those around it, inside out."""
+        group: ParameterGroup | None = self
+        while group is not None:
+            yield group
+            group = group.parent
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether the group's module or one around it is in forward, in eager code."""
+        return any(group.depth > 0 for group in self.ancestry())
+
+    # ---- reads
+
+    @torch_internals.disable_dynamo
+    def read(self, parameter: ShardedParameter) -> torch.Tensor:
+        """What ``module.weight`` is: the full tensor inside of a forward, else the DTensor."""
+        if torch_internals.is_in_transform():
+            with torch_internals.outside_transforms():
+                return self._read(parameter)
+        return self._read(parameter)
+
+    def _read(self, parameter: ShardedParameter) -> torch.Tensor:
+        running = [group for group in self.ancestry() if group.depth > 0]
+        if not running and not self.is_unsharded:
+            if _C.running_backward() != -1 and torch.is_grad_enabled():
+                # A recomputation of activations, whose module is not in forward itself.
+                parameter.refresh()
+                _C.invalidate([parameter.handle])
+                return parameter.read(_C.gather_and_read(parameter.handle))
+            return parameter.shard
+        saved = running[-1]._saved if running else None
+        if saved is not None:
+            self.wait_for_gather()
+            if saved.watch(self, self.parameters, _alive(self.backward_prefetch)):
+                self._reads.clear()  # of before this forward, whose contract they have
+                for each in self.parameters:
+                    each.settle()  # also those that are not read: other ranks may read them
+                _C.count_held([parameter.handle for parameter in self.parameters])
+                prefetch = self.forward_prefetch if _C.running_backward() == -1 else []
+                for group in _alive(prefetch):
+                    group.start_gather()
+                    running[-1]._prefetched.append(group)
+        value = self._reads.get(parameter)
+        differentiable = parameter.placeholder.requires_grad and torch.is_grad_enabled()
+        if value is None or value.requires_grad != differentiable:
+            parameter.settle()
+            self.wait_for_gather()
+            value = parameter.read(_C.read_gathered(parameter.handle))
+            self._reads[parameter] = value
+        return value
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether ``unshard()`` has made the parameters whole, or is about to."""
+        return self._unsharded and (
+            self._gathering is not None
+            or all(parameter.handle.gathered is not None for parameter in self.parameters)
+        )
+
+    @torch_internals.disable_dynamo
+    def unshard(self, async_op: bool) -> None:
+        """Gathers, for reads until ``reshard`` or the end of the next forward that uses them."""
+        self._unsharded = True
+        self.start_gather()
+        if not async_op:
+            self.wait_for_gather()
+        elif self._gathering is not None:
+            self._gathering.snapshot()
+
+    @torch_internals.disable_dynamo
+    def reshard(self) -> None:
+        """Frees what was gathered.
+
+        Raises:
+            Zero3Error: somebody has written to it, and the writing is lost.
+        """
+        refuse_writes(self.release(self.parameters))
+
+    def release(self, parameters: list[ShardedParameter]) -> list[str]:
+        """Frees what was gathered of ``parameters``, and returns the names of what somebody has
+        written to.
+        """
+        self._unsharded = False
+        self._gathering = None
+        self._reads.clear()
+        for group in self.ancestry():
+            if group._saved is not None:
+                group._saved.forget(self)
+        return [parameter.fqn for parameter in parameters if parameter.release()]
+
+    def release_after_forward(self) -> list[str]:
+        """The same, but for those that are held for the next forward or backward."""
+        leaving = [
+            p
+            for p in self.parameters
+            if p.handle.was_written() or not p.handle.stays_after_forward()
+        ]
+        return self.release(leaving)
+
+    @torch_internals.disable_dynamo
+    def give_up(self) -> None:
+        """Frees what was gathered, and ends a forward that has not ended."""
+        self.depth = 0
+        for group in self._end_outermost():
+            group.release(group.parameters)
+
+    @torch_internals.disable_dynamo
+    def interrupted(self, depth: int) -> None:
+        """Ends a forward of the group's module, within ``depth`` others of it, that something ended
+        which is no Exception, a KeyboardInterrupt say: torch calls no hook after it.
+        """
+        if depth > 0:
+            self.depth = depth
+        else:
+            self.give_up()
+
+    def _end_outermost(self) -> list["ParameterGroup"]:
+        """Ends what the outermost forward keeps, and returns whose parameters were read in it."""
+        groups: dict[ParameterGroup, None] = {self: None}
+        if self._saved is not None:
+            # Also groups whose own modules did not run.
+            groups.update(dict.fromkeys(self._saved.stop()))
+            self._saved = None
+            for group in self._prefetched:
+                group._gathering = None  # in vain
+        self._prefetched.clear()
+        self._have_run.clear()
+        return list(groups)
+
+    def start_gather(self) -> None:
+        """Begins to gather what is not held. A wait, or the end of a forward, ends it."""
+        if self._gathering is None:
+            missing = [p for p in self.parameters if p.handle.gathered is None]
+            if missing:
+                if _C.running_backward() != -1:  # recomputes a forward, and nobody knows which
+                    _C.invalidate([p.handle for p in missing])
+                self._gathering = AllGather(missing)
+
+    @torch_internals.disable_dynamo
+    def wait_for_gather(self) -> None:
+        """Holds the full tensors, for reads."""
+        self.start_gather()
+        if self._gathering is not None:
+            gathering, self._gathering = self._gathering, None
+            for parameter, full in zip(gathering.parameters, gathering.wait(), strict=True):
+                if parameter.handle.gathered is None:
+                    parameter.handle.hold(full)
+
+    # ---- forwards
+
+    @torch_internals.inline_only
+    def pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """The forward pre-hook of the group's module."""
+        if not torch.compiler.is_compiling():
+            self._begin()
+        dtype = self.mp_policy.param_dtype
+        if self.mp_policy.cast_forward_inputs and dtype is not None:
+            args, kwargs = _cast_floats((args, kwargs), dtype)
+        return args, kwargs
+
+    @torch_internals.inline_only
+    def post_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        """The forward hook of the group's module; it runs even when the forward raised."""
+        if not torch.compiler.is_compiling():
+            self._end(module)
+        dtype = self.mp_policy.output_dtype
+        return output if dtype is None else _cast_floats(output, dtype)
+
+    @torch_internals.disable_dynamo
+    def _begin(self) -> None:
+        if not self.in_forward:
+            recomputes = _C.running_backward() != -1
+            if not recomputes:
+                _C.forget_uses(cast(ShardedModel, self.model).number)
+            self._saved = SavedTensors()
+            # A checkpoint counts what is saved, which must be the same when it recomputes. Around a
+            # block it gets all, be the block in its model's forward or not; around the outermost
+            # module, nothing that we take. A transform has no hooks.
+            takes = not recomputes and not torch_internals.is_checkpointed()
+            if (takes or self.parent is None) and not torch_internals.is_in_transform():
+                self._saved.start()
+        self.depth += 1
+
+    @torch_internals.disable_dynamo
+    def _end(self, module: nn.Module) -> None:
+        if self.depth == 0:
+            return  # something raised before _begin
+        self.depth -= 1
+        if self.depth > 0:
+            return
+        outermost = next((g for g in self.ancestry() if g._saved is not None), self)
+        have_run = outermost._have_run.setdefault(self, set())
+        have_run.add(id(module))
+        if outermost is not self and len(have_run) < self._modules:
+            return  # the others may read them
+        have_run.clear()
+        ending = self._end_outermost()
+        refuse_writes([fqn for group in ending for fqn in group.release_after_forward()])
+
+
+def refuse_writes(fqns: list[str]) -> None:
+    """Raises a Zero3Error that names the parameters whose full tensors were written to."""
+    if fqns:
+        raise Zero3Error(
+            f"{', '.join(map(repr, fqns))} was modified in place where it was a gathered copy, "
+            "which is freed now: modify the parameter outside of forward, and resharded"
+        )
+
+
+def _cast_floats(tree: Any, dtype: torch.dtype) -> Any:
+    def cast(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.to(dtype) if leaf.is_floating_point() else leaf
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            values = {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf) if f.init}
+            return dataclasses.replace(leaf, **_cast_floats(values, dtype))
+        return leaf
+
+    return tree_map(cast, tree)
+
+
+def _alive(groups: list["weakref.ref[ParameterGroup]"]) -> list[ParameterGroup]:
+    return [group for reference in groups if (group := reference()) is not None]

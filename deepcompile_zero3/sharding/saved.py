@@ -1,0 +1,204 @@
+"""ZeRO-3's memory in eager code: what autograd saves of a gathered tensor is gathered again.
+
+::
+
+    forward    save(view of a gathered tensor)  ->  (parameter, size, stride, offset)
+    backward   first such view of a group       ->  all_gather of the group
+               last one released                ->  the gathered tensors are freed
+
+There are no counters: the saved views own what was gathered for them, and autograd releases them
+as backward passes. See https://docs.pytorch.org/docs/stable/autograd.html#saved-tensors-hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from deepcompile_zero3 import torch_internals
+from deepcompile_zero3.runtime import _C
+from deepcompile_zero3.sharding.parameter import AllGather, ShardedParameter, version_of
+
+
+class _Regather:
+    """The parameters of one forward of a group, gathered when backward needs the first.
+
+    Those that the forward saved, and where ranks have to meet for a gather, as they do if what the
+    forward published is there no more, all of the group: what is saved may differ from rank to
+    rank. When it has them, it starts those of the owners in ``following``.
+    """
+
+    def __init__(
+        self,
+        all_parameters: Sequence[ShardedParameter],
+        of_forward: WeakValueDictionary[Hashable, _Regather],
+        following: Iterable[Hashable],
+    ) -> None:
+        self.parameters: dict[ShardedParameter, None] = {}
+        self._all = all_parameters
+        self._publications = _C.Publications([parameter.handle for parameter in all_parameters])
+        self._of_forward = of_forward
+        self._following = following
+        self._gathering: AllGather | None = None
+        self._fulls: dict[ShardedParameter, torch.Tensor] = {}
+        self._backward = -1  # which backward they are gathered for
+
+    def start(self) -> None:
+        if self._backward != _C.running_backward():
+            # A graph that was retained runs again: parameters may have changed since.
+            self._backward = _C.running_backward()
+            self._fulls.clear()
+            self._gathering = None
+            if self._publications.invalidate_if_republished():
+                self.parameters = dict.fromkeys(self._all)  # in one order on all ranks
+        if self._gathering is not None:
+            return
+        for saved in self.parameters:
+            if (held := saved.handle.gathered) is not None:
+                self._fulls.setdefault(saved, held)
+        if missing := [saved for saved in self.parameters if saved not in self._fulls]:
+            self._gathering = AllGather(missing)
+
+    def full(self, parameter: ShardedParameter) -> torch.Tensor:
+        self.start()
+        if self._gathering is not None:
+            gathering, self._gathering = self._gathering, None
+            self._fulls.update(zip(gathering.parameters, gathering.wait(), strict=True))
+            for owner in self._following:
+                if (regather := self._of_forward.get(owner)) is not None:
+                    regather.start()
+        return self._fulls[parameter]
+
+
+@dataclass
+class _SavedView:
+    """A view of a gathered tensor, or a DTensor whose local tensor is one, without the tensor."""
+
+    regather: _Regather
+    parameter: ShardedParameter
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+    spec: Any
+
+    def unpack(self) -> torch.Tensor:
+        full = self.regather.full(self.parameter)
+        view = full.as_strided(self.size, self.stride, self.offset)
+        return view if self.spec is None else torch_internals.with_spec(view, self.spec)
+
+
+@dataclass
+class _SavedTensor:
+    """Any other tensor. Saved itself, an output would keep the node alive that keeps it."""
+
+    tensor: torch.Tensor
+    version: int
+
+    def unpack(self) -> torch.Tensor:
+        now = version_of(self.tensor)
+        if now != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: a tensor {list(self.tensor.shape)} of {self.tensor.dtype} is "
+                f"at version {now}; expected version {self.version} instead"
+            )
+        return self.tensor
+
+
+@dataclass
+class _SavedByOther:
+    """Something that the saved-tensors hooks around ours took charge of."""
+
+    value: Any
+    unpack_hook: Callable[[Any], torch.Tensor]
+
+    def unpack(self) -> torch.Tensor:
+        return self.unpack_hook(self.value)
+
+
+@torch_internals.disable_dynamo
+def _unpack(packed: _SavedView | _SavedTensor | _SavedByOther) -> torch.Tensor:
+    return packed.unpack()
+
+
+class SavedTensors:
+    """The saved-tensors hooks of one outermost forward, from ``start`` to ``stop``."""
+
+    def __init__(self) -> None:
+        self._outer = torch_internals.outer_saved_tensors_hooks()
+        self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
+        # By storage, whose address is not used again as long as the tensor is here.
+        self._watched: dict[int, tuple[_Regather, ShardedParameter, torch.Tensor]] = {}
+        self._owners: dict[Hashable, list[int]] = {}
+        self._regathers: WeakValueDictionary[Hashable, _Regather] = WeakValueDictionary()
+
+    def start(self) -> None:
+        """Begins packing, on this thread."""
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        self._hooks.__enter__()
+
+    def stop(self) -> list[Any]:
+        """Ends packing, and returns the owners that are still watched."""
+        hooks, self._hooks = self._hooks, None  # the hooks hold this object: let go of them
+        if hooks is not None:
+            hooks.__exit__()
+        owners = list(self._owners)
+        # Autograd keeps the hooks, and with them this object, as long as what they packed.
+        self._owners.clear()
+        self._watched.clear()
+        return owners
+
+    def watch(
+        self,
+        owner: Hashable,
+        parameters: Iterable[ShardedParameter],
+        following: Iterable[Hashable] = (),
+    ) -> bool:
+        """Takes charge of the gathered tensors of ``parameters`` until ``forget(owner)``.
+
+        Once a backward has gathered them, it begins to gather those of the owners in ``following``.
+
+        Returns whether that is new.
+        """
+        if owner in self._owners:
+            return False
+        gathered = [p for p in parameters if p.reshard_after_forward is not False]
+        regather = self._regathers[owner] = _Regather(gathered, self._regathers, following)
+        self._owners[owner] = []
+        for parameter in gathered:
+            full = parameter.handle.gathered
+            if full is not None:
+                storage = torch_internals.storage_address(full)
+                self._watched[storage] = regather, parameter, full
+                self._owners[owner].append(storage)
+                if parameter.ranks_meet_in_backward:
+                    regather.parameters[parameter] = None
+        return True
+
+    def forget(self, owner: Hashable) -> None:
+        """Lets go of what was gathered for ``owner``."""
+        for storage in self._owners.pop(owner, ()):
+            del self._watched[storage]
+
+    @torch_internals.disable_dynamo
+    def _pack(self, tensor: torch.Tensor) -> _SavedView | _SavedTensor | _SavedByOther:
+        local, spec = tensor, None
+        if isinstance(tensor, DTensor):
+            local, spec = torch_internals.local_tensor(tensor), torch_internals.spec_of(tensor)
+        dense = local.layout == torch.strided
+        found = self._watched.get(torch_internals.storage_address(local)) if dense else None
+        if found is not None:
+            regather, parameter, _ = found
+            regather.parameters[parameter] = None
+            return _SavedView(
+                regather, parameter, local.size(), local.stride(), local.storage_offset(), spec
+            )
+        if self._outer is not None:
+            pack_hook, unpack_hook = self._outer
+            return _SavedByOther(pack_hook(tensor), unpack_hook)
+        return _SavedTensor(tensor.detach(), version_of(tensor))

@@ -1,0 +1,157 @@
+"""``python -m deepcompile_zero3 doctor``: what is installed, and whether two ranks take a step."""
+
+import copy
+import datetime
+import importlib.metadata
+import os
+import platform
+import re
+import shlex
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import deepcompile_zero3
+import deepcompile_zero3.torch_internals.compiler
+from deepcompile_zero3 import torch_release
+from deepcompile_zero3.runtime import _C
+from deepcompile_zero3.sharding.module import all_parameters_of
+
+_TIMEOUT = datetime.timedelta(seconds=120)
+_OPTIONAL = ("transformers", "plotly", "matplotlib")  # of plans of configs, pages, pictures
+
+
+class Finding(NamedTuple):
+    """What was looked at, what was found, and, if that is not as it should be, what to do."""
+
+    what: str
+    found: str
+    remedy: str = ""
+
+
+def main() -> int:
+    """Prints what it finds, and returns how many things are to be mended."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for style in ("bold", "", "red"):
+        table.add_column(style=style, overflow="fold")
+    findings = list(_findings())
+    for finding in findings:
+        table.add_row(*map(escape, finding))
+    Console().print(table, highlight=False)
+    return sum(bool(finding.remedy) for finding in findings)
+
+
+def _findings() -> Iterator[Finding]:
+    yield Finding("Python", f"{platform.python_version()} on {platform.platform()}")
+    tried = ", ".join(torch_release.TRIED)
+    yield Finding("torch", f"{torch.__version__} (tried: {tried})")
+    yield Finding("torch's private pieces", "all there")  # else the import above would have raised
+    yield Finding("deepcompile_zero3", deepcompile_zero3.__version__)
+    kernels = "for CPUs and GPUs" if _C.WITH_CUDA else "for CPUs"
+    wants_cuda = torch.cuda.is_available() and not _C.WITH_CUDA
+    yield Finding(
+        "runtime",
+        f"{Path(_C.__file__).name}, {kernels}",
+        "build it with a CUDA toolkit: ZERO3_CUDA=1 CUDA_HOME=..." if wants_cuda else "",
+    )
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    yield Finding("GPUs", ", ".join(names) or "none")
+    backends = [name for name in ("gloo", "nccl") if dist.is_backend_available(name)]
+    yield Finding(
+        "process groups", ", ".join(backends), "" if "gloo" in backends else "torch needs gloo"
+    )
+    compiler = os.environ.get("CXX", "g++")
+    path = shutil.which(shlex.split(compiler)[0])
+    yield Finding(
+        "C++ compiler", path or f"no {compiler}", "" if path else "Inductor needs one: install g++"
+    )
+    versions = [f"{name} {_version_of(name)}" for name in _OPTIONAL]
+    yield Finding("optional", ", ".join(versions))
+    yield try_step("two ranks, eager", _eager)
+    yield try_step("two ranks, compiled", _compiled)
+
+
+def _version_of(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not there"
+
+
+def _eager(model: nn.Module) -> Callable:
+    return model
+
+
+def _compiled(model: nn.Module) -> Callable:
+    return torch.compile(model, backend="zero3")
+
+
+def try_step(what: str, compile_with: Callable) -> Finding:
+    """Whether two ranks take a right step of what ``compile_with(model)`` gives."""
+    with tempfile.TemporaryDirectory() as folder:
+        context = mp.spawn(_step, args=(2, folder, compile_with), nprocs=2, join=False)
+        deadline = time.monotonic() + _TIMEOUT.total_seconds()
+        try:
+            while not context.join(timeout=1):
+                if time.monotonic() > deadline:
+                    return Finding(what, f"no step in {_TIMEOUT.total_seconds():g} s", _SLOW)
+        except Exception as error:
+            print(error, file=sys.stderr)
+            causes = re.findall(r"^[\w.]*(?:Error|Exception)\b.*", str(error), re.MULTILINE)
+            return Finding(what, "failed", causes[-1] if causes else str(error))
+        finally:
+            for process in context.processes:
+                process.kill()
+                process.join()
+        return Finding(what, Path(folder, "transport").read_text())
+
+
+_SLOW = (
+    "a busy machine needs longer; ranks that wait for each other for ever may use the wrong "
+    "network: GLOO_SOCKET_IFNAME=lo"
+)
+
+
+def _step(rank: int, world_size: int, folder: str, compile_with: Callable) -> None:
+    """A step of a small model, whose gradients are compared with those of one process."""
+    torch.set_num_threads(1)
+    # What was compiled before says nothing of this machine.
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/compiled"
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world_size,
+        timeout=_TIMEOUT,
+    )
+    try:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+        reference = copy.deepcopy(model)
+        batch = torch.randn(2 * world_size, 16)
+        deepcompile_zero3.fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+        compile_with(model)(batch.chunk(world_size)[rank]).square().mean().backward()
+        reference(batch).square().mean().backward()
+        for sharded, whole in zip(model.parameters(), reference.parameters(), strict=True):
+            assert isinstance(sharded.grad, DTensor)
+            torch.testing.assert_close(sharded.grad.full_tensor(), whole.grad)
+        if rank == 0:
+            is_shared = all_parameters_of(model, "doctor")[0].handle.is_shared
+            transport = "in memory that they share" if is_shared else "by messages"
+            Path(folder, "transport").write_text(f"a step is right, {transport}")
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,175 @@
+"""The graphs of a step of a model that has no data, among ranks that need not exist."""
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from deepcompile_zero3 import torch_internals
+from deepcompile_zero3.backend import CompiledGraph, Options, rewriting_of
+from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.graph.capture import CapturedGraphs, capture_graphs
+from deepcompile_zero3.passes.pipeline import Rewriting
+from deepcompile_zero3.sharding.module import all_parameters_of
+from deepcompile_zero3.sharding.parameter import ShardedParameter
+from deepcompile_zero3.tools.explain import without_a_trace
+from deepcompile_zero3.tools.report import line_of_break
+from deepcompile_zero3.torch_internals import compiler
+
+
+@dataclass(frozen=True)
+class _Partitioned:
+    """A forward or backward graph ahead of this library's passes."""
+
+    of: Rewriting
+    graph_module: fx.GraphModule
+    is_backward: bool
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A call of a sharded model, partitioned into forward and backward.
+
+    Attributes:
+        model: sharded, on the meta device.
+        parameters: of it, by name.
+        breaks: where and why Dynamo broke the graph.
+    """
+
+    model: nn.Module
+    parameters: Mapping[str, ShardedParameter]
+    breaks: tuple[str, ...]
+    _graphs: tuple[_Partitioned, ...]
+
+    def rewrite(self, options: Options) -> CapturedGraphs:
+        """What the passes make of it, in the order of compilation."""
+        rewritings: dict[Rewriting, Rewriting] = {}
+        with capture_graphs() as graphs:
+            for graph in self._graphs:
+                inputs = graph.of.inputs
+                parameters = [self.parameters[facts.fqn] for facts in inputs.values()]
+                if graph.of not in rewritings:
+                    rewritings[graph.of] = rewriting_of(parameters, inputs, options)
+                rewritings[graph.of](copy.deepcopy(graph.graph_module), graph.is_backward)
+        return graphs
+
+
+@contextlib.contextmanager
+def fake_ranks(world_size: int, replicas: int = 1) -> Iterator[DeviceMesh]:
+    """A mesh of ranks of which this process is the first, and the others do not exist.
+
+    Args:
+        world_size: of all.
+        replicas: how many times the model is there; each is sharded over the ranks of one.
+
+    Raises:
+        Zero3Error: the process has a process group.
+        ValueError: the numbers are not positive, or one does not divide the other.
+    """
+    if dist.is_initialized():
+        raise Zero3Error(
+            "a plan needs a process without a process group, since it makes one of ranks that do "
+            "not exist: make it in a process of its own, or call destroy_process_group() first"
+        )
+    if world_size < 1:
+        raise ValueError(f"a plan needs a positive number of ranks, got {world_size}")
+    if replicas < 1 or world_size % replicas:
+        raise ValueError(
+            f"replicas is a divisor of the number of ranks, {world_size}; got {replicas}"
+        )
+    dist.init_process_group(
+        "fake", rank=0, world_size=world_size, store=torch_internals.new_fake_store()
+    )
+    try:
+        shape = (world_size,) if replicas == 1 else (replicas, world_size // replicas)
+        yield init_device_mesh("cpu", shape)
+    finally:
+        dist.destroy_process_group()
+
+
+def trace(model: nn.Module, call: Mapping[str, Any]) -> Trace:
+    """Traces ``model(**call)`` and its backward, and computes nothing.
+
+    Args:
+        model: sharded over :func:`fake_ranks`, on the meta device. What is not sharded of it, and
+            its buffers, get memory on the CPU.
+        call: of it; tensors on the CPU, of which only dtypes and shapes matter.
+
+    Raises:
+        Zero3Error: no graph was compiled, or code beside the graphs reads parameters.
+    """
+    parameters = all_parameters_of(model, "plan")
+    _materialise(model)
+    graphs: list[_Partitioned] = []
+
+    def backend(gm: fx.GraphModule, example_inputs: Any) -> CompiledGraph:
+        return CompiledGraph(
+            gm, example_inputs, Options(), functools.partial(_note_and_return_zeros, graphs)
+        )
+
+    try:
+        with compiler.graph_breaks() as breaks, without_a_trace(model, parameters):
+            compiler.call_compiled_apart(model, backend, (), dict(call))
+    except Zero3Error as error:
+        if not breaks:
+            raise
+        raise Zero3Error(
+            "this model cannot be planned: code that is not compiled reads its parameters, which "
+            "have no data here. A break inside of a loop leaves the whole function uncompiled; "
+            f"{line_of_break(breaks[0])}"
+        ) from error
+    if not graphs:
+        raise Zero3Error("no graph was compiled: is torch.compile disabled, or the whole call?")
+    by_name = {parameter.fqn: parameter for parameter in parameters}
+    return Trace(model, by_name, tuple(breaks), tuple(graphs))
+
+
+def _note_and_return_zeros(
+    graphs: list[_Partitioned],
+    rewriting: Rewriting,
+    graph_module: fx.GraphModule,
+    example_inputs: Any,
+    **kwargs: Any,
+) -> Callable:
+    is_backward = bool(kwargs.get("is_backward"))
+    noted = fx.GraphModule(graph_module, copy.deepcopy(graph_module.graph))
+    graphs.append(_Partitioned(rewriting, noted, is_backward))
+    outputs: Any = graph_module.graph.output_node().args[0]
+    results = [node.meta["val"] if isinstance(node, fx.Node) else node for node in outputs]
+
+    def run(inputs: list[Any]) -> list[Any]:
+        inputs.clear()
+        return [_zeros_like(result) for result in results]
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def _zeros_like(value: Any) -> Any:
+    """Of the same shape, in the memory of one element."""
+    if isinstance(value, torch.Tensor):
+        sizes = [int(size) for size in value.shape]
+        return torch.zeros((), dtype=value.dtype).expand(sizes)
+    return int(value) if isinstance(value, torch.SymInt) else value
+
+
+def _materialise(model: nn.Module) -> None:
+    whole: dict[torch.Tensor, nn.Parameter] = {}  # parameters that nobody shards, once each
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_meta:
+                setattr(module, name, torch.zeros_like(buffer, device="cpu"))
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter.is_meta and not isinstance(parameter, DTensor):
+                if parameter not in whole:
+                    data = torch.empty_like(parameter, device="cpu")
+                    whole[parameter] = nn.Parameter(data, parameter.requires_grad)
+                setattr(module, name, whole[parameter])

@@ -1,0 +1,287 @@
+"""``plan``: what a step of a large model will take, on ranks that one need not have."""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, TypeAlias, cast
+
+import torch
+from rich.table import Table
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from deepcompile_zero3.backend import Options
+from deepcompile_zero3.sharding.fully_shard import fully_shard
+from deepcompile_zero3.sharding.parameter import ShardedModel
+from deepcompile_zero3.tools.explain import report_of
+from deepcompile_zero3.tools.page import save_page
+from deepcompile_zero3.tools.planning.advice import advice_for
+from deepcompile_zero3.tools.planning.graphs import fake_ranks, trace
+from deepcompile_zero3.tools.planning.machine import Machine, machine_of
+from deepcompile_zero3.tools.planning.measure import key_of
+from deepcompile_zero3.tools.planning.simulate import SecondsOf, Step, Traffic, simulate
+from deepcompile_zero3.tools.report import Report, tables_of, text_of
+
+ShardModel: TypeAlias = Callable[[nn.Module, DeviceMesh], Any]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A predicted step of one rank, the one with the largest shards.
+
+    Attributes:
+        report: what the graphs gather, keep and reduce.
+        machine: that it is predicted for.
+        ranks: of all replicas.
+        seconds: of the step.
+        computing, waiting: the parts of it.
+        flops: of matrix products, of a rank.
+        product_seconds: that they take at least, at the machine's FLOP/s for their dtypes.
+        traffic: by kind of collective.
+        peak: bytes at most.
+        memory: bytes by kind at that moment.
+        tokens: of a rank, the elements of "input_ids"; 0 where a call has none.
+        advice: what would help, and by how much.
+    """
+
+    report: Report
+    machine: Machine
+    ranks: int
+    seconds: float
+    computing: float
+    waiting: float
+    flops: float
+    product_seconds: float
+    traffic: dict[str, Traffic]
+    peak: int
+    memory: dict[str, int]
+    tokens: int
+    advice: tuple[str, ...]
+
+    @property
+    def utilisation(self) -> float:
+        """FLOP/s of matrix products over those that the machine reaches."""
+        return self.product_seconds / self.seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks."""
+        return self.tokens * self.ranks / self.seconds
+
+    @property
+    def fits(self) -> bool:
+        """Whether the memory of the machine holds it."""
+        return self.peak <= self.machine.memory
+
+    def to_dict(self) -> dict[str, Any]:
+        """As numbers, strings, lists and dicts, for JSON; without the report."""
+        return {
+            "model": self.report.model,
+            "machine": self.machine.name,
+            "source": self.machine.source,
+            "compared": self.machine.compared,
+            "ranks": self.ranks,
+            "seconds": self.seconds,
+            "computing": self.computing,
+            "waiting": self.waiting,
+            "flops": self.flops,
+            "utilisation": self.utilisation,
+            "tokens_per_second": self.tokens_per_second,
+            "traffic": {op: asdict(traffic) for op, traffic in self.traffic.items()},
+            "peak": self.peak,
+            "memory": self.memory,
+            "fits": self.fits,
+            "advice": list(self.advice),
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes a page with the timeline, the memory and tables: see :func:`save_page`."""
+        title = f"{self.report.model} on {self.ranks} ranks of {self.machine.name}"
+        timeline = self.report.timeline
+        save_page(path, title, str(self), [timeline], tables_of(self.report, timeline))
+
+    def __str__(self) -> str:
+        return text_of(_parts(self))
+
+
+def plan(
+    build: Callable[[], nn.Module],
+    call: Mapping[str, Any],
+    *,
+    world_size: int,
+    replicas: int = 1,
+    machine: Machine | str = "h100",
+    shard: ShardModel | None = None,
+    options: Mapping[str, Any] | None = None,
+    optimizer_bytes: int = 8,
+    prefetch: bool = True,
+    advise: bool = True,
+    seconds_by_kernel: Mapping[str, float] | None = None,
+    tell: Callable[[str], object] = lambda phase: None,
+) -> Plan:
+    """Predicts a step of ``build()`` on ``world_size`` ranks of a machine.
+
+    The model is sharded, traced and rewritten by the code that trains, and the runtime decides
+    what is gathered and reduced together; nothing is computed or sent, and no memory is taken for
+    parameters. Memory, bytes and collectives follow from that. Times come from a model of the
+    machine: see ``docs/planning.md`` for what it knows, and how far off it is. A size that depends
+    on data counts as nothing, and ``reshard_after_forward=N`` as True.
+
+    Args:
+        build: makes the model; called under ``torch.device("meta")``.
+        call: keyword arguments of a forward on one rank, which gives a loss first or as
+            ``.loss``; tensors on the CPU, of which only dtypes and shapes matter.
+        world_size: ranks of all replicas.
+        replicas: how often the model is there (hybrid sharding).
+        machine: of :data:`MACHINES`, or one of your own.
+        shard: shards the model over a mesh; without it each block, and the rest with the model.
+        options: those of ``torch.compile(model, backend="zero3", options=...)``.
+        optimizer_bytes: of the optimizer's state for each element: 8 of AdamW in fp32.
+        prefetch: False starts each gather when it is waited for.
+        advise: tries what might help, which takes some seconds of a large model.
+        seconds_by_kernel: what :func:`measure_kernels` found, if it was asked.
+        tell: is called with what is done next, some minutes of a large model.
+
+    Raises:
+        TypeError: ``build`` gives no module, or ``call`` is no mapping.
+        ValueError: an unknown machine or option, or a wrong number of ranks or bytes.
+        Zero3Error: the process has a process group, or no graph was compiled.
+    """
+    machine = machine_of(machine)
+    parsed = Options.parse(options)
+    if optimizer_bytes < 0:
+        raise ValueError(f"optimizer_bytes is a number of bytes, got {optimizer_bytes}")
+    if isinstance(build, nn.Module):
+        raise TypeError("build is called and makes the model: give its class or a function")
+    if not isinstance(call, Mapping):
+        raise TypeError(f"call is a dict of keyword arguments, got {type(call).__name__}")
+    with fake_ranks(world_size, replicas) as mesh:
+        tell("building and sharding the model")
+        with torch.device("meta"):
+            model = build()
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"build makes the model and nothing else, got {type(model).__name__}")
+        (shard or shard_blocks)(model, mesh)
+        tell("tracing it")
+        traced = trace(model, call)
+
+        def predict(options: Options) -> Plan:
+            graphs = traced.rewrite(options)
+            step = simulate(
+                graphs,
+                traced.parameters,
+                machine,
+                optimizer_bytes=optimizer_bytes,
+                prefetch=prefetch,
+                seconds_of=told_by(seconds_by_kernel),
+            )
+            parameters = list(traced.parameters.values())
+            report = report_of(model, parameters, graphs, traced.breaks, step.timeline)
+            return _plan_of(report, machine, world_size, step, _tokens_of(call))
+
+        try:
+            tell("taking a step")
+            found = predict(parsed)
+            if advise:
+                tell("taking steps with other options")
+                found = replace(found, advice=advice_for(found, parsed, traced, predict))
+            return found
+        finally:
+            for sharded in {parameter.model for parameter in traced.parameters.values()} - {None}:
+                cast(ShardedModel, sharded).retire()
+
+
+def _tokens_of(call: Mapping[str, Any]) -> int:
+    tokens = call.get("input_ids")
+    return tokens.numel() if isinstance(tokens, torch.Tensor) else 0
+
+
+def _plan_of(report: Report, machine: Machine, ranks: int, step: Step, tokens: int) -> Plan:
+    spans = step.timeline.spans
+    seconds = {
+        lane: sum(span.end - span.start for span in spans if span.lane == lane)
+        for lane in ("compute", "waiting")
+    }
+    return Plan(
+        report=report,
+        machine=machine,
+        ranks=ranks,
+        seconds=sum(seconds.values()),
+        computing=seconds["compute"],
+        waiting=seconds["waiting"],
+        flops=step.flops,
+        product_seconds=step.product_seconds,
+        traffic=step.traffic,
+        peak=sum(report.peak.values()),
+        memory=report.peak,
+        tokens=tokens,
+        advice=(),
+    )
+
+
+def told_by(seconds: Mapping[str, float] | None) -> SecondsOf:
+    """What :func:`measure_kernels` found, if it was asked."""
+    return lambda kernel: seconds.get(key_of(kernel)) if seconds else None
+
+
+def shard_blocks(model: nn.Module, mesh: DeviceMesh, **settings: Any) -> nn.Module:
+    """Shards each module of the model's lists, and the rest with the model.
+
+    Args:
+        model: whose blocks are in ``nn.ModuleList`` or ``nn.Sequential``, the outermost of them.
+        mesh: that they are sharded over.
+        settings: further arguments of :func:`fully_shard`.
+    """
+    for block in _blocks(model):
+        fully_shard(block, mesh=mesh, **settings)
+    return fully_shard(model, mesh=mesh, **settings)
+
+
+def _blocks(module: nn.Module) -> list[nn.Module]:
+    if isinstance(module, nn.ModuleList | nn.Sequential):
+        return list(module)
+    return [block for child in module.children() for block in _blocks(child)]
+
+
+def _parts(plan: Plan) -> list[Any]:
+    report = plan.report
+    waits = plan.waiting / plan.seconds
+    buckets = [bucket for graph in report.graphs for bucket in graph.gathers]
+    dtypes = "/".join(dict.fromkeys(dtype for bucket in buckets for dtype in bucket.dtypes))
+    unit, scale = ("GB", 1e9) if plan.peak >= 1e9 else ("MB", 1e6)
+    reached = plan.flops / plan.product_seconds if plan.product_seconds else 0.0
+    speed = f"{plan.tokens_per_second:,.0f} tokens/s in all; " if plan.tokens else ""
+    parts: list[Any] = [
+        f"{report.model} on {plan.ranks} ranks of {plan.machine.name}, each model over "
+        f"{report.world_size}, computed in {dtypes}",
+        f"predicted: {_ms(plan.seconds)} a step, {waits:.1%} of it waiting for others; {speed}"
+        f"{plan.utilisation:.0%} of the {reached / 1e12:.0f} TFLOP/s that a rank is taken to reach",
+        f"memory: {plan.peak / scale:.1f} {unit} of {plan.machine.memory / 1e9:.0f} GB"
+        + ("" if plan.fits else ": does not fit"),
+        "",
+    ]
+    memory = Table("at the peak", unit, box=None, pad_edge=False)
+    memory.columns[1].justify = "right"
+    for kind, nbytes in plan.memory.items():
+        memory.add_row(kind, f"{nbytes / scale:.2f}")
+    parts += [memory, ""]
+    columns = [f"{unit} {what}" for what in ("full", "local", "remote")]
+    sent = Table("a step", "number", *columns, "ms", box=None)
+    sent.pad_edge = False
+    for column in sent.columns[1:]:
+        column.justify = "right"
+    for op, traffic in plan.traffic.items():
+        sizes = (traffic.nbytes, traffic.local, traffic.remote)
+        sent.add_row(
+            op,
+            str(traffic.number),
+            *(f"{size / scale:.2f}" for size in sizes),
+            f"{traffic.seconds * 1e3:.1f}",
+        )
+    parts.append(sent)
+    parts += ["", plan.machine.provenance]
+    return [*parts, *(line for advice in plan.advice for line in ("", advice))]
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"

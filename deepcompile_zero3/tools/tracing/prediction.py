@@ -1,0 +1,262 @@
+"""What a plan says of a step that was measured: of the graphs that ran in it."""
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from deepcompile_zero3 import torch_internals
+from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.graph.capture import CapturedGraphs
+from deepcompile_zero3.graph.size import nbytes_of_tensor
+from deepcompile_zero3.passes.facts import fqns_of
+from deepcompile_zero3.runtime import _C, ops
+from deepcompile_zero3.sharding.parameter import ShardedParameter, parameters_beside
+from deepcompile_zero3.tools.planning.calibrate import measure_device, measure_links
+from deepcompile_zero3.tools.planning.kernels import Kernel, kernels_of
+from deepcompile_zero3.tools.planning.machine import MACHINES, Machine
+from deepcompile_zero3.tools.planning.measure import key_of, measure_kernels
+from deepcompile_zero3.tools.planning.plan import told_by
+from deepcompile_zero3.tools.planning.simulate import simulate
+from deepcompile_zero3.tools.timeline import Timeline
+from deepcompile_zero3.tools.tracing.measured import Event, collectives_of
+from deepcompile_zero3.torch_internals import compiler
+from deepcompile_zero3.transport import agree
+
+_Result = TypeVar("_Result")
+_Profiled: TypeAlias = tuple[Sequence[Event], Event]  # the range of a step the second
+
+_BY_MESSAGES = (
+    "predicted is a step whose ranks exchange messages; these share memory, and their waits and "
+    "flights are other ones"
+)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of a step.
+
+    Attributes:
+        timeline: what it would do; None where nothing sound can be said.
+        remark: why there is none, or what it leaves out: a line, or nothing.
+    """
+
+    timeline: Timeline | None = None
+    remark: str = ""
+
+
+def predict(
+    captured: CapturedGraphs,
+    machine: Machine | None,
+    numbers: Mapping[str, float],
+    profiled: _Profiled | None,
+    optimizers: Collection[Optimizer],
+) -> Prediction:
+    """Predicts a step from the graphs that ran in it, or says why it cannot; it never raises.
+
+    Args:
+        captured: all graphs that the process has compiled.
+        machine: that the step is predicted for. None: the ranks measure what they reach, which
+            takes a minute or so, and is collective: all ranks of the job call this.
+        numbers: of that machine, in place of its own: see :meth:`Machine.with_numbers`.
+        profiled: events, and the range of the step; None if they could not be read.
+        optimizers: those that have stepped.
+    """
+    try:
+        return _predict(captured, machine, numbers, profiled, optimizers)
+    except Exception as error:  # of which the measured step must not suffer
+        return Prediction(remark=_line(error))
+
+
+def _predict(
+    captured: CapturedGraphs,
+    machine: Machine | None,
+    numbers: Mapping[str, float],
+    profiled: _Profiled | None,
+    optimizers: Collection[Optimizer],
+) -> Prediction:
+    seconds = None
+    if machine is None:
+        graphs, parameters, mesh, kernels = _on_all_ranks(
+            lambda: _what_to_measure(captured, profiled)
+        )
+        machine, seconds = _measure(mesh, kernels)
+    else:
+        graphs, parameters = _what_ran(captured, profiled)
+    found = simulate(
+        graphs,
+        parameters,
+        machine.with_numbers(**numbers),
+        optimizer_bytes=_optimizer_bytes(optimizers, parameters),
+        seconds_of=told_by(seconds),
+    )
+    return Prediction(found.timeline, _BY_MESSAGES if _share_memory(parameters) else "")
+
+
+def _share_memory(parameters: Mapping[str, ShardedParameter]) -> bool:
+    return any(parameter.handle.is_shared for parameter in parameters.values())
+
+
+def _what_ran(
+    captured: CapturedGraphs, profiled: _Profiled | None
+) -> tuple[CapturedGraphs, dict[str, ShardedParameter]]:
+    """The graphs that ran in the step, and the parameters of their models.
+
+    Raises:
+        Zero3Error: a step that runs each of them once is another one, or sends something else.
+    """
+    if profiled is None:
+        raise Zero3Error("a profile could not be read")
+    events, step = profiled
+    if _C.running_backward() != -1:
+        raise Zero3Error("the optimizer steps inside of a backward")
+    inside = [event.name for event in events if step.start <= event.start < step.end]
+    runs = Counter(
+        name.removeprefix(compiler.REGION) for name in inside if name.startswith(compiler.REGION)
+    )
+    # A region that was compiled anew, after a reset, is what it was compiled to last.
+    latest = {graph.region: graph for graph in captured.forward}
+    forward = [graph for graph in latest.values() if graph.region in runs]
+    numbers = {graph.number for graph in forward}
+    backward = [graph for graph in captured.backward if graph.number in numbers]
+    if not forward:
+        raise Zero3Error('no graph of torch.compile(..., backend="zero3") ran in the step')
+    for graph in forward:
+        if runs[graph.region] > 1:
+            raise Zero3Error(
+                f"the compiled region {graph.region} ran {runs[graph.region]} times in the step, "
+                "and a plan takes each once"
+            )
+        if graph.number not in {other.number for other in backward}:
+            raise Zero3Error(
+                f"the compiled region {graph.region} ran in the step without a backward"
+            )
+        for node in graph.graph_module.graph.find_nodes(op="placeholder"):
+            if isinstance(node.meta.get("val"), torch.SymInt):
+                raise Zero3Error(f"the compiled region {graph.region} is of sizes that change")
+    ran = CapturedGraphs(forward, backward)
+    names = {
+        name
+        for graph in (*forward, *backward)
+        for start in graph.graph_module.graph.find_nodes(
+            op="call_function", target=ops.all_gather_start.default
+        )
+        for name in fqns_of(start)
+    }
+    parameters = parameters_beside(names)
+    if not names or names - parameters.keys():
+        raise Zero3Error("no model is sharded whose graphs ran in the step")
+    if any(parameter.layout.inner is not None for parameter in parameters.values()):
+        raise Zero3Error("ranks that share a tensor's computation are not planned")
+    if not _share_memory(parameters):
+        sent = collectives_of(*profiled)
+        traffic = simulate(ran, parameters, MACHINES["h100"]).traffic  # the same on any
+        planned = {op: (each.number, each.nbytes) for op, each in traffic.items()}
+        if sent != planned:
+            raise Zero3Error(
+                f"the step sends {_told(sent)}, and its graphs {_told(planned)}: code that is not "
+                "compiled takes part, or the script evaluates between two steps"
+            )
+    return ran, parameters
+
+
+def _optimizer_bytes(
+    optimizers: Collection[Optimizer], parameters: Mapping[str, ShardedParameter]
+) -> int:
+    """Of the state for each element of a shard."""
+    trained = [p for p in parameters.values() if p.placeholder.requires_grad]
+    nbytes = sum(
+        nbytes_of_tensor(getattr(value, "_local_tensor", value))
+        for parameter in trained
+        for optimizer in optimizers
+        for value in optimizer.state.get(parameter.shard, {}).values()
+        if isinstance(value, torch.Tensor)
+    )
+    numel = sum(torch_internals.local_tensor(parameter.shard).numel() for parameter in trained)
+    return round(nbytes / max(numel, 1))
+
+
+# ---- the machine at hand
+
+
+def _what_to_measure(
+    captured: CapturedGraphs, profiled: _Profiled | None
+) -> tuple[CapturedGraphs, dict[str, ShardedParameter], DeviceMesh, dict[str, Kernel]]:
+    """The graphs, their parameters, whose mesh, and kernels by what tells them apart."""
+    graphs, parameters = _what_ran(captured, profiled)
+    meshes = {parameter.layout.mesh for parameter in parameters.values()}
+    mesh = meshes.pop()
+    if meshes or mesh.ndim != 1:
+        raise Zero3Error("the machine at hand is measured over one mesh of one dimension")
+    kernels = {
+        key_of(kernel): kernel
+        for graph in (*graphs.forward, *graphs.backward)
+        for kernel in kernels_of(graph.graph_module.graph)
+    }
+    return graphs, parameters, mesh, kernels if mesh.device_type == "cpu" else {}
+
+
+def _measure(mesh: DeviceMesh, kernels: Mapping[str, Kernel]) -> tuple[Machine, dict[str, float]]:
+    """The machine, and seconds of each kernel on the rank that is slowest. Collective."""
+    group = mesh.get_group()
+    _on_all_ranks(lambda: _check_alike([*kernels], group))
+    if dist.get_rank() == 0:
+        what = f"{len(kernels)} kinds of kernels and " if kernels else ""
+        text = f"trace: measures {what}the machine, which takes a minute or so"
+        print(text, file=sys.stderr, flush=True)
+    device = torch.device(mesh.device_type)
+    devices = [] if mesh.device_type == "cpu" else [torch.accelerator.current_device_index()]
+    with torch.random.fork_rng(devices), torch.enable_grad():
+        alone = _on_all_ranks(lambda: measure_device(device, "these ranks"))
+        machine = measure_links(mesh, alone)
+        mine = _on_all_ranks(lambda: _seconds(kernels, group))
+    of_ranks = agree.gather("trace", list(mine.values()), group)
+    return machine, dict(zip(mine, max(of_ranks, key=sum), strict=True))
+
+
+def _check_alike(kernels: list[str], group: dist.ProcessGroup) -> None:
+    if any(theirs != kernels for theirs in agree.gather("trace", kernels, group)):
+        raise Zero3Error("ranks run different graphs")
+
+
+def _seconds(kernels: Mapping[str, Kernel], group: dist.ProcessGroup) -> dict[str, float]:
+    """Of each kernel, timed on all ranks at once, whatever happens on this one."""
+    barriers = iter([lambda: dist.barrier(group)] * len(kernels))
+    try:
+        return measure_kernels(kernels.values(), between=lambda: next(barriers)())
+    finally:
+        for barrier in barriers:
+            barrier()
+
+
+def _on_all_ranks(function: Callable[[], _Result]) -> _Result:
+    """What it returns. Where it raises on one rank, this raises on all: collective."""
+    result, error = None, ""
+    try:
+        result = function()
+    except Exception as raised:
+        error = _line(raised)
+    everyone = dist.group.WORLD
+    errors = [error] if everyone is None else agree.gather("trace", error, everyone)
+    for each in filter(None, errors):
+        raise Zero3Error(each)
+    return result  # type: ignore[return-value]
+
+
+# ---- words
+
+
+def _line(error: Exception) -> str:
+    first = str(error).strip().partition("\n")[0]
+    return first if isinstance(error, Zero3Error) else f"{type(error).__name__}: {first}"
+
+
+def _told(collectives: Mapping[str, tuple[int, int]]) -> str:
+    told = (f"{n} {op} of {nbytes / 2**20:,.3f} MiB" for op, (n, nbytes) in collectives.items())
+    return ", ".join(told) or "nothing"

@@ -1,0 +1,249 @@
+"""``python -m deepcompile_zero3 trace script.py``: what a step of a training script really does."""
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import runpy
+import sys
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from deepcompile_zero3.graph.capture import CapturedGraphs, capture_graphs
+from deepcompile_zero3.runtime import _C
+from deepcompile_zero3.tools.planning import job
+from deepcompile_zero3.tools.planning.machine import MACHINES
+from deepcompile_zero3.tools.tracing.chrome_trace import events_of, steps_of
+from deepcompile_zero3.tools.tracing.measured import Event, timeline_of
+from deepcompile_zero3.tools.tracing.measurement import Measurement
+from deepcompile_zero3.tools.tracing.prediction import Prediction, predict
+from deepcompile_zero3.torch_internals import compiler
+
+_HERE = "here"
+_COMPILES = "(dynamo_timed)"  # how ranges of torch's compiler end
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those of the command."""
+    add = parser.add_argument
+    add("--skip", type=_positive, default=2, help="steps before, which compile (default: 2)")
+    add("--steps", type=_positive, default=3, help="steps that are profiled (default: 3)")
+    add("--save", metavar="HTML", type=os.path.abspath, help="writes the step as a page")
+    add("--json", metavar="FILE", type=os.path.abspath, help="writes the step as data")
+    add(
+        "--machine",
+        choices=[*MACHINES, _HERE],
+        help="predicts the step for it too; here: measures the one at hand, a minute or so",
+    )
+    job.add_numbers(parser)
+    add(
+        "script",
+        help="a training script, which is run as by: python script args... What stands before "
+        "it is for trace, what stands after it for the script. One that torchrun starts is traced "
+        "so: torchrun --nproc-per-node 2 -m deepcompile_zero3 trace script.py",
+    )
+    add("arguments", nargs=argparse.REMAINDER, metavar="args", help="of the script")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not above zero")
+    return value
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs the script, and tells of its steps when they are over; returns the exit status.
+
+    What the script raises is passed on.
+    """
+    if not os.path.isfile(args.script):
+        return _fail(f"there is no file {args.script}", status=2)
+    if args.save and importlib.util.find_spec("plotly") is None:
+        return _fail('--save needs plotly: pip install "deepcompile_zero3[report]"', status=2)
+
+    for path in (args.save, args.json):
+        if path and not os.path.isdir(os.path.dirname(path)):
+            return _fail(f"there is no folder {os.path.dirname(path)}", status=2)
+    numbers = dict(args.set)
+    if numbers and not args.machine:
+        return _fail("--set is of a --machine", status=2)
+    machine = MACHINES.get(args.machine)
+    try:
+        (machine or MACHINES["h100"]).with_numbers(**numbers)
+    except ValueError as error:
+        return _fail(f"--set: {error}", status=2)
+    trouble: list[Exception] = []
+    steps = Steps()
+
+    def show(profile: torch.profiler.profile) -> None:
+        if _rank() != 0 and args.machine != _HERE:
+            return
+        predicted, profiled = Prediction(), None
+        try:  # whatever happens, other ranks wait for the rest of the script
+            events = _events_of(profile)
+            profiled = events, _median(steps_of(events))
+        except Exception as error:
+            trouble.append(error)
+        if args.machine:
+            predicted = predict(graphs, machine, numbers, profiled, list(steps.optimizers))
+        if profiled is None or _rank() != 0:
+            return
+        try:
+            _measure(*profiled, args.script, predicted).show(args.save, args.json)
+        except Exception as error:
+            trouble.append(error)
+
+    exited = None
+    with (
+        compiler.with_named_kernels(),
+        capture_graphs() if args.machine else contextlib.nullcontext(CapturedGraphs()) as graphs,
+        _profiled(steps, args.skip, args.steps, show),
+    ):
+        try:
+            _run(args.script, args.arguments)
+        except SystemExit as error:
+            if error.code not in (None, 0):
+                raise
+            exited = error
+    if steps.ended < args.skip + args.steps:
+        return _fail(_too_short(steps.ended, args), status=1)
+    if trouble:
+        return _fail(f"the profile could not be told: {trouble[0]!r}", status=1)
+    if exited is not None:
+        raise exited
+    return 0
+
+
+class Steps:
+    """Counts a script's steps by its optimizers', and calls those who listen at each end.
+
+    A step ends where an optimizer steps that has stepped since the last end, or the first of all:
+    several optimizers of one training step count once.
+
+    Attributes:
+        ended: how many.
+        listeners: what is called.
+        optimizers: those that have stepped, and are alive.
+    """
+
+    def __init__(self) -> None:
+        self.ended = 0
+        self.listeners: list[Callable[[], None]] = []
+        self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+    def __call__(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        """An optimizer has stepped."""
+        self.optimizers.add(optimizer)
+        if not self._stepped or optimizer in self._stepped:
+            self._stepped.clear()
+            self.ended += 1
+            for listener in self.listeners:
+                listener()
+        self._stepped.add(optimizer)
+
+
+@contextlib.contextmanager
+def _profiled(
+    steps: Steps, skip: int, count: int, done: Callable[[torch.profiler.profile], None]
+) -> Iterator[None]:
+    """Calls ``done`` when the steps that are profiled have ended, if they do in the block."""
+
+    def ready(profile: torch.profiler.profile) -> None:
+        if steps.ended == skip + count:
+            done(profile)
+
+    schedule = torch.profiler.schedule(wait=skip - 1, warmup=1, active=count, repeat=1)
+    profile = torch.profiler.profile(schedule=schedule, on_trace_ready=ready, profile_memory=True)
+
+    def step() -> None:
+        if steps.ended <= skip + count:
+            if torch.cuda.is_initialized():  # what a step has launched is to end in it
+                torch.cuda.synchronize()
+            profile.step()
+
+    steps.listeners.append(step)
+    handle = register_optimizer_step_post_hook(steps)
+    try:
+        with profile:
+            yield
+    finally:
+        handle.remove()
+
+
+def _run(script: str, arguments: list[str]) -> None:
+    """As ``python script arguments...``, but in this process."""
+    argv, path = sys.argv, sys.path[:]
+    sys.argv = [script, *arguments]
+    if not sys.flags.safe_path:
+        sys.path[0] = os.path.dirname(os.path.realpath(script))
+    try:
+        runpy.run_path(os.path.abspath(script), run_name="__main__")
+    finally:
+        sys.argv, sys.path[:] = argv, path
+
+
+def _events_of(profile: torch.profiler.profile) -> list[Event]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        profile.export_chrome_trace(str(path))
+        return events_of(json.loads(path.read_text(encoding="utf-8")))
+
+
+def _median(steps: list[Event]) -> Event:
+    """The one whose duration is the median."""
+    return sorted(steps, key=_duration)[(len(steps) - 1) // 2]
+
+
+def _measure(events: list[Event], step: Event, script: str, predicted: Prediction) -> Measurement:
+    return Measurement(
+        script=os.path.basename(script),
+        rank=_rank(),
+        number=int(step.name.partition("#")[2]) + 1,
+        durations=tuple(map(_duration, steps_of(events))),
+        duration=_duration(step),
+        timeline=timeline_of(events, step),
+        is_sharded=bool(_C.live_roots()),
+        compiles=any(
+            event.name.endswith(_COMPILES) and step.start <= event.start < step.end
+            for event in events
+        ),
+        predicted=predicted.timeline,
+        remark=predicted.remark,
+    )
+
+
+def _duration(event: Event) -> float:
+    return event.end - event.start
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+
+def _too_short(ended: int, args: argparse.Namespace) -> str:
+    text = (
+        f"{args.script} took {ended} step{'' if ended == 1 else 's'} and ended, where --skip "
+        f"{args.skip} and --steps {args.steps} need {args.skip + args.steps}. A step ends where "
+        "an optimizer of torch.optim has stepped"
+    )
+    if ended == 0:
+        text += (
+            ", in this process. If the script starts its ranks itself, start them here: torchrun "
+            "--nproc_per_node 2 -m deepcompile_zero3 trace script.py"
+        )
+    return text
+
+
+def _fail(text: str, status: int) -> int:
+    if _rank() == 0:
+        print(f"trace: {text}", file=sys.stderr)
+    return status

@@ -1,0 +1,321 @@
+"""Which ranks share memory, and how they come by it.
+
+The ranks of a process group share memory where all of them run on one host and compute on its CPU.
+They agree on that in ``fully_shard``, which is collective for this reason. Memory is an anonymous
+file (``memfd_create``): it has no name that could be left behind, is not bounded by ``/dev/shm``,
+and is open to processes of the same user that can see each other, through ``/proc``. What is done
+with it is the runtime's: see ``docs/one_host.md``.
+"""
+
+import functools
+import hashlib
+import itertools
+import mmap
+import os
+import secrets
+import sys
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple, get_args
+
+import torch
+import torch.distributed as dist
+
+from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.runtime import _C
+from deepcompile_zero3.transport import agree
+from deepcompile_zero3.transport.process_groups import exists
+
+Transport = Literal["auto", "shared_memory", "c10d"]
+
+# What "auto" means in this process, if not "auto".
+ENVIRONMENT = "ZERO3_TRANSPORT"
+
+# A rank's mailbox holds the largest gradient and so much more.
+MAILBOX_BYTES = 32 << 20
+
+# Copies that are gathered again in backward take turns in so much, or three times the largest:
+# that of the last bucket, whose list a compiled graph still holds, this one's, and the next one's.
+RING_BYTES = 256 << 20
+
+_one_hosts: weakref.WeakKeyDictionary[dist.ProcessGroup, _C.OneHost] = weakref.WeakKeyDictionary()
+_rings: weakref.WeakKeyDictionary[dist.ProcessGroup, _C.Copies] = weakref.WeakKeyDictionary()
+
+
+class SharedMemory(NamedTuple):
+    """What one parameter has in it: for each rank its progress, and where its copy comes to."""
+
+    one_host: _C.OneHost
+    progress: torch.Tensor
+    copies: _C.Copies
+    takes_turns: bool
+
+
+class _Offer(NamedTuple):
+    """What a rank says of itself: where it runs, and what it can show to others."""
+
+    transport: Transport
+    host: str
+    pid: int
+    described: Sequence[str]  # the parameters
+    files: Sequence[int] = ()  # its descriptors of the segments, on the first rank
+    nonce: str = ""  # which stands behind each of them
+    trouble: str = ""
+
+
+def resolve(transport: Transport) -> Transport:
+    """The transport that an argument of ``fully_shard`` asks for.
+
+    Raises:
+        ValueError: there is no such transport.
+    """
+    source = "transport"
+    if transport == "auto" and ENVIRONMENT in os.environ:
+        transport, source = os.environ[ENVIRONMENT], ENVIRONMENT  # type: ignore[assignment]
+    if transport not in get_args(Transport):
+        names = ", ".join(map(repr, get_args(Transport)))
+        raise ValueError(f"{source} is one of {names}, got {transport!r}")
+    return transport
+
+
+@torch.inference_mode(mode=False)  # or what is mapped could not be written to outside of it
+def share(
+    fulls: Sequence[torch.Tensor],
+    described: Sequence[str],
+    group: dist.ProcessGroup,
+    device: str,
+    transport: Transport,
+    take_turns: bool,
+) -> list[SharedMemory] | None:
+    """Memory for gathers and reductions of ``fulls`` that the ranks of ``group`` share.
+
+    Collective.
+
+    Args:
+        fulls: parameters as they are computed with, [rows, ...] each, on the meta device.
+        described: what must be the same on all ranks, of each.
+        group: the ranks.
+        device: the type of device that they compute on.
+        transport: of those of :func:`resolve`.
+        take_turns: whether the copies share a bounded memory with others of the group, one after
+            the other, or each has its own.
+
+    Returns:
+        The memory of each, or None: messages are exchanged.
+
+    Raises:
+        Zero3Error: ``transport`` or the parameters are not the same on all ranks, or it is
+            ``"shared_memory"`` and that is not possible. A single rank has nobody to share with,
+            and that is no error.
+    """
+    for memory in (_one_hosts, _rings):
+        for known in list(memory):
+            if not exists(known):
+                del memory[known]
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    if world_size == 1:
+        return None
+    if device != "cpu" or _C.backend_name(group.group_name, torch.device(device)) != "gloo":
+        if transport == "shared_memory":
+            raise Zero3Error(
+                f"transport='shared_memory' needs a process group of gloo on CPUs; this one is "
+                f"{dist.get_backend(group)}, and the mesh is on {device!r}"
+            )
+        return None  # as all ranks know without asking
+    segments = _Segments(fulls, group, take_turns) if fulls else None
+    mine = _offer(transport, described, segments.sizes if segments and rank == 0 else ())
+    try:
+        offers = [_Offer(*offer) for offer in agree.gather("fully_shard: memory", mine, group)]
+        if len({offer.transport for offer in offers}) > 1:
+            asked = {rank: offer.transport for rank, offer in enumerate(offers)}
+            raise Zero3Error(f"ranks disagree on the transport, {asked}: give all the same")
+        for other, offer in enumerate(offers):
+            _check_alike(described, offer.described, rank, other)
+        if segments is None or transport == "c10d":
+            return None
+        troubles = [_trouble(offer, offers[0]) for offer in offers]
+        if not any(troubles):
+            try:
+                first = offers[0]
+                segments.map([f"/proc/{first.pid}/fd/{file}" for file in first.files], first.nonce)
+            except Exception as error:
+                troubles[rank] = f"it cannot map memory of rank 0: {error}"
+            troubles = agree.gather("fully_shard: mapping", troubles[rank], group)
+    finally:
+        for file in mine.files:  # all have mapped them, or nobody will
+            os.close(file)
+    if any(troubles):
+        if transport == "shared_memory":
+            raise Zero3Error(
+                "transport='shared_memory' is not possible: "
+                + "; ".join(f"rank {rank}: {why}" for rank, why in enumerate(troubles) if why)
+            )
+        return None
+    return segments.parts([offer.pid for offer in offers])
+
+
+def check_alike(described: Sequence[str], group: dist.ProcessGroup) -> None:
+    """Raises a Zero3Error unless all ranks of ``group`` say the same of theirs. Collective."""
+    for other, theirs in enumerate(agree.gather("fully_shard: parameters", described, group)):
+        _check_alike(described, theirs, dist.get_rank(group), other)
+
+
+class _Segments:
+    """The memory that some parameters need, and what their group has not, or not enough of."""
+
+    def __init__(
+        self, fulls: Sequence[torch.Tensor], group: dist.ProcessGroup, take_turns: bool
+    ) -> None:
+        self._fulls = fulls
+        self._group = group
+        self._world_size = dist.get_world_size(group)
+        self._one_host = _one_hosts.get(group)
+        self._takes_turns = take_turns
+        self._ring = _rings.get(group) if take_turns else None
+        self._offsets: list[int] = []  # of copies that have places of their own
+        self._mapped: dict[str, torch.Tensor] = {}
+        self._nbytes: dict[str, int] = {}
+
+        if self._one_host is None:
+            self._nbytes["control"] = _C.OneHost.control_bytes(self._world_size)
+        # In double at most. Memory that is not touched is not taken.
+        mailbox = _round_up(max(full.numel() * 8 for full in fulls) + MAILBOX_BYTES, mmap.PAGESIZE)
+        if self._one_host is None or self._one_host.mailbox_bytes < mailbox:
+            self._nbytes["mailboxes"] = self._world_size * mailbox
+        self._progress_bytes = [
+            _C.progress_bytes(full.shape[0], full.nbytes // full.shape[0], self._world_size)
+            for full in fulls
+        ]
+        self._nbytes["progress"] = sum(self._progress_bytes)  # may outlive the parameters
+        if take_turns:
+            largest = max(full.nbytes for full in fulls)
+            needed = max(RING_BYTES, 3 * _round_up(largest, _C.CACHE_LINE))
+            if self._ring is None or self._ring.nbytes < needed:
+                self._nbytes["ring"] = needed
+        else:
+            end = 0
+            for full in fulls:
+                self._offsets.append(end)
+                end = _round_up(end + full.nbytes, _C.CACHE_LINE)
+            self._nbytes["copies"] = max(end, 1)
+        self._nbytes = {name: _round_up(n, mmap.PAGESIZE) for name, n in self._nbytes.items()}
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Of the segments, in bytes."""
+        return tuple(self._nbytes.values())
+
+    def map(self, paths: Sequence[str], nonce: str) -> None:
+        """Maps the segments from files of :attr:`sizes`, behind which ``nonce`` stands.
+
+        Raises:
+            OSError, RuntimeError: that is not possible, or they are other files.
+        """
+        for (name, nbytes), path in zip(self._nbytes.items(), paths, strict=True):
+            with open(path, "rb") as file:
+                file.seek(nbytes)
+                if file.read(len(nonce)) != nonce.encode():
+                    raise OSError(f"{path} is not the file that rank 0 has made")
+                path = f"/proc/self/fd/{file.fileno()}"  # that one, whoever has its place by now
+                self._mapped[name] = _map(path, nbytes)
+                if name in ("copies", "ring"):
+                    # Again, at other addresses, where nobody can write to it.
+                    self._mapped[f"{name}, to read"] = readable = _map(path, nbytes)
+                    _C.make_read_only(readable)
+
+    def parts(self, pids: Sequence[int]) -> list[SharedMemory]:
+        """What each parameter has of them, once all ranks have mapped them."""
+        one_host = self._one_host
+        if one_host is None:
+            rank = dist.get_rank(self._group)
+            one_host = _C.OneHost(self._group.group_name, rank, pids, self._mapped["control"])
+            _one_hosts[self._group] = one_host
+        if "mailboxes" in self._mapped:
+            one_host.set_mailboxes(self._mapped["mailboxes"].view(self._world_size, -1))
+        if "ring" in self._mapped:
+            memory = self._mapped["ring"], self._mapped["ring, to read"]
+            if self._ring is None:
+                self._ring = _rings[self._group] = _C.Copies(*memory)
+            else:
+                self._ring.grow(*memory)
+        progress = self._mapped["progress"][: sum(self._progress_bytes)]
+        words = progress.split(self._progress_bytes)
+        return [
+            SharedMemory(one_host, words[index], self._ring or self._copy(index), self._takes_turns)
+            for index in range(len(self._fulls))
+        ]
+
+    def _copy(self, index: int) -> _C.Copies:
+        begin, nbytes = self._offsets[index], self._fulls[index].nbytes
+        names = ("copies", "copies, to read")
+        return _C.Copies(*(self._mapped[name][begin : begin + nbytes] for name in names))
+
+
+def _map(path: str, nbytes: int) -> torch.Tensor:
+    """The bytes of a file that all who map it share."""
+    return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
+
+
+def _new_file(nbytes: int, nonce: str) -> int:
+    """The descriptor of an anonymous file of zeros, behind which ``nonce`` stands."""
+    file = _C.new_shared_file(nbytes + len(nonce))
+    try:
+        os.pwrite(file, nonce.encode(), nbytes)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def _offer(transport: Transport, described: Sequence[str], sizes: Sequence[int]) -> _Offer:
+    """This rank's, with a file for each of ``sizes``."""
+    pid = os.getpid()
+    if transport == "c10d":
+        return _Offer(transport, "", pid, described)
+    if sys.platform != "linux":
+        return _Offer(transport, "", pid, described, trouble=f"{sys.platform} has no memfd_create")
+    files: list[int] = []
+    nonce = secrets.token_hex(16)
+    try:
+        # Processes see each other's files if they are of one kernel, see the same processes, and
+        # have the same rights. They know what is in them if their runtimes are the same.
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        host = f"{boot} {os.stat('/proc/self/ns/pid').st_ino} {os.getuid()} {_build()}"
+        for nbytes in sizes:
+            files.append(_new_file(nbytes, nonce))
+    except Exception as error:  # whatever it is: the others wait for this rank's word
+        for file in files:
+            os.close(file)
+        return _Offer(transport, "", pid, described, trouble=f"no memory to share: {error}")
+    return _Offer(transport, host, pid, described, files, nonce)
+
+
+@functools.cache
+def _build() -> str:
+    """A digest of the runtime."""
+    return hashlib.sha256(Path(_C.__file__).read_bytes()).hexdigest()
+
+
+def _check_alike(mine: Sequence[str], others: Sequence[str], rank: int, other: int) -> None:
+    for position, (one, another) in enumerate(itertools.zip_longest(mine, others)):
+        if one != another:
+            raise Zero3Error(
+                f"ranks disagree on the module's parameter {position}: it is {one} on rank {rank} "
+                f"and {another} on rank {other}; build the same model with the same mp_policy, "
+                "shard_placement_fn and reshard_after_forward on all ranks"
+            )
+
+
+def _trouble(offer: _Offer, first: _Offer) -> str:
+    """Why the rank of ``offer`` cannot share memory with the ``first``, if it cannot."""
+    if offer.trouble or offer.host == first.host:
+        return offer.trouble
+    return (
+        "it is on another host, in another container, another user's or has another build of "
+        "deepcompile_zero3 than rank 0"
+    )
+
+
+def _round_up(nbytes: int, unit: int) -> int:
+    return (nbytes + unit - 1) // unit * unit
