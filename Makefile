@@ -11,7 +11,7 @@ SHELL = bash
 .SHELLFLAGS = -o pipefail -c
 
 BIN = $(VENV)/bin
-CXX_SOURCES = $(wildcard csrc/*.cpp csrc/*.h csrc/*.cu csrc/*.cuh)
+CXX_SOURCES = $(wildcard $(foreach kind,cpp h cu cuh,csrc/*.$(kind) csrc/*/*.$(kind)))
 CXX_TESTS = $(wildcard tests/*.cpp)
 BUILD_SOURCES = setup.py pyproject.toml $(CXX_SOURCES)
 PACKAGE_SOURCES = $(wildcard $(addprefix deepcompile_zero3/,*.py */*.py */*/*.py */*.html))
@@ -93,7 +93,7 @@ test-gpu: $(VENV)/.installed $(VENV)/.extra-test
 SANITIZERS = address,undefined
 SANITIZER_LIBRARIES = $(foreach name,asan ubsan,$(shell g++ -print-file-name=lib$(name).so))
 SANITIZED_TESTS = test_contract.py test_sizes.py test_missing_gradients.py \
-  test_large_gradients.py test_one_host.py test_reduction_stress.py test_fuzz.py
+  test_disagreements.py test_large_gradients.py test_one_host.py test_reduction_stress.py test_fuzz.py
 sanitize: VENV = .venv-sanitize
 sanitize:
 	ZERO3_SANITIZE=$(SANITIZERS) $(MAKE) VENV=$(VENV) $(VENV)/.installed-copy
@@ -128,7 +128,7 @@ LOG = $(VENV)/$(@F).log
 INSTALL = PYTHONUNBUFFERED=1 $(BIN)/pip install --progress-bar off
 BRIEFLY = 2>&1 | tee $(LOG) | sed -unE \
   -e 's,^ *(Downloading|Processing|Using cached) (.*/)?([^/ ]+-[0-9][^-/ ]*)(-[^ ]*)?\.(whl|tar\.gz)( \(([0-9.]+ .B)\))?.*,  \3  \7,p' \
-  -e 's,^ *(\[[0-9]+/[0-9]+\]) .* -c [^ ]*/(csrc/[a-z_]+\.[a-z]+) .*,  \1 \2,p' || \
+  -e 's,^ *(\[[0-9]+/[0-9]+\]) .* -c [^ ]*/(csrc/[a-z_/]+\.[a-z]+) .*,  \1 \2,p' || \
   { grep -E '[:)] (fatal )?error: ' $(LOG) | tail -n 20; tail -n 20 $(LOG); \
     echo "failed: all of what was said is in $(LOG)"; exit 1; } >&2
 

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent
 
 def sources(*suffixes: str) -> list[str]:
     """Of csrc, those with such suffixes."""
-    paths = (ROOT / "csrc").iterdir()
+    paths = (ROOT / "csrc").rglob("*")
     return sorted(str(path.relative_to(ROOT)) for path in paths if path.suffix in suffixes)
 
 
@@ -63,6 +63,8 @@ class Build(BuildExtension):
 
 
 CXX_FLAGS = [
+    "-iquote",
+    str(ROOT / "csrc"),
     "-O3",
     "-g0",  # Python's own flags ask for debug information, which takes half of a build
     "-std=c++20",
@@ -72,7 +74,13 @@ CXX_FLAGS = [
     "-fvisibility=hidden",
     *sanitizer_flags(),
 ]
-NVCC_FLAGS = ["-O3", "-std=c++20", "--expt-relaxed-constexpr", "-Xcompiler=-fvisibility=hidden"]
+NVCC_FLAGS = [
+    f"-Xcompiler=-iquote{ROOT / 'csrc'}",
+    "-O3",
+    "-std=c++20",
+    "--expt-relaxed-constexpr",
+    "-Xcompiler=-fvisibility=hidden",
+]
 if os.environ.get("ZERO3_WERROR") == "1":
     CXX_FLAGS.append("-Werror")
     NVCC_FLAGS += ["--Werror=all-warnings"]

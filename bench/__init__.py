@@ -1,1 +1,1 @@
-"""Compiled against eager, sharded against not, ours against its peers: steps taken in turn."""
+"""Benchmarks: compiled and eager, sharded and unsharded, this library and its peers, in turn."""

@@ -1,16 +1,16 @@
-"""``python -m bench``: the modes of training beside each other, their steps taken in turn.
+"""``python -m bench``: compares modes of training, whose steps alternate.
 
 python -m bench                                          # every workload, every mode
 python -m bench -w A -m floor,zero3,fsdp2-blocks         # parts
 python -m bench -w B --malloc tuned                      # without the allocator's page faults
 python -m bench compile -w A -m floor,zero3              # the first step, cold and warm
 python -m bench -w B -m zero3-c10d-twice,without-pool    # without one optimisation
-python -m bench primitives                               # gloo's, at some sizes
+python -m bench primitives                               # of gloo, at some sizes
 python -m bench overhead                                 # a step of 300 small parameters
 python -m bench agreement -w B,deep                      # how long ranks take to agree on gradients
 python -m bench gpu                                      # on a GPU: kernels, a step, what overlaps
 python -m bench plan -w A,B --ranks 1 2                  # predicted steps beside measured ones
-python -m bench table build/bench/*.json                 # what was measured before
+python -m bench table build/bench/*.json                 # earlier results
 """
 
 import argparse
@@ -40,7 +40,7 @@ from bench.modes import MODES, UNSHARDED
 from bench.ranks import Ranks, Training
 from bench.workloads import LLAMAS, WORKLOADS
 
-# glibc's allocator keeps what is freed, and so no page is faulted in twice.
+# glibc's allocator keeps freed memory, so that no page is faulted in twice.
 TUNED_MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "8000000000"}
 
 console = Console(stderr=True)
@@ -49,12 +49,12 @@ console = Console(stderr=True)
 def main(arguments: Sequence[str] | None = None) -> None:
     args = parse_arguments(arguments)
     if args.malloc == "tuned":
-        os.environ.update(TUNED_MALLOC)  # before the ranks' processes begin
+        os.environ.update(TUNED_MALLOC)  # before the ranks' processes start
     args.run(args)
 
 
 def steps(args: argparse.Namespace) -> None:
-    """Every mode's ranks stay resident; each round is one step of each."""
+    """Times steps. The ranks of every mode stay resident; a round is one step of each mode."""
     args.output.mkdir(parents=True, exist_ok=True)
     found = []
     for workload in args.workloads:
@@ -103,7 +103,7 @@ def _steps(workload: str, args: argparse.Namespace) -> dict:
 
 
 def compile(args: argparse.Namespace) -> None:
-    """The first step of a mode that is alone: with nothing on disk, then with what that left."""
+    """Times the first step of each mode alone: with an empty compiler cache, then a full one."""
     lines = ["| workload | mode | cold, s | warm, s |", "| --- | --- | ---: | ---: |"]
     for workload in args.workloads:
         for mode in args.modes:
@@ -122,7 +122,7 @@ def compile(args: argparse.Namespace) -> None:
 
 
 def primitives(args: argparse.Namespace) -> None:
-    """gloo's primitives for gathering and reducing: GB of full buffers a second."""
+    """Times gloo's primitives for gathering and reducing: GB of full buffers per second."""
     with tempfile.TemporaryDirectory() as folder, mp.Manager() as manager:
         results = manager.list()
         mp.spawn(gloo.run, (args.ranks, f"{folder}/store", results), args.ranks)
@@ -135,7 +135,7 @@ def primitives(args: argparse.Namespace) -> None:
 
 
 def overhead(args: argparse.Namespace) -> None:
-    """A step of 300 small parameters on one rank, beside the same model that is not sharded."""
+    """Times a step of 300 small parameters on one rank, sharded and unsharded."""
     with tempfile.TemporaryDirectory() as folder:
         medians = small.measure(f"{folder}/store")
     base = next(iter(medians.values()))
@@ -145,8 +145,8 @@ def overhead(args: argparse.Namespace) -> None:
 
 
 def agreement(args: argparse.Namespace) -> None:
-    """How long ranks take to tell each other which gradients come; of the rank that comes last,
-    which does not wait for others.
+    """Times how long ranks take to tell each other which gradients come. The time is that of the
+    rank that comes last, which does not wait for others.
     """
     print("| workload | mode | µs a step | of a step |\n| --- | --- | ---: | ---: |")
     for workload in args.workloads:
@@ -166,7 +166,7 @@ def agreement(args: argparse.Namespace) -> None:
 
 
 def plan(args: argparse.Namespace) -> None:
-    """Steps as they are predicted from what the ranks measure, beside steps as they are."""
+    """Compares measured steps with steps that are predicted from the ranks' measurements."""
     lines = [planning.HEAD]
     for ranks in args.ranks:
         for workload in args.workloads:
@@ -179,7 +179,7 @@ def plan(args: argparse.Namespace) -> None:
 
 
 def table(args: argparse.Namespace) -> None:
-    """Prints results from their files."""
+    """Prints results from files."""
     for path in args.files:
         _print(json.loads(path.read_text()))
 

@@ -1,6 +1,6 @@
-"""Ours, by messages, gathering twice, without one of its optimisations: what each is worth.
+"""Modes that lack one optimisation each: zero3 by messages, gathering twice.
 
-Patches are made in the process of a rank, which trains in this mode only.
+Each patch applies to the process of a rank that trains in this mode only.
 """
 
 import sys

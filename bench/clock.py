@@ -1,4 +1,4 @@
-"""Moments of a device's work, in the order of its stream, which the host does not wait for."""
+"""Marks moments in a device's stream, without waiting on the host."""
 
 import time
 
@@ -8,7 +8,7 @@ Moment = float | torch.cuda.Event
 
 
 def mark(device: str) -> Moment:
-    """When what was launched until now is done."""
+    """Returns the moment when all work launched so far is done."""
     if device != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -17,13 +17,13 @@ def mark(device: str) -> Moment:
 
 
 def seconds(first: Moment, second: Moment) -> float:
-    """Between two moments, of which both have come."""
+    """Returns the seconds between two moments, both of which have passed."""
     if isinstance(first, float):
         return second - first  # type: ignore[operator]
     return first.elapsed_time(second) / 1e3  # type: ignore[arg-type]
 
 
 def wait(device: str) -> None:
-    """Until all that was launched is done."""
+    """Waits until all launched work is done."""
     if device == "cuda":
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""What a step sends: collectives and bytes, by kind."""
+"""Counts the collectives of a step, and their bytes, by kind."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -19,10 +19,10 @@ _ITEM_SIZES = {"float": 4, "c10::BFloat16": 2, "c10::Half": 2, "double": 8}
 
 
 def count(step: Callable[[], object]) -> dict[str, tuple[int, int]]:
-    """For each kind of collective, how many ``step`` issues, and the bytes of their full buffers.
+    """Returns, by kind, how many collectives ``step`` issues and the bytes of their full buffers.
 
-    Ours are as the runtime records them. Those of others are as the profiler sees their c10d
-    operators; a reduce-scatter is an all-reduce inside on gloo, which is not counted again.
+    The runtime records the collectives of this library. For other libraries, the profiler records
+    c10d operators; the all-reduce inside gloo's reduce-scatter is not counted again.
     """
     number: Counter[str] = Counter()
     nbytes: Counter[str] = Counter()

@@ -1,10 +1,10 @@
-"""On one GPU: the copying kernel, a training step in some modes, and what overlaps in it.
+"""Benchmarks on one GPU: the copy kernel, training steps of some modes, and their overlap.
 
-All modes compute in bf16, reduce in fp32, with fused AdamW over fp32 tensors, on a single rank: it
-gathers, packs and reduces by NCCL what any rank would, but nothing travels.
+All modes compute in bf16, reduce in fp32 and run fused AdamW over fp32 tensors, on a single rank.
+The rank gathers, packs and reduces by NCCL as any rank would, but sends nothing.
 
-``plain`` is not sharded: a model in bf16 that torch.compile compiles whole. Its gradients are cast
-to fp32 for AdamW, and what AdamW made of the parameters is cast to bf16, as the others' reductions
+``plain`` is not sharded: torch.compile compiles the whole model, which is in bf16. Gradients are
+cast to fp32 for AdamW, and the updated parameters are cast to bf16, as the other modes' reductions
 and gathers do.
 """
 
@@ -30,7 +30,7 @@ from bench.ranks import Ranks, Training
 from bench.workloads import LLAMAS, Workload
 from deepcompile_zero3.runtime import _C
 
-# Of bf16 without sparsity, as NVIDIA states it; a second.
+# FLOP/s in bf16 without sparsity, by NVIDIA's data sheets.
 _PEAK_FLOPS = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12}
 
 HEAD = (
@@ -41,7 +41,7 @@ HEAD = (
 
 
 def run(args: argparse.Namespace) -> None:
-    """On a GPU: the copying kernel, a step in some modes, and what overlaps in it."""
+    """Benchmarks on a GPU: the copy kernel, steps of some modes, and their overlap."""
     deadline = time.monotonic() + 60 * args.minutes
     if args.device == "cuda" and not (torch.cuda.is_available() and _C.WITH_CUDA):
         sys.exit(
@@ -64,9 +64,10 @@ def run(args: argparse.Namespace) -> None:
 
 
 def time_steps(step: Callable, batches: list[torch.Tensor], warmup: int) -> dict:
-    """Seconds of the first step, and of each after ``warmup`` more; bytes of the GPU's memory.
+    """Returns seconds of the first step and of each step after ``warmup`` more, and GPU memory.
 
-    A step lasts from the end of the one before it to its own: the host does not wait in between.
+    A step lasts from the end of the previous step to its own end; the host does not wait in
+    between. Memory is in bytes.
     """
     device = batches[0].device.type
     start = time.perf_counter()
@@ -75,7 +76,7 @@ def time_steps(step: Callable, batches: list[torch.Tensor], warmup: int) -> dict
     first = time.perf_counter() - start
     gc.collect()
     if device == "cuda":
-        torch.cuda.empty_cache()  # of what compiling took
+        torch.cuda.empty_cache()  # memory that compiling took
         torch.cuda.reset_peak_memory_stats()
     for batch in batches[1 : 1 + warmup]:
         step(batch)
@@ -94,7 +95,7 @@ def time_steps(step: Callable, batches: list[torch.Tensor], warmup: int) -> dict
 
 
 def table(results: dict) -> str:
-    """A Markdown table, a mode a line, of the rounds that it was in."""
+    """Returns a Markdown table, a row for each mode, over the rounds that have the mode."""
     rounds = results["rounds"]
     modes = [
         mode for mode in results["modes"] if any("steps" in each.get(mode, {}) for each in rounds)
@@ -129,9 +130,9 @@ def table(results: dict) -> str:
 
 
 def flops(workload: Workload) -> float:
-    """Of a step: 6 for each token and weight of a matmul; of attention the half that is not masked.
+    """Returns the FLOPs of a step: 6 for each token and matmul weight, and half of attention's.
 
-    What is computed again in backward does not count.
+    The masked half of attention does not count, nor does recomputation in backward.
     """
     block = 4 * workload.hidden**2 + 3 * workload.hidden * workload.intermediate
     weights = workload.layers * block + workload.vocabulary * workload.hidden
@@ -156,7 +157,7 @@ def _kernels(args: argparse.Namespace, results: dict, save: Callable[[], None]) 
 def _steps(
     args: argparse.Namespace, results: dict, save: Callable[[], None], deadline: float
 ) -> None:
-    """Rounds of all modes, as many as there is time for; a mode that failed is not tried again."""
+    """Runs as many rounds of all modes as time allows; a mode that failed is not tried again."""
     rounds: list[dict] = []
     results |= {"rounds": rounds, "overlap": {}}
     took: dict[str, float] = {}
@@ -191,7 +192,7 @@ def _steps(
 
 
 def _one(args: argparse.Namespace, mode: str, cache: str, traced: bool, deadline: float) -> dict:
-    """What a process measures that trains in this mode, and then ends; or its error."""
+    """Returns the measurements, or the error, of a new process that trains in one mode."""
     make = partial(Training, f"llama-{args.model}", mode, **_changes(args))
     ranks = Ranks(make, 1, cache)
     found: dict = {}
@@ -232,7 +233,7 @@ def _trace_path(args: argparse.Namespace, mode: str) -> Path:
 
 
 def _changes(args: argparse.Namespace) -> dict[str, object]:
-    """To the workload, by the arguments that were given."""
+    """Returns changes to the workload by the given arguments."""
     given = {name: getattr(args, name) for name in ("device", "layers", "batch", "sequence")}
     return {name: value for name, value in given.items() if value is not None}
 
@@ -258,5 +259,5 @@ def _about(workload: Workload, args: argparse.Namespace) -> dict:
 
 
 def _say(text: str) -> None:
-    """At once, or a run that is killed would not have said it."""
+    """Prints at once, so that the output of a killed run is not lost."""
     print(text, flush=True)

@@ -1,6 +1,6 @@
-"""The kernel that casts, divides and lays out, beside what the memory of the device can do.
+"""Compares the copy kernel, which casts, divides and lays out, with the device's memory.
 
-A copy is bound by memory: bytes read and written, over seconds, is what to compare with the same
+A copy is bound by memory. Its bytes read and written per second are therefore compared with those
 of a large plain copy on the same device.
 """
 
@@ -13,7 +13,7 @@ import torch
 from bench import clock
 from deepcompile_zero3.runtime import _C
 
-SIZES = [4, 16, 64, 256]  # MiB that are read
+SIZES = [4, 16, 64, 256]  # MiB read
 REFERENCE = 1024
 _LONGEST_HEAD_START = 1.0  # s
 
@@ -23,8 +23,8 @@ class Copy:
     """One call of ``copy_all``.
 
     Attributes:
-        divisor: what is copied is divided by this.
-        piece: KiB of each tensor that it copies; None: it is a single one.
+        divisor: copied values are divided by this number.
+        piece: KiB of each copied tensor; None copies a single tensor.
     """
 
     name: str
@@ -34,11 +34,11 @@ class Copy:
     piece: int | None = None
 
     def moved(self, nbytes: int) -> int:
-        """Bytes read and written, of so many that are read."""
+        """Returns the bytes read and written by a copy that reads ``nbytes``."""
         return nbytes + nbytes // self.from_dtype.itemsize * self.to_dtype.itemsize
 
     def tensors(self, nbytes: int, device: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Where to, and from where."""
+        """Returns the target tensors and the source tensors."""
         numel = nbytes // self.from_dtype.itemsize
         each = numel if self.piece is None else self.piece * 1024 // self.from_dtype.itemsize
         source = torch.randn(numel, device=device).to(self.from_dtype)
@@ -50,7 +50,7 @@ class Copy:
         _C.copy_all(to, source, through, self.divisor)
 
     def torchs(self, to: list[torch.Tensor], source: list[torch.Tensor]) -> None:
-        """The same by torch's own kernels."""
+        """Copies with torch's own kernels."""
         if self.piece is not None:
             torch._foreach_copy_(to, source)
         elif self.divisor == 1:
@@ -77,7 +77,7 @@ def measure(
     reference: int = REFERENCE,
     repetitions: int = 20,
 ) -> Iterator[dict]:
-    """A row for torch's plain copy of ``reference`` MiB, then one for each copy and size."""
+    """Yields a row for torch's plain copy of ``reference`` MiB, then one for each copy and size."""
     plain = Copy("a plain copy (torch)", torch.float32, torch.float32)
     base = _row(plain, reference, _repeat(plain.torchs, plain, reference, device, repetitions))
     base["of_plain"] = 1.0
@@ -91,7 +91,7 @@ def measure(
 
 
 def line(row: dict) -> str:
-    """A row of the table."""
+    """Returns a line of the table."""
     torchs = f"{row['torch'] * 1e6:.1f}" if "torch" in row else ""
     return (
         f"| {row['kernel']} | {row['mib']} | {row['best'] * 1e6:.1f} | {row['median'] * 1e6:.1f} "
@@ -112,10 +112,10 @@ def _row(copy: Copy, mebibytes: int, seconds: list[float]) -> dict:
 def _repeat(
     run: Callable, copy: Copy, mebibytes: int, device: str, repetitions: int
 ) -> list[float]:
-    """Seconds of a call, a mean for each repetition of calls that follow each other.
+    """Returns seconds of a call: a mean over consecutive calls for each repetition.
 
-    Each call has tensors of its own, four times the L2 cache in all: none finds there what an
-    earlier one left.
+    Each call has tensors of its own, which together are four times as large as the L2 cache. No
+    call thus finds its tensors in the cache.
     """
     nbytes = mebibytes << 20
     number = max(2, -(-4 * _cache_bytes(device) // copy.moved(nbytes)))
@@ -130,7 +130,9 @@ def _repeat(
 
 
 def _seconds(run: Callable, tensors: list[tuple], device: str) -> float:
-    """The device is kept busy until the host has launched all calls, or it would be timed too."""
+    """Times calls. The device is kept busy until the host has launched all, so that the host's time
+    does not count.
+    """
     head_start = 0.005
     while True:
         clock.wait(device)

@@ -1,4 +1,4 @@
-"""The ways to train a workload: each gives a function that takes one step.
+"""Modes of training a workload: each mode builds a function that takes one step.
 
 A step is forward, backward, an optimizer step (fused AdamW) and clearing the gradients.
 """
@@ -24,7 +24,7 @@ import deepcompile_zero3
 from bench.workloads import Workload
 from deepcompile_zero3.sharding.module import parameters_of
 
-Step = Callable[[torch.Tensor], torch.Tensor]  # the loss; nobody waits for it
+Step = Callable[[torch.Tensor], torch.Tensor]  # returns the loss, which is not awaited
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,10 @@ def _built(workload: Workload) -> nn.Module:
 
 
 def _floor(workload: Workload, *, writes_back: bool = False) -> Step:
-    """Nothing is communicated: the whole model, and AdamW over this rank's part of each tensor.
+    """Runs the whole model, and AdamW over this rank's part of each tensor, without communication.
 
-    ``writes_back``: the model gets what AdamW made of the part, cast, as a gather would cast it. A
-    single rank trains so: a model in ``param_dtype``, and AdamW over its fp32 copy.
+    If ``writes_back``, the updated parts are cast and written to the model, as by a gather. A
+    single rank trains in this way: a model in ``param_dtype``, and AdamW over its fp32 copy.
     """
     model = _built(workload)
     world_size, rank = dist.get_world_size(), dist.get_rank()
@@ -85,7 +85,7 @@ def _floor(workload: Workload, *, writes_back: bool = False) -> Step:
 
 
 def _sharded(workload: Workload, fully_shard: Callable, **settings: Any) -> nn.Module:
-    """Each block, and the rest with the root, as FSDP2's documentation has it."""
+    """Shards each block, and the rest with the root, as in FSDP2's documentation."""
     model = workload.build()
     settings |= {
         "mesh": init_device_mesh(workload.device, (dist.get_world_size(),)),
@@ -106,18 +106,18 @@ def zero3(
     reduce_bucket_mb: float | None = None,
     **settings: Any,
 ) -> Step:
-    """``options`` are those of the backend, ``settings`` those of ``fully_shard``."""
+    """Trains with zero3; ``options`` go to the backend, ``settings`` to ``fully_shard``."""
     model = _sharded(workload, deepcompile_zero3.fully_shard, **settings)
     if reduce_bucket_mb is not None:
         for module in model.modules():
             for parameter in parameters_of(module).values():
-                parameter.handle.bucket_bytes = int(reduce_bucket_mb * 2**20)
+                parameter.settings.bucket_bytes = int(reduce_bucket_mb * 2**20)
     run = _compiled(model, compiled, backend="zero3", options=options)
     return _step(run, _adamw(model.parameters()))
 
 
 def _compiled(model: nn.Module, what: str, **settings: Any) -> nn.Module:
-    """The model to call, of which the ``model``, its ``blocks`` or nothing, ``no``, is compiled."""
+    """Returns the model to call, compiled as ``what`` says: "model", its "blocks" or "no"."""
     if what == "blocks":
         for block in model.model.layers:
             block.compile(**settings)
@@ -130,14 +130,14 @@ def _fsdp2(workload: Workload, *, compiled: str) -> Step:
 
 
 def _ddp(workload: Workload, *, compiled: bool) -> Step:
-    """In the compute dtype, on the wire too."""
+    """Trains with DDP in the compute dtype, on the wire too."""
     replicated = DistributedDataParallel(_built(workload))
     run = torch.compile(replicated) if compiled else replicated
     return _step(run, _adamw(replicated.parameters()))
 
 
 class _Whole(nn.Module):
-    """A parametrization: a DTensor parameter is read whole, and its gradient averaged."""
+    """A parametrization: a DTensor parameter is read whole, and its gradient is summed."""
 
     def __init__(self, workload: Workload) -> None:
         super().__init__()
@@ -154,9 +154,9 @@ class _Whole(nn.Module):
 
 
 def _properties(workload: Workload) -> Step:
-    """Sharded by properties over DTensor's collectives, compiled whole: SimpleFSDP's idea.
+    """Shards by properties over DTensor's collectives and compiles the whole model (SimpleFSDP).
 
-    Gloo does not average, so that gradients are sums, which takes as long.
+    Gloo cannot average, so gradients are sums, which take as long.
     """
     model = workload.build()
     mesh = init_device_mesh(workload.device, (dist.get_world_size(),))
@@ -171,16 +171,17 @@ def _properties(workload: Workload) -> Step:
 
 
 def _deepspeed(workload: Workload) -> Step:
-    """Its engine averages gradients, takes their norm and clears them.
+    """Trains with DeepSpeed, whose engine averages gradients, takes their norm and clears them.
 
-    Its default sizes are for far larger models, and would keep these ones whole from forward to
-    backward. Here all parameters are sharded, those of a block are gathered ahead or reduced
-    together, and as many may live as FSDP2 has: the root's and two blocks'.
+    DeepSpeed's default sizes are for far larger models; they would keep these models whole from
+    forward to backward. Here all parameters are sharded, the parameters of a block are prefetched
+    or reduced together, and as many parameters may be alive as in FSDP2: the root's and those of
+    two blocks.
     """
     os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK=str(dist.get_rank()))
     import deepspeed
 
-    deepspeed.ops.__compatible_ops__ = {}  # else it compiles a collective for inference
+    deepspeed.ops.__compatible_ops__ = {}  # otherwise DeepSpeed compiles a collective for inference
     model = workload.build()
     layers = model.model.layers
     block = sum(parameter.numel() for parameter in layers[0].parameters())
@@ -208,7 +209,7 @@ def _deepspeed(workload: Workload) -> Step:
     )
 
     def step(tokens: torch.Tensor) -> torch.Tensor:
-        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # in each collective
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of collectives
             loss = engine(input_ids=tokens, labels=tokens).loss
             engine.backward(loss)
             engine.step()
@@ -253,7 +254,7 @@ if find_spec("deepspeed"):
         "DeepSpeed ZeRO-3, eager; bf16: shards in bf16, fp32 copies in the optimizer", _deepspeed
     )
 
-# Beside what trains on one GPU.
+# Not sharded: for comparison on one GPU.
 UNSHARDED = {
     "plain": Mode(
         "compiled, nothing sharded; bf16: a model in bf16, AdamW over its fp32 copy",

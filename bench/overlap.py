@@ -1,4 +1,4 @@
-"""What runs beside what in a step on a GPU, and when the host waits, by a profiler's trace."""
+"""Reads a profiler's trace of a step on a GPU: which streams overlap, and when the host waits."""
 
 import gzip
 import json
@@ -24,7 +24,7 @@ class Kernel:
     """A kernel, or a copy by the driver.
 
     Attributes:
-        start, end: in ms after the first one of the step starts.
+        start, end: ms since the first kernel of the step started.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Kernel:
 
     @property
     def kind(self) -> str:
-        """Whose it is."""
+        """The group that a kernel belongs to."""
         if "zero3::" in self.name:
             return "copies of zero3"
         is_nccl = self.name.startswith(("nccl", "Memcpy", "Memset"))
@@ -42,11 +42,11 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Trace:
-    """Of one step.
+    """The trace of one step.
 
     Attributes:
-        streams: by number, what each runs, in order.
-        waits: when, in ms, the host waits for the device, and by which function.
+        streams: the kernels of each stream, in order, by the stream's number.
+        waits: waits of the host for the device: the function, and start and end in ms.
     """
 
     streams: dict[int, list[Kernel]]
@@ -54,7 +54,7 @@ class Trace:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same moments, in order, by intervals that lie apart."""
+    """Returns the union of intervals as disjoint intervals, in order."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -65,12 +65,12 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Of their union."""
+    """Returns the length of the intervals' union."""
     return sum(end - start for start, end in union(intervals))
 
 
 def overlap(some: Iterable[Interval], others: Iterable[Interval]) -> float:
-    """How long something of both goes on."""
+    """Returns how long intervals of both overlap."""
     ours, theirs = union(some), union(others)
     total, i, j = 0.0, 0, 0
     while i < len(ours) and j < len(theirs):
@@ -84,7 +84,7 @@ def overlap(some: Iterable[Interval], others: Iterable[Interval]) -> float:
 
 
 def record(step: Callable, batches: list[torch.Tensor], path: str) -> None:
-    """Writes a Chrome trace of the second of two steps; the first one warms the profiler up."""
+    """Writes a Chrome trace of the second of two steps; the first step warms the profiler up."""
     device = batches[0].device.type
     activities = [ProfilerActivity.CPU]
     if device == "cuda":
@@ -103,7 +103,7 @@ def record(step: Callable, batches: list[torch.Tensor], path: str) -> None:
 
 
 def read(path: Path) -> Trace:
-    """The step of a Chrome trace, gzipped or not."""
+    """Returns the step of a Chrome trace, gzipped or not."""
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
     on_device = [event for event in events if event.get("cat") in _ON_DEVICE]
@@ -135,9 +135,9 @@ def read(path: Path) -> Trace:
 
 
 def summary(trace: Trace) -> dict | None:
-    """In ms: the step, what each stream computes and how much of that is beside the busiest one.
+    """Returns ms of the step, of each stream's work and of its overlap with the busiest stream.
 
-    None if nothing ran on a GPU.
+    Returns None if nothing ran on a GPU.
     """
     if not trace.streams:
         return None
@@ -167,7 +167,7 @@ def summary(trace: Trace) -> dict | None:
 
 
 def table(mode: str, found: dict) -> str:
-    """A Markdown table, a stream a line, and what it does not show."""
+    """Returns a Markdown table, a row for each stream, and a line on kinds of kernels and waits."""
     lines = [
         f"| {mode}: stream | kernels | busy, ms | of the step | beside stream {found['busiest']} |",
         "| --- | ---: | ---: | ---: | ---: |",
@@ -191,7 +191,7 @@ def table(mode: str, found: dict) -> str:
 
 
 def plot(trace: Trace, title: str, path: Path) -> None:
-    """A lane for each stream, and one for when the host waits."""
+    """Draws a lane for each stream and a lane for the host's waits."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 

@@ -1,4 +1,4 @@
-"""Steps as they are predicted, beside steps as they are."""
+"""Compares predicted steps with measured steps."""
 
 import ctypes
 import statistics
@@ -25,7 +25,7 @@ from deepcompile_zero3.tools.planning.measure import measure_kernels
 from deepcompile_zero3.tools.planning.plan import Plan, plan, shard_blocks
 
 MODE = "zero3-c10d"
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # parameters of mallopt
 
 HEAD = (
     "| workload | ranks | step, ms | predicted | off | collectives | peak, MB | predicted | off |\n"
@@ -34,7 +34,7 @@ HEAD = (
 
 
 class Kernels:
-    """A rank that measures what a plan of a workload needs."""
+    """A rank that measures the kernels and the machine for a plan of a workload."""
 
     def __init__(self, workload: str, rank: int, world_size: int, store: str) -> None:
         shape = WORKLOADS[workload]
@@ -52,12 +52,12 @@ class Kernels:
         self._mesh = init_device_mesh("cpu", (world_size,))
 
     def measure(self) -> tuple[dict[str, float], Machine]:
-        """Seconds of each kernel on this rank while all measure theirs, and the machine."""
+        """Returns seconds of each kernel, measured on all ranks at once, and the machine."""
         return measure_kernels(self._kernels, between=dist.barrier), measure_machine(self._mesh)
 
 
 class Frugal(Training):
-    """A rank in which what is freed leaves the process at once, which makes steps slower."""
+    """A rank that returns freed memory to the system at once, which makes steps slower."""
 
     def __init__(self, *args: Any) -> None:
         libc = ctypes.CDLL(None)
@@ -70,12 +70,12 @@ class Frugal(Training):
 
 @dataclass(frozen=True)
 class Compared:
-    """A workload on a number of ranks: medians over the rounds.
+    """A workload on a number of ranks. Times are medians over the rounds.
 
     Attributes:
-        seconds, predicted: of a step.
-        off: what the prediction of a round is over the step of that round, less 1.
-        collectives, planned: how many and how many bytes, by kind.
+        seconds, predicted: seconds of a step, measured and predicted.
+        off: predicted over measured seconds of the same round, minus 1.
+        collectives, planned: the number of collectives and their bytes, by kind.
         peak, predicted_peak: bytes of a process.
     """
 
@@ -88,7 +88,7 @@ class Compared:
     predicted_peak: float
 
     def row(self, workload: str, ranks: int) -> str:
-        """Of the table that has :data:`HEAD`."""
+        """Returns a row of the table under :data:`HEAD`."""
         agree = self.planned == self.collectives
         sent = "as planned" if agree else f"{self.collectives}, planned {self.planned}"
         cells = (
@@ -106,11 +106,11 @@ class Compared:
 
 
 def compare(workload: str, ranks: int, rounds: int, steps: int) -> Compared:
-    """Measures kernels and the machine, then steps, in each of some rounds.
+    """Measures kernels and the machine, then steps, in each of ``rounds`` rounds.
 
-    A process has memory that no plan knows of: Python, torch, compiled code. It is what is resident
-    between steps beyond the shards and the optimizer's state. Peaks are those of :class:`Frugal`
-    ranks.
+    A process has memory that plans do not model: Python, torch and compiled code. This memory is
+    the resident memory between steps beyond the shards and the optimizer's state, and is added to
+    the predicted peak. Peaks are measured on :class:`Frugal` ranks.
     """
     with ExitStack() as stack:
         cache = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
@@ -151,7 +151,7 @@ def _start(stack: ExitStack, make: partial[object], ranks: int, cache: str) -> R
 
 
 def _predict(workload: str, measured: list[tuple[dict[str, float], Machine]]) -> Plan:
-    """A step of ranks that wait for the slowest, which each kernel need not be slowest on."""
+    """Predicts a step with the kernels of the slowest rank, since the other ranks wait for it."""
     shape = WORKLOADS[workload]
     return plan(
         shape.build,

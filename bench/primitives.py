@@ -1,4 +1,4 @@
-"""What gloo's primitives take for the two exchanges of sharding, at some sizes."""
+"""Times gloo's primitives for gathering and reducing, at some sizes."""
 
 import os
 import time
@@ -12,7 +12,7 @@ SIZES = [64 << 10, 1 << 20, 8 << 20, 64 << 20]  # bytes of the full buffer
 
 
 def _point_to_point(full: torch.Tensor, received: torch.Tensor) -> None:
-    """Each rank's row of ``full`` goes to the row of ``received`` that has its number."""
+    """Sends row ``r`` of ``full`` to rank ``r``; ``received`` gets the rows of the other ranks."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     works = []
     for distance in range(1, world_size):
@@ -58,7 +58,7 @@ PRIMITIVES: dict[str, Callable] = {
 
 
 def measure(nbytes: int, dtype: torch.dtype, rounds: int = 20) -> dict[str, tuple[float, float]]:
-    """For each primitive: median seconds, and processor seconds of this rank, of one exchange."""
+    """Returns median seconds of an exchange, and this rank's mean CPU seconds, by primitive."""
     world_size = dist.get_world_size()
     full = torch.ones(world_size, nbytes // dtype.itemsize // world_size, dtype=dtype)
     other, shard = torch.ones_like(full), torch.ones_like(full[0])
@@ -75,7 +75,7 @@ def measure(nbytes: int, dtype: torch.dtype, rounds: int = 20) -> dict[str, tupl
 
 
 def run(rank: int, world_size: int, store: str, results: list) -> None:
-    """A rank's process: the first one appends a row for each dtype, size and primitive."""
+    """Runs a rank's process; rank 0 appends a row for each dtype, size and primitive."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)

@@ -1,4 +1,4 @@
-"""Processes that do what they are told, such as a step of one mode of one workload."""
+"""Resident rank processes that answer commands, such as a step of a mode of a workload."""
 
 import os
 import resource
@@ -19,14 +19,14 @@ TIMEOUT_SECONDS = 600.0
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one step on one rank, in seconds.
+    """The cost of one step on one rank.
 
     Attributes:
-        wall: elapsed.
-        main: of the processor, by the thread that computes; less than ``wall`` while it waits for
-            others, or while other threads have its core.
-        user, system: of the processor, by all threads of the process.
-        page_faults: a count.
+        wall: elapsed seconds.
+        main: CPU seconds of the thread that computes; less than ``wall`` if the thread waits for
+            other ranks or if other threads occupy its core.
+        user, system: CPU seconds of all threads of the process.
+        page_faults: the number of page faults.
     """
 
     wall: float
@@ -38,12 +38,12 @@ class Cost:
 
 @dataclass(frozen=True)
 class Memory:
-    """Of one rank's process, in bytes.
+    """The memory of one rank's process, in bytes.
 
     Attributes:
-        resident: now; what it shares with others counts whole in each.
-        peak: of that, since this was last asked.
-        proportional: now; what several share is divided among them.
+        resident: resident memory now; shared memory counts in full in each process.
+        peak: the peak of resident memory since the last query.
+        proportional: resident memory now; shared memory is divided among its processes.
     """
 
     resident: int
@@ -52,11 +52,12 @@ class Memory:
 
 
 class Ranks:
-    """Resident from construction to :meth:`close`."""
+    """Rank processes that are resident from construction to :meth:`close`."""
 
     def __init__(self, make: partial[object], world_size: int, cache: str) -> None:
-        """Each rank makes, of its number, the number of all and the file where they meet, what
-        answers commands: its methods do. After an error it answers with that.
+        """Starts the processes. Each calls ``make(rank, world_size, store)`` with the path of the
+        rendezvous file; the methods of the result answer commands. After an error, a process
+        answers every command with this error.
         """
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         context = mp.get_context("spawn")
@@ -74,8 +75,10 @@ class Ranks:
             self._ranks.append((process, ours))
 
     def call(self, command: str, *args: object, timeout: float = TIMEOUT_SECONDS) -> list:
-        """``command`` on all ranks at once; their answers, by rank, after ``timeout`` seconds at
-        most.
+        """Runs ``command`` on all ranks at once and returns the answers by rank.
+
+        Raises:
+            TimeoutError: a rank does not answer within ``timeout`` seconds.
         """
         for _, pipe in self._ranks:
             pipe.send((command, args))
@@ -105,8 +108,8 @@ class Training:
     """A rank of one mode of one workload.
 
     Args:
-        workload, mode: their names.
-        changes: to the workload; with ``device="cuda"`` each rank has a GPU.
+        workload, mode: names of the workload and of the mode.
+        changes: changes to the workload; with ``device="cuda"`` each rank has a GPU.
     """
 
     def __init__(
@@ -139,13 +142,13 @@ class Training:
         )
 
     def timed(self, warmup: int, number: int) -> dict:
-        """Of a first step, and of ``number`` after ``warmup``, as the device sees them."""
+        """Times a first step, and ``number`` steps after ``warmup`` more, on the device's clock."""
         from bench.gpu import time_steps
 
         return time_steps(self._step, self._tokens(1 + warmup + number), warmup)
 
     def traced(self, path: str) -> None:
-        """Writes the trace of a step."""
+        """Writes the trace of a step to ``path``."""
         from bench.overlap import record
 
         record(self._step, self._tokens(2), path)
@@ -154,19 +157,19 @@ class Training:
         return [self._workload.tokens(self._generator) for _ in range(number)]
 
     def collectives(self) -> dict[str, tuple[int, int]]:
-        """Of one step, by kind: how many, and the bytes of their full buffers."""
+        """Returns, by kind, the number of a step's collectives and their full bytes."""
         from bench.collectives import count
 
         return count(lambda: self._step(self._workload.tokens(self._generator)))
 
     def agreement(self) -> tuple[float, float]:
-        """Seconds of a step in which ranks tell each other which gradients come, and of a step."""
+        """Returns the seconds that ranks take to agree on gradients, and the step's seconds."""
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             cost = self.step()
         microseconds = sum(
             event.cpu_time_total
             for event in profiler.key_averages()
-            if event.key.startswith("zero3::roll_call")
+            if event.key.startswith("zero3::presence")
         )
         return microseconds / 1e6, cost.wall
 
@@ -178,12 +181,12 @@ class Training:
         names = ("VmRSS", "VmHWM", "Pss")
         memory = Memory(*(int(fields[name].split()[0]) * 1024 for name in names))
         with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")  # the peak begins anew
+            file.write("5")  # resets the peak
         return memory
 
 
 def join(rank: int, world_size: int, store: str, device: str = "cpu") -> None:
-    """Makes the process a rank, whose collectives end after :data:`TIMEOUT_SECONDS`."""
+    """Makes the process a rank, whose collectives time out after :data:`TIMEOUT_SECONDS`."""
     of_rank = None
     if device == "cuda":
         of_rank = torch.device("cuda", rank)

@@ -1,4 +1,4 @@
-"""Results as a Markdown table and as a plot."""
+"""Reports results as a Markdown table and as a plot."""
 
 from pathlib import Path
 from statistics import median
@@ -23,7 +23,7 @@ COLUMNS = {
 
 
 def table(results: dict[str, Any]) -> str:
-    """A Markdown table, a mode a line."""
+    """Returns a Markdown table with a row for each mode."""
     modes = results["modes"]
     base = _base(modes)
     columns = [column.replace("floor", base) for column in COLUMNS]
@@ -33,7 +33,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def _base(modes: dict[str, Any]) -> str:
-    """What others are compared with."""
+    """Returns the mode that the others are compared with."""
     return "floor" if "floor" in modes else next(iter(modes))
 
 
@@ -77,7 +77,7 @@ def _cpu(step: list[dict[str, float]]) -> float:
 
 
 def plot(results: list[dict[str, Any]], path: Path) -> None:
-    """Bars of the quickest step over the floor's, a panel for each workload."""
+    """Plots the quickest step relative to the base mode's, a panel for each workload."""
     from matplotlib.figure import Figure
 
     rows = max(len(result["modes"]) for result in results)

@@ -1,4 +1,4 @@
-"""The models, and how much each rank computes in a step."""
+"""The models, and the work of each rank in a step."""
 
 from dataclasses import dataclass
 
@@ -13,20 +13,20 @@ from transformers import (
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-# Transformers makes a mask where it is traced and none where it runs in eager: a model that is
-# compiled whole would have a slower kernel than compiled blocks. For names of ours it makes none.
+# Transformers makes an attention mask under tracing but not in eager code: a model that is compiled
+# whole would run a slower kernel than compiled blocks. For a registered name it makes no mask.
 AttentionInterface.register("causal", sdpa_attention_forward)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A causal language model from a config, random weights, untied embeddings.
+    """A causal language model with random weights and untied embeddings.
 
     Attributes:
-        batch, sequence: windows of a rank's step, and tokens of a window.
-        param_dtype, reduce_dtype: of the mixed precision policy; None keeps fp32.
-        attention: as Transformers calls it; "causal" is "sdpa" without a mask.
-        device: where the model is made and trained.
+        batch, sequence: windows in a rank's step, and tokens in a window.
+        param_dtype, reduce_dtype: dtypes of the mixed precision policy; None keeps fp32.
+        attention: the name of the attention in Transformers; "causal" is "sdpa" without a mask.
+        device: the device that the model is built and trained on.
     """
 
     about: str
@@ -44,7 +44,7 @@ class Workload:
     device: str = "cpu"
 
     def build(self) -> nn.Module:
-        """The same weights in every process."""
+        """Builds the model, with the same weights in every process."""
         torch.manual_seed(0)
         shape = {
             "vocab_size": self.vocabulary,
@@ -72,7 +72,7 @@ class Workload:
             return LlamaForCausalLM(LlamaConfig(**shape))
 
     def tokens(self, generator: torch.Generator) -> torch.Tensor:
-        """``[batch, sequence]`` of a rank."""
+        """Returns random tokens of a rank, ``[batch, sequence]``."""
         tokens = torch.randint(self.vocabulary, (self.batch, self.sequence), generator=generator)
         return tokens.to(self.device)
 

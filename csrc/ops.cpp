@@ -1,5 +1,5 @@
-// The operators. Graphs hold all_gather_start, all_gather_wait or _views, and reduce_grad or its
-// kin; models call unshard.
+// The operators. Graphs contain all_gather_start, all_gather_wait or all_gather_views, and
+// reduce_grad, reduce_mm or reduce_rows. Models call unshard.
 #include "ops.h"
 
 #include <ATen/core/enum_tag.h>
@@ -15,27 +15,28 @@
 #include <unordered_map>
 #include <vector>
 
-#include "autograd.h"
-#include "error.h"
-#include "gather.h"
-#include "grad_dtype.h"
-#include "memory.h"
-#include "reduce.h"
+#include "gather/gather.h"
+#include "parameter/registry.h"
+#include "reduce/reduce.h"
+#include "support/autograd.h"
+#include "support/error.h"
+#include "support/grad_dtype.h"
+#include "support/memory.h"
 
 namespace zero3 {
 namespace {
 
 using at::Tensor;
 
-// An op that starts a collective takes what the one before it gave, a handle or a token, so that no
-// scheduler can swap two of them on one rank.
+// An op that starts a collective takes the output of the previous one, a handle or a token, so that
+// no scheduler can swap two of them on one rank.
 Tensor token(const Tensor& like) { return at::empty({0}, like.options()); }
 
-// Gathers that have started, by number. Each belongs to the handle that its start returned.
+// Started gathers, by number. Each belongs to the handle that all_gather_start returned.
 class Running {
  public:
   static Running& get() {
-    static auto& running = *new Running;  // for ever: handles may outlive statics
+    static auto& running = *new Running;  // never destroyed: handles may outlive statics
     return running;
   }
 
@@ -44,7 +45,7 @@ class Running {
       explicit Owner(std::unique_ptr<Gather> g) : gather(std::move(g)) {}
       ~Owner() { Running::get().remove(number); }
       int64_t number = 0;
-      int64_t shown = 0;  // the handle's memory, which a compiler may use again
+      int64_t shown = 0;  // the handle's memory, which a compiler may reuse
       std::shared_ptr<Gather> gather;
     };
     auto owner = std::make_shared<Owner>(std::move(gather));
@@ -91,7 +92,7 @@ Tensor all_gather_start(at::TensorList placeholders, const std::optional<Tensor>
   return Running::get().add(std::make_unique<Gather>(std::move(parameters)));
 }
 
-// Fresh memory: a compiler may write to it once nobody reads it any more.
+// Returns fresh memory: a compiler may write to it after its last use.
 std::vector<Tensor> all_gather_wait(const Tensor& handle, at::TensorList placeholders,
                                     const std::optional<Tensor>& after) {
   const auto after_this = token_after(placeholders);
@@ -100,7 +101,7 @@ std::vector<Tensor> all_gather_wait(const Tensor& handle, at::TensorList placeho
   return result;
 }
 
-// Memory that the graph does not own.
+// Returns memory that the graph does not own.
 std::vector<Tensor> all_gather_views(const Tensor& handle, at::TensorList placeholders,
                                      const std::optional<Tensor>& after) {
   const auto after_this = token_after(placeholders);
@@ -109,9 +110,9 @@ std::vector<Tensor> all_gather_views(const Tensor& handle, at::TensorList placeh
   return result;
 }
 
-// Without a contract it is the user who calls, not a graph: inside of defer_reduction.
+// An empty contract means that the user calls, inside defer_reduction, and not a graph.
 void check_reducible(const Parameter& parameter, const std::string& contract) {
-  const auto expected = contract_name(parameter.grad_dtype);
+  const auto expected = contract_name(parameter.settings.gradient_dtypes.leaf);
   ZERO3_CHECK(contract.empty() || contract == expected, "the contract of '", parameter.fqn,
               "' (grad_dtype) was ", contract, " in the forward of this backward and is ", expected,
               " now: set grad_dtype before the forward");
@@ -125,9 +126,8 @@ void check_reducible(const Parameter& parameter, const std::string& contract) {
 Tensor reduce_grad(const Tensor& grad, const Tensor& placeholder,
                    const std::optional<Tensor>& after, int64_t use, std::string contract) {
   auto parameter = Registry::get().find(placeholder);
-  if (parameter->deferred && contract.empty()) {
-    parameter->detect_nonfinite(grad);
-    accumulate(*parameter, grad);
+  if (parameter->settings.deferred && contract.empty()) {
+    deposit(*parameter, grad);
   } else {
     check_reducible(*parameter, contract);
     Reduction::current()->add(parameter, grad, /*owned=*/false);
@@ -153,20 +153,20 @@ Tensor reduce_rows(at::TensorList rows, const Tensor& placeholder,
   at::AutoDispatchBelowADInplaceOrView guard;
   auto reduction = Reduction::current();
   auto grad = reduction->empty_for(*parameter, parameter->sizes, rows[1].options());
-  auto indices = rows[0].reshape({-1}).clamp(0, grad.size(0) - 1);  // zeros may lie outside
+  auto indices = rows[0].reshape({-1}).clamp(0, grad.size(0) - 1);  // rows of zeros may lie outside
   grad.zero_().index_add_(0, indices, rows[1].reshape({-1, grad.size(1)}));
   reduction->add(parameter, grad, /*owned=*/true);
   return token(grad);
 }
 
-// Fresh memory: a compiler may write to what an operator returns.
+// Returns fresh memory: a compiler may write to an operator's result.
 Tensor unshard(const Tensor& placeholder, std::string contract) {
   auto parameter = Registry::get().find(placeholder);
   refresh(*parameter);
   return gather({parameter})[0];
 }
 
-// A view that shares the version counter, so that writing to it is noticed.
+// Returns a view that shares the version counter, so that a write to the view is noticed.
 Tensor view_of(const Tensor& gathered) {
   return Tensor(gathered.unsafeGetTensorImpl()->shallow_copy_and_detach(
       version_counter_of(gathered), /*allow_tensor_metadata_change=*/true));
@@ -193,15 +193,15 @@ bool is_traced(const Tensor& tensor) {
          tensor.key_set().has(c10::DispatchKey::Functionalize);
 }
 
-// Number of this use of a placeholder that is being traced. A compiler merges two nodes that are
-// alike; the same gradient for two uses must count twice.
+// Number of this use of a traced placeholder. A compiler merges two equal nodes, but the same
+// gradient for two uses must count twice.
 int64_t next_traced_use(const Tensor& placeholder) {
   struct Uses {
     c10::weak_intrusive_ptr<c10::TensorImpl> traced;
     int64_t number = 0;
   };
   static std::mutex mutex;
-  static auto& all = *new std::vector<Uses>;  // of the traces that run now
+  static auto& all = *new std::vector<Uses>;  // one entry for each placeholder being traced
   std::lock_guard lock(mutex);
   std::erase_if(all, [](auto& uses) { return uses.traced.expired(); });
   auto found = std::ranges::find(all, placeholder.unsafeGetTensorImpl(),
@@ -240,11 +240,12 @@ class Unshard : public torch::autograd::Function<Unshard> {
   }
 };
 
-// An empty contract is that which the parameter has now.
+// An empty contract means the parameter's present contract.
 Tensor apply_unshard(const Tensor& placeholder, std::string contract,
                      const std::optional<Tensor>& gathered) {
   auto parameter = is_traced(placeholder) ? nullptr : Registry::get().find_or_null(placeholder);
-  if (parameter && contract.empty()) contract = contract_name(parameter->grad_dtype);
+  if (parameter && contract.empty())
+    contract = contract_name(parameter->settings.gradient_dtypes.leaf);
   auto full = Unshard::apply(placeholder, contract, gathered);
   if (!full.requires_grad()) return full;
   declare_grad_dtype(full, contract_dtype(contract));
@@ -259,12 +260,12 @@ Tensor unshard_autograd(const Tensor& placeholder, std::string contract) {
 }  // namespace
 
 TORCH_LIBRARY(zero3, m) {
-  // Replayed from a CUDA graph, nothing would be gathered or reduced.
+  // A replayed CUDA graph would not gather or reduce.
   const std::vector<at::Tag> tags{at::Tag::cudagraph_unsafe};
   m.def("all_gather_start(Tensor[] placeholders, Tensor? after=None) -> Tensor", tags);
   m.def("all_gather_wait(Tensor handle, Tensor[] placeholders, Tensor? after=None) -> Tensor[]",
         tags);
-  // Aliases of an input, so that no compiler writes to them.
+  // The results alias an input, so that no compiler writes to them.
   m.def(
       "all_gather_views(Tensor(a) handle, Tensor[] placeholders, Tensor? after=None) -> "
       "Tensor(a)[]",
@@ -274,7 +275,7 @@ TORCH_LIBRARY(zero3, m) {
       "str contract='') -> "
       "Tensor",
       tags);
-  // Lists, whose strides a compiler leaves as they are: a factor is often a transposed view.
+  // A compiler keeps the strides of tensors in a list, and a factor is often a transposed view.
   m.def(
       "reduce_mm(Tensor[] factors, Tensor placeholder, Tensor? after=None, int use=0, "
       "str contract='') -> "
@@ -308,22 +309,20 @@ TORCH_LIBRARY_IMPL(zero3, CUDA, m) {
   m.impl("unshard", unshard);
 }
 
-// So that it can be refused by name.
+// Registered so that the error for a sparse gradient can name its parameter.
 TORCH_LIBRARY_IMPL(zero3, SparseCPU, m) { m.impl("reduce_grad", reduce_grad); }
 TORCH_LIBRARY_IMPL(zero3, SparseCUDA, m) { m.impl("reduce_grad", reduce_grad); }
 
 TORCH_LIBRARY_IMPL(zero3, Autograd, m) { m.impl("unshard", unshard_autograd); }
 
 Tensor read_gathered(const ParameterPtr& parameter) {
-  ZERO3_CHECK(parameter->gathered.defined(), "'", parameter->fqn, "' is not gathered");
-  parameter->make_writable();
-  return apply_unshard(parameter->placeholder, contract_name(parameter->grad_dtype),
-                       parameter->gathered);
+  ZERO3_CHECK(parameter->gathered.is_held(), "'", parameter->fqn, "' is not gathered");
+  parameter->gathered.make_writable();
+  return apply_unshard(parameter->placeholder, "", parameter->gathered.full());
 }
 
 Tensor gather_and_read(const ParameterPtr& parameter) {
-  return apply_unshard(parameter->placeholder, contract_name(parameter->grad_dtype),
-                       gather({parameter})[0]);
+  return apply_unshard(parameter->placeholder, "", gather({parameter})[0]);
 }
 
 }  // namespace zero3

@@ -1,15 +1,15 @@
-// What the bindings need of the operators.
+// Functions of the operators that the bindings use.
 #pragma once
 
-#include "parameter.h"
+#include "parameter/parameter.h"
 
 namespace zero3 {
 
-// The gathered tensor itself, differentiable as what zero3::unshard returns: for eager code, which
-// is trusted not to write to it (that is found out when it is freed).
+// Returns the held full tensor, differentiable like the result of zero3::unshard. For eager code,
+// which is trusted not to write to the tensor; a write is detected when the tensor is freed.
 at::Tensor read_gathered(const ParameterPtr& parameter);
 
-// The same of one that nobody holds: gathered now.
+// Like read_gathered(), for a parameter that is not held: gathers it now.
 at::Tensor gather_and_read(const ParameterPtr& parameter);
 
 }  // namespace zero3

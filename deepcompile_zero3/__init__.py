@@ -7,7 +7,7 @@ step = torch.compile(model, backend="zero3")         # one graph; collectives ar
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from deepcompile_zero3 import torch_release  # noqa: F401  (it warns of a torch that was not tried)
+from deepcompile_zero3 import torch_release  # noqa: F401  (warns of an untried torch)
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.runtime import (
     BufferStats,
@@ -68,8 +68,8 @@ __all__ = [
     "zero3",
 ]
 
-# The modules of the public names that are imported at first use: DTensor takes half a second to
-# load, and torch's compiler two. No module of this package itself has such a name.
+# Maps public names that are imported at first use to their modules. Importing DTensor takes half a
+# second, importing torch's compiler two. No module of this package itself has one of these names.
 _LATER = {
     "MixedPrecisionPolicy": "torch.distributed.fsdp",
     "OffloadPolicy": "torch.distributed.fsdp",

@@ -1,4 +1,4 @@
-"""``python -m deepcompile_zero3``."""
+"""Command line of ``python -m deepcompile_zero3``."""
 
 import argparse
 import sys
@@ -10,7 +10,7 @@ from deepcompile_zero3.tools.tracing import trace
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command, that of ``sys.argv`` by default; returns the exit status."""
+    """Runs a command, by default the one in ``sys.argv``, and returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m deepcompile_zero3", description="ZeRO-3 as a compiler pass."
     )

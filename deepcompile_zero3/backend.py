@@ -26,28 +26,31 @@ from deepcompile_zero3.passes.lift import (
 )
 from deepcompile_zero3.passes.pipeline import Partitioner, Rewriting
 from deepcompile_zero3.runtime import _C
-from deepcompile_zero3.sharding.group import refuse_writes
+from deepcompile_zero3.sharding.group import group_of, refuse_writes
 from deepcompile_zero3.sharding.parameter import ShardedParameter, find, own_models
 from deepcompile_zero3.torch_internals import compiler
 
-# Of a partitioned graph; called with a Rewriting ahead of what Inductor is called with.
+# Compiles a partitioned graph. Takes a Rewriting, then the arguments of compile_fx_inner.
 GraphCompiler: TypeAlias = Callable[..., Callable]
 
 
 @dataclass(frozen=True)
 class Options:
-    """``torch.compile(model, backend="zero3", options={...})``: every option there is.
+    """Options of ``torch.compile(model, backend="zero3", options={...})``.
 
     Attributes:
-        inductor: False runs the rewritten graphs as they are, op by op, for debugging.
-        inductor_config: Inductor's own settings for these graphs, as in its ``options``.
-        gather_bucket_mb: at most so many MiB (of full parameters) are gathered by one collective,
-            a larger parameter alone.
-        keep_mb: a model's compiled forwards keep at most so many MiB of full parameters for
-            backward, where ``reshard_after_forward`` is None; the others are gathered again.
-        fp32_weight_grads: True asks matmuls of bf16 or fp16 for the fp32 that they sum in, where
-            all that they compute is a gradient whose ``grad_dtype`` is float32 or None. Eager
-            PyTorch rounds it first.
+        inductor: whether Inductor compiles the rewritten graphs. False runs them op by op, for
+            debugging.
+        inductor_config: Inductor's settings for these graphs, as in ``options`` of
+            ``backend="inductor"``.
+        gather_bucket_mb: maximum size of one all-gather, in MiB of full parameters. A larger
+            parameter is gathered alone.
+        keep_mb: maximum size in MiB, or infinity, of the full parameters that the compiled forwards
+            of a model keep for backward where ``reshard_after_forward`` is None. Backward gathers
+            the others again.
+        fp32_weight_grads: whether matmuls of bf16 or fp16 operands return the fp32 sum where they
+            compute only a gradient whose ``grad_dtype`` is float32 or None. Eager PyTorch rounds
+            the sum first.
     """
 
     inductor: bool = True
@@ -75,7 +78,12 @@ class Options:
 
     @staticmethod
     def parse(options: Mapping[str, Any] | None) -> "Options":
-        """Raises ValueError for an unknown key, and lists the known ones."""
+        """Returns the options in ``options``.
+
+        Raises:
+            ValueError: a key is unknown, and the message lists the known ones; or a value is not
+                valid.
+        """
         known = [f.name for f in fields(Options)]
         unknown = sorted(set(options or ()) - set(known))
         if unknown:
@@ -93,18 +101,22 @@ def zero3(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable:
-    """Compiles a graph of a sharded model; ``torch.compile`` finds it as ``backend="zero3"``.
+    """Compiles a graph of a sharded model. ``torch.compile`` finds it as ``backend="zero3"``.
 
     A graph that reads no sharded parameter is compiled as by Inductor alone.
 
     Args:
         gm: Dynamo's graph, which reads sharded parameters through ``zero3.unshard``.
-        example_inputs: its inputs.
+        example_inputs: example inputs of ``gm``.
         options: see :class:`Options`.
         mode: not supported; use ``options={"inductor_config": ...}``.
 
+    Returns:
+        A callable that runs the compiled graph.
+
     Raises:
-        ValueError: an unknown option, or a mode.
+        ValueError: an option is unknown or not valid, or a mode is given.
+        Zero3Error: the model was deleted while it was compiled.
     """
     if mode is not None:
         raise ValueError(
@@ -122,7 +134,7 @@ def _compile_with_inductor(
 
 
 class CompiledGraph:
-    """A compiled graph, and what must hold of its parameters each time it runs."""
+    """A compiled graph, and the checks of its parameters before each run."""
 
     def __init__(
         self,
@@ -144,18 +156,21 @@ class CompiledGraph:
         self._run = _compile(gm, example_inputs, rewriting, options, compile_graph)
 
     def __call__(self, *args: Any) -> Any:
-        """Runs it, with the shards as they are: of the parameters whose placeholders ``args`` has,
-        which may be those of another module than the one it was compiled for, like that one.
+        """Runs the graph with the shards as they are now.
+
+        The parameters are those whose placeholders are in ``args``. They may belong to another
+        module than the one the graph was compiled for, if the two modules are alike.
         """
         parameters = [_alive(args[position]) for position in self._positions]
-        # Where twins are tied, one gets two gradients of a graph that was made for two parameters.
+        # The graph was compiled for distinct parameters. If two of them are tied by now, it would
+        # bring one parameter two gradients.
         as_traced = len(set(parameters)) == len(parameters)
         for parameter in parameters:
             as_traced &= parameter.settle()
-        if _C.running_backward() != -1:  # recomputes a forward, and nobody knows which
+        if _C.running_backward() != -1:  # recomputes a forward; which one is unknown
             _C.invalidate([parameter.handle for parameter in parameters])
-        groups = dict.fromkeys(parameter.group for parameter in parameters)  # in one order
-        if any(group.in_forward for group in groups):  # in eager code, which frees what is held
+        groups = dict.fromkeys(map(group_of, parameters))  # in one order
+        if any(group.in_forward for group in groups):  # in eager, which frees what is held
             return self._forward(args, parameters, as_traced, first=False)
         unsharded = [group for group in groups if group.is_unsharded]
         for group in unsharded:
@@ -165,22 +180,22 @@ class CompiledGraph:
         finally:
             for parameter in parameters:
                 if not parameter.handle.stays_after_forward():
-                    parameter.handle.let_go_of_held()
+                    parameter.handle.reshard_kept()
             refuse_writes([fqn for group in unsharded for fqn in group.release_after_forward()])
 
     def _forward(
         self, args: tuple, parameters: list[ShardedParameter], as_traced: bool, first: bool
     ) -> Any:
         if not as_traced:
-            # requires_grad or grad_dtype changed since the guards of this call were checked. What
-            # they look at follows now, so the next call compiles; this one is right in eager.
+            # requires_grad or grad_dtype changed after the guards of this call were checked. What
+            # the guards read is updated now, so the next call recompiles. This call runs in eager.
             outputs = self._eager(*args)
             for node in _nodes_of(outputs):
                 own_models(node, parameters)
             return outputs
         if not torch.is_grad_enabled():
             return self._run(*args)
-        # Where nobody is in forward in eager code, this graph is the whole forward.
+        # If no eager forward is running, this graph is the whole forward.
         _C.add_uses([p.handle for p in parameters if p.placeholder.requires_grad], first)
         outputs = self._run(*args)
         publications = _C.Publications([parameter.handle for parameter in parameters])
@@ -195,7 +210,7 @@ class CompiledGraph:
 
 
 def _nodes_of(outputs: Iterable[Any]) -> set[Any]:
-    """Of autograd's graph, those that give ``outputs``."""
+    """Returns the autograd nodes that produce ``outputs``."""
     tensors = (output for output in outputs if isinstance(output, torch.Tensor))
     return {tensor.grad_fn for tensor in tensors} - {None}
 
@@ -212,7 +227,7 @@ def _alive(placeholder: torch.Tensor) -> ShardedParameter:
 
 
 def _sharded_inputs(example_inputs: Sequence[Any]) -> dict[int, ShardedParameter]:
-    """The inputs, by position, that are placeholders."""
+    """Returns the graph inputs that are placeholders, keyed by position."""
     result = {}
     for position, value in enumerate(example_inputs):
         parameter = find(value)
@@ -224,22 +239,24 @@ def _sharded_inputs(example_inputs: Sequence[Any]) -> dict[int, ShardedParameter
 def _facts(
     parameters: Mapping[int, ShardedParameter], lifted: fx.GraphModule
 ) -> dict[int, ParameterFacts]:
-    groups: dict[str, int] = {}  # numbered in order of appearance: nothing run-specific in a graph
+    groups: dict[str, int] = {}  # numbered by appearance: graphs hold nothing run-specific
     inputs = lifted.graph.find_nodes(op="placeholder")
     uses = uses_of(lifted.graph)
     return {
         position: ParameterFacts(
             fqn=parameter.fqn,
-            group=groups.setdefault(parameter.handle.group_name, len(groups)),
-            shared=parameter.handle.is_shared,
+            group=groups.setdefault(parameter.group_name, len(groups)),
+            gathers_views=parameter.handle.transport.can.gathers_views,
+            publishes=parameter.handle.transport.can.publishes,
+            sends_any_dtype=parameter.handle.transport.can.sends_any_dtype,
             uses=uses[inputs[position]][0],
             only_embeds=uses[inputs[position]][1],
             dim=parameter.placeholder.dim(),
             nbytes=parameter.nbytes,
             reshard_after_forward=parameter.reshard_after_forward,
             is_trained=parameter.placeholder.requires_grad,
-            grad_dtype=parameter.handle.grad_dtype,
-            reduce_dtype=parameter.handle.reduce_dtype,
+            grad_dtype=parameter.settings.grad_dtype,
+            reduce_dtype=parameter.settings.reduce_dtype,
             declares_grad_dtype=(
                 parameter.declares_grad_dtype and parameter.placeholder.requires_grad
             ),
@@ -251,15 +268,20 @@ def _facts(
 def rewriting_of(
     parameters: Collection[ShardedParameter], inputs: Mapping[int, ParameterFacts], options: Options
 ) -> Rewriting:
-    """What rewrites a graph of ``parameters``, of which ``inputs`` tells, by position."""
+    """Returns the passes that rewrite a graph of ``parameters``.
+
+    ``inputs`` maps positions of the graph's inputs to the facts of these parameters.
+    """
     bucket_bytes = int(options.gather_bucket_mb * 2**20)
     keep_bytes = _keep_bytes(parameters, options)
     return Rewriting(inputs, bucket_bytes, keep_bytes, options.fp32_weight_grads)
 
 
 def _keep_bytes(parameters: Collection[ShardedParameter], options: Options) -> float:
-    """A graph's part of what the forwards of its models may keep by choice: that which it has of
-    the bytes of their parameters.
+    """Returns how many bytes of the ``keep_mb`` of its models a graph may use.
+
+    The graph gets the fraction that its parameters are of the bytes of all parameters of the
+    models.
     """
     models = {parameter.model for parameter in parameters} - {None}
     whole = sum(model.nbytes for model in models if model is not None)
@@ -285,7 +307,7 @@ def _compile(
                     config.get("custom_partitioner_fn", compiler.custom_partitioner()),
                 )
             if any(facts.dim == 4 for facts in inputs.values()):
-                # It reorders the 4-D ancestors of a convolution, and would read a placeholder.
+                # It reorders the 4-D ancestors of a convolution and would read a placeholder.
                 config["layout_optimization"] = False
             return compiler.compile_fx(
                 gm,

@@ -1,8 +1,8 @@
-"""The one exception type of our own."""
+"""The one exception type that this package defines."""
 
 
 class Zero3Error(RuntimeError):
-    """Sharded training was asked for something that it cannot do rightly.
+    """Raised when sharded training is asked for something that it cannot do correctly.
 
     The message names the parameter or module, the values, and the remedy.
     """

@@ -1,7 +1,8 @@
 """The leaf dtype contract: which dtype a gradient has when it reaches its parameter.
 
-In eager PyTorch the autograd engine casts what reaches a leaf to ``leaf.grad_dtype``, each use
-before uses are summed, or keeps what arrives when that is None. See ``Tensor.grad_dtype`` in
+In eager PyTorch the autograd engine casts the gradient of each use of a leaf to ``leaf.grad_dtype``
+before it sums the uses. If ``leaf.grad_dtype`` is None, gradients keep the dtype they arrive in.
+See ``Tensor.grad_dtype`` in
 https://docs.pytorch.org/docs/stable/tensors.html.
 """
 
@@ -12,7 +13,7 @@ import torch
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.runtime import _C
 
-# What gradients can be kept in, and sent in.
+# Dtypes that gradients can be kept and sent in.
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -21,8 +22,8 @@ class GradDtype:
     """The contract of one parameter.
 
     Attributes:
-        leaf: gradients are cast to it on arrival; None keeps whatever arrives.
-        shard: dtype of the sharded ``.grad``; None is whatever was on the wire.
+        leaf: dtype that gradients are cast to on arrival; None keeps the dtype they arrive in.
+        shard: dtype of the sharded ``.grad``; None keeps the dtype on the wire.
     """
 
     leaf: torch.dtype | None
@@ -32,11 +33,11 @@ class GradDtype:
 def resolve(
     declared: torch.dtype | None, dtype: torch.dtype, compute_dtype: torch.dtype
 ) -> GradDtype:
-    """The contract of a parameter of ``dtype`` with ``grad_dtype=declared``, whose forward computes
-    in ``compute_dtype``.
+    """Returns the contract of a parameter of ``dtype`` with ``grad_dtype=declared``.
 
-    A ``grad_dtype`` equal to the parameter's own dtype cannot be told from the default. Integers
-    and the like have no gradient, and None.
+    The forward of the parameter computes in ``compute_dtype``. A ``grad_dtype`` equal to the
+    parameter's own dtype cannot be told from the default. Parameters of integer and similar dtypes
+    have no gradient: both attributes are None.
     """
     if compute_dtype not in DTYPES:
         return GradDtype(leaf=None, shard=None)
@@ -46,7 +47,7 @@ def resolve(
 
 
 def check(fqn: str, tensor: torch.Tensor) -> None:
-    """Raises if ``tensor`` declares a ``grad_dtype`` that gradients cannot be kept in."""
+    """Raises Zero3Error if gradients cannot be kept in the ``grad_dtype`` of ``tensor``."""
     declared = tensor.grad_dtype
     if declared not in (None, tensor.dtype, *DTYPES):
         raise Zero3Error(
@@ -56,7 +57,7 @@ def check(fqn: str, tensor: torch.Tensor) -> None:
 
 
 def carry_over(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Gives ``target`` the ``grad_dtype`` of ``source``, which ``detach`` drops."""
+    """Copies the ``grad_dtype`` of ``source``, which ``detach`` drops, to ``target``."""
     if source.grad_dtype != source.dtype:
         target.grad_dtype = source.grad_dtype
 
@@ -64,7 +65,7 @@ def carry_over(source: torch.Tensor, target: torch.Tensor) -> None:
 def declare(primal: torch.Tensor, dtype: torch.dtype | None) -> None:
     """Declares ``dtype`` on the gradient edge of a traced primal.
 
-    Called from a traced graph before the primal is used. It leaves no node behind, and makes
-    AOTAutograd's joint graph cast as the eager engine would.
+    A traced graph calls this function before it uses the primal. The call leaves no node behind. It
+    makes AOTAutograd's joint graph cast gradients as the eager engine would.
     """
     _C.declare_grad_dtype(primal, dtype)

@@ -1,7 +1,7 @@
-"""The releases of torch that were tried, and the way to what is private in them.
+"""The releases of torch that were tried, and the lookup of private names in torch.
 
-An untried torch warns once; a missing piece raises with its name, so that a new torch fails where
-it is looked up and not in the middle of a training step.
+An untried release of torch warns once. The lookup of a missing private name raises with that name,
+so that a new torch fails at the lookup and not in the middle of a training step.
 """
 
 import importlib
@@ -27,7 +27,11 @@ if ".".join(map(str, _release())) not in TRIED:
 
 
 def private(module: str, name: str) -> Any:
-    """What torch calls ``module.name``; raises ImportError, with that name, if it is missing."""
+    """Returns ``module.name`` of torch.
+
+    Raises:
+        ImportError: this release of torch has no such name.
+    """
     try:
         return operator.attrgetter(name)(importlib.import_module(module))
     except (ImportError, AttributeError) as error:

@@ -1,4 +1,4 @@
-"""What a step costs, in time, CPU, communication and memory: measured, and shown as tables."""
+"""Measures what a step costs in time, CPU, communication and memory, and shows tables."""
 
 import ctypes
 import re
@@ -24,23 +24,23 @@ MIB = 2**20
 
 @dataclass
 class StepCost:
-    """What a step of one variant of the model took, on one rank."""
+    """The cost of a step of one variant of the model, on one rank."""
 
     seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
     collectives: Counter[str] = field(default_factory=Counter)  # by op
-    nbytes: Counter[str] = field(default_factory=Counter)  # by op, of the unsharded buffers
-    peak_bytes: int | None = None  # what the process grew by; None where it cannot be told
+    nbytes: Counter[str] = field(default_factory=Counter)  # by op, bytes of unsharded buffers
+    peak_bytes: int | None = None  # growth of the process; None if unknown
 
 
 @dataclass
 class RankReport:
-    """All that one rank has to say."""
+    """The measurements of one rank."""
 
     steps: dict[str, StepCost]
     parameter_bytes: int
     optimizer_bytes: int
-    resting_bytes: int | None  # of the whole process: code, compiler and all
+    resting_bytes: int | None  # the whole process, code and compiler included
 
 
 def show(
@@ -49,13 +49,13 @@ def show(
     step: Callable[[nn.Module], object],
     optimizer: torch.optim.Optimizer,
 ) -> None:
-    """Measures ``step(module)`` for every variant and prints what it costs. All ranks call it.
+    """Measures ``step(module)`` for every variant and prints the costs. All ranks must call it.
 
     Args:
-        console: where rank 0 prints.
-        variants: modules to compare by name, the baseline last. They share their parameters.
-        step: one whole training step, run some dozen times. It leaves no gradients behind.
-        optimizer: holds the parameters, and by now has its state.
+        console: the console that rank 0 prints to.
+        variants: modules to compare, by name, the baseline last. They share their parameters.
+        step: one whole training step, run about a dozen times. It must leave no gradients.
+        optimizer: the optimizer of the parameters, which already has its state.
     """
     steps = _measure(variants, step)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -73,7 +73,7 @@ def show(
 def _measure(
     variants: Mapping[str, nn.Module], step: Callable[[nn.Module], object]
 ) -> dict[str, StepCost]:
-    """Takes turns, so that whatever else slows the machine slows every variant alike."""
+    """Measures variants in turn, so that other load on the machine slows every variant alike."""
     costs = {name: StepCost() for name in variants}
     for name, module in variants.items():
         with record_collectives() as log:  # this also warms the variant up
@@ -94,7 +94,7 @@ def _measure(
 
 
 def _step_table(reports: list[RankReport]) -> Table:
-    """Compares the variants: a column each, and one of the first against the last."""
+    """Returns a table with a column for each variant, and the ratio of the first to the last."""
     names = list(reports[0].steps)
     table = Table(title="One training step", title_justify="left")
     table.add_column("")
@@ -126,7 +126,7 @@ def _step_table(reports: list[RankReport]) -> Table:
 
 
 def _memory_table(reports: list[RankReport]) -> Table:
-    """Shows each rank's memory in a column of its own."""
+    """Returns a table with a column of memory for each rank."""
     table = Table(title="Memory of each rank, MiB", title_justify="left")
     table.add_column("")
     for rank in range(len(reports)):
@@ -144,16 +144,16 @@ def _memory_table(reports: list[RankReport]) -> Table:
 
 
 def _local_bytes(tensors: list[object]) -> int:
-    """Bytes that this rank holds of the tensors among ``tensors``."""
+    """Returns the bytes of this rank's part of the tensors in ``tensors``."""
     local = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
     return sum(t.nbytes for t in local if isinstance(t, torch.Tensor))
 
 
 def _growth(run: Callable[[], object]) -> int | None:
-    """Bytes by which this process's memory rose, at its highest, while ``run`` ran."""
+    """Returns the bytes by which this process's memory grew, at its peak, while ``run`` ran."""
     before = _resting_bytes()
     try:
-        Path("/proc/self/clear_refs").write_text("5")  # forget the highest level so far
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     except OSError:
         before = None
     run()
@@ -162,7 +162,7 @@ def _growth(run: Callable[[], object]) -> int | None:
 
 
 def _resting_bytes() -> int | None:
-    """Bytes of memory that this process holds, without what malloc kept for later."""
+    """Returns the bytes of memory that this process holds, without memory that malloc caches."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -170,7 +170,7 @@ def _resting_bytes() -> int | None:
 
 
 def _resident_bytes(key: str) -> int | None:
-    """A figure of the kernel's account of this process; None where there is no such account."""
+    """Returns bytes of ``/proc/self/status``, or None if the file or the key does not exist."""
     status = Path("/proc/self/status")
     found = (
         re.search(rf"^{key}:\s+(\d+) kB$", status.read_text(), re.M) if status.exists() else None

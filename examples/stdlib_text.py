@@ -1,20 +1,20 @@
-"""The text the example learns: the source of Python's own standard library, as bytes."""
+"""The text that the example learns: the source of Python's standard library, as bytes."""
 
 import sysconfig
 from pathlib import Path
 
 import torch
 
-# Not the library itself: installed packages, test suites and caches.
+# Folders outside the library itself: installed packages, test suites and caches.
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _HELD_OUT_EVERY = 20
 
 
 def read() -> tuple[torch.Tensor, torch.Tensor]:
-    """Reads the library this interpreter came with: every 20th file is held out.
+    """Reads the standard library of this interpreter; every 20th file is held out.
 
     Returns:
-        Two 1-D uint8 tensors: the text to train on and the held-out text. The same on every rank.
+        Two 1-D uint8 tensors: the training text and the held-out text, the same on every rank.
     """
     root = Path(sysconfig.get_path("stdlib"))
     files = sorted(
@@ -41,13 +41,13 @@ def read() -> tuple[torch.Tensor, torch.Tensor]:
 def random_windows(
     text: torch.Tensor, count: int, length: int, generator: torch.Generator
 ) -> torch.Tensor:
-    """Draws ``count`` windows at random: int64, (count, length)."""
+    """Returns ``count`` random windows: int64, (count, length)."""
     starts = torch.randint(len(text) - length + 1, (count,), generator=generator)
     return _windows(text, starts, length)
 
 
 def even_windows(text: torch.Tensor, count: int, length: int) -> torch.Tensor:
-    """Takes ``count`` windows at even distances, always the same: int64, (count, length)."""
+    """Returns ``count`` evenly spaced windows, always the same: int64, (count, length)."""
     starts = torch.linspace(0, len(text) - length, count, dtype=torch.float64).long()
     return _windows(text, starts, length)
 
@@ -57,6 +57,6 @@ def _windows(text: torch.Tensor, starts: torch.Tensor, length: int) -> torch.Ten
 
 
 def unigram_entropy(text: torch.Tensor) -> float:
-    """The loss, in nats a byte, of the best model that knows byte frequencies and no context."""
+    """Returns the loss, in nats a byte, of the best model of byte frequencies without context."""
     frequencies = torch.bincount(text, minlength=256).double() / len(text)
     return torch.special.entr(frequencies).sum().item()

@@ -2,9 +2,9 @@
 
     python examples/train.py                                  # two processes on this machine
     python examples/train.py --model gpt2 --ranks 4
-    torchrun --nproc_per_node 2 examples/train.py --steps 500 # or under a launcher of your own
+    torchrun --nproc_per_node 2 examples/train.py --steps 500 # or with your own launcher
 
-An ordinary FSDP2 script, but for two lines: where `fully_shard` is imported from, and
+Two lines differ from an ordinary FSDP2 script: the import of `fully_shard`, and
 `backend="zero3"`.
 """
 
@@ -31,11 +31,11 @@ from transformers import logging as transformers_logging
 from deepcompile_zero3 import fully_shard
 
 VOCABULARY = 256  # one token a byte
-HELD_OUT_WINDOWS = 64  # of each rank
+HELD_OUT_WINDOWS = 64  # on each rank
 
 
 def main() -> None:
-    """Trains when a launcher started this process, and else launches the ranks."""
+    """Trains if a launcher started this process; otherwise launches the ranks."""
     args = parse_arguments()
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Reads the command line; a bad value ends the program with a message."""
+    """Parses the command line; a bad value ends the program with a message."""
     parser = argparse.ArgumentParser(
         description="Train a byte-level transformer on the Python standard library's source.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -73,7 +73,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def positive(number: type[int] | type[float]) -> Callable[[str], int | float]:
-    """An argument type: an int or a float above zero."""
+    """Returns an argument type: an int or a float above zero."""
 
     def parse(text: str) -> int | float:
         value = number(text)
@@ -81,23 +81,23 @@ def positive(number: type[int] | type[float]) -> Callable[[str], int | float]:
             raise argparse.ArgumentTypeError(f"{text} is not above zero")
         return value
 
-    parse.__name__ = f"positive {number.__name__}"  # argparse's messages call the type by it
+    parse.__name__ = f"positive {number.__name__}"  # the name in argparse's messages
     return parse
 
 
 def launch(ranks: int) -> None:
-    """Runs this very command line in ``ranks`` processes, which talk over loopback only."""
+    """Runs this command line in ``ranks`` processes, which communicate over loopback only."""
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
     if loopback is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks that share cores must not crowd them
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores
     print(f"starting {ranks} ranks, which import torch and transformers", flush=True)
     arguments = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(ranks)]
     torchrun([*arguments, *sys.argv])
 
 
 def build(name: str, seq_len: int) -> tuple[nn.Module, nn.ModuleList]:
-    """A model of some 10 M parameters with random weights, and its blocks."""
+    """Returns a model of about 10 M parameters with random weights, and its blocks."""
     if name == "gpt2":
         gpt2 = GPT2LMHeadModel(
             GPT2Config(
@@ -131,7 +131,7 @@ def build(name: str, seq_len: int) -> tuple[nn.Module, nn.ModuleList]:
 
 
 def train(args: argparse.Namespace) -> None:
-    """The training of one rank."""
+    """Trains one rank."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     console = Console(quiet=rank != 0)
     train_text, held_out_text = stdlib_text.read()
@@ -141,7 +141,7 @@ def train(args: argparse.Namespace) -> None:
         "held out"
     )
 
-    transformers_logging.set_verbosity_error()  # the loss that a config leaves open is a default
+    transformers_logging.set_verbosity_error()  # no warning about the default loss
     torch.manual_seed(args.seed)  # all ranks build the same weights
     model, blocks = build(args.model, args.seq_len)
     size = sum(parameter.numel() for parameter in model.parameters())
@@ -190,7 +190,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 def progress_bar(console: Console) -> Progress:
-    """Step, loss, speed and the time that remains; nothing on a quiet console."""
+    """Returns a progress bar with step, loss, speed and remaining time; none on a quiet console."""
     return Progress(
         TextColumn("{task.description:9}"),
         BarColumn(),
@@ -205,9 +205,9 @@ def progress_bar(console: Console) -> Progress:
 
 @torch.no_grad()
 def held_out_loss(model: nn.Module, text: torch.Tensor, seq_len: int, batch: int) -> float:
-    """Mean loss, in nats a byte, of windows that all ranks share out. It runs without a compiler.
+    """Returns the mean loss, in nats a byte, of windows that are divided among all ranks.
 
-    The sharded model is one thing, compiled or not, so this needs no graph of its own.
+    The function calls the sharded model eagerly, so that no further graph is compiled.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     windows = stdlib_text.even_windows(text, HELD_OUT_WINDOWS * world_size, seq_len)

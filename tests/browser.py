@@ -1,6 +1,6 @@
-"""A headless Chromium, and pictures of pages.
+"""A headless Chromium that takes pictures of pages.
 
-python tests/browser.py page.html picture.png [what to search for]
+python tests/browser.py page.html picture.png [search term]
 """
 
 import contextlib
@@ -13,11 +13,11 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.wait import WebDriverWait
 
-LIMIT = 60  # seconds that a page may take to load, or to show what is waited for
+LIMIT = 60  # seconds for a page to load, or to show an awaited result
 
 
 def missing():
-    """What there is no browser without, or None."""
+    """Returns what the browser lacks, or None."""
     if not _chromium():
         return "no Chromium on PATH"
     return None if shutil.which("chromedriver") else "no chromedriver on PATH"
@@ -34,8 +34,8 @@ def chromium(width=1400, height=1000):
     options.binary_location = _chromium()
     for argument in (
         "--headless",
-        "--no-sandbox",  # which root cannot have
-        "--disable-dev-shm-usage",  # small in containers
+        "--no-sandbox",  # root has no sandbox
+        "--disable-dev-shm-usage",  # too small in containers
         "--disable-background-networking",
         "--hide-scrollbars",
         f"--window-size={width},{height}",
@@ -53,7 +53,7 @@ def chromium(width=1400, height=1000):
 
 
 def search(driver, term):
-    """Types it, and returns what the page then says it found."""
+    """Types ``term`` into the search box and returns the page's count of hits."""
     all_of_it = Keys.CONTROL + "a" + Keys.NULL
     driver.find_element(By.ID, "term").send_keys(all_of_it, Keys.DELETE, term)
     expected = term.strip().lower()

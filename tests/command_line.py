@@ -1,4 +1,4 @@
-"""Programs called in this process: one of their own takes seconds to import torch."""
+"""Calls programs in this process: a new process takes seconds to import torch."""
 
 import contextlib
 import io
@@ -9,7 +9,7 @@ from unittest import mock
 
 
 def call(main, *arguments, **environment):
-    """``main(arguments)``, and what it printed, as ``subprocess.run`` has it."""
+    """Calls ``main(arguments)`` and returns status and output, as ``subprocess.run`` does."""
     arguments = [str(argument) for argument in arguments]
     out, error = io.StringIO(), io.StringIO()
     with (

@@ -25,9 +25,9 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """Ranks use the transport that was asked for, and compilers share a folder.
+    """Sets the transport that was asked for, and a cache folder that compilers share.
 
-    Importing torch's compiler is too late for this: it sets the variable itself.
+    The folder is set before torch's compiler is imported, which would set the variable itself.
     """
     if transport := config.getoption("--transport"):
         os.environ["ZERO3_TRANSPORT"] = transport
@@ -39,12 +39,12 @@ def pytest_configure(config):
 
 
 class _CompilerCache:
-    """What is compiled is kept for the next session, as long as torch, this library and the
-    processor are as now: a stale graph would hide what a change breaks.
+    """Keeps compiled code for the next test run if torch, this library and the processor are
+    unchanged: a stale graph would hide what a change breaks.
 
-    A rank that was killed while it compiled may have left half a file. So each session leaves a
-    mark, which it takes away if it ends well, and one that is alone with another's empties the
-    folder.
+    A rank that was killed while it compiled may have left half a file. Each run therefore leaves a
+    mark in the folder and removes the mark if it ends well. A run that has the folder to itself
+    empties it if a mark is left.
     """
 
     def __init__(self):
@@ -69,7 +69,7 @@ class _CompilerCache:
     def _digest():
         digest = hashlib.sha256(f"{torch.version.git_version} {platform.machine()}".encode())
         digest.update(torch.backends.cpu.get_cpu_capability().encode())
-        for pattern in ("deepcompile_zero3/**/*.py", "csrc/*"):
+        for pattern in ("deepcompile_zero3/**/*.py", "csrc/**/*.*"):
             for path in sorted(ROOT.glob(pattern)):
                 digest.update(path.read_bytes())
         return digest.hexdigest()[:16]
@@ -92,22 +92,22 @@ def pytest_sessionfinish(session, exitstatus):
 
 
 def pytest_itemcollected(item):
-    """Tests with ranks run on one worker of pytest-xdist, so that ranks have the machine's cores;
-    those of one process on the other meanwhile.
+    """Runs tests with ranks on one worker of pytest-xdist, so that ranks have the machine's cores.
+    The other worker meanwhile runs tests of one process.
     """
     with_ranks = {"pools", "run_apart", "run_spawned"} & set(item.fixturenames)
     if with_ranks or hasattr(item.module, "RankPool"):
         item.add_marker(pytest.mark.xdist_group("ranks"))
     values = item.callspec.params if hasattr(item, "callspec") else {}
-    # Of all ways to run and to communicate, `make test` has the pairs in which each is met.
+    # `make test` runs pairs of ways to run and to communicate in which each way occurs.
     if (values.get("how"), values.get("transport")) == ("eager", "c10d"):
         item.add_marker(pytest.mark.long)
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m chooses
+@pytest.hookimpl(tryfirst=True)  # before -m selects tests
 def pytest_collection_modifyitems(items):
-    """Of a test that is marked ``thin``, `make test` has as many variants as are needed for each
-    value of each parameter, and for each pair of values where there are three parameters or more.
+    """Marks variants of ``thin`` tests as ``long``. `make test` runs as many variants as cover each
+    value of each parameter or, if there are three parameters or more, each pair of values.
     """
     variants = {}
     for item in items:
@@ -132,7 +132,7 @@ def pytest_collection_modifyitems(items):
 
 def pytest_collection_finish():
     gc.collect()
-    gc.freeze()  # or each collection would visit all of torch, which takes a fifth of a second
+    gc.freeze()  # otherwise each collection visits all of torch, which takes 0.2 s
 
 
 @pytest.fixture(scope="session")
@@ -145,9 +145,9 @@ def pools():
 
 @pytest.fixture
 def run_ranks(pools):
-    """``run_ranks(world_size, function, *args)``: ``function(*args)`` on every rank, its results.
+    """``run_ranks(world_size, function, *args)`` runs ``function(*args)`` on every rank.
 
-    ``timeout`` is in seconds; see :class:`ranks.RankPool`.
+    It returns the results by rank. ``timeout`` is in seconds; see :class:`ranks.RankPool`.
     """
 
     def run(world_size, function, *args, timeout=120):
@@ -173,13 +173,13 @@ def _run_in_new_ranks(start_method):
 
 @pytest.fixture
 def run_apart():
-    """As ``run_ranks(2, ...)``, in new processes: torch remembers equal meshes, and their groups,
-    for longer than those live.
+    """Like ``run_ranks(2, ...)``, but in new processes: torch remembers equal meshes and their
+    groups longer than they live.
     """
     return _run_in_new_ranks("forkserver")
 
 
 @pytest.fixture
 def run_spawned():
-    """The same in new interpreters, each with a hash seed and addresses of its own."""
+    """Like ``run_apart``, but in new interpreters with their own hash seeds and addresses."""
     return _run_in_new_ranks("spawn")

@@ -1,7 +1,7 @@
-"""Layers whose weight gradients arrive in various dtypes, and the contracts they are held to.
+"""Layers whose weight gradients arrive in various dtypes, under various contracts.
 
-One model has each layer under each contract; its loss sums over them, so that each gradient is
-that of the layer alone.
+One model has each layer under each contract. Its loss is a sum over layers, so that each gradient
+depends on its layer alone.
 """
 
 import torch
@@ -19,7 +19,7 @@ ROWS = 32
 
 
 class Fp32WeightGrad(torch.autograd.Function):
-    """A kernel whose weight gradient leaves in fp32, in which it was computed."""
+    """A kernel that computes and returns its weight gradient in fp32."""
 
     @staticmethod
     def forward(ctx, x, w):
@@ -33,7 +33,7 @@ class Fp32WeightGrad(torch.autograd.Function):
 
 
 class _CastWeightGrad(Fp32WeightGrad):
-    """The same, but its author casts to bf16."""
+    """A kernel that computes its weight gradient in fp32 and casts it to bf16."""
 
     @staticmethod
     def backward(ctx, grad):
@@ -42,7 +42,7 @@ class _CastWeightGrad(Fp32WeightGrad):
 
 
 class _LowWeightGrad(torch.autograd.Function):
-    """Computes in bf16 whatever the parameter's dtype; so the gradient leaves in bf16."""
+    """A kernel that computes and returns its weight gradient in bf16, in any parameter's dtype."""
 
     @staticmethod
     def forward(ctx, x, w):
@@ -62,7 +62,7 @@ def _weight_grad(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 @_weight_grad.register_fake
 def _(grad, x):
-    # Not what the kernel returns for bf16 operands.
+    # Wrong on purpose: for bf16 operands the kernel returns another dtype.
     return grad.new_empty(grad.shape[1], x.shape[1])
 
 
@@ -77,8 +77,8 @@ def _linear(x, w):
     return nn.functional.linear(x, w)
 
 
-# Names of layers to functions of activations [ROWS, WIDTH] and a weight [WIDTH, WIDTH]. Those that
-# are matmuls alone are computed alike by Inductor and by eager code.
+# Functions of activations [ROWS, WIDTH] and a weight [WIDTH, WIDTH], by name of layer. Inductor and
+# eager code compute pure matmuls alike.
 MATMULS = {
     "linear": _linear,
     "fp32 weight gradient": lambda x, w: Fp32WeightGrad.apply(x, w),
@@ -107,14 +107,14 @@ class Layer(nn.Module):
 
 
 class Kernel(nn.Linear):
-    """Gives its weight a gradient in fp32."""
+    """A linear layer whose weight gradient is in fp32."""
 
     def forward(self, x):
         return Fp32WeightGrad.apply(x, self.weight)
 
 
 class Contracts(nn.Module):
-    """Every layer under every contract."""
+    """A model of every layer under every contract."""
 
     def __init__(self, dtype):
         super().__init__()
@@ -133,7 +133,7 @@ class Contracts(nn.Module):
         return {name: layer(x) for name, layer in self.layers.items()}
 
     def gradients(self, run, x):
-        """The ``.grad`` of each layer, by its name, after one backward."""
+        """Returns the ``.grad`` of each layer, by name, after one backward."""
         sum(out.float().square().mean() for out in run(x).values()).backward()
         return {name: layer[0].weight.grad for name, layer in self.layers.items()}
 

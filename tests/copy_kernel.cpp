@@ -1,6 +1,6 @@
-// Runs the copying kernel of a GPU on this processor, thread after thread, and looks at each
-// element of what it wrote and at what it should have left alone.
-#include "../csrc/copy_kernel.h"
+// Runs the GPU's copy kernel on the CPU, one thread after the other, and checks every written
+// element and the memory that must stay untouched.
+#include "../csrc/kernels/copy_kernel.h"
 
 #include <cmath>
 #include <cstdio>
@@ -20,7 +20,7 @@ using zero3::CopyBatch;
 constexpr unsigned char kUntouched = 0xA5;
 
 template <typename T>
-double cast(double value) {  // as torch casts
+double cast(double value) {  // casts as torch does
   if constexpr (std::is_same_v<T, double>) return value;
   return static_cast<double>(static_cast<T>(static_cast<float>(value)));
 }
@@ -38,7 +38,7 @@ double through_dtype(double value, ScalarType through) {
   }
 }
 
-// One whose memory begins so many elements behind a multiple of 16 bytes.
+// A tensor whose memory begins `skipped` elements after a multiple of 16 bytes.
 template <typename T>
 class Tensor {
  public:

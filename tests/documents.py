@@ -1,4 +1,4 @@
-"""Tables of the documents, whose rows name tests in their last cell."""
+"""Reads tables of the documents whose rows name tests in their last cell."""
 
 from pathlib import Path
 
@@ -6,14 +6,14 @@ ROOT = Path(__file__).parent.parent
 
 
 def rows_of(document):
-    """The rows of all tables of ``docs/<document>`` that end with tests, as lists of cells."""
+    """Returns the table rows of ``docs/<document>`` that end with tests, as lists of cells."""
     lines = (ROOT / "docs" / document).read_text().splitlines()
     rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
     return [row for row in rows if "::" in row[-1]]
 
 
 def assert_tests_exist(cell):
-    """Each of a cell's tests is there."""
+    """Asserts that each of a cell's tests exists."""
     for test in cell.split(", "):
         file, name = test.strip("`").split("::")
         assert f"def {name}(" in (ROOT / "tests" / file).read_text(), test

@@ -1,8 +1,8 @@
-"""Small models, and the reference that a sharded one is compared with.
+"""Small models, and the reference that sharded models are compared with.
 
 The reference is one process of plain PyTorch on the whole batch. Losses are means over the batch,
-and every rank takes an equal part of it, so the mean of the ranks' gradients is the gradient of
-the whole.
+and every rank takes an equal part of the batch. The mean of the ranks' gradients is therefore the
+gradient of the whole batch.
 """
 
 import copy
@@ -32,7 +32,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks, then a head: [batch, width] -> [batch, width]."""
+    """Blocks and a head: [batch, width] -> [batch, width]."""
 
     def __init__(self, width=8, depth=2):
         super().__init__()
@@ -46,26 +46,26 @@ class Stack(nn.Module):
 
 
 def shard(model, blocks=(), **kwargs):
-    """``model``, sharded, and a whole copy; ``kwargs`` are those of ``fully_shard``."""
+    """Returns ``model``, sharded with ``kwargs`` of ``fully_shard``, and an unsharded copy."""
     reference = copy.deepcopy(model)
     for block in blocks:
         fully_shard(block, **kwargs)
     return fully_shard(model, **kwargs), reference
 
 
-# Inductor takes ten times as long as the rewritten graphs take op by op: where a test is not about
-# Inductor, only `make test-all` goes through it.
+# Inductor takes ten times as long as running rewritten graphs op by op. Tests that are not about
+# Inductor go through it in `make test-all` only.
 INDUCTOR_TOO = (pytest.mark.inductor, pytest.mark.long)
 through_inductor_too = pytest.param("zero3", marks=INDUCTOR_TOO)
 
-# How a model may run, see `compiled`.
+# Ways to run a model: see `compiled`.
 each_way = pytest.mark.parametrize("how", ["eager", "interpreted", through_inductor_too])
 compiled_each_way = pytest.mark.parametrize("how", ["interpreted", through_inductor_too])
 
 
 def compiled(model, how, fullgraph=False, **options):
-    """``model`` as it runs under "zero3", "interpreted" (zero3 without Inductor), "eager" or
-    "inductor". Backward gathers again what forward gathered, unless ``options`` say otherwise.
+    """Returns ``model`` to run with "zero3", "interpreted" (zero3 without Inductor), "eager" or
+    "inductor". Backward gathers all parameters again, unless ``options`` say otherwise.
     """
     match how:
         case "zero3" | "interpreted":
@@ -79,29 +79,29 @@ def compiled(model, how, fullgraph=False, **options):
 
 
 def batch_of(*shape, seed=0):
-    """Random numbers, the same on every rank."""
+    """Returns random numbers, the same on every rank."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def mine(batch, group=None):
-    """This rank's rows of a batch whose rows divide by the ranks."""
+    """Returns this rank's rows of a batch, whose number of rows is divisible by that of ranks."""
     rows = batch.shape[0] // dist.get_world_size(group)
     assert rows * dist.get_world_size(group) == batch.shape[0]
     return batch.narrow(0, dist.get_rank(group) * rows, rows)
 
 
 def mean_square(model, x):
-    """A loss: the mean over the batch."""
+    """Returns a loss that is a mean over the batch."""
     return model(x).square().mean()
 
 
 def assert_same_step(model, reference, batch, *, run=None, optimizers=(), loss=mean_square):
-    """Takes a step with both and compares gradients, then parameters.
+    """Takes a step with both models and compares gradients, then parameters.
 
     Args:
-        batch: the whole, the same on every rank.
-        run: what is called in place of ``model``: the compiled one.
-        optimizers: of both; without, gradients are compared and kept.
+        batch: the whole batch, the same on every rank.
+        run: called in place of ``model``, such as the compiled model.
+        optimizers: optimizers of both models. Without them, only gradients are compared, and kept.
     """
     loss(model if run is None else run, mine(batch)).backward()
     loss(reference, batch).backward()
@@ -114,12 +114,12 @@ def assert_same_step(model, reference, batch, *, run=None, optimizers=(), loss=m
 
 
 def optimizers_of(*models):
-    """One for each: plain SGD with momentum, which does not blow rounding errors up."""
+    """Returns an optimizer for each model: SGD with momentum does not amplify rounding errors."""
     return [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
 
 
 def assert_same_gradients(model, reference, tolerance=1e-5):
-    """Gradients are placed as their parameters are, and equal the reference's, None's included."""
+    """Asserts that gradients equal the reference's, None included, with parameters' placements."""
     for (fqn, parameter), (_, whole) in _pairs(model, reference):
         if whole.grad is None:
             assert parameter.grad is None, f"{fqn}: .grad is not None"
@@ -134,18 +134,18 @@ def assert_same_gradients(model, reference, tolerance=1e-5):
 
 
 def assert_same_parameters(model, reference, tolerance=1e-5):
-    """Every parameter is a shard of the reference's."""
+    """Asserts that every parameter is a shard of the reference's."""
     for (fqn, parameter), (_, whole) in _pairs(model, reference):
         assert isinstance(parameter, DTensor), f"{fqn} is a {type(parameter).__name__}"
         shard, whole = parameter.detach().double(), whole.detach().double()
         error = (shard.full_tensor() - whole).norm()
-        # One that began at zero and whose gradient is rounding noise has hardly moved from there.
+        # A parameter that began at zero and whose gradient is rounding noise has hardly moved.
         difference = (error / whole.norm().clamp_min(1e-3)).item()
         assert difference <= tolerance, f"{fqn}: parameters differ by {difference:.1e}"
 
 
 def relative_difference(actual, expected):
-    """The norm of the difference by the norm of what is expected."""
+    """Returns the norm of the difference over the norm of the expected tensor."""
     assert actual.shape == expected.shape, f"{actual.shape} where {expected.shape} is expected"
     actual, expected = actual.detach().double(), expected.detach().double()
     difference = (actual - expected).norm()
@@ -153,7 +153,7 @@ def relative_difference(actual, expected):
 
 
 def in_little_memory(function, *args):
-    """``function(*args)``, whose copies take turns in three times the largest."""
+    """Returns ``function(*args)``, run with copies that take turns in three times the largest."""
     before, one_host.RING_BYTES = one_host.RING_BYTES, 0
     try:
         return function(*args)
@@ -162,7 +162,7 @@ def in_little_memory(function, *args):
 
 
 def in_backward(function):
-    """The result of ``function()``, called by the autograd engine."""
+    """Returns the result of ``function()``, called by the autograd engine."""
     results = []
 
     class Call(torch.autograd.Function):
@@ -186,9 +186,9 @@ def _pairs(model, reference):
 
 
 def for_all(cases, check, examples):
-    """``check(case)`` on all ranks, for so many of the ``cases``, a strategy of hypothesis.
+    """Runs ``check(case)`` on all ranks for ``examples`` cases of ``cases``, a hypothesis strategy.
 
-    What is drawn may depend on the modules of a process: the first rank draws for all.
+    Drawn cases may depend on the modules of a process. Rank 0 therefore draws for all ranks.
     """
 
     @settings(max_examples=examples, deadline=None, derandomize=True, database=None)

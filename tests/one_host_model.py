@@ -1,18 +1,18 @@
-"""A model of ``csrc/one_host.h``, of which :func:`explore` tries all interleavings.
+"""A model of ``csrc/transport`` where ranks share memory: :func:`explore` tries all interleavings.
 
-A rank is a list of steps. Each is atomic, and reads or writes a word of the memory that ranks
-share: those of ``Progress`` and ``Standing``, the rows of a copy, and the cells that a mailbox
-consists of, or a ``Ring`` of copies. What is no atomic word in C++ takes two steps to write and is
-``TORN`` in between, so that whoever reads too early or too late sees it.
+A rank is a list of atomic steps. Each step reads or writes a word of the memory that ranks share:
+words of ``Progress`` and ``Standing``, rows of a copy, and cells of a mailbox or of a ``Ring`` of
+copies. Data that is not an atomic word in C++ takes two steps to write and is ``TORN`` in between,
+so that a read that comes too early or too late is detected.
 
-A wait is one step, which is possible when what it waits for is there; how a rank hears of that is
-a model of its own, :class:`Sleeper`. It may look at several words, and that loses nothing: they
-only grow, so that one look at all of them finds what looks at one after the other do. A rank goes
-back to an earlier step only when it has published or summed something, or the bell has rung, so
-that no run is endless: where nobody gets stuck, all finish.
+A wait is one step, which is possible once its condition holds; :class:`Sleeper` models how a rank
+is woken. A wait may look at several words in one step. The words only grow, so that one look at all
+of them finds the same as looks at one after the other. A rank goes back to an earlier step only
+after it has published or summed something, or after the bell has rung. No run is therefore endless:
+if no rank gets stuck, all finish.
 
-Memory is sequentially consistent here. Whether each acquire meets its release is what
-ThreadSanitizer says of the real thing: ``test_one_host_random.py``.
+Memory is sequentially consistent here. ThreadSanitizer checks in ``test_one_host_random.py`` that
+each acquire of the C++ code meets its release.
 """
 
 from collections import deque
@@ -21,24 +21,24 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 TORN = 255
-GRADIENTS = 8  # of one parameter in one backward, at most: 1 << 16 in C++
-CALLS = 2  # in one backward, at most: 1 << 8 in C++
-BACKWARDS = 2  # from one publication to the next, at most: 1 << 12 in C++
-RAISES = 1 << 20  # so many steps further goes a rank that raises: beyond its last
+GRADIENTS = 8  # at most, of a parameter in a backward: 1 << 16 in C++
+CALLS = 2  # at most, in a backward: 1 << 8 in C++
+BACKWARDS = 2  # at most, between two publications: 1 << 12 in C++
+RAISES = 1 << 20  # steps by which a rank that raises goes on: beyond its last
 
-Memory = bytes  # one for each word
+Memory = bytes  # one byte for each word
 
-# From memory, and what the rank remembers, to both afterwards, and to how many steps further it
-# goes on. It gives none if the rank has to wait, and several if it may do either.
+# Maps memory and the rank's local state to outcomes: new memory, new state, and the number of steps
+# to go on by. There is no outcome if the rank has to wait, and several if it has a choice.
 Step = Callable[[Memory, Any], Iterable[tuple[Memory, Any, int]]]
 
 
 class ProtocolError(Exception):
-    """Some interleaving breaks the protocol."""
+    """An interleaving that breaks the protocol."""
 
 
 class Layout:
-    """Where each word is: each rank has as many of a kind as ``counts`` says."""
+    """The positions of words in memory; each rank has ``counts[kind]`` words of a kind."""
 
     def __init__(self, world_size: int, **counts: int):
         self.world_size = world_size
@@ -61,12 +61,12 @@ class Layout:
 
 
 class Program:
-    """The steps of one rank, each with its name."""
+    """The named steps of one rank."""
 
     def __init__(self, layout: Layout, rank: int, local: Any):
         self.layout = layout
         self.rank = rank
-        self.local = local  # at first
+        self.local = local  # the initial state
         self.steps: list[tuple[str, Step]] = []
 
     def add(self, name: str, step: Step) -> None:
@@ -85,12 +85,12 @@ def with_word(memory: Memory, index: int, value: int) -> Memory:
 
 
 def explore(programs: Sequence[Program]) -> int:
-    """Visits all states that ranks may come to, and gives their number.
+    """Visits all states that the ranks can reach and returns their number.
 
-    Once a rank has raised, the others may wait for ever.
+    After a rank has raised, the others may wait for ever.
 
     Raises:
-        ProtocolError: one of them is wrong, with a shortest way there.
+        ProtocolError: a state is wrong; the message has a shortest path to it.
     """
     start = (programs[0].layout.zeros(), tuple((0, program.local) for program in programs))
     came_from: dict[Any, Any] = {start: None}
@@ -140,46 +140,46 @@ class Letter(NamedTuple):
     parameter: int
     epoch: int
     backward: int
-    gradient: int | None  # what all ranks must have deposited; None: the backward will raise
+    gradient: int | None  # the same on all ranks; None if the backward will raise
 
 
 class Local(NamedTuple):
-    """What a rank remembers, as far as it depends on what others did."""
+    """A rank's local state, as far as it depends on other ranks."""
 
-    held: tuple[tuple[int, int], ...]  # parameter and epoch, in each cell of its mailbox
-    cell: int = 0  # that the next gradient goes to
+    held: tuple[tuple[int, int], ...]  # parameter and epoch of each cell of the mailbox
+    cell: int = 0  # the cell of the next gradient
     unsummed: tuple[Letter, ...] = ()
     summing: Letter | None = None
-    cells: tuple[int, ...] = ()  # that others' gradients are in
+    cells: tuple[int, ...] = ()  # cells of other ranks' gradients
 
 
 @dataclass(eq=False)
 class Turn:
-    """A publication's, in a cell of a ring."""
+    """The turn of a publication in a cell of a ring."""
 
     cell: int
-    history: int = 0  # how many turns the ring has had
+    history: int = 0  # the number of turns that the ring has had
     pins: int = 0
     is_viewed: bool = False
-    is_over: bool = False  # another has the cell
+    is_over: bool = False  # another turn has the cell
 
 
 @dataclass(eq=False)
 class Bucket:
-    """A ``PublishedBucket``."""
+    """A ``SharedGather``."""
 
     parameters: tuple[int, ...]
     in_backward: bool
     started: int = 0
-    pinned: list[Turn] = field(default_factory=list)  # of those under way
+    pinned: list[Turn] = field(default_factory=list)  # turns of gathers under way
 
 
 class Rank(Program):
-    """What one rank does with the copies and the mailboxes.
+    """The steps of one rank on copies and mailboxes.
 
-    The copies take turns in ``ring`` cells, or each has its own. ``without`` names something that
-    it does not do, which explore() has to find. It also finds ranks that have gathered different
-    things, unless they ``may_raise``, as they should.
+    Copies take turns in ``ring`` cells, or each copy has its own cell. ``without`` names an action
+    that the rank omits, which ``explore`` has to find. ``explore`` also finds ranks that have
+    gathered different things, unless ``may_raise`` lets the ranks raise, as real ranks do.
     """
 
     def __init__(
@@ -203,13 +203,13 @@ class Rank(Program):
         self._without = without
         self._may_raise = may_raise
         self._others = [other for other in range(world_size) if other != rank]
-        shared = deque(Turn(cell) for cell in range(ring or 0))  # the oldest is the next to go
+        shared = deque(Turn(cell) for cell in range(ring or 0))  # the oldest turn ends next
         self._rings = [shared if ring else deque([Turn(p)]) for p in range(parameters)]
         self._turns = [Turn(p, is_over=True) for p in range(parameters)]  # the latest
-        self._buckets: dict[tuple[int, ...], Bucket] = {}  # that have been started
+        self._buckets: dict[tuple[int, ...], Bucket] = {}  # buckets that have been started
         self._crowded_out: list[Bucket] = []
-        self._epochs = [0] * parameters  # of a Publication
-        self._latest = [0] * parameters  # of a Deposit
+        self._epochs = [0] * parameters  # as in Publication
+        self._latest = [0] * parameters  # as in Deposit
         self._publications = 0
         self._latest_backward = 0
         self._latest_call = 0
@@ -218,7 +218,7 @@ class Rank(Program):
     # ---- gathers
 
     def start(self, *parameters: int, in_backward: bool = False) -> None:
-        """Arrives, as far as there is room, and publishes what nobody reads any more."""
+        """Arrives as far as there is room, and publishes to copies that nobody reads any more."""
         bucket = self._buckets[parameters] = Bucket(parameters, in_backward)
         if not self._crowded_out or self._without == "line":
             for p in self._start_some(bucket):
@@ -249,7 +249,7 @@ class Rank(Program):
             return False
         old = ring.popleft()
         if old.is_viewed and self._without != "leave":
-            self._read(old)  # moves out
+            self._read(old)  # copies its views out
         old.is_over = True
         self._epochs[p] += 1
         history = max(turn.history for turn in (old, *ring)) + 1
@@ -270,7 +270,7 @@ class Rank(Program):
         self._publish(p, waits=self._without == "patience")
 
     def wait(self, *parameters: int) -> None:
-        """Publishes what is left, and waits for the others' rows, as often as it takes."""
+        """Publishes the remaining rows and waits for other ranks' rows, in rounds."""
         bucket = self._buckets.pop(parameters)
         finished = 0
         while finished < len(parameters):
@@ -299,7 +299,7 @@ class Rank(Program):
             for i, (published, epoch, may_publish) in enumerate(parts):
                 if memory[published] < epoch and may_publish(memory):
                     yield memory, local, 1 + sums + self._steps_of_publish * i
-            # Others may wait for that.
+            # Other ranks may wait for the sum.
             if sums and local.unsummed and self._is_there(memory, local.unsummed[0]):
                 yield memory, local._replace(summing=local.unsummed[0]), 1
             if self._without == "published" or all(check(memory) for check in complete):
@@ -326,7 +326,7 @@ class Rank(Program):
             alike = all(memory[index] == turn.history for index in histories)
             if alike or self._without in ("arrived", "history"):
                 return [(memory, local, 1)]
-            if not waits:  # others have raised, as this rank will, and go on at other places
+            if not waits:  # others have raised, as this rank will, and are elsewhere
                 return [(memory, local, self._steps_of_publish)]
             if self._may_raise:
                 return [(memory, local, RAISES)]
@@ -338,9 +338,9 @@ class Rank(Program):
         self.store("published", p, self._epochs[p], then)
 
     def read(self, p: int) -> None:
-        """Reads the copy, one rank's rows after the other: all are of the latest publication."""
+        """Reads the copy rank by rank; all rows must be of the latest publication."""
         turn = self._turns[p]
-        if not turn.is_over or self._without == "leave":  # or it has memory of its own
+        if not turn.is_over or self._without == "leave":  # otherwise the view has its own memory
             self._read(turn)
 
     def _read(self, turn: Turn) -> None:
@@ -359,7 +359,7 @@ class Rank(Program):
     # ---- reductions
 
     def begin(self) -> int:
-        """The number of a backward that begins."""
+        """Begins a backward and returns its number."""
         number = self._latest_backward = self._next_backward()
         self._running.add(number)
         return number
@@ -377,12 +377,12 @@ class Rank(Program):
             self.store("settled", 0, min(self._running, default=self._next_backward()))
 
     def end(self, backward: int) -> None:
-        """Says that this rank reads nothing of it any more."""
+        """Tells the others that this rank reads nothing of the backward any more."""
         self._running.remove(backward)
         self._settle()
 
     def call(self, backward: int, what: int) -> int:
-        """Says something to all, who have heard what it said before; gives the number of that."""
+        """Tells all ranks ``what`` once they have heard the previous call; returns the new call."""
         latest = self._latest_call
         self._latest_call = max(latest, backward * CALLS) + 1
         self._summing(
@@ -397,7 +397,7 @@ class Rank(Program):
         return self._latest_call
 
     def hear(self, call: int, what: int) -> None:
-        """Waits for all to have said it."""
+        """Waits until all ranks have made the call, and reads what they said."""
         is_said = self._reached("called", 0, call)
         self._summing(
             f"wait for call {call}",
@@ -417,14 +417,14 @@ class Rank(Program):
         self.add(f"read what {other} says", read)
 
     def forget(self, call: int) -> None:
-        """Says that this rank reads, or will read, nothing of it any more."""
+        """Tells the others that this rank reads nothing of the call any more."""
         self.store("heard", 0, call)
 
     def _is_heard(self, memory: Memory, call: int) -> bool:
         return self._is_over(memory, "heard", 0, call, call // CALLS)
 
     def deposit(self, p: int, backward: int, gradient: int, raises: bool = False) -> None:
-        """Finds a cell, writes the gradient there, and posts it."""
+        """Finds a cell, writes the gradient into it and posts the gradient."""
         latest = self._latest[p]
         first = 0 if self._without == "backward" else backward * GRADIENTS
         epoch = max(latest, first) + 1
@@ -447,7 +447,7 @@ class Rank(Program):
         self._poll()
 
     def finish(self, backward: int) -> None:
-        """Sums all that it deposited in this backward."""
+        """Sums all gradients that this rank deposited in the backward."""
         self._summing(
             f"finish {backward}",
             lambda memory, local: (
@@ -456,7 +456,7 @@ class Rank(Program):
         )
 
     def drop(self) -> None:
-        """Sums nothing of what is left, as when a backward raises."""
+        """Drops all unsummed gradients, as when a backward raises."""
 
         def drop(memory: Memory, local: Local):
             if not local.unsummed:
@@ -467,7 +467,7 @@ class Rank(Program):
         self.add("drop", drop)
 
     def _take(self, memory: Memory, local: Local) -> list[Local]:
-        """Any free cell. An arena gives the lowest, but may know of fewer."""
+        """Returns all free cells. An arena returns the lowest that it knows to be free."""
         return [
             local._replace(cell=cell)
             for cell, held in enumerate(local.held)
@@ -494,7 +494,7 @@ class Rank(Program):
         self.add(f"describe {letter.gradient}", describe)
 
     def _poll(self) -> None:
-        """Sums letters in their order until one is not there."""
+        """Sums letters in order until one is not there."""
 
         def poll(memory: Memory, local: Local):
             if local.unsummed and self._is_there(memory, local.unsummed[0]):
@@ -505,7 +505,7 @@ class Rank(Program):
         self._sum()
 
     def _summing(self, name: str, leave: Callable[[Memory, Local], list[Local]]) -> None:
-        """Waits until ``leave`` gives something, and meanwhile sums any letter that is there."""
+        """Waits until ``leave`` returns a state, and meanwhile sums any letter that is there."""
 
         def wait(memory: Memory, local: Local):
             for letter in local.unsummed:
@@ -522,7 +522,7 @@ class Rank(Program):
         return 2 * len(self._others) + 1
 
     def _sum(self) -> None:
-        """Sums the letter that was chosen a step ago, to which it then goes back."""
+        """Sums the letter that the previous step chose, and goes back to that step."""
         for other in self._others:
             self._find_addend(other)
         for other in self._others:
@@ -549,7 +549,7 @@ class Rank(Program):
             cell, *cells = local.cells
             gradient = memory[self.layout.of("mailbox", cell, other)]
             expected = local.summing.gradient
-            if expected is None:  # nobody gets this sum, but nobody may write there
+            if expected is None:  # the sum is dropped, but nobody may write there
                 self._expect(f"gradient of {other} is whole", gradient != TORN, True)
             else:
                 self._expect(f"gradient of {other}", gradient, expected)
@@ -565,7 +565,7 @@ class Rank(Program):
         return self._is_over(memory, "consumed", p, epoch, epoch // GRADIENTS)
 
     def _is_over(self, memory: Memory, kind: str, which: int, value: int, backward: int) -> bool:
-        """Of each rank, either the word has that value, or the backward is one of before."""
+        """Returns whether each rank's word has reached ``value`` or its backward is over."""
         return all(
             memory[word] >= value or memory[settled] > backward
             for word, settled in zip(
@@ -590,15 +590,15 @@ class Rank(Program):
 
 
 class Sleeper(Program):
-    """``Host::ring`` and ``Host::wait``, which is to find what it waits for without its naps.
+    """The steps of ``Host::ring`` and ``Host::wait``, which must not depend on the wait's naps.
 
-    ``order`` says what is done in the wrong order.
+    ``order`` names two actions that are done in the wrong order.
     """
 
     def __init__(self, rank: int, world_size: int, order: str = ""):
         layout = Layout(world_size, rung=1, sleepers=1, asleep=1, word=1)
         super().__init__(layout, rank, local=0)
-        self._rung = layout.of("rung", 0, 0)  # the others' are not used
+        self._rung = layout.of("rung", 0, 0)  # the words of other ranks are not used
         self._sleepers = layout.of("sleepers", 0, 0)
         self._order = order
 
@@ -620,7 +620,7 @@ class Sleeper(Program):
         return [(memory, local, 1)]
 
     def wait(self, value: int) -> None:
-        """Waits until all ranks' words have this value."""
+        """Waits until the words of all ranks have reached ``value``."""
         asleep = self.layout.of("asleep", 0, self.rank)
         words = self.layout.of_all("word", 0)
         listens_first = self._order != "looks before it listens"
@@ -632,7 +632,7 @@ class Sleeper(Program):
             is_there = all(memory[index] >= value for index in words)
             return [(memory, local, 1 if not is_there else 4 if listens_first else 5)]
 
-        def sleep(memory: Memory, local: int):  # unless it has rung
+        def sleep(memory: Memory, local: int):  # unless the bell has rung
             return [(with_word(memory, asleep, memory[self._rung] == local), 0, 1)]
 
         def wake_up(memory: Memory, local: int):

@@ -1,11 +1,11 @@
-// Threads play the ranks of one host. All run one random program, each with delays of its own, and
-// compare every gather and every sum with what it should be.
+// Threads play the ranks of one host. All run the same random program, each with its own delays,
+// and compare every gather and every sum with the expected values.
 //
-// They do what publish.cpp and mailbox.cpp do, with arrays for tensors. What they share is plain
-// memory, so that ThreadSanitizer sees whoever reads or writes it too early or too late.
+// The threads follow shared_gather.cpp and mailbox.cpp, with arrays in place of tensors. They share
+// plain memory, so that ThreadSanitizer detects reads and writes that come too early or too late.
 //
-// MISTAKE lets ranks write without waiting for those that read: 1 to copies, 2 to mailboxes, 3 to
-// places of copies that they have started themselves, 4 what they say when a backward begins.
+// MISTAKE makes ranks write without waiting for readers: 1 to copies, 2 to mailboxes, 3 to places
+// of copies whose gathers they have started themselves, 4 to the calls at the start of a backward.
 
 #include <sched.h>
 #include <sys/mman.h>
@@ -22,7 +22,11 @@
 #include <stdexcept>
 #include <thread>
 
-#include "../csrc/one_host.h"
+#include "transport/backwards.h"
+#include "transport/deposit.h"
+#include "transport/host.h"
+#include "transport/publication.h"
+#include "transport/ring.h"
 
 #ifndef MISTAKE
 #define MISTAKE 0
@@ -36,7 +40,7 @@ using Element = uint64_t;
 using Random = std::mt19937_64;
 
 constexpr int kParameters = 8;
-constexpr int kInTurns = 6;  // of them; each of the others has a place of its own
+constexpr int kInTurns = 6;  // share a ring; each other parameter has its own place
 constexpr int64_t kMaxElements = 300;
 constexpr int64_t kMailbox = 12 << 10;  // bytes: five of the largest gradients
 constexpr int kOperations = 3400;       // gathers and reductions of each world
@@ -49,7 +53,7 @@ int64_t below(Random& random, int64_t bound) { return static_cast<int64_t>(rando
   std::_Exit(1);
 }
 
-// One element of what `rank` has of a parameter, the first time, the second time, ...
+// An element of the part of a parameter that `rank` has at a given time.
 Element value_of(int64_t rank, int64_t parameter, uint64_t time, int64_t index) {
   Element value = 1;
   for (Element part : {Element(rank), Element(parameter), Element(time), Element(index)})
@@ -57,7 +61,7 @@ Element value_of(int64_t rank, int64_t parameter, uint64_t time, int64_t index) 
   return value;
 }
 
-// What the ranks share. Some parameters have fewer elements than there are ranks.
+// The ranks' shared memory. Some parameters have fewer elements than there are ranks.
 struct Shared {
   explicit Shared(int64_t world_size, Random random) : world_size(world_size) {
     standings = allocate<Standing>(world_size);
@@ -79,12 +83,12 @@ struct Shared {
     void* zeros = mmap(nullptr, count * sizeof(T), PROT_READ | PROT_WRITE,
                        MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (zeros == MAP_FAILED) fail("no memory");
-    return static_cast<T*>(zeros);  // until the program ends
+    return static_cast<T*>(zeros);  // never freed
   }
 
   int64_t nbytes(int p) const { return sizes[p] * sizeof(Element); }
   int64_t chunk(int p) const { return (sizes[p] + world_size - 1) / world_size; }
-  // Of a block that one rank has all rows of.
+  // The rank that has all rows of a parameter, if any.
   std::optional<int64_t> owner(int p) const {
     return p % 2 == 1 ? std::optional(p % world_size) : std::nullopt;
   }
@@ -96,21 +100,21 @@ struct Shared {
   char* mailboxes;
   std::vector<int64_t> sizes;
   std::vector<Progress*> progress;
-  int64_t capacity;  // in bytes, of the ring
+  int64_t capacity;  // bytes of the ring
   char* ring;
-  std::vector<char*> copies;  // in which memory each comes to a place
+  std::vector<char*> copies;  // the memory of each parameter's copies
 };
 
-// What a forward may keep.
+// A view that a forward may keep.
 struct View {
   int parameter;
   uint64_t epoch;
   const Element* data;
-  std::vector<Element> own;  // when its turn is over
+  std::vector<Element> own;  // the data once the turn is over
 };
 using ViewPtr = std::shared_ptr<View>;
 
-// As in publish.h.
+// As in shared_memory.h.
 class Copy {
  public:
   Copy(const Shared& shared, int p, int64_t rank, std::shared_ptr<Ring> ring)
@@ -173,7 +177,7 @@ struct Letter {
   int parameter;
   uint64_t epoch;
   uint64_t time;
-  bool raises;  // its backward will
+  bool raises;  // whether the backward will raise
   bool is_summed = false;
 };
 using LetterPtr = std::shared_ptr<Letter>;
@@ -219,7 +223,7 @@ class Rank {
   }
 
  private:
-  // Ranks are fast and slow at different times.
+  // Delays ranks at different times.
   void linger() {
     const auto dice = below(own_, 64);
     if (dice < 8) sched_yield();
@@ -243,7 +247,7 @@ class Rank {
     });
   }
 
-  // All ranks raise when they have started. What they have started may stay for a while.
+  // All ranks raise after they have started gathers. The gathers may stay for a while.
   void raising_forward() {
     forget_abandoned();
     auto parameters = some_parameters();
@@ -256,7 +260,7 @@ class Rank {
     abandoned_.clear();
   }
 
-  // Up to three buckets at a time, of one parameter or two.
+  // Gathers up to three buckets at a time, of one or two parameters.
   template <typename Visit>
   void gather(const std::vector<int>& parameters, bool in_backward, Visit visit) {
     std::deque<Bucket> buckets;
@@ -329,7 +333,8 @@ class Rank {
     return std::nullopt;
   }
 
-  // Who does not wait yet may be late: others have raised, as it will, and go on at other places.
+  // A rank that does not wait yet may be late: others have raised, as this rank will, and go on at
+  // other places.
   void publish_where_possible(const Bucket& bucket, bool waits) {
     bool published = false;
     for (size_t k = bucket.finished; k < bucket.started; ++k) {
@@ -364,7 +369,7 @@ class Rank {
 
   // ---- reductions
 
-  // Each parameter may come twice, and another backward may run inside.
+  // Each parameter may come twice, and another backward may run inside this one.
   void backward(bool may_nest) {
     auto parameters = some_parameters();
     for (int p : some_parameters()) parameters.push_back(p);
@@ -382,8 +387,8 @@ class Rank {
     end(number);
   }
 
-  // Each rank comes as far as it comes, but to its first gradient. All that it would send have room
-  // in its mailbox, for nobody may read them before it raises.
+  // Each rank deposits at least one gradient before it raises. A rank's mailbox has room for all of
+  // them, since other ranks may raise before they read.
   void raising_backward() {
     auto parameters = some_parameters();
     parameters.resize(std::min<size_t>(parameters.size(), 3));
@@ -409,7 +414,7 @@ class Rank {
     host_.ring();
   }
 
-  // As in roll_call.cpp.
+  // Follows shared_presences.cpp.
   void call(uint64_t backward) {
     hear();
     if (MISTAKE != 4)
@@ -438,7 +443,7 @@ class Rank {
       return {{std::move(silent), "a call"}};
     });
     for (int64_t rank = 0; rank < shared_.world_size; ++rank) {
-      if (calls_.model_of(rank) != value_of(0, 0, *call_, 1)) fail("a model is wrong");
+      if (calls_.topic_of(rank) != value_of(0, 0, *call_, 1)) fail("a topic is wrong");
       for (int p = 0; p < kParameters; ++p) {
         linger();
         const auto presence = shared_.progress[p][rank].presence.load(std::memory_order_relaxed);
@@ -583,7 +588,7 @@ class Rank {
   std::vector<Deposit> deposits_;
   Backwards backwards_;
   Calls calls_;
-  std::optional<uint64_t> call_;  // that it has made and not heard
+  std::optional<uint64_t> call_;  // the call that this rank has made and not heard
   Arena arena_;
   std::list<LetterPtr> unsummed_;
   std::list<Unread> unread_;

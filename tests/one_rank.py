@@ -1,4 +1,4 @@
-"""A job of one rank in the test's own process, for what does not depend on the world size."""
+"""A job of one rank in the test's process, for tests that do not depend on the world size."""
 
 import gc
 
@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 
 def start(backend, folder, **settings):
-    gc.collect()  # what an earlier test left, and with it the name of its model
+    gc.collect()  # frees an earlier test's model, and with it the model's name
     store = f"file://{folder}/store"
     dist.init_process_group(backend, init_method=store, rank=0, world_size=1, **settings)
     torch.manual_seed(0)
@@ -22,7 +22,7 @@ def end():
 
 @pytest.fixture
 def one_rank(tmp_path):
-    """A gloo process group of one rank; what the test sharded is gone afterwards, names too."""
+    """A gloo process group of one rank; sharded models and their names are gone afterwards."""
     start("gloo", tmp_path)
     yield
     end()

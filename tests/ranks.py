@@ -1,10 +1,10 @@
 """Processes that play the ranks of a job over gloo.
 
-Processes are forked from one that has imported torch, its compiler and this library, and start in
-no time. A pool's live as long as the test session; each run has a process group of its own. A run
-that takes too long is a failure, and so is one in which a rank fails: the others get a few seconds
-to fail for a reason of their own, then the pool is killed, and the next run gets a new one. A rank
-that had to be killed says where it hung.
+Processes are forked from a process that has imported torch, its compiler and this library, so that
+they start at once. The processes of a pool live as long as the test session; each run has its own
+process group. A run fails if it takes too long or if a rank fails. The other ranks then get a few
+seconds to fail on their own, the pool is killed, and the next run starts a new one. The stack of a
+rank that had to be killed is reported.
 """
 
 import faulthandler
@@ -23,10 +23,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-# How long the other ranks may go on when one has failed: they are likely to wait for it.
+# Seconds that the other ranks may go on after one has failed: they are likely to wait for it.
 GRACE_SECONDS = 5.0
 
-# What takes long to import.
+# Modules that take long to import.
 _PRELOADED = [
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
@@ -38,10 +38,10 @@ _PRELOADED = [
 
 
 class RankPool:
-    """``world_size`` processes, with ``environment`` in theirs, which run a function at a time.
+    """``world_size`` processes that run one function at a time, with ``environment`` set.
 
-    They are forked, and share the hash seed and the addresses of what was in memory; "spawn" starts
-    new interpreters, which do not.
+    Forked processes share the hash seed and the addresses of existing objects; "spawn" starts new
+    interpreters, which share neither.
     """
 
     def __init__(self, world_size, start_method="forkserver", **environment):
@@ -54,11 +54,11 @@ class RankPool:
         self._folder = None  # where a rank that hangs writes its stack
 
     def run(self, function, *args, timeout=120):
-        """``function(*args)`` on every rank; returns the results by rank.
+        """Runs ``function(*args)`` on every rank and returns the results by rank.
 
         Args:
-            function: of a module that the ranks can import.
-            args: what it is called with; each rank gets a copy.
+            function: a function of a module that the ranks can import.
+            args: arguments of the function; each rank gets a copy.
             timeout: seconds that the run may take.
 
         Raises:
@@ -94,7 +94,7 @@ class RankPool:
             self._folder.cleanup()
 
     def _collect(self, timeout):
-        """The results and the errors, by rank."""
+        """Returns the results and the errors, by rank."""
         results, errors = {}, {}
         deadline = time.monotonic() + timeout
         waiting = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks)}
@@ -122,7 +122,7 @@ class RankPool:
         return process.exitcode
 
     def _stack_of(self, rank):
-        """What ``rank`` is doing, as a Python traceback of all of its threads."""
+        """Returns a Python traceback of all threads of ``rank``."""
         process, _ = self._ranks[rank]
         os.kill(process.pid, signal.SIGUSR1)
         time.sleep(0.5)
@@ -150,7 +150,7 @@ class RankPool:
 
 
 def _told_once(errors):
-    """The errors, those that several ranks share once."""
+    """Returns the errors as text; an error that several ranks share appears once."""
     ranks = {}
     for rank, error in sorted(errors.items()):
         ranks.setdefault(error, []).append(str(rank))
@@ -158,13 +158,13 @@ def _told_once(errors):
 
 
 def _serve(pipe, rank, world_size, environment, stack_path):
-    """What a process of a pool does until its pipe is closed."""
+    """Runs functions in a process of a pool until its pipe is closed."""
     os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", **environment)
     torch.set_num_threads(1)
     stack = open(stack_path, "w")  # noqa: SIM115 (as long as the process)
     faulthandler.register(signal.SIGUSR1, stack)
     gc.collect()
-    gc.freeze()  # or each collection would visit all of torch, which takes a fifth of a second
+    gc.freeze()  # otherwise each collection visits all of torch, which takes 0.2 s
     while True:
         try:
             function, args, store = pipe.recv()
@@ -184,15 +184,15 @@ def _run(function, args, store, rank, world_size):
         init_method=f"file://{store}",
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(hours=1),  # the pool's limit is the one that counts: it shows a stack
+        timeout=timedelta(hours=1),  # the pool's shorter limit shows a stack
     )
     try:
         torch.manual_seed(0)
         result = function(*args)
-        dist.barrier()  # or a rank that is done early would hang up on one that begins late
+        dist.barrier()  # an early rank must not hang up on a late one
         return result
     finally:
         torch._dynamo.reset()
-        _clear_sharding_prop_cache()  # which holds meshes, and would give them for equal ones
+        _clear_sharding_prop_cache()  # the cache keeps meshes and returns them for equal ones
         dist.destroy_process_group()
         gc.collect()

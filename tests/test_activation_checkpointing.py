@@ -1,4 +1,4 @@
-"""Activations that are computed again in backward: what that gathers, and that it is right."""
+"""Activation checkpointing: recomputation in backward is correct, and gathers as expected."""
 
 import functools
 from collections import Counter
@@ -39,7 +39,7 @@ _selective = functools.partial(create_selective_checkpoint_contexts, _save_matmu
 
 
 def _beside_its_forward(block, x):
-    """Of a block, which is not called itself."""
+    """Computes a block's forward without calling the block."""
     return x + block.down(nn.functional.gelu(block.up(block.norm(x))))
 
 
@@ -69,7 +69,7 @@ class _Checkpointed(Stack):
 
 
 def _train(model, reference, run):
-    """How often each parameter was gathered in the last of some steps."""
+    """Returns how often each parameter was gathered in the last step."""
     optimizers = optimizers_of(model, reference)
     for seed in range(2):
         batch = batch_of(4, 8, seed=seed)
@@ -105,7 +105,7 @@ class _StemTwice(_Checkpointed):
 
 def _reductions(how):
     model = _StemTwice("not reentrant")
-    model, reference = shard(model, [model.stem, *model.blocks])  # the stem is read anew each time
+    model, reference = shard(model, [model.stem, *model.blocks])  # the stem is read anew
     with record_collectives() as log:
         assert_same_step(model, reference, batch_of(4, 8), run=compiled(model, how))
     return Counter(fqn for c in log if c.op == "reduce_scatter" for fqn in c.params)
@@ -136,7 +136,7 @@ def _checkpoint_whole(how, use_reentrant):
     run = compiled(model, how)
 
     def checkpointed(x):
-        x = x.requires_grad_()  # or a reentrant one gives no gradient
+        x = x.requires_grad_()  # otherwise a reentrant checkpoint returns no gradient
         return checkpoint(run, x, use_reentrant=use_reentrant)
 
     gathered = _train(model, reference, checkpointed)

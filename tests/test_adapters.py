@@ -1,4 +1,4 @@
-"""Adapters on a frozen model, whose gradients alone travel; and the libraries around them."""
+"""Adapters on a frozen model, with and without libraries: only their gradients are reduced."""
 
 import copy
 import os
@@ -28,7 +28,7 @@ def _is_adapter(fqn):
 
 
 def _train(model, blocks, how, batches, loss):
-    """Three steps beside one process; returns the names of what travels in each."""
+    """Compares three steps with one process; returns the FQNs of each step's collectives."""
     reference = copy.deepcopy(model)
     for module in (*blocks, model):
         fully_shard(module)
@@ -71,7 +71,7 @@ def _train(model, blocks, how, batches, loss):
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer, and a product of two thin matrices beside it."""
+    """A frozen linear layer plus a product of two thin matrices."""
 
     def __init__(self, linear, rank=2):
         super().__init__()
@@ -84,7 +84,7 @@ class Adapted(nn.Module):
 
 
 class AdaptedStack(nn.Module):
-    """[batch, 8] -> [batch, 8]."""
+    """Adapted layers: [batch, 8] -> [batch, 8]."""
 
     def __init__(self):
         super().__init__()
@@ -110,7 +110,7 @@ def test_adapters_by_hand_train_as_on_one_process(run_ranks, how):
     run_ranks(2, _by_hand, how)
 
 
-# ---- of peft
+# ---- peft
 
 
 def _adapted_llama():
@@ -169,7 +169,7 @@ def _accelerate():
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
     tokens = torch.cat([task.batch(size, seed)["input_ids"] for seed in range(batches)])
-    loader = DataLoader(tokens, batch_size=size // 2)  # a rank's
+    loader = DataLoader(tokens, batch_size=size // 2)  # rows of a rank
     optimizer, loader = accelerator.prepare(optimizers[0], loader)
     for step, part in enumerate(loader):
         with accelerator.accumulate():

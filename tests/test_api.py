@@ -1,4 +1,4 @@
-"""What a user touches beside training: signatures, names, the backend's name, captured graphs."""
+"""The interface beside training: signatures, names, the backend's name, captured graphs."""
 
 import inspect
 import os
@@ -20,7 +20,7 @@ needs_a_job = pytest.mark.usefixtures("one_rank")
 
 
 def in_new_process(program, **environment):
-    """What ``program`` prints."""
+    """Runs ``program`` in a new process and returns its output."""
     run = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)],
         env={**os.environ, **environment},
@@ -50,7 +50,7 @@ def test_fully_shard_has_the_signature_of_torchs_and_a_transport():
 
 
 class Tied(nn.Module):
-    """Two layers, tied weights, a buffer, and a frozen parameter."""
+    """Two layers with tied weights, a buffer and a frozen parameter."""
 
     def __init__(self):
         super().__init__()
@@ -387,6 +387,24 @@ def test_what_is_imported_is_little_until_it_is_used():
     )
 
     assert printed.splitlines() == ["[]", "['torch.distributed.tensor']", "True"]
+
+
+def test_training_needs_no_rich_and_the_tools_say_that_they_do():
+    printed = in_new_process(
+        """
+        import sys
+
+        sys.modules["rich"] = None
+        import deepcompile_zero3
+        from deepcompile_zero3 import Options, capture_graphs, fully_shard, zero3
+
+        try:
+            deepcompile_zero3.explain
+        except ImportError as error:
+            print(error)
+        """
+    )
+    assert printed.endswith("which training does not need: pip install rich\n")
 
 
 def test_an_untried_torch_warns_once():

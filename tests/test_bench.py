@@ -1,4 +1,4 @@
-"""The benchmark runs, and reports what it ran."""
+"""The benchmark runs and reports its results."""
 
 import json
 import os
@@ -50,7 +50,7 @@ def test_modes_step_in_turn_and_are_compared_with_the_floor(tmp_path):
     }
     sent = {name: mode["collectives"] for name, mode in results["modes"].items()}
     assert sent["floor"] == {}
-    # All gradients, once; ours counted by the runtime, FSDP2's by the profiler.
+    # All gradients, once. The runtime counts those of zero3, the profiler those of FSDP2.
     assert sent["zero3-eager"]["reduce_scatter"][1] == sent["fsdp2-eager"]["reduce_scatter"][1]
     assert "| fsdp2-eager |" in run.stdout
     assert (tmp_path / "steps-default-malloc.png").stat().st_size > 0
@@ -115,13 +115,13 @@ def test_a_prediction_is_compared_with_steps():
     (row,) = [line for line in run.stdout.splitlines() if line.startswith("| tiny |")]
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[5] == "as planned"
-    # The step of so small a model is mostly Python, of which a plan knows nothing.
+    # The step of a small model is mostly Python, which a plan does not model.
     assert 0 < float(cells[3]) < float(cells[2])
     assert float(cells[6]) == pytest.approx(float(cells[7]), rel=0.05)
 
 
 class _Ranks:
-    """Those of a mode: ``slow`` takes too long, and those of which nothing is known fail."""
+    """Fake ranks of a mode: ``slow`` takes too long, and unknown modes fail."""
 
     def __init__(self, make, world_size, cache):
         _, mode = make.args
@@ -257,7 +257,7 @@ def test_a_trace_tells_streams_their_overlap_and_when_the_host_waits(tmp_path):
 
 
 def _event(category, name, start, end, **args):
-    """As the profiler writes it, in microseconds; ``start`` and ``end`` are in ms."""
+    """Returns an event as the profiler writes it, in µs; ``start`` and ``end`` are in ms."""
     begin = {"ph": "X", "cat": category, "name": name, "pid": 0, "tid": 1}
     return begin | {"ts": 5e9 + 1e3 * start, "dur": 1e3 * (end - start), "args": args}
 
@@ -271,7 +271,7 @@ _EVENTS = [
     _event("kernel", "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", 2, 4, stream=20),
     _event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 6, 8, stream=20),
     _event("gpu_memset", "Memset (Device)", 8, 9, stream=7)
-    | {"cat": "gpu_user_annotation"},  # which is no work
+    | {"cat": "gpu_user_annotation"},  # not work
     _event("kernel", "ncclDevKernel_AllGather_RING_LL", 8, 9, stream=20),
     _event("cuda_runtime", "cudaLaunchKernel", 0, 1),
     _event("cuda_runtime", "cudaStreamSynchronize", 3, 4),

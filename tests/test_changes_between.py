@@ -27,7 +27,7 @@ each_transport = pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
 
 @contextlib.contextmanager
 def _others(model):
-    """Other weights, as those of a teacher or of an average, in the place of the model's own."""
+    """Replaces the model's weights by others, such as a teacher's or an average's."""
     for parameter in model.parameters():
         parameter.data.mul_(3)
     try:
@@ -116,7 +116,7 @@ def test_so_it_has_where_copies_take_turns(run_ranks, how):
 
 
 def _step_before_backward(how):
-    """Gradients by each transport."""
+    """Compares the gradients of both transports."""
     found = []
     for transport in ("shared_memory", "c10d"):
         torch.manual_seed(0)
@@ -139,14 +139,14 @@ def test_what_a_step_has_changed_is_gathered_anew_in_backward(run_ranks, how):
 
 
 class Chosen(nn.Module):
-    """What autograd saves of it differs from rank to rank; in two dtypes."""
+    """A model, in two dtypes, of which autograd saves different tensors on each rank."""
 
     def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(8, 8).bfloat16(), nn.Linear(8, 8)
 
     def forward(self, x, needs_first):
-        x = x.bfloat16().requires_grad_(needs_first)  # else the first weight is not needed
+        x = x.bfloat16().requires_grad_(needs_first)  # otherwise the first weight is not needed
         return self.second(self.first(x).float())
 
 
@@ -159,7 +159,7 @@ def _swap_where_ranks_save_other_things():
         with _others(model), torch.no_grad():
             model(mine(batch), False)
         if dist.get_rank() == 2:
-            time.sleep(0.05)  # the last to come to each of them
+            time.sleep(0.05)  # this rank comes last
         student.backward()
         mean_square(lambda x: reference(x, True), batch).backward()
         assert_same_gradients(model, reference, tolerance=2e-2)

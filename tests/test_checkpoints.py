@@ -1,6 +1,6 @@
-"""Checkpoints: saved with some ranks, loaded with others, into FSDP2, and as plain files.
+"""Checkpoints: saved and loaded with different numbers of ranks, with FSDP2, and as plain files.
 
-A parameter is known by its name, never by its position.
+A parameter is identified by its FQN, never by its position.
 """
 
 import pytest
@@ -41,12 +41,12 @@ class Mixed(nn.Module):
 
 
 def _built(how, *, seed, backwards=False):
-    """A model whose values depend on ``seed``, what runs it, and its optimizer."""
+    """Returns a model with values of ``seed``, its callable, and its optimizer."""
     torch.manual_seed(seed)
     model = Mixed(backwards)
     shard = torch_fully_shard if how == "fsdp2" else fully_shard
     if how != "whole":
-        if how == "fsdp2":  # which wants one dtype in a group
+        if how == "fsdp2":  # FSDP2 requires one dtype in a group
             shard(model.low)
         shard(model.block)
         shard(model)
@@ -55,7 +55,7 @@ def _built(how, *, seed, backwards=False):
 
 
 def _steps(run, optimizer, steps):
-    """The losses of the whole batch."""
+    """Returns the losses of the whole batch."""
     losses = []
     for step in steps:
         loss = run(mine(batch_of(8, 6, seed=step))).square().mean()
@@ -68,7 +68,7 @@ def _steps(run, optimizer, steps):
 
 
 def _values(model, optimizer):
-    """Every parameter and moment, whole, by name."""
+    """Returns every parameter and moment, unsharded, by name."""
     values = {}
     for fqn, parameter in model.named_parameters():
         moments = optimizer.state[parameter]
@@ -83,7 +83,7 @@ def _save(how, folder, in_background):
     _steps(run, optimizer, range(3))
     state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     if in_background:
-        # In a group of its own: its thread communicates while this one trains.
+        # Saves in its own group, since its thread communicates while this thread trains.
         saving = dcp.async_save(state, checkpoint_id=folder, process_group=dist.new_group())
     else:
         dcp.save(state, checkpoint_id=folder)
@@ -97,7 +97,7 @@ def _save(how, folder, in_background):
 def _resume(how, folder, backwards=False):
     model, run, optimizer = _built(how, seed=1, backwards=backwards)
     if how not in ("fsdp2", "whole"):
-        run(mine(batch_of(8, 6)))  # compiled, and gathered from other values, before
+        run(mine(batch_of(8, 6)))  # compiles and gathers other values first
     state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     dcp.load(state, checkpoint_id=folder)
     set_state_dict(
@@ -155,7 +155,7 @@ def test_what_registers_in_another_order_loads_by_name(run_ranks, tmp_path, how)
 
 
 def _to_files(how, folder):
-    """One whole file of each kind, written by the first rank."""
+    """Writes one unsharded file of each kind, on rank 0."""
     model, run, optimizer = _built(how, seed=0)
     _steps(run, optimizer, range(3))
     state, moments = get_state_dict(model, optimizer, options=FULL)
@@ -168,7 +168,7 @@ def _to_files(how, folder):
 
 
 def _from_files(how, folder):
-    """As ``_resume``; only the first rank reads."""
+    """Resumes like ``_resume``, but only rank 0 reads files."""
     model, _, optimizer = _built(how, seed=1)
     first = dist.get_rank() == 0
     state = load_file(f"{folder}/model.safetensors") if first else {}
@@ -189,7 +189,7 @@ def test_plain_files_lead_to_one_process_and_back(run_ranks, tmp_path, how):
 
 
 def _of_plain_modules(how, folder):
-    """A file that ``torch.save(model.state_dict())`` wrote elsewhere."""
+    """Loads a file that ``torch.save(model.state_dict())`` wrote in plain PyTorch."""
     torch.manual_seed(0)
     whole = Mixed()
     if dist.get_rank() == 0:

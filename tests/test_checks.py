@@ -1,4 +1,4 @@
-"""Gradients that are not finite are named, on every rank; norms are of whole gradients."""
+"""Non-finite gradients are named on every rank; norms are norms of full gradients."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from deepcompile_zero3 import (
 
 
 def _nan_in_one(rank, how, transport, mesh_shape):
-    """What each rank is told of a NaN in an input of one; the step after it is right."""
+    """Returns each rank's error for a NaN in one rank's input; checks the step after it."""
     mesh = init_device_mesh("cpu", mesh_shape)
     model, reference = shard(Stack(), transport=transport, mesh=mesh)
     run = compiled(model, how)

@@ -1,4 +1,4 @@
-"""What compilers keep on disk speeds a second process up, and never brings a wrong graph back."""
+"""Compiler caches on disk speed up a second process and never return a wrong graph."""
 
 import time
 from contextlib import closing
@@ -21,7 +21,7 @@ from torch._dynamo.utils import counters
 
 @pytest.fixture
 def new_processes(tmp_path):
-    """``new_processes(function, *args)`` on two new ranks, whose cache lasts for the test."""
+    """Runs ``new_processes(function, *args)`` on two new ranks; the cache lasts for the test."""
 
     def run(function, *args):
         with closing(RankPool(2, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))) as pool:
@@ -31,7 +31,7 @@ def new_processes(tmp_path):
 
 
 def _first_step():
-    """Seconds of a first step, its hits in the cache of graphs, and this rank's gradients."""
+    """Returns seconds of a first step, its hits in the graph cache, and this rank's gradients."""
     model = Stack(depth=1)
     model, reference = shard(model, model.blocks)
     run = compiled(model, "zero3")
@@ -59,7 +59,7 @@ def test_a_second_process_compiles_faster_and_gets_the_same_bits(new_processes):
 
 
 def _alternately_sharded():
-    """The same model with and without shards: until our passes, compilers see the same graph."""
+    """Alternates between a sharded and a plain model: the passes start from the same graph."""
     for how in ("zero3", "inductor", "zero3"):
         whole = Stack(depth=1)
         run = torch.compile(whole)
@@ -81,7 +81,7 @@ def test_a_graph_compiled_for_a_whole_model_is_never_run_for_a_sharded_one(run_r
 
 
 def _dtype_of_gradients(grad_dtype):
-    """The dtype of a gradient, where only the parameter's contract tells two runs apart."""
+    """Returns a gradient's dtype; runs differ in the parameter's contract only."""
     model = torch.nn.Linear(8, 8).bfloat16()
     for parameter in model.parameters():
         parameter.grad_dtype = grad_dtype

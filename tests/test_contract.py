@@ -1,7 +1,7 @@
-"""The leaf's contract, whole: sharded and compiled gradients are those of plain eager PyTorch.
+"""The leaf's contract: sharded and compiled gradients are those of plain eager PyTorch.
 
-``docs/grad_dtype.md`` has the table that one of these tests makes; after a change that is wanted,
-``EXPECTTEST_ACCEPT=1 pytest tests/test_contract.py`` writes it anew.
+One test makes the table in ``docs/grad_dtype.md``. After an intended change,
+``EXPECTTEST_ACCEPT=1 pytest tests/test_contract.py`` rewrites the table.
 """
 
 import copy
@@ -41,7 +41,7 @@ def _is_same(actual, expected):
 
 
 def _is_as_near_as_kernels_are(actual, expected, compute_dtype):
-    """Another kernel sums and rounds elsewhere, in the coarser of the two dtypes."""
+    """Compares within the coarser dtype's rounding: kernels sum and round in different places."""
     coarser = max(torch.finfo(compute_dtype).eps, torch.finfo(expected.dtype).eps)
     difference = (actual.double() - expected.double()).abs().max()
     scale = expected.double().abs().max()
@@ -49,7 +49,7 @@ def _is_as_near_as_kernels_are(actual, expected, compute_dtype):
 
 
 def _compare(dtype, how):
-    """The layers whose gradients are not those of plain eager code."""
+    """Returns the layers whose gradients differ from plain eager code."""
     expected = _plain(dtype)
     actual = _sharded(dtype, how)
     wrong = []
@@ -67,7 +67,7 @@ def _compare(dtype, how):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_gradients_are_those_of_plain_eager_autograd(run_ranks, world_size, dtype, how):
-    # All ranks have the same batch, so that the mean over them is exact.
+    # All ranks have the same batch, so that the mean over ranks is exact.
     for wrong in run_ranks(world_size, _compare, dtype, how, timeout=400):
         assert wrong == []
 
@@ -76,7 +76,7 @@ def test_gradients_are_those_of_plain_eager_autograd(run_ranks, world_size, dtyp
 
 
 def _differences():
-    """Which layers differ from plain eager code, by (dtype of parameters, whose gradients)."""
+    """Returns layers that differ from plain eager code, by (parameter dtype, whose gradients)."""
     found = {}
     for dtype in (torch.bfloat16, torch.float32):
         expected = _plain(dtype)
@@ -131,7 +131,7 @@ def test_the_documentation_tells_whose_gradients_differ(run_ranks):
 
 
 def _errors_of_weight_gradients(inductor):
-    """Relative to double precision on the same forward, by whether fp32_weight_grads is on."""
+    """Returns errors relative to double precision, with and without fp32_weight_grads."""
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
     errors = {}
     for wide in (False, True):

@@ -1,4 +1,4 @@
-"""A contract that changes between steps holds from then on; a change that is late is refused."""
+"""A contract that changes between steps applies from then on; a late change is refused."""
 
 import gc
 
@@ -32,7 +32,7 @@ def test_a_contract_that_changes_between_steps_holds_from_the_next_forward_on(ho
 
 @each_way
 def test_a_contract_that_changes_before_backward_is_refused(how):
-    # Of the second, eager code gathers the weight again in backward.
+    # Eager code gathers the second layer's weight again in backward.
     model = fully_shard(nn.Sequential(nn.Linear(8, 8).bfloat16(), nn.Linear(8, 8).bfloat16()))
     run = compiled(model, how)
     x = torch.ones(2, 8).bfloat16()
@@ -75,7 +75,7 @@ def test_another_backends_cache_keeps_contracts_apart():
         assert is_rounded == (dtype == torch.bfloat16), dtype
         del model
         torch._dynamo.reset()
-        gc.collect()  # or the next one would have another name
+        gc.collect()  # otherwise the next model gets another name
 
 
 def test_a_contract_survives_the_meta_device():

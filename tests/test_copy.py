@@ -1,4 +1,4 @@
-"""Copies that cast and divide, on a CPU and, where there is one, on a GPU."""
+"""Copies that cast and divide, on a CPU and, if there is one, on a GPU."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""The kernel that copies on a GPU is right, thread by thread, on a CPU."""
+"""The GPU's copy kernel is right, thread by thread, on a CPU."""
 
 import shutil
 import subprocess
@@ -19,7 +19,7 @@ def _compile(program, source, *arguments):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """``run(*arguments)``: the program, compiled with these."""
+    """Returns ``run(*arguments)``, which compiles the program with the arguments and runs it."""
     if shutil.which("g++") is None:
         pytest.skip("there is no g++")
     folder = tmp_path_factory.mktemp("copy_kernel")

@@ -1,4 +1,4 @@
-"""With ZERO3_DEBUG=1, buffers are NaN until somebody writes them, and results are the same."""
+"""With ZERO3_DEBUG=1, buffers are NaN until they are written, and results are unchanged."""
 
 import ctypes
 
@@ -19,7 +19,7 @@ from torch import nn
 
 from deepcompile_zero3 import _C, fully_shard
 
-KEPT = 64 << 10  # bytes, from which on a buffer is used again
+KEPT = 64 << 10  # bytes; buffers of this size and more are reused
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def _buffers():
             buffer.fill_(1)
             memory = (ctypes.c_ubyte * buffer.nbytes).from_address(buffer.data_ptr())
             del buffer
-            if len(memory) >= KEPT:  # what is less is not ours any more
+            if len(memory) >= KEPT:  # smaller buffers are not kept
                 assert bytes(memory) == b"\xff" * len(memory)
 
 
@@ -46,7 +46,7 @@ def test_what_nobody_has_written_is_nan(debug_pool):
 
 
 def _steps(how, transport, width):
-    """The gradients of two steps of this rank."""
+    """Returns this rank's gradients of two steps."""
     torch.manual_seed(0)
     model, reference = shard(Stack(width), transport=transport, reshard_after_forward=True)
     run = compiled(model, how)
@@ -61,7 +61,7 @@ def _steps(how, transport, width):
 
 
 @pytest.mark.thin
-@pytest.mark.parametrize("width", [7, 256])  # that travel together, and alone
+@pytest.mark.parametrize("width", [7, 256])  # sent together, and alone
 @pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
 @each_way
 def test_results_are_the_same(run_ranks, debug_pool, how, transport, width):
@@ -71,7 +71,7 @@ def test_results_are_the_same(run_ranks, debug_pool, how, transport, width):
 
 
 def _lost(transport):
-    """Of a gathered weight that was read too late: how much is NaN."""
+    """Returns how much of a gathered weight is NaN if it is read too late."""
     model = fully_shard(nn.Linear(256, 256), transport=transport)
     model.unshard()
     weight = model.weight

@@ -1,4 +1,4 @@
-"""``python -m deepcompile_zero3 doctor`` tries what it says that it tries."""
+"""``python -m deepcompile_zero3 doctor`` makes the checks that it reports."""
 
 import datetime
 import os
@@ -58,7 +58,7 @@ def test_it_says_what_to_do_without_the_runtime(tmp_path):
     package = Path(deepcompile_zero3.__file__).parent
     without = shutil.ignore_patterns("*.so", "__pycache__")
     copied = shutil.copytree(package, tmp_path / package.name, ignore=without)
-    # An editable install would find it all the same.
+    # An editable install would still find a file that is missing here.
     (copied / "_C.py").write_text("raise ImportError('there is none')")
     ran = subprocess.run(
         [sys.executable, "-P", "-m", "deepcompile_zero3", "doctor"],

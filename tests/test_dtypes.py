@@ -1,4 +1,4 @@
-"""Every dtype on the way of a parameter and of a gradient is the one that was asked for."""
+"""Parameters and gradients have the requested dtypes at every stage."""
 
 import copy
 
@@ -26,7 +26,7 @@ def _on_the_wire(log, op):
 
 
 def _mixed_precision(how):
-    """Dtypes by where they are; compute in bf16 on fp32 shards."""
+    """Returns dtypes by place, for compute in bf16 on fp32 shards."""
     dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     model = Stack()
     reference = copy.deepcopy(model)
@@ -39,7 +39,7 @@ def _mixed_precision(how):
         output = run(mine(batch))
         output.square().mean().backward()
 
-    # One process, which rounds weights and gradients where the ranks do.
+    # One process that rounds weights and gradients where ranks do.
     world_size = dist.get_world_size()
     for rows in batch.chunk(world_size):
         rounded = copy.deepcopy(reference).bfloat16()
@@ -72,7 +72,7 @@ def test_mixed_precision_computes_low_and_reduces_high(run_ranks, how):
 
 
 class _UsedTwice(nn.Module):
-    """Its weight gets two gradients in bf16: a sum in fp32 differs from one in bf16."""
+    """A model whose weight gets two gradients in bf16; their sum differs between fp32 and bf16."""
 
     def __init__(self):
         super().__init__()
@@ -86,7 +86,7 @@ def _float_gradients(how):
     model = _UsedTwice()
     model.weight.grad_dtype = torch.float32
     model, reference = shard(model)
-    reference.weight.grad_dtype = torch.float32  # which a deep copy drops
+    reference.weight.grad_dtype = torch.float32  # a deep copy drops it
     run = compiled(model, how)
     batch = batch_of(8, 16, seed=1).bfloat16()
     for step in range(1, 3):
@@ -110,7 +110,7 @@ def test_float_gradients_of_a_bfloat16_weight_are_never_rounded(run_ranks, how):
 
 
 def _gradients_of_two_dtypes(how):
-    """A contract of its own for the head, the default for the block."""
+    """Trains a head with its own contract and a block with the default contract."""
     model = Stack(depth=1).bfloat16()
     for parameter in model.head.parameters():
         parameter.grad_dtype = torch.float32
@@ -130,7 +130,7 @@ def test_gradients_of_two_dtypes_share_a_backward(run_ranks, how):
 
 
 class _Compressed(torch.autograd.Function):
-    """Computes the gradient of its weight in a dtype that no gradient is kept in."""
+    """A function whose weight gradient is computed in a dtype that no gradient is kept in."""
 
     @staticmethod
     def forward(ctx, x, weight, dtype):

@@ -1,7 +1,7 @@
 """Batches and lengths that change, and that differ from rank to rank.
 
-A dimension is compiled for its size once, and when it has changed, for all sizes. A rank may
-compile while the others do not: what travels stays the same, in the same order.
+A dimension is compiled for its first size and, once it has changed, for all sizes. A rank may
+compile while the others do not: collectives and their order stay the same.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ INTERPRETED = {"inductor": False}
 
 
 def _layer_of_llama(transport):
-    """A sharded one of one layer, a whole copy, and their optimizers. Its buckets are small, so
-    that their order matters.
+    """Returns a sharded Llama of one layer, an unsharded copy, and their optimizers. Buckets are
+    small, so that their order matters.
     """
     model = llama().model
     del model.model.layers[1:]
@@ -31,7 +31,7 @@ def _layer_of_llama(transport):
     model, reference = shard(model, model.model.layers, transport=transport)
     for module in model.modules():
         for parameter in parameters_of(module).values():
-            parameter.handle.bucket_bytes = 4096
+            parameter.settings.bucket_bytes = 4096
     return model, reference, optimizers_of(model, reference)
 
 
@@ -40,12 +40,12 @@ def _tokens(shape, seed):
 
 
 def _train(shapes, compiling, transport, options, *, mark=(), dynamic=None):
-    """How many graphs this rank compiles in each step, beside one process, and what travels in one.
+    """Compares steps with one process; returns graphs compiled in each step, and collectives.
 
     Args:
-        shapes: by step, of the ranks' batches: [size, length] of each.
-        compiling: how many steps may compile.
-        mark: what dimensions of a batch are marked as dynamic.
+        shapes: for each step, the [size, length] of each rank's batch.
+        compiling: the number of steps that may compile.
+        mark: the dimensions of a batch that are marked as dynamic.
     """
     model, reference, optimizers = _layer_of_llama(transport)
     options = {"gather_bucket_mb": 4096 / 2**20, **options}
@@ -115,9 +115,9 @@ def test_what_is_said_to_be_dynamic_is_compiled_once(run_ranks, said):
 def test_a_rank_may_compile_while_another_does_not(run_ranks):
     shapes = [
         [(2, 8), (2, 8)],
-        [(2, 11), (2, 8)],  # the first compiles for every length
-        [(2, 5), (3, 8)],  # the second for every size
-        [(4, 9), (3, 6)],  # both for both
+        [(2, 11), (2, 8)],  # the first rank compiles for every length
+        [(2, 5), (3, 8)],  # the second rank compiles for every size
+        [(4, 9), (3, 6)],  # both ranks compile for both
         [(5, 7), (2, 12)],
         [(3, 3), (6, 10)],
     ]

@@ -1,4 +1,4 @@
-"""The sharded model without a compiler: when weights are whole, and what autograd may do."""
+"""The sharded model without a compiler: when weights are gathered, and what autograd may do."""
 
 import weakref
 
@@ -34,11 +34,11 @@ def _gathers(log):
     return [c.params for c in log if c.op == "all_gather"]
 
 
-# ---- when a weight is whole
+# ---- when a weight is gathered
 
 
 class _Peeking(Block):
-    """Notes what it reads in forward."""
+    """A block that records what it reads in forward."""
 
     def forward(self, x):
         self.seen = self.up.weight
@@ -81,13 +81,13 @@ def test_a_block_is_gathered_at_a_time_and_again_in_backward(run_ranks):
 
 
 class _FromOutside(nn.Module):
-    """Reads weights of modules that never run themselves."""
+    """A module that reads weights of modules that never run."""
 
     def __init__(self):
         super().__init__()
         self.list = nn.ParameterList([nn.Parameter(batch_of(8, 8, seed=i)) for i in range(2)])
         self.named = nn.ParameterDict({"bias": nn.Parameter(batch_of(8))})
-        self.block = Block(8)  # sharded by itself, and only read
+        self.block = Block(8)  # sharded separately, and only read
 
     def forward(self, x):
         for weight in self.list:
@@ -162,7 +162,7 @@ def test_saved_tensors_hooks_of_the_user_get_the_activations(run_ranks):
 
 
 class _Views(nn.Module):
-    """Autograd saves views of its weight, and a product of it."""
+    """A module of which autograd saves views of the weight and a product of the weight."""
 
     def __init__(self):
         super().__init__()
@@ -235,7 +235,7 @@ def test_inference_inside_of_a_forward_loses_no_gradient():
 
 
 class _ReadByAnother(nn.Module):
-    """Whose block is compiled by another backend, which may reuse what it was given."""
+    """A module whose block is compiled by another backend, which may reuse its inputs' memory."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What people use beside a model: every optimizer, schedulers, averages, scalers, profilers."""
+"""Tools used with a model: every optimizer, schedulers, averages, scalers, profilers."""
 
 import re
 
@@ -54,7 +54,7 @@ def _three_steps(cls, kwargs):
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-    # Some divide by what is nearly zero at first.
+    # Some optimizers divide by nearly zero in the first steps.
     assert_same_parameters(model, reference, tolerance=1e-3)
 
 
@@ -117,7 +117,7 @@ def _scaled():
         losses = mean_square(model, mine(batch)), mean_square(reference, batch)
         for scaler, loss in zip(scalers, losses, strict=True):
             scaler.scale(loss).backward()
-        if seed == 1:  # in rows of the last rank alone
+        if seed == 1:  # only in rows of the last rank
             last = model.head.weight.grad
             if dist.get_rank() == dist.get_world_size() - 1:
                 last.to_local()[-1, -1] = float("inf")

@@ -1,4 +1,4 @@
-"""What cannot work says so at once: which module or parameter, which values, what to do instead."""
+"""Errors come at once and name the module or parameter, the values and a remedy."""
 
 import copy
 import io
@@ -105,7 +105,7 @@ class WithScalar(nn.Linear):
 
 
 class WithCachedWeights(nn.Linear):
-    """As RNNs do with their flat weights."""
+    """A layer that caches its weights, as RNNs do with their flat weights."""
 
     def __init__(self):
         super().__init__(2, 2)
@@ -177,7 +177,7 @@ def test_what_cannot_be_sharded_is_refused_and_the_model_left_as_it_was(build, m
 
 
 def anatomy(model):
-    """What sharding changes of a model: classes, parameters, attributes and hooks."""
+    """Returns what sharding changes in a model: classes, parameters, attributes and hooks."""
     return [
         (
             name,
@@ -363,7 +363,7 @@ def test_a_change_of_dtype_after_sharding_is_refused(x, compiled):
 
 
 class Decaying(nn.Linear):
-    """Writes to its weight in forward."""
+    """A layer that writes to its weight in forward."""
 
     def forward(self, x):
         with torch.no_grad():

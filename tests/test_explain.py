@@ -1,4 +1,4 @@
-"""``explain`` says what a step then does, and leaves no trace of itself."""
+"""``explain`` reports what a step does, and leaves no trace."""
 
 import inspect
 import json
@@ -43,7 +43,7 @@ def _assert_explained(name, expected):
 
 
 class Tied(nn.Module):
-    """Reads one parameter in two graphs."""
+    """A model that reads one parameter in two graphs."""
 
     def __init__(self):
         super().__init__()
@@ -313,7 +313,7 @@ def _stack():
 @pytest.mark.parametrize(
     ("transport", "again", "keep_mb", "is_kept"),
     [
-        ("shared_memory", None, 64, False),  # what ranks share costs nothing to gather again
+        ("shared_memory", None, 64, False),  # shared memory costs nothing to gather again
         ("shared_memory", False, 0, True),
         ("c10d", None, 0, False),
         ("c10d", None, 64, True),
@@ -330,10 +330,12 @@ def test_a_step_then_moves_what_was_predicted(run_ranks, make, transport, again,
         assert (report.gathered, report.reduced) == (gathered, reduced)
         assert report.shards == report.nbytes // report.world_size
         assert any(graph.kept for graph in report.graphs) == is_kept
+    one, other = (report.peak for report, *_ in results)
+    assert one == other
 
 
 class Random(nn.Module):
-    """Has a buffer that a forward writes to, one that it replaces, and draws random numbers."""
+    """A model whose forward writes to a buffer, replaces another and draws random numbers."""
 
     def __init__(self):
         super().__init__()
@@ -392,7 +394,7 @@ def _shard_stack(**settings):
 )
 def test_what_is_compiled_later_is_as_without(again):
     model, reference = _shard_stack(reshard_after_forward=again)
-    for size in range(2, 12):  # more often than Dynamo compiles a frame again
+    for size in range(2, 12):  # more sizes than Dynamo's recompile limit
         report = explain(model, batch_of(size, 8), options=OPTIONS | {"keep_mb": size})
         assert len(report.graphs) == 2
     run = torch.compile(model, backend="zero3", options=OPTIONS)

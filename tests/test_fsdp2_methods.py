@@ -1,4 +1,4 @@
-"""The methods that a sharded module has in common with FSDP2's."""
+"""The methods that a sharded module shares with FSDP2."""
 
 import copy
 import inspect
@@ -44,7 +44,7 @@ needs_a_job = pytest.mark.usefixtures("one_rank")
 
 
 def layers_of(*widths):
-    """Products alone: all that backward needs of a layer is its weight."""
+    """Returns bias-free linear layers, of which backward needs the weights only."""
     pairs = itertools.pairwise(widths)
     return nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in pairs))
 
@@ -54,7 +54,7 @@ def gathered_in(log):
 
 
 def held(model):
-    """The full tensors that are held."""
+    """Returns the names of the full tensors that are held."""
     return [
         sharded.fqn
         for module in model.modules()
@@ -67,7 +67,7 @@ def held(model):
 
 
 def _micro_batches(how, reshard_after_forward, transport):
-    """How often each micro-batch of a step gathers a weight, after two steps beside one process."""
+    """Compares two steps with one process; returns how often each micro-batch gathers a weight."""
     model = layers_of(8, 12, 4)
     model, reference = shard(
         model, model, reshard_after_forward=reshard_after_forward, transport=transport
@@ -130,7 +130,7 @@ def test_what_is_held_while_it_changes_is_not_computed_with(run_ranks, how, tran
 
 
 class Writing(nn.Module):
-    """Writes to its weight if it is told to."""
+    """A module that writes to its weight on request."""
 
     def __init__(self):
         super().__init__()
@@ -144,7 +144,7 @@ class Writing(nn.Module):
 
 
 def _alternating(how, transport):
-    """Eager and compiled micro-batches in turn, evaluation, a write, and what is replaced."""
+    """Alternates eager and compiled micro-batches, evaluates, writes to and replaces a weight."""
     model, reference = shard(Writing(), transport=transport)
     run = compiled(model, how)
     optimizers = optimizers_of(model, reference)
@@ -179,7 +179,7 @@ def test_eager_and_compiled_code_hold_alike(run_ranks, transport, how):
 
 
 class Recomputing(Stack):
-    """Its blocks' forwards run again in backward."""
+    """A stack whose blocks are recomputed in backward."""
 
     def forward(self, x):
         for block in self.blocks:
@@ -188,7 +188,7 @@ class Recomputing(Stack):
 
 
 def _checkpointed():
-    """How often a weight whose forward runs again in backward is gathered, by micro-batch."""
+    """Returns how often each micro-batch gathers a weight whose block is recomputed."""
     model = Recomputing()
     model, reference = shard(model, model.blocks, reshard_after_forward=True)
     counts = []
@@ -218,7 +218,7 @@ def _divided(how):
     first = fully_shard(model[0], mp_policy=policy)
     fully_shard(model)
     first.set_gradient_divide_factor(0.5)
-    model.set_gradient_divide_factor(1)  # not those of `first`
+    model.set_gradient_divide_factor(1)  # does not apply to `first`
     mean_square(compiled(model, how), mine(batch_of(4, 8))).backward()
     mean_square(reference, batch_of(4, 8)).backward()
     for layer, factor in ((reference[0], 0.5), (reference[1], 1)):
@@ -254,7 +254,7 @@ def _asynchronous_unshard(transport):
         handle.wait()
         assert torch.equal(model[0].weight, weight)
         model.reshard()
-        handle.wait()  # of what is freed
+        handle.wait()  # the parameter is freed
         assert held(model) == []
 
         model.unshard(async_op=True)
@@ -262,7 +262,7 @@ def _asynchronous_unshard(transport):
 
         model.reshard()
         model.unshard(async_op=True)
-        model.reshard()  # before anybody has waited
+        model.reshard()  # before a wait
         assert held(model) == []
         model(batch_of(2, 8).requires_grad_()).sum().backward()
         assert gathered_in(log) == 5 * ["0.weight", "1.weight"]
@@ -302,7 +302,7 @@ def test_a_forward_does_not_gather_what_is_unsharded(run_ranks, how, transport):
 
 
 class Skipping(Stack):
-    """Leaves its last block out if it is told to."""
+    """A stack that skips its last block on request."""
 
     def forward(self, x, skip=False):
         for block in self.blocks[:-1] if skip else self.blocks:
@@ -326,7 +326,7 @@ def _prefetched(transport):
     first.register_forward_hook(see)
 
     def see_its_gradient(module, args, output):
-        if output.requires_grad:  # when the third block's backward has run, and not the second's
+        if output.requires_grad:  # after the third block's backward, before the second's
             output.register_hook(see)
 
     second.register_forward_hook(see_its_gradient)
@@ -341,7 +341,7 @@ def _prefetched(transport):
                     loss.backward()
                 else:
                     with torch.no_grad():
-                        model(batch, skip=True)  # what is prefetched in vain soon is old
+                        model(batch, skip=True)  # prefetched in vain, soon stale
         mean_square(reference, batch).backward()
         assert_same_gradients(model, reference)
         for optimizer in optimizers:
@@ -384,7 +384,7 @@ def test_only_sharded_modules_can_be_prefetched():
 
 
 class Encoder(nn.Module):
-    """Has two ways in."""
+    """A module with two entry points."""
 
     def __init__(self):
         super().__init__()
@@ -435,14 +435,14 @@ def test_a_method_can_be_registered_whether_or_not_its_module_is_sharded():
         register_fsdp_forward_method(model, "decode")
 
 
-# ---- reset_iter_state, and what changes nothing
+# ---- reset_iter_state, and methods without effect
 
 
 def _start_again(how):
     model, reference = shard(layers_of(8, 8, 4))
     run = compiled(model, how)
     model.set_requires_gradient_sync(False)
-    mean_square(run, mine(batch_of(4, 8, seed=7))).backward()  # of a sequence that is given up
+    mean_square(run, mine(batch_of(4, 8, seed=7))).backward()  # a sequence that is abandoned
     model.unshard()
     model.reset_iter_state()
     assert held(model) == []

@@ -1,4 +1,4 @@
-"""``fully_shard`` does the same on all ranks: all of a model is sharded or none, under one name."""
+"""``fully_shard`` acts alike on all ranks: it shards all of a model or nothing, under one name."""
 
 import gc
 
@@ -106,7 +106,7 @@ def test_a_call_after_one_that_failed_is_right(run_ranks, transport):
 
 
 def _collected_on_one_rank(transport, how):
-    """A model that is gone on one rank, and still lies among the garbage of the other."""
+    """Handles a model that is freed on one rank but still uncollected on the other."""
     gc.disable()
     try:
         first, _ = shard(Stack(), transport=transport)

@@ -1,4 +1,4 @@
-"""Whatever is passed in is refused by a clear error that changes nothing, or trains rightly."""
+"""Random arguments are refused by a clear error that changes nothing, or train correctly."""
 
 import copy
 import math
@@ -32,7 +32,7 @@ parameters = st.fixed_dictionaries(
         "dtype": st.sampled_from(DTYPES * 3 + ODD_DTYPES),
         "layout": st.sampled_from(["contiguous"] * 3 + ["transposed", "expanded", "strided"]),
         "requires_grad": st.sampled_from([True, True, False]),
-        "tied": st.sampled_from([False, False, True]),  # to the one before it
+        "tied": st.sampled_from([False, False, True]),  # to the previous parameter
     }
 )
 policy_dtypes = st.sampled_from([None] * 4 + DTYPES * 2 + ODD_DTYPES + ["bfloat16"])
@@ -63,7 +63,7 @@ cases = st.fixed_dictionaries({"parameters": st.lists(parameters, max_size=4), "
 
 
 def _counted(shape, dtype):
-    """Elements that all differ, and are exact in every dtype, sums of a few of them too."""
+    """Returns distinct elements that, like sums of a few of them, are exact in every dtype."""
     return torch.arange(math.prod(shape), dtype=torch.float32).view(shape).to(dtype)
 
 
@@ -78,7 +78,7 @@ def _tensor(shape, dtype, layout):
 
 
 class _Anything(nn.Module):
-    """Parameters of all kinds."""
+    """A module with parameters of all kinds."""
 
     def __init__(self, parameters):
         super().__init__()
@@ -92,7 +92,7 @@ class _Anything(nn.Module):
         self.plain = nn.Parameter(torch.ones(3))
 
     def forward(self, factor):
-        """The dot product of each parameter with the numbers of its elements."""
+        """Returns the sum of dot products of each parameter with its elements' numbers."""
         used = [getattr(self, name) for name in self._parameters]
         return sum(
             (factor * p * _counted(p.shape, p.dtype)).double().sum()
@@ -102,7 +102,7 @@ class _Anything(nn.Module):
 
 
 def _arguments(model, options):
-    """The options, of which some belong to the model or cannot be sent."""
+    """Returns the options, with values that depend on the model or cannot be sent."""
     options = dict(options)
     if (placement := options.pop("shard_placement_fn", None)) is not None:
         options["shard_placement_fn"] = lambda parameter: placement
@@ -121,7 +121,7 @@ def _arguments(model, options):
 
 
 def _facts(model):
-    """What must be the same after an error."""
+    """Returns the facts that must be the same after an error."""
     hooks = (model._forward_hooks, model._forward_pre_hooks)
     tensors = [(name, id(p), p._version, p.grad) for name, p in model._parameters.items()]
     return type(model), tensors, [list(hook) for hook in hooks], sorted(model.__dict__)
@@ -143,7 +143,7 @@ def _shard_and_train(case, counts):
         counts["refused"] += 1
         return
     assert isinstance(model, Zero3Module)
-    factor = 1 + 2 * dist.get_rank()  # whose mean over ranks is their number
+    factor = 1 + 2 * dist.get_rank()  # mean over ranks: the world size
     output = model(torch.tensor(float(factor)))
     assert torch.equal(output.double(), reference(torch.tensor(factor)).to(output.dtype).double())
     output.backward()
@@ -197,7 +197,7 @@ def _values(model):
 
 
 def _load_each(good, folders):
-    """What becomes of each checkpoint, on this rank."""
+    """Returns, for this rank, whether each checkpoint was loaded or refused."""
     expected = _values(_built(0)[0])
     outcomes = []
     for folder in folders:
@@ -215,7 +215,7 @@ def _load_each(good, folders):
 
 
 def _spoil(folder, chance):
-    """Something happens to one of its files, by which torch can tell. (It has no checksums.)"""
+    """Spoils one file of a checkpoint in a way that torch detects. (Torch has no checksums.)"""
     file = chance.choice(sorted(folder.iterdir()))
     content = bytearray(file.read_bytes())
     match chance.choice(["truncate", "empty", "remove", "append"]):

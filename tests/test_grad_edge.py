@@ -1,7 +1,7 @@
-"""The dtype of a gradient at the edge to its parameter: sharded and compiled as in plain eager.
+"""Dtypes of gradients at the edge to a parameter: sharded and compiled as in plain eager code.
 
-In eager PyTorch each gradient that reaches a leaf is cast to ``leaf.grad_dtype`` before gradients
-are summed, or is kept as it arrives when that is None. AOTAutograd alone forgets it.
+In eager PyTorch, each gradient that reaches a leaf is cast to ``leaf.grad_dtype`` before gradients
+are summed, or keeps its dtype if ``grad_dtype`` is None. AOTAutograd alone loses the dtype.
 """
 
 import pytest
@@ -42,7 +42,7 @@ def maybe_compiled(model, compiled):
 
 
 def train(model, run, x):
-    """``.grad`` after each of two backwards that accumulate into it."""
+    """Returns ``.grad`` after each of two backwards that accumulate into it."""
     grads = []
     for scale in (1, 0.7):
         run(x * scale).float().square().mean().backward()

@@ -1,5 +1,5 @@
-"""What a step frees at the end of glibc's heap is not given back to the system, to be faulted in
-again by the next.
+"""Memory that a step frees at the end of glibc's heap stays with the process, so that the next step
+does not fault it in again.
 """
 
 import resource
@@ -15,7 +15,7 @@ from deepcompile_zero3 import fully_shard
 WIDTH = 512
 ROWS = 2048
 DEPTH = 12
-ACTIVATIONS = DEPTH * ROWS * WIDTH * 4  # bytes that the products alone save for backward
+ACTIVATIONS = DEPTH * ROWS * WIDTH * 4  # bytes that only the products save for backward
 PAGE = 4096
 
 
@@ -50,5 +50,5 @@ def test_a_steady_step_faults_no_activations_in(how):
         [faults] = pool.run(_faults_of_steps, how, 14, timeout=200)
     finally:
         pool.close()
-    # Of 8 steps, 6: a machine that is short of memory takes some away in between.
+    # 6 of 8 steps: a machine that is short of memory reclaims some in between.
     assert sum(sorted(faults[-8:])[:6]) < ACTIVATIONS / PAGE / 2, faults

@@ -1,5 +1,5 @@
-"""A parameter is known by its placeholder, and by no name: equal blocks share compiled graphs, and
-a backward needs no module.
+"""A parameter is identified by its placeholder, not by a name: equal blocks share compiled graphs,
+and a backward needs no module.
 """
 
 import gc
@@ -42,7 +42,7 @@ def _compile_blocks(model, how):
 
 
 def _twins(how, transport, depth):
-    """How many graphs are compiled for ``depth`` blocks, which train as one process does."""
+    """Returns the number of graphs for ``depth`` blocks; compares training with one process."""
     model = Stack(width=8, depth=depth)
     model, reference = shard(model, model.blocks, transport=transport)
     _compile_blocks(model, how)
@@ -65,17 +65,17 @@ def _twins(how, transport, depth):
 @compiled_each_way
 @either_transport
 def test_equal_blocks_are_compiled_once(run_ranks, how, transport):
-    # More of them than Dynamo compiles one function for.
+    # More blocks than Dynamo's recompile limit.
     assert torch._dynamo.config.recompile_limit < 32
     for forwards, backwards, text in run_ranks(2, _twins, how, transport, 32):
         assert (forwards, backwards) == (1, 1)
         assert "reduce_grad(" in text
-        assert "blocks" not in text  # names are relative to what was compiled
+        assert "blocks" not in text  # names are relative to the compiled module
 
 
 def _unequal(transport):
-    """How many graphs are compiled for blocks that nothing but their shards tells apart, two each
-    of which are alike; and in which dtypes their gradients are reduced.
+    """Returns the number of graphs, and the dtypes of reductions, for blocks that differ in their
+    shards only; two blocks of each kind are alike.
     """
     model = Stack(depth=6)
     for block in model.blocks[4:]:
@@ -106,7 +106,7 @@ def _changed(transport):
     for change in (
         lambda: None,
         lambda: model.blocks[1].set_reshard_after_forward(False),
-        lambda: model.blocks[2].set_reshard_after_forward(False),  # as the one before
+        lambda: model.blocks[2].set_reshard_after_forward(False),  # like the previous block
     ):
         change()
         batch = batch_of(4, 8).requires_grad_()
@@ -130,7 +130,7 @@ def test_one_of_equal_blocks_may_change(run_ranks, transport):
 
 
 def _without_its_model(how, transport):
-    """A step whose backward runs when nobody has the model any more, beside one process."""
+    """Compares a step whose backward runs after the model is freed with one process."""
     model, reference = shard(stack := Stack(), stack.blocks, transport=transport)
     run = compiled(model, how)
     batch = batch_of(4, 8)
@@ -138,14 +138,14 @@ def _without_its_model(how, transport):
     gone = weakref.ref(model)
     loss = mean_square(run, mine(batch))
     del model, run, stack
-    torch._dynamo.reset()  # whose guards keep what they look at
+    torch._dynamo.reset()  # guards keep objects alive
     gc.collect()
     assert gone() is None
     loss.backward()
     mean_square(reference, batch).backward()
     for fqn, whole in reference.named_parameters():
         torch.testing.assert_close(parameters[fqn].grad.full_tensor(), whole.grad)
-    # And with the loss goes all that it owned.
+    # All that the loss owned is freed with it.
     alive = [weakref.ref(parameter) for parameter in parameters.values()]
     del loss, parameters
     gc.collect()
@@ -169,7 +169,7 @@ def _twin_of_a_deleted_one(transport):
         del first, block
         gc.collect()
         second(x).sum().backward()
-    assert known_by() is None  # a compiled graph keeps no parameter
+    assert known_by() is None  # a compiled graph keeps no parameter alive
     assert second.up.weight.grad is not None
     return len(graphs.forward)
 
@@ -177,7 +177,7 @@ def _twin_of_a_deleted_one(transport):
 @either_transport
 def test_a_graph_outlives_the_block_that_it_was_compiled_for(run_ranks, transport):
     for forwards in run_ranks(2, _twin_of_a_deleted_one, transport):
-        assert forwards <= 2  # the guards of a deleted block may go with it
+        assert forwards <= 2  # guards of a deleted block may be freed with it
 
 
 # ---- twins that are tied
@@ -211,7 +211,7 @@ def test_a_pair_that_is_tied_beside_one_that_is_not(run_ranks, how, transport):
     run_ranks(2, _tied_beside_untied, transport, how)
 
 
-# ---- whatever partitions the joint graph
+# ---- any partitioner of the joint graph
 
 
 class _DefaultPartition(CustomPartitionerFn):
@@ -223,7 +223,7 @@ class _DefaultPartition(CustomPartitionerFn):
 
 
 class _Returns(nn.Module):
-    """Returns what it is given, what it computed twice, and what nobody differentiates."""
+    """A module that returns an input, a result twice, and a result without gradient."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Models that no rank has ever had whole: sharded on the meta device, then given their values."""
+"""Models that no rank ever holds whole: sharded on the meta device, then initialised."""
 
 import ctypes
 import gc
@@ -28,7 +28,7 @@ def _on_meta(build):
 
 
 class Layers(nn.Sequential):
-    """Rows that do not divide by the ranks among them: [batch, 6] -> [batch, 5]."""
+    """Layers, some with rows that ranks do not divide evenly: [batch, 6] -> [batch, 5]."""
 
     def __init__(self):
         super().__init__(
@@ -70,7 +70,7 @@ KINDS = {
 
 
 def _initialised(sharding, kind, replicas, seed):
-    """A model, and the next random number of this rank."""
+    """Returns a model and the next random number of this rank."""
     build, initialise = KINDS[kind]
     model = _on_meta(build)
     mesh = init_device_mesh(
@@ -94,8 +94,8 @@ def _agreed(tensor):
 
 
 def _as_in_fsdp2(kind):
-    """Each rank draws the numbers of its own shard: with one seed, shards of one shape are alike,
-    and with a seed for each, replicas differ.
+    """Initialises as in FSDP2: each rank draws the numbers of its own shard. With one seed, shards
+    of one shape are alike; with a seed for each rank, replicas differ.
     """
     for replicas, seed in ((1, 1), (1, [1, 2]), (2, 1), (2, [1, 2])):
         model, drawn = _initialised(fully_shard, kind, replicas, seed)
@@ -137,7 +137,7 @@ MIB = 2**20
 WIDTH = 5120
 LAYERS = 4
 LAYER = WIDTH * WIDTH * 4  # bytes: 100 MiB
-SHARDS = LAYERS * LAYER / 4  # of one of four ranks
+SHARDS = LAYERS * LAYER / 4  # bytes of one of four ranks
 
 
 def _large():
@@ -151,10 +151,10 @@ def _resident(field):
 
 
 def _growth(function):
-    """Bytes resident at most while ``function()`` runs, beyond those before."""
+    """Returns the bytes by which peak resident memory grows while ``function()`` runs."""
     gc.collect()
     release_buffers()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)  # or what is free already would not count
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # otherwise reused free memory does not count
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
     before = _resident("VmRSS")
@@ -188,7 +188,7 @@ def test_initialising_a_model_takes_the_memory_of_its_shards(run_ranks, transpor
 
 
 def _loaded_from_the_first_rank(materialised):
-    """Only the first rank has the state, of rows that are all alike."""
+    """Loads a state of equal rows that only rank 0 has."""
     first = dist.get_rank() == 0
     names = [f"{layer}.weight" for layer in range(LAYERS)]
     rows = {name: batch_of(WIDTH, seed=seed) for seed, name in enumerate(names)}
@@ -209,7 +209,7 @@ def _loaded_from_the_first_rank(materialised):
         assert torch.equal(local, rows[name].expand_as(local)), name
     x = batch_of(2, WIDTH, seed=9)
     expected = x
-    for row in rows.values():  # each output is the same
+    for row in rows.values():  # all outputs are the same
         expected = (expected @ row)[:, None].expand(2, WIDTH)
     with torch.no_grad():
         torch.testing.assert_close(model(x), expected, rtol=1e-3, atol=0)

@@ -1,6 +1,6 @@
-"""What forward keeps gathered for backward, where ``reshard_after_forward`` leaves it open.
+"""Parameters that forward keeps gathered for backward, if ``reshard_after_forward`` is None.
 
-By messages: where ranks share memory, gathering again costs nothing.
+Ranks exchange messages: in shared memory, gathering again costs nothing.
 """
 
 import pytest
@@ -14,7 +14,7 @@ ALL = {"0.weight", "2.weight", "4.weight"}
 
 
 def _gathered_again(keep_mb, choices):
-    """What a backward gathers, after steps beside one process."""
+    """Returns the weights that a backward gathers; compares steps with one process."""
     layers = [nn.Linear(256, 256, bias=False) for _ in range(3)]  # 256 KiB each
     model = nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
     model, reference = shard(model, layers, transport="c10d")
@@ -24,7 +24,7 @@ def _gathered_again(keep_mb, choices):
     run = torch.compile(model, backend="zero3", options=options)
     optimizers = optimizers_of(model, reference)
     for seed in range(3):
-        batch = batch_of(4, 256, seed=seed).requires_grad_()  # so that backward needs all
+        batch = batch_of(4, 256, seed=seed).requires_grad_()  # so that backward needs all weights
         with record_collectives() as log:
             assert_same_step(model, reference, batch, run=run, optimizers=optimizers)
         gathered = [fqn for c in log if c.op == "all_gather" for fqn in c.params]
@@ -41,7 +41,7 @@ def _gathered_again(keep_mb, choices):
         (0.25, {}, {"0.weight", "2.weight"}),  # the last layer is held for the shortest time
         pytest.param(0.6, {}, {"0.weight"}, marks=pytest.mark.long),
         pytest.param(0.25, {4: True}, {"0.weight", "4.weight"}, marks=pytest.mark.long),
-        (0.25, {0: False}, {"2.weight"}),  # what the user keeps takes nothing from the budget
+        (0.25, {0: False}, {"2.weight"}),  # weights that the user keeps do not use the budget
         (0, {0: False, 2: True}, {"2.weight", "4.weight"}),
     ],
 )
@@ -61,7 +61,7 @@ def _kept_block_by_block(depth, holds_first):
     if holds_first:
         blocks[0].set_reshard_after_forward(False)
     kept = []
-    for rows in (4, 4, 6, 8):  # the third compiles again
+    for rows in (4, 4, 6, 8):  # the third size compiles again
         with record_collectives() as log:
             assert_same_step(model, reference, batch_of(rows, 256).requires_grad_())
             model.zero_grad()
@@ -73,7 +73,7 @@ def _kept_block_by_block(depth, holds_first):
 
 @pytest.mark.parametrize("depth", [3, pytest.param(6, marks=pytest.mark.long)])
 def test_the_graphs_of_a_model_share_what_may_be_kept(run_ranks, depth):
-    # Each gets its part by bytes, which is enough for one of its two weights, or for none.
+    # Each block's part of the budget, by bytes, holds one of its two weights, or none.
     for kept in run_ranks(2, _kept_block_by_block, depth, False):
         assert kept == [{f"{block}.2.weight" for block in range(depth) if depth < 5}] * 4
 

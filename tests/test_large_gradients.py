@@ -1,4 +1,4 @@
-"""Large gradients, which the runtime computes in the memory that they are sent from."""
+"""Large gradients, which the runtime computes directly in the send buffer."""
 
 import copy
 
@@ -26,7 +26,7 @@ from deepcompile_zero3.runtime import _C
 
 
 class _Large(nn.Module):
-    """Sizes that no number of ranks divides; one weight twice, one row that gets no gradient."""
+    """A model of sizes that ranks do not divide, a weight used twice and a row without gradient."""
 
     def __init__(self):
         super().__init__()
@@ -44,7 +44,7 @@ class _Large(nn.Module):
 
 def _indices(rank, seed):
     generator = torch.Generator().manual_seed(10 * seed + rank)
-    return torch.randint(701, (3 + rank, 7), generator=generator)  # another shape on every rank
+    return torch.randint(701, (3 + rank, 7), generator=generator)  # a different shape on every rank
 
 
 def _loss(model, indices):
@@ -61,7 +61,7 @@ def _train(how, policy, tolerance):
     for step in range(2):
         expected = copy.deepcopy(reference)
         model.zero_grad()
-        # Two micro-batches, of which the first is not synced, then a third that adds to `.grad`.
+        # Two micro-batches, the first not synced, then a third that adds to `.grad`.
         for micro_batch, sync in enumerate([False, True, True]):
             model.set_requires_gradient_sync(sync)
             seed = 3 * step + micro_batch
@@ -78,7 +78,7 @@ def _train(how, policy, tolerance):
             assert difference <= tolerance, f"{fqn}: {difference:.1e}"
 
 
-# Inductor decomposes an embedding's gradient into what the runtime computes in its stead.
+# Inductor decomposes an embedding's gradient, which the runtime then computes.
 @pytest.mark.parametrize(
     ("world_size", "how"),
     [
@@ -123,7 +123,7 @@ def test_what_the_runtime_computes(run_ranks):
     for ops in run_ranks(1, _ops_of_backward):
         assert ops == {
             "embedding.weight": "zero3::reduce_rows",
-            "up.weight": "zero3::reduce_grad",  # of two uses: a sum of products
+            "up.weight": "zero3::reduce_grad",  # used twice: a sum of products
             "up.bias": "zero3::reduce_grad",
             "down.weight": "zero3::reduce_grad",
             "small.weight": "zero3::reduce_grad",
@@ -142,7 +142,7 @@ class _Once(nn.Module):
 
 
 def _grads_live_on(how):
-    """A gradient is the user's, whatever memory it came from."""
+    """Checks that gradients stay valid, whatever memory they came from."""
     model, reference = shard(_Once())
     run = compiled(model, how)
     kept = []
@@ -176,12 +176,12 @@ def _reductions(run):
 @pytest.mark.smoke
 def test_gradients_outlive_the_memory_of_later_steps(run_ranks, how):
     for ops in run_ranks(2, _grads_live_on, how):
-        # The gradient of the embedding is not among them op by op, nor in torch 2.11.
+        # The embedding's gradient is not reduced by them op by op, nor in torch 2.11.
         assert {"zero3::reduce_grad", "zero3::reduce_mm"} <= set(ops)
 
 
 def _few_rows(how, dtype, reduce_dtype, tolerance):
-    """The last of four ranks owns nothing of the weight."""
+    """Trains a weight of which the last of four ranks owns nothing."""
     policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
     model, reference = shard(nn.Linear(20_000, 3, bias=False).to(dtype), mp_policy=policy)
     run = compiled(model, how)
@@ -192,7 +192,7 @@ def _few_rows(how, dtype, reduce_dtype, tolerance):
     for batch in batches:
         (reference(batch).cos().sum() / world_size).backward()
     assert_same_gradients(model, reference, tolerance)
-    if how == "eager":  # a second time through the same graph adds as much
+    if how == "eager":  # a second backward of the same graph adds the same
         loss.backward()
         reference.weight.grad.mul_(2)
         assert_same_gradients(model, reference, tolerance)
@@ -222,7 +222,7 @@ def test_a_gradient_that_nobody_wants_is_not_reduced(run_ranks, how):
 
 
 class _Recurrent(nn.Module):
-    """Uses a weight as often as a sequence is long."""
+    """A module that uses a weight once for each element of a sequence."""
 
     def __init__(self):
         super().__init__()
@@ -240,7 +240,7 @@ def _each_rank_its_own_way(how):
     run = compiled(model, how)
     world_size = dist.get_world_size()
     batches = [batch_of(4, 1 + 2 * rank, 256, seed=rank) for rank in range(world_size)]
-    # Of an input that needs a gradient, so that backward needs the weight on every rank.
+    # The input needs a gradient, so that backward needs the weight on every rank.
     run(batches[dist.get_rank()].requires_grad_()).sum().backward()
     for batch in batches:
         (reference(batch).sum() / world_size).backward()
@@ -281,7 +281,7 @@ def test_a_gradient_can_be_resized(run_ranks):
 
 
 def _train_blocks(how, dtype, replicas):
-    """Of weights that are sent and summed in blocks: of rows that no number of ranks divides."""
+    """Trains weights that are sent and summed in blocks; ranks do not divide their rows evenly."""
     mesh = init_device_mesh("cpu", (replicas, dist.get_world_size() // replicas))
     layers = [nn.Linear(1301, 1901, bias=False), nn.Tanh(), nn.Linear(1901, 1301, bias=False)]
     policy = MixedPrecisionPolicy(param_dtype=dtype)
@@ -318,4 +318,4 @@ def test_gradients_of_several_blocks_are_right(run_ranks, world_size, how, dtype
 
 def test_small_gradients_are_one_block():
     assert _C.progress_bytes(10, 4, 2) == 2 * 64  # a cache line for each rank
-    assert _C.progress_bytes(8192, 4096, 2) == 8 * 2 * 64  # and each 4 MiB
+    assert _C.progress_bytes(8192, 4096, 2) == 8 * 2 * 64  # and for each 4 MiB

@@ -1,4 +1,4 @@
-"""In whatever order a model, what runs it, its graph and its process group end, nothing stays."""
+"""A model, its callable, its graph and its process group may end in any order; nothing leaks."""
 
 import gc
 import random
@@ -17,13 +17,13 @@ LIVES = ["model", "run", "optimizer", "graph", "group"]
 
 
 def _shared_mappings():
-    """How many pieces of memory this process shares with others."""
+    """Returns the number of shared memory mappings of this process."""
     with open("/proc/self/maps") as maps:
         return sum("memfd:zero3" in line for line in maps)
 
 
 def _end(transport, how, orders):
-    """Ends what is left of a step, in each of these orders, with a backward still to come."""
+    """Frees the objects of a step in each of ``orders``, with a backward still to come."""
     batch = mine(batch_of(4, 8))
     models, mappings = len(_C.live_roots()), []
     for order in orders:
@@ -50,14 +50,14 @@ def _end(transport, how, orders):
         gc.collect()
         assert len(_C.live_roots()) == models, f"a model outlives {order}"
         mappings.append(_shared_mappings())
-    # Those of a group that torch still remembers go when another is used.
+    # Mappings of a group that torch still remembers are freed when another group is used.
     assert max(mappings[1:]) <= mappings[0], mappings
-    assert len(dist.distributed_c10d._world.pg_names) <= 3  # of the job, and two of the last
+    assert len(dist.distributed_c10d._world.pg_names) <= 3  # the job's, and two of the last
     _train_another(transport)
 
 
 def _train_another(transport):
-    _clear_sharding_prop_cache()  # of DTensor: equal meshes would have the group that is gone
+    _clear_sharding_prop_cache()  # DTensor's cache would return a mesh with the freed group
     model, reference = shard(Stack(), transport=transport)
     assert_same_step(model, reference, batch_of(4, 8), optimizers=optimizers_of(model, reference))
 
@@ -81,7 +81,7 @@ def test_lives_may_end_in_any_order(run_ranks, transport, how, count):
 
 
 def _destroy_with_work_in_flight(transport):
-    """A forward raises when the next block's gather has begun, and the group goes."""
+    """Destroys the group after a forward has raised while the next block's gather is in flight."""
     group = dist.new_group()
     model = Stack(depth=3)
     mesh = DeviceMesh.from_group(group, "cpu")

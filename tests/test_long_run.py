@@ -1,4 +1,4 @@
-"""A thousand steps of a transformer: memory does not grow, and losses stay those of one process."""
+"""A thousand steps of a transformer: memory does not grow, and losses equal one process's."""
 
 import gc
 import random
@@ -13,7 +13,7 @@ from transformer_models import TOKENS, VOCABULARY, llama
 from deepcompile_zero3 import buffer_stats
 
 STEPS = 1000
-WARM = 300  # steps, by when all has been compiled and allocated
+WARM = 300  # steps after which all is compiled and allocated
 
 
 def _resident():
@@ -23,25 +23,25 @@ def _resident():
 
 
 def _tokens(choices, rank, length):
-    """Two sequences of a rank."""
+    """Returns two sequences of a rank."""
     generator = torch.Generator().manual_seed(1000 * choices.randrange(1 << 20) + rank)
     return torch.randint(VOCABULARY, (2, length), generator=generator)
 
 
 def _run():
-    """Bytes that are resident once warm and at the end, and the largest difference of a loss."""
+    """Returns resident bytes once warm and at the end, and the largest difference of losses."""
     torch.manual_seed(0)
     task = llama()
     model, reference = shard(task.model, task.blocks)
     run = torch.compile(model, backend="zero3")
-    # Of a low rate: rounding errors grow from step to step.
+    # The learning rate is low, since rounding errors grow from step to step.
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in (model, reference)]
     rank, world_size = dist.get_rank(), dist.get_world_size()
     choices = random.Random(0)  # the same on all ranks
     worst, resident, in_use = 0.0, 0, 0
 
     def losses(length):
-        """Of this rank's sequences, by the sharded model; and of all, by one process."""
+        """Returns the sharded model's loss of its sequences, and one process's loss of all."""
         seed = choices.randrange(1 << 20)
         batches = [_tokens(random.Random(seed), other, length) for other in range(world_size)]
         mine = run(input_ids=batches[rank], labels=batches[rank]).loss

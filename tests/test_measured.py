@@ -1,4 +1,4 @@
-"""Events of a profiler as a timeline, without a profiler."""
+"""Timelines of profiler events, without a profiler."""
 
 import random
 
@@ -22,7 +22,7 @@ def kernel(name, start, end, launched, thread=1):
 
 
 def lanes(*events):
-    """The spans by lane."""
+    """Returns the spans of a timeline by lane."""
     shuffled = list(events)
     random.Random(0).shuffle(shuffled)
     result = {}
@@ -104,7 +104,7 @@ def test_of_a_backward_what_the_engine_calls_computes():
         op("CompiledFunctionBackward", 1, 19),
         op("## Call CompiledFxGraph abc ##", 2, 18),
         op("aten::mm", 3, 5),
-        ours("roll_call wait", 6, 7, "a and 3 more", size=""),
+        ours("presence wait", 6, 7, "a and 3 more", size=""),
         op("torch::autograd::AccumulateGrad", 21, 23),
         op("aten::add_", 22, 23),
         op("mine::attention", 24, 25),
@@ -112,7 +112,7 @@ def test_of_a_backward_what_the_engine_calls_computes():
     )
     names = [span.name for span in found["compute"]]
     assert names == ["aten::mm", "aten::add_", "mine::attention"]
-    assert found["waiting"] == [Span("waiting", "roll_call", 6, 7, ("a and 3 more",))]
+    assert found["waiting"] == [Span("waiting", "presence", 6, 7, ("a and 3 more",))]
     assert found.keys() == {"compute", "waiting"}
 
 
@@ -163,7 +163,7 @@ def test_no_events_are_an_empty_step():
     assert (timeline.name, timeline.spans, timeline.memory) == ("measured", (), ())
 
 
-# ---- from what torch exports
+# ---- torch's exported traces
 
 
 def _record(cat, name, ts, dur=None, tid=1, **args):

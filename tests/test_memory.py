@@ -1,8 +1,7 @@
 """A rank's memory is its shards and a constant, whatever the size of the model.
 
-What is measured is glibc's own count of the bytes that are allocated, and the kernel's of those
-that are resident. Both see every tensor of a CPU, also those that only C++ or a compiled graph
-holds.
+Tests measure allocated bytes, as counted by glibc, and resident bytes, as counted by the kernel.
+Both counts include every CPU tensor, also tensors that only C++ or a compiled graph holds.
 """
 
 import ctypes
@@ -22,13 +21,13 @@ MIB = 2**20
 WIDTH = 1024
 WEIGHT = 4 * MIB  # [WIDTH, WIDTH] in float32
 BUCKET = 2 * WEIGHT
-CONSTANT = 2 * MIB  # of all that is no weight, in bytes: half of one
+CONSTANT = 2 * MIB  # bytes of everything but weights: half a weight
 
 
 @pytest.fixture
 def run_ranks():
-    """Processes of their own: in used ones, what earlier tests leave is freed while we measure.
-    They exchange messages; tests/test_one_host.py has the memory that ranks share.
+    """New processes: in used ones, memory of earlier tests would be freed during measurements.
+    Ranks exchange messages; tests/test_one_host.py measures shared memory.
     """
 
     def run(world_size, function, *args):
@@ -59,13 +58,13 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def _map_large_chunks():
-    """Every chunk from 64 KiB on is a mapping of its own: counted, and gone when it is freed."""
+    """Makes every chunk of 64 KiB and more a mapping of its own, which is counted until freed."""
     m_mmap_threshold = -3
     assert ctypes.CDLL("libc.so.6").mallopt(m_mmap_threshold, 64 * 1024) == 1
 
 
 def _allocated():
-    """Bytes in such chunks, but for the buffers of communication."""
+    """Returns the bytes of such chunks, without communication buffers."""
     gc.collect()
     release_buffers()
     libc = ctypes.CDLL("libc.so.6")
@@ -78,7 +77,7 @@ def _allocated():
 
 
 def _start_of_peak():
-    """Resident bytes, from which the peak is measured."""
+    """Resets the peak and returns the resident bytes."""
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
     return _status("VmRSS")
@@ -91,7 +90,7 @@ def _status(field):
 
 
 def _chain(depth):
-    """Layers of one weight each, sharded one by one, with small buckets of gradients."""
+    """Returns layers of one weight each, sharded one by one, with small gradient buckets."""
     model = nn.Sequential(
         *(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh()) for _ in range(depth))
     )
@@ -99,7 +98,7 @@ def _chain(depth):
         fully_shard(module, reshard_after_forward=True)
     for module in model.modules():
         for parameter in parameters_of(module).values():
-            parameter.handle.bucket_bytes = BUCKET
+            parameter.settings.bucket_bytes = BUCKET
     return model
 
 
@@ -112,7 +111,7 @@ def _step(run):
 
 
 def _warm_up(how):
-    """What a process allocates once, for its first steps."""
+    """Takes first steps, for which a process allocates memory once."""
     _map_large_chunks()
     model = _chain(1)
     run = _compiled(model, how)
@@ -124,7 +123,7 @@ def _warm_up(how):
 
 
 def _measure_rests(how, depth):
-    """Bytes allocated beyond those at the start, by moment."""
+    """Returns the bytes allocated since the start, by moment."""
     _warm_up(how)
     start = _allocated()
     allocated = {}
@@ -175,7 +174,7 @@ def test_no_full_parameter_is_alive_at_rest_nor_after_forward_nor_after_backward
 
 
 def _measure_peak(how, depth):
-    """Bytes resident at most in a step, beyond the shards and their gradients."""
+    """Returns the peak resident bytes of a step, beyond shards and their gradients."""
     _warm_up(how)
     model = _chain(depth)
     run = _compiled(model, how)
@@ -193,7 +192,7 @@ def _measure_peak(how, depth):
 def test_memory_for_communication_does_not_grow_with_the_model(run_ranks, how):
     of_six = max(run_ranks(2, _measure_peak, how, 6))
     of_twelve = max(run_ranks(2, _measure_peak, how, 12))
-    # Six more weights would not fit into one: the kernel's count is no nearer.
+    # Tolerates one weight, since the kernel's count is coarse; six more would not fit.
     assert of_twelve <= of_six + WEIGHT, (of_six / MIB, of_twelve / MIB)
 
 
@@ -201,7 +200,7 @@ def test_memory_for_communication_does_not_grow_with_the_model(run_ranks, how):
 
 
 def _predict_and_measure(settings, depth):
-    """By graph, bytes gathered at once at most: what the plan says, and what the pool has seen."""
+    """Returns, by graph, the peak of gathered bytes as planned and as seen by the pool."""
     model = nn.Sequential(
         *(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh()) for _ in range(depth))
     )
@@ -233,16 +232,16 @@ def test_the_plan_predicts_what_is_gathered_at_once(run_ranks, settings, bucket)
     gradients = depth * WEIGHT
     for (forward, backward), measured in run_ranks(2, _predict_and_measure, settings, depth):
         assert measured[0] == forward, (measured, forward)
-        # With gradients, of which at most all are on their way, and as many have come from others.
+        # With gradients: at most all are in flight, and as many were received.
         assert backward <= measured[1] <= backward + 2 * gradients, (measured, backward)
         assert forward <= max(2 * bucket * MIB, depth * WEIGHT)
 
 
-# ---- what communication keeps
+# ---- communication buffers
 
 
 def _measure_buffers(how, depth):
-    """Bytes that are kept after a step, and after a second one."""
+    """Returns the bytes that are kept after a step and after a second one."""
     model = _chain(depth)
     run = _compiled(model, how)
     kept = []

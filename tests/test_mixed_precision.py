@@ -1,4 +1,4 @@
-"""Mixed precision, step by step beside torch's own FSDP2."""
+"""Mixed precision, compared step by step with torch's FSDP2."""
 
 import copy
 import dataclasses
@@ -21,7 +21,7 @@ OPS = {"all_gather", "reduce_scatter"}
 
 
 class _DtypesOnTheWire(TorchDispatchMode):
-    """What c10d is asked for: sets of dtypes by op, as far as the calling thread is concerned."""
+    """Records the dtypes of c10d ops that the calling thread issues, by op."""
 
     def __init__(self):
         super().__init__()
@@ -44,7 +44,7 @@ def _sharded(model, shard, policy, output_dtype):
 
 
 def _train(model, run, dtype):
-    """Losses, dtypes of output and gradients, over ten steps."""
+    """Returns losses, output dtypes and gradient dtypes of ten steps."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     losses, dtypes = [], set()
     for step in range(10):
@@ -82,7 +82,7 @@ def _beside_fsdp2(dtype, how, policies):
 
 
 def _pairs():
-    """Policies in which each two of the choices meet."""
+    """Returns policies that cover each pair of choices."""
     n = len(CHOICES)
     return [(CHOICES[i], CHOICES[j], CHOICES[(i + j) % n]) for i in range(n) for j in range(n)]
 
@@ -107,7 +107,7 @@ def test_dtypes_and_losses_are_those_of_fsdp2(run_ranks, dtype, how, policies):
 
 
 def _keep_norms(how):
-    """Norms compute in fp32 in a model that computes in bf16, as a policy of torch 2.15 may say."""
+    """Trains norms in fp32 in a bf16 model, as a policy of torch 2.15 may request."""
 
     @dataclasses.dataclass(frozen=True)
     class Policy(MixedPrecisionPolicy):

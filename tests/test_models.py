@@ -1,4 +1,4 @@
-"""Real models, sharded and compiled, train as one process of plain PyTorch does."""
+"""Real models, sharded and compiled, train like one process of plain PyTorch."""
 
 import copy
 
@@ -13,7 +13,7 @@ STEPS = 5
 
 
 def _train(name, how, fullgraph=True, dtype=torch.float32):
-    """Five steps on both; returns how many graphs the first one compiled, forward and backward."""
+    """Takes five steps; returns the numbers of forward and backward graphs of the first step."""
     task = getattr(transformer_models, name)()
     model = task.model.to(dtype)
     reference = copy.deepcopy(model)
@@ -51,8 +51,8 @@ def test_a_model_trains_as_one_process_does(run_ranks, name, how):
     assert run_ranks(2, _train, name, how, timeout=300) == [(1, 1)] * 2
 
 
-# A key bias shifts all scores of a row alike, so its gradient is zero but for rounding errors,
-# which AdamW blows up to whole steps. In float64 they drown in its epsilon.
+# A key bias shifts all scores of a row alike. Its gradient is zero but for rounding errors, which
+# AdamW amplifies to full steps. In float64, AdamW's epsilon exceeds them.
 
 
 @compiled_each_way

@@ -1,6 +1,6 @@
-"""Nothing process-wide is changed: torch is the same after training as it was before the import.
+"""The library changes nothing process-wide: after training, torch is as before the import.
 
-Run as a program, this file compares the two and prints what differs.
+As a program, this file compares both and prints the differences.
 """
 
 import os
@@ -29,7 +29,7 @@ CONFIGS = (
 
 @pytest.mark.inductor
 def test_torch_is_the_same_after_training_as_before_the_import():
-    # Without caches, so that torch alone has run all of its compiler, and filled what it fills in.
+    # Without caches, so that torch alone has run its whole compiler and filled its tables.
     run = subprocess.run(
         [sys.executable, __file__],
         env={**os.environ, "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"},
@@ -46,7 +46,7 @@ def test_torch_is_the_same_after_training_as_before_the_import():
 def main():
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        train_with_torch_alone()  # torch imports and registers a lot when it is first used
+        train_with_torch_alone()  # first use imports and registers a lot
         modules = torch_modules()
         before = snapshot(modules)
         train_sharded()
@@ -110,16 +110,16 @@ def train_sharded():
     sharded.reshard()
 
 
-# ---- what is compared
+# ---- comparison
 
 
 def snapshot(modules):
-    """Name to object, of all that this process shares."""
+    """Returns a dict from names to the objects that the process shares."""
     return {**attributes(modules), **configs(), **state(), **tables()}
 
 
 def torch_modules():
-    """Without those that make their attributes when they are first asked for."""
+    """Returns torch's modules, except modules that create attributes on first access."""
     made_on_demand = ("torch.ops", "torch._ops.", "torch.classes")
     return {
         name: module
@@ -129,12 +129,12 @@ def torch_modules():
 
 
 def attributes(modules):
-    """Every function and class of ``modules``, and every method of their classes."""
+    """Returns functions and classes of ``modules``, and methods of the classes, by name."""
     found = {}
     for module_name, module in modules.items():
         for name, value in list(vars(module).items()):
             if not callable(value) or name.startswith("__compiled_fn_"):
-                continue  # Dynamo keeps what it compiled under such names
+                continue  # Dynamo stores compiled code under such names
             found[f"{module_name}.{name}"] = value
             if isinstance(value, type) and value.__module__ == module_name:
                 for method_name, method in list(vars(value).items()):
@@ -179,7 +179,7 @@ def state():
 
 
 def tables():
-    """Where torch looks up what to do with an operator, a type or a backend."""
+    """Returns the entries of torch's tables of operators, types and backends."""
     by_key = {
         "decomposition": torch._decomp.decomposition_table,
         "meta": torch._decomp.meta_table,

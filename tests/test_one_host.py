@@ -1,4 +1,4 @@
-"""Ranks of one host share memory: who does, and what a graph may do with it."""
+"""Ranks of one host share memory: which ranks do, and what a graph may do with the memory."""
 
 import contextlib
 import gc
@@ -38,12 +38,12 @@ pytestmark = pytest.mark.skipif(
 
 
 def _is_shared(model):
-    handles = [p.handle for m in model.modules() for p in parameters_of(m).values()]
-    assert len({handle.is_shared for handle in handles}) == 1
-    return handles[0].is_shared
+    parameters = [p for m in model.modules() for p in parameters_of(m).values()]
+    [name] = {parameter.handle.transport.name for parameter in parameters}
+    return name == "shared_memory"
 
 
-# ---- who shares
+# ---- which ranks share memory
 
 
 def _shares(**settings):
@@ -95,7 +95,7 @@ def test_an_unknown_transport_is_refused(monkeypatch):
 
 @contextlib.contextmanager
 def _no_large_files():
-    """As on a machine that has no memory to share."""
+    """Fails as on a machine without memory to share."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
     try:
@@ -116,7 +116,7 @@ def test_where_there_is_no_memory_messages_are_exchanged(run_ranks):
 
 
 def _without_a_wrapper():
-    """As in Pythons that were built where libc has no ``memfd_create``."""
+    """Acts like a Python that was built without ``memfd_create`` in libc."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delattr(os, "memfd_create")
         return _shares(transport="shared_memory")
@@ -127,7 +127,7 @@ def test_memory_is_shared_where_python_has_no_memfd_create(run_ranks):
 
 
 def _one_fails(function):
-    """One rank fails to offer, or to map, memory, and not as one would expect."""
+    """Makes one rank fail to offer or to map memory, with an unexpected error."""
 
     def fail(*args):
         raise AttributeError("unheard of")
@@ -142,7 +142,7 @@ def _one_fails(function):
 
 
 def _meet_a_stranger():
-    """The second rank finds another file where that of the first should be."""
+    """Lets rank 1 find another file in place of rank 0's."""
     new_file = one_host._new_file
 
     def strange(nbytes, nonce):
@@ -180,7 +180,7 @@ def test_whatever_keeps_a_rank_from_sharing_memory_is_told_to_all(run_ranks, fun
 
 
 def _mapped():
-    """Bytes of shared memory that this process has mapped."""
+    """Returns the bytes of shared memory that this process has mapped."""
     with open("/proc/self/maps") as file:
         spans = [line.split()[0].split("-") for line in file if "memfd:zero3" in line]
     return sum(int(end, 16) - int(begin, 16) for begin, end in spans)
@@ -209,7 +209,7 @@ def test_nothing_is_left_behind(run_ranks):
 
 
 def _host_bytes(depth, reshard_after_forward):
-    """This rank's part of the memory that is shared, what several have divided among them."""
+    """Returns this rank's part of the shared memory, which counts proportionally."""
     width = 1024
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(depth)))
     model = fully_shard(model, reshard_after_forward=reshard_after_forward)
@@ -223,7 +223,7 @@ def _host_bytes(depth, reshard_after_forward):
                 ours = "memfd:zero3" in line
             elif ours and line.startswith("Pss:"):
                 nbytes += int(line.split()[1]) * 1024
-    dist.barrier()  # nobody unmaps before all have counted
+    dist.barrier()  # no rank unmaps before all have counted
     return nbytes
 
 
@@ -232,13 +232,13 @@ def test_a_host_holds_one_copy_or_less_and_bounded_mailboxes(reshard_after_forwa
     world_size = 3
     weight = 4 << 20
     for depth in (4, 12):
-        pool = RankPool(world_size)  # new processes have mailboxes of their own
+        pool = RankPool(world_size)  # new processes have new mailboxes
         try:
             taken = sum(pool.run(in_little_memory, _host_bytes, depth, reshard_after_forward))
         finally:
             pool.close()
         mailboxes = taken - weight * (3 if reshard_after_forward else depth)
-        page = world_size * 16384  # of words, and the rounding of counts
+        page = world_size * 16384  # bytes of words, and rounding of counts
         assert world_size * weight - page <= mailboxes
         assert mailboxes <= world_size * (2 * weight + (32 << 20)) + page
 
@@ -267,7 +267,7 @@ def test_two_jobs_of_one_user_do_not_meet():
 
 
 class _Edits(nn.Module):
-    """Computes with edited copies of its weights, in ways that compilers turn into writes."""
+    """A module that edits copies of its weights, in ways that compilers turn into writes."""
 
     def __init__(self):
         super().__init__()
@@ -277,9 +277,9 @@ class _Edits(nn.Module):
     def forward(self, x):
         hidden = (x @ self.second).sin()
         copy = self.second.clone()
-        copy[5] = 2.0  # the last that happens to either of them
+        copy[5] = 2.0  # neither is changed after this
         put = self.first.index_put((torch.tensor([1, 3]),), torch.ones(2, 64).double())
-        # Of the weights' own size, so that their memory could be used again.
+        # The result has the weights' size, so that a compiler could reuse their memory.
         product = (hidden @ put @ copy).sin().cos() * 2
         return torch.relu(product @ copy).sigmoid() + product
 
@@ -302,12 +302,12 @@ def _edited(how):
     ],
 )
 def test_graphs_write_to_copies(run_ranks, how):
-    # Views are mapped read-only: a write would end the process.
+    # Views are mapped read-only, so that a write would end the process.
     run_ranks(2, _edited, how)
 
 
 class _Returns(nn.Module):
-    """Returns its weight, and a view of it."""
+    """A module that returns its weight and a view of the weight."""
 
     def __init__(self):
         super().__init__()
@@ -339,7 +339,7 @@ def test_what_a_forward_returns_is_the_callers(run_ranks, grad, how):
 
 
 class _Codes(nn.Module):
-    """A frozen weight in eight bits, which is computed with in bfloat16."""
+    """A module with a frozen 8-bit weight that is computed with in bfloat16."""
 
     def __init__(self):
         super().__init__()
@@ -361,11 +361,11 @@ def test_a_large_quantized_parameter_is_published(run_ranks):
 
 
 def _scaled(transport, how):
-    """Gradients of a float16 model that are divided by four."""
+    """Trains a float16 model whose gradients are divided by four."""
     torch.manual_seed(0)
     model = fully_shard(nn.Linear(256, 256).half(), transport=transport)
     for parameter in parameters_of(model).values():
-        parameter.handle.divide_factor = 4
+        parameter.settings.divide_factor = 4
     batch = batch_of(4, 256, seed=dist.get_rank()).half()
     compiled(model, how)(batch).sum().backward()
     return [parameter.grad.full_tensor() for parameter in model.parameters()]
@@ -411,7 +411,7 @@ def _kept_over_a_forward(how, transport):
     loss = run(mine(batch)).square().mean()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.to_local().data.mul_(3)  # which no version counts
+            parameter.to_local().data.mul_(3)  # does not change the version
         run(mine(batch))
     loss.backward()
     reference(batch).square().mean().backward()
@@ -426,7 +426,7 @@ def test_what_is_kept_is_that_of_its_forward(run_ranks, how, transport):
 
 
 class _Slow(nn.Module):
-    """Sleeps between two layers on the last rank."""
+    """A model that sleeps between two layers on the last rank."""
 
     def __init__(self):
         super().__init__()

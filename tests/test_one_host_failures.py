@@ -1,4 +1,4 @@
-"""Ranks of one host share memory, and one of them is killed, or stopped, or does something else."""
+"""Failures of ranks that share memory: one rank is killed, stopped, or does something else."""
 
 import contextlib
 import os
@@ -30,12 +30,12 @@ pytestmark = pytest.mark.skipif(
     os.environ.get("ZERO3_TRANSPORT") == "c10d", reason="ranks are told to exchange messages"
 )
 
-TIMEOUT = 3  # seconds, of a group whose ranks fail
+TIMEOUT = 3  # seconds; of a group whose ranks fail
 
 
 @pytest.fixture
 def run_to_death(run_apart):
-    """What ranks say of one that is killed."""
+    """Runs a function on ranks of which one is killed, and returns their errors."""
 
     def run(function, *args):
         with pytest.raises(AssertionError) as raised:
@@ -46,7 +46,7 @@ def run_to_death(run_apart):
 
 
 def _failing(what, how):
-    """Rank 1 fails in a way of its own, after a step that does not; gives what the others say."""
+    """Takes a step, then lets rank 1 fail; returns the other rank's seconds and error."""
     group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
     mesh = DeviceMesh.from_group(group, "cpu")
     model, reference = shard(Stack(), mesh=mesh, transport="shared_memory")
@@ -55,7 +55,7 @@ def _failing(what, how):
     assert_same_step(model, reference, batch, run=run)
     if dist.get_rank() == 1:
         FAILURES[what](run, mine(batch))
-        time.sleep(TIMEOUT + 2)  # alive, and somewhere else
+        time.sleep(TIMEOUT + 2)  # alive, but elsewhere
         return None
     start = time.monotonic()
     try:
@@ -83,7 +83,7 @@ def _raises_in_backward(run, batch):
 def _compute_in_a_child(holds):
     model, reference = shard(Stack(), transport="shared_memory")
     batch = batch_of(4, 8)
-    if holds:  # all that a child would compute with
+    if holds:  # all that a child needs to compute
         model.set_reshard_after_forward(False)
         model.set_reshard_after_backward(False)
     assert_same_step(model, reference, batch)
@@ -129,7 +129,7 @@ def _wait_without_files():
     with _no_more_files() if dist.get_rank() == 0 else contextlib.nullcontext():
         for _ in range(2):
             if dist.get_rank() == 1:
-                time.sleep(0.5)  # the other looks several times whether this one is alive
+                time.sleep(0.5)  # the other rank checks several times whether this rank is alive
             mean_square(model, mine(batch_of(4, 8))).backward()
         mean_square(reference, batch_of(4, 8)).backward()
         mean_square(reference, batch_of(4, 8)).backward()
@@ -141,7 +141,7 @@ def test_a_rank_that_can_open_no_file_takes_nobody_for_dead(run_apart):
 
 
 def _fail_at(module):
-    """Lets backwards raise when they come to the output of ``module``."""
+    """Makes backwards raise at the output of ``module``."""
 
     def fail(grad):
         raise ZeroDivisionError
@@ -180,7 +180,7 @@ def test_a_rank_whose_backward_raises_is_named_at_once(run_apart):
 
 
 def _step_after_failures(how):
-    """Backwards raise at places of their own on each rank; the step after that is right."""
+    """Makes backwards raise at different places on each rank; checks the next step."""
     model, reference = shard(Stack())
     run = compiled(model, how)
     batch = batch_of(4, 8)
@@ -216,7 +216,7 @@ def _killed(signal_number, delay, how):
         raise RuntimeError(f"after {time.monotonic() - start:.1f} s: {error}") from None
 
 
-# Somewhere in a gather, a sum or a wait.
+# Times at which a gather, a sum or a wait may be running.
 @pytest.mark.parametrize(
     ("how", "delay"),
     [

@@ -1,6 +1,6 @@
-"""In whatever order the steps of one host's ranks come, they read what is right, and all finish.
+"""Ranks of one host read the right data and finish, in whatever order their steps run.
 
-So says a model, ``one_host_model.py``, which tries all orders.
+The model ``one_host_model.py`` tries all orders.
 """
 
 from functools import partial
@@ -10,7 +10,7 @@ from one_host_model import ProtocolError, Rank, Sleeper, explore
 
 
 def gathered(rank, *buckets, ahead=1, in_backward=False):
-    """Each parameter, once it is gathered; so many of the buckets after its own are under way."""
+    """Yields each parameter once it is gathered; ``ahead`` later buckets are under way."""
     started = 0
     for i, bucket in enumerate(buckets):
         for later in buckets[started : i + ahead + 1]:
@@ -21,14 +21,14 @@ def gathered(rank, *buckets, ahead=1, in_backward=False):
 
 
 def forward(rank, *parameters):
-    """Gathers each, with the one after it under way, and reads it twice."""
+    """Gathers each parameter while the next is under way, and reads it twice."""
     for p in gathered(rank, *((p,) for p in parameters)):
         rank.read(p)
         rank.read(p)
 
 
 def backward(rank, *parameters, gradient):
-    """Reads each as forward left it, and reduces its gradient."""
+    """Reads each parameter that forward gathered, and reduces its gradient."""
     number = rank.begin()
     for i, p in enumerate(parameters):
         rank.read(p)
@@ -38,7 +38,7 @@ def backward(rank, *parameters, gradient):
 
 
 def evaluation(rank, forwards, parameters=(0,)):
-    """What each rank publishes is new in each forward, as after load_state_dict."""
+    """Runs forwards that each publish new values, as after load_state_dict."""
     for _ in range(forwards):
         forward(rank, *parameters)
 
@@ -58,13 +58,13 @@ def training(rank, steps):
 
 
 def accumulation(rank, backwards):
-    """Backwards with no forward between them, each with two gradients of one parameter."""
+    """Runs backwards without forwards in between, each with two gradients of one parameter."""
     for i in range(backwards):
         backward(rank, 0, 0, gradient=10 * i + 1)
 
 
 def nested(rank):
-    """A backward inside of another, as when a checkpoint is computed again, and one after it."""
+    """Runs a backward inside another, as in activation checkpointing, and a backward after it."""
     outer = rank.begin()
     rank.deposit(0, outer, gradient=1)
     inner = rank.begin()
@@ -79,12 +79,12 @@ def nested(rank):
 
 
 def in_turns(rank, buckets, ahead=1, steps=1):
-    """Forwards that gather more than there is room for, and backwards that gather what is gone."""
+    """Runs forwards that gather more than there is room for, and backwards that gather again."""
     for step in range(steps):
         for p in gathered(rank, *buckets, ahead=ahead):
             rank.read(p)
         number = rank.begin()
-        rank.read(0)  # which forward has kept
+        rank.read(0)  # forward has kept the parameter
         again = [bucket[::-1] for bucket in reversed(buckets)]
         for p in gathered(rank, *again, ahead=ahead, in_backward=True):
             rank.read(p)
@@ -94,8 +94,8 @@ def in_turns(rank, buckets, ahead=1, steps=1):
 
 
 def abandoning(rank, backward_between=False):
-    """A forward raises when it has started to gather, and leaves that pinned. There is another, or
-    first a backward of the one before it.
+    """Runs a forward that raises after it has started a gather, which stays pinned. Another forward
+    follows or, before it, a backward of the first forward.
     """
     forward(rank, 0, 1)
     rank.start(0, 1)
@@ -106,7 +106,7 @@ def abandoning(rank, backward_between=False):
 
 
 def diverging(rank, started=0):
-    """A forward raises, on rank 0 when it has started to gather so many. There is another."""
+    """Runs a forward that raises, on rank 0 after ``started`` gathers, and another forward."""
     for p in (0, 1)[: started if rank.rank == 0 else None]:
         rank.start(p)
     for p in gathered(rank, (2,), (2,), (0,), (1,), ahead=0):
@@ -114,13 +114,14 @@ def diverging(rank, started=0):
         rank.read(p)
 
 
-ALL = None  # of a rank whose backward does not raise
+ALL = None  # the count of a rank whose backward does not raise
 
 
 def raising(rank, counts, forward_between=True):
-    """A backward that raises when so many gradients of each rank are on their way, and another.
+    """Runs a backward that raises on each rank after ``counts`` gradients, and another backward.
 
-    Where it raises before the first it has not begun; the next forward makes up for that.
+    A backward that raises before its first gradient has not begun; the next forward makes up for
+    that.
     """
     forward(rank, 0)
     count = counts[rank.rank]
@@ -139,9 +140,9 @@ def raising(rank, counts, forward_between=True):
 
 
 def telling(rank, raises=None):
-    """Backwards that begin with a call, heard before the second gradient; one inside of another,
-    for which the outer one's is heard first. Rank 1 ``raises`` in the first of them, before or
-    after it has made its call, as the others do when they have heard theirs.
+    """Runs backwards that begin with a call. The first backward has another inside, before which
+    its own call is heard. If ``raises``, rank 1 raises in the first backward, before or after its
+    call, and the other ranks raise after they have heard their calls.
     """
     forward(rank, 0)
     number = rank.begin()
@@ -179,7 +180,7 @@ def waiting_in_another_order(rank):
 
 
 def states_of(program, world_size, **options):
-    """How many states the ranks can be in."""
+    """Returns the number of states that the ranks can reach."""
     ranks = [Rank(rank, world_size, **options) for rank in range(world_size)]
     for rank in ranks:
         program(rank)
@@ -233,7 +234,7 @@ def test_what_comes_after_a_forward_that_raised_is_right(world_size, ring, backw
     assert states_of(program, world_size, parameters=3, ring=ring) > 100
 
 
-# With 0, all come to the same places again.
+# With 0, all ranks come to the same places again.
 @pytest.mark.parametrize("started", [0, 1])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_nobody_reads_what_is_wrong_before_ranks_that_have_gathered_different_things_raise(

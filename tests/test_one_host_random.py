@@ -1,4 +1,4 @@
-"""Threads that play the ranks of one host gather and reduce what is right, and race nowhere."""
+"""Threads that play the ranks of one host gather and reduce correctly, without data races."""
 
 import os
 import shutil
@@ -9,8 +9,9 @@ import pytest
 
 TESTS = Path(__file__).parent
 CSRC = TESTS.parent / "csrc"
-SOURCES = [TESTS / "one_host_random.cpp", CSRC / "one_host.cpp", CSRC / "error.cpp"]
-FLAGS = ["-std=c++20", "-O1", "-g", "-fsanitize=thread"]
+OURS = [CSRC / "transport" / f"{name}.cpp" for name in ("host", "deposit", "ring")]
+SOURCES = [TESTS / "one_host_random.cpp", *OURS, CSRC / "support/error.cpp"]
+FLAGS = ["-std=c++20", "-O1", "-g", "-fsanitize=thread", f"-I{CSRC}"]
 
 
 def _compile(program, *arguments):
@@ -27,7 +28,7 @@ def _run(program):
 
 @pytest.fixture(scope="module")
 def build(tmp_path_factory):
-    """``build(*arguments)``: the program, with these arguments for the compiler."""
+    """Returns ``build(*arguments)``, which compiles the program with the arguments."""
     if shutil.which("g++") is None:
         pytest.skip("there is no g++")
     folder = tmp_path_factory.mktemp("one_host_random")

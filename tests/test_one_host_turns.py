@@ -1,4 +1,4 @@
-"""Ranks of one host share memory, in which copies that are gathered again take turns."""
+"""Ranks of one host share memory in which regathered copies take turns."""
 
 import os
 from datetime import timedelta
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(
     os.environ.get("ZERO3_TRANSPORT") == "c10d", reason="ranks are told to exchange messages"
 )
 
-TIMEOUT = 3  # seconds, of a group whose ranks fail
+TIMEOUT = 3  # seconds; of a group whose ranks fail
 
 
 def _trained(how, bucket_mb):
@@ -45,7 +45,7 @@ def _trained(how, bucket_mb):
             torch.testing.assert_close(run(batch), reference(batch))
 
 
-# All at once, for which there is no room, or a few at a time.
+# All at once, which exceeds the room, or a few at a time.
 @pytest.mark.parametrize(
     ("how", "bucket_mb"),
     [
@@ -63,12 +63,12 @@ def test_copies_that_take_turns_are_right(run_ranks, world_size, how, bucket_mb)
 
 def _kept_all_the_same(width=32):
     model, reference = shard(Stack(width), reshard_after_forward=True)
-    model.set_reshard_after_forward(False)  # memory stays as it was given
+    model.set_reshard_after_forward(False)  # memory stays as assigned
     run = compiled(model, "interpreted", keep_mb=64)
     batch = batch_of(4, width)
     loss = run(mine(batch)).square().mean()
     with torch.no_grad():
-        run(mine(batch))  # all have turns in the place of what was kept
+        run(mine(batch))  # all take turns in the place of kept copies
     loss.backward()
     reference(batch).square().mean().backward()
     assert_same_gradients(model, reference)
@@ -86,7 +86,7 @@ def _gathered_on_one_rank():
     model(batch)
     if dist.get_rank() == 1:
         head = parameters_of(model.head)["weight"]
-        ops.all_gather_start([head.placeholder])  # and then it raises
+        ops.all_gather_start([head.placeholder])  # like a forward that then raises
     with pytest.raises(RuntimeError) as raised:
         model(batch)
     return str(raised.value)
@@ -105,13 +105,13 @@ def _waited_for_in_another_order():
         fully_shard(linear, reshard_after_forward=True)
     parameters = [parameters_of(linear)["weight"] for linear in model]
     handles = [ops.all_gather_start([p.placeholder]) for p in parameters]
-    last = ops.all_gather_views(handles[3], [parameters[3].placeholder])[0]  # for which is no room
+    last = ops.all_gather_views(handles[3], [parameters[3].placeholder])[0]  # no room for it
     before = last.clone()
     with pytest.raises(RuntimeError, match="waited for after others that were gathered later"):
         ops.all_gather_views(handles[0], [parameters[0].placeholder])
     dist.barrier()
     assert torch.equal(last, before)
-    # In the order of their starts there is always room.
+    # There is always room in the order of the starts.
     for handle, parameter in zip(handles[1:3], parameters[1:3], strict=True):
         full = ops.all_gather_views(handle, [parameter.placeholder])[0]
         torch.testing.assert_close(full, parameter.shard.full_tensor())
@@ -122,7 +122,7 @@ def test_what_is_waited_for_in_another_order_overwrites_nothing(run_ranks):
 
 
 class _Mixed(nn.Module):
-    """Parameters of several dtypes, strides and sizes, one with fewer rows than there are ranks."""
+    """A module of several dtypes, strides and sizes, one with fewer rows than there are ranks."""
 
     def __init__(self):
         super().__init__()
@@ -159,7 +159,7 @@ def test_ranks_that_ask_for_different_memory_are_told(run_ranks):
 
 
 def _sharded_after_smaller_ones():
-    """The memory of the first is too small for the second; then both take turns in another."""
+    """Shards a model that needs more memory than an earlier one; both take turns in new memory."""
     models = [shard(Stack(width), reshard_after_forward=True) for width in (8, 32)]
     for seed in range(2):
         for (model, reference), width in zip(models, (8, 32), strict=True):

@@ -1,4 +1,4 @@
-"""The three operators, called by themselves."""
+"""The three operators, called directly."""
 
 import sys
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 class Weights(nn.Module):
-    """Parameters of the layouts and dtypes there are."""
+    """A module with parameters of all supported layouts and dtypes."""
 
     def __init__(self):
         super().__init__()
@@ -46,12 +46,12 @@ def test_no_operator_may_be_captured_in_a_cuda_graph():
 @pytest.fixture
 def model(one_rank):  # noqa: F811
     model = fully_shard(Weights())
-    model()  # a forward shows the runtime where the shards are
+    model()  # a forward passes the shards to the runtime
     return model
 
 
 def placeholder(model, name):
-    """What stands for a parameter."""
+    """Returns the placeholder of a parameter."""
     return parameters_of(model)[name].placeholder
 
 
@@ -65,7 +65,7 @@ def gathered(model, *names):
 
 
 def assert_fake_is_like_real(op, *args):
-    """What ``op`` returns is, but for its values, what it says of its results to a tracer."""
+    """Asserts that the results of ``op`` equal, but for values, the results of its fake."""
     real = op(*args)
     with FakeTensorMode() as mode:
         fake = op(*tree_map_only(torch.Tensor, mode.from_tensor, args))
@@ -173,7 +173,7 @@ def test_what_is_gathered_never_shares_memory_with_the_shard(model, name):
 
 
 def test_a_collective_keeps_no_hooks_of_saved_tensors(model):
-    # torch's own keeps them in about one call of a hundred, until its thread has time to let go.
+    # In about 1% of calls, torch's own collectives keep the hooks until their thread releases them.
     def pack(tensor):
         return tensor
 
@@ -264,11 +264,11 @@ def train_where_fresh_memory_is_nan():
     return [out.detach(), *(parameter.grad.full_tensor() for parameter in model.parameters())]
 
 
-# ---- what they refuse
+# ---- errors
 
 
 class _Large(nn.Module):
-    """Of a bucket's size and more, so that reductions start before a backward ends."""
+    """A module of at least a bucket's size, so that reductions start before a backward ends."""
 
     def __init__(self):
         super().__init__()
@@ -300,7 +300,7 @@ def _abandon():
         with pytest.raises(ValueError, match="trap"):
             model(x, _Trap.apply).sum().backward()
         placeholders = [parameter.placeholder for parameter in model._zero3_group.parameters]
-        ops.all_gather_start.default(placeholders)  # and its handle is dropped
+        ops.all_gather_start.default(placeholders)  # drops the handle
         handle = ops.all_gather_start.default(placeholders)
         *fulls, _ = ops.all_gather_wait.default(handle, placeholders)
         assert all(map(torch.equal, fulls, whole))

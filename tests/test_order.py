@@ -1,7 +1,7 @@
-"""What goes over the wire, and in which order, depends on parameters and not on the batch.
+"""Collectives and their order depend on parameters, not on the batch.
 
-Ranks see batches of their own, in number and in length; were one of them to gather or to reduce
-anything in another order, they would exchange the wrong bytes or wait for ever.
+Ranks see different batches, in number and in length. If one rank gathered or reduced in another
+order, the ranks would exchange the wrong bytes or wait for ever.
 """
 
 import pytest
@@ -52,7 +52,7 @@ def test_batches_of_all_sizes_have_the_same_collectives(name, how):
     model = fully_shard(task.model)
     collectives = []
     for size in (1, 3, 200):
-        torch._dynamo.reset()  # as on a rank that sees only batches of this size
+        torch._dynamo.reset()  # like a rank that sees only batches of this size
         collectives.append(_collectives(compiled(model, how), task.batch(size, seed=0)))
     assert collectives[0] == collectives[1] == collectives[2]
 
@@ -69,13 +69,13 @@ def _order_of_a_step(how):
 
 @pytest.mark.parametrize("how", [pytest.param("eager", marks=pytest.mark.long), "interpreted"])
 def test_the_order_depends_on_no_hash_and_no_address(run_spawned, how):
-    # Ranks are forked elsewhere, and would agree on the order of a set by chance.
+    # Forked ranks would agree on the order of a set by chance.
     one, other = run_spawned(_order_of_a_step, how)
     assert one == other != []
 
 
 class _TiedEnds(nn.Module):
-    """A weight that is used first and last, and others between."""
+    """A model that uses a weight first and last, and others in between."""
 
     def __init__(self):
         super().__init__()
@@ -102,7 +102,7 @@ def test_no_reduction_waits_for_that_of_a_weight_whose_gradient_comes_last():
 
 
 class _Positions(nn.Module):
-    """Uses as many rows of a parameter as the sequence has."""
+    """A model that uses as many rows of a parameter as the sequence has."""
 
     def __init__(self):
         super().__init__()
@@ -114,10 +114,10 @@ class _Positions(nn.Module):
 
 
 class _AdditiveAttention(nn.Module):
-    """Scores of ``[batch]`` queries and 64 keys in eight parts.
+    """A model of scores of ``[batch]`` queries and 64 keys in eight parts.
 
-    For one query it takes less memory to save the sums; for three, to save what is summed and to
-    sum again, for which backward needs ``bias``.
+    For one query, saving the sums takes less memory. For three queries, saving the addends and
+    summing again takes less memory, for which backward needs ``bias``.
     """
 
     def __init__(self):
@@ -136,11 +136,11 @@ def _encoder():
     return nn.TransformerEncoder(layer, 2)
 
 
-# By name, a model and the shape of its input but for the number of rows.
+# A model and the shape of an input row, by name.
 _SHAPES_MATTER = {
     "positions": (_Positions, (8,)),
     "additive attention": (_AdditiveAttention, (8,)),
-    # Some are decomposed otherwise for one row.
+    # Some ops have another decomposition for one row.
     "encoder": (_encoder, (5, 16)),
     "one output": (lambda: nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 1)), (8,)),
 }
@@ -170,7 +170,7 @@ def test_collectives_are_the_same_where_shapes_change_the_graph(name, how, bucke
 def _train_on_batches_of_different_sizes(name, how, reshard_after_forward):
     build, shape = _SHAPES_MATTER[name]
     settings = {"reshard_after_forward": reshard_after_forward}
-    model, reference = shard(build().double(), **settings)  # some gradients are next to nothing
+    model, reference = shard(build().double(), **settings)  # some gradients are nearly zero
     run = compiled(model, how)
     world_size = dist.get_world_size()
     for step in range(3):
@@ -194,7 +194,7 @@ def test_ranks_may_have_batches_of_different_sizes(run_ranks, name, reshard_afte
 
 
 class _Scaled(nn.Module):
-    """A weight whose cast, square root and norm take part."""
+    """A model that uses a cast, a square root and a norm of its weight."""
 
     def __init__(self):
         super().__init__()

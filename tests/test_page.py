@@ -1,4 +1,4 @@
-"""A step as a page: its file, and what a browser makes of it."""
+"""Pages of steps: the file, and its display in a browser."""
 
 import html.parser
 import json
@@ -31,12 +31,12 @@ HARMFUL = (
 
 
 def step_of_transformer(name, blocks=12, operators=40, slower=1.0):
-    """A step whose gathers run ahead, and sometimes not far enough."""
+    """Returns a step whose gathers run ahead, but not always far enough."""
     draw = random.Random(name)
     layers = ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")
     parts = [tuple(f"model.layers.{i}.{layer}.weight" for layer in layers) for i in range(blocks)]
     spans, memory = [], []
-    now = gathers = reduces = 0.0  # until when each lane is busy
+    now = gathers = reduces = 0.0  # the end of each lane's last span
     gathered = activations = gradients = 0
     for is_forward in (True, False):
         for names in parts if is_forward else parts[::-1]:
@@ -62,7 +62,7 @@ def step_of_transformer(name, blocks=12, operators=40, slower=1.0):
 
 
 def table_of(timeline):
-    """A row for each parameter that is gathered or reduced."""
+    """Returns a table with a row for each gathered or reduced parameter."""
     moved = [span for span in timeline.spans if span.lane in ("gather", "reduce")]
     rows = (
         (span.name, name, span.start * 1e3, (span.end - span.start) * 1e3)
@@ -94,7 +94,7 @@ def save_harmful(path):
 
 
 def long_step():
-    """30,000 spans and as many samples of memory."""
+    """Returns a step of 30,000 spans and as many memory samples."""
     draw = random.Random(0)
     spans = []
     now = 0.0
@@ -110,7 +110,7 @@ def long_step():
 
 
 class _Elements(html.parser.HTMLParser):
-    """The tags of a page, and the text in each element, by its id or tag."""
+    """Parses the tags of a page and the text of each element, by id or tag."""
 
     def __init__(self, page):
         super().__init__()
@@ -156,7 +156,7 @@ def test_names_are_no_markup(tmp_path):
     drawing = json.loads(elements.texts["drawing"])
     assert set(drawing["names"]) == set(HARMFUL)
     shown = json.dumps(drawing["traces"]) + json.dumps(drawing["layout"]["annotations"])
-    assert "</script>" not in shown  # plotly has markup of its own
+    assert "</script>" not in shown  # plotly has its own markup
     assert "&lt;/script&gt;" in shown
 
 
@@ -236,13 +236,13 @@ def test_many_spans_are_few_bars_which_keep_the_names():
     names = {name for span in timeline.spans for name in (span.name, *span.parameters)}
     assert {drawing.names[i] for trace in drawing.bars for bar in trace for i in bar} == names
     merged = next(text for text in drawing.traces[0]["hovertext"] if "mm, " in text)
-    assert " of " in merged  # how much of the bar is busy
+    assert " of " in merged  # the busy part of the bar
 
 
 def test_a_thinned_curve_keeps_its_peak_and_its_end():
     memory = [(i * 1e-6, (i % 7 * MIB,)) for i in range(30_000)]
     memory[12_345] = (12_345e-6, (100 * MIB,))
-    memory[-1] = (1.0, (55 * MIB,))  # most of the step: what came before lasts, too
+    memory[-1] = (1.0, (55 * MIB,))  # the earlier sample lasts most of the step
     (curve,) = draw([Timeline("", (), ("gathered",), tuple(memory))]).traces
     assert len(curve["x"]) <= 5_001
     assert max(curve["y"]) == 100.0
@@ -271,7 +271,7 @@ def driver():
 
 @pytest.fixture
 def opened(driver, tmp_path):
-    """``opened(save)``: a browser that shows the page which ``save`` wrote, without complaint."""
+    """Returns ``opened(save)``, which shows the page of ``save`` in a browser without errors."""
 
     def open_page(save):
         path = tmp_path / "page.html"
@@ -289,7 +289,7 @@ def _bars(driver):
 
 
 def _colored(driver, color):
-    """How many bars a user sees in that color."""
+    """Returns the number of bars that are visible in a colour."""
     script = """
         const style = document.body.appendChild(document.createElement("i")).style;
         style.color = arguments[0];

@@ -1,4 +1,4 @@
-"""A plan says what a step of real ranks then sends, and what a machine would need for it."""
+"""A plan predicts what a step of real ranks sends, and the time on a machine."""
 
 import functools
 import itertools
@@ -47,7 +47,7 @@ def _settings(reduce_dtype):
 
 
 def _sent(collectives):
-    """How often, and how many bytes, by kind."""
+    """Returns the number of collectives and their bytes, by kind."""
     number, nbytes = Counter(), Counter()
     for collective in collectives:
         number[collective.op] += 1
@@ -58,7 +58,7 @@ def _sent(collectives):
 def _shard(reduce_dtype, bucket_bytes, model, mesh):
     shard_blocks(model, mesh, **_settings(reduce_dtype))
     for parameter in all_parameters_of(model, "a test"):
-        parameter.handle.bucket_bytes = bucket_bytes
+        parameter.settings.bucket_bytes = bucket_bytes
     return model
 
 
@@ -137,7 +137,7 @@ def test_a_thousand_ranks_share_a_model_that_no_memory_here_holds(large):
     assert large.report.world_size == 1024
     assert large.memory["shards"] == pytest.approx(4 * numel / 1024, rel=0.01)
     assert large.memory["optimizer"] == 2 * large.memory["shards"]
-    # All in forward, and again in backward but for what is kept, at most 64 MiB.
+    # All in forward, and again in backward except kept parameters, at most 64 MiB.
     gathered = large.traffic["all_gather"].nbytes
     embedding = 128256 * 8192
     assert gathered == pytest.approx(2 * (2 * numel - embedding), rel=0.02)
@@ -171,7 +171,7 @@ def test_spans_of_a_lane_follow_each_other_and_memory_is_never_negative(large):
         for one, next_one in itertools.pairwise(spans):
             assert one.end <= next_one.start + 1e-12
     assert all(nbytes >= 0 for _, kinds in timeline.memory for nbytes in kinds)
-    # At the end nothing is left but what was there before.
+    # At the end, only the memory from before the step is left.
     last = dict(zip(timeline.kinds, timeline.memory[-1][1], strict=True))
     assert last["activations"] == last["gathered"] == last["communication"] == 0
 
@@ -186,7 +186,7 @@ def test_a_quicker_machine_takes_less_and_numbers_can_be_set(large):
 def test_flops_are_those_that_torch_counts():
     def build():
         model = transformer_models.llama().model
-        model.set_attn_implementation("eager")  # torch does not count the other one on a CPU
+        model.set_attn_implementation("eager")  # torch has no FLOP formula for the other on a CPU
         return model
 
     batch = _call("llama")
@@ -265,7 +265,7 @@ def test_what_is_frozen_has_no_optimizer_state():
 
 
 class Tied(nn.Module):
-    """Its table, read twice, is not sharded."""
+    """A model whose table is read twice and not sharded."""
 
     def __init__(self):
         super().__init__()
@@ -307,7 +307,7 @@ def test_a_simulation_is_in_nobody_elses_log():
     assert {collective.op for collective in log} == {"all_gather"}
 
 
-# ---- nothing is left, and what is refused
+# ---- no traces, and errors
 
 
 def test_nothing_is_left(one_rank):  # noqa: F811

@@ -1,4 +1,4 @@
-"""What a plan takes a machine and its kernels for."""
+"""A plan's model of machines and kernels."""
 
 import pytest
 import torch
@@ -35,14 +35,14 @@ def test_a_kernel_takes_what_its_flops_or_its_bytes_take():
 
 def test_a_host_receives_what_others_have_once():
     machine = _machine()
-    # 8 ranks on 2 hosts: a rank takes a quarter of the other host's half.
+    # 8 ranks on 2 hosts: a rank receives a quarter of the other host's half.
     local, remote = machine.bytes_over_links("all_gather", 8_000_000, Ranks(8, 4))
     assert (local, remote) == (6_000_000, 1_000_000)
     seconds = machine.seconds_of_collective("all_gather", 8_000_000, Ranks(8, 4))
     assert seconds == pytest.approx(1e-6 + 3 * 2 * 1e-6 + 1e-5 + 1e-4)
     assert machine.bytes_over_links("all_reduce", 8, Ranks(4, 4)) == (12, 0)
     assert machine.bytes_over_links("all_gather", 8, Ranks(1, 1)) == (0, 0)
-    # 12 ranks, 8 and 4: the four share what the eight have.
+    # 12 ranks, 8 and 4: the four share out the part of the eight.
     assert machine.bytes_over_links("all_gather", 12, Ranks(12, 8)) == (9, 2)
 
 
@@ -144,5 +144,5 @@ def test_a_product_that_the_runtime_computes_counts_once():
         return nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(2)])
 
     found = plan(build, {"input": torch.zeros(16, 512)}, world_size=2)
-    # Forward, and backward but for the first one's input.
+    # Forward and backward, except the gradient of the first layer's input.
     assert found.flops == 5 * 2 * 16 * 512 * 512

@@ -1,4 +1,4 @@
-"""The memory of a plan is that of real ranks."""
+"""A plan's memory agrees with real ranks."""
 
 import itertools
 from dataclasses import replace
@@ -40,7 +40,7 @@ def _tokens():
 def _shard(bucket_bytes, model, mesh):
     shard_blocks(model, mesh, transport="c10d")
     for parameter in all_parameters_of(model, "a test"):
-        parameter.handle.bucket_bytes = bucket_bytes
+        parameter.settings.bucket_bytes = bucket_bytes
     return model
 
 
@@ -77,7 +77,7 @@ def test_a_backend_has_buffers_of_its_own():
     call = {"world_size": 2, "shard": partial(_shard, 64 << 20), "advise": False}
     grouped = plan(_llama, _tokens(), **call)
     by_messages = plan(_llama, _tokens(), machine=GLOO, **call)
-    # Each rank receives a row from the other, beside the gradient that it sends.
+    # Each rank receives a row from the other, in addition to the gradient that it sends.
     assert _most(by_messages, "communication") > 1.1 * _most(grouped, "communication")
     assert by_messages.traffic.keys() == grouped.traffic.keys()
     assert all(
@@ -106,7 +106,7 @@ class Mean(nn.Module):
 
 
 class Twice(nn.Module):
-    """A parameter in two graphs."""
+    """A model with a parameter in two graphs."""
 
     def __init__(self):
         super().__init__()
@@ -144,9 +144,9 @@ def test_what_is_gathered_has_its_padding():
 
 
 def test_nothing_of_a_simulation_is_left(monkeypatch):
-    before, _ = _C.simulated_buffers()
+    before, _ = _C.meta_buffers()
     plan(_llama, _tokens(), world_size=4, advise=False)
-    assert _C.simulated_buffers()[0] == before
+    assert _C.meta_buffers()[0] == before
     steps = itertools.count()
 
     def fail(*args):
@@ -159,4 +159,4 @@ def test_nothing_of_a_simulation_is_left(monkeypatch):
         plan(_llama, _tokens(), world_size=4, advise=False, options={"gather_bucket_mb": 0.1})
     monkeypatch.undo()
     plan(_llama, _tokens(), world_size=4, advise=False)
-    assert _C.simulated_buffers()[0] == before
+    assert _C.meta_buffers()[0] == before

@@ -1,4 +1,4 @@
-"""The README's script, as it stands there and as the FSDP2 script that it was."""
+"""The README's script, with this library and with FSDP2."""
 
 import os
 import re
@@ -23,7 +23,7 @@ def _as_fsdp2(match):
 
 
 def _losses(script, folder):
-    """Of each rank, step by step."""
+    """Returns the losses of each rank, step by step."""
     path = folder / "train.py"
     path.write_text(script)
     ranks = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
@@ -42,7 +42,7 @@ def _losses(script, folder):
 
 
 def test_the_script_trains(tmp_path):
-    """Without Inductor, which would take most of the time."""
+    """Runs without Inductor, which would take most of the time."""
     script, changed = re.subn(
         r'(backend="zero3")\)', r'\1, options={"inductor": False})', _script()
     )

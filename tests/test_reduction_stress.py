@@ -1,4 +1,4 @@
-"""Ten thousand random backwards: every gradient is the exact mean of the ranks', or all are told.
+"""Ten thousand random backwards: each gradient is the exact mean over ranks, or all ranks raise.
 
 Gradients are small integers, whose sums are exact in every dtype.
 """
@@ -15,16 +15,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from deepcompile_zero3 import MixedPrecisionPolicy, Zero3Error, fully_shard
 
-BACKWARDS = 5000  # by each transport
+BACKWARDS = 5000  # for each transport
 PER_MODEL = 100
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-TIMEOUT = 3  # seconds, of a group with a rank that stops
+TIMEOUT = 3  # seconds; of a group with a rank that stops
 
 each_transport = pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
 
 
 class _At(torch.autograd.Function):
-    """Does something when a backward comes by."""
+    """A function that calls an action in its backward."""
 
     @staticmethod
     def forward(ctx, x, action):
@@ -42,13 +42,13 @@ def _fail():
 
 
 class Parameters(nn.Module):
-    """A few, of random sizes and dtypes; the forward is a sum of products with constants."""
+    """A few parameters of random sizes and dtypes; the forward sums products with constants."""
 
     def __init__(self, random):
         super().__init__()
         self.parameters_ = nn.ParameterList()
         for _ in range(random.randint(1, 6)):
-            # Most travel together, some alone: those from 64 KiB a rank on.
+            # Most are sent together; parameters from 64 KiB a rank on are sent alone.
             shape = random.choice([(1, 3), (2, 1), (5, 4), (33,), (7, 2, 3), (64, 40)])
             if random.random() < 0.1:
                 shape = (random.randint(600, 700), 64)
@@ -78,10 +78,10 @@ def _constant(parameter, seed):
 
 
 def _draw(random, model, raises):
-    """The terms of each rank: in one order, and now and then a parameter is missing on a rank."""
+    """Draws the terms of each rank, in one order; some ranks lack some parameters."""
     order = [i for i in range(len(model.parameters_)) if random.random() < 0.8]
     absent = {i: random.randrange(dist.get_world_size()) for i in order if random.random() < 0.1}
-    if raises:  # what some ranks miss is sent at a place of their own: the others may never do so
+    if raises:  # gradients that some ranks lack are sent at other places, maybe never
         absent = {}
     order += [i for i in order if random.random() < 0.1]  # used twice
     random.shuffle(order)
@@ -95,13 +95,13 @@ def _draw(random, model, raises):
             elif rank != absent.get(index):
                 parameter = model.parameters_[index]
                 of_rank.append((index, _constant(parameter, random.getrandbits(30))))
-    # A rank that uses no parameter takes no part in a backward.
+    # A rank that uses no parameter does not take part in a backward.
     has_some = (any(index is not None for index, _ in of_rank) for of_rank in terms)
     return terms if all(has_some) else _draw(random, model, raises)
 
 
 def _expected(terms, index):
-    """The mean of the ranks' gradients; None if no rank has one."""
+    """Returns the mean of the ranks' gradients, or None if no rank has one."""
     constants = [constant for of_rank in terms for i, constant in of_rank if i == index]
     return sum(c.double() for c in constants) / len(terms) if constants else None
 
@@ -120,7 +120,7 @@ def _check(model, terms):
 
 
 def _many(transport, count):
-    """How many backwards raised."""
+    """Returns the number of backwards that raised."""
     drawn = random.Random(transport)
     raised = 0
     for number in range(count):
@@ -148,7 +148,7 @@ def test_random_backwards_give_exact_means(run_ranks, transport, count):
 
 
 def _stalled(transport, seed):
-    """Rank 1 stops in the midst of a backward; how long the other waits, and what it is told."""
+    """Stops rank 1 in the middle of a backward; returns the other rank's wait and error."""
     drawn = random.Random(seed)
     group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
     model = _sharded(drawn, transport=transport, mesh=DeviceMesh.from_group(group, "cpu"))
@@ -171,7 +171,7 @@ def _stalled(transport, seed):
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 @each_transport
 def test_a_rank_that_stops_is_told_of_in_time(run_apart, transport, seed):
-    # Rank 1 may find all that it needs when it comes back.
+    # Rank 1 may find all that it needs when it continues.
     (seconds, told), _ = run_apart(_stalled, transport, seed)
     assert "rank 1" in told
     assert seconds < 2 * TIMEOUT

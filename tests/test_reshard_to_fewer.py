@@ -1,6 +1,6 @@
-"""``reshard_after_forward=n``: from forward to backward parameters are sharded over n ranks.
+"""``reshard_after_forward=n``: from forward to backward, parameters are sharded over n ranks.
 
-By messages: where ranks share memory, the host's one copy is no more than n ranks would hold.
+Ranks exchange messages: in shared memory, the host's one copy takes no more than n ranks would.
 """
 
 from datetime import timedelta
@@ -26,11 +26,11 @@ from deepcompile_zero3 import fully_shard, record_collectives
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.module import parameters_of
 
-WIDTH = 10  # rows that four ranks do not share evenly
+WIDTH = 10  # rows, which four ranks do not divide evenly
 
 
 def _train(transport, how):
-    """How many ranks took part in the gathers of forwards, and of backwards."""
+    """Returns the numbers of ranks in the gathers of forwards and of backwards."""
     model = Stack(WIDTH)
     model, reference = shard(model, [*model.blocks], reshard_after_forward=2, transport=transport)
     run = compiled(model, how)
@@ -78,7 +78,7 @@ def test_one_rank_keeps_it_and_all_are_the_usual_ones(
 
 
 def _held(how):
-    """Bytes that a rank holds between forward and backward, and after."""
+    """Returns the bytes that a rank holds between forward and backward, and after."""
     model = Stack(WIDTH)
     model, _ = shard(model, [*model.blocks], reshard_after_forward=2, transport="c10d")
     run = compiled(model, how)
@@ -108,12 +108,12 @@ def test_a_rank_holds_its_part_until_the_backward_ends(run_ranks, how):
         assert all(between)
         assert not any(after + evaluated)
     whole = results[0][3]
-    for left, right in (results[:2], results[2:]):  # neighbours hold one copy between them
+    for left, right in (results[:2], results[2:]):  # two neighbours hold one copy
         assert [a + b for a, b in zip(left[0], right[0], strict=True)] == whole
 
 
 def _changed_before_backward(how):
-    """A parameter that changed after a forward is gathered from all, as it is then."""
+    """Changes a parameter after a forward; backward gathers its new value from all ranks."""
     model, reference = shard(Stack(WIDTH), reshard_after_forward=2, transport="c10d")
     run = compiled(model, how)
     batch = batch_of(8, WIDTH)
@@ -152,7 +152,7 @@ def test_a_number_that_does_not_divide_the_ranks_is_refused(run_ranks):
 
 
 def _timeouts():
-    """Those of the groups that a mesh of its own group led to."""
+    """Returns the timeouts of the groups that are made for a mesh with its own group."""
     group = dist.new_group(timeout=timedelta(seconds=37))
     model = Stack()
     fully_shard(
@@ -162,8 +162,9 @@ def _timeouts():
         transport="c10d",
     )
     handle = parameters_of(model.head)["weight"].handle
-    names = handle.group_name, handle.reduce_group_name, handle.after_forward.group_name
-    return [_C.timeout_of(name) for name in names]
+    transport, there = handle.transport, handle.after_forward.transport
+    channels = transport.gathers, transport.reductions, there.gathers
+    return [_C.timeout_of(channel.name) for channel in channels]
 
 
 def test_groups_of_our_own_wait_no_longer_than_the_users(run_ranks):

@@ -1,4 +1,4 @@
-"""Whatever order a scheduler puts a graph's nodes in, it is a right one, on each rank its own."""
+"""Any order of a graph's nodes by a scheduler is correct, even if each rank has its own."""
 
 import random
 import re
@@ -14,7 +14,7 @@ from deepcompile_zero3 import record_collectives
 
 
 class _Dropped(nn.Module):
-    """Products, an embedding, random numbers and indices: kernels of many kinds between gathers."""
+    """A model of products, an embedding, dropout and indexing: many kernels between gathers."""
 
     def __init__(self):
         super().__init__()
@@ -33,7 +33,7 @@ class _Dropped(nn.Module):
 
 
 def _in_random_order(seed):
-    """In place of Inductor's reordering for memory."""
+    """Replaces Inductor's reordering for memory by a random order."""
     generator = random.Random(seed)
 
     def reorder(nodes, name_to_buf, name_to_fused_node, graph_inputs, graph_outputs):
@@ -55,7 +55,7 @@ def _in_random_order(seed):
 
 
 def _gathers(code):
-    """The numbers of starts (positive) and of waits (negative) in the order of a graph's code."""
+    """Returns numbers of starts (positive) and waits (negative) in the order of a graph's code."""
     ops = re.findall(r"zero3\.all_gather_(start|wait|views)\.default\(", code)
     counts = {"start": 0, "wait": 0}
     order = []

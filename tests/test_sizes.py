@@ -1,4 +1,4 @@
-"""Parameters of every size, layout and use get the gradients that one process would give them."""
+"""Parameters of every size, layout and use get the same gradients as in one process."""
 
 import copy
 
@@ -22,7 +22,7 @@ from deepcompile_zero3 import capture_graphs, record_collectives
 
 
 def _two_steps(model, how, width, blocks=()):
-    """Trains against one process."""
+    """Compares two steps with one process."""
     model, reference = shard(model, blocks)
     run = compiled(model, how)
     optimizers = optimizers_of(model, reference)
@@ -36,7 +36,7 @@ def _two_steps(model, how, width, blocks=()):
 
 
 def _uneven_rows(how):
-    # Of 7, 5 and 1 rows, two ranks own 4+3, 3+2 and 1+0; four own 2+2+2+1, 2+2+1+0 and 1+0+0+0.
+    # Rows 7, 5 and 1: two ranks own 4+3, 3+2, 1+0; four ranks own 2+2+2+1, 2+2+1+0, 1+0+0+0.
     layers = nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 1)
     model = _two_steps(nn.Sequential(*layers), how, width=6)
     return [parameter.to_local().shape[0] for parameter in model.parameters()]
@@ -108,7 +108,7 @@ def _convolution(how):
 
 @each_way
 def test_a_convolution_gets_its_weight_in_the_layout_of_the_parameter(run_ranks, how):
-    # A compiler that prefers channels last may reorder what was gathered, not what is gathered.
+    # A compiler that prefers channels last may reorder a gathered weight, but not the gather.
     run_ranks(2, _convolution, how)
 
 
@@ -124,7 +124,7 @@ def _batch_norm(how):
     for seed in range(2):
         batch = batch_of(8, 4, seed=seed)
         mean_square(run, mine(batch)).backward()
-        # Each rank normalises by its own rows.
+        # Each rank normalises over its own rows.
         world_size = dist.get_world_size()
         for rows in batch.chunk(world_size):
             (mean_square(reference, rows) / world_size).backward()
@@ -162,7 +162,7 @@ def test_a_frozen_parameter_gets_no_gradient(run_ranks, how):
 
 
 class _Quantized(nn.Module):
-    """Has a frozen parameter of a dtype that nothing is computed in."""
+    """A module with a frozen parameter of a dtype that is not computed with."""
 
     def __init__(self, dtype):
         super().__init__()
@@ -204,7 +204,7 @@ def test_a_parameter_never_used_has_no_gradient(run_ranks, how):
 
 
 class _Repeated(nn.Module):
-    """One linear layer twice, and its weight a third time by another name."""
+    """A module that uses a linear layer twice, and its weight a third time under another name."""
 
     def __init__(self, breaks):
         super().__init__()
@@ -221,7 +221,7 @@ class _Repeated(nn.Module):
 
 
 def _repeated(how, breaks):
-    """How often each parameter is reduced in one backward, and how many graphs that takes."""
+    """Returns how often each parameter is reduced in a backward, and the number of graphs."""
     model, reference = shard(_Repeated(breaks))
     assert model.tied.weight is model.linear.weight
     run = compiled(model, how)
@@ -272,7 +272,7 @@ def test_requires_grad_may_change_between_steps(run_ranks, how):
 def _accumulated(how):
     model, reference = shard(Stack(depth=1))
     run = compiled(model, how)
-    for seed in range(3):  # compares the sum so far
+    for seed in range(3):  # compares sums of gradients
         assert_same_step(model, reference, batch_of(4, 8, seed=seed), run=run)
 
 

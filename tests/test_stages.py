@@ -1,6 +1,6 @@
-"""ZeRO's stages, each said with FSDP2's calls: none, 1, 2 and 3.
+"""ZeRO's stages none, 1, 2 and 3, each by FSDP2's calls.
 
-Whatever is sharded, the losses are those of one process; what travels and what is held differ.
+Losses equal those of one process in every stage; collectives and held memory differ.
 """
 
 import copy
@@ -30,7 +30,7 @@ each_stage = pytest.mark.parametrize("stage", STAGES)
 
 
 def sharded(model, stage, **kwargs):
-    """``model``, each of its blocks and the rest of it gathered on its own."""
+    """Returns ``model``, sharded so that each block and the rest are gathered separately."""
     if stage == "none":
         kwargs["mesh"] = init_device_mesh(
             "cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard")
@@ -41,7 +41,7 @@ def sharded(model, stage, **kwargs):
 
 
 def say(model, stage, *, last):
-    """What a script says before a micro-batch."""
+    """Makes a script's calls before a micro-batch."""
     match stage:
         case "none":
             model.set_requires_all_reduce(last)
@@ -57,7 +57,7 @@ def say(model, stage, *, last):
 
 
 class Plain(nn.Module):
-    """Blocks between two layers."""
+    """A model of blocks between two layers."""
 
     def __init__(self):
         super().__init__()
@@ -87,7 +87,7 @@ class Tied(Plain):
 
 
 def _on_meta(stage):
-    """A sharded model of which no rank has ever had the whole, and one that has its values."""
+    """Returns a model that is sharded on the meta device, and a whole model of equal values."""
     reference = Plain()
     with torch.device("meta"):
         model = Plain()
@@ -106,7 +106,7 @@ def _built(stage, kind):
 
 
 def _losses(run, optimizer, micro_batches, set_to_none, batches, before=lambda last: None):
-    """Three steps; the losses of this rank's rows, or of all."""
+    """Takes three steps and returns the losses of this rank's rows, or of all rows."""
     losses = []
     for step in range(3):
         loss = 0.0
@@ -122,7 +122,7 @@ def _losses(run, optimizer, micro_batches, set_to_none, batches, before=lambda l
 
 
 def _trained(stage, kind, how):
-    """How many forwards are compiled."""
+    """Compares losses with one process; returns the number of compiled forwards."""
     with capture_graphs() as graphs:
         _train(stage, kind, how)
     return len(graphs.forward)
@@ -158,7 +158,7 @@ def _each_kind_and_way():
     kinds = "plain", "checkpointed", "meta", "tied"
     for (i, stage), (j, kind) in itertools.product(enumerate(STAGES), enumerate(kinds)):
         ways = ["eager", "interpreted"] if (i + j) % 2 else ["interpreted", "eager"]
-        yield stage, kind, ways[0]  # each two of them meet
+        yield stage, kind, ways[0]  # covers each pair
         yield pytest.param(stage, kind, ways[1], marks=pytest.mark.long)
         yield pytest.param(stage, kind, "zero3", marks=INDUCTOR_TOO)
 
@@ -169,14 +169,14 @@ def test_losses_are_those_of_one_process(run_ranks, stage, kind, how):
     assert run_ranks(2, _trained, stage, kind, how) == 2 * [compiled_once]
 
 
-# ---- what travels, and what is held
+# ---- collectives and memory
 
 WIDTH = 512
 WEIGHT = 4 * WIDTH * WIDTH  # bytes
 
 
 class Products(nn.Module):
-    """All that backward needs of a layer is its weight."""
+    """A model of layers of which backward needs the weights only."""
 
     def __init__(self):
         super().__init__()
@@ -195,26 +195,26 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def _map_weights():
-    """What has the size of a shard is a mapping of its own: counted, and gone when it is freed."""
+    """Makes every tensor of a shard's size a mapping of its own, which is counted until freed."""
     m_mmap_threshold = -3
     assert ctypes.CDLL("libc.so.6").mallopt(m_mmap_threshold, WEIGHT // 4) == 1
 
 
 def _allocated():
-    """Bytes in such mappings, but for what communication keeps for the next step."""
+    """Returns the bytes of such mappings, without communication buffers."""
     release_buffers()
     libc = ctypes.CDLL("libc.so.6")
     libc.mallinfo2.restype = _Mallinfo2
     samples = []
     for _ in range(5):
-        time.sleep(0.02)  # another rank's message is freed by a thread
+        time.sleep(0.02)  # a thread frees another rank's message
         samples.append(libc.mallinfo2().counts[4])
     return min(samples)
 
 
 def _micro_batches(stage, how):
-    """By micro-batch of a second step: how often a weight travels, and how many whole models are
-    held after it beside the shards.
+    """Returns, for each micro-batch of a second step, how often a weight is sent and how many full
+    models are held afterwards in addition to the shards.
     """
     _map_weights()
     model = sharded(Products(), stage, transport="c10d")
@@ -243,12 +243,12 @@ def _every_stage():
 def test_each_stage_communicates_and_holds_what_it_does_not_shard(run_apart):
     gather, reduce, all_reduce = {"all_gather": 1}, {"reduce_scatter": 1}, {"all_reduce": 1}
     travelling = {
-        "none": [gather | reduce, reduce, reduce | all_reduce],  # gathered from one rank
+        "none": [gather | reduce, reduce, reduce | all_reduce],  # gathers over one rank
         1: [gather, {}, reduce],
         2: [gather | reduce, reduce, reduce],
         3: 3 * [{"all_gather": 2} | reduce],
     }
-    # Parameters and gradients; after the last micro-batch, gradients alone.
+    # Parameters and gradients; after the last micro-batch, gradients only.
     holding = {"none": [2, 2, 1], 1: [2, 2, 0.5], 2: [1.5, 1.5, 0.5], 3: [0.5, 0.5, 0.5]}
     for stages in run_apart(_every_stage):
         for stage, travels, held in stages:

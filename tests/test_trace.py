@@ -1,4 +1,4 @@
-"""``python -m deepcompile_zero3 trace``: a script's steps, as they were."""
+"""``python -m deepcompile_zero3 trace``: measured steps of a script."""
 
 import argparse
 import json
@@ -155,7 +155,7 @@ def test_a_step_of_two_ranks(tmp_path):
     assert gathered == {"0.weight", "0.bias", "2.weight", "2.bias"}
     assert any(span["nbytes"] >= 64 * 256 * 4 for span in spans if span["lane"] == "gather")
     waits = {span["name"] for span in spans if span["lane"] == "waiting"}
-    assert waits == {"all_gather", "reduce_scatter", "roll_call"}
+    assert waits == {"all_gather", "reduce_scatter", "presence"}
     computation = {span["name"] for span in spans if span["lane"] == "compute"}
     assert "aten::mm" in computation
     assert any(name.startswith("graph_") for name in computation)
@@ -169,7 +169,7 @@ def test_a_step_of_two_ranks(tmp_path):
 
 
 def _by_kind(timeline):
-    """How many collectives, and how many bytes."""
+    """Returns the number of collectives and their bytes, by kind."""
     found = {}
     for span in timeline["spans"]:
         if span["lane"] in ("gather", "reduce"):
@@ -203,7 +203,7 @@ def test_a_prediction_is_of_the_graphs_that_ran(tmp_path):
     states = step["predicted"]["kinds"].index("optimizer")
     shards = step["predicted"]["kinds"].index("shards")
     _, first = step["predicted"]["memory"][1]
-    assert first[states] == 2 * first[shards]  # AdamW's
+    assert first[states] == 2 * first[shards]  # AdamW has two states
 
     rows = {line[:20].strip(): _milliseconds(line) for line in ran.stdout.splitlines()}
     measured, predicted = rows["step"]
@@ -377,8 +377,8 @@ def test_a_script_that_is_not_there_is_told(tmp_path, capsys):
     [
         ("A A A", 3),
         ("AB AB AB", 3),
-        ("DDG DDG", 4),  # a step is one of the optimizer that steps most often
-        ("A A B B", 3),  # one takes over from another
+        ("DDG DDG", 4),  # the optimizer that steps most often counts
+        ("A A B B", 3),  # one optimizer replaces another
         ("ABCD ABCD A", 3),
     ],
 )
@@ -391,7 +391,7 @@ def test_optimizers_of_one_step_count_once(steps, ends):
 
 
 def _remark(where):
-    """What is said on each rank, if rank 1 raises where it measures."""
+    """Returns each rank's remark if rank 1 raises while it measures."""
     mesh = init_device_mesh("cpu", (2,))
 
     def fail(*args, **kwargs):
@@ -402,7 +402,7 @@ def _remark(where):
         instead[where] = fail
     with mock.patch.multiple(prediction, **instead):
         predicted = prediction.predict(CapturedGraphs(), None, {}, ([], None), [])
-    dist.barrier()  # both go on
+    dist.barrier()  # both ranks go on
     return predicted.remark
 
 

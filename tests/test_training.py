@@ -1,4 +1,4 @@
-"""What happens between and during steps: the model goes on training as one process would."""
+"""Events during and between steps: the model trains on like one process."""
 
 import copy
 import os
@@ -86,7 +86,7 @@ def _kernel(x, weight, bias):
 
 
 class _OfAKernel(nn.Linear):
-    """Hands its parameters, of one bucket, to a function that is not compiled."""
+    """A layer that passes its parameters, of one bucket, to a function that is not compiled."""
 
     def forward(self, x):
         return _kernel(x.tanh(), self.weight, self.bias)
@@ -127,7 +127,7 @@ def _unused_forward(how):
     model, reference = _shard_stack()
     run = compiled(model, how)
     for seed in range(2):
-        run(batch_of(2, 8))  # with gradients enabled, but nobody calls backward
+        run(batch_of(2, 8))  # gradients enabled, but no backward
         assert_same_step(model, reference, batch_of(4, 8, seed=seed), run=run)
 
 
@@ -283,7 +283,7 @@ class _Trap(torch.autograd.Function):
 
 
 class _Raising(Stack):
-    """Raises between its blocks when told to."""
+    """A stack that raises between its blocks on request."""
 
     raises = None
 
@@ -333,7 +333,7 @@ def _unshard():
     model.blocks[0].unshard()
     assert not isinstance(layer.weight, DTensor)
     assert torch.equal(layer.weight, whole.weight)
-    assert isinstance(model.head.weight, DTensor)  # of another group
+    assert isinstance(model.head.weight, DTensor)  # in another group
     layer.weight.square().sum().backward()
     model.blocks[0].reshard()
     whole.weight.square().sum().backward()
@@ -347,7 +347,7 @@ def test_weights_are_whole_between_unshard_and_reshard(run_ranks):
 
 
 def _count_collectives(how):
-    """By ``reshard_after_forward``, how often each parameter travels in a step."""
+    """Returns how often a step gathers and reduces each parameter, by ``reshard_after_forward``."""
     layers = nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)
     model, reference = shard(nn.Sequential(*layers), layers[::2])
     run = compiled(model, how)
@@ -367,7 +367,7 @@ def _count_collectives(how):
 def test_parameters_are_gathered_again_only_if_resharded_after_forward(run_ranks, how):
     every = Counter(["0.weight", "0.bias", "2.weight", "2.bias", "4.weight", "4.bias"])
     again = every
-    if how == "eager":  # what autograd saved, or all of a group; the input needs no gradient
+    if how == "eager":  # saved weights, or all of a group: the input needs no gradient
         again = Counter(["2.weight", "4.weight"])
         if os.environ.get("ZERO3_TRANSPORT") == "c10d":
             again += Counter(["2.bias", "4.bias"])

@@ -1,6 +1,6 @@
 """Models of Hugging Face transformers, of a few thousand parameters each.
 
-Dropout is off, since ranks would draw other masks than one process does.
+Dropout is off, since ranks would draw different masks from one process.
 """
 
 from dataclasses import dataclass
@@ -27,11 +27,11 @@ CLASSES = 5
 
 @dataclass(frozen=True)
 class Task:
-    """A model, and something to learn.
+    """A model and a task to learn.
 
     Attributes:
-        blocks: what is sharded before the root.
-        batch: ``batch(size, seed)``: the model's keyword arguments, the same on every rank.
+        blocks: modules that are sharded before the root.
+        batch: ``batch(size, seed)`` returns the model's keyword arguments, the same on every rank.
     """
 
     model: nn.Module
@@ -91,7 +91,7 @@ def qwen3_moe():
 
 
 def gpt2():
-    """Its forward logs, which breaks the graph."""
+    """Returns GPT-2, whose forward logs, which breaks the graph."""
     model = GPT2LMHeadModel(
         GPT2Config(
             vocab_size=VOCABULARY,
@@ -130,7 +130,7 @@ def t5():
 def vit():
     model = ViTForImageClassification(
         ViTConfig(
-            problem_type="single_label_classification",  # else the first step sets it
+            problem_type="single_label_classification",  # otherwise the first step sets it
             hidden_size=32,
             num_hidden_layers=2,
             num_attention_heads=4,

@@ -1,1 +1,1 @@
-"""What can be said of any torch.fx graph: its text, its memory, whose memory a node shares."""
+"""Tools for any torch.fx graph: its text, its memory, and which nodes share memory."""

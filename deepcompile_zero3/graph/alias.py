@@ -1,4 +1,4 @@
-"""Whose memory a node's result is."""
+"""Which nodes of a graph share memory."""
 
 import operator
 
@@ -7,7 +7,7 @@ from torch import fx
 
 
 def views_of(node: fx.Node) -> set[fx.Node]:
-    """The nodes whose results share the memory of ``node``, directly or through others."""
+    """Returns the nodes whose results share the memory of ``node``, directly or through others."""
     views = set()
     for user in node.users:
         if is_view(user):
@@ -16,7 +16,10 @@ def views_of(node: fx.Node) -> set[fx.Node]:
 
 
 def base_of(node: fx.Node) -> fx.Node:
-    """What owns the memory of ``node``; of an operator with several results, the one of them."""
+    """Returns the node that owns the memory of ``node``.
+
+    If that is an operator with several results, returns the ``getitem`` of the result in question.
+    """
     while is_view(node):
         source = node.all_input_nodes[0]
         if node.target is operator.getitem and not is_view(source):
@@ -26,7 +29,10 @@ def base_of(node: fx.Node) -> fx.Node:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether its result shares the memory of what it is given. What is gathered does not."""
+    """Returns whether the result of ``node`` shares the memory of its input.
+
+    The ops of ``zero3`` do not count as views.
+    """
     if node.target is operator.getitem:
         return True
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace == "zero3":

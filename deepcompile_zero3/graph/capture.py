@@ -1,4 +1,4 @@
-"""``capture_graphs``: the rewritten graphs, as the backend hands them to the compiler."""
+"""``capture_graphs``: collects the rewritten graphs as the backend passes them to the compiler."""
 
 import contextlib
 import copy
@@ -17,9 +17,10 @@ class CapturedGraph:
     """A rewritten graph.
 
     Attributes:
-        graph_module: a copy, of the user's to keep.
-        number: of the forward in this process; a backward has that of its forward.
-        region: of a forward: the frame that it was compiled for, as a profile calls it: "0/0".
+        graph_module: a copy of the graph, which the user may keep.
+        number: number of the forward in this process. A backward has the number of its forward.
+        region: for a forward, the id of the compiled frame as in a profile, such as "0/0"; for a
+            backward, "".
     """
 
     graph_module: fx.GraphModule
@@ -28,20 +29,30 @@ class CapturedGraph:
 
     @property
     def text(self) -> str:
-        """The graph a line a node, with dtypes, shapes and FQNs; the same on every machine."""
+        """Text of the graph with dtypes, shapes and FQNs, one line a node.
+
+        The text is the same on every machine.
+        """
         return graph_text(self.graph_module)
 
     @property
     def gathered_peak(self) -> int:
-        """Bytes of full parameters that are alive at once at most, by the plan: from the start of
-        each gather to the last use, nodes in their order. Compare with :func:`buffer_stats`.
+        """Predicted peak in bytes of the full parameters that are alive at once.
+
+        Nodes run in their order. A parameter is alive from the start of its gather to its last use.
+        Compare with :func:`buffer_stats`.
         """
         return gathered_peak(self.graph_module.graph)
 
 
 @dataclass(eq=False)
 class CapturedGraphs:
-    """The graphs of a ``capture_graphs`` block, in the order of their compilation."""
+    """Graphs of a ``capture_graphs`` block, in the order of their compilation.
+
+    Attributes:
+        forward: the forward graphs.
+        backward: the backward graphs.
+    """
 
     forward: list[CapturedGraph] = field(default_factory=list)
     backward: list[CapturedGraph] = field(default_factory=list)
@@ -55,8 +66,11 @@ _active: list[CapturedGraphs] = []
 def capture_graphs() -> Iterator[CapturedGraphs]:
     """Collects the graphs that ``backend="zero3"`` rewrites while the block runs.
 
-    Only what is compiled inside of the block is seen: a model that was compiled before has no
-    reason to compile again.
+    Only graphs that are compiled inside the block are collected. A model that was compiled before
+    has no reason to compile again.
+
+    Yields:
+        :class:`CapturedGraphs`, which are filled as graphs are compiled.
 
     Example::
 
@@ -73,7 +87,7 @@ def capture_graphs() -> Iterator[CapturedGraphs]:
 
 
 def captured(gm: fx.GraphModule, is_backward: bool, number: int) -> None:
-    """Tells the blocks that are open of a rewritten graph."""
+    """Adds a rewritten graph to all open ``capture_graphs`` blocks."""
     for graphs in _active:
         region = "" if is_backward else compiler.compile_id()
         graph = CapturedGraph(fx.GraphModule(gm, copy.deepcopy(gm.graph)), number, region)

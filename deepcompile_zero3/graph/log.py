@@ -1,4 +1,4 @@
-"""What torch's own logs are told of rewritten graphs: ``TORCH_LOGS`` and ``TORCH_TRACE``."""
+"""Logs rewritten graphs to torch's own logs: ``TORCH_LOGS`` and ``TORCH_TRACE``."""
 
 import itertools
 import logging
@@ -14,17 +14,18 @@ from deepcompile_zero3.torch_internals import compiler
 
 _log = logging.getLogger(__name__)
 
-numbers = itertools.count()  # of forwards in this process; a backward has that of its forward
+numbers = itertools.count()  # of forwards in this process; a backward has the number of its forward
 
 
 def log_graph(gm: fx.GraphModule, direction: str, number: int, kept: Mapping[str, int]) -> None:
-    """Logs a rewritten graph: INFO has a line, DEBUG the text, ``TORCH_TRACE`` an artifact.
+    """Logs a rewritten graph: a line at INFO, its text at DEBUG, an artifact for ``TORCH_TRACE``.
 
     Args:
-        gm: the graph, which is not kept.
+        gm: the graph. No reference to it is kept.
         direction: "forward" or "backward".
-        number: of the forward in this process.
-        kept: of parameters that this forward keeps for its backward, their bytes.
+        number: number of the forward in this process.
+        kept: sizes in bytes of the parameters that this forward keeps for its backward, keyed by
+            FQN.
     """
     if _log.isEnabledFor(logging.INFO):
         _log.info("%s %d: %s", direction, number, _summary(gm.graph, kept))

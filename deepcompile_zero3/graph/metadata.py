@@ -1,8 +1,8 @@
-"""What this library notes in a node's ``meta``."""
+"""Keys that this library sets in a node's ``meta``."""
 
-# Of a parameter's placeholder, and of what hands it on to backward: the facts of it.
+# On a parameter's placeholder, and on the nodes that hand it on to backward: the ParameterFacts.
 PARAMETER = "zero3_parameter"
-# Of a backward's input that its forward has gathered and kept: the name of the parameter.
+# On an input of a backward that its forward gathered and kept: the FQN of the parameter.
 KEPT_OF = "zero3_kept_of"
-# What a graph's text says after the node's line.
+# On any node: the comment after its line in the graph's text.
 COMMENT = "zero3_comment"

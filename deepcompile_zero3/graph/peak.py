@@ -1,4 +1,4 @@
-"""The plan's prediction of what a rewritten graph gathers at once."""
+"""Predicts the peak of gathered parameters in a rewritten graph."""
 
 import operator
 from collections.abc import Iterator
@@ -12,10 +12,10 @@ from deepcompile_zero3.runtime import ops
 
 
 def gathered_peak(graph: fx.Graph) -> int:
-    """Bytes of gathered parameters that are alive at once at most, if nodes run in their order.
+    """Returns the peak in bytes of gathered parameters that are alive at once.
 
-    A parameter takes memory from the start of its gather to its last use, or to the end of the
-    graph if that keeps it.
+    Nodes run in their order. A parameter takes memory from the start of its gather to its last use,
+    or to the end of the graph if the graph returns it.
     """
     order = {node: position for position, node in enumerate(graph.nodes)}
     changes = [0] * (len(order) + 1)
@@ -30,7 +30,7 @@ def gathered_peak(graph: fx.Graph) -> int:
 
 
 def gathered_items(wait: fx.Node) -> Iterator[tuple[int, fx.Node]]:
-    """What is taken of what a wait gives, and its position: not the token behind the parameters."""
+    """Yields the position and node of each full tensor that is taken from a wait, not the token."""
     placeholders: Any = wait.args[1]
     for item in wait.users:
         position: Any = item.args[1]
@@ -39,5 +39,5 @@ def gathered_items(wait: fx.Node) -> Iterator[tuple[int, fx.Node]]:
 
 
 def _uses(node: fx.Node) -> set[fx.Node]:
-    """The nodes that read the memory of ``node``, directly or through views."""
+    """Returns the nodes that read the memory of ``node``, directly or through views."""
     return {user for view in (node, *views_of(node)) for user in view.users}

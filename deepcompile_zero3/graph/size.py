@@ -1,4 +1,4 @@
-"""Bytes of what nodes give."""
+"""Sizes of the results of nodes, in bytes."""
 
 import torch
 from torch import fx
@@ -7,13 +7,13 @@ from deepcompile_zero3.torch_internals import compiler
 
 
 def nbytes_of(node: fx.Node) -> int:
-    """Bytes of what it gives, if that is a tensor."""
+    """Returns the size in bytes of the result of ``node``, or 0 if it is not a tensor."""
     value = node.meta.get("val")
     return nbytes_of_tensor(value) if isinstance(value, torch.Tensor) else 0
 
 
 def nbytes_of_tensor(tensor: torch.Tensor) -> int:
-    """Bytes of its elements; 0 where their number depends on data."""
+    """Returns the size in bytes of ``tensor``, or 0 if its number of elements depends on data."""
     numel = tensor.numel()
     if compiler.free_unbacked_symbols(numel):
         return 0

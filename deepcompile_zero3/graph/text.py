@@ -23,16 +23,16 @@ _DTYPES = {
 
 
 def graph_text(gm: fx.GraphModule) -> str:
-    """One line a node: ``name: dtype[shape] = op(arguments)``.
+    """Returns the graph as text, one line a node: ``name: dtype[shape] = op(arguments)``.
 
-    Names are the graph's own, ops go without their default overload (``aten.mm``), and nothing
-    depends on the machine, the process or the run.
+    Names are those of the graph. Ops are written without their default overload (``aten.mm``).
+    Nothing depends on the machine, the process or the run.
     """
     return "\n".join(node_text(node) for node in gm.graph.nodes)
 
 
 def node_text(node: fx.Node) -> str:
-    """A node as a line of :func:`graph_text`."""
+    """Returns ``node`` as a line of :func:`graph_text`."""
     if node.op == "output":
         return f"return {_argument(node.args[0])}"
     value = _value(node.meta.get("val"))
@@ -42,7 +42,7 @@ def node_text(node: fx.Node) -> str:
     arguments = [_argument(argument) for argument in node.args]
     comment = f"  # {node.meta[COMMENT]}" if COMMENT in node.meta else ""
     for key, argument in node.kwargs.items():
-        if not comment or key != "contract":  # which the comment says
+        if not comment or key != "contract":  # the comment has the contract
             arguments.append(f"{key}={_argument(argument)}")
     return f"{head} = {_target(node)}({', '.join(arguments)}){comment}"
 
@@ -55,7 +55,7 @@ def _target(node: fx.Node) -> str:
 
 
 def short_name(dtype: torch.dtype) -> str:
-    """As in the texts: ``bf16``."""
+    """Returns the name of ``dtype`` in the texts, such as ``bf16``."""
     return _DTYPES.get(dtype, str(dtype).removeprefix("torch."))
 
 

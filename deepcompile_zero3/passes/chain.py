@@ -1,4 +1,4 @@
-"""A backward: one order of its reductions, which no scheduler may change."""
+"""Fixes one order of the reductions in a backward, which no scheduler may change."""
 
 from torch import fx
 
@@ -7,12 +7,12 @@ from deepcompile_zero3.runtime import REDUCTIONS
 
 
 def chain_reductions(gm: fx.GraphModule) -> None:
-    """Hands each reduction the token of the one before it.
+    """Passes each reduction the token of the one before it.
 
-    A compiler's scheduler moves nodes by what it knows of memory and time, which differs from
-    rank to rank; two collectives that swap on one rank are a hang or silent corruption. A data
-    dependency is the one thing that every scheduler keeps. Gathers, chained by ``insert_gathers``,
-    and reductions have process groups of their own, so that between them no order has to be kept.
+    A compiler's scheduler moves nodes by what it knows of memory and time, which differs from rank
+    to rank. Two collectives that swap on one rank cause a hang or silent corruption. Every
+    scheduler keeps a data dependency. Gathers, which ``insert_gathers`` chains, and reductions have
+    separate process groups, so that no order between the two is needed.
     """
     last = None
     for node in gm.graph.nodes:
@@ -20,7 +20,7 @@ def chain_reductions(gm: fx.GraphModule) -> None:
             continue
         if last is not None:
             node.args = (*node.args[:2], last, *node.args[3:])
-            # Tracing may have noted values of the former arguments, which Inductor would trust.
+            # Tracing may have recorded values of the former arguments. Inductor would trust them.
             kept = ("val", COMMENT)
             node.meta = {key: node.meta[key] for key in kept if key in node.meta}
         last = node

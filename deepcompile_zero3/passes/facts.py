@@ -1,4 +1,4 @@
-"""What a pass may know of a parameter."""
+"""Facts about a parameter that a pass may use."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,25 +16,30 @@ class ParameterFacts:
 
     Attributes:
         fqn: its name, for people.
-        group: number of its process group; only neighbours of one are gathered together.
-        shared: whether ranks share its full tensor, which nobody may write to.
-        nbytes: of the full tensor in the compute dtype.
+        group: number of its process group. Only neighbours of one group are gathered together.
+        nbytes: size in bytes of the full tensor in the compute dtype.
+        gathers_views: whether the gathered tensor is memory that nobody may write to.
+        publishes: whether a backward finds what its forward gathered, and moves nothing.
+        sends_any_dtype: whether its gradient is sent in its own dtype, if the wire dtype can hold
+            it.
         dim: number of its dimensions.
-        uses: positions of its uses in the model's forward, as written: before any graph was
-            transformed, which may depend on the batch.
-        only_embeds: whether all of them look rows up.
-        reshard_after_forward: False keeps what forward gathered until backward has used it, and
-            None leaves that open: passes treat it as True, but for the one that chooses.
-        grad_dtype: of the leaf's contract; None keeps whatever arrives.
+        uses: positions of its uses in the model's forward as written, before any transformation of
+            a graph, which may depend on the batch.
+        only_embeds: whether all uses look up rows.
+        reshard_after_forward: False keeps what forward gathered until backward has used it. None
+            leaves the choice open: passes treat it as True, except the one that chooses.
+        grad_dtype: dtype of the leaf's contract; None keeps whatever arrives.
         is_trained: whether it needs a gradient.
-        reduce_dtype: of its gradient on the wire; None: as the contract left it.
+        reduce_dtype: dtype of its gradient on the wire; None keeps that of the contract.
         declares_grad_dtype: whether the contract must be declared to AOTAutograd.
     """
 
     fqn: str
     group: int
     nbytes: int
-    shared: bool = False
+    gathers_views: bool = False
+    publishes: bool = False
+    sends_any_dtype: bool = False
     dim: int = 2
     uses: tuple[int, ...] = (0,)
     only_embeds: bool = False
@@ -46,31 +51,32 @@ class ParameterFacts:
 
     @property
     def may_be_kept(self) -> bool:
-        """Whether a forward may hand the full tensor to backward, by choice or since it has to.
-        Where ranks share it, gathering it again costs nothing.
+        """Whether a forward may save the full tensor for backward, by choice or because it has to.
+
+        Gathering again costs nothing where the tensor is published for backward.
         """
         return self.reshard_after_forward is False or (
-            self.reshard_after_forward is None and not self.shared
+            self.reshard_after_forward is None and not self.publishes
         )
 
 
 def fqns_of(collective: fx.Node) -> list[str]:
-    """The names of the parameters that a gather's start or a reduction in a graph is of."""
+    """Returns the FQNs of the parameters of a gather's start or of a reduction in a graph."""
     starts = collective.target is ops.all_gather_start.default
     placeholders: Any = collective.args[0] if starts else [collective.args[1]]
     return [placeholder.meta[PARAMETER].fqn for placeholder in placeholders]
 
 
 def in_forward_order(facts: ParameterFacts) -> int:
-    """A sort key: the order in which a forward needs parameters."""
+    """Sort key: the order in which a forward needs parameters."""
     return facts.uses[0]
 
 
 def in_backward_order(facts: ParameterFacts) -> int:
-    """A sort key: the order in which a backward needs parameters."""
+    """Sort key: the order in which a backward needs parameters."""
     return -facts.uses[-1]
 
 
 def in_gradient_order(facts: ParameterFacts) -> int:
-    """A sort key: the order in which a backward has got their gradients."""
+    """Sort key: the order in which a backward has the gradients of parameters."""
     return -facts.uses[0]

@@ -1,4 +1,4 @@
-"""A partitioned graph: all-gathers ahead of first use, in an order that is given."""
+"""Inserts all-gathers ahead of first use into a partitioned graph, in a given order."""
 
 import operator
 from collections.abc import Iterator, Mapping, Set
@@ -16,7 +16,7 @@ _OF_PLACEHOLDERS = (ops.all_gather_start.default, *WAITS, *REDUCTIONS)
 
 
 def _knows_by(user: fx.Node) -> bool:
-    """Whether it only knows the parameter by a placeholder, and reads nothing."""
+    """Returns whether ``user`` only knows the parameter by its placeholder, and reads nothing."""
     return user.target in _OF_PLACEHOLDERS or PARAMETER in user.meta
 
 
@@ -26,15 +26,18 @@ def insert_gathers(
     bucket_bytes: int,
     keep: Set[fx.Node] = frozenset(),
 ) -> None:
-    """Gathers all of ``parameters`` (by graph input), in their order.
+    """Inserts gathers of all ``parameters`` (by graph input), in their order.
 
-    Neighbours of one process group, up to ``bucket_bytes`` together, share a collective. It is
-    waited for just before the first use of what it gathers or of what a later one does: uses may
-    come in another order, collectives do not. It starts just before the wait for the one ahead of
-    it, which takes what the start returned, so that no scheduler starts it later, and it takes a
-    token of the wait before that, so that none starts it earlier: two are alive at once. Nothing
-    frees what was gathered: the compiler does, after the last use. An input that a forward saves
-    for backward stays one, so that backward gathers again, unless it is among those to ``keep``.
+    Neighbours of one process group share a collective, up to ``bucket_bytes`` together.
+
+    The wait for a collective comes just before the first use of what it, or a later collective,
+    gathers. Uses may come in another order, collectives may not. The start of a collective comes
+    just before the wait for the collective ahead of it. That wait takes what the start returned, so
+    that no scheduler starts it later. The start takes a token of the wait before that, so that no
+    scheduler starts it earlier. Two collectives are alive at once.
+
+    Nothing frees gathered tensors: the compiler does after the last use. An input that a forward
+    saves for backward stays one, so that backward gathers again, unless it is in ``keep``.
     """
     graph = gm.graph
     order = {node: position for position, node in enumerate(graph.nodes)}
@@ -47,7 +50,7 @@ def insert_gathers(
         place = min([place, *uses], key=order.__getitem__)
         places.append(place)
     places.reverse()
-    after = None  # what the next start follows
+    after = None  # the node that the next start follows
     started = []
     for index, place in enumerate([first_place, *places]):
         with graph.inserting_before(place):
@@ -57,31 +60,33 @@ def insert_gathers(
                 after = started[0] if started else None
                 continue
             bucket = buckets[index - 1]
-            shared = parameters[bucket[0]].shared
-            wait = _wait(graph, started[index - 1], bucket, shared, started[index:])
+            gathers_views = parameters[bucket[0]].gathers_views
+            wait = _wait(graph, started[index - 1], bucket, gathers_views, started[index:])
             if index + 1 < len(buckets):
                 after = _item(graph, wait, len(bucket), "token")
             names = [f"{node.name}_full" for node in bucket]
             full = [_item(graph, wait, position, name) for position, name in enumerate(names)]
             for node, item in zip(bucket, full, strict=True):
-                _replace(node, item, node in keep)  # which may erase what stands at the place
+                _replace(node, item, node in keep)  # may erase the node at the place
     graph.lint()
     gm.recompile()
 
 
 def own_outputs(gm: fx.GraphModule, saved: Set[int]) -> None:
-    """Copies what a forward returns of memory that ranks share, but for what it saves for backward
-    (by position in the output): to the caller it is a tensor like any other.
+    """Copies the returned views of memory that a forward may not write to.
+
+    A caller treats the output like any other tensor. Outputs saved for backward (``saved``, by
+    position) are not copied.
     """
     graph = gm.graph
     output = graph.output_node()
     waits = graph.find_nodes(op="call_function", target=ops.all_gather_views.default)
     if not waits:
         return
-    shared = {view for wait in waits for view in views_of(wait)}
+    views = {view for wait in waits for view in views_of(wait)}
     results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
     for position, value in enumerate(results):
-        if value in shared and position not in saved:
+        if value in views and position not in saved:
             with graph.inserting_before(output):
                 results[position] = graph.call_function(torch.ops.aten.clone.default, (value,))
             results[position].meta["val"] = torch.empty_like(value.meta["val"])
@@ -96,7 +101,10 @@ def _buckets(
     nbytes = 0
     for node, facts in parameters.items():
         first = parameters[bucket[0]] if bucket else facts
-        joins = bucket and (facts.group, facts.shared) == (first.group, first.shared)
+        joins = bucket and (facts.group, facts.gathers_views) == (
+            first.group,
+            first.gathers_views,
+        )
         if not joins or nbytes + facts.nbytes > bucket_bytes:
             if bucket:
                 yield bucket
@@ -117,13 +125,13 @@ def _start(graph: fx.Graph, bucket: list[fx.Node], after: fx.Node | None) -> fx.
 
 
 def _wait(
-    graph: fx.Graph, start: fx.Node, bucket: list[fx.Node], shared: bool, ahead: list[fx.Node]
+    graph: fx.Graph, start: fx.Node, bucket: list[fx.Node], as_views: bool, ahead: list[fx.Node]
 ) -> fx.Node:
-    op = ops.all_gather_views if shared else ops.all_gather_wait
+    op = ops.all_gather_views if as_views else ops.all_gather_wait
     wait = graph.create_node("call_function", op.default, (start, bucket, *ahead), name="gathered")
     values = [node.meta["val"] for node in bucket]
-    # To a compiler, views of a graph's input are what it may not write to.
-    fulls = values if shared else map(torch.empty_like, values)
+    # A compiler does not write to views of a graph's input.
+    fulls = values if as_views else map(torch.empty_like, values)
     wait.meta["val"] = [*fulls, values[0].new_empty(0)]
     return wait
 
@@ -135,7 +143,7 @@ def _item(graph: fx.Graph, source: fx.Node, position: int, name: str) -> fx.Node
 
 
 def _replace(placeholder: fx.Node, full: fx.Node, keep: bool) -> None:
-    """Lets ``full`` be used in place of ``placeholder``, by the output too if it is to be kept."""
+    """Replaces ``placeholder`` by ``full`` in its users, and in the output if it is kept."""
     for user in list(placeholder.users):
         if user.target is ops.unshard.default:
             user.replace_all_uses_with(full)

@@ -1,4 +1,4 @@
-"""A forward: which parameters it keeps gathered for its backward."""
+"""Chooses which parameters a forward keeps gathered for its backward."""
 
 from collections.abc import Mapping
 
@@ -8,11 +8,12 @@ from deepcompile_zero3.passes.facts import ParameterFacts
 
 
 def choose_kept(parameters: Mapping[fx.Node, ParameterFacts], most_bytes: float) -> set[fx.Node]:
-    """Chooses among ``parameters`` (by graph input, in the order in which backward needs them).
+    """Returns the ``parameters`` that a forward keeps.
 
-    Only what the graph saves for backward is kept. Where ``reshard_after_forward`` is None, each
-    byte that is held saves one that is gathered, whichever it is; the earlier backward needs it,
-    the shorter it is held. So the first that fit into ``most_bytes`` are kept.
+    ``parameters`` are keyed by graph input, in the order in which backward needs them. Only inputs
+    that the graph saves for backward are kept. Where ``reshard_after_forward`` is None, each byte
+    that is held saves a gathered byte, whichever parameter it is of. The earlier backward needs a
+    parameter, the shorter it is held. So the first ones that fit into ``most_bytes`` are kept.
     """
     kept = set()
     for node, facts in parameters.items():

@@ -1,7 +1,7 @@
-"""Dynamo's graph: from ``unshard(placeholder)`` to the placeholder itself.
+"""Replaces ``unshard(placeholder)`` in Dynamo's graph by the placeholder itself.
 
-After lifting, AOTAutograd traces the plain single-device model, with the placeholder as its
-primal, and the partitioner saves the placeholder for backward: a free graph input.
+After lifting, AOTAutograd traces the plain single-device model with the placeholder as its primal.
+The partitioner saves the placeholder for backward, a graph input that costs nothing.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,11 +16,12 @@ from deepcompile_zero3.torch_internals import compiler
 
 
 def lift_unshards(gm: fx.GraphModule) -> bool:
-    """Replaces each ``zero3.unshard`` by its placeholder, in nested graphs too, and returns whether
-    there was one.
+    """Replaces each ``zero3.unshard`` by its placeholder, in nested graphs too.
 
-    One whose result leaves the top graph, itself or as a view, stays: a graph may not return
-    the memory of a placeholder, which has none.
+    An ``unshard`` whose result leaves the top graph, itself or as a view, stays: a graph may not
+    return the memory of a placeholder, which has none.
+
+    Returns whether any was replaced.
     """
     escaping = _storages_of_outputs(gm.graph)
     lifted = False
@@ -37,7 +38,7 @@ def lift_unshards(gm: fx.GraphModule) -> bool:
 
 
 def forget_contracts(gm: fx.GraphModule) -> None:
-    """Has each ``zero3.unshard`` of a graph hold to the contract that there is when it runs."""
+    """Makes each ``zero3.unshard`` of a graph use the contract that there is when it runs."""
     for graph in _graphs(gm):
         for node in graph.find_nodes(op="call_function", target=ops.unshard.default):
             node.update_arg(1, "")
@@ -45,7 +46,7 @@ def forget_contracts(gm: fx.GraphModule) -> None:
 
 
 def uses_of(graph: fx.Graph) -> dict[fx.Node, tuple[tuple[int, ...], bool]]:
-    """Where a lifted graph uses each of its inputs, and whether only to look rows of it up."""
+    """Returns where a lifted graph uses each of its inputs, and whether only to look up rows."""
     lookups = (torch.nn.functional.embedding, torch.embedding, torch.ops.aten.embedding.default)
     positions = {node: position for position, node in enumerate(graph.nodes)}
     uses = {}
@@ -61,9 +62,7 @@ def uses_of(graph: fx.Graph) -> dict[fx.Node, tuple[tuple[int, ...], bool]]:
 def name_placeholders(
     inputs: Mapping[fx.Node, ParameterFacts], prefix: int, suffix: str = ""
 ) -> None:
-    """Calls a graph's inputs as the parameters that they stand for, without so many characters at
-    the beginning of their names.
-    """
+    """Renames a graph's inputs after their parameters, without the first ``prefix`` characters."""
     for node, facts in inputs.items():
         compiler.rename(node, facts.fqn[prefix:].replace(".", "_") + suffix)
 

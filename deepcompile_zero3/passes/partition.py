@@ -1,16 +1,17 @@
-"""The joint graph, before it is partitioned: what backward will gather is settled here.
+"""Settles in the joint graph, before it is partitioned, what backward will gather.
 
 A partitioner weighs the bytes of activations against each other, and ops are decomposed by their
-shapes, so that a batch of another size may save, and compute again, something else; and each rank
-sees batches of its own. Yet all ranks must gather the same parameters. So, of those that backward
-gathers again, it gets all, whatever it does with them, as in FSDP2. The exception are parameters
-that only look rows up, whose gradients need no weight: what they give is saved.
+shapes. A batch of another size may therefore save and recompute other values, and each rank sees
+its own batches. Yet all ranks must gather the same parameters. So backward gets all parameters that
+it may gather again, used or not, as in FSDP2. The exception is parameters that are used only to
+look up rows. Their gradients need no weight, and the results of the lookups are saved.
 
-Backward also gets the placeholder of each parameter that it has a gradient for, by which the
-runtime knows whose it is. Where forward may hand on the full tensor in its stead, it hands on both.
+Backward also gets the placeholder of each parameter that it computes a gradient for, by which the
+runtime knows whose gradient it is. Where forward may save the full tensor in place of the
+placeholder, it saves both.
 
-A function of parameters alone, such as ``w.bfloat16()``, is computed again: saving it would keep
-the parameter. Its reductions, such as ``w.norm()``, are as the partitioner likes.
+A function of parameters alone, such as ``w.bfloat16()``, is recomputed: saving it would keep the
+parameter. Its reductions, such as ``w.norm()``, are left to the partitioner.
 """
 
 import operator
@@ -26,9 +27,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 from deepcompile_zero3.graph.metadata import PARAMETER
 from deepcompile_zero3.passes.facts import ParameterFacts
 
-# A result so many times smaller than what it was computed from is a reduction, and cheap to save.
+# A result this many times smaller than its inputs is a reduction, and cheap to save.
 _REDUCTION = 4
-# In a node's meta: what a partitioner is told of it.
+# Keys in a node's meta that tell a partitioner what to do.
 _POLICY = ("recompute", "ac_graph_id")
 
 
@@ -41,22 +42,23 @@ def settle_backward_gathers(
     """Tags the nodes of a joint graph with what a partitioner may do.
 
     Args:
+        gm: the joint graph.
         parameters: the graph's inputs that are parameters.
         tangents: the graph's inputs that are gradients of outputs.
-        num_outputs: how many of its outputs are those of the forward.
+        num_outputs: number of the graph's outputs that are those of the forward.
     """
     again = {node for node, facts in parameters.items() if facts.reshard_after_forward is not False}
     embedding = {node for node in again if parameters[node].only_embeds}
     gradients = _descendants(tangents)
     alone = set(again)  # functions of parameters alone
-    neutral: set[fx.Node] = set()  # constants and reductions: such a function may read them too
+    neutral: set[fx.Node] = set()  # constants and reductions, which such functions may read too
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "output") or node in gradients:
             continue
         inputs = set(node.all_input_nodes)
         is_plain = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
         settled = all(n in alone or n in neutral or _is_size(n) for n in inputs)
-        settled &= node.target is not torch.ops.aten.embedding.default  # of rows by position, too
+        settled &= node.target is not torch.ops.aten.embedding.default  # even at constant positions
         if not is_plain or _is_random(node) or not settled:
             if inputs & embedding:
                 _tag(node, CheckpointPolicy.MUST_SAVE)
@@ -82,15 +84,17 @@ def needed_in_backward(
     known_by: Sequence[torch.Tensor],
     tangents: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """Stands in a graph from here to :func:`drop_needs`, so that backward gets the others. What
-    reads a tangent is in backward.
+    """Returns ``gradient``. Its node makes the other arguments inputs of backward.
+
+    It stays in a graph until :func:`drop_needs`. A node that reads a tangent is in backward.
     """
     return gradient
 
 
 def drop_needs(gm: fx.GraphModule) -> set[fx.Node]:
-    """Removes ``needed_in_backward`` from a backward graph, whose inputs stay, and returns those
-    that it is to gather.
+    """Removes ``needed_in_backward`` from a backward graph, whose inputs stay.
+
+    Returns the inputs that the graph is to gather.
     """
     gathered: set[fx.Node] = set()
     for node in gm.graph.find_nodes(op="call_function", target=needed_in_backward):
@@ -101,23 +105,29 @@ def drop_needs(gm: fx.GraphModule) -> set[fx.Node]:
 
 
 def handed_on(placeholder: torch.Tensor) -> torch.Tensor:
-    """Stands in a graph from here to :func:`drop_handed_on`, so that forward has to save it."""
+    """Returns ``placeholder``. Its node makes forward save it, until :func:`drop_handed_on`."""
     return placeholder
 
 
 def with_handed_on(output: torch.Tensor, placeholders: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Stands there as long, so that a partitioner sees that forward has the placeholders."""
+    """Returns ``output``. Its node shows a partitioner that forward has the placeholders.
+
+    It stays in a graph until :func:`drop_handed_on`.
+    """
     return output
 
 
 def is_handed_on(placeholder: fx.Node) -> bool:
-    """Whether a forward graph hands it on: a partitioner may have backward do that instead."""
+    """Returns whether a forward graph hands ``placeholder`` on.
+
+    A partitioner may make backward do that instead.
+    """
     stand_ins = [user for user in placeholder.users if user.target is handed_on]
     return any(user.op == "output" for stand_in in stand_ins for user in stand_in.users)
 
 
 def drop_handed_on(gm: fx.GraphModule) -> None:
-    """Removes ``handed_on`` from a graph: a forward then returns placeholders."""
+    """Removes ``handed_on`` from a graph. A forward then returns placeholders."""
     for target in (with_handed_on, handed_on):
         for node in gm.graph.find_nodes(op="call_function", target=target):
             node.replace_all_uses_with(node.args[0])
@@ -127,13 +137,13 @@ def drop_handed_on(gm: fx.GraphModule) -> None:
 def _hand_on(
     graph: fx.Graph, placeholders: list[fx.Node], num_outputs: int
 ) -> dict[fx.Node, fx.Node]:
-    """What stands for each of the placeholders in backward."""
+    """Returns the node that stands for each placeholder in backward, and inserts these nodes."""
     outputs = _outputs(graph)[:num_outputs]
     position = next((i for i, each in enumerate(outputs) if isinstance(each, fx.Node)), None)
-    if not placeholders or position is None:  # then no gradient comes either
+    if not placeholders or position is None:  # without an output there is no gradient
         return {}
     output = outputs[position]
-    # As early as the output: a partitioner sorts by positions what is ahead of the last one.
+    # As early as the output: a partitioner sorts what is ahead of the last one by position.
     inputs = graph.find_nodes(op="placeholder")
     result = {}
     with graph.inserting_after(inputs[-1] if output.op == "placeholder" else output):
@@ -164,7 +174,7 @@ def _need(
     results = [i for i in range(num_outputs, len(outputs)) if isinstance(outputs[i], fx.Node)]
     if not results:
         return
-    # One that depends on no tangent would be in forward, but for the tangent that it is given.
+    # A result that depends on no tangent would be in forward. The tangent argument prevents that.
     position = next((i for i in results if outputs[i] in gradients), results[0])
     gradient = outputs[position]
     with graph.inserting_before(graph.output_node()):
@@ -180,7 +190,10 @@ def _outputs(graph: fx.Graph) -> list[Any]:
 
 
 def _set_output(graph: fx.Graph, position: int, node: fx.Node) -> None:
-    """Returns ``node`` at one position; elsewhere the graph may return again what was there."""
+    """Returns ``node`` at one position of the output.
+
+    The former node may be returned at other positions too.
+    """
     output = graph.output_node()
     leaves, structure = tree_flatten(output.args)
     leaves[position] = node
@@ -189,10 +202,10 @@ def _set_output(graph: fx.Graph, position: int, node: fx.Node) -> None:
 
 def _tag(node: fx.Node, policy: CheckpointPolicy) -> None:
     if "recompute" in node.meta:
-        return  # a checkpoint of the user has said it
+        return  # set by a checkpoint of the user
     node.meta["recompute"] = policy
-    # Checkpointed regions are numbered, and what one hands to a later one is saved. This is in the
-    # last one, and hands nothing on.
+    # Checkpointed regions are numbered, and what a region passes to a later one is saved. This node
+    # is in the last region, which passes nothing on.
     node.meta["ac_graph_id"] = sys.maxsize
 
 

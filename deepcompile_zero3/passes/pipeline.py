@@ -1,4 +1,4 @@
-"""The passes in their order: what a joint graph, a forward and a backward become."""
+"""Runs the passes in their order on a joint graph, a forward and a backward."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -36,13 +36,14 @@ _Key = TypeVar("_Key")
 
 
 class Rewriting:
-    """The passes that make forward and backward graphs of one of Dynamo's what they are to be.
+    """The passes that rewrite the forward and backward graphs of one of Dynamo's graphs.
 
     Args:
-        inputs: what is known of the parameters, by the graph's input.
-        bucket_bytes: of full tensors, that one collective gathers.
-        keep_bytes: of full tensors, that the forward may keep for backward by choice.
-        fp32_weight_grads: as the option of that name.
+        inputs: facts of the parameters, keyed by position of the graph input.
+        bucket_bytes: maximum size in bytes of the full tensors that one collective gathers.
+        keep_bytes: maximum size in bytes of the full tensors that the forward may keep for backward
+            by choice.
+        fp32_weight_grads: the option of that name.
     """
 
     def __init__(
@@ -57,13 +58,13 @@ class Rewriting:
         self._keep_bytes = keep_bytes
         self._fp32_weight_grads = fp32_weight_grads
         fqns = [facts.fqn for facts in inputs.values()]
-        common = os.path.commonprefix(fqns)  # noqa: RUF071 (of characters, up to a dot)
-        self._prefix = common.rfind(".") + 1  # of the module that has them all
+        common = os.path.commonprefix(fqns)  # noqa: RUF071 (by characters, then cut at a dot)
+        self._prefix = common.rfind(".") + 1  # characters of the common module's FQN
         self._kept: dict[str, int] = {}
         self._number = 0
 
     def __call__(self, graph_module: fx.GraphModule, is_backward: bool) -> None:
-        """Rewrites a graph; the forward first."""
+        """Rewrites a graph. Called for the forward first, then for its backward."""
         _refuse_writes(graph_module, self.inputs)
         if is_backward:
             self._rewrite_backward(graph_module)
@@ -80,7 +81,7 @@ class Rewriting:
     def _rewrite_forward(self, graph_module: fx.GraphModule) -> None:
         nodes = _sorted(_describe(graph_module, self.inputs)[0], in_forward_order)
         name_placeholders(nodes, self._prefix)
-        # Without its placeholder, nobody would know what a gradient is of.
+        # Only these may be kept: the runtime knows a gradient by its parameter's placeholder.
         known = {n: f for n, f in nodes.items() if is_handed_on(n) or not f.is_trained}
         keep = choose_kept(_sorted(known, in_backward_order), self._keep_bytes)
         self._kept.update({nodes[node].fqn: nodes[node].nbytes for node in keep})
@@ -97,7 +98,7 @@ class Rewriting:
             del nodes[node]
         inputs = graph_module.graph.find_nodes(op="placeholder")
         handed_on = {node: node.meta[PARAMETER] for node in inputs if PARAMETER in node.meta}
-        # Both have what might have been kept and was not.
+        # A parameter that might have been kept and was not is in both.
         known_by = {f.fqn: node for node, f in (*handed_on.items(), *nodes.items())}
         name_placeholders(nodes | handed_on, self._prefix)
         name_placeholders(kept, self._prefix, "_full")
@@ -112,14 +113,14 @@ class Rewriting:
 
 
 class Partitioner(compiler.CustomPartitionerFn):  # type: ignore[misc]
-    """Inductor's partitioner, or another one of the user's, of a graph that was prepared."""
+    """Prepares a joint graph, then calls Inductor's partitioner or another one of the user's."""
 
     def __init__(self, inputs: Mapping[int, ParameterFacts], partitioner: Any = None) -> None:
         self._inputs = inputs
         self._partitioner = partitioner
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Any:
-        """As torch's partitioners: the forward and the backward of a joint graph."""
+        """Returns the forward and the backward of a joint graph, as torch's partitioners do."""
         nodes, _ = _describe(gm, self._inputs)
         tangents = [
             node
@@ -131,8 +132,10 @@ class Partitioner(compiler.CustomPartitionerFn):  # type: ignore[misc]
         return partition(gm, joint_inputs, **kwargs)
 
     def uuid(self) -> Any:
-        """Of this library's sources, and of the other partitioner: Inductor's cache keys graphs,
-        and does not see what an older version of this library had it make of them.
+        """Returns a cache key of this library's sources and the other partitioner.
+
+        Inductor's cache keys graphs. It does not see what an older version of this library made of
+        them.
         """
         files = tuple(sorted(map(str, Path(__file__).parents[1].rglob("*.py"))))
         other = self._partitioner.uuid() if self._partitioner else None
@@ -140,7 +143,10 @@ class Partitioner(compiler.CustomPartitionerFn):  # type: ignore[misc]
 
 
 def _refuse_writes(gm: fx.GraphModule, inputs: Mapping[int, ParameterFacts]) -> None:
-    """AOTAutograd writes a mutated input back, in the graph or after it."""
+    """Raises Zero3Error if a graph writes to a parameter.
+
+    AOTAutograd writes a mutated input back in the graph or after it.
+    """
     written = [
         node.args[0].meta.get("desc")
         for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
@@ -165,14 +171,14 @@ def _facts_of(description: Any, inputs: Mapping[int, ParameterFacts]) -> Paramet
 
 
 def saved_outputs(graph: fx.Graph) -> set[fx.Node]:
-    """The outputs of a forward that its backward sees."""
+    """Returns the outputs of a forward that are saved for backward."""
     output = graph.output_node()
     results: Any = output.args[0]
     return {results[position] for position in _saved_positions(output)}
 
 
 def _saved_positions(output: fx.Node) -> set[int]:
-    """The positions of a forward's outputs that only its backward sees."""
+    """Returns the positions of a forward's outputs that are saved for backward."""
     return {
         position
         for position, description in enumerate(output.meta.get("desc", ()))
@@ -183,8 +189,9 @@ def _saved_positions(output: fx.Node) -> set[int]:
 def _describe(
     gm: fx.GraphModule, inputs: Mapping[int, ParameterFacts]
 ) -> tuple[dict[fx.Node, ParameterFacts], dict[int, ParameterFacts]]:
-    """Which inputs of a partitioned graph are placeholders, which is noted in their meta, and which
-    outputs their gradients.
+    """Returns the inputs that are placeholders, and the outputs that are their gradients.
+
+    Records in the meta of these inputs whose placeholder they are.
     """
     nodes = {}
     for node in gm.graph.find_nodes(op="placeholder"):

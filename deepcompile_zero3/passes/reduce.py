@@ -1,4 +1,4 @@
-"""The backward graph: every raw gradient of a parameter goes into ``reduce_grad``."""
+"""Passes every raw gradient of a parameter in a backward graph to ``reduce_grad`` or its kin."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,19 +13,19 @@ from deepcompile_zero3.graph.text import short_name
 from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.runtime import _C, ops
 
-_LARGE = 64 << 10  # bytes of a product that is computed where it is sent from
+_LARGE = 64 << 10  # bytes of a gradient that is computed where it is sent from
 _CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 
 
 @dataclass(frozen=True)
 class GradientDtypes:
-    """The way of a gradient, as a comment of its reduction.
+    """Dtypes of a gradient on its way, as a comment of its reduction.
 
     Attributes:
-        raw: what the graph says that it is.
-        leaf: of the leaf's contract; None keeps whatever arrives.
-        wire: that it is reduced in.
-        numel: of the full gradient.
+        raw: dtype of the gradient in the graph.
+        leaf: dtype of the leaf's contract; None keeps whatever arrives.
+        wire: dtype that it is reduced in.
+        numel: number of elements of the full gradient.
     """
 
     raw: torch.dtype
@@ -43,17 +43,22 @@ def insert_reduces(
     gradients: Mapping[int, ParameterFacts],
     placeholders: Mapping[str, fx.Node],
 ) -> None:
-    """Sends each gradient (by position in the graph's output) away when it and those before it in
-    ``gradients`` exist: they may come in another order, reductions do not. What it is of says the
-    placeholder (by FQN, an input of the graph).
+    """Inserts a reduction for each gradient in a backward graph.
 
-    Autograd gets None in its stead: the runtime sets the shard's ``.grad`` when the backward ends.
+    A gradient is reduced once it and those before it in ``gradients`` exist. Gradients may come in
+    another order, reductions may not. Autograd gets None in place of the gradient: the runtime sets
+    the shard's ``.grad`` when the backward ends.
+
+    Args:
+        gm: the backward graph.
+        gradients: the parameters, by position of their gradients in the graph's output.
+        placeholders: the graph's inputs by FQN, which tell the runtime whose gradient it gets.
     """
     graph = gm.graph
     output = graph.output_node()
     results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
     order = {node: position for position, node in enumerate(graph.nodes)}
-    place = graph.find_nodes(op="placeholder")[-1]  # what the latest reduction follows
+    place = graph.find_nodes(op="placeholder")[-1]  # the node that the latest reduction follows
     last = place
     sent = []
     for position, facts in gradients.items():
@@ -61,7 +66,7 @@ def insert_reduces(
         if grad is None:
             continue
         if is_cast_to(grad, facts.grad_dtype):
-            # The runtime does that too, and where a compiler cannot fuse it with another cast.
+            # The runtime casts too, and no compiler can fuse its cast with another one.
             grad = grad.args[0]
         if order[grad] > order[place]:
             place = last = grad
@@ -86,7 +91,7 @@ def insert_reduces(
 
 
 def _erase_unread(node: fx.Node) -> None:
-    """What the runtime computes in its stead."""
+    """Erases ``node`` and its sources if nothing reads them. The runtime computes them instead."""
     if node.users or node.op != "call_function":
         return
     sources = node.all_input_nodes
@@ -96,15 +101,17 @@ def _erase_unread(node: fx.Node) -> None:
 
 
 def _reduction_of(grad: fx.Node, facts: ParameterFacts, results: list[Any]) -> tuple[Any, Any]:
-    """The op that reduces ``grad``, and what it takes: a large gradient that nobody else reads, and
-    that is sent in its own dtype, is computed by the runtime in the memory from which it is sent.
+    """Returns the op that reduces ``grad``, and the op's first argument.
+
+    The runtime computes a large gradient in the memory from which it is sent, if nothing else reads
+    it and it is sent in its own dtype.
     """
     dtype = grad.meta["val"].dtype
     leaf = facts.grad_dtype or dtype
     wire = facts.reduce_dtype or leaf
     is_read = len(grad.users) > 1 or results.count(grad) > 1
-    if facts.shared and torch.promote_types(dtype, wire) == wire:
-        wire = dtype  # it lies in its own dtype where others read it
+    if facts.sends_any_dtype and torch.promote_types(dtype, wire) == wire:
+        wire = dtype
     if facts.nbytes >= _LARGE and dtype == leaf == wire and not is_read:
         product = _untransposed(grad)
         if product.target is torch.ops.aten.mm.default:
@@ -115,9 +122,9 @@ def _reduction_of(grad: fx.Node, facts: ParameterFacts, results: list[Any]) -> t
 
 
 def _untransposed(node: fx.Node) -> fx.Node:
-    """The node that ``node`` transposes twice, if nothing else reads it; otherwise ``node``.
+    """Returns the node that ``node`` transposes twice, if nothing else reads it; else ``node``.
 
-    Inductor removes such pairs; a graph that runs op by op still has them.
+    Inductor removes such pairs. A graph that runs op by op still has them.
     """
     transpose = torch.ops.aten.t.default
     if node.target is not transpose:
@@ -130,7 +137,7 @@ def _untransposed(node: fx.Node) -> fx.Node:
 
 
 def _embedding_rows(grad: fx.Node) -> list[fx.Node] | None:
-    """The indices and the rows that ``grad``, of an embedding, sums into zeros."""
+    """Returns the indices and rows that ``grad``, of an embedding, sums into zeros, or None."""
     if grad.target is not torch.ops.aten._unsafe_masked_index_put_accumulate.default:
         return None
     into, mask, indices, values = cast(Any, grad.args)
@@ -150,7 +157,7 @@ def _embedding_rows(grad: fx.Node) -> list[fx.Node] | None:
 
 
 def is_cast_to(node: fx.Node, dtype: torch.dtype | None) -> bool:
-    """Whether ``node`` casts what could be a gradient to ``dtype``, and does nothing else to it."""
+    """Returns whether ``node`` only casts what could be a gradient to ``dtype``."""
     if node.target not in _CASTS:
         return False
     value, source = node.meta["val"], node.all_input_nodes[0].meta["val"]

@@ -1,7 +1,8 @@
-"""The backward graph, on request: weight gradients keep the precision they are computed in.
+"""Keeps weight gradients in the precision they are computed in, on request.
 
-A matmul of bf16 operands sums in fp32 and rounds the sum. Where that is a gradient which the leaf
-keeps in fp32, the rounding is in vain. Eager PyTorch rounds too: this goes beyond the contract.
+A matmul of bf16 operands sums in fp32 and rounds the sum. If the result is a gradient that the leaf
+keeps in fp32, the rounding is in vain. Eager PyTorch rounds too: this pass goes beyond the
+contract.
 """
 
 from collections.abc import Mapping
@@ -22,10 +23,11 @@ _WITH_OUT_DTYPE: dict[Any, Any] = {
 
 
 def widen_weight_gradients(gm: fx.GraphModule, gradients: Mapping[int, ParameterFacts]) -> None:
-    """Asks the matmuls that compute nothing but a gradient (by position in the graph's output) for
-    fp32, where the leaf's contract is fp32 or None.
+    """Makes matmuls return fp32 if they compute nothing but a gradient.
 
-    On CUDA the kernel gives its accumulator. Elsewhere the operands are cast, which takes longer.
+    The leaf's contract must be fp32 or None. ``gradients`` are keyed by position in the graph's
+    output. On CUDA the kernel returns its accumulator. Elsewhere the operands are cast, which takes
+    longer.
     """
     results: Any = gm.graph.output_node().args[0]
     for position, facts in gradients.items():
@@ -57,7 +59,7 @@ def _is_low_matmul(node: fx.Node) -> bool:
 
 
 def _hands_on(node: fx.Node) -> bool:
-    """Whether ``node`` is its first input, in another shape or in fp32."""
+    """Returns whether ``node`` is its first input in another shape or in fp32."""
     if is_cast_to(node, torch.float32):
         return True
     is_view = getattr(node.target, "is_view", False) and node.target is not aten.view.dtype

@@ -1,18 +1,21 @@
-"""The Python face of the C++ runtime: the ops' fakes, and the log of collectives.
+"""Python interface of the C++ runtime: fake kernels of its ops, and the log of collectives.
 
 ==================================================  ==============================================
-``zero3::unshard(placeholder, contract)``           the full tensor; what a sharded module reads
-``zero3::all_gather_start(placeholders)``           a handle; what graphs hold, with
-``zero3::all_gather_wait(handle, placeholders)``    full tensors and a token
-``zero3::all_gather_views(handle, placeholders)``   the same, of memory that the ranks share
-``zero3::reduce_grad(grad, placeholder, after)``    takes a full gradient, gives a token
-``zero3::reduce_mm(factors, placeholder, after)``   as of the product of two matrices
-``zero3::reduce_rows(rows, placeholder, after)``    as of zeros to which values are added at indices
+``zero3::unshard(placeholder, contract)``           returns the full tensor that a module reads
+``zero3::all_gather_start(placeholders)``           starts a gather, returns a handle
+``zero3::all_gather_wait(handle, placeholders)``    returns full tensors and a token
+``zero3::all_gather_views(handle, placeholders)``   likewise, as views that no graph owns
+``zero3::reduce_grad(grad, placeholder, after)``    takes a full gradient, returns a token
+``zero3::reduce_mm(factors, placeholder, after)``   takes a gradient as the factors of a product
+``zero3::reduce_rows(rows, placeholder, after)``    takes a gradient as indices and values
 ==================================================  ==============================================
 
-A *placeholder* has a parameter's full shape, compute dtype and strides, and zero bytes of storage,
-by whose address the runtime knows the parameter.
-A *token* is an empty tensor that orders collectives: each takes that of the one before it.
+Rewritten graphs contain gathers and reductions in place of ``unshard``. The gradient of
+``reduce_rows`` is zeros to which the values are added at the indices.
+
+A *placeholder* has the full shape, compute dtype and strides of a parameter, and zero bytes of
+storage. The runtime finds the parameter by the address of that storage.
+A *token* is an empty tensor that orders collectives: each takes the token of the one before it.
 """
 
 import contextlib
@@ -88,14 +91,14 @@ REDUCTIONS = (ops.reduce_grad.default, ops.reduce_mm.default, ops.reduce_rows.de
 
 WAITS = (ops.all_gather_wait.default, ops.all_gather_views.default)
 
-# Nobody reads what reduce_grad returns, and maybe nobody what a gather does, which another rank
-# needs and waits for: without this, compilers delete them as dead code.
+# Without this, compilers delete these ops as dead code. Nothing reads the result of a reduction.
+# Perhaps nothing reads that of a gather either, while another rank needs the gather and waits.
 for _op in (*REDUCTIONS, ops.all_gather_start.default, *WAITS):
     torch.fx.node.has_side_effect(_op)
 
 
 class CollectiveLog(Sequence[_C.Collective]):
-    """The collectives of a ``record_collectives`` block, by when the last part of each started."""
+    """Collectives of a ``record_collectives`` block, ordered by the start of their last parts."""
 
     def __init__(self) -> None:
         self._log = _C.CollectiveLog.start()
@@ -112,11 +115,15 @@ class CollectiveLog(Sequence[_C.Collective]):
 
 @contextlib.contextmanager
 def record_collectives() -> Iterator[CollectiveLog]:
-    """Records this rank's collectives while the block runs: what is waited for together is one.
+    """Records this rank's collectives while the block runs.
 
-    Yields a sequence of records with ``op`` ("all_gather", "reduce_scatter" or "all_reduce"),
-    ``dtype`` (on the wire), ``nbytes`` (of the full, unsharded buffer, padding included),
-    ``world_size`` (ranks that take part) and ``params`` (the FQNs inside).
+    Parts that are waited for together count as one collective.
+
+    Yields:
+        A sequence of records with the attributes ``op`` ("all_gather", "reduce_scatter" or
+        "all_reduce"), ``dtype`` (on the wire), ``nbytes`` (size in bytes of the full, unsharded
+        buffer, padding included), ``world_size`` (number of ranks that take part) and ``params``
+        (FQNs of the parameters).
 
     Example::
 
@@ -132,23 +139,28 @@ def record_collectives() -> Iterator[CollectiveLog]:
 
 
 def release_buffers() -> int:
-    """Frees the memory that communication keeps from step to step, and returns its bytes.
+    """Frees the communication buffers that are kept from step to step.
 
-    On a CPU it is memory of gathered parameters, of gradients on their way and of those that were
-    cleared, at most what :func:`limit_buffers` allows. The next step allocates it again. The end of
-    glibc's heap, which a backward keeps from being trimmed (what lies there is freed by others and
-    not counted), may be trimmed again too, until the next backward. Elsewhere nothing is kept.
+    On a CPU these are buffers of gathered parameters, of gradients in flight and of cleared
+    gradients, at most as many bytes as :func:`limit_buffers` allows. The next step allocates them
+    again. On other devices nothing is kept.
+
+    A backward also keeps glibc from trimming the end of its heap. After this call the heap may be
+    trimmed again, until the next backward. What lies there is freed by others and not counted.
+
+    Returns:
+        The size of the freed buffers in bytes.
     """
     return _C.release_buffers()
 
 
 class BufferStats(NamedTuple):
-    """Bytes of this process's communication buffers on CPUs, but for small ones.
+    """Bytes of this process's communication buffers on CPUs, except small ones.
 
     Attributes:
-        in_use: gathered parameters, gradients on their way, and those that have arrived.
-        peak: of ``in_use``, since it was last reset.
-        kept: not in use, for the next step.
+        in_use: bytes of gathered parameters, gradients in flight, and gradients that have arrived.
+        peak: maximum of ``in_use`` since it was last reset.
+        kept: bytes that are not in use and are kept for the next step.
     """
 
     in_use: int
@@ -157,17 +169,27 @@ class BufferStats(NamedTuple):
 
 
 def buffer_stats(*, reset_peak: bool = False) -> BufferStats:
-    """What communication holds now and at most; ``reset_peak`` begins a new peak after that.
+    """Returns the bytes of communication buffers that are in use, in use at the peak, and kept.
 
-    On other devices torch's allocator counts, as in ``torch.cuda.memory_stats``.
+    Buffers on other devices are counted by torch's allocator, as in ``torch.cuda.memory_stats``.
+
+    Args:
+        reset_peak: whether a new peak begins after this call.
     """
     return BufferStats(*_C.buffer_stats(reset_peak))
 
 
 def limit_buffers(nbytes: int) -> None:
-    """Keeps at most ``nbytes`` bytes of such memory in this process, 512 MiB by default.
+    """Sets the maximum size of the communication buffers that this process keeps.
 
-    What a step needs beyond that is allocated, and faulted in, again in each.
+    The default is 512 MiB. Memory that a step needs beyond the limit is allocated, and faulted in,
+    again in each step.
+
+    Args:
+        nbytes: the limit in bytes, at least 0.
+
+    Raises:
+        ValueError: ``nbytes`` is not an int of at least 0.
     """
     if not isinstance(nbytes, int) or nbytes < 0:
         raise ValueError(f"nbytes is an int of at least 0, got {nbytes!r}")

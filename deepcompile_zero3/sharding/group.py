@@ -1,9 +1,9 @@
 """The parameters of one ``fully_shard`` call, and their life in eager code.
 
-Ownership is a tree: the outermost sharded module's group, below it the groups of the blocks that
-were sharded before it. A group's parameters are gathered together when the first of them is read
-in a forward, and freed when that forward ends; what autograd saves of them is gathered again in
-backward (see ``saved``). Compiled graphs gather for themselves: nothing here runs in them.
+Groups form a tree: the group of the outermost sharded module, and below it the groups of the blocks
+that were sharded before it. The parameters of a group are gathered together when the first of them
+is read in a forward, and freed when that forward ends. Backward gathers again what autograd saves
+of them (see ``saved``). Compiled graphs gather for themselves: nothing here runs in them.
 """
 
 import dataclasses
@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_map
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.runtime import _C
-from deepcompile_zero3.sharding.parameter import AllGather, ShardedModel, ShardedParameter
+from deepcompile_zero3.sharding.all_gather import AllGather
+from deepcompile_zero3.sharding.parameter import ShardedModel, ShardedParameter
 from deepcompile_zero3.sharding.saved import SavedTensors
 
 
@@ -27,12 +28,13 @@ class ParameterGroup:
     """Parameters that are gathered together.
 
     Attributes:
-        parameters: those the group owns; a tied one belongs to the group that met it first.
+        parameters: the parameters that the group owns. A tied one belongs to the group that met it
+            first.
         mp_policy: dtypes of the group's computation.
         model: the sharded model that the group belongs to.
-        depth: forwards of the group's module that are running.
-        forward_prefetch: groups that an eager forward begins to gather once it has this one.
-        backward_prefetch: likewise in an eager backward.
+        depth: number of forwards of the group's module that are running.
+        forward_prefetch: groups that an eager forward starts to gather once it has this group.
+        backward_prefetch: groups that an eager backward starts to gather once it has this group.
     """
 
     def __init__(
@@ -43,20 +45,20 @@ class ParameterGroup:
     ) -> None:
         self.parameters = parameters
         self.mp_policy = mp_policy
-        self._modules = modules  # whose group it is
+        self._modules = modules  # number of modules that have this group
         self.model: ShardedModel | None = None
         self.forward_prefetch: list[weakref.ref[ParameterGroup]] = []
         self.backward_prefetch: list[weakref.ref[ParameterGroup]] = []
         self._parent: weakref.ref[ParameterGroup] | None = None
         self.depth = 0
-        self._unsharded = False  # by unshard(), until reshard() or the end of a forward
+        self._unsharded = False  # from unshard() until reshard() or the end of a forward
         self._gathering: AllGather | None = None
         self._reads: dict[ShardedParameter, torch.Tensor] = {}
-        self._saved: SavedTensors | None = None  # of the outermost forward that is running
-        self._prefetched: list[ParameterGroup] = []  # in that
-        self._have_run: dict[ParameterGroup, set[int]] = {}  # in that, the modules of each
+        self._saved: SavedTensors | None = None  # of the running outermost forward
+        self._prefetched: list[ParameterGroup] = []  # in that forward
+        self._have_run: dict[ParameterGroup, set[int]] = {}  # ids of modules that ran in it
         for parameter in parameters:
-            parameter.group = self
+            parameter.group = weakref.ref(self)
 
     @property
     def parent(self) -> "ParameterGroup | None":
@@ -68,7 +70,7 @@ class ParameterGroup:
         self._parent = weakref.ref(group)
 
     def ancestry(self) -> Iterator["ParameterGroup"]:
-        """This group and those around it, inside out."""
+        """Yields this group and those around it, innermost first."""
         group: ParameterGroup | None = self
         while group is not None:
             yield group
@@ -76,14 +78,17 @@ class ParameterGroup:
 
     @property
     def in_forward(self) -> bool:
-        """Whether the group's module or one around it is in forward, in eager code."""
+        """Whether the group's module or an enclosing one is in an eager forward."""
         return any(group.depth > 0 for group in self.ancestry())
 
     # ---- reads
 
     @torch_internals.disable_dynamo
     def read(self, parameter: ShardedParameter) -> torch.Tensor:
-        """What ``module.weight`` is: the full tensor inside of a forward, else the DTensor."""
+        """Returns the value of ``module.weight``: the full tensor in a forward, else the DTensor.
+
+        After ``unshard()``, it is the full tensor outside a forward too.
+        """
         if torch_internals.is_in_transform():
             with torch_internals.outside_transforms():
                 return self._read(parameter)
@@ -93,7 +98,7 @@ class ParameterGroup:
         running = [group for group in self.ancestry() if group.depth > 0]
         if not running and not self.is_unsharded:
             if _C.running_backward() != -1 and torch.is_grad_enabled():
-                # A recomputation of activations, whose module is not in forward itself.
+                # Activations are recomputed; the module itself is not in forward.
                 parameter.refresh()
                 _C.invalidate([parameter.handle])
                 return parameter.read(_C.gather_and_read(parameter.handle))
@@ -102,9 +107,9 @@ class ParameterGroup:
         if saved is not None:
             self.wait_for_gather()
             if saved.watch(self, self.parameters, _alive(self.backward_prefetch)):
-                self._reads.clear()  # of before this forward, whose contract they have
+                self._reads.clear()  # reads before this forward have an earlier contract
                 for each in self.parameters:
-                    each.settle()  # also those that are not read: other ranks may read them
+                    each.settle()  # also unread ones: other ranks may read them
                 _C.count_held([parameter.handle for parameter in self.parameters])
                 prefetch = self.forward_prefetch if _C.running_backward() == -1 else []
                 for group in _alive(prefetch):
@@ -121,7 +126,7 @@ class ParameterGroup:
 
     @property
     def is_unsharded(self) -> bool:
-        """Whether ``unshard()`` has made the parameters whole, or is about to."""
+        """Whether ``unshard()`` has gathered the parameters, or has started to."""
         return self._unsharded and (
             self._gathering is not None
             or all(parameter.handle.gathered is not None for parameter in self.parameters)
@@ -129,7 +134,7 @@ class ParameterGroup:
 
     @torch_internals.disable_dynamo
     def unshard(self, async_op: bool) -> None:
-        """Gathers, for reads until ``reshard`` or the end of the next forward that uses them."""
+        """Gathers for reads until ``reshard`` or the end of the next forward that reads."""
         self._unsharded = True
         self.start_gather()
         if not async_op:
@@ -139,16 +144,17 @@ class ParameterGroup:
 
     @torch_internals.disable_dynamo
     def reshard(self) -> None:
-        """Frees what was gathered.
+        """Frees the gathered tensors.
 
         Raises:
-            Zero3Error: somebody has written to it, and the writing is lost.
+            Zero3Error: a gathered tensor was written to, and the write is lost.
         """
         refuse_writes(self.release(self.parameters))
 
     def release(self, parameters: list[ShardedParameter]) -> list[str]:
-        """Frees what was gathered of ``parameters``, and returns the names of what somebody has
-        written to.
+        """Frees the gathered tensors of ``parameters``.
+
+        Returns the FQNs of those whose tensors were written to.
         """
         self._unsharded = False
         self._gathering = None
@@ -159,7 +165,10 @@ class ParameterGroup:
         return [parameter.fqn for parameter in parameters if parameter.release()]
 
     def release_after_forward(self) -> list[str]:
-        """The same, but for those that are held for the next forward or backward."""
+        """Calls ``release`` for the parameters that are not held for the next forward or backward.
+
+        Includes parameters that are held but were written to.
+        """
         leaving = [
             p
             for p in self.parameters
@@ -169,15 +178,17 @@ class ParameterGroup:
 
     @torch_internals.disable_dynamo
     def give_up(self) -> None:
-        """Frees what was gathered, and ends a forward that has not ended."""
+        """Frees the gathered tensors, and ends a forward that has not ended."""
         self.depth = 0
         for group in self._end_outermost():
             group.release(group.parameters)
 
     @torch_internals.disable_dynamo
     def interrupted(self, depth: int) -> None:
-        """Ends a forward of the group's module, within ``depth`` others of it, that something ended
-        which is no Exception, a KeyboardInterrupt say: torch calls no hook after it.
+        """Ends a forward of the group's module after a BaseException that is no Exception.
+
+        torch calls no hook after such an exception, for example a KeyboardInterrupt. ``depth`` is
+        the number of other forwards of the module around the interrupted one.
         """
         if depth > 0:
             self.depth = depth
@@ -185,30 +196,30 @@ class ParameterGroup:
             self.give_up()
 
     def _end_outermost(self) -> list["ParameterGroup"]:
-        """Ends what the outermost forward keeps, and returns whose parameters were read in it."""
+        """Ends what the outermost forward keeps, and returns the groups that were read in it."""
         groups: dict[ParameterGroup, None] = {self: None}
         if self._saved is not None:
             # Also groups whose own modules did not run.
             groups.update(dict.fromkeys(self._saved.stop()))
             self._saved = None
             for group in self._prefetched:
-                group._gathering = None  # in vain
+                group._gathering = None  # no longer needed
         self._prefetched.clear()
         self._have_run.clear()
         return list(groups)
 
     def start_gather(self) -> None:
-        """Begins to gather what is not held. A wait, or the end of a forward, ends it."""
+        """Starts to gather what is not held. A wait, or the end of a forward, ends the gather."""
         if self._gathering is None:
             missing = [p for p in self.parameters if p.handle.gathered is None]
             if missing:
-                if _C.running_backward() != -1:  # recomputes a forward, and nobody knows which
+                if _C.running_backward() != -1:  # recomputes a forward; which one is unknown
                     _C.invalidate([p.handle for p in missing])
                 self._gathering = AllGather(missing)
 
     @torch_internals.disable_dynamo
     def wait_for_gather(self) -> None:
-        """Holds the full tensors, for reads."""
+        """Waits for the gather, and holds the full tensors for reads."""
         self.start_gather()
         if self._gathering is not None:
             gathering, self._gathering = self._gathering, None
@@ -220,7 +231,7 @@ class ParameterGroup:
 
     @torch_internals.inline_only
     def pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """The forward pre-hook of the group's module."""
+        """Forward pre-hook of the group's module."""
         if not torch.compiler.is_compiling():
             self._begin()
         dtype = self.mp_policy.param_dtype
@@ -230,7 +241,7 @@ class ParameterGroup:
 
     @torch_internals.inline_only
     def post_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        """The forward hook of the group's module; it runs even when the forward raised."""
+        """Forward hook of the group's module. It runs even when the forward raised."""
         if not torch.compiler.is_compiling():
             self._end(module)
         dtype = self.mp_policy.output_dtype
@@ -243,9 +254,10 @@ class ParameterGroup:
             if not recomputes:
                 _C.forget_uses(cast(ShardedModel, self.model).number)
             self._saved = SavedTensors()
-            # A checkpoint counts what is saved, which must be the same when it recomputes. Around a
-            # block it gets all, be the block in its model's forward or not; around the outermost
-            # module, nothing that we take. A transform has no hooks.
+            # A checkpoint counts the saved tensors, which must be the same when it recomputes.
+            # Around a block it gets all of them, whether or not the block is in its model's
+            # forward. Around the outermost module it gets none that we pack. A transform has no
+            # hooks.
             takes = not recomputes and not torch_internals.is_checkpointed()
             if (takes or self.parent is None) and not torch_internals.is_in_transform():
                 self._saved.start()
@@ -262,14 +274,26 @@ class ParameterGroup:
         have_run = outermost._have_run.setdefault(self, set())
         have_run.add(id(module))
         if outermost is not self and len(have_run) < self._modules:
-            return  # the others may read them
+            return  # other modules of the group may read them
         have_run.clear()
         ending = self._end_outermost()
         refuse_writes([fqn for group in ending for fqn in group.release_after_forward()])
 
 
+def group_of(parameter: ShardedParameter) -> ParameterGroup:
+    """Returns the group that gathers ``parameter``.
+
+    Raises:
+        Zero3Error: its module was deleted.
+    """
+    group = None if parameter.group is None else parameter.group()
+    if group is None:
+        raise Zero3Error(f"the sharded module that '{parameter.fqn}' belongs to was deleted")
+    return group
+
+
 def refuse_writes(fqns: list[str]) -> None:
-    """Raises a Zero3Error that names the parameters whose full tensors were written to."""
+    """Raises a Zero3Error that names the parameters whose full tensors were written to, if any."""
     if fqns:
         raise Zero3Error(
             f"{', '.join(map(repr, fqns))} was modified in place where it was a gathered copy, "

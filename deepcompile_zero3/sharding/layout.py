@@ -1,10 +1,10 @@
-"""Which rank has what of a parameter: placements of DTensors, and the rows that the runtime knows.
+"""What each rank has of a parameter: placements of DTensors, and the rows that the runtime knows.
 
 ::
 
     what a module reads   [*sizes]           a plain tensor, or a DTensor over ``inner``'s ranks
-    whole                 [rows, ...]        this rank's part of that, the sharded dimension first
-    shard                 [shard_rows, ...]  its rows on this rank, in the layout of torch.chunk
+    whole                 [rows, ...]        this rank's part of it, the sharded dimension first
+    shard                 [shard_rows, ...]  this rank's rows of that, in the layout of torch.chunk
     the parameter         [*sizes]           a DTensor over all ranks, whose local tensor is a shard
 """
 
@@ -21,12 +21,13 @@ from deepcompile_zero3 import torch_internals
 
 
 class DataParallel:
-    """The ranks that compute on different data, with the same parameters.
+    """The ranks that compute on different data with the same parameters.
 
     Attributes:
-        mesh: [shard], or [replicate, shard]: parameters are sharded over its last dimension.
-        shard_group: that dimension's ranks.
-        replicate_group: those that have the same shards, if there are others.
+        mesh: [shard] or [replicate, shard]. Parameters are sharded over its last dimension.
+        shard_group: process group of that dimension.
+        replicate_group: process group of the ranks with the same shard, or None if there is only
+            one.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -37,8 +38,13 @@ class DataParallel:
         )
 
     @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The process groups of the shards and, if there are any, of the replicas."""
+        return tuple(filter(None, (self.shard_group, self.replicate_group)))
+
+    @property
     def device(self) -> torch.device:
-        """The one that this rank computes on."""
+        """The device that this rank computes on."""
         device = torch.device(self.mesh.device_type)
         if device.type == "cpu":
             return device
@@ -46,7 +52,7 @@ class DataParallel:
 
 
 class Inner(NamedTuple):
-    """A DTensor that each of the ranks has which compute on different data."""
+    """The DTensor that each data-parallel rank has of a parameter, as of tensor parallelism."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -59,10 +65,10 @@ class Layout:
     """How one parameter lies on the ranks.
 
     Attributes:
-        ranks: over which it is sharded.
-        dim: the dimension of the parameter that is.
-        mesh: of the DTensor.
-        placements: of it.
+        ranks: the ranks that it is sharded over.
+        dim: the dimension that is sharded.
+        mesh: mesh of the sharded DTensor.
+        placements: placements of the sharded DTensor.
         inner: what each of ``ranks`` reads, if that is a DTensor itself.
     """
 
@@ -74,10 +80,11 @@ class Layout:
 
     @staticmethod
     def of(parameter: torch.Tensor, ranks: DataParallel, dim: int = 0) -> "Layout":
-        """That of ``parameter``, sharded by ``dim`` over ``ranks``.
+        """Returns the layout of ``parameter``, sharded on dimension ``dim`` over ``ranks``.
 
         Raises:
-            RuntimeError: it is a DTensor whose mesh is not of one mesh with that of ``ranks``.
+            RuntimeError: ``parameter`` is a DTensor, and its mesh and that of ``ranks`` are not
+                slices of one mesh.
         """
         replicate = (Replicate(),) * (ranks.mesh.ndim - 1)
         if not isinstance(parameter, DTensor):
@@ -91,19 +98,22 @@ class Layout:
             if getattr(p, "dim", None) == dim
         )
         mesh = torch_internals.concatenate_meshes([ranks.mesh, inner.mesh])
-        # What the inner ranks have of the dimension is sharded, not the dimension.
+        # Each inner rank's part of the dimension is sharded, not the dimension.
         shard = torch_internals.StridedShard(dim, split_factor=parts) if parts > 1 else Shard(dim)
         return Layout(ranks, dim, mesh, (*replicate, shard, *inner.placements), inner)
 
     def whole(self, full: torch.Tensor) -> torch.Tensor:
-        """What the runtime gathers of ``full``, which is as a module reads it."""
+        """Returns this rank's part [rows, ...] of ``full``, which the runtime gathers.
+
+        ``full`` is the tensor that a module reads.
+        """
         if isinstance(full, DTensor) and self.inner is not None:
             full = full.redistribute(self.inner.mesh, self.inner.placements)
             return self.rows(torch_internals.local_tensor(full))
         return self.rows(full)
 
     def read(self, whole: torch.Tensor) -> torch.Tensor:
-        """What a module reads, of what was gathered. Differentiable."""
+        """Returns the tensor that a module reads, from the gathered ``whole``. Differentiable."""
         full = self.local(whole)
         if self.inner is None:
             return full
@@ -117,15 +127,15 @@ class Layout:
         )
 
     def rows(self, local: torch.Tensor) -> torch.Tensor:
-        """A view of a local tensor, the sharded dimension first."""
+        """Returns a view of a local tensor with the sharded dimension first."""
         return local.movedim(self.dim, 0) if self.dim else local
 
     def local(self, rows: torch.Tensor) -> torch.Tensor:
-        """The opposite."""
+        """Returns a view of ``rows`` with the sharded dimension at its own place."""
         return rows.movedim(0, self.dim) if self.dim else rows
 
     def shard(self, full: torch.Tensor) -> DTensor:
-        """This rank's rows of ``full``, copied, so that it can be freed."""
+        """Returns a DTensor with a copy of this rank's rows of ``full``, which may be freed."""
         whole = self.whole(full.detach())
         group = self.ranks.shard_group
         chunks = whole.chunk(dist.get_world_size(group))

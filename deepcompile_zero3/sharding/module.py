@@ -1,9 +1,9 @@
 """The class swap: how ``layer.weight`` becomes something that a compiler can rewrite.
 
 A module whose parameters are sharded gets a subclass of its class (``Linear`` -> ``Zero3Linear``)
-with a property for each parameter. Traced, the property is one op, ``zero3.unshard``; in eager it
-asks the parameter's group. ``module._parameters`` keeps the DTensors, so that ``parameters()``,
-``state_dict()`` and optimizers see nothing else.
+with a property for each parameter. In a trace the property is one op, ``zero3.unshard``. In eager
+code it asks the parameter's group. ``module._parameters`` keeps the DTensors, so that
+``parameters()``, ``state_dict()`` and optimizers see nothing else.
 """
 
 import functools
@@ -18,23 +18,24 @@ from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.runtime import ops
 from deepcompile_zero3.sharding.group import ParameterGroup
-from deepcompile_zero3.sharding.parameter import ShardedParameter, settle
+from deepcompile_zero3.sharding.parameter import ShardedParameter
 
 
 class Zero3Module:
-    """What ``fully_shard`` adds to the module it was called on."""
+    """The methods that ``fully_shard`` adds to the module it is called on."""
 
     _zero3_group: ParameterGroup
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``nn.Module``'s. Dynamo skips frames of torch's own files: entering through this one,
-        it traces the hooks around ``forward`` into the same graph.
+        """Calls the module, as ``nn.Module.__call__`` does.
+
+        Dynamo skips frames of torch's own files. It enters through this frame, and so traces the
+        hooks around ``forward`` into the same graph.
         """
         return self._call(*args, **kwargs)
 
-    @torch_internals.inline_only  # a forward whose graph breaks ends in here, for real
+    @torch_internals.inline_only  # a forward with a graph break ends here, in eager
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
@@ -48,37 +49,56 @@ class Zero3Module:
             raise
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gathers the parameters of this module's group, for use outside of a forward.
+        """Gathers the parameters of this module's group, for use outside a forward.
 
-        Not recursive. They stay whole until :meth:`reshard` or the end of the next forward that
-        uses them; gradients that flow into them are reduced as in a forward.
+        Not recursive. The parameters stay unsharded until :meth:`reshard` or the end of the next
+        forward that uses them. Gradients that flow into them are reduced as in a forward.
 
         Args:
-            async_op: True only starts, and returns a handle whose ``wait()`` waits. So do the first
-                read of one of the parameters, and a compiled forward. All ranks wait, or none.
+            async_op: True only starts the gather and returns a handle, whose ``wait()`` waits for
+                it. The first read of one of the parameters and a compiled forward wait too. All
+                ranks wait, or none.
+
+        Returns:
+            A handle with a ``wait()`` method if ``async_op`` is True, else None.
         """
         self._zero3_group.unshard(async_op)
         return _UnshardHandle(self._zero3_group) if async_op else None
 
     def reshard(self) -> None:
-        """Frees the gathered parameters of this module's group. Not recursive."""
+        """Frees the gathered parameters of this module's group. Not recursive.
+
+        Raises:
+            Zero3Error: a gathered parameter was modified in place, which is lost.
+        """
         self._zero3_group.reshard()
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Whether backwards from now on reduce gradients, or accumulate them unreduced.
+        """Sets whether backwards from now on reduce gradients, or accumulate them unreduced.
 
-        Without sync the full gradients stay on each rank, and ``.grad`` as it was; the first
-        backward with sync reduces their sum. Costs the full model's gradients in memory.
+        Without sync, each rank keeps the full gradients, and ``.grad`` stays as it was. The first
+        backward with sync reduces their sum. This costs memory for the full model's gradients.
+
+        Args:
+            requires_gradient_sync: whether to reduce gradients.
+            recurse: whether to include the sharded modules inside this one.
         """
         for parameter in self._zero3_parameters_below(recurse):
-            parameter.handle.requires_gradient_sync = requires_gradient_sync
+            parameter.settings.requires_gradient_sync = requires_gradient_sync
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether backward gathers again (True), or forward keeps what it gathered (False).
+        """Sets whether backward gathers again (True), or forward keeps what it gathered (False).
 
         A compiled model recompiles when this changes.
+
+        Args:
+            reshard_after_forward: whether to reshard after forward.
+            recurse: whether to include the sharded modules inside this one.
+
+        Raises:
+            ValueError: ``reshard_after_forward`` is not a bool.
         """
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"reshard_after_forward is a bool, got {reshard_after_forward!r}")
@@ -88,85 +108,120 @@ class Zero3Module:
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Whether backwards from now on free what is gathered (True), or leave it to the forwards
-        and backwards after them (False), which then gather nothing that is still there.
+        """Sets whether backwards from now on free gathered parameters.
 
-        For micro-batches between which no optimizer steps: set it to True before the last one's
-        backward. Costs the full model in memory. With ``reshard_after_forward=True`` each backward
-        gathers once; otherwise, only the first forward.
+        If False, the next forwards and backwards use the parameters that are still gathered, and
+        gather nothing again. Use it for micro-batches without an optimizer step between them, and
+        set it to True before the backward of the last one. It costs memory for the full model. With
+        ``reshard_after_forward=True`` each backward gathers once; otherwise only the first forward
+        gathers.
+
+        Args:
+            reshard_after_backward: whether to reshard after backward.
+            recurse: whether to include the sharded modules inside this one.
 
         Raises:
-            ValueError: no bool. And the next forward raises a Zero3Error if a parameter was changed
-                in place while its full tensor was held; changes through ``.data`` are not noticed.
+            ValueError: ``reshard_after_backward`` is not a bool.
+            Zero3Error: raised by the next forward if a parameter was changed in place while its
+                full tensor was held. Changes through ``.data`` are not noticed.
         """
         if not isinstance(reshard_after_backward, bool):
             raise ValueError(f"reshard_after_backward is a bool, got {reshard_after_backward!r}")
         for parameter in self._zero3_parameters_below(recurse):
-            parameter.handle.reshard_after_backward = reshard_after_backward
+            parameter.settings.reshard_after_backward = reshard_after_backward
             if reshard_after_backward and not parameter.placeholder.requires_grad:
-                parameter.handle.let_go_of_held()  # no backward brings it a gradient
+                parameter.handle.reshard_kept()  # no backward brings it a gradient
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divides the ranks' sum of each gradient of this module's group by ``factor``, in place of
-        the number of ranks: 1.0 gives the sum. Not recursive.
+        """Sets the number that the sum of each gradient over the ranks is divided by.
+
+        It replaces the number of ranks for this module's group: 1.0 gives the sum. Not recursive.
+
+        Args:
+            factor: the divisor.
 
         Raises:
-            ValueError: ``factor`` is no positive finite number.
+            ValueError: ``factor`` is not a positive finite number.
         """
         if isinstance(factor, bool) or not isinstance(factor, int | float):
             raise ValueError(f"factor is a number, got {factor!r}")
         if not 0 < factor < float("inf"):
             raise ValueError(f"factor is positive and finite, got {factor!r}")
         for parameter in self._zero3_group.parameters:
-            parameter.handle.divide_factor = factor
+            parameter.settings.divide_factor = factor
 
     def set_modules_to_forward_prefetch(self, modules: list["Zero3Module"]) -> None:
-        """Lets an eager forward, once it has gathered this module's group, begin to gather those of
-        ``modules``, on all ranks. A compiled forward begins by itself, a bucket ahead.
+        """Sets the modules that an eager forward prefetches after this module.
+
+        Once an eager forward has gathered this module's group, it starts to gather the groups of
+        ``modules``, on all ranks. A compiled forward prefetches by itself, one bucket ahead.
+
+        Args:
+            modules: sharded modules.
+
+        Raises:
+            ValueError: a module is not sharded.
         """
         self._zero3_group.forward_prefetch[:] = _groups_of(modules)
 
     def set_modules_to_backward_prefetch(self, modules: list["Zero3Module"]) -> None:
-        """As :meth:`set_modules_to_forward_prefetch`, in an eager backward, which must come to
-        ``modules`` too.
+        """Sets the modules that an eager backward prefetches after this module.
+
+        The backward must come to ``modules`` too. See :meth:`set_modules_to_forward_prefetch`.
         """
         self._zero3_group.backward_prefetch[:] = _groups_of(modules)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Changes nothing: every backward ends when its reductions have."""
+        """Has no effect: every backward ends when its reductions have ended."""
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether backwards from now on sum reduced gradients over the replicas of a mesh of two
-        dimensions, or add them up on each: ``.grad`` then stays as it was, and the first backward
-        that sums does so with all of them. Nothing changes on a mesh of one dimension.
+        """Sets whether backwards from now on all-reduce gradients over the replicas of a 2-D mesh.
+
+        If False, each replica accumulates its reduced gradients, and ``.grad`` stays as it was. The
+        first backward that all-reduces includes all of them. Has no effect on a 1-D mesh.
+
+        Args:
+            requires_all_reduce: whether to all-reduce.
+            recurse: whether to include the sharded modules inside this one.
         """
         for parameter in self._zero3_parameters_below(recurse):
-            parameter.handle.requires_all_reduce = requires_all_reduce
+            parameter.settings.requires_all_reduce = requires_all_reduce
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Changes nothing: a parameter that only some ranks use has a zero gradient on the others
-        always (:meth:`set_requires_gradient_on_all_ranks`), and one that none uses has none.
+        """Has no effect.
+
+        A parameter that only some ranks use always has a zero gradient on the others
+        (:meth:`set_requires_gradient_on_all_ranks`). A parameter that no rank uses has no gradient.
         """
 
     def set_requires_gradient_on_all_ranks(
         self, requires_gradient_on_all_ranks: bool, *, recurse: bool = True
     ) -> None:
-        """Whether a backward raises where some ranks have a gradient of a parameter and others have
-        none (True), or counts it as zero there (False, the default): an expert without tokens, say.
-        The ranks tell each other at the beginning of each backward.
+        """Sets whether a gradient that only some ranks have is an error.
+
+        If True, a backward raises where some ranks have a gradient of a parameter and others have
+        none. If False, the default, a missing gradient counts as zero: for example, that of an
+        expert without tokens. The ranks exchange which gradients they have at the beginning of each
+        backward.
+
+        Args:
+            requires_gradient_on_all_ranks: whether to raise.
+            recurse: whether to include the sharded modules inside this one.
         """
         for parameter in self._zero3_parameters_below(recurse):
-            parameter.handle.requires_gradient_on_all_ranks = requires_gradient_on_all_ranks
+            parameter.settings.requires_gradient_on_all_ranks = requires_gradient_on_all_ranks
 
     def reset_iter_state(self) -> None:
-        """Gives up a sequence of micro-batches, after a forward or backward has raised or was
-        interrupted, say: drops the gradients of this module and those in it that are not reduced
-        yet, and frees what is gathered. All ranks call it, outside of forwards.
+        """Gives up a sequence of micro-batches, for example after a forward or backward has raised.
+
+        Drops the gradients of this module and of those inside it that are not reduced yet, and
+        frees gathered parameters. Call it after an interruption too. All ranks call it, outside
+        forwards.
         """
         for parameter in self._zero3_parameters_below(recurse=True):
-            parameter.handle.drop_accumulated()
+            parameter.handle.drop_gradients()
         for module in self.modules():  # type: ignore[attr-defined]
             if isinstance(module, Zero3Module):
                 module._zero3_group.give_up()
@@ -225,10 +280,14 @@ def _groups_of(modules: Iterable[Any]) -> list[weakref.ref[ParameterGroup]]:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Makes a method of ``module`` a forward too: in it, parameters are whole.
+    """Makes a method of ``module`` a forward: parameters are unsharded in it.
 
-    Nothing happens if ``module`` itself was not given to ``fully_shard``, so that code for both
-    may call it always.
+    Has no effect if ``module`` itself was not given to ``fully_shard``, so that code may call it
+    for any module.
+
+    Args:
+        module: the module that has the method.
+        method_name: name of the method.
 
     Raises:
         ValueError: there is no such method.
@@ -254,15 +313,16 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def parameters_of(module: nn.Module) -> dict[str, ShardedParameter]:
-    """The sharded parameters which ``module`` itself registers, by attribute name."""
+    """Returns the sharded parameters that ``module`` itself registers, by attribute name."""
     return module.__dict__.get("_zero3_parameters", {})
 
 
 def all_parameters_of(model: nn.Module, caller: str) -> list[ShardedParameter]:
-    """Those that are registered anywhere in ``model``, each once.
+    """Returns the sharded parameters registered anywhere in ``model``, each once.
 
     Raises:
-        Zero3Error: there is none; ``caller`` is who wants to know.
+        TypeError: ``model`` is not a module.
+        Zero3Error: no parameter is sharded. The messages of both errors begin with ``caller``.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"{caller} takes a module, got {model!r}")
@@ -277,66 +337,3 @@ def all_parameters_of(model: nn.Module, caller: str) -> list[ShardedParameter]:
             )
         raise Zero3Error(f"{caller}: no parameter of the {name} is sharded")
     return parameters
-
-
-def original_class(module: nn.Module) -> type:
-    """The class that ``module`` was built as."""
-    return getattr(type(module), "_zero3_original", type(module))
-
-
-def swap_class(module: nn.Module, group: ParameterGroup | None = None) -> None:
-    """Gives ``module`` a property for each of its sharded parameters; with ``group``, also the
-    methods of ``Zero3Module``.
-    """
-    cls = original_class(module)
-    names = tuple(parameters_of(module))
-    bases = (Zero3Module,) if group is not None or isinstance(module, Zero3Module) else ()
-    if group is not None:
-        module.__dict__["_zero3_group"] = group
-    module.__class__ = _subclass(cls, bases, names)
-
-
-class _Swapped:
-    """Base of all swapped classes."""
-
-    _zero3_original: type
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """What is made of this class anew, as a slice of a ``Sequential`` is, is not sharded."""
-        return cls._zero3_original(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict) -> NoReturn:
-        raise Zero3Error(
-            f"a sharded {type(self).__name__} cannot be deep-copied: copy the model before "
-            "fully_shard, or build another one and load this one's state_dict"
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise Zero3Error(
-            f"a sharded {type(self).__name__} cannot be pickled: save its state_dict with "
-            "torch.distributed.checkpoint"
-        )
-
-
-@functools.cache
-def _subclass(cls: type, bases: tuple[type, ...], names: tuple[str, ...]) -> type:
-    """One class for all modules of one class and parameter names: compilers guard on it."""
-    body: dict[str, Any] = {name: _property(name) for name in names}
-    body["_zero3_original"] = cls
-    body["__module__"] = cls.__module__
-    body["__doc__"] = cls.__doc__
-    return type(f"Zero3{cls.__name__}", (*bases, _Swapped, cls), body)
-
-
-def _property(name: str) -> property:
-    @torch_internals.inline_only
-    def read(self: Any) -> torch.Tensor:
-        parameter: ShardedParameter = self._zero3_parameters[name]
-        if torch.compiler.is_compiling():
-            settle(parameter.placeholder)
-            parameter.graph_key == ""  # noqa: B015 (read so that it is guarded)
-            full = ops.unshard.default(parameter.placeholder, parameter.contract)
-            return full if parameter.is_read_as_gathered else parameter.layout.read(full)
-        return parameter.group.read(parameter)
-
-    return property(read, doc=f"The parameter ``{name}``: whole inside of a forward, else sharded.")

@@ -1,4 +1,4 @@
-"""ZeRO-3's memory in eager code: what autograd saves of a gathered tensor is gathered again.
+"""ZeRO-3 memory in eager code: backward gathers again what autograd saves of a gathered tensor.
 
 ::
 
@@ -6,8 +6,9 @@
     backward   first such view of a group       ->  all_gather of the group
                last one released                ->  the gathered tensors are freed
 
-There are no counters: the saved views own what was gathered for them, and autograd releases them
-as backward passes. See https://docs.pytorch.org/docs/stable/autograd.html#saved-tensors-hooks.
+There are no counters. The saved views own the tensors that were gathered for them, and autograd
+releases the views as backward passes. See
+https://docs.pytorch.org/docs/stable/autograd.html#saved-tensors-hooks.
 """
 
 from __future__ import annotations
@@ -22,15 +23,17 @@ from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.runtime import _C
-from deepcompile_zero3.sharding.parameter import AllGather, ShardedParameter, version_of
+from deepcompile_zero3.sharding.all_gather import AllGather
+from deepcompile_zero3.sharding.parameter import ShardedParameter, version_of
 
 
 class _Regather:
     """The parameters of one forward of a group, gathered when backward needs the first.
 
-    Those that the forward saved, and where ranks have to meet for a gather, as they do if what the
-    forward published is there no more, all of the group: what is saved may differ from rank to
-    rank. When it has them, it starts those of the owners in ``following``.
+    These are the parameters that the forward saved. Where ranks have to meet for a gather, they are
+    all parameters of the group, since ranks may save different ones. Ranks also have to meet if
+    what the forward published is gone. After a gather, it starts the gathers of the owners in
+    ``following``.
     """
 
     def __init__(
@@ -46,11 +49,11 @@ class _Regather:
         self._following = following
         self._gathering: AllGather | None = None
         self._fulls: dict[ShardedParameter, torch.Tensor] = {}
-        self._backward = -1  # which backward they are gathered for
+        self._backward = -1  # number of the backward they are gathered for
 
     def start(self) -> None:
         if self._backward != _C.running_backward():
-            # A graph that was retained runs again: parameters may have changed since.
+            # A retained graph runs again: parameters may have changed since.
             self._backward = _C.running_backward()
             self._fulls.clear()
             self._gathering = None
@@ -77,7 +80,7 @@ class _Regather:
 
 @dataclass
 class _SavedView:
-    """A view of a gathered tensor, or a DTensor whose local tensor is one, without the tensor."""
+    """A view of a gathered tensor, or a DTensor around such a view, without the tensor itself."""
 
     regather: _Regather
     parameter: ShardedParameter
@@ -94,7 +97,7 @@ class _SavedView:
 
 @dataclass
 class _SavedTensor:
-    """Any other tensor. Saved itself, an output would keep the node alive that keeps it."""
+    """Any other tensor, detached: an output, saved as it is, would keep its own node alive."""
 
     tensor: torch.Tensor
     version: int
@@ -112,7 +115,7 @@ class _SavedTensor:
 
 @dataclass
 class _SavedByOther:
-    """Something that the saved-tensors hooks around ours took charge of."""
+    """A value that the saved-tensors hooks around ours have packed."""
 
     value: Any
     unpack_hook: Callable[[Any], torch.Tensor]
@@ -127,28 +130,28 @@ def _unpack(packed: _SavedView | _SavedTensor | _SavedByOther) -> torch.Tensor:
 
 
 class SavedTensors:
-    """The saved-tensors hooks of one outermost forward, from ``start`` to ``stop``."""
+    """Saved-tensors hooks of one outermost forward, from ``start`` to ``stop``."""
 
     def __init__(self) -> None:
         self._outer = torch_internals.outer_saved_tensors_hooks()
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
-        # By storage, whose address is not used again as long as the tensor is here.
+        # Keyed by storage address, which is not reused while the tensor is here.
         self._watched: dict[int, tuple[_Regather, ShardedParameter, torch.Tensor]] = {}
         self._owners: dict[Hashable, list[int]] = {}
         self._regathers: WeakValueDictionary[Hashable, _Regather] = WeakValueDictionary()
 
     def start(self) -> None:
-        """Begins packing, on this thread."""
+        """Starts packing on this thread."""
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
         self._hooks.__enter__()
 
     def stop(self) -> list[Any]:
-        """Ends packing, and returns the owners that are still watched."""
+        """Stops packing, and returns the owners that are still watched."""
         hooks, self._hooks = self._hooks, None  # the hooks hold this object: let go of them
         if hooks is not None:
             hooks.__exit__()
         owners = list(self._owners)
-        # Autograd keeps the hooks, and with them this object, as long as what they packed.
+        # Autograd keeps the hooks, and so this object, as long as what they packed.
         self._owners.clear()
         self._watched.clear()
         return owners
@@ -159,11 +162,13 @@ class SavedTensors:
         parameters: Iterable[ShardedParameter],
         following: Iterable[Hashable] = (),
     ) -> bool:
-        """Takes charge of the gathered tensors of ``parameters`` until ``forget(owner)``.
+        """Packs the gathered tensors of ``parameters`` until ``forget(owner)``.
 
-        Once a backward has gathered them, it begins to gather those of the owners in ``following``.
+        Once a backward has gathered them again, it starts to gather those of the owners in
+        ``following``.
 
-        Returns whether that is new.
+        Returns:
+            Whether ``owner`` was not watched before.
         """
         if owner in self._owners:
             return False
@@ -181,7 +186,7 @@ class SavedTensors:
         return True
 
     def forget(self, owner: Hashable) -> None:
-        """Lets go of what was gathered for ``owner``."""
+        """Stops watching what was gathered for ``owner``."""
         for storage in self._owners.pop(owner, ()):
             del self._watched[storage]
 

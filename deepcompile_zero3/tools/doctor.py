@@ -1,4 +1,4 @@
-"""``python -m deepcompile_zero3 doctor``: what is installed, and whether two ranks take a step."""
+"""``python -m deepcompile_zero3 doctor``: checks the installation and takes a two-rank step."""
 
 import copy
 import datetime
@@ -32,11 +32,11 @@ from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.module import all_parameters_of
 
 _TIMEOUT = datetime.timedelta(seconds=120)
-_OPTIONAL = ("transformers", "plotly", "matplotlib")  # of plans of configs, pages, pictures
+_OPTIONAL = ("transformers", "plotly", "matplotlib")  # for plans of configs, pages and pictures
 
 
 class Finding(NamedTuple):
-    """What was looked at, what was found, and, if that is not as it should be, what to do."""
+    """A checked item, what was found and, if something is wrong, a remedy."""
 
     what: str
     found: str
@@ -44,7 +44,7 @@ class Finding(NamedTuple):
 
 
 def main() -> int:
-    """Prints what it finds, and returns how many things are to be mended."""
+    """Prints the findings and returns the number of those that need a remedy."""
     table = Table(box=None, pad_edge=False, show_header=False)
     for style in ("bold", "", "red"):
         table.add_column(style=style, overflow="fold")
@@ -59,7 +59,7 @@ def _findings() -> Iterator[Finding]:
     yield Finding("Python", f"{platform.python_version()} on {platform.platform()}")
     tried = ", ".join(torch_release.TRIED)
     yield Finding("torch", f"{torch.__version__} (tried: {tried})")
-    yield Finding("torch's private pieces", "all there")  # else the import above would have raised
+    yield Finding("torch's private pieces", "all there")  # else the import above raises
     yield Finding("deepcompile_zero3", deepcompile_zero3.__version__)
     kernels = "for CPUs and GPUs" if _C.WITH_CUDA else "for CPUs"
     wants_cuda = torch.cuda.is_available() and not _C.WITH_CUDA
@@ -101,7 +101,7 @@ def _compiled(model: nn.Module) -> Callable:
 
 
 def try_step(what: str, compile_with: Callable) -> Finding:
-    """Whether two ranks take a right step of what ``compile_with(model)`` gives."""
+    """Returns whether two ranks take a correct step of ``compile_with(model)``."""
     with tempfile.TemporaryDirectory() as folder:
         context = mp.spawn(_step, args=(2, folder, compile_with), nprocs=2, join=False)
         deadline = time.monotonic() + _TIMEOUT.total_seconds()
@@ -127,9 +127,9 @@ _SLOW = (
 
 
 def _step(rank: int, world_size: int, folder: str, compile_with: Callable) -> None:
-    """A step of a small model, whose gradients are compared with those of one process."""
+    """Takes a step of a small model and compares its gradients with those of one process."""
     torch.set_num_threads(1)
-    # What was compiled before says nothing of this machine.
+    # An empty cache: code that was compiled earlier does not test this machine.
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/compiled"
     dist.init_process_group(
         "gloo",
@@ -150,8 +150,9 @@ def _step(rank: int, world_size: int, folder: str, compile_with: Callable) -> No
             assert isinstance(sharded.grad, DTensor)
             torch.testing.assert_close(sharded.grad.full_tensor(), whole.grad)
         if rank == 0:
-            is_shared = all_parameters_of(model, "doctor")[0].handle.is_shared
-            transport = "in memory that they share" if is_shared else "by messages"
+            parameter = all_parameters_of(model, "doctor")[0]
+            shares = not parameter.handle.transport.can.sends_messages
+            transport = "in memory that they share" if shares else "by messages"
             Path(folder, "transport").write_text(f"a step is right, {transport}")
     finally:
         dist.destroy_process_group()

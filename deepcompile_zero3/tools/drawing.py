@@ -1,4 +1,4 @@
-"""Timelines as what plotly draws: spans as bars in lanes, memory as stacked curves below."""
+"""Timelines as plotly figures: spans are bars in lanes, memory is stacked curves below them."""
 
 import html
 import itertools
@@ -11,11 +11,13 @@ from deepcompile_zero3.tools.timeline import LANES, Span, Timeline
 
 Sample: TypeAlias = tuple[float, tuple[int, ...]]
 
-# Of a time axis, about. A lane of more spans, or a curve of more samples, is thinned out.
+# Approximate width of a time axis. A lane with more spans, or a curve with more samples, is
+# thinned out.
 _PIXELS = 2500
 _NAMES_SHOWN = 5
 
-# Of a lane: two shades that tell neighbours apart, and one for what a search does not find.
+# Colours of each lane: two shades that distinguish neighbours, and one for bars that a search
+# does not find.
 _LANE_COLORS = {
     "compute": ("#4c78a8", "#6790bd", "#d9e2ec"),
     "gather": ("#e4812f", "#f09c57", "#f7e1d0"),
@@ -31,13 +33,13 @@ _LEGEND, _HEADING, _LANE, _GAP, _MEMORY, _AXIS = 28, 34, 34, 12, 150, 44
 
 @dataclass(frozen=True)
 class Drawing:
-    """What a page draws and searches.
+    """The figure that a page draws, and the names that it searches.
 
     Attributes:
-        traces: plotly's; those of lanes come first.
-        layout: plotly's.
-        names: of operators and parameters, each once.
-        bars: for each trace of a lane, for each of its bars: where in ``names`` its own are.
+        traces: plotly's traces; the traces of lanes come first.
+        layout: plotly's layout.
+        names: names of operators and parameters, each once.
+        bars: for each bar of each lane's trace, the positions of its names in ``names``.
     """
 
     traces: list[dict[str, Any]]
@@ -47,7 +49,7 @@ class Drawing:
 
 
 def draw(timelines: Sequence[Timeline]) -> Drawing:
-    """Timelines below one another, whose time axes move together."""
+    """Draws timelines below one another, with linked time axes."""
     duration = max(map(_end_of, timelines), default=0.0)
     layout = _Layout(duration)
     lanes: list[dict[str, Any]] = []
@@ -85,7 +87,7 @@ def _end_of(timeline: Timeline) -> float:
 
 
 def _runs(spans: list[Span], duration: float) -> Iterator[list[Span]]:
-    """Each span alone or, where there are many, with the neighbours that share its pixel."""
+    """Yields each span alone or, if there are many, with the neighbours that share its pixel."""
     pixel = duration / _PIXELS if len(spans) > _PIXELS else 0.0
     run: list[Span] = []
     for span in sorted(spans, key=lambda span: span.start):
@@ -97,7 +99,7 @@ def _runs(spans: list[Span], duration: float) -> Iterator[list[Span]]:
 
 
 def _names_of(run: list[Span]) -> dict[str, None]:
-    """Operators and parameters, each once."""
+    """Returns the names of operators and parameters, each once."""
     return dict.fromkeys(name for span in run for name in (span.name, *span.parameters))
 
 
@@ -120,7 +122,7 @@ def _bars(lane: str, runs: list[list[Span]]) -> dict[str, Any]:
 
 
 def _hover(run: list[Span]) -> str:
-    """A bar's operators, when, how many bytes, and the first of its parameters."""
+    """Returns a bar's hover text: operators, times, bytes and the first parameters."""
     counts = Counter(span.name for span in run).most_common()
     lines = [_first([f"{n} {name}" if n > 1 else name for name, n in counts], ", ")]
     start, end = run[0].start, run[-1].end
@@ -135,7 +137,7 @@ def _hover(run: list[Span]) -> str:
 
 
 def _first(words: list[str], separator: str) -> str:
-    """Some of them, and how many more there are."""
+    """Joins the first words and tells how many more there are."""
     more = len(words) - _NAMES_SHOWN
     shown = separator.join(words[:_NAMES_SHOWN])
     return f"{shown}{separator}and {more} more" if more > 0 else shown
@@ -145,7 +147,7 @@ def _first(words: list[str], separator: str) -> str:
 
 
 def _thinned(memory: Sequence[Sample], duration: float) -> Iterator[Sample]:
-    """Of samples that share a pixel, where there are many, the highest and the last."""
+    """Yields all samples or, if there are many, the highest and the last of each pixel."""
     if len(memory) <= _PIXELS or not duration:
         yield from memory
         return
@@ -158,7 +160,7 @@ def _thinned(memory: Sequence[Sample], duration: float) -> Iterator[Sample]:
 
 
 def _curve(kind: str, samples: list[Sample], position: int, end: float) -> dict[str, Any]:
-    """One kind of memory, on top of those before it; the last sample lasts to the end."""
+    """Returns the curve of one kind of memory, stacked on earlier kinds and extended to ``end``."""
     last = samples[-1:]
     return {
         "type": "scatter",
@@ -173,11 +175,11 @@ def _curve(kind: str, samples: list[Sample], position: int, end: float) -> dict[
     }
 
 
-# ---- where they stand
+# ---- layout
 
 
 class _Layout:
-    """Stacks timelines from the top down, in pixels, until it is ``finished``."""
+    """Stacks timelines from the top down, in pixels, until ``finished`` is called."""
 
     def __init__(self, duration: float) -> None:
         self._range = [0, _ms(duration)]
@@ -187,7 +189,7 @@ class _Layout:
         self._headings: list[dict[str, Any]] = []
 
     def add(self, timeline: Timeline, lanes: list[str]) -> tuple[dict[str, str], dict[str, str]]:
-        """Makes room for a timeline, and says which axes its lanes and its memory have."""
+        """Reserves room for a timeline and returns the axes of its lanes and of its memory."""
         number = next(self._numbers)
         x, above, below = f"x{number}", f"y{2 * number}", f"y{2 * number + 1}"
         self._headings.append(
@@ -233,12 +235,12 @@ class _Layout:
         return {"xaxis": x, "yaxis": above}, {"xaxis": x, "yaxis": below}
 
     def _room(self, height: int) -> list[int]:
-        """Its lower and its upper end."""
+        """Reserves ``height`` pixels and returns their lower and upper end."""
         self._height += height
         return [self._height, self._height - height]
 
     def finished(self) -> dict[str, Any]:
-        """As plotly has it: from the bottom up, in parts of the height."""
+        """Returns plotly's layout: from the bottom up, in fractions of the height."""
         for axis in self._axes.values():
             if "domain" in axis:
                 axis["domain"] = [1 - pixels / self._height for pixels in axis["domain"]]
@@ -265,7 +267,7 @@ def _heading(timeline: Timeline) -> str:
 
 
 def _escaped(text: str) -> str:
-    """For plotly, which reads tags and ``&lt;``, but not ``&quot;``."""
+    """Escapes text for plotly, which reads tags and ``&lt;`` but not ``&quot;``."""
     return html.escape(text, quote=False)
 
 

@@ -1,4 +1,4 @@
-"""``explain``: what the compiler makes of a sharded model, before a step is taken."""
+"""``explain``: reports how a sharded model is compiled, before a step is taken."""
 
 import contextlib
 import functools
@@ -38,24 +38,27 @@ def explain(
     machine: Machine | str = "h100",
     **kwargs: Any,
 ) -> Report:
-    """Compiles a call of a sharded model, and says what its graphs gather, keep and reduce.
+    """Compiles a call of a sharded model and reports what its graphs gather, keep and reduce.
 
-    It calls the model once, which gathers what the call needs: collective. Nothing is trained: no
-    backward runs, and buffers and the state of torch's random numbers are as before. What the user
-    has compiled, or compiles later, is not touched.
+    The function is collective: it calls the model once, and the call gathers parameters. Nothing
+    is trained: no backward runs, and buffers and the state of torch's random number generators are
+    restored. Code that the user has compiled, or compiles later, is not affected.
 
     Args:
         model: a sharded model, compiled or not.
-        args: of the call. The report is for a batch of this size.
-        options: those of ``torch.compile(model, backend="zero3", options=...)``.
-        machine: for which the report's timeline is predicted, with AdamW's state in fp32; bytes and
-            collectives hold for all.
-        kwargs: of the call.
+        args: positional arguments of the call. The report holds for a batch of this size.
+        options: the options of ``torch.compile(model, backend="zero3", options=...)``.
+        machine: the machine that the report's timeline is predicted for, with AdamW's state in
+            fp32. Bytes and collectives are the same on every machine.
+        kwargs: keyword arguments of the call.
+
+    Returns:
+        The :class:`Report` of a step.
 
     Raises:
         Zero3Error: nothing in ``model`` is sharded, or no graph was compiled.
-        TypeError: ``model`` is no module.
-        ValueError: an unknown option or machine. What the model raises is passed on.
+        TypeError: ``model`` is not a module.
+        ValueError: an option or the machine is unknown. Exceptions of the model are passed on.
 
     Example::
 
@@ -63,8 +66,8 @@ def explain(
         print(explain(model, input_ids=text, labels=text))
     """
     machine = machine_of(machine)
-    Options.parse(options)  # here no compiler wraps what it raises
-    model = getattr(model, "_orig_mod", model)  # of torch.compile(model)
+    Options.parse(options)  # raises here, where no compiler wraps the error
+    model = getattr(model, "_orig_mod", model)  # the module of torch.compile(model)
     parameters = all_parameters_of(model, "explain")
     with (
         capture_graphs() as graphs,
@@ -89,7 +92,7 @@ def report_of(
     breaks: tuple[str, ...],
     timeline: Timeline,
 ) -> Report:
-    """The report of a model whose graphs were captured."""
+    """Returns the report of a model whose graphs were captured."""
     described = [_describe("forward", graph) for graph in graphs.forward]
     described += [_describe("backward", graph) for graph in graphs.backward]
     buckets = [bucket for graph in described for bucket in graph.gathers]
@@ -99,7 +102,9 @@ def report_of(
     return Report(
         model=type(model).__name__.removeprefix("Zero3"),
         world_size=max(parameter.handle.world_size for parameter in parameters),
-        is_shared=all(parameter.handle.is_shared for parameter in parameters),
+        is_shared=all(
+            not parameter.handle.transport.can.sends_messages for parameter in parameters
+        ),
         parameters=len(parameters),
         nbytes=sum(map(nbytes_of_tensor, placeholders)),
         shards=sum(map(nbytes_of_tensor, shards)),
@@ -112,7 +117,7 @@ def report_of(
 
 @contextlib.contextmanager
 def without_a_trace(model: nn.Module, parameters: Sequence[ShardedParameter]) -> Iterator[None]:
-    """What a forward changes, and what compiling one does, is as before after the block."""
+    """Restores, after the block, buffers and random state, which a compiled forward changes."""
     buffers = [
         (owner, name, buffer, version_of(buffer), buffer.detach().clone())
         for owner in model.modules()
@@ -187,7 +192,7 @@ def _kept(graph: fx.Graph) -> Iterator[tuple[str, int]]:
 
 
 def _saved(graph: fx.Graph) -> set[fx.Node]:
-    """What a forward saves, but for its inputs and parameters: each memory once."""
+    """Returns what a forward saves, without inputs and parameters: a node for each storage."""
     waits = [node for node in graph.nodes if node.target in WAITS]
     gathered = {view for wait in waits for view in views_of(wait)}
     bases = {base_of(node) for node in saved_outputs(graph)}
@@ -200,5 +205,5 @@ def _computes(node: fx.Node) -> bool:
 
 
 def _name(nodes: list[fx.Node]) -> str:
-    """The operator of the first, as ``mm``."""
+    """Returns the operator of the first node, such as ``mm``."""
     return getattr(nodes[0].target, "__name__", "").split(".")[0] if nodes else "the end"

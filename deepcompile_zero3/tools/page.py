@@ -17,12 +17,13 @@ Cell: TypeAlias = str | int | float
 
 @dataclass(frozen=True)
 class Table:
-    """Rows that are searched.
+    """A table whose rows can be searched.
 
     Attributes:
-        name: its heading.
-        columns: their headings.
-        rows: a cell for each column. Numbers stand on the right, floats with three decimals.
+        name: the heading of the table.
+        columns: the headings of the columns.
+        rows: rows of one cell for each column. Numbers are right-aligned, floats have three
+            decimals.
     """
 
     name: str
@@ -37,16 +38,16 @@ def save_page(
     timelines: Sequence[Timeline],
     tables: Sequence[Table],
 ) -> None:
-    """Writes one HTML file of 5 MB or more, which needs no network.
+    """Writes one HTML file, of 5 MB or more, that needs no network.
 
     Args:
-        path: of the file. What is there is replaced.
-        title: its heading.
-        text: stands below the title, its lines as they are.
-        timelines: below one another, with the same time axis. Of long ones, neighbouring spans that
-            are too narrow to see are drawn as one.
-        tables: below the timelines. What is typed into the page's search box selects their rows,
-            and the spans whose operator or parameters it is part of.
+        path: the path of the file. An existing file is replaced.
+        title: the heading of the page.
+        text: shown below the title, line by line.
+        timelines: drawn below one another, with the same time axis. In long timelines, neighbouring
+            spans that are too narrow to see are drawn as one.
+        tables: shown below the timelines. The text in the page's search box selects the rows that
+            contain it, and the spans whose operator or parameters contain it.
 
     Raises:
         ImportError: plotly is not installed.
@@ -65,7 +66,7 @@ def save_page(
         text=html.escape(text),
         found=FOUND,
         tables="".join(map(_section, tables)),
-        drawing=drawing.replace("<", r"\u003c"),  # no name ends the script that it stands in
+        drawing=drawing.replace("<", r"\u003c"),  # no name can end the script element
         plotly=get_plotlyjs(),
     )
     Path(path).write_text(content, encoding="utf-8")
@@ -82,7 +83,7 @@ def _section(table: Table) -> str:
 
 
 def _head(column: str, value: Cell) -> str:
-    """The heading of a column that begins with ``value``."""
+    """Returns the heading cell of a column whose first value is ``value``."""
     number = "" if isinstance(value, str) else " class='number'"
     return f"<th{number}>{html.escape(column)}</th>"
 

@@ -1,4 +1,4 @@
-"""What a step of a sharded model does: as data, as text and as a page."""
+"""The report of a sharded model's step: as data, as text and as a page."""
 
 import io
 import itertools
@@ -19,12 +19,12 @@ class GatherBucket:
     """Parameters that are gathered together.
 
     Attributes:
-        parameters: their names, in order.
-        dtypes: that they are computed with, each once.
-        nbytes: of the full tensors.
-        starts_before: the operator that the gather starts ahead of.
-        needed_by: the operator that waits for it.
-        ahead: how many operators lie between.
+        parameters: FQNs of the parameters, in order.
+        dtypes: dtypes that the parameters are computed with, each once.
+        nbytes: bytes of the full tensors.
+        starts_before: the operator that the gather starts before.
+        needed_by: the operator that waits for the gather.
+        ahead: the number of operators between the start and the wait.
     """
 
     parameters: tuple[str, ...]
@@ -40,12 +40,13 @@ class Gradient:
     """A gradient that is reduced.
 
     Attributes:
-        parameter: its name.
-        raw: the dtype that it is computed in.
-        leaf: the dtype of the parameter's contract; "any" keeps what arrives.
-        wire: the dtype that it is reduced in.
-        nbytes: of the full gradient on the wire.
-        is_copied: whether it is copied to where it is sent from; large products are computed there.
+        parameter: FQN of the parameter.
+        raw: the dtype that the gradient is computed in.
+        leaf: the gradient dtype of the parameter's contract; "any" keeps the computed dtype.
+        wire: the dtype that the gradient is reduced in.
+        nbytes: bytes of the full gradient on the wire.
+        is_copied: whether the gradient is copied into the send buffer; large products are computed
+            there.
     """
 
     parameter: str
@@ -62,14 +63,14 @@ class Graph:
 
     Attributes:
         direction: "forward" or "backward".
-        gathers: in the order in which they start.
-        gradients: in the order in which they are reduced.
-        kept: names of the parameters that this forward keeps for its backward, and their bytes,
-            which backward does not gather again.
-        gathered_peak: bytes of gathered parameters that are alive at once at most, by the plan,
-            without what ranks share and, in a backward, what its forward kept.
-        saved: bytes of activations that this forward saves for its backward. A size that depends
-            on data counts as nothing.
+        gathers: buckets, in the order in which their gathers start.
+        gradients: gradients, in the order in which they are reduced.
+        kept: FQNs of the parameters that this forward keeps for its backward, and their bytes.
+            The backward does not gather them again.
+        gathered_peak: the planned maximum of bytes of gathered parameters that are alive at once,
+            without memory that ranks share and, in a backward, parameters that its forward kept.
+        saved: bytes of activations that this forward saves for its backward. A data-dependent
+            size counts as 0.
     """
 
     direction: str
@@ -82,21 +83,21 @@ class Graph:
 
 @dataclass(frozen=True)
 class Report:
-    """What a step of a sharded model does, on each rank. ``print`` it, or see :meth:`to_dict`.
+    """The work of each rank in a step of a sharded model. ``print`` it, or see :meth:`to_dict`.
 
     Attributes:
-        model: the name of its class.
-        world_size: ranks that a parameter is sharded over, at most.
-        is_shared: whether ranks of one host share memory for all parameters, so that nothing goes
-            over a wire.
-        parameters: how many are sharded.
-        nbytes: of all of them, full, as they are computed with.
+        model: the name of the model's class.
+        world_size: the largest number of ranks that a parameter is sharded over.
+        is_shared: whether ranks of one host share memory for all parameters, so that nothing is
+            sent over a wire.
+        parameters: the number of sharded parameters.
+        nbytes: bytes of all full parameters, in the dtypes that they are computed with.
         shards: bytes of this rank's shards.
         graphs: forwards, then backwards, each in the order of compilation.
-        breaks: where Dynamo broke the graph and why, in its words; what is between two graphs runs
-            in eager code.
-        in_eager: parameters that no graph gathers; eager code that reads them does.
-        timeline: of a step that runs each graph once, as it is predicted.
+        breaks: Dynamo's messages of where and why it broke the graph; code between two graphs runs
+            eagerly.
+        in_eager: FQNs of parameters that no graph gathers; eager code that reads them gathers them.
+        timeline: the predicted timeline of a step that runs each graph once.
     """
 
     model: str
@@ -112,31 +113,31 @@ class Report:
 
     @property
     def gathered(self) -> int:
-        """Bytes of full parameters that a step gathers which runs each graph once."""
+        """Bytes of full parameters that are gathered by a step that runs each graph once."""
         return sum(bucket.nbytes for graph in self.graphs for bucket in graph.gathers)
 
     @property
     def reduced(self) -> int:
-        """Bytes of full gradients that a step reduces: those of a parameter are summed before."""
+        """Bytes of full gradients that a step reduces: a parameter's gradients are summed first."""
         gradients = (gradient for graph in self.graphs for gradient in graph.gradients)
         return sum({gradient.parameter: gradient.nbytes for gradient in gradients}.values())
 
     @property
     def peak(self) -> dict[str, int]:
-        """Bytes by kind when the timeline has most of them: as by messages, also where ranks share
-        memory, and with an optimizer's state.
+        """Bytes by kind of memory at the timeline's peak, with the optimizer's state. Ranks are
+        assumed to exchange messages, even if they share memory.
         """
         _, nbytes = max(self.timeline.memory, key=lambda point: sum(point[1]), default=(0.0, ()))
         return dict(zip(self.timeline.kinds, nbytes, strict=True)) if nbytes else {}
 
     def to_dict(self) -> dict[str, Any]:
-        """The attributes as numbers, strings, lists and dicts, for JSON."""
+        """Returns the attributes as numbers, strings, lists and dicts, for JSON."""
         told = asdict(replace(self, timeline=Timeline("", ())))
         del told["timeline"]
         return told | {"gathered": self.gathered, "reduced": self.reduced, "peak": self.peak}
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a page with the timeline, and tables to search: see :func:`page.save_page`."""
+        """Writes a page with the timeline and searchable tables: see :func:`page.save_page`."""
         tables = tables_of(self, self.timeline)
         page.save_page(path, self.model, str(self), [self.timeline], tables)
 
@@ -148,7 +149,7 @@ class Report:
 
 
 def text_of(parts: Iterable[Any]) -> str:
-    """What rich prints of them, 80 columns wide."""
+    """Returns the parts as rich prints them, 80 columns wide."""
     text = io.StringIO()
     console = Console(file=text, width=80, color_system=None)
     for part in parts:
@@ -222,13 +223,13 @@ def _parts(report: Report) -> Iterator[Any]:
 
 
 def line_of_break(reason: str) -> str:
-    """What Dynamo says in many lines."""
+    """Returns the first line of Dynamo's reason for a graph break."""
     first = reason.strip().partition("\n")[0]
     return f"the graph breaks: {first}"
 
 
 def _alike(gradients: Iterable[Gradient]) -> Iterator[tuple[Gradient, ...]]:
-    """Neighbours of the same dtypes, together."""
+    """Yields runs of neighbouring gradients with the same dtypes."""
     for _, run in itertools.groupby(gradients, _dtypes):
         yield tuple(run)
 
@@ -266,7 +267,7 @@ def _mib(nbytes: int) -> str:
 
 
 def tables_of(report: Report, timeline: Timeline) -> list[page.Table]:
-    """What a report says of each parameter, and the collectives of a timeline."""
+    """Returns tables of a report's parameters and of a timeline's collectives."""
     gathers: dict[str, list[int]] = {}
     for graph in report.graphs:
         for bucket in graph.gathers:

@@ -1,4 +1,4 @@
-"""What happens when in a step: predicted, or measured."""
+"""The timeline of a step: predicted or measured."""
 
 from dataclasses import dataclass
 
@@ -7,14 +7,14 @@ LANES = ("compute", "gather", "reduce", "waiting")
 
 @dataclass(frozen=True)
 class Span:
-    """Something that takes time.
+    """An interval of a lane.
 
     Attributes:
-        lane: one of LANES; "waiting" is of the computation, for a gather or a reduction.
+        lane: one of LANES. In "waiting", the computation waits for a gather or a reduction.
         name: the operator, or "all_gather", "reduce_scatter", "all_reduce".
         start, end: seconds since the step began.
-        parameters: names of those that it gathers, reduces or waits for.
-        nbytes: of the full tensors that it gathers or reduces.
+        parameters: FQNs of the parameters that the span gathers, reduces or waits for.
+        nbytes: bytes of the full tensors that the span gathers or reduces.
     """
 
     lane: str
@@ -30,10 +30,10 @@ class Timeline:
     """A step of one rank.
 
     Attributes:
-        name: as "predicted" or "measured".
-        spans: those of a lane do not overlap.
-        kinds: of memory, as "shards", "gathered", "activations".
-        memory: seconds since the step began, and from then on the bytes of each of ``kinds``.
+        name: such as "predicted" or "measured".
+        spans: the spans of all lanes; spans of one lane do not overlap.
+        kinds: kinds of memory, such as "shards", "gathered", "activations".
+        memory: seconds since the step began, and the bytes of each of ``kinds`` from then on.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Every touch of torch's private API, in one place: here, and of its compiler in ``compiler``."""
+"""All uses of torch's private API: here, and those of its compiler in ``compiler``."""
 
 import contextlib
 import datetime
@@ -11,12 +11,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor
 
 from deepcompile_zero3.torch_release import private
 
-# A process group by the name that the runtime knows it by.
-resolve_process_group: Callable[[str], Any] = private(
-    "torch.distributed.distributed_c10d", "_resolve_process_group"
-)
-
-# Where the tensors have to be by which a group's ranks tell each other values.
+# Returns the device of the tensors through which a group's ranks exchange values.
 device_of_objects: Callable[[Any], Any] = private(
     "torch.distributed.distributed_c10d", "_get_object_coll_device"
 )
@@ -26,10 +21,10 @@ _new_process_group_helper: Callable = private(
 _get_default_store: Callable = private("torch.distributed.distributed_c10d", "_get_default_store")
 _c10d: Any = private("torch.distributed", "distributed_c10d")
 
-# As torch.compiler.disable, but it imports Dynamo, which takes a second, when what it returned is
-# first called: in the first forward.
+# Like torch.compiler.disable, but imports Dynamo, which takes a second, only when the returned
+# function is first called: in the first forward.
 disable_dynamo: Callable[[Callable], Callable] = private("torch._compile", "_disable_dynamo")
-# What Dynamo's skip_code is made of.
+# The parts of Dynamo's skip_code.
 _set_strategy: Callable[..., None] = private(
     "torch._C", "_dynamo.eval_frame.set_code_exec_strategy"
 )
@@ -38,11 +33,11 @@ _FrameAction: Any = private("torch._C", "_dynamo.eval_frame._FrameAction")
 _DTensorSpec = private("torch.distributed.tensor._dtensor_spec", "DTensorSpec")
 _TensorMeta = private("torch.distributed.tensor._dtensor_spec", "TensorMeta")
 _concatenate_meshes: Callable = private("torch.distributed.device_mesh", "DeviceMesh._concatenate")
-# Of a tensor that is sharded over one dimension of a mesh, and each shard over another.
+# Placement of a tensor that is sharded over one mesh dimension, and each shard over another.
 StridedShard: Any = private("torch.distributed.tensor.placement_types", "_StridedShard")
 _peek_functorch = private("torch._C._functorch", "peek_interpreter_stack")
 _without_functorch = private("torch._functorch.pyfunctorch", "temporarily_clear_interpreter_stack")
-# Whether a tensor is made of others, and only looks like one.
+# Whether a tensor is a wrapper subclass, made of other tensors.
 is_wrapper: Callable[[object], bool] = private(
     "torch.utils._python_dispatch", "is_traceable_wrapper_subclass"
 )
@@ -52,15 +47,16 @@ _top_saved_tensors_hooks = private("torch._C._autograd", "_top_saved_tensors_def
 def new_process_group(
     name: str, ranks: list[int], like: dist.ProcessGroup, timeout: datetime.timedelta
 ) -> dist.ProcessGroup:
-    """A group of these ranks of the job, with the backend of ``like``. Only they call this.
+    """Creates a group of these ranks of the job, with the backend of ``like``. Only they call this.
 
     ``dist.new_group(use_local_synchronization=True)`` would name it by the number of groups that a
-    rank is in, which is another's name when some have been destroyed, or not that of the others.
+    rank is in. If some groups have been destroyed, that name may belong to another group, or differ
+    between ranks.
     """
     backends = dist.get_backend_config(like)
     options = None
     if "nccl" in dist.BackendConfig(dist.Backend(backends)).device_backend_map.values():
-        # Its kernels go before those of the computation that they are to be hidden behind.
+        # NCCL's kernels go before those of the computation that is to hide them.
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = timeout
     device = _c10d._get_default_group().bound_device_id
@@ -81,20 +77,21 @@ def new_process_group(
 
 
 def new_fake_store() -> Any:
-    """For a process group of the backend "fake", which sends nothing."""
+    """Returns a store for a process group of the backend "fake", which sends nothing."""
     return private("torch.testing._internal.distributed.fake_pg", "FakeStore")()
 
 
 def assume_constant_result(function: Callable) -> Callable:
-    """As ``torch.compiler.assume_constant_result``, which imports Dynamo."""
+    """Does the same as ``torch.compiler.assume_constant_result``, without importing Dynamo."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def inline_only(function: Callable) -> Callable:
-    """Lets Dynamo trace ``function`` where it is called from a traced frame, but never compile it
-    alone: called from eager code, between two graphs say, it runs for real, and finds
-    ``torch.compiler.is_compiling()`` false.
+    """Lets Dynamo trace ``function`` inside a traced frame, but never compile it alone.
+
+    If eager code calls the function, between two graphs for example, it runs in eager and
+    ``torch.compiler.is_compiling()`` is False in it.
     """
     strategy = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)
     _set_strategy(function.__code__, strategy)
@@ -102,43 +99,46 @@ def inline_only(function: Callable) -> Callable:
 
 
 def is_checkpointed() -> bool:
-    """Whether ``torch.utils.checkpoint``, not reentrant, takes what autograd saves now."""
+    """Returns whether non-reentrant ``torch.utils.checkpoint`` packs what autograd saves now."""
     hooks = outer_saved_tensors_hooks()
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
 def outer_saved_tensors_hooks() -> tuple[Callable, Callable] | None:
-    """The (pack, unpack) pair that autograd would use now, if there is one."""
+    """Returns the (pack, unpack) pair that autograd would use now, or None."""
     return _top_saved_tensors_hooks(False)
 
 
 def is_in_transform() -> bool:
-    """Whether a transform of ``torch.func`` is running."""
+    """Returns whether a transform of ``torch.func`` is running."""
     return _peek_functorch() is not None
 
 
 def outside_transforms() -> contextlib.AbstractContextManager[Any]:
-    """What is computed in it is a constant to the transforms of ``torch.func`` that are running."""
+    """Makes what is computed in the context constant to running ``torch.func`` transforms."""
     return _without_functorch()
 
 
 def local_tensor(tensor: DTensor) -> torch.Tensor:
-    """The very tensor behind ``tensor``: ``to_local()`` would give a new, differentiable view."""
+    """Returns the local tensor of ``tensor`` itself.
+
+    ``to_local()`` would return a new, differentiable view.
+    """
     return tensor._local_tensor
 
 
 def spec_of(tensor: DTensor) -> Any:
-    """Its mesh, placements, shape, stride and dtype."""
+    """Returns the mesh, placements, shape, stride and dtype of ``tensor``."""
     return tensor._spec
 
 
 def with_spec(local: torch.Tensor, spec: Any) -> DTensor:
-    """The DTensor of this local tensor, not differentiable."""
+    """Returns the DTensor of this local tensor. Not differentiable."""
     return DTensor(local, spec, requires_grad=False)
 
 
 def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
-    """One mesh of the dimensions of several, which are named slices of one mesh.
+    """Returns one mesh with the dimensions of ``meshes``, which are named slices of one mesh.
 
     Raises:
         RuntimeError: they are not.
@@ -152,17 +152,17 @@ def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
 
 
 def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
-    """``local`` as this rank's part of a tensor of the shape and placement of ``like``."""
+    """Returns a DTensor of the shape and placements of ``like`` whose local tensor is ``local``."""
     spec = like._spec
     meta = _TensorMeta(like.shape, like.stride(), local.dtype)
     return with_spec(local, _DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta))
 
 
 def post_accumulate_grad_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
-    """The hooks of ``register_post_accumulate_grad_hook``, in order of registration."""
+    """Returns the hooks of ``register_post_accumulate_grad_hook``, in order of registration."""
     return list((parameter._post_accumulate_grad_hooks or {}).values())
 
 
 def storage_address(tensor: torch.Tensor) -> int:
-    """Which storage ``tensor`` lives in: the same for all of its views."""
+    """Returns the address of the storage of ``tensor``, which all of its views share."""
     return tensor.untyped_storage()._cdata

@@ -1,4 +1,7 @@
-"""Private API of torch's compiler, which takes seconds to import: what compiles imports this."""
+"""Private API of torch's compiler.
+
+It takes seconds to import: only code that compiles imports it.
+"""
 
 import contextlib
 import importlib
@@ -13,7 +16,7 @@ import torch
 
 from deepcompile_zero3.torch_release import private
 
-# Inductor's own pipeline, which hands the partitioned graphs to a function of ours.
+# Inductor's own pipeline, which passes the partitioned graphs to a function of ours.
 compile_fx: Callable[..., Callable] = private("torch._inductor.compile_fx", "compile_fx")
 compile_fx_inner: Callable[..., Callable] = private(
     "torch._inductor.compile_fx", "compile_fx_inner"
@@ -24,36 +27,36 @@ min_cut_rematerialization_partition: Callable = private(
     "functorch.compile", "min_cut_rematerialization_partition"
 )
 
-# What AOTAutograd says that an input or output of a partitioned graph is.
+# AOTAutograd's descriptions of the inputs and outputs of a partitioned graph.
 PlainAOTInput: Any = private("torch._functorch._aot_autograd.descriptors", "PlainAOTInput")
 GradAOTOutput: Any = private("torch._functorch._aot_autograd.descriptors", "GradAOTOutput")
 TangentAOTInput: Any = private("torch._functorch._aot_autograd.descriptors", "TangentAOTInput")
 InputMutationAOTOutput: Any = private(
     "torch._functorch._aot_autograd.descriptors", "InputMutationAOTOutput"
 )
-# The outputs of a forward that its backward takes; not every release has the second.
+# The outputs of a forward that are saved for backward. Not every release has the second.
 _descriptors = vars(importlib.import_module("torch._functorch._aot_autograd.descriptors"))
 SAVED_OUTPUTS: tuple[Any, ...] = tuple(
     _descriptors[name]
     for name in ("SavedForBackwardsAOTOutput", "SavedForBackwardsNoVcCheckAOTOutput")
     if name in _descriptors
 )
-# How Inductor is given another partitioner: a callable with a key for its cache.
+# Base class of partitioners for Inductor: a callable with a key for Inductor's cache.
 CustomPartitionerFn: Any = private("torch._inductor.custom_graph_pass", "CustomPartitionerFn")
 get_hash_for_files: Callable[..., bytes] = private(
     "torch._inductor.custom_graph_pass", "get_hash_for_files"
 )
 
-# Writes to the folder that TORCH_TRACE names; nothing where it names none.
+# Writes to the folder that TORCH_TRACE names, if any.
 trace_structured: Callable[..., None] = private("torch._logging", "trace_structured")
 
 _CompileContext: Any = private("torch._guards", "CompileContext")
-REGION = "Torch-Compiled Region: "  # how the ranges of compiled frames in a profile begin
+REGION = "Torch-Compiled Region: "  # prefix of a compiled frame's range in a profile
 
 _reset_code: Callable[..., None] = private("torch._dynamo.eval_frame", "reset_code")
 _counters: Any = private("torch._dynamo.utils", "counters")
 _graph_break_reasons: list[Any] = private("torch._dynamo.output_graph", "graph_break_reasons")
-# Releases before 2.13 may not have it.
+# Releases before 2.13 may not have the argument.
 _can_isolate = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 free_unbacked_symbols: Callable[[Any], set] = private(
     "torch.fx.experimental.symbolic_shapes", "free_unbacked_symbols"
@@ -63,24 +66,27 @@ _inductor_config = private("torch._inductor", "config")
 
 
 def flop_formulas() -> dict[Any, Callable[..., int]]:
-    """Of operators, by their packets: what their arguments, and ``out_val``, take."""
+    """Returns the FLOP formulas of operators, keyed by packet.
+
+    A formula takes the operator's arguments and ``out_val``.
+    """
     return private("torch.utils.flop_counter", "flop_registry")
 
 
 def custom_partitioner() -> Any:
-    """The partitioner that Inductor's own settings name, if they do."""
+    """Returns the partitioner that Inductor's own settings name, or None."""
     return _inductor_config.custom_partitioner_fn
 
 
-_FOLLOWS = "step_unsupported"  # a frame broke because one that it calls did, which has told why
-_BRANCH = "Data-dependent branching"  # as Dynamo calls it in frames that others call
+_FOLLOWS = "step_unsupported"  # a frame broke because a frame it calls did, and told why
+_BRANCH = "Data-dependent branching"  # Dynamo's reason in frames that other frames call
 
 
 @contextlib.contextmanager
 def graph_breaks() -> Iterator[list[str]]:
-    """Where and why Dynamo breaks graphs while the block runs: "models/gpt.py:310: ...".
+    """Collects where and why Dynamo breaks graphs in the block: "models/gpt.py:310: ...".
 
-    The list is filled when the block ends. A frame that Dynamo gives up whole has no place.
+    The list is filled when the block ends. A frame that Dynamo gives up as a whole has no place.
     """
     breaks: list[str] = []
     placed_before, counted_before = len(_graph_break_reasons), Counter(_counters["graph_break"])
@@ -99,7 +105,7 @@ def graph_breaks() -> Iterator[list[str]]:
 
 
 def _place(stack: list[traceback.FrameSummary]) -> str:
-    """Of the innermost frame: its file and the folder of that, and the line."""
+    """Returns the place of the innermost frame: folder and name of its file, and the line."""
     if not stack:
         return "somewhere"
     path = pathlib.PurePath(stack[-1].filename)
@@ -107,36 +113,46 @@ def _place(stack: list[traceback.FrameSummary]) -> str:
 
 
 def with_named_kernels() -> contextlib.AbstractContextManager[None]:
-    """CPU kernels that Inductor makes meanwhile tell a profiler when they run, and their names."""
+    """Makes the CPU kernels that Inductor generates in the context report to a profiler.
+
+    They report their names and when they run.
+    """
     return _inductor_config.patch({"cpp.enable_kernel_profile": True})
 
 
 def without_autograd_cache() -> contextlib.AbstractContextManager[None]:
-    """AOTAutograd's disk cache does not see our rewriting and would replay a graph without it."""
+    """Disables AOTAutograd's disk cache in the context.
+
+    The cache does not see our rewriting and would replay a graph without it.
+    """
     return _functorch_config.patch(enable_autograd_cache=False)
 
 
 def rename(node: torch.fx.Node, name: str) -> None:
-    """Calls ``node`` so, or with a number behind it if another node of the graph is called so."""
+    """Renames ``node`` to ``name``, with a number appended if another node has that name."""
     node._rename(name)
 
 
 def compile_id() -> str:
-    """Of the frame that Dynamo compiles now, as "0/0"; ranges of its runs have it after REGION."""
+    """Returns the id of the frame that Dynamo compiles now, such as "0/0", or "".
+
+    In a profile, the ranges of its runs have the id after ``REGION``.
+    """
     return str(_CompileContext.current_compile_id() or "")
 
 
 def call_compiled_apart(
     function: Callable, backend: Callable, args: tuple, kwargs: dict[str, Any]
 ) -> None:
-    """Calls ``torch.compile(function, backend=backend)`` once, with each backward compiled beside
-    its forward and not when it is called first. It counts toward no limit of others'
-    recompilations, and sizes that it sees make nobody else's dynamic.
+    """Calls ``torch.compile(function, backend=backend)`` once, apart from other compiled code.
+
+    Each backward is compiled with its forward, not when it is first called. The call does not count
+    toward the recompilation limits of others. Sizes that it sees make no other code dynamic.
     """
     private("torch._functorch", "config.force_non_lazy_backward_lowering")
     isolated: dict[str, Any] = {"isolate_recompiles": True} if _can_isolate else {}
     scope: dict[str, Callable] = {"function": function}
-    # Dynamo remembers what it compiled by the code of a frame; this frame is like no other.
+    # Dynamo caches by the code object of a frame. This frame has its own.
     exec("def call(*args, **kwargs):\n    return function(*args, **kwargs)\n", scope)
     call = scope["call"]
     try:
@@ -147,4 +163,4 @@ def call_compiled_apart(
             torch.compile(call, backend=backend, **isolated)(*args, **kwargs)
     finally:
         _reset_code(call.__code__)
-        del scope["function"]  # which Dynamo's guards would keep alive with the frame
+        del scope["function"]  # else Dynamo's guards keep it alive with the frame

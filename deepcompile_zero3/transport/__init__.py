@@ -1,1 +1,1 @@
-"""How ranks reach each other: by messages, or by memory that those of one host share."""
+"""How ranks reach each other: by messages, or through memory that ranks of one host share."""

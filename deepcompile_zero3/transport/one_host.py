@@ -1,15 +1,14 @@
-"""Which ranks share memory, and how they come by it.
+"""Memory that the ranks of one host share.
 
-The ranks of a process group share memory where all of them run on one host and compute on its CPU.
-They agree on that in ``fully_shard``, which is collective for this reason. Memory is an anonymous
-file (``memfd_create``): it has no name that could be left behind, is not bounded by ``/dev/shm``,
-and is open to processes of the same user that can see each other, through ``/proc``. What is done
-with it is the runtime's: see ``docs/one_host.md``.
+The ranks of a process group share memory if all of them run on one host and compute on its CPU.
+They agree on that in ``fully_shard``, which is collective for this reason. The memory is an
+anonymous file (``memfd_create``). It has no name that could be left behind and is not bounded by
+``/dev/shm``. Processes of the same user that can see each other open it through ``/proc``. What the
+runtime does with the memory is described in ``docs/one_host.md``.
 """
 
 import functools
 import hashlib
-import itertools
 import mmap
 import os
 import secrets
@@ -17,26 +16,23 @@ import sys
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.runtime import _C
-from deepcompile_zero3.transport import agree
+from deepcompile_zero3.transport.choice import Transport
+from deepcompile_zero3.transport.json_collectives import all_gather_json, check_alike
 from deepcompile_zero3.transport.process_groups import exists
 
-Transport = Literal["auto", "shared_memory", "c10d"]
-
-# What "auto" means in this process, if not "auto".
-ENVIRONMENT = "ZERO3_TRANSPORT"
-
-# A rank's mailbox holds the largest gradient and so much more.
+# A rank's mailbox holds the largest gradient and this many bytes more.
 MAILBOX_BYTES = 32 << 20
 
-# Copies that are gathered again in backward take turns in so much, or three times the largest:
-# that of the last bucket, whose list a compiled graph still holds, this one's, and the next one's.
+# Copies that are gathered again in backward take turns in this many bytes, or in three times the
+# largest copy: that of the last bucket, whose list a compiled graph still holds, the current one's,
+# and the next one's.
 RING_BYTES = 256 << 20
 
 _one_hosts: weakref.WeakKeyDictionary[dist.ProcessGroup, _C.OneHost] = weakref.WeakKeyDictionary()
@@ -44,7 +40,7 @@ _rings: weakref.WeakKeyDictionary[dist.ProcessGroup, _C.Copies] = weakref.WeakKe
 
 
 class SharedMemory(NamedTuple):
-    """What one parameter has in it: for each rank its progress, and where its copy comes to."""
+    """What one parameter has in shared memory: the progress of each rank, and its copy."""
 
     one_host: _C.OneHost
     progress: torch.Tensor
@@ -53,33 +49,18 @@ class SharedMemory(NamedTuple):
 
 
 class _Offer(NamedTuple):
-    """What a rank says of itself: where it runs, and what it can show to others."""
+    """What a rank tells the others: where it runs, and which memory they can map."""
 
     transport: Transport
     host: str
     pid: int
-    described: Sequence[str]  # the parameters
-    files: Sequence[int] = ()  # its descriptors of the segments, on the first rank
-    nonce: str = ""  # which stands behind each of them
+    described: Sequence[str]  # one for each parameter
+    files: Sequence[int] = ()  # descriptors of the segments, from the first rank
+    nonce: str = ""  # at the end of each of them
     trouble: str = ""
 
 
-def resolve(transport: Transport) -> Transport:
-    """The transport that an argument of ``fully_shard`` asks for.
-
-    Raises:
-        ValueError: there is no such transport.
-    """
-    source = "transport"
-    if transport == "auto" and ENVIRONMENT in os.environ:
-        transport, source = os.environ[ENVIRONMENT], ENVIRONMENT  # type: ignore[assignment]
-    if transport not in get_args(Transport):
-        names = ", ".join(map(repr, get_args(Transport)))
-        raise ValueError(f"{source} is one of {names}, got {transport!r}")
-    return transport
-
-
-@torch.inference_mode(mode=False)  # or what is mapped could not be written to outside of it
+@torch.inference_mode(mode=False)  # else mapped memory could not be written to outside of it
 def share(
     fulls: Sequence[torch.Tensor],
     described: Sequence[str],
@@ -88,26 +69,26 @@ def share(
     transport: Transport,
     take_turns: bool,
 ) -> list[SharedMemory] | None:
-    """Memory for gathers and reductions of ``fulls`` that the ranks of ``group`` share.
+    """Maps memory for gathers and reductions of ``fulls`` that the ranks of ``group`` share.
 
     Collective.
 
     Args:
         fulls: parameters as they are computed with, [rows, ...] each, on the meta device.
-        described: what must be the same on all ranks, of each.
-        group: the ranks.
-        device: the type of device that they compute on.
-        transport: of those of :func:`resolve`.
-        take_turns: whether the copies share a bounded memory with others of the group, one after
-            the other, or each has its own.
+        described: for each parameter, a description that must be the same on all ranks.
+        group: process group of the ranks.
+        device: type of the device that the ranks compute on.
+        transport: the transport that is asked for.
+        take_turns: whether the copies take turns in a bounded memory with others of the group, or
+            each has its own memory.
 
     Returns:
-        The memory of each, or None: messages are exchanged.
+        The memory of each parameter, or None if ranks exchange messages.
 
     Raises:
-        Zero3Error: ``transport`` or the parameters are not the same on all ranks, or it is
-            ``"shared_memory"`` and that is not possible. A single rank has nobody to share with,
-            and that is no error.
+        Zero3Error: ``transport`` or the parameters differ between ranks, or ``transport`` is
+            ``"shared_memory"`` and that is not possible. A single rank has no other rank to share
+            with, which is no error.
     """
     for memory in (_one_hosts, _rings):
         for known in list(memory):
@@ -122,16 +103,16 @@ def share(
                 f"transport='shared_memory' needs a process group of gloo on CPUs; this one is "
                 f"{dist.get_backend(group)}, and the mesh is on {device!r}"
             )
-        return None  # as all ranks know without asking
+        return None  # all ranks know this without an exchange
     segments = _Segments(fulls, group, take_turns) if fulls else None
     mine = _offer(transport, described, segments.sizes if segments and rank == 0 else ())
     try:
-        offers = [_Offer(*offer) for offer in agree.gather("fully_shard: memory", mine, group)]
+        offers = [_Offer(*offer) for offer in all_gather_json("fully_shard: memory", mine, group)]
         if len({offer.transport for offer in offers}) > 1:
             asked = {rank: offer.transport for rank, offer in enumerate(offers)}
             raise Zero3Error(f"ranks disagree on the transport, {asked}: give all the same")
         for other, offer in enumerate(offers):
-            _check_alike(described, offer.described, rank, other)
+            check_alike(described, offer.described, rank, other)
         if segments is None or transport == "c10d":
             return None
         troubles = [_trouble(offer, offers[0]) for offer in offers]
@@ -141,9 +122,9 @@ def share(
                 segments.map([f"/proc/{first.pid}/fd/{file}" for file in first.files], first.nonce)
             except Exception as error:
                 troubles[rank] = f"it cannot map memory of rank 0: {error}"
-            troubles = agree.gather("fully_shard: mapping", troubles[rank], group)
+            troubles = all_gather_json("fully_shard: mapping", troubles[rank], group)
     finally:
-        for file in mine.files:  # all have mapped them, or nobody will
+        for file in mine.files:  # all ranks have mapped them, or none will
             os.close(file)
     if any(troubles):
         if transport == "shared_memory":
@@ -155,14 +136,8 @@ def share(
     return segments.parts([offer.pid for offer in offers])
 
 
-def check_alike(described: Sequence[str], group: dist.ProcessGroup) -> None:
-    """Raises a Zero3Error unless all ranks of ``group`` say the same of theirs. Collective."""
-    for other, theirs in enumerate(agree.gather("fully_shard: parameters", described, group)):
-        _check_alike(described, theirs, dist.get_rank(group), other)
-
-
 class _Segments:
-    """The memory that some parameters need, and what their group has not, or not enough of."""
+    """Segments of memory that some parameters need and their group lacks or has too little of."""
 
     def __init__(
         self, fulls: Sequence[torch.Tensor], group: dist.ProcessGroup, take_turns: bool
@@ -173,13 +148,13 @@ class _Segments:
         self._one_host = _one_hosts.get(group)
         self._takes_turns = take_turns
         self._ring = _rings.get(group) if take_turns else None
-        self._offsets: list[int] = []  # of copies that have places of their own
+        self._offsets: list[int] = []  # of copies with places of their own
         self._mapped: dict[str, torch.Tensor] = {}
         self._nbytes: dict[str, int] = {}
 
         if self._one_host is None:
             self._nbytes["control"] = _C.OneHost.control_bytes(self._world_size)
-        # In double at most. Memory that is not touched is not taken.
+        # At most float64. Memory that is not touched is not taken.
         mailbox = _round_up(max(full.numel() * 8 for full in fulls) + MAILBOX_BYTES, mmap.PAGESIZE)
         if self._one_host is None or self._one_host.mailbox_bytes < mailbox:
             self._nbytes["mailboxes"] = self._world_size * mailbox
@@ -203,29 +178,29 @@ class _Segments:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Of the segments, in bytes."""
+        """Sizes of the segments in bytes."""
         return tuple(self._nbytes.values())
 
     def map(self, paths: Sequence[str], nonce: str) -> None:
-        """Maps the segments from files of :attr:`sizes`, behind which ``nonce`` stands.
+        """Maps the segments from files of :attr:`sizes`, each followed by ``nonce``.
 
         Raises:
-            OSError, RuntimeError: that is not possible, or they are other files.
+            OSError, RuntimeError: mapping is not possible, or the files are others.
         """
         for (name, nbytes), path in zip(self._nbytes.items(), paths, strict=True):
             with open(path, "rb") as file:
                 file.seek(nbytes)
                 if file.read(len(nonce)) != nonce.encode():
                     raise OSError(f"{path} is not the file that rank 0 has made")
-                path = f"/proc/self/fd/{file.fileno()}"  # that one, whoever has its place by now
+                path = f"/proc/self/fd/{file.fileno()}"  # the file that was checked
                 self._mapped[name] = _map(path, nbytes)
                 if name in ("copies", "ring"):
-                    # Again, at other addresses, where nobody can write to it.
+                    # Maps it again at other addresses, where nobody can write to it.
                     self._mapped[f"{name}, to read"] = readable = _map(path, nbytes)
                     _C.make_read_only(readable)
 
     def parts(self, pids: Sequence[int]) -> list[SharedMemory]:
-        """What each parameter has of them, once all ranks have mapped them."""
+        """Returns the memory of each parameter, once all ranks have mapped the segments."""
         one_host = self._one_host
         if one_host is None:
             rank = dist.get_rank(self._group)
@@ -253,12 +228,12 @@ class _Segments:
 
 
 def _map(path: str, nbytes: int) -> torch.Tensor:
-    """The bytes of a file that all who map it share."""
+    """Maps a file as a tensor of bytes, which all processes that map the file share."""
     return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
 
 
 def _new_file(nbytes: int, nonce: str) -> int:
-    """The descriptor of an anonymous file of zeros, behind which ``nonce`` stands."""
+    """Creates an anonymous file of zeros, followed by ``nonce``, and returns its descriptor."""
     file = _C.new_shared_file(nbytes + len(nonce))
     try:
         os.pwrite(file, nonce.encode(), nbytes)
@@ -269,7 +244,7 @@ def _new_file(nbytes: int, nonce: str) -> int:
 
 
 def _offer(transport: Transport, described: Sequence[str], sizes: Sequence[int]) -> _Offer:
-    """This rank's, with a file for each of ``sizes``."""
+    """Returns this rank's offer, with a file for each of ``sizes``."""
     pid = os.getpid()
     if transport == "c10d":
         return _Offer(transport, "", pid, described)
@@ -278,13 +253,13 @@ def _offer(transport: Transport, described: Sequence[str], sizes: Sequence[int])
     files: list[int] = []
     nonce = secrets.token_hex(16)
     try:
-        # Processes see each other's files if they are of one kernel, see the same processes, and
-        # have the same rights. They know what is in them if their runtimes are the same.
+        # Processes can open each other's files if they share a kernel, a PID namespace and a user.
+        # They agree on the contents if their runtimes are the same.
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         host = f"{boot} {os.stat('/proc/self/ns/pid').st_ino} {os.getuid()} {_build()}"
         for nbytes in sizes:
             files.append(_new_file(nbytes, nonce))
-    except Exception as error:  # whatever it is: the others wait for this rank's word
+    except Exception as error:  # any error: other ranks wait for this rank's offer
         for file in files:
             os.close(file)
         return _Offer(transport, "", pid, described, trouble=f"no memory to share: {error}")
@@ -293,22 +268,12 @@ def _offer(transport: Transport, described: Sequence[str], sizes: Sequence[int])
 
 @functools.cache
 def _build() -> str:
-    """A digest of the runtime."""
+    """Returns a digest of the runtime's binary."""
     return hashlib.sha256(Path(_C.__file__).read_bytes()).hexdigest()
 
 
-def _check_alike(mine: Sequence[str], others: Sequence[str], rank: int, other: int) -> None:
-    for position, (one, another) in enumerate(itertools.zip_longest(mine, others)):
-        if one != another:
-            raise Zero3Error(
-                f"ranks disagree on the module's parameter {position}: it is {one} on rank {rank} "
-                f"and {another} on rank {other}; build the same model with the same mp_policy, "
-                "shard_placement_fn and reshard_after_forward on all ranks"
-            )
-
-
 def _trouble(offer: _Offer, first: _Offer) -> str:
-    """Why the rank of ``offer`` cannot share memory with the ``first``, if it cannot."""
+    """Returns why the rank of ``offer`` cannot share memory with the ``first``, or ""."""
     if offer.trouble or offer.host == first.host:
         return offer.trouble
     return (

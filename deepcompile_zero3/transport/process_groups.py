@@ -1,4 +1,4 @@
-"""Process groups of our own beside those that a model is sharded over."""
+"""Process groups of our own, beside those that a model is sharded over."""
 
 import datetime
 import weakref
@@ -20,23 +20,25 @@ _own_groups: list[_OwnGroup] = []
 
 
 def group_for_reductions(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A second group of the same ranks. Between gathers and reductions no order has to be kept:
-    where a backward needs its parameters may depend on the batch, and differ from rank to rank.
+    """Returns a second group of the same ranks, for reductions.
+
+    No order between gathers and reductions is then needed. The place where a backward needs its
+    parameters may depend on the batch, and differ from rank to rank.
     """
     return _own_group(group, dist.get_process_group_ranks(group), "reductions")
 
 
 def neighbours(group: dist.ProcessGroup, world_size: int) -> dist.ProcessGroup:
-    """A group of this rank and those next to it in ``group``, ``world_size`` of them."""
+    """Returns the group of this rank and those next to it in ``group``, ``world_size`` of them."""
     first = group.rank() // world_size * world_size
     ranks = dist.get_process_group_ranks(group)[first : first + world_size]
     return _own_group(group, ranks, f"{first} to {first + world_size - 1}")
 
 
 def _own_group(like: dist.ProcessGroup, ranks: list[int], what: str) -> dist.ProcessGroup:
-    """One for each purpose, with the backend and the timeout of ``like``, not torch's defaults.
+    """Returns the group for a purpose, made with the backend and the timeout of ``like``.
 
-    Ends those that were made like a group which was destroyed.
+    These are not torch's defaults. Destroys groups that were made like a group that was destroyed.
     """
     for own in list(_own_groups):
         group, other = own.group(), own.like()
@@ -54,7 +56,10 @@ def _own_group(like: dist.ProcessGroup, ranks: list[int], what: str) -> dist.Pro
 
 
 def exists(group: dist.ProcessGroup | None) -> bool:
-    """Whether ``group`` was not destroyed. Meshes, which torch remembers, hold it for longer."""
+    """Returns whether ``group`` was not destroyed.
+
+    Meshes, which torch remembers, hold a group for longer.
+    """
     try:
         return group is not None and dist.get_rank(group) >= 0
     except ValueError:

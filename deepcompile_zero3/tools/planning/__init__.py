@@ -1,1 +1,1 @@
-"""Plans of steps on machines that need not be there."""
+"""Plans of training steps on machines that need not exist."""

@@ -1,4 +1,4 @@
-"""What would make a planned step quicker, or smaller: each tried, none guessed."""
+"""Advice that would make a planned step quicker or smaller: options are tried, not guessed."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -11,19 +11,19 @@ from deepcompile_zero3.tools.report import line_of_break
 if TYPE_CHECKING:
     from deepcompile_zero3.tools.planning.plan import Plan
 
-_WORTH = 0.02  # of a step
+_WORTH = 0.02  # fraction of a step
 
 
 def advice_for(
     plan: "Plan", options: Options, traced: Trace, predict: Callable[[Options], "Plan"]
 ) -> tuple[str, ...]:
-    """Graph breaks, what makes it fit, padding, and what is quicker, by what that saves.
+    """Returns advice on graph breaks, memory, padding and time, the quickest option first.
 
     Args:
-        plan: to improve on.
-        options: of it.
-        traced: the model of it.
-        predict: makes the plan of other options.
+        plan: the plan to improve.
+        options: the options of the plan.
+        traced: the traced model of the plan.
+        predict: makes the plan for other options.
     """
     breaks = map(line_of_break, traced.breaks)
     quicker = _to_be_quicker(plan, options, predict)

@@ -1,4 +1,4 @@
-"""The numbers of the machine at hand, as a plan takes them."""
+"""Measures this machine, for plans."""
 
 import statistics
 import time
@@ -11,31 +11,31 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.adamw import adamw
 
 from deepcompile_zero3.runtime import _C
+from deepcompile_zero3.sharding.all_gather import AllGather
 from deepcompile_zero3.sharding.fully_shard import fully_shard
 from deepcompile_zero3.sharding.module import all_parameters_of
-from deepcompile_zero3.sharding.parameter import AllGather
 from deepcompile_zero3.tools.planning.machine import Link, Machine
-from deepcompile_zero3.transport import agree
+from deepcompile_zero3.transport.json_collectives import all_gather_json
 
 _SMALL, _LARGE = 1 << 20, 64 << 20  # bytes of a gather
-_SIDE = 1024  # of a matrix
+_SIDE = 1024  # rows and columns of a matrix
 
 
 def measure_machine(mesh: DeviceMesh, name: str = "here") -> Machine:
-    """What the ranks of a mesh reach, all of them at once. Collective; takes some seconds.
+    """Measures the machine of a mesh, on all ranks at once. Collective; takes some seconds.
 
     Args:
-        mesh: of one dimension, on one host: links between hosts are taken for those within.
-        name: of the machine.
+        mesh: a mesh of one dimension, on one host: ``remote`` is a copy of the measured ``local``.
+        name: the name of the machine.
 
     Returns:
-        The same on all ranks: of the slowest.
+        The machine with the numbers of the slowest rank, the same on all ranks.
     """
     return measure_links(mesh, measure_device(torch.device(mesh.device_type), name))
 
 
 def measure_device(device: torch.device, name: str) -> Machine:
-    """What this rank reaches, with nobody to talk to."""
+    """Measures this rank alone: the links of the machine take no time."""
     alone = Link(0.0, float("inf"))
     return Machine(
         name=name,
@@ -52,7 +52,7 @@ def measure_device(device: torch.device, name: str) -> Machine:
 
 
 def measure_links(mesh: DeviceMesh, mine: Machine) -> Machine:
-    """The machine of all ranks of a mesh, of which this one has measured ``mine``. Collective."""
+    """Returns the machine of all ranks of a mesh; this rank has measured ``mine``. Collective."""
     device = torch.device(mesh.device_type)
     group = mesh.get_group()
     ranks = mesh.size()
@@ -61,7 +61,7 @@ def measure_links(mesh: DeviceMesh, mine: Machine) -> Machine:
     both = _seconds(lambda: large.gather(beside=True), device)
     alone = _seconds(large.compute, device)
     received = (ranks - 1) / ranks
-    # What is copied on both sides is no matter of the link.
+    # Copies at both ends of the link do not count as its time.
     copied = 2 / ranks / mine.bandwidth
     rate = max((slow - quick) / (_LARGE - _SMALL) - copied, 1e-15)
     latency = max(quick - mine.launch - _SMALL * (rate + copied), 0.0)
@@ -75,7 +75,7 @@ def measure_links(mesh: DeviceMesh, mine: Machine) -> Machine:
         "latency": latency,
         "not hidden": 1 - min(max((alone + slow - both) / slow, 0.0), 1.0),
     }
-    told = agree.gather("measure_links", costs, group)
+    told = all_gather_json("measure_links", costs, group)
     worst = {what: max(theirs[what] for theirs in told) for what in costs}
     bandwidth = received / worst["rate"] if ranks > 1 else float("inf")
     link = Link(worst["latency"] / max(ranks - 1, 1), bandwidth)
@@ -94,7 +94,7 @@ def measure_links(mesh: DeviceMesh, mine: Machine) -> Machine:
 
 
 class _Gathered:
-    """One that is gathered, and a product of matrices that takes about as long."""
+    """A parameter to gather, and matrix products that take about as long."""
 
     def __init__(self, nbytes: int, mesh: DeviceMesh) -> None:
         rows = mesh.size()
@@ -117,7 +117,7 @@ class _Gathered:
 
 
 def _seconds(function: Callable[[], object], device: torch.device) -> float:
-    """The median of some calls, of which the first do not count."""
+    """Returns the median seconds of a call; the first two of twelve calls are not counted."""
     took = []
     for _ in range(12):
         start = time.perf_counter()
@@ -140,7 +140,7 @@ def _bandwidth(device: torch.device) -> float:
 
 
 def _update_bandwidth(device: torch.device) -> float:
-    """Of AdamW, without an optimizer: steps of those are seen by hooks of the user."""
+    """Measures AdamW without an optimizer, since the user's hooks see the steps of optimizers."""
     zeros = torch.zeros(4, _LARGE // 4, dtype=torch.float32, device=device)
     parameter, gradient, first, second = zeros.unbind()
     step = torch.zeros((), dtype=torch.float32, device=device)

@@ -18,7 +18,7 @@ from deepcompile_zero3.tools.report import Report, text_of
 
 
 def add_to(commands: Any) -> None:
-    """Adds them to a parser's subparsers."""
+    """Adds the commands to a parser's subparsers."""
     for name, run, about in (
         ("plan", _plan, "time and memory of a step on ranks that need not be there"),
         ("explain", _explain, "what the graphs of that step gather, keep and reduce"),
@@ -42,7 +42,7 @@ Command = Callable[[argparse.Namespace], int]
 
 
 def _told_in_a_line(run: Command) -> Command:
-    """What this library refuses; an error of the user's own code keeps its traceback."""
+    """Prints errors of this library in a line; errors of the user's code keep their traceback."""
 
     def command(arguments: argparse.Namespace) -> int:
         try:
@@ -99,7 +99,7 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 
 def _planned(arguments: argparse.Namespace, **changes: Any) -> Plan:
-    """A plan; meanwhile, what it is about is said to a terminal."""
+    """Returns a plan and shows its progress on a terminal."""
     changed = "".join(f"{name}={value}: " for name, value in changes.items() if name in _KNOBS)
     with Console(stderr=True).status("") as status:
         return job.plan_of(arguments, lambda phase: status.update(changed + phase), **changes)

@@ -1,4 +1,4 @@
-"""The graphs of a step of a model that has no data, among ranks that need not exist."""
+"""Traces the graphs of a step: the model has no data, and the ranks need not exist."""
 
 import contextlib
 import copy
@@ -27,7 +27,7 @@ from deepcompile_zero3.torch_internals import compiler
 
 @dataclass(frozen=True)
 class _Partitioned:
-    """A forward or backward graph ahead of this library's passes."""
+    """A forward or backward graph before this library's passes."""
 
     of: Rewriting
     graph_module: fx.GraphModule
@@ -39,8 +39,8 @@ class Trace:
     """A call of a sharded model, partitioned into forward and backward.
 
     Attributes:
-        model: sharded, on the meta device.
-        parameters: of it, by name.
+        model: the sharded model, on the meta device.
+        parameters: the model's sharded parameters, by FQN.
         breaks: where and why Dynamo broke the graph.
     """
 
@@ -50,7 +50,7 @@ class Trace:
     _graphs: tuple[_Partitioned, ...]
 
     def rewrite(self, options: Options) -> CapturedGraphs:
-        """What the passes make of it, in the order of compilation."""
+        """Returns the graphs that the passes rewrite, in the order of compilation."""
         rewritings: dict[Rewriting, Rewriting] = {}
         with capture_graphs() as graphs:
             for graph in self._graphs:
@@ -64,15 +64,15 @@ class Trace:
 
 @contextlib.contextmanager
 def fake_ranks(world_size: int, replicas: int = 1) -> Iterator[DeviceMesh]:
-    """A mesh of ranks of which this process is the first, and the others do not exist.
+    """Yields a mesh of ranks: this process is rank 0, and the other ranks do not exist.
 
     Args:
-        world_size: of all.
-        replicas: how many times the model is there; each is sharded over the ranks of one.
+        world_size: the number of ranks of all replicas.
+        replicas: the number of replicas; a model is sharded over the ranks of one replica.
 
     Raises:
         Zero3Error: the process has a process group.
-        ValueError: the numbers are not positive, or one does not divide the other.
+        ValueError: a number is not positive, or ``replicas`` does not divide ``world_size``.
     """
     if dist.is_initialized():
         raise Zero3Error(
@@ -96,15 +96,15 @@ def fake_ranks(world_size: int, replicas: int = 1) -> Iterator[DeviceMesh]:
 
 
 def trace(model: nn.Module, call: Mapping[str, Any]) -> Trace:
-    """Traces ``model(**call)`` and its backward, and computes nothing.
+    """Traces ``model(**call)`` and its backward without computing anything.
 
     Args:
-        model: sharded over :func:`fake_ranks`, on the meta device. What is not sharded of it, and
-            its buffers, get memory on the CPU.
-        call: of it; tensors on the CPU, of which only dtypes and shapes matter.
+        model: a model sharded over :func:`fake_ranks`, on the meta device. Its buffers and its
+            parameters that are not sharded get memory on the CPU.
+        call: keyword arguments of the call; tensors on the CPU, whose values do not matter.
 
     Raises:
-        Zero3Error: no graph was compiled, or code beside the graphs reads parameters.
+        Zero3Error: no graph was compiled, or code outside the graphs reads parameters.
     """
     parameters = all_parameters_of(model, "plan")
     _materialise(model)
@@ -154,7 +154,7 @@ def _note_and_return_zeros(
 
 
 def _zeros_like(value: Any) -> Any:
-    """Of the same shape, in the memory of one element."""
+    """Returns zeros of the same shape, in the memory of one element."""
     if isinstance(value, torch.Tensor):
         sizes = [int(size) for size in value.shape]
         return torch.zeros((), dtype=value.dtype).expand(sizes)
@@ -162,7 +162,7 @@ def _zeros_like(value: Any) -> Any:
 
 
 def _materialise(model: nn.Module) -> None:
-    whole: dict[torch.Tensor, nn.Parameter] = {}  # parameters that nobody shards, once each
+    whole: dict[torch.Tensor, nn.Parameter] = {}  # parameters that are not sharded, once each
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_meta:

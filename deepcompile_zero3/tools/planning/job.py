@@ -1,4 +1,4 @@
-"""What the command line plans: a model from a config of transformers, or a user's own."""
+"""The model that the command line plans: a config of transformers, or a model of the user's."""
 
 import argparse
 import functools
@@ -26,7 +26,7 @@ _RESHARD = {"auto": None, "always": True, "never": False}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those that say what is planned, and for what."""
+    """Adds the arguments that describe the planned model and its machine."""
     parser.add_argument(
         "model",
         help="config.json of transformers, built in fp32, or FILE.py:FUNCTION, which gives a model "
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_numbers(parser: argparse.ArgumentParser) -> None:
-    """The argument for numbers of one's own: ``Machine.with_numbers(**dict(arguments.set))``."""
+    """Adds ``--set``, for ``Machine.with_numbers(**dict(arguments.set))``."""
     parser.add_argument(
         "--set",
         type=_number,
@@ -79,7 +79,7 @@ def plan_of(
     advise: bool = True,
     **changes: Any,
 ) -> Plan:
-    """The plan that the arguments ask for, some of them changed; ``tell`` is that of ``plan``."""
+    """Returns the plan of the arguments, updated by ``changes``; :func:`plan` gets ``tell``."""
     asked = argparse.Namespace(**vars(arguments) | changes)
     build, call, shard = _job(asked)
     options = {
@@ -122,7 +122,7 @@ def _shard(asked: argparse.Namespace, model: nn.Module, mesh: DeviceMesh) -> Non
 
 
 def _widest(ranks: int, parameter: nn.Parameter) -> Shard | None:
-    """The largest dimension of those parameters that have fewer rows than there are ranks."""
+    """Returns the largest dimension of a parameter that has fewer rows than there are ranks."""
     if parameter.dim() == 0 or parameter.shape[0] >= ranks:
         return None
     return Shard(max(range(parameter.dim()), key=parameter.shape.__getitem__))
@@ -199,7 +199,7 @@ def _from_config(asked: argparse.Namespace) -> nn.Module:
         raise Zero3Error(f"{asked.model}: transformers refuses it: {error}") from error
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if asked.checkpoint:
-        old = "gradient_checkpointing_enable"  # of older transformers
+        old = "gradient_checkpointing_enable"  # the name in older transformers
         enable = getattr(model, "activation_checkpointing_enable", None) or getattr(model, old)
         enable({"use_reentrant": False})
     return model
@@ -213,7 +213,7 @@ def _function(path: str, name: str) -> Callable[[], tuple[nn.Module, dict[str, A
             "nothing is downloaded"
         )
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(Path(path).resolve().parent))  # as `python FILE.py` has it
+    sys.path.insert(0, str(Path(path).resolve().parent))  # as in `python FILE.py`
     spec.loader.exec_module(module)
     if not callable(getattr(module, name, None)):
         raise Zero3Error(f"{path} has no function '{name}'")

@@ -1,4 +1,4 @@
-"""A graph as the kernels that a compiler makes of it: what is fused, and what each costs."""
+"""Splits a graph into the kernels that a compiler makes: fused operators and their costs."""
 
 import heapq
 import operator
@@ -23,13 +23,14 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Kernel:
-    """Operators that run as one.
+    """Operators that run as one kernel.
 
     Attributes:
-        nodes: of the graph, in its order.
-        flops: of matrix products and the like; other arithmetic is hidden behind memory.
-        dtype: of them.
-        nbytes: read and written.
+        nodes: nodes of the graph, in its order.
+        flops: FLOPs of matrix products, convolutions and attention; other arithmetic is hidden
+            behind memory traffic.
+        dtype: the dtype of the computation.
+        nbytes: bytes read and written.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -39,20 +40,20 @@ class Kernel:
 
     @property
     def name(self) -> str:
-        """The operators, as "mm" or "mul, add"; of many the first two and the last."""
+        """The operators, such as "mm" or "mul, add"; of many, the first two and the last."""
         names = list(dict.fromkeys(_name(node) for node in self.nodes))
         return ", ".join(names if len(names) < 4 else [*names[:2], "...", names[-1]])
 
 
-# Collectives are themselves.
+# A collective is its node.
 Item: TypeAlias = Kernel | fx.Node
 
 
 def items_of(graph: fx.Graph) -> list[Item]:
-    """Kernels and collectives in an order in which they can run, near to that of the graph.
+    """Returns kernels and collectives in an order in which they can run, close to the graph's.
 
-    Pointwise operators and reductions that feed each other without anything else between them are
-    one kernel, as Inductor's are, which reads and writes memory once.
+    Pointwise operators and reductions that feed each other directly are one kernel, as in
+    Inductor. A kernel reads and writes memory once.
     """
     parts = _parts(graph)
     order = {node: position for position, node in enumerate(graph.nodes)}
@@ -82,7 +83,7 @@ def items_of(graph: fx.Graph) -> list[Item]:
 
 
 def kernels_of(graph: fx.Graph) -> list[Kernel]:
-    """The kernels, and the products that reductions compute."""
+    """Returns the kernels, and the matrix products that reductions compute."""
     return [
         item if isinstance(item, Kernel) else product_of(item)
         for item in items_of(graph)
@@ -91,19 +92,19 @@ def kernels_of(graph: fx.Graph) -> list[Kernel]:
 
 
 def product_of(reduction: fx.Node) -> Kernel:
-    """What a reduction computes that takes the factors of a gradient."""
+    """Returns the matrix product of a reduction that takes the factors of a gradient."""
     dtypes: GradientDtypes = reduction.meta[COMMENT]
     nbytes = dtypes.numel * dtypes.wire.itemsize + sum(map(nbytes_of, memory_of(reduction)))
     return Kernel((reduction,), product_flops(reduction), dtypes.raw, nbytes)
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Whether it is an operator of ours."""
+    """Returns whether a node starts or awaits a collective of this library."""
     return node.target in (ops.all_gather_start.default, *WAITS, *REDUCTIONS)
 
 
 def results_of(item: Item) -> list[fx.Node]:
-    """The nodes whose memory an item writes and others read: not those inside of a kernel."""
+    """Returns the nodes whose memory an item writes and others read, not a kernel's inner nodes."""
     if isinstance(item, fx.Node):
         return [user for user in item.users if user.target is operator.getitem]
     inside = set(item.nodes)
@@ -119,16 +120,16 @@ def results_of(item: Item) -> list[fx.Node]:
 
 
 def memory_of(item: Item) -> list[fx.Node]:
-    """The nodes whose memory an item reads, of others or of the graph's inputs, each once."""
+    """Returns the nodes outside an item, or graph inputs, whose memory it reads, each once."""
     nodes = item.nodes if isinstance(item, Kernel) else (item,)
     inside = set(nodes)
     bases = dict.fromkeys(base for node in nodes for base in map(base_of, node.all_input_nodes))
-    # A placeholder has no memory: operators know a parameter by it.
+    # A parameter's placeholder has no memory: it identifies the parameter to operators.
     return [b for b in bases if _operator_of(b) not in inside and PARAMETER not in b.meta]
 
 
 def product_flops(node: fx.Node) -> float:
-    """Of a matrix product, a convolution or attention; else 0."""
+    """Returns the FLOPs of a matrix product, a convolution or attention, and 0 for other nodes."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return 0.0
     packet = node.target.overloadpacket
@@ -151,11 +152,11 @@ def product_flops(node: fx.Node) -> float:
 
 
 def _parts(graph: fx.Graph) -> list[list[fx.Node]]:
-    """Groups of nodes that run together. What feeds an operator that is not fused is in another
-    one than what that feeds, so that none waits for itself.
+    """Returns groups of nodes that run together. The nodes that feed an unfused operator and the
+    nodes that it feeds are in different groups, so that no group waits for itself.
     """
     inlined = {node for node in graph.nodes if is_inlined(node)}
-    depth: dict[fx.Node, int] = {}  # how many operators that are not fused it follows from
+    depth: dict[fx.Node, int] = {}  # number of unfused operators on the path to a node
     leader: dict[fx.Node, fx.Node] = {}
     members: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
@@ -165,7 +166,7 @@ def _parts(graph: fx.Graph) -> list[list[fx.Node]]:
         leader[node] = node
         members[node] = [node]
         if is_collective(node):
-            depth[node] = 0  # it follows from nothing that is computed and read again
+            depth[node] = 0  # not computed from a result that is read again
         elif not _is_fused(node):
             depth[node] += 1
         for source in dict.fromkeys(_sources(node)):
@@ -195,7 +196,7 @@ def _packets(*names: str) -> tuple[Any, ...]:
     return tuple(getattr(aten, name) for name in names if hasattr(aten, name))
 
 
-# Of aten, and no pointwise operator or reduction.
+# Operators of aten that are neither pointwise nor reductions.
 _APART = _packets(
     "sort",
     "topk",
@@ -218,14 +219,14 @@ _APART = _packets(
     "convolution_backward",
 )
 _GROUPED = _packets("_grouped_mm")
-# They read as much of a table as they give.
+# Lookups read as many bytes of a table as they return.
 _LOOKUPS = (
     aten.embedding.default,
     aten.index.Tensor,
     aten.gather.default,
     aten.index_select.default,
 )
-# Operators that do what another one does for whose FLOPs torch has a formula.
+# Operators that have no FLOP formula in torch, and equivalent ones that have.
 _LIKE = {
     ours: getattr(aten, theirs)
     for ours, theirs in zip(
@@ -240,7 +241,7 @@ _LIKE = {
 
 
 def _is_causal(node: fx.Node) -> bool:
-    """Attention that looks at half of all pairs."""
+    """Returns whether a node is causal attention, which computes half of all pairs."""
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     if "is_causal" not in names:
         return False
@@ -253,7 +254,7 @@ def _is_causal(node: fx.Node) -> bool:
 
 def _kernel(nodes: list[fx.Node]) -> Kernel:
     inside = set(nodes)
-    read: dict[fx.Node, dict[fx.Node, int]] = {}  # bytes of each view of a tensor
+    read: dict[fx.Node, dict[fx.Node, int]] = {}  # by tensor: bytes of each of its views
     for node in nodes:
         for source in node.all_input_nodes:
             base = base_of(source)
@@ -271,13 +272,13 @@ def _kernel(nodes: list[fx.Node]) -> Kernel:
 
 
 def is_inlined(node: fx.Node) -> bool:
-    """Whether it is a constant that is written into the code of those that read it."""
+    """Returns whether a node is a constant that is inlined into the code of its readers."""
     is_constant = _is_fused(node) and not node.all_input_nodes
     return is_constant and all(map(_is_fused, _readers(node)))
 
 
 def _dtype(node: fx.Node) -> torch.dtype:
-    """That a node computes with."""
+    """Returns the dtype that a node computes with."""
     for source in node.all_input_nodes:
         value = _value(source)
         if isinstance(value, torch.Tensor) and value.is_floating_point():
@@ -286,17 +287,17 @@ def _dtype(node: fx.Node) -> torch.dtype:
 
 
 def _sources(node: fx.Node) -> Iterator[fx.Node]:
-    """The operators whose results a node reads, through views."""
+    """Returns the operators whose results a node reads, through views."""
     return map(_operator_of, map(base_of, node.all_input_nodes))
 
 
 def _operator_of(base: fx.Node) -> fx.Node:
-    """What gives it, if it is one of several results."""
+    """Returns the node itself or, for one of several results, the operator that returns them."""
     return base.all_input_nodes[0] if base.target is operator.getitem else base
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """Those that read the memory of ``node``, through views; the graph's output too."""
+    """Yields the nodes that read the memory of ``node``, through views; also the graph's output."""
     for user in node.users:
         if is_view(user):
             yield from _readers(user)

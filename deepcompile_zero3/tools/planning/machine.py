@@ -1,4 +1,4 @@
-"""What a plan assumes of the ranks' hardware."""
+"""The hardware that a plan assumes."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -8,11 +8,11 @@ import torch
 
 @dataclass(frozen=True)
 class Link:
-    """Between a rank and the others, or between hosts: time = latency + bytes / bandwidth.
+    """A link between ranks of a host, or between hosts: time = latency + bytes / bandwidth.
 
     Attributes:
         latency: seconds of each step of a ring.
-        bandwidth: bytes/s that a rank receives, as reached.
+        bandwidth: bytes/s that a rank receives, as reached, not as advertised.
     """
 
     latency: float
@@ -24,21 +24,27 @@ _NOT_COMPARED = "not compared with a measured step yet"
 
 @dataclass(frozen=True)
 class Machine:
-    """Of one rank's device, and how it reaches others.
+    """The device of one rank, and its links to other ranks.
 
     Attributes:
-        name: of it.
-        flops: FLOP/s of large matrix products by dtype, as reached and not as advertised.
-        bandwidth: of its memory, bytes/s read and written, as reached by copies.
-        update_bandwidth: the same of an optimizer, which writes what it has read.
+        name: the name of the machine.
+        flops: FLOP/s of large matrix products by dtype, as reached, not as advertised. At least
+            ``torch.float32`` is required.
+        bandwidth: bytes/s of device memory that copies read and write, as reached.
+        update_bandwidth: bytes/s of an optimizer, which writes the memory that it has read.
         launch: seconds that each kernel takes at least.
-        memory: bytes.
-        ranks_per_host: so many ranks reach each other by ``local``, others by ``remote``.
-        local, remote: the links. Each rank of a host has its part of what leaves the host.
-        overlap: the share of a collective that runs beside computation; the rest stops it.
-        backend: of c10d, "nccl" or "gloo"; they need different buffers.
-        source: of the numbers.
-        compared: how far plans for it were off.
+        memory: bytes of device memory.
+        ranks_per_host: the number of ranks that are connected by ``local``; ranks of different
+            hosts are connected by ``remote``.
+        local, remote: the links. The ranks of a host share out the traffic with other hosts.
+        overlap: the fraction of a collective, from 0 to 1, that runs beside computation; the rest
+            stops the computation.
+        backend: c10d's backend, "nccl" or "gloo"; the backends need different buffers.
+        source: the source of the numbers.
+        compared: how far plans for this machine were off.
+
+    Raises:
+        ValueError: a number is out of range, or ``flops`` lacks ``torch.float32``.
     """
 
     name: str
@@ -74,18 +80,19 @@ class Machine:
 
     @property
     def provenance(self) -> str:
-        """Where its numbers come from, and how far they lead."""
+        """The source of the numbers, and how far plans with them were off."""
         return f"{self.name}: {self.source or 'numbers of your own'}; {self.compared}"
 
     def with_numbers(self, **numbers: float) -> "Machine":
-        """Another one, with some numbers of one's own.
+        """Returns a copy of the machine with some numbers replaced.
 
         Args:
-            numbers: attributes by name; ``local_bandwidth``, ``local_latency``,
-                ``remote_bandwidth`` and ``remote_latency``; ``flops`` is of all dtypes.
+            numbers: attributes by name, in the attribute's unit; also ``local_bandwidth``,
+                ``local_latency``, ``remote_bandwidth`` and ``remote_latency``. ``flops`` applies
+                to all dtypes.
 
         Raises:
-            ValueError: there is no such number, or it makes no sense.
+            ValueError: a machine has no such number, or the number is out of range.
         """
         machine = self
         changed: dict[str, Any]
@@ -109,29 +116,29 @@ class Machine:
         return replace(machine, source=source, compared=_NOT_COMPARED)
 
     def flops_of(self, dtype: torch.dtype) -> float:
-        """FLOP/s of products in ``dtype``; of fp32 if it is not known."""
+        """Returns the FLOP/s of products in ``dtype``, or in fp32 if ``dtype`` is not known."""
         return self.flops.get(dtype, self.flops[torch.float32])
 
     def seconds_of_kernel(self, flops: float, dtype: torch.dtype, nbytes: float) -> float:
-        """By the roofline."""
+        """Returns the seconds of a kernel, by the roofline model."""
         return self.launch + max(flops / self.flops_of(dtype), nbytes / self.bandwidth)
 
     def bytes_over_links(self, op: str, nbytes: int, ranks: "Ranks") -> tuple[float, float]:
-        """What a rank receives of ranks of its host, and what it receives of others.
+        """Returns the bytes that a rank receives from its host and from other hosts.
 
         Args:
             op: "all_gather", "reduce_scatter" or "all_reduce".
-            nbytes: of the full buffer.
-            ranks: that take part.
+            nbytes: bytes of the full buffer.
+            ranks: the ranks that take part.
         """
         both_ways = 2 if op == "all_reduce" else 1
         whole = both_ways * nbytes
         fewest = ranks.number - ranks.on_host * (ranks.hosts - 1)  # on the last host
-        remote = whole * (1 - fewest / ranks.number) / fewest  # ranks of a host share it out
+        remote = whole * (1 - fewest / ranks.number) / fewest  # ranks of a host share it
         return whole * (ranks.number - 1) / ranks.number - remote, remote
 
     def seconds_of_collective(self, op: str, nbytes: int, ranks: "Ranks") -> float:
-        """The links work side by side, and the steps of a ring one after the other."""
+        """Returns seconds of a collective: links work in parallel, steps of a ring in sequence."""
         local, remote = self.bytes_over_links(op, nbytes, ranks)
         steps = 2 if op == "all_reduce" else 1
         latency = self.local.latency * (ranks.on_host - 1) * ranks.hosts
@@ -142,11 +149,11 @@ class Machine:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Those of a collective.
+    """The ranks of a collective.
 
     Attributes:
-        number: of them.
-        on_host: of them on each host.
+        number: the number of ranks.
+        on_host: the number of ranks on each host.
     """
 
     number: int
@@ -154,7 +161,7 @@ class Ranks:
 
     @property
     def hosts(self) -> int:
-        """How many hosts they are on."""
+        """The number of hosts of the ranks."""
         return -(-self.number // self.on_host)
 
 
@@ -163,10 +170,10 @@ _LINK_NUMBERS = ("local_bandwidth", "local_latency", "remote_bandwidth", "remote
 
 
 def machine_of(machine: Machine | str) -> Machine:
-    """The machine, or the one of :data:`MACHINES` of this name.
+    """Returns the machine, or the machine of :data:`MACHINES` with this name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no machine has this name.
     """
     if isinstance(machine, Machine):
         return machine
@@ -175,7 +182,7 @@ def machine_of(machine: Machine | str) -> Machine:
     return MACHINES[machine]
 
 
-# Of what is advertised, what a well-made program reaches; override it by what you measure.
+# Fractions of the advertised numbers that an efficient program reaches. Measurements override them.
 _OF_FLOPS, _OF_BANDWIDTH, _OF_LINK = 0.7, 0.85, 0.8
 
 
@@ -190,7 +197,18 @@ def _gpu(
     nic: float,
     source: str,
 ) -> Machine:
-    """From data sheets: TFLOP/s without sparsity, TB/s, GB, and GB/s in one direction."""
+    """Returns a GPU by its data sheet.
+
+    Args:
+        name: the name of the machine.
+        low: TFLOP/s in 16-bit dtypes, without sparsity.
+        fp32: TFLOP/s in fp32.
+        terabytes: TB/s of device memory.
+        gigabytes: GB of device memory.
+        nvlink: GB/s of a GPU's links within the host, in one direction.
+        nic: GB/s of a GPU's network adapter, in one direction.
+        source: the source of the numbers.
+    """
     low_flops = low * 1e12 * _OF_FLOPS
     flops = dict.fromkeys((torch.bfloat16, torch.float16), low_flops)
     return Machine(

@@ -1,4 +1,4 @@
-"""What kernels of a plan really take, on the device at hand."""
+"""Measures the kernels of a plan on this machine's CPU."""
 
 import re
 import time
@@ -14,7 +14,7 @@ from deepcompile_zero3.runtime import ops
 from deepcompile_zero3.tools.planning.kernels import Kernel, aten, is_inlined, results_of
 from deepcompile_zero3.torch_internals import compiler
 
-_SECONDS = 0.02  # of each kernel, beside its compilation
+_SECONDS = 0.02  # for each kernel, beside its compilation
 _LEAST, _MOST = 3, 50  # repetitions
 _CACHE_BYTES = 64 << 20  # more than a processor's caches hold
 
@@ -22,21 +22,21 @@ _CACHE_BYTES = 64 << 20  # more than a processor's caches hold
 def measure_kernels(
     kernels: Iterable[Kernel], between: Callable[[], None] = lambda: None
 ) -> dict[str, float]:
-    """Compiles each kind of kernel with Inductor, and runs it.
+    """Compiles each kind of kernel with Inductor and times it.
 
     Args:
-        kernels: of a plan, traced on the CPU.
-        between: called before each kind is timed, as a barrier of ranks that measure at once.
+        kernels: kernels of a plan, traced on the CPU.
+        between: called before each kind is timed, such as a barrier of ranks that measure at once.
 
     Returns:
-        Seconds of each, on average, by :func:`key_of`.
+        Mean seconds of each kind of kernel, by :func:`key_of`.
     """
     different = {key_of(kernel): kernel for kernel in kernels}
     return {key: _measure(kernel, between) for key, kernel in different.items()}
 
 
 def key_of(kernel: Kernel) -> str:
-    """The same for kernels that do the same."""
+    """Returns a key that is equal for kernels with the same computation and strides."""
     graph_module, examples = as_graph(kernel)
     names = {node.name: f"%{number}" for number, node in enumerate(graph_module.graph.nodes)}
     text = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), graph_text(graph_module))
@@ -63,7 +63,7 @@ def _measure(kernel: Kernel, between: Callable[[], None]) -> float:
 
 
 def as_graph(kernel: Kernel) -> tuple[fx.GraphModule, list[Any]]:
-    """The kernel alone, and the values of its inputs, which have no data."""
+    """Returns the kernel as a graph of its own, and fake values of its inputs."""
     if kernel.nodes[0].target is ops.reduce_mm.default:
         return _product(kernel.nodes[0])
     graph = fx.Graph()
@@ -83,7 +83,7 @@ def as_graph(kernel: Kernel) -> tuple[fx.GraphModule, list[Any]]:
 
 
 def _product(reduction: fx.Node) -> tuple[fx.GraphModule, list[Any]]:
-    """What a reduction computes that takes the factors of a gradient."""
+    """Returns the matrix product of a reduction that takes the factors of a gradient."""
     graph = fx.Graph()
     factors: Any = reduction.args[0]
     left, right = (factor.meta["val"] for factor in factors)
@@ -100,7 +100,7 @@ def _input(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _inputs_of(nodes: Iterable[fx.Node], inside: set[fx.Node]) -> list[fx.Node]:
-    """What they read that is not computed inside."""
+    """Returns the nodes that ``nodes`` read and that are not computed inside."""
     found: dict[fx.Node, None] = {}
     for node in nodes:
         if node in inside or _leads_to(node, inside) or is_inlined(node):
@@ -111,14 +111,14 @@ def _inputs_of(nodes: Iterable[fx.Node], inside: set[fx.Node]) -> list[fx.Node]:
 
 
 def _leads_to(view: fx.Node, inside: set[fx.Node]) -> bool:
-    """Whether what a view shows is computed inside."""
+    """Returns whether a node is a view of a tensor that is computed inside."""
     if not is_view(view):
         return False
     return any(source in inside or _leads_to(source, inside) for source in view.all_input_nodes)
 
 
 def _filled(example: Any) -> Any:
-    """Of the same shape and strides, with small numbers, which are indices too."""
+    """Returns a tensor of the same shape and strides, filled with small numbers or index 0."""
     if not isinstance(example, torch.Tensor):
         return int(example)
     sizes, strides = [int(n) for n in example.shape], [int(n) for n in example.stride()]

@@ -1,4 +1,4 @@
-"""``plan``: what a step of a large model will take, on ranks that one need not have."""
+"""``plan``: predicts a step of a large model on ranks that need not exist."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -31,17 +31,18 @@ class Plan:
 
     Attributes:
         report: what the graphs gather, keep and reduce.
-        machine: that it is predicted for.
-        ranks: of all replicas.
-        seconds: of the step.
-        computing, waiting: the parts of it.
-        flops: of matrix products, of a rank.
-        product_seconds: that they take at least, at the machine's FLOP/s for their dtypes.
-        traffic: by kind of collective.
-        peak: bytes at most.
-        memory: bytes by kind at that moment.
-        tokens: of a rank, the elements of "input_ids"; 0 where a call has none.
-        advice: what would help, and by how much.
+        machine: the machine that the step is predicted for.
+        ranks: the number of ranks of all replicas.
+        seconds: seconds of the step.
+        computing, waiting: seconds of the step in which the rank computes, or waits.
+        flops: FLOPs of a rank's matrix products.
+        product_seconds: seconds that the products take at least, at the machine's FLOP/s for their
+            dtypes.
+        traffic: traffic by kind of collective.
+        peak: the largest number of bytes in use.
+        memory: bytes by kind of memory, at the peak.
+        tokens: tokens of a rank: the elements of "input_ids", or 0 if the call has none.
+        advice: changes that would help, and by how much.
     """
 
     report: Report
@@ -60,21 +61,21 @@ class Plan:
 
     @property
     def utilisation(self) -> float:
-        """FLOP/s of matrix products over those that the machine reaches."""
+        """The fraction of the machine's FLOP/s that the matrix products of the step reach."""
         return self.product_seconds / self.seconds
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks."""
+        """Tokens per second of all ranks together."""
         return self.tokens * self.ranks / self.seconds
 
     @property
     def fits(self) -> bool:
-        """Whether the memory of the machine holds it."""
+        """Whether the peak fits in the machine's memory."""
         return self.peak <= self.machine.memory
 
     def to_dict(self) -> dict[str, Any]:
-        """As numbers, strings, lists and dicts, for JSON; without the report."""
+        """Returns the plan as numbers, strings, lists and dicts, for JSON; without the report."""
         return {
             "model": self.report.model,
             "machine": self.machine.name,
@@ -121,31 +122,35 @@ def plan(
 ) -> Plan:
     """Predicts a step of ``build()`` on ``world_size`` ranks of a machine.
 
-    The model is sharded, traced and rewritten by the code that trains, and the runtime decides
-    what is gathered and reduced together; nothing is computed or sent, and no memory is taken for
-    parameters. Memory, bytes and collectives follow from that. Times come from a model of the
-    machine: see ``docs/planning.md`` for what it knows, and how far off it is. A size that depends
-    on data counts as nothing, and ``reshard_after_forward=N`` as True.
+    The code that trains shards, traces and rewrites the model, and the runtime decides which
+    parameters are gathered and reduced together. Nothing is computed or sent, and parameters take
+    no memory. Memory, bytes and collectives follow from these decisions. Times come from a model of
+    the machine: ``docs/planning.md`` describes the model and its errors. A data-dependent size
+    counts as 0, and ``reshard_after_forward=N`` as True.
 
     Args:
         build: makes the model; called under ``torch.device("meta")``.
-        call: keyword arguments of a forward on one rank, which gives a loss first or as
-            ``.loss``; tensors on the CPU, of which only dtypes and shapes matter.
-        world_size: ranks of all replicas.
-        replicas: how often the model is there (hybrid sharding).
-        machine: of :data:`MACHINES`, or one of your own.
-        shard: shards the model over a mesh; without it each block, and the rest with the model.
-        options: those of ``torch.compile(model, backend="zero3", options=...)``.
-        optimizer_bytes: of the optimizer's state for each element: 8 of AdamW in fp32.
-        prefetch: False starts each gather when it is waited for.
-        advise: tries what might help, which takes some seconds of a large model.
-        seconds_by_kernel: what :func:`measure_kernels` found, if it was asked.
-        tell: is called with what is done next, some minutes of a large model.
+        call: keyword arguments of a forward on one rank, which returns a loss first or as
+            ``.loss``; tensors on the CPU, whose values do not matter.
+        world_size: the number of ranks of all replicas.
+        replicas: the number of replicas of the model (hybrid sharding).
+        machine: a name in :data:`MACHINES`, or a :class:`Machine`.
+        shard: shards the model over a mesh; by default :func:`shard_blocks`.
+        options: the options of ``torch.compile(model, backend="zero3", options=...)``.
+        optimizer_bytes: bytes of the optimizer's state for each element: 8 for AdamW in fp32.
+        prefetch: whether gathers start early. If False, a gather starts when it is waited for.
+        advise: whether to try changes that might help, some seconds for a large model.
+        seconds_by_kernel: measured seconds by kernel, from :func:`measure_kernels`.
+        tell: called with the name of each phase of the plan, which takes minutes for a large model.
+
+    Returns:
+        The :class:`Plan` of the rank with the largest shards.
 
     Raises:
-        TypeError: ``build`` gives no module, or ``call`` is no mapping.
-        ValueError: an unknown machine or option, or a wrong number of ranks or bytes.
-        Zero3Error: the process has a process group, or no graph was compiled.
+        TypeError: ``build`` does not return a module, or ``call`` is not a mapping.
+        ValueError: a machine or option is unknown, or a number of ranks or bytes is wrong.
+        Zero3Error: the process has a process group, no graph was compiled, or code outside the
+            graphs reads parameters.
     """
     machine = machine_of(machine)
     parsed = Options.parse(options)
@@ -220,7 +225,7 @@ def _plan_of(report: Report, machine: Machine, ranks: int, step: Step, tokens: i
 
 
 def told_by(seconds: Mapping[str, float] | None) -> SecondsOf:
-    """What :func:`measure_kernels` found, if it was asked."""
+    """Returns a lookup of the seconds that :func:`measure_kernels` found, if any."""
     return lambda kernel: seconds.get(key_of(kernel)) if seconds else None
 
 
@@ -228,9 +233,13 @@ def shard_blocks(model: nn.Module, mesh: DeviceMesh, **settings: Any) -> nn.Modu
     """Shards each module of the model's lists, and the rest with the model.
 
     Args:
-        model: whose blocks are in ``nn.ModuleList`` or ``nn.Sequential``, the outermost of them.
-        mesh: that they are sharded over.
+        model: a model whose blocks are the modules of its outermost ``nn.ModuleList`` and
+            ``nn.Sequential`` containers.
+        mesh: the mesh that parameters are sharded over.
         settings: further arguments of :func:`fully_shard`.
+
+    Returns:
+        The sharded model.
     """
     for block in _blocks(model):
         fully_shard(block, mesh=mesh, **settings)

@@ -1,7 +1,8 @@
-"""A step, as its rewritten graphs and the runtime take it, in the time that a machine would need.
+"""Simulates a step of rewritten graphs in the time that a machine would take.
 
-The runtime itself runs, on the meta device and in a process group that sends nothing: what is
-gathered together, where gradients go and when a bucket leaves is decided by the code that trains.
+The runtime itself runs, on the meta device and with channels that send nothing. The code that
+trains therefore decides which parameters are gathered together, where gradients go and when a
+bucket is sent.
 """
 
 import contextlib
@@ -46,10 +47,10 @@ class Traffic:
     """Collectives of a kind in a step of a rank.
 
     Attributes:
-        number: of them.
-        nbytes: of their full buffers.
+        number: the number of collectives.
+        nbytes: bytes of the full buffers.
         local, remote: bytes that a rank receives over each link.
-        seconds: that the links take.
+        seconds: seconds that the collectives take.
     """
 
     number: int = 0
@@ -61,13 +62,14 @@ class Traffic:
 
 @dataclass
 class Step:
-    """What a simulated step was like.
+    """The result of a simulated step.
 
     Attributes:
-        timeline: of it.
-        flops: of matrix products.
-        product_seconds: that they take at least, at the machine's FLOP/s for their dtypes.
-        traffic: by kind of collective.
+        timeline: the timeline of the step.
+        flops: FLOPs of matrix products.
+        product_seconds: seconds that the products take at least, at the machine's FLOP/s for their
+            dtypes.
+        traffic: traffic by kind of collective.
     """
 
     timeline: Timeline
@@ -85,15 +87,15 @@ def simulate(
     prefetch: bool = True,
     seconds_of: SecondsOf = lambda kernel: None,
 ) -> Step:
-    """Takes a step: the forwards, their backwards, the optimizer.
+    """Simulates a step: the forwards, their backwards and the optimizer.
 
     Args:
-        graphs: rewritten ones. Each runs once, backwards in the opposite order of their forwards.
-        parameters: those of the graphs, by name. Nothing of them is changed.
-        machine: that it runs on.
-        optimizer_bytes: of the optimizer's state, for each element of a shard.
-        prefetch: False starts each gather when it is waited for.
-        seconds_of: what a kernel was measured to take, or None.
+        graphs: rewritten graphs. Each runs once; backwards run in the reverse order of forwards.
+        parameters: the graphs' parameters by FQN; they are not changed.
+        machine: the machine that the step runs on.
+        optimizer_bytes: bytes of the optimizer's state for each element of a shard.
+        prefetch: whether gathers start early. If False, a gather starts when it is waited for.
+        seconds_of: returns the measured seconds of a kernel, or None.
     """
     trained = {name for name, p in parameters.items() if p.placeholder.requires_grad}
     backwards = sorted(graphs.backward, key=lambda graph: graph.number, reverse=True)
@@ -106,21 +108,32 @@ def simulate(
 def _twins(
     parameters: Mapping[str, ShardedParameter], backend: str
 ) -> Iterator[dict[str, _C.Parameter]]:
-    """Handles by name that are like those of ``parameters``, of a model of their own on the meta
-    device. Ranks exchange messages, with the buffers that a backend of c10d needs; what shares
-    memory has no bound on its buckets either.
+    """Yields, by name, handles like those of ``parameters``. They belong to a model of their own on
+    the meta device. Ranks exchange messages, with the buffers that a backend of c10d needs. If a
+    parameter's transport does not bound buckets, buckets are not bounded here either.
     """
     root = max(_C.live_roots(), default=0) + 1
     twins = {}
     try:
         for name, parameter in parameters.items():
-            handle, twin = parameter.handle, _C.Parameter()
-            for attribute in _ALIKE:
-                setattr(twin, attribute, getattr(handle, attribute))
-            if handle.is_shared:
-                twin.bucket_bytes = _UNBOUNDED
-            twin.device = torch.device("meta")
-            twin.simulated_backend = backend
+            handle = parameter.handle
+            twin = _C.Parameter(
+                sizes=handle.sizes,
+                strides=handle.strides,
+                compute_dtype=handle.compute_dtype,
+                device=torch.device("meta"),
+                rank=handle.rank,
+                world_size=handle.world_size,
+                replicas=handle.replicas and _like(handle.replicas, backend),
+            )
+            shards = _C.SimulatedChannel(
+                parameter.group_name, handle.rank, handle.world_size, backend
+            )
+            twin.transport = _C.Messages(shards, shards)
+            for setting in _SETTINGS:
+                setattr(twin.settings, setting, getattr(handle.settings, setting))
+            if not handle.transport.can.bounds_buckets:
+                twin.settings.bucket_bytes = _UNBOUNDED
             twin.shard = torch.empty_like(handle.shard, device="meta")
             twin.root = root
             twin.fqn = _PREFIX + name
@@ -133,27 +146,15 @@ def _twins(
 
 _PREFIX = "simulated: "
 _UNBOUNDED = 1 << 62
-_ALIKE = (
-    "group_name",
-    "reduce_group_name",
-    "rank",
-    "world_size",
-    "replicate_group_name",
-    "replica",
-    "replicas",
-    "sizes",
-    "strides",
-    "compute_dtype",
-    "grad_dtype",
-    "reduce_dtype",
-    "shard_grad_dtype",
-    "bucket_bytes",
-    "divide_factor",
-)
+_SETTINGS = ("grad_dtype", "reduce_dtype", "shard_grad_dtype", "bucket_bytes", "divide_factor")
+
+
+def _like(channel: _C.Channel, backend: str) -> _C.Channel:
+    return _C.SimulatedChannel(channel.name, channel.rank, channel.world_size, backend)
 
 
 def _in_backward(function: Callable[[], None]) -> None:
-    """Calls a function in a backward of autograd's, where the runtime expects gradients."""
+    """Calls a function inside a backward of autograd, where the runtime expects gradients."""
     with torch.enable_grad():
         root = torch.zeros(1, device="cpu", requires_grad=True).clone()
         root.register_hook(lambda _: function())
@@ -197,21 +198,21 @@ class _Simulation:
         self._optimizer_bytes = optimizer_bytes
         self._prefetch = prefetch
         self._seconds_of = seconds_of
-        self._now = 0.0  # of the computation
+        self._now = 0.0  # seconds of the computation
         self._link_free = 0.0
         self._flops = self._product_seconds = 0.0
         self._spans: list[Span] = []
         self._alive: Counter[str] = Counter()
         self._memory: list[tuple[float, tuple[int, ...]]] = []
         self._traffic: dict[str, Traffic] = {}
-        self._saved: dict[tuple[int, str], _Saved] = {}  # by the number of the graph, and a name
-        self._results: list[_Saved] = []  # what graphs return to whoever calls
+        self._saved: dict[tuple[int, str], _Saved] = {}  # by graph number and name
+        self._results: list[_Saved] = []  # outputs that only the caller reads
         self._reductions: list[_InFlight] = []
-        self._others, _ = _C.simulated_buffers(reset_peak=True)
-        self._buffers = 0  # bytes of the runtime's, and of gradients that it has not delivered
+        self._others, _ = _C.meta_buffers(reset_peak=True)
+        self._buffers = 0  # bytes of the runtime's, undelivered gradients included
         self._gathered: dict[fx.Node, int] = {}  # bytes, with padding
         self._gradients: dict[str, int] = {}  # bytes of their shards
-        self._log = _C.CollectiveLog.start(simulated=True)
+        self._log = _C.CollectiveLog.start(on_meta=True)
 
     def run(self, forwards: Sequence[CapturedGraph], backwards: Sequence[CapturedGraph]) -> Step:
         shards = [parameter.shard for parameter in self._parameters.values()]
@@ -277,7 +278,7 @@ class _Simulation:
 
     def _end_graph(self, graph: fx.Graph) -> None:
         for node in graph.find_nodes(op="placeholder"):
-            self._free(node)  # what was saved, and is not read
+            self._free(node)  # saved but never read
         saved = saved_outputs(graph)
         by_base: dict[fx.Node, _Saved] = {}
         for node in graph.output_node().all_input_nodes:
@@ -353,22 +354,22 @@ class _Simulation:
         gather, collectives = started
         for collective in collectives:
             self._wait(collective)
-        before, _ = _C.simulated_buffers()
+        before, _ = _C.meta_buffers()
         fulls = gather.finish(fresh=True)
-        _, peak = _C.simulated_buffers()
-        if peak > before:  # what shared a buffer with others has been copied out of it
+        _, peak = _C.meta_buffers()
+        if peak > before:  # parameters that shared a buffer were copied out of it
             names = tuple(name for c in collectives for name in c.parameters)
             self._compute("unpack", 0.0, torch.float32, 2 * (peak - before), names)
         for position, full in gathered_items(wait):
             self._gathered[full] = fulls[position].untyped_storage().nbytes()
-        del fulls  # they are the graph's from here on
+        del fulls  # the graph owns the tensors from here on
         self._follow_buffers()
         for _, full in gathered_items(wait):
             self._change("gathered", self._gathered[full])
 
     def _follow_buffers(self) -> None:
-        """Takes note of the runtime's, first at their peak."""
-        in_use, peak = _C.simulated_buffers(reset_peak=True)
+        """Records the bytes of the runtime's buffers, first at their peak, then now."""
+        in_use, peak = _C.meta_buffers(reset_peak=True)
         for nbytes in (peak - self._others, in_use - self._others):
             if nbytes != self._buffers:
                 self._buffers = nbytes
@@ -384,18 +385,18 @@ class _Simulation:
             nbytes = packed + sum(map(nbytes_of, memory_of(node)))
             self._compute("pack", 0.0, dtypes.raw, nbytes, (name,))
         parameter = self._parameters[name]
-        dtype = parameter.shard_grad_dtype or dtypes.leaf or dtypes.raw
+        dtype = parameter.settings.shard_grad_dtype or dtypes.leaf or dtypes.raw
         self._gradients[name] = parameter.shard.numel() * dtype.itemsize
         meta = torch.device("meta")
         if node.target is ops.reduce_grad.default:
             _C.reduce(parameter, torch.empty(parameter.sizes, dtype=dtypes.raw, device=meta))
-        else:  # the runtime computes it
+        else:  # the runtime computes the gradient into its own buffer
             _C.reduce(parameter, _C.empty_buffer(parameter.sizes, dtypes.raw, meta), owned=True)
         self._follow_reductions()
         self._follow_buffers()
 
     def _follow_reductions(self) -> None:
-        """What the runtime has started, and waited for before that."""
+        """Launches reductions that the runtime has started; finishes those that it has awaited."""
         for record in self._log.take():
             while record.op == "all_reduce" and self._number_of("reduce_scatter") > 0:
                 self._finish_reduction()
@@ -436,7 +437,7 @@ class _Simulation:
     def _ranks(self, record: _C.Collective, parameter: _C.Parameter) -> Ranks:
         of_host = self._machine.ranks_per_host
         if record.op == "all_reduce":
-            # Replicas are as far from each other as a shard group is wide.
+            # Corresponding ranks of two replicas are a shard group's size apart.
             on_host = min(of_host // parameter.world_size, record.world_size)
             return Ranks(record.world_size, max(on_host, 1))
         return Ranks(record.world_size, min(of_host, record.world_size))
@@ -458,7 +459,7 @@ class _Simulation:
 
 
 def _gathered(graph: fx.Graph) -> set[str]:
-    """The parameters of a graph."""
+    """Returns the FQNs of the parameters that a graph gathers."""
     starts = graph.find_nodes(op="call_function", target=ops.all_gather_start.default)
     return {name for start in starts for name in fqns_of(start)}
 
@@ -468,7 +469,7 @@ def _names(record: _C.Collective) -> tuple[str, ...]:
 
 
 def _saved_as(node: fx.Node) -> str:
-    """What a forward's output, and the input of its backward, have in common."""
+    """Returns the name that an output of a forward shares with the input of its backward."""
     if _kind(node) != "gathered":
         return node.meta.get(KEPT_OF, node.name)
     wait, position = node.args
@@ -476,7 +477,7 @@ def _saved_as(node: fx.Node) -> str:
 
 
 def _kind(node: fx.Node) -> str:
-    """Of the memory of what a node gives; none if it is another's, or nothing to speak of."""
+    """Returns the kind of a node's memory: "" if it owns none, or none to speak of."""
     if node.op != "call_function":
         return ""
     source: Any = node.args[0] if node.args else None

@@ -10,7 +10,7 @@ from deepcompile_zero3.tools.planning.simulate import KINDS
 
 
 def table(knob: str, plans: Mapping[float, Plan]) -> Table:
-    """A line for each value."""
+    """Returns a table with a row for each value."""
     columns = (knob, "ms", "tokens/s", "waits", "FLOP/s", "GB", "fits")
     result = Table(*columns, box=None, pad_edge=False)
     for column in result.columns:
@@ -29,7 +29,7 @@ def table(knob: str, plans: Mapping[float, Plan]) -> Table:
 
 
 def draw(title: str, knob: str, plans: Mapping[float, Plan], path: Path) -> None:
-    """Bars of the step and of the memory at its peak, by value."""
+    """Draws bars of the step's seconds and of the memory at the peak, for each value."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -1,1 +1,1 @@
-"""What a step of a training script really does."""
+"""Traces of a training script's steps."""

@@ -1,4 +1,4 @@
-"""The events of a profile of torch, as it exports them for Chrome."""
+"""Reads the events of a torch profile in Chrome's trace format."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -13,15 +13,15 @@ _KINDS = {
     "gpu_memset": "kernel",
 }
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
-_CPU, _CUDA = 0, 1  # types of devices
+_CPU, _CUDA = 0, 1  # torch's device types
 _STEP = "ProfilerStep#"
 
 
 def events_of(trace: Mapping[str, Any]) -> list[Event]:
-    """Those that a timeline is made of.
+    """Returns the events that a timeline is made of.
 
     Args:
-        trace: what ``torch.profiler.profile.export_chrome_trace`` writes.
+        trace: a trace that ``torch.profiler.profile.export_chrome_trace`` has written.
     """
     records = trace["traceEvents"]
     launches = {
@@ -46,13 +46,13 @@ def events_of(trace: Mapping[str, Any]) -> list[Event]:
 
 
 def steps_of(events: Iterable[Event]) -> list[Event]:
-    """The ranges of ``torch.profiler.profile.step``, in their order."""
+    """Returns the ranges of ``torch.profiler.profile.step``, in order."""
     steps = [event for event in events if event.kind == "range" and event.name.startswith(_STEP)]
     return sorted(steps, key=lambda step: step.start)
 
 
 def _memory(records: Iterable[Mapping[str, Any]]) -> Iterator[Event]:
-    """Of the GPU where it allocates, else of the host."""
+    """Yields memory events of the GPU if it allocates, else of the host."""
     samples = [record for record in records if record.get("name") == "[memory]"]
     types = {sample["args"]["Device Type"] for sample in samples}
     wanted = _CUDA if _CUDA in types else _CPU

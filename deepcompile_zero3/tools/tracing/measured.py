@@ -1,9 +1,9 @@
-"""A step that a profiler has seen, as a timeline.
+"""Turns the profile of a step into a timeline.
 
 The runtime marks its work with ranges such as
-``zero3::all_gather start [Float, 4096 bytes] a.weight, b.weight``; the collective is in flight from
-there to the end of the range of the same name that says ``wait``. Those of a reduction that say
-``send`` tell when gradients went, of which some go before its start.
+``zero3::all_gather start [Float, 4096 bytes] a.weight, b.weight``. The collective is in flight from
+the beginning of this range to the end of the corresponding ``wait`` range. A ``send`` range marks
+when gradients of a reduction were sent; some are sent before the reduction starts.
 """
 
 import re
@@ -19,7 +19,7 @@ _LANES = {"all_gather": "gather", "reduce_scatter": "reduce", "all_reduce": "red
 
 # Operators that compute the gradient that they send.
 _COMPUTE_INSIDE = ("zero3::reduce_mm", "zero3::reduce_rows")
-# The engine's, and what begins and awaits the collectives of others.
+# Ranges of the autograd engine, and operators that start or await collectives of others.
 _NO_COMPUTATION = ("autograd::", "torch::autograd::", "c10d::", "_c10d_functional::")
 _INDUCTOR_KERNEL = re.compile(r"graph_\d+_\w+|cpp_\w+")
 _OTHERS_WAIT = "_c10d_functional::wait_tensor"
@@ -27,14 +27,14 @@ _OTHERS_WAIT = "_c10d_functional::wait_tensor"
 
 @dataclass(frozen=True)
 class Event:
-    """What a profiler has seen.
+    """An event of a profile.
 
     Attributes:
-        kind: "operator" or "range" of the host, "kernel" of a GPU, or "memory".
-        start, end: in seconds.
-        thread: of the host; of a kernel, the one that launched it.
-        launched: of a kernel: when it was.
-        nbytes: of memory: what is allocated from then on.
+        kind: "operator" or "range" on the host, "kernel" on a GPU, or "memory".
+        start, end: times in seconds.
+        thread: the host thread; for a kernel, the thread that launched it.
+        launched: for a kernel, the time of its launch in seconds.
+        nbytes: for memory, the bytes that are allocated from ``start`` on.
     """
 
     kind: str
@@ -58,16 +58,17 @@ class _Ours:
 
 
 def timeline_of(events: Iterable[Event], step: Event) -> Timeline:
-    """What happens in ``step``, as a timeline called "measured".
+    """Returns the timeline of ``step``, named "measured".
 
-    On CPUs a collective lasts until it has been waited for, which may be long after its last byte
-    has come. Where there are kernels of a GPU they are what computes and sends, and "waiting" is
-    when only those that send run.
+    On CPUs a collective lasts to the end of its wait, which may be long after its last byte has
+    arrived. If the profile has kernels of a GPU, the kernels compute and send, and the rank waits
+    while only sending kernels run.
 
-    Memory is what is allocated beyond the least of the step; on a GPU, all of it.
+    On CPUs memory is the number of bytes allocated beyond the step's minimum; on a GPU it is the
+    number of bytes allocated.
 
     Args:
-        events: of the profile, in any order.
+        events: events of the profile, in any order.
         step: the range of the step, on the thread that computes.
     """
     inside = [event for event in events if step.start <= event.start < step.end]
@@ -87,7 +88,7 @@ def timeline_of(events: Iterable[Event], step: Event) -> Timeline:
 
 
 def collectives_of(events: Iterable[Event], step: Event) -> dict[str, tuple[int, int]]:
-    """How many start in ``step``, by kind, and the bytes of their full buffers."""
+    """Returns the number of collectives that start in ``step`` and their full bytes, by kind."""
     found: dict[str, tuple[int, int]] = {}
     inside = (event for event in events if step.start <= event.start < step.end)
     for ours in filter(None, map(_ours, inside)):
@@ -109,11 +110,11 @@ def _ours(event: Event) -> _Ours | None:
 
 
 def _computation(events: Sequence[Event], waits: Sequence[float]) -> Iterator[Span]:
-    """The outermost operators that compute and do not wait.
+    """Yields the outermost operators that compute and do not wait.
 
     Args:
-        events: of one thread, in their order.
-        waits: when they begin, in their order.
+        events: events of one thread, in order.
+        waits: times at which waits begin, in order.
     """
     busy_until = 0.0
     for event in events:
@@ -136,7 +137,7 @@ def _computes(event: Event) -> bool:
 
 
 def _ends_the_search(event: Event) -> bool:
-    """Whether nothing in it counts as computation."""
+    """Returns whether nothing inside an event counts as computation."""
     if event.kind == "range":
         ours = _ours(event)
         return ours is not None and ours.phase != "send"
@@ -144,8 +145,8 @@ def _ends_the_search(event: Event) -> bool:
 
 
 def _transfers(ours: Sequence[_Ours], step: Event) -> Iterator[Span]:
-    """From the start of each gather and reduction to the end of its wait."""
-    sent: dict[str, float] = {}  # of parameters: since when
+    """Yields a span from the start of each gather and reduction to the end of its wait."""
+    sent: dict[str, float] = {}  # by parameter, when its gradient was sent
     starts: dict[tuple[str, tuple[str, ...]], deque[float]] = defaultdict(deque)
     for each in (each for each in ours if each.op in _LANES):
         same = starts[each.op, each.parameters]
@@ -162,7 +163,7 @@ def _transfers(ours: Sequence[_Ours], step: Event) -> Iterator[Span]:
                 sent.pop(name, None)
             yield _span(each, same.popleft() if same else step.start, each.event.end)
     for (op, parameters), same in starts.items():
-        for start in same:  # of what is waited for after the step
+        for start in same:  # of collectives that are awaited after the step
             yield Span(_LANES[op], op, start, step.end, parameters)
 
 
@@ -203,7 +204,7 @@ def _lanes_of_kernels(kernels: Sequence[Event], ours: Sequence[_Ours]) -> list[l
 
 
 def _owner(kernel: Event, ours: Sequence[_Ours]) -> _Ours | None:
-    """The innermost of what launched it."""
+    """Returns the innermost range of the runtime that launched a kernel."""
     around = [
         each
         for each in ours
@@ -214,7 +215,7 @@ def _owner(kernel: Event, ours: Sequence[_Ours]) -> _Ours | None:
 
 
 def _outside(span: Span, others: Sequence[Span]) -> Iterator[Span]:
-    """The parts of ``span`` in which none of ``others`` is, which do not overlap."""
+    """Yields the parts of ``span`` that are outside ``others``, which do not overlap."""
     start = span.start
     for other in others:
         if other.end <= start:
@@ -232,7 +233,7 @@ def _outside(span: Span, others: Sequence[Span]) -> Iterator[Span]:
 
 
 def _in_turn(spans: Iterable[Span]) -> list[Span]:
-    """Each lane's, none before the one that ends before it does has ended."""
+    """Cuts spans that overlap in a lane: none starts before the previous one has ended."""
     ends: dict[str, float] = {}
     result = []
     for span in sorted(spans, key=lambda span: span.end):

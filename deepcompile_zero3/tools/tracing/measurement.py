@@ -1,4 +1,4 @@
-"""A measured step, told in tables: printed, as a page, or as data."""
+"""Reports a measured step as printed tables, as a page or as data."""
 
 import heapq
 import json
@@ -24,15 +24,15 @@ class Measurement:
 
     Attributes:
         script: the name of its file.
-        rank: whose step it is.
-        number: of the step, counted from 1.
-        durations: of all steps that were profiled, in seconds.
-        duration: of this one, their median.
-        timeline: what it did.
-        is_sharded: whether a model was sharded by this library.
+        rank: the rank that took the step.
+        number: the number of the step, counted from 1.
+        durations: seconds of all profiled steps.
+        duration: seconds of this step, which is their median.
+        timeline: the timeline of this step.
+        is_sharded: whether this library sharded a model.
         compiles: whether torch compiled something in the step.
-        predicted: what a plan says that it does, if it was asked.
-        remark: why there is no prediction, or what it leaves out.
+        predicted: the timeline of a plan, if a prediction was requested.
+        remark: why there is no prediction, or what the prediction leaves out.
     """
 
     script: str
@@ -47,7 +47,7 @@ class Measurement:
     remark: str = ""
 
     def show(self, page_path: str | None, data_path: str | None) -> None:
-        """Prints it, and writes the files that are named."""
+        """Prints the measurement and writes the files whose paths are given."""
         print(self, flush=True)
         if data_path is not None:
             Path(data_path).write_text(json.dumps(self.to_dict()), encoding="utf-8")
@@ -57,7 +57,7 @@ class Measurement:
             page.save_page(page_path, title, str(self), timelines, list(self._tables()))
 
     def to_dict(self) -> dict[str, Any]:
-        """The attributes as numbers, strings, lists and dicts, for JSON."""
+        """Returns the attributes as numbers, strings, lists and dicts, for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -104,7 +104,7 @@ class Measurement:
         return self._row(name, str(len(self._lane(lane))), _total(self.timeline, lane), lane)
 
     def _row(self, name: str, number: str, seconds: float, *lanes: str) -> tuple[str, ...]:
-        """What was measured, and what these lanes of the prediction say."""
+        """Returns a row: measured seconds, then seconds of the prediction's ``lanes``, if any."""
         beside: tuple[str, ...] = ()
         if self.predicted:
             beside = (_ms(_total(self.predicted, *lanes)) if lanes else "",)
@@ -151,7 +151,7 @@ def _text(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Text:
 
 
 def _total(timeline: Timeline, *lanes: str) -> float:
-    """Seconds that their spans take."""
+    """Returns the seconds of all spans of the lanes."""
     return sum(_duration(span) for span in timeline.spans if span.lane in lanes)
 
 
@@ -160,7 +160,7 @@ def _duration(span: Span) -> float:
 
 
 def _times(span: Span) -> tuple[float, float]:
-    """When it starts and what it takes, in ms."""
+    """Returns the start and the duration of a span, in ms."""
     return span.start * 1e3, _duration(span) * 1e3
 
 
@@ -169,6 +169,6 @@ def _ms(seconds: float) -> str:
 
 
 def _names(names: tuple[str, ...]) -> str:
-    """The first, and how many more there are."""
+    """Returns the first name and the number of further names."""
     more = len(names) - 1
     return ", ".join(names[:1]) + (f" and {more} more" if more > 0 else "")

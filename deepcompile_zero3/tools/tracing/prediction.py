@@ -1,4 +1,4 @@
-"""What a plan says of a step that was measured: of the graphs that ran in it."""
+"""Predicts a measured step from the graphs that ran in it."""
 
 import sys
 from collections import Counter
@@ -27,10 +27,10 @@ from deepcompile_zero3.tools.planning.simulate import simulate
 from deepcompile_zero3.tools.timeline import Timeline
 from deepcompile_zero3.tools.tracing.measured import Event, collectives_of
 from deepcompile_zero3.torch_internals import compiler
-from deepcompile_zero3.transport import agree
+from deepcompile_zero3.transport.json_collectives import all_gather_json
 
 _Result = TypeVar("_Result")
-_Profiled: TypeAlias = tuple[Sequence[Event], Event]  # the range of a step the second
+_Profiled: TypeAlias = tuple[Sequence[Event], Event]  # all events, and the range of a step
 
 _BY_MESSAGES = (
     "predicted is a step whose ranks exchange messages; these share memory, and their waits and "
@@ -40,11 +40,11 @@ _BY_MESSAGES = (
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of a step.
+    """The prediction of a step.
 
     Attributes:
-        timeline: what it would do; None where nothing sound can be said.
-        remark: why there is none, or what it leaves out: a line, or nothing.
+        timeline: the predicted timeline, or None if no sound prediction can be made.
+        remark: a line on why there is no prediction or what it leaves out, or an empty string.
     """
 
     timeline: Timeline | None = None
@@ -58,19 +58,19 @@ def predict(
     profiled: _Profiled | None,
     optimizers: Collection[Optimizer],
 ) -> Prediction:
-    """Predicts a step from the graphs that ran in it, or says why it cannot; it never raises.
+    """Predicts a step from the graphs that ran in it, or remarks why it cannot; it never raises.
 
     Args:
         captured: all graphs that the process has compiled.
-        machine: that the step is predicted for. None: the ranks measure what they reach, which
-            takes a minute or so, and is collective: all ranks of the job call this.
-        numbers: of that machine, in place of its own: see :meth:`Machine.with_numbers`.
-        profiled: events, and the range of the step; None if they could not be read.
-        optimizers: those that have stepped.
+        machine: the machine that the step is predicted for. If None, the ranks measure their own
+            machine, which takes about a minute and is collective: all ranks of the job call this.
+        numbers: numbers that replace the machine's: see :meth:`Machine.with_numbers`.
+        profiled: the events and the range of the step, or None if they could not be read.
+        optimizers: the optimizers that have stepped.
     """
     try:
         return _predict(captured, machine, numbers, profiled, optimizers)
-    except Exception as error:  # of which the measured step must not suffer
+    except Exception as error:  # the measured step is reported anyway
         return Prediction(remark=_line(error))
 
 
@@ -100,16 +100,19 @@ def _predict(
 
 
 def _share_memory(parameters: Mapping[str, ShardedParameter]) -> bool:
-    return any(parameter.handle.is_shared for parameter in parameters.values())
+    return any(
+        not parameter.handle.transport.can.sends_messages for parameter in parameters.values()
+    )
 
 
 def _what_ran(
     captured: CapturedGraphs, profiled: _Profiled | None
 ) -> tuple[CapturedGraphs, dict[str, ShardedParameter]]:
-    """The graphs that ran in the step, and the parameters of their models.
+    """Returns the graphs that ran in the step, and their parameters by FQN.
 
     Raises:
-        Zero3Error: a step that runs each of them once is another one, or sends something else.
+        Zero3Error: a step that runs each graph once would differ from the measured step, or would
+            send something else.
     """
     if profiled is None:
         raise Zero3Error("a profile could not be read")
@@ -120,7 +123,7 @@ def _what_ran(
     runs = Counter(
         name.removeprefix(compiler.REGION) for name in inside if name.startswith(compiler.REGION)
     )
-    # A region that was compiled anew, after a reset, is what it was compiled to last.
+    # A region that was compiled again, after a reset, is represented by its latest graph.
     latest = {graph.region: graph for graph in captured.forward}
     forward = [graph for graph in latest.values() if graph.region in runs]
     numbers = {graph.number for graph in forward}
@@ -156,7 +159,7 @@ def _what_ran(
         raise Zero3Error("ranks that share a tensor's computation are not planned")
     if not _share_memory(parameters):
         sent = collectives_of(*profiled)
-        traffic = simulate(ran, parameters, MACHINES["h100"]).traffic  # the same on any
+        traffic = simulate(ran, parameters, MACHINES["h100"]).traffic  # the same on any machine
         planned = {op: (each.number, each.nbytes) for op, each in traffic.items()}
         if sent != planned:
             raise Zero3Error(
@@ -169,7 +172,7 @@ def _what_ran(
 def _optimizer_bytes(
     optimizers: Collection[Optimizer], parameters: Mapping[str, ShardedParameter]
 ) -> int:
-    """Of the state for each element of a shard."""
+    """Returns the bytes of the optimizers' state for each element of a shard."""
     trained = [p for p in parameters.values() if p.placeholder.requires_grad]
     nbytes = sum(
         nbytes_of_tensor(getattr(value, "_local_tensor", value))
@@ -188,7 +191,7 @@ def _optimizer_bytes(
 def _what_to_measure(
     captured: CapturedGraphs, profiled: _Profiled | None
 ) -> tuple[CapturedGraphs, dict[str, ShardedParameter], DeviceMesh, dict[str, Kernel]]:
-    """The graphs, their parameters, whose mesh, and kernels by what tells them apart."""
+    """Returns the graphs, their parameters, the parameters' mesh, and kernels by :func:`key_of`."""
     graphs, parameters = _what_ran(captured, profiled)
     meshes = {parameter.layout.mesh for parameter in parameters.values()}
     mesh = meshes.pop()
@@ -203,7 +206,7 @@ def _what_to_measure(
 
 
 def _measure(mesh: DeviceMesh, kernels: Mapping[str, Kernel]) -> tuple[Machine, dict[str, float]]:
-    """The machine, and seconds of each kernel on the rank that is slowest. Collective."""
+    """Returns the machine, and seconds of each kernel on the slowest rank. Collective."""
     group = mesh.get_group()
     _on_all_ranks(lambda: _check_alike([*kernels], group))
     if dist.get_rank() == 0:
@@ -216,17 +219,17 @@ def _measure(mesh: DeviceMesh, kernels: Mapping[str, Kernel]) -> tuple[Machine, 
         alone = _on_all_ranks(lambda: measure_device(device, "these ranks"))
         machine = measure_links(mesh, alone)
         mine = _on_all_ranks(lambda: _seconds(kernels, group))
-    of_ranks = agree.gather("trace", list(mine.values()), group)
+    of_ranks = all_gather_json("trace", list(mine.values()), group)
     return machine, dict(zip(mine, max(of_ranks, key=sum), strict=True))
 
 
 def _check_alike(kernels: list[str], group: dist.ProcessGroup) -> None:
-    if any(theirs != kernels for theirs in agree.gather("trace", kernels, group)):
+    if any(theirs != kernels for theirs in all_gather_json("trace", kernels, group)):
         raise Zero3Error("ranks run different graphs")
 
 
 def _seconds(kernels: Mapping[str, Kernel], group: dist.ProcessGroup) -> dict[str, float]:
-    """Of each kernel, timed on all ranks at once, whatever happens on this one."""
+    """Returns seconds of each kernel; an error here does not leave other ranks in a barrier."""
     barriers = iter([lambda: dist.barrier(group)] * len(kernels))
     try:
         return measure_kernels(kernels.values(), between=lambda: next(barriers)())
@@ -236,14 +239,14 @@ def _seconds(kernels: Mapping[str, Kernel], group: dist.ProcessGroup) -> dict[st
 
 
 def _on_all_ranks(function: Callable[[], _Result]) -> _Result:
-    """What it returns. Where it raises on one rank, this raises on all: collective."""
+    """Returns the result of ``function``; raises on all ranks if it raises on one. Collective."""
     result, error = None, ""
     try:
         result = function()
     except Exception as raised:
         error = _line(raised)
     everyone = dist.group.WORLD
-    errors = [error] if everyone is None else agree.gather("trace", error, everyone)
+    errors = [error] if everyone is None else all_gather_json("trace", error, everyone)
     for each in filter(None, errors):
         raise Zero3Error(each)
     return result  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""``python -m deepcompile_zero3 trace script.py``: what a step of a training script really does."""
+"""``python -m deepcompile_zero3 trace script.py``: measures a step of a training script."""
 
 import argparse
 import contextlib
@@ -27,11 +27,11 @@ from deepcompile_zero3.tools.tracing.prediction import Prediction, predict
 from deepcompile_zero3.torch_internals import compiler
 
 _HERE = "here"
-_COMPILES = "(dynamo_timed)"  # how ranges of torch's compiler end
+_COMPILES = "(dynamo_timed)"  # suffix of the ranges of torch's compiler
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of the command."""
+    """Adds the arguments of the command."""
     add = parser.add_argument
     add("--skip", type=_positive, default=2, help="steps before, which compile (default: 2)")
     add("--steps", type=_positive, default=3, help="steps that are profiled (default: 3)")
@@ -60,9 +60,9 @@ def _positive(text: str) -> int:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs the script, and tells of its steps when they are over; returns the exit status.
+    """Runs the script, reports its median profiled step, and returns the exit status.
 
-    What the script raises is passed on.
+    Exceptions of the script are passed on.
     """
     if not os.path.isfile(args.script):
         return _fail(f"there is no file {args.script}", status=2)
@@ -87,7 +87,7 @@ def main(args: argparse.Namespace) -> int:
         if _rank() != 0 and args.machine != _HERE:
             return
         predicted, profiled = Prediction(), None
-        try:  # whatever happens, other ranks wait for the rest of the script
+        try:  # an error must not stop the script, whose other ranks would wait
             events = _events_of(profile)
             profiled = events, _median(steps_of(events))
         except Exception as error:
@@ -123,15 +123,15 @@ def main(args: argparse.Namespace) -> int:
 
 
 class Steps:
-    """Counts a script's steps by its optimizers', and calls those who listen at each end.
+    """Counts a script's training steps by the steps of its optimizers.
 
-    A step ends where an optimizer steps that has stepped since the last end, or the first of all:
-    several optimizers of one training step count once.
+    A training step ends when an optimizer steps that has already stepped at or after the previous
+    end, or when the first optimizer of all steps. Several optimizers of one step thus count once.
 
     Attributes:
-        ended: how many.
-        listeners: what is called.
-        optimizers: those that have stepped, and are alive.
+        ended: the number of training steps that have ended.
+        listeners: functions that are called at the end of each training step.
+        optimizers: live optimizers that have stepped.
     """
 
     def __init__(self) -> None:
@@ -141,7 +141,7 @@ class Steps:
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def __call__(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        """An optimizer has stepped."""
+        """Notes that an optimizer has stepped."""
         self.optimizers.add(optimizer)
         if not self._stepped or optimizer in self._stepped:
             self._stepped.clear()
@@ -155,7 +155,7 @@ class Steps:
 def _profiled(
     steps: Steps, skip: int, count: int, done: Callable[[torch.profiler.profile], None]
 ) -> Iterator[None]:
-    """Calls ``done`` when the steps that are profiled have ended, if they do in the block."""
+    """Calls ``done`` when the profiled steps have ended, if they end inside the block."""
 
     def ready(profile: torch.profiler.profile) -> None:
         if steps.ended == skip + count:
@@ -166,7 +166,7 @@ def _profiled(
 
     def step() -> None:
         if steps.ended <= skip + count:
-            if torch.cuda.is_initialized():  # what a step has launched is to end in it
+            if torch.cuda.is_initialized():  # kernels that a step launched end in it
                 torch.cuda.synchronize()
             profile.step()
 
@@ -180,7 +180,7 @@ def _profiled(
 
 
 def _run(script: str, arguments: list[str]) -> None:
-    """As ``python script arguments...``, but in this process."""
+    """Runs ``python script arguments...`` in this process."""
     argv, path = sys.argv, sys.path[:]
     sys.argv = [script, *arguments]
     if not sys.flags.safe_path:
@@ -199,7 +199,7 @@ def _events_of(profile: torch.profiler.profile) -> list[Event]:
 
 
 def _median(steps: list[Event]) -> Event:
-    """The one whose duration is the median."""
+    """Returns the step with the median duration."""
     return sorted(steps, key=_duration)[(len(steps) - 1) // 2]
 
 

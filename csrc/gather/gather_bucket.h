@@ -1,0 +1,34 @@
+// Gathers the shards of several parameters into their full tensors.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+#include "parameter/parameter.h"
+#include "support/collective_log.h"
+
+namespace zero3 {
+
+// Parameters of one compute dtype and transport, gathered by one collective.
+class GatherBucket {
+ public:
+  // Raises if a parameter cannot be gathered.
+  explicit GatherBucket(std::vector<ParameterPtr> parameters);
+  virtual ~GatherBucket() = default;
+
+  const std::vector<ParameterPtr>& parameters() const { return parameters_; }
+  Collective collective() const;
+
+  virtual void start() = 0;
+  // Lets the shards change from now on: finish() returns their values as of start().
+  virtual void snapshot() {}
+  // Waits, and returns the full tensors in the order of the parameters. If `fresh`, each has its
+  // own memory.
+  virtual std::vector<at::Tensor> finish(bool fresh) = 0;
+
+ protected:
+  const std::vector<ParameterPtr> parameters_;
+};
+
+}  // namespace zero3

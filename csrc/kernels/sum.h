@@ -1,0 +1,18 @@
+// The arithmetic of a reduction.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+namespace zero3 {
+
+// Sets out = (addends[0] + addends[1] + ...) / divisor. Sums in that order, in fp32, or in double
+// if one of the dtypes is double. Rounds the sum once to `wire_dtype`, as a collective of that
+// dtype does, and the quotient to the dtype of `out`. Does not round the sum to fp16, in which it
+// may overflow. The addends have one dtype, which `wire_dtype` holds exactly. All tensors are
+// contiguous and of one size. `out` may be one of the addends.
+void sum_and_divide(const at::Tensor& out, const std::vector<at::Tensor>& addends,
+                    at::ScalarType wire_dtype, double divisor);
+
+}  // namespace zero3

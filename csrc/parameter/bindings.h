@@ -1,0 +1,111 @@
+// Python bindings of parameters, and of their settings. Included by bindings.cpp alone: pybind11
+// takes ten seconds to read.
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+#include "parameter/parameter.h"
+#include "parameter/registry.h"
+#include "reduce/reduce.h"
+#include "transport/channel.h"
+#include "transport/transport.h"
+
+namespace zero3 {
+
+inline void bind_parameters(pybind11::module_& m) {
+  pybind11::class_<Settings>(m, "Settings")
+      .def_property(
+          "grad_dtype", [](const Settings& self) { return self.gradient_dtypes.leaf; },
+          [](Settings& self, std::optional<at::ScalarType> dtype) {
+            self.gradient_dtypes.leaf = dtype;
+          })
+      .def_property(
+          "reduce_dtype", [](const Settings& self) { return self.gradient_dtypes.wire; },
+          [](Settings& self, std::optional<at::ScalarType> dtype) {
+            self.gradient_dtypes.wire = dtype;
+          })
+      .def_property(
+          "shard_grad_dtype", [](const Settings& self) { return self.gradient_dtypes.shard; },
+          [](Settings& self, std::optional<at::ScalarType> dtype) {
+            self.gradient_dtypes.shard = dtype;
+          })
+      .def_readwrite("divide_factor", &Settings::divide_factor)
+      .def_readwrite("bucket_bytes", &Settings::bucket_bytes)
+      .def_readwrite("requires_gradient_sync", &Settings::requires_gradient_sync)
+      .def_readwrite("requires_all_reduce", &Settings::requires_all_reduce)
+      .def_readwrite("requires_gradient_on_all_ranks", &Settings::requires_gradient_on_all_ranks)
+      .def_readwrite("reshard_after_forward", &Settings::reshard_after_forward)
+      .def_readwrite("reshard_after_backward", &Settings::reshard_after_backward)
+      .def_readwrite("detects_nonfinite", &Settings::detects_nonfinite)
+      .def_readwrite("deferred", &Settings::deferred);
+
+  pybind11::class_<Parameter, ParameterPtr>(m, "Parameter")
+      .def(pybind11::init([](std::vector<int64_t> sizes, std::vector<int64_t> strides,
+                             at::ScalarType compute_dtype, at::Device device, int64_t rank,
+                             int64_t world_size, std::shared_ptr<Channel> replicas,
+                             const std::optional<at::Tensor>& placeholder) {
+             return std::make_shared<Parameter>(
+                 ParameterSpec{std::move(sizes), std::move(strides), compute_dtype, device, rank,
+                               world_size},
+                 std::move(replicas), placeholder.value_or(at::Tensor()));
+           }),
+           pybind11::kw_only(), pybind11::arg("sizes"), pybind11::arg("strides"),
+           pybind11::arg("compute_dtype"), pybind11::arg("device"), pybind11::arg("rank"),
+           pybind11::arg("world_size"), pybind11::arg("replicas") = nullptr,
+           pybind11::arg("placeholder") = std::nullopt)
+      .def_property_readonly("sizes", [](const Parameter& self) { return self.sizes; })
+      .def_property_readonly("strides", [](const Parameter& self) { return self.strides; })
+      .def_property_readonly("compute_dtype",
+                             [](const Parameter& self) { return self.compute_dtype; })
+      .def_property_readonly("device", [](const Parameter& self) { return self.device; })
+      .def_property_readonly("rank", [](const Parameter& self) { return self.rank; })
+      .def_property_readonly("world_size", [](const Parameter& self) { return self.world_size; })
+      .def_readonly("placeholder", &Parameter::placeholder)
+      .def_property_readonly(
+          "replicas",
+          [](const Parameter& self) { return std::const_pointer_cast<Channel>(self.replicas); })
+      .def_readwrite("fqn", &Parameter::fqn)
+      .def_readwrite("root", &Parameter::root)
+      .def_readwrite("model", &Parameter::model)
+      .def_property(
+          "transport", [](const Parameter& self) { return self.transport; }, &Parameter::connect)
+      .def_property_readonly(
+          "settings", [](Parameter& self) { return &self.settings; },
+          pybind11::return_value_policy::reference_internal)
+      .def_readwrite("shard", &Parameter::shard)
+      .def("follow_version", &Parameter::follow_version)
+      .def_readwrite("after_forward", &Parameter::after_forward)
+      .def("register", [](const ParameterPtr& self) { Registry::get().add(self); })
+
+      .def_property_readonly("gathered",
+                             [](const Parameter& self) -> std::optional<at::Tensor> {
+                               return self.gathered.is_held() ? std::optional(self.gathered.full())
+                                                              : std::nullopt;
+                             })
+      .def("hold", [](Parameter& self, const at::Tensor& full) { self.gathered.hold(full); })
+      .def("reshard", [](Parameter& self) { self.gathered.reshard(); })
+      .def("reshard_kept", [](Parameter& self) { self.gathered.reshard_kept(); })
+      .def("stays_after_forward", &Parameter::stays_after_forward)
+      .def("was_written", [](const Parameter& self) { return self.gathered.was_written(); })
+      .def("is_stale",
+           [](const Parameter& self) { return self.gathered.is_stale(self.shard_version()); })
+
+      .def(
+          "has_gradients", [](const Parameter& self) { return !self.gradients.is_empty(); },
+          pybind11::call_guard<pybind11::gil_scoped_release>())
+      .def("deposit", &deposit, pybind11::call_guard<pybind11::gil_scoped_release>())
+      .def("drop_gradients", &Parameter::drop_gradients,
+           pybind11::call_guard<pybind11::gil_scoped_release>())
+      .def(
+          "take_dropped", [](Parameter& self) { return self.gradients.take_dropped(); },
+          pybind11::call_guard<pybind11::gil_scoped_release>())
+      .def("take_nonfinite",
+           [](Parameter& self) -> std::optional<std::tuple<int64_t, int64_t, int64_t>> {
+             pybind11::gil_scoped_release no_gil;
+             const auto found = self.gradients.take_nonfinite();
+             if (!found) return std::nullopt;
+             return std::make_tuple(found->nans, found->infinities, found->numel);
+           });
+}
+
+}  // namespace zero3

@@ -1,0 +1,89 @@
+// Gradients of a parameter that are not reduced yet.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <mutex>
+#include <optional>
+
+namespace zero3 {
+
+// The dtypes of a gradient at each stage.
+struct GradientDtypes {
+  std::optional<at::ScalarType> leaf;   // the leaf's contract; nullopt: as it arrives
+  std::optional<at::ScalarType> wire;   // nullopt: the normalised dtype
+  std::optional<at::ScalarType> shard;  // the optimizer's; nullopt: the normalised dtype
+
+  // Dtype to which `raw` is cast first.
+  at::ScalarType normalised(const at::Tensor& raw) const {
+    return leaf.value_or(raw.scalar_type());
+  }
+};
+
+// A gradient [shard_rows, ...], reduced over the ranks of the shards but not yet over the replicas.
+struct PartialGradient {
+  at::Tensor shard;  // not divided; its dtype holds fp32, `wire_dtype` and `shard_dtype`
+  at::ScalarType wire_dtype;
+  at::ScalarType shard_dtype;  // dtype of the delivered gradient
+  double divisor;              // to be applied to the sum over replicas
+};
+
+// Nonfinite elements of gradients that arrived.
+struct Nonfinite {
+  int64_t nans = 0;
+  int64_t infinities = 0;
+  int64_t numel = 0;  // all elements of the gradients that have nonfinite ones
+};
+
+// Thread-safe. No thread waits for the GIL while it holds `mutex_`.
+class GradientAccumulator {
+ public:
+  // Notes that a forward has used the parameter; `first` forgets earlier uses. Only a hint: if the
+  // gradient never arrives, the others wait until the end of the backward.
+  void promise(bool first);
+  void forget_promises();
+  int64_t promised() const;
+  // Notes that a promised gradient has arrived.
+  void arrived();
+  // Whether the next gradient is the only one to come. Otherwise all are summed first, so that a
+  // backward reduces a parameter once.
+  bool awaits_one() const;
+
+  // Adds a raw full gradient, cast to the leaf's dtype. The sum's dtype holds all of `dtypes`, so
+  // that it is never narrower than a gradient or the result. The sum may take the memory of an
+  // `owned` gradient.
+  void add(const at::Tensor& raw, const GradientDtypes& dtypes, bool owned);
+
+  struct Sum {
+    at::Tensor grad;               // full shape
+    at::ScalarType arrived_dtype;  // holds all gradients as normalised
+  };
+  std::optional<Sum> take_sum();
+  bool has_sum() const;
+  std::optional<at::ScalarType> arrived_dtype() const;
+  // Widens the sum's `arrived_dtype` as if a gradient of `dtype` had arrived on this rank.
+  void widen(at::ScalarType dtype);
+
+  void add_partial(PartialGradient partial);
+  std::optional<PartialGradient> take_partial();
+  bool is_empty() const;  // neither a sum nor a partial
+
+  // Counts the nonfinite elements of a gradient that has arrived.
+  void detect_nonfinite(const at::Tensor& raw);
+  std::optional<Nonfinite> take_nonfinite();
+
+  // Drops everything, after a backward that raised.
+  void drop();
+  // Whether drop() was called since the last take_dropped().
+  bool take_dropped();
+
+ private:
+  mutable std::mutex mutex_;
+  int64_t promised_ = 0;  // gradients not arrived yet
+  std::optional<Sum> sum_;
+  std::optional<PartialGradient> partial_;
+  std::optional<Nonfinite> nonfinite_;
+  bool dropped_ = false;
+};
+
+}  // namespace zero3

@@ -1,0 +1,102 @@
+#include "parameter/parameter.h"
+
+#include "support/autograd.h"
+#include "support/error.h"
+#include "support/memory.h"
+
+namespace zero3 {
+
+int64_t ParameterSpec::row_numel() const {
+  int64_t numel = 1;
+  for (size_t d = 1; d < sizes.size(); ++d) numel *= sizes[d];
+  return numel;
+}
+
+int64_t ParameterSpec::nbytes() const {
+  return rows() * row_numel() * static_cast<int64_t>(c10::elementSize(compute_dtype));
+}
+
+bool ParameterSpec::is_contiguous() const {
+  if (chunk_numel() == 0) return true;
+  int64_t expected = 1;
+  for (size_t d = sizes.size(); d-- > 0;) {
+    if (sizes[d] != 1 && strides[d] != expected) return false;
+    expected *= sizes[d];
+  }
+  return true;
+}
+
+std::vector<int64_t> ParameterSpec::sizes_with_rows(int64_t rows) const {
+  std::vector<int64_t> result = sizes;
+  result[0] = rows;
+  return result;
+}
+
+Parameter::Parameter(ParameterSpec spec, std::shared_ptr<const Channel> replicas,
+                     at::Tensor placeholder)
+    : ParameterSpec(std::move(spec)),
+      placeholder(std::move(placeholder)),
+      replicas(std::move(replicas)) {}
+
+void Parameter::connect(std::shared_ptr<Transport> to) {
+  ZERO3_CHECK(!transport, "'", fqn, "' has a transport already");
+  transport = std::move(to);
+}
+
+void Parameter::follow_version(const at::Tensor& leaf) { version_ = version_counter_of(leaf); }
+
+uint64_t Parameter::shard_version() const {
+  return (version_.enabled() ? version_.current_version() : 0) +
+         (shard.is_inference() ? 0 : shard._version());
+}
+
+bool Parameter::stays_after_forward() const {
+  return gathered.state() == Gathered::State::kKept &&
+         (in_backward() || !settings.reshard_after_forward);
+}
+
+void Parameter::shard_after_forward(const at::Tensor& full, uint64_t version) {
+  auto& there = *after_forward;
+  there.fqn = fqn;
+  const auto start = std::min(there.rank * there.chunk_rows(), rows());
+  there.shard = pooled_copy(full.narrow(0, start, there.shard_rows()));
+  version_after_forward_ = version;
+}
+
+void Parameter::forget_after_forward() {
+  if (after_forward) after_forward->shard.reset();
+}
+
+ParameterPtr Parameter::source_of(const ParameterPtr& parameter) {
+  const auto& there = parameter->after_forward;
+  const bool is_there = in_backward() && there && there->shard.defined() &&
+                        parameter->version_after_forward_ == parameter->shard_version();
+  return is_there ? there : parameter;
+}
+
+bool Parameter::is_wanted() const {
+  return !placeholder.defined() || zero3::is_wanted(placeholder);
+}
+
+void Parameter::add_use(bool first) {
+  if (!in_backward()) gradients.promise(first);
+}
+
+void Parameter::drop_gradients() {
+  gradients.drop();
+  forget_after_forward();
+}
+
+std::vector<std::string> names_of(const std::vector<ParameterPtr>& parameters) {
+  std::vector<std::string> result;
+  for (auto& parameter : parameters) result.push_back(parameter->fqn);
+  return result;
+}
+
+std::string scope_name(const std::string& what, const std::vector<ParameterPtr>& parameters) {
+  const auto more = parameters.size() - 1;
+  return "zero3::" + what + " " + parameters.front()->fqn +
+         (more > 0 ? " and " + std::to_string(more) + " more" : "");
+}
+
+}  // namespace zero3

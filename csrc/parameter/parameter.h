@@ -1,0 +1,125 @@
+// One sharded parameter as the runtime sees it.
+//
+//   full tensor  [rows, ...]      what the model computes with, in `compute_dtype`
+//   chunk        [chunk_rows, ...] ceil(rows / world) rows per rank, the layout of torch.chunk
+//   shard        [shard_rows, ...] the rows this rank owns: its chunk without the padding
+//
+// Only the last ranks' chunks are padded, so the gathered chunks end to end are the full tensor
+// followed by padding.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "parameter/gathered.h"
+#include "parameter/gradient_accumulator.h"
+
+namespace zero3 {
+
+class Channel;
+class Transport;
+
+// The fixed properties of a parameter.
+struct ParameterSpec {
+  std::vector<int64_t> sizes;  // full shape
+  std::vector<int64_t> strides;
+  at::ScalarType compute_dtype;
+  at::Device device;
+  int64_t rank;        // this rank, among the ranks of the shards
+  int64_t world_size;  // number of these ranks
+
+  int64_t rows() const { return sizes[0]; }
+  int64_t chunk_rows() const { return (rows() + world_size - 1) / world_size; }
+  int64_t shard_rows() const { return rows_of(rank); }
+  int64_t rows_of(int64_t r) const {
+    return std::clamp<int64_t>(rows() - r * chunk_rows(), 0, chunk_rows());
+  }
+  int64_t row_numel() const;
+  int64_t chunk_numel() const { return chunk_rows() * row_numel(); }
+  int64_t nbytes() const;
+  bool is_contiguous() const;
+  std::vector<int64_t> sizes_with_rows(int64_t rows) const;
+};
+
+// Settings that users may change between steps.
+struct Settings {
+  GradientDtypes gradient_dtypes;
+  double divide_factor = 1;
+  int64_t bucket_bytes = 64 << 20;  // size of a full bucket that this parameter opens
+  bool requires_gradient_sync = true;
+  bool requires_all_reduce = true;              // if the shard is replicated
+  bool requires_gradient_on_all_ranks = false;  // false: a missing one counts as zero
+  bool reshard_after_forward = false;           // true only if set explicitly
+  bool reshard_after_backward = true;
+  bool detects_nonfinite = false;
+  bool deferred = false;  // reduce_deposited() reduces the sums, not a backward
+};
+
+// Settings and the shard change under the GIL, between forwards and backwards.
+struct Parameter : public ParameterSpec {
+  // `replicas` connects the ranks with the same shard; null if there are no others.
+  Parameter(ParameterSpec spec, std::shared_ptr<const Channel> replicas, at::Tensor placeholder);
+
+  std::string fqn;               // for users, and for the keys of messages
+  int64_t order = 0;             // order of registration: the same on every rank
+  int64_t root = 0;              // its sharded model, whose parameters finish a backward together
+  uint64_t model = 0;            // its number that is the same on all ranks of the transport
+  const at::Tensor placeholder;  // leaf that graphs take: full shape, no memory
+  const std::shared_ptr<const Channel> replicas;
+  std::shared_ptr<Transport> transport;  // null until connect()
+  Settings settings;
+  at::Tensor shard;  // [shard_rows, ...], read at every gather, never written
+  Gathered gathered;
+  GradientAccumulator gradients;
+  // This parameter sharded over some of its ranks between forward and backward; null if it is not.
+  // Its shard is undefined outside that interval.
+  std::shared_ptr<Parameter> after_forward;
+
+  // Gives it its transport, once.
+  void connect(std::shared_ptr<Transport> to);
+
+  // Describes this parameter's chunk in the key of a message.
+  std::string chunk_key() const { return fqn + "[" + std::to_string(chunk_numel()) + "]"; }
+
+  // Follows the version of `leaf`, the DTensor around `shard`: an optimizer bumps only that one.
+  void follow_version(const at::Tensor& leaf);
+  // Number of changes to the shard that torch's version counters record.
+  uint64_t shard_version() const;
+
+  // Whether a full tensor gathered now is kept for the next forward or backward.
+  bool stays_gathered(bool in_backward) const {
+    return !settings.reshard_after_backward && (in_backward || !settings.reshard_after_forward);
+  }
+  bool stays_after_forward() const;
+
+  // Keeps this rank's rows of `full`, gathered in a forward, for the backward after it.
+  void shard_after_forward(const at::Tensor& full, uint64_t version);
+  void forget_after_forward();
+  // The parameter whose shards are gathered now: `parameter` or its `after_forward`.
+  static std::shared_ptr<Parameter> source_of(const std::shared_ptr<Parameter>& parameter);
+
+  // Whether the backward that computes its gradients reduces them.
+  bool is_reduced_now() const { return settings.requires_gradient_sync && !settings.deferred; }
+  // Whether the running backward was asked for its gradient. A compiled backward computes all
+  // gradients regardless.
+  bool is_wanted() const;
+  // Notes a use in forward. A recomputation inside a backward repeats a use already noted.
+  void add_use(bool first);
+  void drop_gradients();
+
+ private:
+  c10::VariableVersion version_;
+  uint64_t version_after_forward_ = 0;  // version of the shard behind `after_forward`
+};
+
+using ParameterPtr = std::shared_ptr<Parameter>;
+
+std::vector<std::string> names_of(const std::vector<ParameterPtr>& parameters);
+// Profiler name of `what` done with `parameters`: "zero3::<what> <the first> and <n> more".
+std::string scope_name(const std::string& what, const std::vector<ParameterPtr>& parameters);
+
+}  // namespace zero3

@@ -1,0 +1,41 @@
+// The registry that finds a parameter by its placeholder.
+#pragma once
+
+#include <mutex>
+#include <set>
+#include <unordered_map>
+#include <vector>
+
+#include "parameter/parameter.h"
+
+namespace zero3 {
+
+// Maps placeholders to parameters. The key is the storage, which detached and traced aliases of a
+// placeholder share. Owns no parameter: a parameter lives as long as its Python owner.
+class Registry {
+ public:
+  static Registry& get();
+
+  // Registers `parameter`, by its placeholder if it has one. Assigns its order on the first call.
+  void add(const ParameterPtr& parameter);
+
+  // Raises if no live parameter has this placeholder.
+  ParameterPtr find(const at::Tensor& placeholder);
+  ParameterPtr find_or_null(const at::Tensor& placeholder);
+
+  // The sharded models that have live parameters.
+  std::set<int64_t> live_roots();
+
+  // The live parameters of one sharded model, in order of registration.
+  std::vector<ParameterPtr> of_root(int64_t root);
+
+ private:
+  std::vector<ParameterPtr> alive();  // in order of registration
+
+  std::mutex mutex_;
+  std::vector<std::weak_ptr<Parameter>> parameters_;
+  std::unordered_map<const c10::StorageImpl*, std::weak_ptr<Parameter>> by_placeholder_;
+  int64_t registered_ = 0;
+};
+
+}  // namespace zero3

@@ -1,0 +1,139 @@
+#include "reduce/presence.h"
+
+#include <algorithm>
+
+#include "support/autograd.h"
+#include "support/error.h"
+#include "support/profiler_range.h"
+#include "transport/messages.h"
+
+namespace zero3 {
+namespace {
+
+Announced announce(const Parameter& parameter, Occasion occasion) {
+  const auto& leaf = parameter.placeholder;
+  const auto dtype = parameter.gradients.arrived_dtype();
+  const auto presence = [&] {
+    if (!leaf.requires_grad()) return Presence::kFrozen;
+    if (!parameter.is_reduced_now()) return Presence::kWithheld;
+    if (occasion == Occasion::kBackward && is_in_graph(leaf) && is_wanted(leaf))
+      return Presence::kGradient;
+    return dtype ? Presence::kSum : Presence::kNothing;
+  }();
+  return {presence, dtype ? static_cast<int8_t>(*dtype) : Announced::kNoDtype};
+}
+
+// Combines the presences of two ranks, or of two sets of ranks.
+Presence combine(Presence one, Presence other) {
+  if (one == other) return one;
+  const auto may_be_mixed = [](Presence presence) {
+    return presence == Presence::kNothing || presence == Presence::kGradient ||
+           presence == Presence::kSum || presence == Presence::kGradients;
+  };
+  if (may_be_mixed(one) && may_be_mixed(other)) return Presence::kGradients;
+  const auto has_none = [](Presence presence) {
+    return presence == Presence::kNothing || presence == Presence::kFrozen;
+  };
+  return has_none(one) && has_none(other) ? Presence::kFrozen : Presence::kConflict;
+}
+
+int8_t promote(int8_t one, int8_t other) {
+  if (one == Announced::kNoDtype || other == Announced::kNoDtype) return std::max(one, other);
+  return static_cast<int8_t>(
+      c10::promoteTypes(static_cast<at::ScalarType>(one), static_cast<at::ScalarType>(other)));
+}
+
+Presences combine(const std::vector<Presences>& ranks) {
+  Presences result = ranks.front();
+  for (auto& of_rank : ranks)
+    for (size_t i = 0; i < result.size(); ++i)
+      result[i] = {combine(result[i].presence, of_rank[i].presence),
+                   promote(result[i].sum_dtype, of_rank[i].sum_dtype)};
+  return result;
+}
+
+const char* name_of(Presence presence) {
+  switch (presence) {
+    case Presence::kGradient:
+      return "has a gradient";
+    case Presence::kSum:
+      return "has a sum that is not reduced yet";
+    case Presence::kFrozen:
+      return "is frozen (requires_grad=False)";
+    case Presence::kWithheld:
+      return "is not reduced now (set_requires_gradient_sync(False), or defer_reduction)";
+    default:
+      return "has no gradient";
+  }
+}
+
+// "'fqn' has a gradient on rank 0, 2 and is frozen on rank 1"
+std::string describe(const std::string& fqn, const std::vector<Presences>& ranks, size_t i) {
+  std::string text = "'" + fqn + "'";
+  for (auto presence : {Presence::kGradient, Presence::kSum, Presence::kNothing, Presence::kFrozen,
+                        Presence::kWithheld}) {
+    std::string which;
+    for (size_t rank = 0; rank < ranks.size(); ++rank)
+      if (ranks[rank][i].presence == presence)
+        which += (which.empty() ? "" : ", ") + std::to_string(rank);
+    if (which.empty()) continue;
+    text += std::string(text.back() == '\'' ? " " : ", ") + name_of(presence) + " on rank " + which;
+  }
+  return text;
+}
+
+}  // namespace
+
+PresenceCheck::PresenceCheck(std::vector<ParameterPtr> parameters, Backward& backward,
+                             Occasion occasion)
+    : parameters_(std::move(parameters)), occasion_(occasion) {
+  const ProfilerRange range([&] { return scope_name("presence start", parameters_); });
+  for (auto& parameter : parameters_) mine_.push_back(announce(*parameter, occasion));
+  gather_ = backward.gather_presences(parameters_, mine_, occasion);
+}
+
+void PresenceCheck::finish() {
+  const ProfilerRange range([&] { return scope_name("presence wait", parameters_); });
+  const bool is_replicated = parameters_.front()->replicas != nullptr;
+  const auto ranks = std::exchange(gather_, nullptr)->finish();
+  auto all = combine(ranks);
+  if (is_replicated)
+    all = combine(
+        gather_presences(*parameters_.front()->replicas, parameters_, all, occasion_)->finish());
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const auto& parameter = parameters_[i];
+    const auto [presence, sum_dtype] = all[i];
+    const bool has_sums = sum_dtype != Announced::kNoDtype;
+    if (has_sums) sums_.emplace_back(parameter, static_cast<at::ScalarType>(sum_dtype));
+    // A parameter that was frozen since has its sum reduced all the same.
+    const bool is_mixed = presence == Presence::kGradients || presence == Presence::kConflict ||
+                          (presence == Presence::kFrozen && has_sums);
+    if (!is_mixed) continue;
+    const auto has_none = [i](const Presences& of_rank) {
+      return of_rank[i].presence == Presence::kNothing;
+    };
+    const bool is_strict = presence == Presence::kGradients &&
+                           parameter->settings.requires_gradient_on_all_ranks &&
+                           (is_replicated || std::ranges::any_of(ranks, has_none));
+    ZERO3_CHECK(presence != Presence::kConflict && !is_strict,
+                "ranks disagree on a gradient: ", describe(parameter->fqn, ranks, i),
+                is_replicated ? " (of those with other shards; replicas may differ too)" : "",
+                is_strict
+                    ? "; set_requires_gradient_on_all_ranks(False) lets it count as zero there"
+                    : "; let all ranks do the same");
+    mixed_.push_back(parameter);
+    if (mine_[i].presence != Presence::kGradient && mine_[i].sum_dtype == Announced::kNoDtype)
+      missing_.push_back(parameter);
+  }
+}
+
+bool PresenceCheck::is_mixed(const ParameterPtr& parameter) const {
+  return std::ranges::find(mixed_, parameter) != mixed_.end();
+}
+
+std::optional<at::ScalarType> PresenceCheck::sum_dtype_of(const ParameterPtr& parameter) const {
+  const auto found = std::ranges::find(sums_, parameter, [](auto& sum) { return sum.first; });
+  return found == sums_.end() ? std::nullopt : std::optional(found->second);
+}
+
+}  // namespace zero3

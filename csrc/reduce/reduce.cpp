@@ -1,0 +1,372 @@
+#include "reduce/reduce.h"
+
+#include <ATen/ops/mm.h>
+
+#include <array>
+#include <unordered_map>
+
+#include "parameter/registry.h"
+#include "reduce/all_reduce.h"
+#include "reduce/presence.h"
+#include "reduce/reduce_bucket.h"
+#include "support/apart.h"
+#include "support/autograd.h"
+#include "support/error.h"
+#include "support/grad_dtype.h"
+#include "support/heap.h"
+#include "support/memory.h"
+#include "support/profiler_range.h"
+#include "transport/channel.h"
+#include "transport/transport.h"
+
+namespace zero3 {
+namespace {
+
+Deliver deliver;
+
+std::mutex running_mutex;
+std::unordered_map<int, std::weak_ptr<Reduction>> running;  // by the engine's graph task
+
+void check_gradient(const Parameter& parameter, const at::Tensor& raw) {
+  ZERO3_CHECK(raw.layout() == at::kStrided, "the gradient of '", parameter.fqn, "' is ",
+              raw.layout(), ", and only dense gradients can be reduced: use sparse=False");
+  ZERO3_CHECK(is_gradient_dtype(raw.scalar_type()), "the gradient of '", parameter.fqn, "' is ",
+              raw.scalar_type(),
+              ", which cannot be summed and sent: cast it to float32, "
+              "float64, bfloat16 or float16");
+  ZERO3_CHECK(raw.sizes() == at::IntArrayRef(parameter.sizes), "the gradient of '", parameter.fqn,
+              "' has shape ", raw.sizes(), " where the full parameter has ",
+              at::IntArrayRef(parameter.sizes));
+  ZERO3_CHECK(raw.device() == parameter.device, "the gradient of '", parameter.fqn, "' is on ",
+              raw.device(), " where the parameter computes on ", parameter.device);
+}
+
+// Whether gradients are summed with other ranks.
+bool has_others(const Parameter& parameter) {
+  return parameter.world_size > 1 || parameter.replicas;
+}
+
+}  // namespace
+
+void set_deliver(Deliver function) { deliver = std::move(function); }
+
+void deposit(Parameter& parameter, const at::Tensor& raw) {
+  check_gradient(parameter, raw);
+  if (parameter.settings.detects_nonfinite) parameter.gradients.detect_nonfinite(raw);
+  parameter.gradients.add(raw, parameter.settings.gradient_dtypes, /*owned=*/false);
+}
+
+void reduce_deposited(const std::vector<ParameterPtr>& parameters) {
+  c10::InferenceMode lasting(false);  // the user's hooks run in the modes of a backward
+  c10::NoGradGuard no_grad;
+  std::make_shared<Reduction>()->finish_deposited(parameters);
+}
+
+std::shared_ptr<Reduction> Reduction::current() {
+  const int task = running_backward();
+  ZERO3_CHECK(task != -1, "zero3::reduce_grad was called outside of a backward");
+  std::lock_guard lock(running_mutex);
+  auto& slot = running[task];
+  auto reduction = slot.lock();
+  if (!reduction) {
+    std::erase_if(running,
+                  [task](auto& item) { return item.first != task && item.second.expired(); });
+    reduction = std::make_shared<Reduction>();
+    running[task] = reduction;
+    // The engine's task owns the reduction from here on.
+    at_end_of_backward([reduction] { reduction->finish_backward(); });
+  }
+  return reduction;
+}
+
+Reduction::~Reduction() {
+  // After finish(), `arrived_` is empty. Otherwise the backward raised: the sums of its model's
+  // parameters are incomplete, and must not leak into the next backward.
+  for (int64_t root : roots())
+    for (auto& parameter : Registry::get().of_root(root)) parameter->drop_gradients();
+}
+
+void Reduction::add(const ParameterPtr& parameter, const at::Tensor& raw, bool owned) {
+  check_gradient(*parameter, raw);
+  if (!parameter->is_wanted()) return;
+  Apart apart;
+  if (parameter->settings.detects_nonfinite) parameter->gradients.detect_nonfinite(raw);
+  std::lock_guard lock(mutex_);
+  const bool at_once = goes_at_once(*parameter);
+  arrives(parameter);
+  if (at_once) {
+    const auto dtype = parameter->settings.gradient_dtypes.normalised(raw);
+    send(parameter, raw, dtype, dtype, owned);
+    return;
+  }
+  parameter->gradients.add(raw, parameter->settings.gradient_dtypes, owned);
+  if (parameter->is_reduced_now() && parameter->gradients.promised() == 0)
+    send_accumulated(parameter);
+}
+
+void Reduction::arrives(const ParameterPtr& parameter) {
+  if (parameter->device.is_cpu()) keep_heap();
+  arrived_.push_back(parameter);
+  if (parameter->is_reduced_now()) begin_presence_checks(parameter->root);
+  parameter->gradients.arrived();
+}
+
+void Reduction::add_product(const ParameterPtr& parameter, const at::Tensor& left,
+                            const at::Tensor& right) {
+  if (!parameter->is_wanted()) return;
+  const auto dtype = left.scalar_type();
+  const auto& dtypes = parameter->settings.gradient_dtypes;
+  const std::array sizes{left.size(0), right.size(1)};
+  const bool is_sent_so = dtypes.normalised(left) == dtype &&
+                          dtypes.wire.value_or(dtype) == dtype &&
+                          !parameter->settings.detects_nonfinite &&
+                          at::IntArrayRef(sizes) == at::IntArrayRef(parameter->sizes);
+  if (is_sent_so) {
+    Apart apart;
+    std::lock_guard lock(mutex_);
+    if (goes_at_once(*parameter)) {
+      arrives(parameter);
+      auto& bucket = bucket_for(parameter, dtype);
+      bucket.add_product(parameter, left, right);
+      launch_if_full(bucket);
+      return;
+    }
+  }
+  auto grad = empty_for(*parameter, sizes, left.options());
+  at::mm_out(grad, left, right);
+  add(parameter, grad, /*owned=*/true);
+}
+
+bool Reduction::goes_at_once(const Parameter& parameter) const {
+  return parameter.is_reduced_now() && parameter.gradients.awaits_one();
+}
+
+at::Tensor Reduction::empty_for(const Parameter& parameter, at::IntArrayRef sizes,
+                                const at::TensorOptions& options) {
+  if (!goes_at_once(parameter) || !parameter.is_wanted()) return pooled_empty(sizes, options);
+  if (parameter.transport->can.empty_waits) {
+    // There may be no room while other ranks wait for gradients that this rank lacks.
+    Apart apart;
+    std::lock_guard lock(mutex_);
+    if (has_sent_) finish_presence_checks();
+  }
+  return parameter.transport->empty(parameter, sizes, options);
+}
+
+Backward& Reduction::backward_of(const Parameter& parameter) {
+  auto found = std::ranges::find_if(
+      backwards_, [&](auto& begun) { return begun.first->joins(*parameter.transport); });
+  if (found == backwards_.end())
+    found = backwards_.insert(found, {parameter.transport, parameter.transport->begin_backward()});
+  return *found->second;
+}
+
+std::vector<std::unique_ptr<PresenceCheck>> Reduction::presence_checks_of(
+    const std::vector<ParameterPtr>& parameters, Occasion occasion) {
+  std::vector<std::vector<ParameterPtr>> groups;
+  for (auto& parameter : parameters) {
+    auto group = std::ranges::find_if(groups, [&](auto& other) {
+      return other.front()->root == parameter->root &&
+             other.front()->transport->joins(*parameter->transport) &&
+             is_same(other.front()->replicas.get(), parameter->replicas.get());
+    });
+    if (group == groups.end()) group = groups.emplace(group);
+    group->push_back(parameter);
+  }
+  std::vector<std::unique_ptr<PresenceCheck>> checks;
+  for (auto& group : groups) {
+    auto& backward = backward_of(*group.front());
+    checks.push_back(std::make_unique<PresenceCheck>(std::move(group), backward, occasion));
+  }
+  return checks;
+}
+
+void Reduction::begin_presence_checks(int64_t root) {
+  if (std::ranges::find(checked_, root) != checked_.end()) return;
+  checked_.push_back(root);
+  auto parameters = Registry::get().of_root(root);
+  std::erase_if(parameters, [](auto& parameter) {
+    return !has_others(*parameter) || !parameter->transport->can.tells_presence;
+  });
+  for (auto& check : presence_checks_of(parameters, Occasion::kBackward))
+    presence_checks_.push_back(std::move(check));
+}
+
+void Reduction::finish_presence_checks() {
+  for (size_t i = 0; i < presence_checks_.size(); ++i) {
+    auto& check = *presence_checks_[i];
+    if (check.is_finished()) continue;
+    check.finish();
+    defer_first_if_mixed();
+    for (auto& [parameter, dtype] : check.sums()) parameter->gradients.widen(dtype);
+    for (auto& parameter : check.missing()) {
+      const auto dtype = check.sum_dtype_of(parameter).value_or(
+          parameter->settings.gradient_dtypes.leaf.value_or(parameter->compute_dtype));
+      bucket_for(parameter, dtype).add_zero(parameter, dtype);
+    }
+  }
+}
+
+void Reduction::defer_first_if_mixed() {
+  for (auto* buckets : {&open_, &in_flight_}) {
+    const auto bucket = std::ranges::find_if(
+        *buckets, [this](auto& other) { return is_mixed(other->parameters().front()); });
+    if (bucket == buckets->end()) continue;
+    ZERO3_CHECK(!deferred_first_, "two gradients were sent before ranks had told what they bring");
+    if (buckets == &open_) (*bucket)->close();
+    deferred_first_ = std::move(*bucket);
+    buckets->erase(bucket);
+  }
+}
+
+bool Reduction::is_mixed(const ParameterPtr& parameter) const {
+  return std::ranges::any_of(presence_checks_,
+                             [&](auto& check) { return check->is_mixed(parameter); });
+}
+
+void Reduction::send_accumulated(const ParameterPtr& parameter) {
+  finish_presence_checks();  // which may widen its dtype
+  if (auto sum = parameter->gradients.take_sum())
+    send(parameter, sum->grad, sum->grad.scalar_type(), sum->arrived_dtype, /*owned=*/true);
+}
+
+void Reduction::send(const ParameterPtr& parameter, const at::Tensor& grad, at::ScalarType through,
+                     at::ScalarType normalised_dtype, bool owned) {
+  auto& bucket = bucket_for(parameter, normalised_dtype);
+  bucket.add(parameter, grad, through, normalised_dtype, owned);
+  launch_if_full(bucket);
+}
+
+ReduceBucket& Reduction::bucket_for(const ParameterPtr& parameter,
+                                    at::ScalarType normalised_dtype) {
+  // The first gradient need not wait for other ranks to begin, unless it shares a message.
+  const auto wire_dtype = parameter->settings.gradient_dtypes.wire.value_or(normalised_dtype);
+  const auto nbytes = parameter->chunk_numel() * c10::elementSize(wire_dtype);
+  if (std::exchange(has_sent_, true) || nbytes < kWorthAMessage) finish_presence_checks();
+  auto& buckets = is_mixed(parameter) ? mixed_ : open_;
+  auto bucket = std::ranges::find_if(
+      buckets, [&](auto& other) { return other->accepts(*parameter, wire_dtype); });
+  if (&buckets == &open_ && bucket != open_.end() && !(*bucket)->has_room_for(*parameter)) {
+    auto full = std::move(*bucket);
+    open_.erase(bucket);
+    launch(std::move(full));
+    bucket = open_.end();
+  }
+  if (bucket == buckets.end()) {
+    buckets.push_back(backward_of(*parameter).reduce(*parameter, wire_dtype, &buckets == &mixed_));
+    bucket = std::prev(buckets.end());
+  }
+  return **bucket;
+}
+
+void Reduction::launch_if_full(const ReduceBucket& bucket) {
+  const auto place = std::ranges::find(open_, &bucket, &std::unique_ptr<ReduceBucket>::get);
+  if (place == open_.end() || !bucket.is_full()) return;
+  auto full = std::move(*place);
+  open_.erase(place);
+  launch(std::move(full));
+}
+
+void Reduction::launch(std::unique_ptr<ReduceBucket> bucket) {
+  while (in_flight_.size() >= kMostInFlight) finish_oldest();
+  const ProfilerRange range([&] { return scope_name(bucket->collective(), "start"); });
+  bucket->close();
+  in_flight_.push_back(std::move(bucket));
+}
+
+void Reduction::finish_oldest() {
+  const auto& bucket = *in_flight_.front();
+  std::vector<at::Tensor> shards;
+  {
+    const ProfilerRange range([&] { return scope_name(bucket.collective(), "wait"); });
+    shards = in_flight_.front()->finish();
+  }
+  for (size_t i = 0; i < shards.size(); ++i) {
+    const auto& parameter = bucket.parameters()[i];
+    if (parameter->replicas)
+      parameter->gradients.add_partial(
+          {shards[i], bucket.wire_dtype(), bucket.shard_dtypes()[i], bucket.divisor()});
+    else
+      results_.push_back({parameter, shards[i]});
+  }
+  auto parameters = bucket.parameters();
+  in_flight_.erase(in_flight_.begin());
+  // Ranks reach mixed parameters at different times: finish() all-reduces them.
+  std::erase_if(parameters, [this](auto& parameter) { return is_mixed(parameter); });
+  all_reduces_.start(std::move(parameters), results_);
+}
+
+std::vector<int64_t> Reduction::roots() const {
+  std::vector<int64_t> result;
+  for (auto& parameter : arrived_)
+    if (std::ranges::find(result, parameter->root) == result.end())
+      result.push_back(parameter->root);
+  return result;
+}
+
+void Reduction::finish_backward() {
+  std::vector<ParameterPtr> parameters;
+  {
+    std::lock_guard lock(mutex_);
+    // Forgets uses that gave no gradient in this backward.
+    for (auto& parameter : arrived_) parameter->gradients.forget_promises();
+    // Finishes all parameters of their models: micro-batches may have accumulated without sync.
+    for (int64_t root : roots())
+      for (auto& parameter : Registry::get().of_root(root)) parameters.push_back(parameter);
+    for (auto& parameter : parameters) {
+      parameter->forget_after_forward();
+      if (parameter->settings.reshard_after_backward) parameter->gathered.reshard_kept();
+    }
+  }
+  finish(parameters);
+}
+
+void Reduction::finish_deposited(const std::vector<ParameterPtr>& parameters) {
+  {
+    Apart apart;
+    std::lock_guard lock(mutex_);
+    auto with_others = parameters;
+    std::erase_if(with_others, [](auto& parameter) { return !has_others(*parameter); });
+    for (auto& check : presence_checks_of(with_others, Occasion::kDeposits)) {
+      check->finish();
+      for (auto& [parameter, dtype] : check->sums()) {
+        const auto options = at::TensorOptions(dtype).device(parameter->device);
+        const auto zero = pooled_empty({}, options).zero_();
+        if (!parameter->gradients.has_sum()) deposit(*parameter, zero.expand(parameter->sizes));
+        parameter->gradients.widen(dtype);
+      }
+    }
+  }
+  finish(parameters);
+}
+
+void Reduction::finish(const std::vector<ParameterPtr>& parameters) {
+  std::optional<Apart> apart(std::in_place);
+  std::unique_lock lock(mutex_);
+  finish_presence_checks();
+  for (auto& parameter : parameters)
+    if (parameter->is_reduced_now()) send_accumulated(parameter);
+  std::ranges::sort(open_, {}, [](auto& bucket) { return bucket->lowest_order(); });
+  while (!open_.empty()) {
+    auto bucket = std::move(open_.front());
+    open_.erase(open_.begin());
+    launch(std::move(bucket));
+  }
+  while (!in_flight_.empty()) finish_oldest();
+  if (deferred_first_) in_flight_.push_back(std::move(deferred_first_));
+  for (auto& bucket : std::exchange(mixed_, {})) launch(std::move(bucket));
+  while (!in_flight_.empty()) finish_oldest();
+  std::vector<ParameterPtr> synced;
+  std::ranges::copy_if(parameters, std::back_inserter(synced),
+                       [](auto& parameter) { return parameter->is_reduced_now(); });
+  all_reduces_.start(std::move(synced), results_);  // mixed ones, and those of earlier backwards
+  all_reduces_.finish(results_);
+  presence_checks_.clear();
+  backwards_.clear();
+  arrived_.clear();
+  lock.unlock();
+  apart.reset();  // the user's hooks run now
+  if (deliver) deliver(std::exchange(results_, {}));
+}
+
+}  // namespace zero3

@@ -1,0 +1,108 @@
+// Reduces raw full gradients to shards.
+//
+//   raw -> grad_dtype -> bucket by (process group, wire dtype, divide factor, device) -> pack
+//       -> reduce-scatter -> scale -> all-reduce over replicas, if there are any
+//       -> hand the shard to the parameter's `.grad`
+//
+// A reduction belongs to one backward of the autograd engine: it begins with the first gradient
+// that arrives and ends in a callback which the engine runs when that backward has ended. A
+// backward that raises never runs the callback; its reduction is dropped with the engine's graph
+// task, and the next backward starts clean.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "parameter/parameter.h"
+#include "reduce/all_reduce.h"
+
+namespace zero3 {
+
+// Receives the gradients that a backward reduced, in the order in which they were sent. Called
+// without the GIL.
+using Deliver = std::function<void(const std::vector<ReducedGradient>&)>;
+void set_deliver(Deliver deliver);
+
+// Adds a raw gradient to the unreduced gradients of `parameter`.
+void deposit(Parameter& parameter, const at::Tensor& raw);
+
+// Reduces the deposited gradients of `parameters`, in order, and delivers them. Collective.
+void reduce_deposited(const std::vector<ParameterPtr>& parameters);
+
+class Backward;
+class PresenceCheck;
+enum class Occasion : uint8_t;
+class ReduceBucket;
+class Transport;
+
+class Reduction {
+ public:
+  // The reduction of the backward that runs on this thread. Raises outside a backward.
+  static std::shared_ptr<Reduction> current();
+  ~Reduction();
+
+  // Allocates a gradient that is about to be added, in the memory it will be sent from.
+  at::Tensor empty_for(const Parameter& parameter, at::IntArrayRef sizes,
+                       const at::TensorOptions& options);
+
+  // Adds a raw gradient of the full shape, in any gradient dtype and strides. If `owned`, the
+  // reduction takes over its memory.
+  void add(const ParameterPtr& parameter, const at::Tensor& raw, bool owned);
+
+  // Adds left @ right. Computes it in the memory it is sent from, and in parts if that is better.
+  void add_product(const ParameterPtr& parameter, const at::Tensor& left, const at::Tensor& right);
+
+  // Lets ranks tell each other which parameters have deposited gradients, then calls finish().
+  void finish_deposited(const std::vector<ParameterPtr>& parameters);
+  // Sends the sums of `parameters`, launches the remaining buckets, waits and delivers.
+  void finish(const std::vector<ParameterPtr>& parameters);
+
+ private:
+  // Notes that a gradient of `parameter` arrives.
+  void arrives(const ParameterPtr& parameter);
+  // Whether the next gradient of `parameter` is reduced now, and the only one to come.
+  bool goes_at_once(const Parameter& parameter) const;
+  // Lets ranks tell each other which gradients they have: of `parameters`, or once of a model.
+  std::vector<std::unique_ptr<PresenceCheck>> presence_checks_of(
+      const std::vector<ParameterPtr>& parameters, Occasion occasion);
+  void begin_presence_checks(int64_t root);
+  // Waits for these checks, and sends zeros for the gradients that only other ranks have.
+  void finish_presence_checks();
+  bool is_mixed(const ParameterPtr& parameter) const;  // only some ranks have it
+  // Moves the first gradient's bucket to `deferred_first_` if that gradient is mixed: it was sent
+  // before that was known.
+  void defer_first_if_mixed();
+  // The backward of the parameter's transport. Begins it on the first call.
+  Backward& backward_of(const Parameter& parameter);
+  // `through` is the normalised dtype for a raw gradient, and the sum's own dtype for a sum.
+  void send(const ParameterPtr& parameter, const at::Tensor& grad, at::ScalarType through,
+            at::ScalarType normalised_dtype, bool owned);
+  void send_accumulated(const ParameterPtr& parameter);
+  // An open bucket with room for `parameter`.
+  ReduceBucket& bucket_for(const ParameterPtr& parameter, at::ScalarType normalised_dtype);
+  void launch_if_full(const ReduceBucket& bucket);
+  void launch(std::unique_ptr<ReduceBucket> bucket);
+  void finish_oldest();
+  void finish_backward();
+  std::vector<int64_t> roots() const;  // models of the parameters that arrived, in order
+
+  std::mutex mutex_;  // gradients on two devices arrive on two threads
+  // The backward of each transport. Backwards outlive their buckets.
+  std::vector<std::pair<std::shared_ptr<Transport>, std::unique_ptr<Backward>>> backwards_;
+  std::vector<ParameterPtr> arrived_;
+  std::vector<int64_t> checked_;  // models that have a presence check
+  std::vector<std::unique_ptr<PresenceCheck>> presence_checks_;
+  bool has_sent_ = false;
+  std::vector<std::unique_ptr<ReduceBucket>> open_;  // in order of opening
+  // Buckets of gradients that only some ranks have. Ranks reach them at different times, so nobody
+  // waits for them before the end.
+  std::vector<std::unique_ptr<ReduceBucket>> mixed_;
+  std::unique_ptr<ReduceBucket> deferred_first_;          // mixed, and already launched
+  std::vector<std::unique_ptr<ReduceBucket>> in_flight_;  // in order of launching
+  AllReduces all_reduces_;
+  std::vector<ReducedGradient> results_;
+};
+
+}  // namespace zero3

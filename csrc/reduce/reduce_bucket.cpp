@@ -1,0 +1,105 @@
+#include "reduce/reduce_bucket.h"
+
+#include <ATen/ops/mm.h>
+
+#include <cmath>
+#include <limits>
+
+#include "kernels/copy.h"
+#include "support/memory.h"
+#include "transport/channel.h"
+#include "transport/transport.h"
+
+namespace zero3 {
+namespace {
+
+// Where a backend sums in fp16, half the scaling comes before the sum and half after, so that the
+// sum neither overflows nor underflows.
+double pre_divide_factor(const Parameter& like, at::ScalarType wire_dtype) {
+  return wire_dtype == at::kHalf && !like.transport->can.sums_in_fp32
+             ? std::exp2(
+                   std::ceil(std::log2(std::sqrt(std::max(like.settings.divide_factor, 1.0)))))
+             : 1.0;
+}
+
+}  // namespace
+
+ReduceBucket::ReduceBucket(const Parameter& like, at::ScalarType wire_dtype)
+    : rank_(like.rank),
+      world_size_(like.world_size),
+      divide_factor_(like.settings.divide_factor),
+      pre_divide_factor_(pre_divide_factor(like, wire_dtype)),
+      options_(at::TensorOptions(wire_dtype).device(like.device)),
+      capacity_(like.transport->can.bounds_buckets
+                    ? like.settings.bucket_bytes / world_size_ /
+                          static_cast<int64_t>(options_.dtype().itemsize())
+                    : std::numeric_limits<int64_t>::max()),
+      transport_(like.transport),
+      replicas_(like.replicas) {}
+
+bool ReduceBucket::accepts(const Parameter& parameter, at::ScalarType wire_dtype) const {
+  return transport_->joins(*parameter.transport) &&
+         is_same(replicas_.get(), parameter.replicas.get()) &&
+         divide_factor_ == parameter.settings.divide_factor && this->wire_dtype() == wire_dtype &&
+         options_.device() == parameter.device;
+}
+
+bool ReduceBucket::has_room_for(const Parameter& parameter) const {
+  return parameters_.empty() || used_ + aligned(parameter.chunk_numel(), wire_dtype()) <= capacity_;
+}
+
+void ReduceBucket::add(const ParameterPtr& parameter, const at::Tensor& grad,
+                       at::ScalarType through, at::ScalarType normalised_dtype, bool owned) {
+  const auto shard_dtype = note(parameter, normalised_dtype);
+  send(parameter, grad, through, shard_dtype, owned);
+}
+
+void ReduceBucket::add_product(const ParameterPtr& parameter, const at::Tensor& left,
+                               const at::Tensor& right) {
+  send_product(parameter, left, right, note(parameter, wire_dtype()));
+}
+
+void ReduceBucket::add_zero(const ParameterPtr& parameter, at::ScalarType normalised_dtype) {
+  send_zero(parameter, note(parameter, normalised_dtype));
+}
+
+void ReduceBucket::send_zero(const ParameterPtr& parameter, at::ScalarType shard_dtype) {
+  const auto zeros = pooled_empty(parameter->sizes, options_).zero_();
+  send(parameter, zeros, wire_dtype(), shard_dtype, /*owned=*/true);
+}
+
+void ReduceBucket::send_product(const ParameterPtr& parameter, const at::Tensor& left,
+                                const at::Tensor& right, at::ScalarType shard_dtype) {
+  auto grad = pooled_empty(parameter->sizes, left.options());
+  at::mm_out(grad, left, right);
+  send(parameter, grad, wire_dtype(), shard_dtype, /*owned=*/true);
+}
+
+at::ScalarType ReduceBucket::note(const ParameterPtr& parameter, at::ScalarType normalised_dtype) {
+  used_ += aligned(parameter->chunk_numel(), wire_dtype());
+  parameters_.push_back(parameter);
+  auto shard_dtype = parameter->settings.gradient_dtypes.shard.value_or(normalised_dtype);
+  shard_dtypes_.push_back(shard_dtype);
+  if (parameter->replicas)
+    shard_dtype = c10::promoteTypes(c10::promoteTypes(shard_dtype, wire_dtype()), at::kFloat);
+  return shard_dtype;
+}
+
+int64_t ReduceBucket::lowest_order() const {
+  return (*std::ranges::min_element(parameters_, {}, [](auto& p) { return p->order; }))->order;
+}
+
+Collective ReduceBucket::collective_of(const std::vector<ParameterPtr>& parameters) const {
+  int64_t numel = 0;
+  for (auto& parameter : parameters) numel += parameter->chunk_numel() * world_size_;
+  const int64_t nbytes = numel * static_cast<int64_t>(options_.dtype().itemsize());
+  return {"reduce_scatter", wire_dtype(),         nbytes,
+          world_size_,      names_of(parameters), options_.device().is_meta()};
+}
+
+void ReduceBucket::close() {
+  send_rest();
+  record([this] { return collective(); });
+}
+
+}  // namespace zero3

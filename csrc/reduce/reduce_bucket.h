@@ -1,0 +1,80 @@
+// Reduces the gradients of several parameters to their shards.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <vector>
+
+#include "parameter/parameter.h"
+#include "support/collective_log.h"
+
+namespace zero3 {
+
+// Gradients of several parameters that are reduced, and waited for, together.
+class ReduceBucket {
+ public:
+  virtual ~ReduceBucket() = default;
+
+  bool accepts(const Parameter& parameter, at::ScalarType wire_dtype) const;
+  bool has_room_for(const Parameter& parameter) const;
+  bool is_full() const { return used_ >= capacity_; }
+  const std::vector<ParameterPtr>& parameters() const { return parameters_; }
+  int64_t lowest_order() const;  // lowest order of parameters()
+  // Dtype of the delivered gradient of each of parameters().
+  const std::vector<at::ScalarType>& shard_dtypes() const { return shard_dtypes_; }
+  at::ScalarType wire_dtype() const { return options_.dtype().toScalarType(); }
+  Collective collective() const { return collective_of(parameters_); }
+
+  // Adds `grad`, cast to `through` and then to the wire dtype. If `owned`, nobody may write to
+  // `grad` until finish(). Otherwise `grad` may be reused when add() returns.
+  void add(const ParameterPtr& parameter, const at::Tensor& grad, at::ScalarType through,
+           at::ScalarType normalised_dtype, bool owned);
+  // Adds left @ right, both in the wire dtype.
+  void add_product(const ParameterPtr& parameter, const at::Tensor& left, const at::Tensor& right);
+  // Adds zeros.
+  void add_zero(const ParameterPtr& parameter, at::ScalarType normalised_dtype);
+  void close();  // no gradients are added after this
+
+  // Divisor still to be applied to the sum over all ranks. Where shards are replicated, it is
+  // applied after the sum over replicas.
+  double divisor() const { return divide_factor_ / pre_divide_factor_; }
+
+  // Waits, and returns the reduced and scaled shard of each of parameters(), in its dtype of
+  // shard_dtypes(). A replicated shard is not scaled, and its dtype also holds the wire dtype and
+  // fp32.
+  virtual std::vector<at::Tensor> finish() = 0;
+
+ protected:
+  ReduceBucket(const Parameter& like, at::ScalarType wire_dtype);
+
+  virtual void send(const ParameterPtr& parameter, const at::Tensor& grad, at::ScalarType through,
+                    at::ScalarType shard_dtype, bool owned) = 0;
+  virtual void send_product(const ParameterPtr& parameter, const at::Tensor& left,
+                            const at::Tensor& right, at::ScalarType shard_dtype);
+  virtual void send_zero(const ParameterPtr& parameter, at::ScalarType shard_dtype);
+  virtual void send_rest() {}
+
+  const int64_t rank_;
+  const int64_t world_size_;
+  // The collective for some of the parameters, to be named in a profile.
+  Collective collective_of(const std::vector<ParameterPtr>& parameters) const;
+  double divisor_now() const { return replicas_ ? 1.0 : divisor(); }
+
+  const double divide_factor_;
+  const double pre_divide_factor_;
+  const at::TensorOptions options_;  // on the wire
+  const int64_t capacity_;           // elements per rank
+
+ private:
+  // Notes `parameter`, and returns the dtype of its reduced shard.
+  at::ScalarType note(const ParameterPtr& parameter, at::ScalarType normalised_dtype);
+
+  const std::shared_ptr<Transport> transport_;
+  const std::shared_ptr<const Channel> replicas_;
+  int64_t used_ = 0;
+  std::vector<ParameterPtr> parameters_;
+  std::vector<at::ScalarType> shard_dtypes_;
+};
+
+}  // namespace zero3

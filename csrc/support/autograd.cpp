@@ -1,0 +1,45 @@
+#include "support/autograd.h"
+
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <utility>
+
+#include "support/error.h"
+
+namespace zero3 {
+
+int running_backward() { return torch::autograd::get_current_graph_task_id(); }
+
+void at_end_of_backward(std::function<void()> function) {
+  torch::autograd::Engine::get_default_engine().queue_callback(std::move(function));
+}
+
+bool is_wanted(const at::Tensor& leaf) {
+  const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
+  if (chosen == nullptr || chosen->empty()) return true;
+  const auto accumulator = torch::autograd::impl::grad_accumulator(leaf);
+  const auto found = chosen->find(accumulator.get());
+  return found != chosen->end() && found->second.should_execute();
+}
+
+bool is_in_graph(const at::Tensor& leaf) {
+  const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+  const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(leaf);
+  return accumulator && nodes != nullptr && nodes->contains(accumulator.get());
+}
+
+void declare_grad_dtype(const at::Tensor& tensor, std::optional<at::ScalarType> dtype) {
+  auto edge = torch::autograd::impl::gradient_edge(tensor);
+  ZERO3_CHECK(edge.is_valid(), "a tensor that needs no gradient has no gradient dtype");
+  edge.function->mutable_input_metadata(edge.input_nr).set_grad_dtype(dtype);
+}
+
+c10::VariableVersion version_counter_of(const at::Tensor& tensor) {
+  if (tensor.is_inference()) return c10::VariableVersion(c10::VariableVersion::DISABLED);
+  return torch::autograd::impl::version_counter(tensor);
+}
+
+}  // namespace zero3

@@ -1,0 +1,32 @@
+// The runtime's interface to torch's autograd. Only autograd.cpp includes the engine's headers.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <optional>
+
+namespace zero3 {
+
+// Number of the backward that the autograd engine runs on this thread; -1 outside a backward.
+int running_backward();
+inline bool in_backward() { return running_backward() != -1; }
+
+// Calls `function` at the end of the running backward. The backward owns `function` until then.
+void at_end_of_backward(std::function<void()> function);
+
+// Whether the running backward was asked for the gradient of `leaf`, among others. Under
+// torch.autograd.grad or backward(inputs=...) the engine accumulates into chosen leaves only.
+bool is_wanted(const at::Tensor& leaf);
+
+// Whether `leaf` is in the graph of the running backward.
+bool is_in_graph(const at::Tensor& leaf);
+
+// Makes the engine cast gradients that reach `tensor` to `dtype` (nullopt: leave them as they are)
+// before it sums them, as for a leaf with that `Tensor.grad_dtype`. Also accepts non-leaves.
+void declare_grad_dtype(const at::Tensor& tensor, std::optional<at::ScalarType> dtype);
+
+// Version counter of `tensor`, which counts in-place writes; disabled for an inference tensor.
+c10::VariableVersion version_counter_of(const at::Tensor& tensor);
+
+}  // namespace zero3

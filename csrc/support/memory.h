@@ -1,0 +1,43 @@
+// Memory for communication. Freed buffers are kept for later ones of about the same size, so that a
+// steady step faults no pages in: on a CPU that takes longer than filling them.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace zero3 {
+
+// Returns an uninitialised tensor. On a CPU its memory comes from the pool and returns there when
+// its storage dies, on any thread. On other devices torch's allocator pools memory itself.
+at::Tensor pooled_empty(at::IntArrayRef sizes, at::IntArrayRef strides,
+                        const at::TensorOptions& options);
+at::Tensor pooled_empty(at::IntArrayRef sizes, const at::TensorOptions& options);
+at::Tensor pooled_copy(const at::Tensor& tensor);
+
+// If the environment has ZERO3_DEBUG=1, fills CPU memory with 0xFF, NaN in floating dtypes, to
+// expose reads of unwritten memory. Memory from pooled_empty(), and memory returned to the pool, is
+// filled already.
+void poison(const at::Tensor& unwritten);
+
+struct PoolStats {
+  int64_t in_use;  // bytes
+  int64_t peak;    // maximum of `in_use` since its last reset
+  int64_t kept;    // bytes kept for reuse
+};
+
+PoolStats pool_stats(bool reset_peak);
+
+// Bytes of buffers on the meta device, which have no memory. The peak is since its last reset.
+struct MetaBytes {
+  int64_t in_use;
+  int64_t peak;
+};
+
+MetaBytes meta_bytes(bool reset_peak);
+
+// Frees the kept memory, and returns its size in bytes.
+int64_t release_pool();
+
+// Limits the kept memory to `nbytes`. The initial limit is 512 MiB.
+void limit_pool(int64_t nbytes);
+
+}  // namespace zero3

@@ -1,0 +1,28 @@
+// Named ranges in a profile.
+#pragma once
+
+#include <memory>
+#include <string>
+
+namespace zero3 {
+
+// A range of torch.profiler's from construction to destruction. `make_name` is called only if a
+// profiler listens.
+class ProfilerRange {
+ public:
+  template <typename MakeName>
+  explicit ProfilerRange(MakeName make_name) : running_(start_if_observed()) {
+    if (running_) name(make_name());
+  }
+  ProfilerRange(const ProfilerRange&) = delete;
+  ProfilerRange& operator=(const ProfilerRange&) = delete;
+
+ private:
+  struct Running;
+  static std::shared_ptr<Running> start_if_observed();
+  void name(const std::string& name);
+
+  std::shared_ptr<Running> running_;
+};
+
+}  // namespace zero3

@@ -1,0 +1,81 @@
+// Python bindings of transports. Included by bindings.cpp alone: pybind11 takes ten seconds to
+// read.
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+#include "transport/messages.h"
+#include "transport/process_group.h"
+#include "transport/shared_memory.h"
+#include "transport/simulated.h"
+
+namespace zero3 {
+
+inline void bind_transports(pybind11::module_& m) {
+  pybind11::class_<Capabilities>(m, "Capabilities")
+      .def_readonly("gathers_views", &Capabilities::gathers_views)
+      .def_readonly("publishes", &Capabilities::publishes)
+      .def_readonly("ranks_meet_in_backward", &Capabilities::ranks_meet_in_backward)
+      .def_readonly("sends_any_dtype", &Capabilities::sends_any_dtype)
+      .def_readonly("bounds_buckets", &Capabilities::bounds_buckets)
+      .def_readonly("sends_messages", &Capabilities::sends_messages);
+  pybind11::class_<Transport, std::shared_ptr<Transport>>(m, "Transport")
+      .def_property_readonly("can", [](const Transport& self) { return self.can; })
+      .def_property_readonly("name", &Transport::name)
+      .def_property_readonly("number", &Transport::number);
+
+  pybind11::class_<Channel, std::shared_ptr<Channel>>(m, "Channel")
+      .def_property_readonly("name", [](const Channel& self) { return self.name; })
+      .def_property_readonly("rank", [](const Channel& self) { return self.rank; })
+      .def_property_readonly("world_size", [](const Channel& self) { return self.world_size; });
+  pybind11::class_<ProcessGroupChannel, Channel, std::shared_ptr<ProcessGroupChannel>>(
+      m, "ProcessGroupChannel")
+      .def(pybind11::init<const std::string&, int64_t, int64_t, at::Device>());
+  pybind11::class_<SimulatedChannel, Channel, std::shared_ptr<SimulatedChannel>>(m,
+                                                                                 "SimulatedChannel")
+      .def(pybind11::init<const std::string&, int64_t, int64_t, const std::string&>());
+  pybind11::class_<Messages, Transport, std::shared_ptr<Messages>>(m, "Messages")
+      .def(
+          pybind11::init([](std::shared_ptr<Channel> gathers, std::shared_ptr<Channel> reductions) {
+            return std::make_shared<Messages>(std::move(gathers), std::move(reductions));
+          }))
+      .def_property_readonly(
+          "gathers",
+          [](const Messages& self) { return std::const_pointer_cast<Channel>(self.gathers); })
+      .def_property_readonly("reductions", [](const Messages& self) {
+        return std::const_pointer_cast<Channel>(self.reductions);
+      });
+  m.def("backend_name", &backend_name);
+  m.def("timeout_of", [](const std::string& group_name) { return timeout_of(group_name).count(); });
+
+  pybind11::class_<SharedMemory, Transport, std::shared_ptr<SharedMemory>>(m, "SharedMemory")
+      .def(pybind11::init([](std::shared_ptr<OneHost> one_host, const Parameter& parameter,
+                             const at::Tensor& progress, std::shared_ptr<Copies> copies,
+                             bool takes_turns) {
+        return std::make_shared<SharedMemory>(std::move(one_host), parameter, progress,
+                                              std::move(copies), takes_turns);
+      }));
+  pybind11::class_<OneHost, std::shared_ptr<OneHost>>(m, "OneHost")
+      .def(pybind11::init<const std::string&, int64_t, const std::vector<int64_t>&,
+                          const at::Tensor&>())
+      .def_static("control_bytes", &OneHost::control_bytes)
+      .def_property_readonly(
+          "mailbox_bytes",
+          [](const OneHost& self) { return self.mailbox ? self.mailbox->capacity() : 0; })
+      .def("set_mailboxes", [](OneHost& self, const at::Tensor& memory) {
+        self.mailbox = Mailbox::make(self.host, memory);
+      });
+  pybind11::class_<Copies, std::shared_ptr<Copies>>(m, "Copies")
+      .def(pybind11::init<const at::Tensor&, const at::Tensor&>())
+      .def("grow", &Copies::grow)
+      .def_property_readonly("nbytes", [](const Copies& self) { return self.writable.nbytes(); });
+  // Bytes of a parameter's `progress`: a Progress for each rank and each block of the gradient.
+  m.def("progress_bytes", [](int64_t rows, int64_t row_bytes, int64_t world_size) {
+    return blocks_of(rows, row_bytes, world_size).size() * world_size * sizeof(Progress);
+  });
+  m.def("new_shared_file", &new_shared_file, pybind11::arg("nbytes"));
+  m.def("make_read_only", &make_read_only);
+  m.attr("CACHE_LINE") = kCacheLine;
+}
+
+}  // namespace zero3

@@ -1,0 +1,81 @@
+// The ranks of a process group, and the exchanges between them.
+//
+//   gather   rows [world, n], with this rank's row written  ->  all rows written
+//   reduce   rows [n], one for each rank                    ->  this rank's row from every rank
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace zero3 {
+
+// Contiguous tensors [n], one for each rank. n may differ between ranks.
+using Rows = std::vector<at::Tensor>;
+
+constexpr int64_t kWorthAMessage = 64 << 10;  // bytes; smaller tensors share a message
+
+// Gathers and reductions that start one by one and are waited for together. All ranks start the
+// exchanges of a channel in one order. A `key` is the same on all ranks. Tensors of different keys
+// never meet: each waits for tensors of its own key.
+class Exchange {
+ public:
+  virtual ~Exchange() = default;
+
+  struct Piece {
+    at::Tensor rows;  // [world, n], contiguous; others must not read it before wait()
+    std::string key;
+  };
+
+  // Gathers several pieces at once, in one collective if the channel is grouped.
+  virtual void gather(const std::vector<Piece>& pieces) = 0;
+
+  // All n are equal unless the channel is point to point. Nobody may write to `rows` before wait().
+  virtual void reduce(const Rows& rows, const std::string& key) = 0;
+
+  // Raises, naming the key, if another rank does not take part in time.
+  virtual void wait() = 0;
+
+  // After wait(): for each call of reduce(), the tensors [n] to sum, in the order of ranks.
+  const std::vector<Rows>& addends() const { return addends_; }
+
+ protected:
+  std::vector<Rows> addends_;
+};
+
+class Channel {
+ public:
+  struct Traits {
+    bool is_point_to_point;  // sends and receives each tensor by itself: none need share a message
+    bool is_grouped;         // one collective gathers several tensors, each in place
+    bool carries_data;
+  };
+  // Traits of a c10d backend.
+  static Traits traits_of(const std::string& backend, bool on_cpu, bool carries_data);
+
+  Channel(std::string name, int64_t rank, int64_t world_size, Traits traits)
+      : name(std::move(name)), rank(rank), world_size(world_size), traits(traits) {}
+  virtual ~Channel() = default;
+  Channel(const Channel&) = delete;
+  Channel& operator=(const Channel&) = delete;
+
+  virtual std::unique_ptr<Exchange> exchange() const = 0;
+
+  const std::string name;  // name of the process group
+  const int64_t rank;
+  const int64_t world_size;
+  const Traits traits;
+};
+
+// Concatenates `rows`. Copies nothing if they are adjacent already.
+at::Tensor one_run(const Rows& rows);
+
+// Whether both channels connect the same ranks, or both are null.
+inline bool is_same(const Channel* one, const Channel* other) {
+  return one == other || (one && other && one->name == other->name);
+}
+
+}  // namespace zero3

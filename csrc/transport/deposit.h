@@ -1,0 +1,105 @@
+// Reductions of ranks that share memory: ready gradients, and the ranks that may still read them.
+#pragma once
+
+#include <algorithm>
+#include <optional>
+#include <vector>
+
+#include "transport/words.h"
+
+namespace zero3 {
+
+// Reductions of one block of a parameter. Each rank's gradient stays in its mailbox until read.
+class Deposit {
+ public:
+  struct Description {
+    uint64_t offset;
+    int8_t dtype;
+    int8_t wire_dtype;
+  };
+
+  // With an `owner`, only that rank reads. Otherwise all ranks do.
+  Deposit(Progress* ranks, const Standing* standings, int64_t rank, int64_t world_size,
+          std::optional<int64_t> owner = std::nullopt)
+      : ranks_(ranks), standings_(standings), rank_(rank), world_size_(world_size), owner_(owner) {}
+
+  bool is_read_by(int64_t r) const { return !owner_ || *owner_ == r; }
+
+  // Ranks that may still read this rank's gradient of `epoch`.
+  std::vector<int64_t> readers(uint64_t epoch) const {
+    std::vector<int64_t> result;
+    for (int64_t r = 0; r < world_size_; ++r)
+      if (is_read_by(r) && ranks_[r].consumed.load(std::memory_order_acquire) < epoch &&
+          !has_settled(r, epoch))
+        result.push_back(r);
+    return result;
+  }
+
+  // The epoch of the next gradient in this backward. The latest() epoch must have no readers().
+  uint64_t next_epoch(uint64_t backward) const {
+    const uint64_t first = backward << kBackwardShift;
+    return std::max(latest_, first) + 1;
+  }
+  uint64_t latest() const { return latest_; }
+
+  void put(uint64_t epoch, const Description& description) {
+    Progress& mine = ranks_[rank_];
+    mine.offset = description.offset;
+    mine.dtype = description.dtype;
+    mine.wire_dtype = description.wire_dtype;
+    latest_ = epoch;
+    mine.deposited.store(epoch, std::memory_order_release);
+  }
+
+  // Ranks that have not deposited their gradient of `epoch`.
+  std::vector<int64_t> writers(uint64_t epoch) const {
+    std::vector<int64_t> result;
+    for (int64_t r = 0; r < world_size_; ++r)
+      if (ranks_[r].deposited.load(std::memory_order_acquire) < epoch) result.push_back(r);
+    return result;
+  }
+
+  // The writers() that have gone on, and never will deposit their gradient of `epoch`.
+  std::vector<int64_t> ranks_gone(uint64_t epoch) const {
+    std::vector<int64_t> result;
+    for (int64_t r = 0; r < world_size_; ++r)
+      if (has_settled(r, epoch) && ranks_[r].deposited.load(std::memory_order_acquire) < epoch)
+        result.push_back(r);
+    return result;
+  }
+
+  // Describes the gradient of rank r. Valid once there are no writers().
+  Description of_rank(int64_t r) const {
+    return {ranks_[r].offset, ranks_[r].dtype, ranks_[r].wire_dtype};
+  }
+
+  // Notes that this rank has read all that it needs of `epoch`.
+  void consume(uint64_t epoch) {
+    if (ranks_[rank_].consumed.load(std::memory_order_relaxed) < epoch)
+      ranks_[rank_].consumed.store(epoch, std::memory_order_release);
+  }
+
+ private:
+  static constexpr int kBackwardShift = 16;
+
+  bool has_settled(int64_t r, uint64_t epoch) const {
+    return standings_[r].settled.load(std::memory_order_acquire) > epoch >> kBackwardShift;
+  }
+
+  Progress* ranks_;
+  const Standing* standings_;
+  int64_t rank_;
+  int64_t world_size_;
+  std::optional<int64_t> owner_;
+  uint64_t latest_ = 0;
+};
+
+// Rows of a gradient that are sent and summed at a time: few enough to stay in caches meanwhile.
+struct Block {
+  int64_t begin;
+  int64_t rows;
+  std::optional<int64_t> owner;  // rank that owns the rows; none if they are the whole gradient
+};
+std::vector<Block> blocks_of(int64_t rows, int64_t row_bytes, int64_t world_size);
+
+}  // namespace zero3

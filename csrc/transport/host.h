@@ -1,0 +1,83 @@
+// How the ranks of one host wait for each other.
+#pragma once
+
+#include <sys/types.h>
+
+#include <chrono>
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "transport/words.h"
+
+namespace zero3 {
+
+// The ranks of one host, as seen by one rank.
+class Host {
+ public:
+  // `standings` and `pids` have one entry for each rank.
+  Host(Bell* bell, Standing* standings, int64_t rank, std::vector<pid_t> pids,
+       std::chrono::milliseconds timeout);
+
+  int64_t rank() const { return rank_; }
+  int64_t world_size() const { return static_cast<int64_t>(peers_.size()); }
+
+  // Tells the other ranks that something they may wait for has changed.
+  void ring();
+
+  // Clears this rank's `gave_up`. Throws in a child that was forked from this process: the child
+  // would write its parent's words.
+  void begin_anew();
+
+  // The missing ranks, and what they have not done. No ranks: they have done it just now.
+  struct Missing {
+    std::vector<int64_t> ranks;
+    std::string what;
+    bool needs_all = true;  // false: this rank may go on without some of them
+  };
+
+  // Waits until `missing`, which may itself do work, returns nullopt. Throws if the group's timeout
+  // has passed, a missing rank is dead, or ranks wait for each other.
+  void wait(const std::function<std::optional<Missing>()>& missing);
+
+ private:
+  struct Peer {
+    pid_t pid;
+    std::optional<uint64_t> started;  // in the kernel's clock: pids are reused
+  };
+
+  class Waiting;
+
+  // Ranks from this one on: each waits for the next, and the last for one of them. Also records the
+  // counters read meanwhile.
+  struct Circle {
+    struct Link {
+      int64_t rank;
+      uint64_t waits;
+      uint64_t looks;
+    };
+    uint32_t rung;
+    std::vector<Link> links;
+  };
+
+  std::optional<Circle> circle() const;
+  // Throws if all ranks of a circle have looked in vain since it was `seen`, and nothing has
+  // changed: none of them ever can go on. Otherwise returns the circle to compare with next time.
+  std::optional<Circle> check_circle(std::optional<Circle> seen);
+  void check_others_go_on(const Missing& missing) const;
+  std::string text_of(const Circle& circle) const;
+
+  std::string state_of(int64_t rank, bool* is_dead) const;
+  [[noreturn]] void fail(const Missing& missing, const std::string& why) const;
+  bool is_one_dead(const Missing& missing) const;
+
+  Bell* bell_;
+  Standing* standings_;
+  int64_t rank_;
+  std::vector<Peer> peers_;
+  std::chrono::milliseconds timeout_;
+  const pid_t pid_;
+};
+
+}  // namespace zero3

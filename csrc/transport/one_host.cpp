@@ -1,0 +1,61 @@
+#include "transport/one_host.h"
+
+#include <linux/memfd.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "support/error.h"
+#include "transport/process_group.h"
+
+namespace zero3 {
+namespace {
+
+char* data_of(const at::Tensor& tensor) { return static_cast<char*>(tensor.data_ptr()); }
+
+}  // namespace
+
+int64_t OneHost::control_bytes(int64_t world_size) {
+  return sizeof(Bell) + world_size * sizeof(Standing);
+}
+
+OneHost::OneHost(const std::string& group_name, int64_t rank, const std::vector<int64_t>& pids,
+                 at::Tensor control)
+    : group_name(group_name),
+      control(std::move(control)),
+      standings(reinterpret_cast<Standing*>(data_of(this->control) + sizeof(Bell))),
+      host(std::make_shared<Host>(reinterpret_cast<Bell*>(data_of(this->control)), standings, rank,
+                                  std::vector<pid_t>(pids.begin(), pids.end()),
+                                  timeout_of(group_name))),
+      backwards(standings, rank),
+      calls(standings, rank, static_cast<int64_t>(pids.size())) {}
+
+Copies::Copies(at::Tensor writable, at::Tensor readable)
+    : ring(writable.nbytes()), writable(std::move(writable)), readable(std::move(readable)) {}
+
+void Copies::grow(at::Tensor writable, at::Tensor readable) {
+  ring.grow(writable.nbytes());
+  this->writable = std::move(writable);
+  this->readable = std::move(readable);
+}
+
+int new_shared_file(int64_t nbytes) {
+  // Not every Python, nor every libc, has memfd_create().
+  const int file = static_cast<int>(syscall(SYS_memfd_create, "zero3", MFD_CLOEXEC));
+  ZERO3_CHECK(file >= 0, "memfd_create failed: ", std::strerror(errno));
+  if (fchmod(file, 0600) == 0 && ftruncate(file, nbytes) == 0) return file;
+  const int error = errno;
+  close(file);
+  ZERO3_CHECK(false, "a file of ", nbytes, " bytes failed: ", std::strerror(error));
+}
+
+void make_read_only(const at::Tensor& mapped) {
+  ZERO3_CHECK(mprotect(mapped.data_ptr(), mapped.nbytes(), PROT_READ) == 0,
+              "mprotect failed: ", std::strerror(errno));
+}
+
+}  // namespace zero3

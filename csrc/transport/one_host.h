@@ -1,0 +1,60 @@
+// The state that ranks of one host share besides parameters, and the memory for gathered copies.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "transport/backwards.h"
+#include "transport/host.h"
+#include "transport/mailbox.h"
+#include "transport/ring.h"
+
+namespace zero3 {
+
+class SharedPresences;
+
+// The ranks of a process group that live on one host.
+struct OneHost {
+  // `control` is zeroed shared memory: a Bell, and a Standing for each rank.
+  OneHost(const std::string& group_name, int64_t rank, const std::vector<int64_t>& pids,
+          at::Tensor control);
+
+  const std::string group_name;
+
+  static int64_t control_bytes(int64_t world_size);
+
+  at::Tensor control;
+  Standing* standings;
+  std::shared_ptr<Host> host;
+  Backwards backwards;
+  Calls calls;
+  SharedPresences* latest_presences = nullptr;  // latest in `calls`, while it lives
+  std::atomic<int> crowded_out = 0;             // gathers that wait for room; later ones wait too
+  uint64_t parameters = 0;                      // number of parameters so far
+  std::shared_ptr<Mailbox> mailbox;
+};
+
+// Memory for the gathered copies of one parameter, or of several that take turns in it.
+struct Copies {
+  // The same shared bytes, mapped twice. Nobody writes to `readable`.
+  Copies(at::Tensor writable, at::Tensor readable);
+
+  // Moves the turns to other memory, from the next gather on.
+  void grow(at::Tensor writable, at::Tensor readable);
+
+  Ring ring;
+  at::Tensor writable;
+  at::Tensor readable;
+};
+
+// Returns the descriptor of a new anonymous file of zeros, closed on exec.
+int new_shared_file(int64_t nbytes);
+
+// Makes the memory of `mapped`, which is whole pages, read-only.
+void make_read_only(const at::Tensor& mapped);
+
+}  // namespace zero3

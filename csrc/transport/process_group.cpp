@@ -1,0 +1,286 @@
+#include "transport/process_group.h"
+
+#include <ATen/SavedTensorHooks.h>
+#include <ATen/ops/cat.h>
+
+#include <limits>
+#include <map>
+#include <mutex>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "support/error.h"
+#include "support/memory.h"
+
+namespace zero3 {
+
+namespace {
+
+using Group = c10d::ProcessGroup;
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+// The transfers that an exchange has begun.
+struct Running {
+  struct Part {
+    WorkPtr work;
+    std::string with;  // the other rank
+    std::string key;
+  };
+
+  c10::intrusive_ptr<Group> group;
+  std::vector<at::Tensor> tensors;  // all tensors that take part
+  std::vector<Part> parts;
+
+  // `begin` returns a Work. It throws if a connection has broken.
+  template <typename Begin>
+  void start(const std::string& with, const std::string& key, Begin begin) {
+    attempt(with, key, [&] { parts.push_back({begin(), with, key}); });
+  }
+
+  void wait() {
+    for (auto& [work, with, key] : parts) attempt(with, key, [&] { work->wait(); });
+  }
+
+ private:
+  template <typename Step>
+  static void attempt(const std::string& with, const std::string& key, Step step) {
+    try {
+      step();
+    } catch (const std::exception& error) {
+      throw_error("an exchange with " + with + " failed (" + key +
+                  "). Either that rank has stopped, or it runs something else: all ranks must run "
+                  "the same forwards and backwards. " +
+                  error.what());
+    }
+  }
+};
+
+// Exchanges that nobody waits for any more. gloo never recovers if a message's buffer is gone.
+class Orphans {
+ public:
+  static Orphans& get() {
+    static auto& orphans = *new Orphans;  // never destroyed: some come while statics are destroyed
+    return orphans;
+  }
+
+  void add(std::unique_ptr<Running> running) {
+    std::lock_guard lock(mutex_);
+    by_group_name_[running->group->getGroupName()].push_back(std::move(running));
+  }
+
+  // Waits for the orphans of `group`. Drops those of a former group of the same name.
+  void wait(const c10::intrusive_ptr<Group>& group) {
+    std::vector<std::unique_ptr<Running>> mine;
+    {
+      std::lock_guard lock(mutex_);
+      auto found = by_group_name_.find(group->getGroupName());
+      if (found == by_group_name_.end()) return;
+      mine = std::move(found->second);
+      by_group_name_.erase(found);
+    }
+    for (auto& running : mine)
+      if (running->group == group) running->wait();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<std::string, std::vector<std::unique_ptr<Running>>> by_group_name_;
+};
+
+// A Work copies the thread-local state and frees the copy on its own thread, late or never. The
+// state includes the hooks of saved tensors, which would keep a whole model alive.
+class WithoutSavedTensorHooks {
+ public:
+  WithoutSavedTensorHooks() { at::SavedTensorDefaultHooks::set_tls_state({}); }
+  ~WithoutSavedTensorHooks() { at::SavedTensorDefaultHooks::set_tls_state(state_); }
+  WithoutSavedTensorHooks(const WithoutSavedTensorHooks&) = delete;
+  WithoutSavedTensorHooks& operator=(const WithoutSavedTensorHooks&) = delete;
+
+ private:
+  const at::impl::SavedTensorDefaultHooksTLS state_ = at::SavedTensorDefaultHooks::get_tls_state();
+};
+
+// ---- sends and receives
+
+// Messages match by sender and tag, in order. An unmatched message ends in the group's timeout.
+int tag_of(const std::string& key) {
+  uint64_t hash = 14695981039346656037u;  // FNV-1a: the same on every rank
+  for (unsigned char c : key) hash = (hash ^ c) * 1099511628211u;
+  return static_cast<int>(hash % std::numeric_limits<int>::max());
+}
+
+// Sends `outgoing(r)` to each other rank r, and receives `incoming(r)` from it. Skips empty
+// tensors. `start(r, begin)` begins a transfer with rank r.
+template <typename Outgoing, typename Incoming, typename Start>
+void start_messages(Group& group, int64_t rank, int64_t world_size, const std::string& key,
+                    Outgoing outgoing, Incoming incoming, Start start) {
+  const int tag = tag_of(key);
+  for (int64_t distance = 1; distance < world_size; ++distance) {
+    const int64_t to = (rank + distance) % world_size;
+    const int64_t from = (rank - distance + world_size) % world_size;
+    std::vector<at::Tensor> received{incoming(from)};
+    if (received[0].numel() > 0)
+      start(from, [&] { return group.recv(received, static_cast<int>(from), tag); });
+    std::vector<at::Tensor> sent{outgoing(to)};
+    if (sent[0].numel() > 0) start(to, [&] { return group.send(sent, static_cast<int>(to), tag); });
+  }
+}
+
+// ---- the backend's own collectives
+
+// torch 2.13 renamed these calls; the templates let one source compile against both names.
+// `fulls` has several tensors only if the channel is grouped.
+template <typename AnyGroup>
+WorkPtr all_gather(AnyGroup& group, std::vector<at::Tensor>& fulls,
+                   std::vector<at::Tensor>& shards) {
+  if constexpr (requires { group.all_gather_single_coalesced(fulls, shards); })
+    return fulls.size() > 1 ? group.all_gather_single_coalesced(fulls, shards)
+                            : group.all_gather_single(fulls[0], shards[0]);
+  else
+    return fulls.size() > 1 ? group.allgather_into_tensor_coalesced(fulls, shards)
+                            : group._allgather_base(fulls[0], shards[0]);
+}
+
+template <typename AnyGroup>
+WorkPtr reduce_scatter(AnyGroup& group, at::Tensor shard, at::Tensor full) {
+  if constexpr (requires { group.reduce_scatter_single(shard, full); })
+    return group.reduce_scatter_single(shard, full);
+  else
+    return group._reduce_scatter_base(shard, full);
+}
+
+c10::intrusive_ptr<Group> group_of(const std::string& name) {
+  try {
+    return c10d::resolve_process_group(name);
+  } catch (const c10::Error& error) {
+    throw_error(
+        "the process group of a sharded model is gone: call destroy_process_group() when "
+        "nothing of the model runs any more. " +
+        std::string(error.what_without_backtrace()));
+  }
+}
+
+class ProcessGroupExchange : public Exchange {
+ public:
+  explicit ProcessGroupExchange(const Channel& channel)
+      : rank_(channel.rank), by_messages_(channel.traits.is_point_to_point) {
+    auto group = group_of(channel.name);
+    Orphans::get().wait(group);
+    running_ = std::make_unique<Running>(Running{std::move(group), {}, {}});
+  }
+
+  ~ProcessGroupExchange() override {
+    if (running_ && !running_->parts.empty()) Orphans::get().add(std::move(running_));
+  }
+
+  void gather(const std::vector<Piece>& pieces) override;
+  void reduce(const Rows& rows, const std::string& key) override;
+
+  void wait() override {
+    auto running = std::exchange(running_, nullptr);
+    ZERO3_CHECK(running, "an exchange was waited for twice");
+    running->wait();
+  }
+
+ private:
+  const int64_t rank_;
+  const bool by_messages_;            // sends and receives
+  std::unique_ptr<Running> running_;  // until wait()
+};
+
+void ProcessGroupExchange::gather(const std::vector<Piece>& pieces) {
+  WithoutSavedTensorHooks guard;
+  std::vector<at::Tensor> fulls, shards;
+  std::string keys;
+  for (auto& [rows, key] : pieces) {
+    running_->tensors.push_back(rows);
+    if (rows.numel() == 0) continue;
+    if (by_messages_) {
+      start_messages(
+          *running_->group, rank_, rows.size(0), key, [&](int64_t) { return rows[rank_]; },
+          [&](int64_t from) { return rows[from]; },
+          [&](int64_t with, auto begin) {
+            running_->start("rank " + std::to_string(with), key, begin);
+          });
+      continue;
+    }
+    // Backends do not know float8.
+    const auto sent = c10::isFloat8Type(rows.scalar_type()) ? rows.view(at::kByte) : rows;
+    fulls.push_back(sent.view(-1));
+    shards.push_back(sent[rank_]);
+    keys += (keys.empty() ? "" : ", ") + key;
+  }
+  if (!fulls.empty())
+    running_->start("others", keys, [&] { return all_gather(*running_->group, fulls, shards); });
+}
+
+void ProcessGroupExchange::reduce(const Rows& rows, const std::string& key) {
+  WithoutSavedTensorHooks guard;
+  Rows& addends = addends_.emplace_back();
+  const auto keep = [&](const at::Tensor& tensor) {
+    return running_->tensors.emplace_back(tensor);
+  };
+  const at::Tensor& own = rows[rank_];
+  if (by_messages_) {
+    for (auto& row : rows) {
+      keep(row);
+      addends.push_back(keep(row.is_same(own) ? own : pooled_empty(own.sizes(), own.options())));
+    }
+    start_messages(
+        *running_->group, rank_, rows.size(), key, [&](int64_t to) { return rows[to]; },
+        [&](int64_t from) { return addends[from]; },
+        [&](int64_t with, auto begin) {
+          running_->start("rank " + std::to_string(with), key, begin);
+        });
+  } else {
+    auto run = keep(one_run(rows));
+    addends.push_back(keep(pooled_empty(own.sizes(), own.options())));
+    if (run.numel() > 0)
+      running_->start("others", key,
+                      [&] { return reduce_scatter(*running_->group, addends.front(), run); });
+  }
+}
+
+}  // namespace
+
+Channel::Traits Channel::traits_of(const std::string& backend, bool on_cpu, bool carries_data) {
+  return {on_cpu && backend == "gloo", backend == "nccl", carries_data};
+}
+
+at::Tensor one_run(const Rows& rows) {
+  const auto& first = rows.front();
+  bool adjacent = true;
+  for (size_t r = 0; r < rows.size(); ++r)
+    adjacent &= rows[r].is_alias_of(first) &&
+                rows[r].storage_offset() ==
+                    first.storage_offset() + static_cast<int64_t>(r) * first.numel();
+  const int64_t numel = static_cast<int64_t>(rows.size()) * first.numel();
+  if (adjacent) return first.as_strided({numel}, {1});
+  auto run = pooled_empty({numel}, first.options());
+  at::cat_out(run, rows);
+  return run;
+}
+
+std::string backend_name(const std::string& group_name, at::Device device) {
+  return group_of(group_name)->getBackend(device.type())->getBackendName();
+}
+
+void check_exists(const std::string& group_name) { group_of(group_name); }
+
+std::chrono::milliseconds timeout_of(const std::string& group_name) {
+  const auto group = group_of(group_name);
+  const auto options =
+      group->getBackend(group->getDeviceTypes().front().type())->getBackendOptions();
+  return options ? options->timeout : kBackendDefaultTimeout;  // a fake group has none
+}
+
+ProcessGroupChannel::ProcessGroupChannel(const std::string& group_name, int64_t rank,
+                                         int64_t world_size, at::Device device)
+    : Channel(group_name, rank, world_size,
+              traits_of(backend_name(group_name, device), device.is_cpu(), true)) {}
+
+std::unique_ptr<Exchange> ProcessGroupChannel::exchange() const {
+  return std::make_unique<ProcessGroupExchange>(*this);
+}
+
+}  // namespace zero3

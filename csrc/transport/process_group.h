@@ -1,0 +1,32 @@
+// Exchanges over a c10d process group.
+//
+// On gloo, gathers and reductions are sends and receives in place: its all-gather copies twice, and
+// its reduce-scatter is an all-reduce. Other backends use their own collectives.
+#pragma once
+
+#include <chrono>
+#include <string>
+
+#include "transport/channel.h"
+
+namespace zero3 {
+
+// An exchange that is dropped before wait(), by an exception for example, goes on by itself. The
+// next exchange of its group waits for it: either all ranks have dropped it, or a rank is gone.
+class ProcessGroupChannel : public Channel {
+ public:
+  ProcessGroupChannel(const std::string& group_name, int64_t rank, int64_t world_size,
+                      at::Device device);
+  std::unique_ptr<Exchange> exchange() const override;
+};
+
+// c10d's name of the backend for a device: "gloo", "nccl".
+std::string backend_name(const std::string& group_name, at::Device device);
+
+// Raises if the group was destroyed.
+void check_exists(const std::string& group_name);
+
+// How long ranks of this group wait for each other.
+std::chrono::milliseconds timeout_of(const std::string& group_name);
+
+}  // namespace zero3

@@ -1,0 +1,142 @@
+// Gathers of ranks that share memory: each rank publishes its rows of a copy.
+#include "gather/gather_bucket.h"
+#include "support/autograd.h"
+#include "support/error.h"
+#include "support/memory.h"
+#include "transport/shared_memory.h"
+
+namespace zero3 {
+namespace {
+
+class SharedGather : public GatherBucket {
+ public:
+  using GatherBucket::GatherBucket;
+  ~SharedGather() override;
+
+  // Publishes this rank's rows. A backward publishes only if its forward's copy is stale.
+  void start() override;
+  void snapshot() override;
+  std::vector<at::Tensor> finish(bool fresh) override;
+
+ private:
+  // The shard that is published of a parameter.
+  struct Source {
+    at::Tensor shard;
+    uint64_t version;
+  };
+
+  OneHost& one_host() const { return *SharedMemory::of(*parameters_.front()).one_host(); }
+  // Starts as many parameters as there is room for.
+  void start_some(bool at_least_one);
+  void publish_where_possible(bool waits);
+  std::optional<Host::Missing> missing();
+
+  std::vector<Source> sources_;  // one for each parameter
+  bool in_backward_ = false;
+  bool is_crowded_out_ = false;
+  size_t started_ = 0;
+  size_t finished_ = 0;
+  std::vector<Ring::Pin> pins_;  // turns of the parameters under way
+};
+
+SharedGather::~SharedGather() {
+  if (is_crowded_out_) --one_host().crowded_out;
+}
+
+void SharedGather::start() {
+  in_backward_ = in_backward();
+  for (auto& parameter : parameters_)
+    sources_.push_back({parameter->shard, parameter->shard_version()});
+  one_host().host->begin_anew();
+  if (one_host().crowded_out == 0) start_some(/*at_least_one=*/false);
+  is_crowded_out_ = started_ < parameters_.size();
+  if (is_crowded_out_) ++one_host().crowded_out;
+  record([this] { return collective(); });
+}
+
+void SharedGather::snapshot() {
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const auto& parameter = *parameters_[i];
+    auto& shard = sources_[i].shard;
+    if (i >= started_ || !SharedMemory::of(parameter).copy.is_published())
+      shard = shard.to(parameter.compute_dtype, /*non_blocking=*/false, /*copy=*/true);
+  }
+}
+
+std::vector<at::Tensor> SharedGather::finish(bool fresh) {
+  for (size_t i = 0; i < pins_.size(); ++i)
+    ZERO3_CHECK(!pins_[i].has_failed() && !SharedMemory::of(*parameters_[i]).is_gone(), "'",
+                parameters_[i]->fqn,
+                "' was gathered, and waited for after others that were gathered later");
+  std::vector<at::Tensor> fulls;
+  while (finished_ < parameters_.size()) {
+    // A pinned turn in the way now belongs to a caller that has raised, and will not read it.
+    start_some(/*at_least_one=*/started_ == finished_);
+    one_host().host->wait([this] { return missing(); });
+    for (; finished_ < started_; ++finished_) {
+      auto& parameter = *parameters_[finished_];
+      auto full = SharedMemory::of(parameter).view(parameter);
+      if (fresh) full = pooled_copy(full);
+      fulls.push_back(full);
+    }
+    pins_.clear();
+  }
+  return fulls;
+}
+
+void SharedGather::start_some(bool at_least_one) {
+  bool arrived = false;
+  for (; started_ < parameters_.size(); ++started_, at_least_one = false) {
+    auto& parameter = *parameters_[started_];
+    auto& shared = SharedMemory::of(parameter);
+    if (!in_backward_ || shared.is_stale(parameter)) {
+      if (!shared.arrive(parameter, sources_[started_].version, at_least_one)) break;
+      if (!in_backward_) one_host().backwards.count_publication();
+      arrived = true;
+    }
+    pins_.push_back(shared.pin());
+  }
+  if (arrived) one_host().host->ring();
+  publish_where_possible(/*waits=*/false);
+}
+
+void SharedGather::publish_where_possible(bool waits) {
+  bool published = false;
+  for (size_t i = finished_; i < started_; ++i) {
+    auto& parameter = *parameters_[i];
+    auto& shared = SharedMemory::of(parameter);
+    const auto& publication = shared.copy;
+    if (publication.is_published() || !publication.readers().empty()) continue;
+    if (!publication.is_at_one_place()) {
+      ZERO3_CHECK(!waits, "ranks have gathered different things before '", parameter.fqn,
+                  "': something has raised on some of them, or they do not run the same. All ranks "
+                  "must run the same forwards and backwards; start them again");
+      continue;
+    }
+    shared.publish(parameter, sources_[i].shard);
+    published = true;
+  }
+  if (published) one_host().host->ring();
+}
+
+std::optional<Host::Missing> SharedGather::missing() {
+  publish_where_possible(/*waits=*/true);
+  one_host().mailbox->poll_everywhere();  // others may wait for it
+  for (size_t i = finished_; i < started_; ++i) {
+    const auto& publication = SharedMemory::of(*parameters_[i]).copy;
+    const auto& fqn = parameters_[i]->fqn;
+    if (!publication.is_published())
+      return {{publication.readers(), "it has not begun to gather '" + fqn + "'"}};
+    if (auto writers = publication.writers(); !writers.empty())
+      return {{std::move(writers), "it has not published its rows of '" + fqn + "'"}};
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+std::unique_ptr<GatherBucket> SharedMemory::gather(std::vector<ParameterPtr> parameters) {
+  return std::make_unique<SharedGather>(std::move(parameters));
+}
+
+}  // namespace zero3

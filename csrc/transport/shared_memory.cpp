@@ -1,0 +1,124 @@
+#include "transport/shared_memory.h"
+
+#include <ATen/ops/from_blob.h>
+
+#include <cstring>
+
+#include "kernels/nontemporal_copy.h"
+#include "kernels/sum.h"
+#include "support/grad_dtype.h"
+#include "support/memory.h"
+
+namespace zero3 {
+namespace {
+
+char* data_of(const at::Tensor& tensor) { return static_cast<char*>(tensor.data_ptr()); }
+
+}  // namespace
+
+SharedMemory::SharedMemory(std::shared_ptr<OneHost> one_host, const ParameterSpec& spec,
+                           at::Tensor progress, std::shared_ptr<Copies> copies, bool takes_turns)
+    : Transport({.gathers_views = true,
+                 .publishes = true,
+                 .ranks_meet_in_backward = takes_turns,
+                 .sends_any_dtype = true,
+                 .sums_in_fp32 = true,
+                 .bounds_buckets = false,  // mailboxes have their own bound
+                 .sends_messages = false,
+                 .empty_waits = true,
+                 .tells_presence = true}),
+      copy(reinterpret_cast<Progress*>(data_of(progress)), spec.rank, spec.world_size),
+      blocks(blocks_of(spec.rows(), spec.nbytes() / spec.rows(), spec.world_size)),
+      one_host_(std::move(one_host)),
+      number_(one_host_->parameters++),
+      progress_(std::move(progress)),
+      copies_(std::move(copies)) {
+  copies_->ring.admit(spec.nbytes());
+  auto* ranks = reinterpret_cast<Progress*>(data_of(progress_));
+  for (auto& block : blocks) {
+    deposits.emplace_back(ranks, one_host_->standings, spec.rank, spec.world_size, block.owner);
+    ranks += spec.world_size;
+  }
+}
+
+bool SharedMemory::joins(const Transport& other) const {
+  const auto* shared = dynamic_cast<const SharedMemory*>(&other);
+  return shared && shared->one_host_ == one_host_;
+}
+
+at::Tensor SharedMemory::empty(const Parameter& parameter, at::IntArrayRef sizes,
+                               const at::TensorOptions& options) {
+  const auto dtype = c10::typeMetaToScalarType(options.dtype());
+  return one_host_->mailbox->empty(sizes, dtype, parameter.fqn);
+}
+
+// This forward counts as a publication, since publications number the backwards.
+void SharedMemory::skip_gather() {
+  one_host_->host->begin_anew();
+  one_host_->backwards.count_publication();
+}
+
+bool SharedMemory::expect(const Parameter& parameter, uint64_t publication) {
+  is_invalid_ = copy.epoch() != publication;
+  return is_stale(parameter);
+}
+
+bool SharedMemory::is_stale(const Parameter& parameter) const {
+  return !turn_ || turn_->is_over || is_invalid_ || parameter.shard_version() != published_version_;
+}
+
+bool SharedMemory::arrive(const Parameter& parameter, uint64_t version, bool even_if_pinned) {
+  auto turn = copies_->ring.next(parameter.nbytes(), even_if_pinned);
+  if (!turn) return false;
+  turn_ = std::move(turn);
+  is_invalid_ = false;
+  views_ = std::make_shared<Views>();
+  turn_->leave = [views = views_] {
+    for (auto& weak : *views) {
+      auto storage = weak.lock();
+      if (!storage) continue;
+      const auto nbytes = static_cast<int64_t>(storage->nbytes());
+      auto own = pooled_empty({nbytes}, at::TensorOptions(at::kByte));
+      std::memcpy(own.mutable_data_ptr(), storage->data(), nbytes);
+      storage->set_data_ptr(own.storage().set_data_ptr({}));
+    }
+  };
+  published_version_ = version;
+  copy.arrive(turn_->history);
+  return true;
+}
+
+void SharedMemory::publish(const Parameter& parameter, const at::Tensor& shard) {
+  if (const int64_t rows = parameter.shard_rows(); rows > 0) {
+    auto mine = at::from_blob(data_of(copies_->writable) + turn_->begin, parameter.sizes,
+                              parameter.strides, at::TensorOptions(parameter.compute_dtype))
+                    .narrow(0, parameter.rank * parameter.chunk_rows(), rows);
+    const auto nbytes = static_cast<int64_t>(mine.nbytes());
+    const bool past_caches =
+        nbytes >= kWorthNontemporal && mine.is_contiguous() && shard.is_contiguous();
+    if (past_caches && mine.dtype() == shard.dtype()) {
+      nontemporal_copy(mine.mutable_data_ptr(), shard.const_data_ptr(), nbytes);
+      nontemporal_fence();
+    } else if (past_caches && mine.scalar_type() == at::kBFloat16 &&
+               is_gradient_dtype(shard.scalar_type())) {
+      sum_and_divide(mine, {shard}, shard.scalar_type(), 1);  // faster than torch's cast
+    } else {
+      mine.copy_(shard);
+    }
+  }
+  copy.publish();
+}
+
+at::Tensor SharedMemory::view(const Parameter& parameter) {
+  auto view = at::for_blob(data_of(copies_->readable) + turn_->begin, parameter.sizes)
+                  .strides(parameter.strides)
+                  .deleter([mapped = copies_->readable](void*) {})
+                  .options(at::TensorOptions(parameter.compute_dtype))
+                  .make_tensor();
+  std::erase_if(*views_, [](auto& weak) { return weak.expired(); });
+  views_->emplace_back(
+      c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(view.storage().unsafeGetStorageImpl()));
+  return view;
+}
+
+}  // namespace zero3

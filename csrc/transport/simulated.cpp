@@ -1,0 +1,49 @@
+#include "transport/simulated.h"
+
+#include "support/memory.h"
+
+namespace zero3 {
+namespace {
+
+class SimulatedExchange : public Exchange {
+ public:
+  explicit SimulatedExchange(const Channel& channel)
+      : rank_(channel.rank), by_messages_(channel.traits.is_point_to_point) {}
+
+  void gather(const std::vector<Piece>& pieces) override {
+    for (auto& piece : pieces) tensors_.push_back(piece.rows);
+  }
+
+  void reduce(const Rows& rows, const std::string& key) override {
+    const auto& own = rows[rank_];
+    const auto received = [&] { return pooled_empty(own.sizes(), own.options()); };
+    Rows& addends = addends_.emplace_back();
+    if (by_messages_) {
+      tensors_.insert(tensors_.end(), rows.begin(), rows.end());
+      for (auto& row : rows) addends.push_back(row.is_same(own) ? own : received());
+    } else {
+      tensors_.push_back(one_run(rows));
+      addends.push_back(received());
+    }
+  }
+
+  void wait() override { tensors_.clear(); }
+
+ private:
+  const int64_t rank_;
+  const bool by_messages_;
+  std::vector<at::Tensor> tensors_;  // tensors that would take part
+};
+
+}  // namespace
+
+SimulatedChannel::SimulatedChannel(const std::string& name, int64_t rank, int64_t world_size,
+                                   const std::string& backend)
+    : Channel(name, rank, world_size, traits_of(backend, /*on_cpu=*/true, /*carries_data=*/false)) {
+}
+
+std::unique_ptr<Exchange> SimulatedChannel::exchange() const {
+  return std::make_unique<SimulatedExchange>(*this);
+}
+
+}  // namespace zero3

@@ -1,0 +1,66 @@
+// The words in which the ranks of one host tell each other who may write when. docs/one_host.md has
+// the protocol and why it is safe. This file and the protocol's classes use no tensors.
+//
+// All memory starts as zeros. Each epoch is written by one rank and only grows, so that a rank that
+// dies anywhere leaves nothing locked.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+namespace zero3 {
+
+constexpr size_t kCacheLine = 64;
+
+// Rounds up to whole cache lines, at least one.
+inline uint64_t in_cache_lines(uint64_t nbytes) {
+  return (std::max<uint64_t>(nbytes, 1) + kCacheLine - 1) / kCacheLine * kCacheLine;
+}
+
+// Progress of one rank with one block of a parameter's gradient. That of the first block also has
+// the words of gathers and presences.
+struct alignas(kCacheLine) Progress {
+  // A gather's epochs count the publications of the parameter.
+  std::atomic<uint64_t> arrived;    // reads no copy of an epoch before this one
+  std::atomic<uint64_t> published;  // has written its rows of this epoch
+  std::atomic<uint64_t> history;    // digest of a Ring's turns, up to that of `arrived`
+
+  // A reduction's epochs count backwards, and the parameter's gradients within a backward.
+  std::atomic<uint64_t> deposited;  // has its gradient of this epoch in its mailbox, described by:
+  uint64_t offset;                  // in the mailbox, in bytes
+  int8_t dtype;
+  int8_t wire_dtype;
+  std::atomic<uint16_t> presence;  // announced in its latest call of Calls
+  std::atomic<uint64_t> consumed;  // reads no gradient of this epoch any more
+};
+static_assert(std::atomic<uint64_t>::is_always_lock_free && sizeof(Progress) == kCacheLine);
+
+// Text of what a rank waits for, in words that others may read while the rank writes.
+using Text = std::array<std::atomic<uint64_t>, 32>;
+
+constexpr int64_t kNobody = -1;
+
+// The state of one rank.
+struct alignas(kCacheLine) Standing {
+  std::atomic<uint64_t> settled;  // reads no gradient of backwards before this one
+  std::atomic<uint64_t> called;   // has announced its presences, up to this call
+  std::atomic<uint64_t> topic;    // what its announcement in that call is about
+  std::atomic<uint64_t> heard;    // has read the others' announcements, up to this call
+
+  // The rank's latest long wait.
+  std::atomic<uint64_t> waits;    // counts begins and ends of long waits: odd while the rank waits
+  std::atomic<uint64_t> looks;    // number of looks in vain, in all waits
+  std::atomic<int64_t> for_rank;  // rank that it cannot go on without; or kNobody
+  std::atomic<uint64_t> gave_up;  // `waits` when it found that nobody can go on; else 0
+  Text what;                      // what the other rank has not done
+};
+
+struct alignas(kCacheLine) Bell {
+  std::atomic<uint32_t> rung;
+  std::atomic<uint32_t> sleepers;
+};
+
+}  // namespace zero3

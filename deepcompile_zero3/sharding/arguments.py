@@ -1,0 +1,262 @@
+"""Checks and resolves the arguments of ``fully_shard``."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
+from torch.distributed.tensor import DTensor, Shard
+
+from deepcompile_zero3 import grad_dtype, torch_internals
+from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.sharding.layout import DataParallel, Layout
+from deepcompile_zero3.sharding.module import Zero3Module, parameters_of
+
+
+def layout_of(
+    fqn: str,
+    parameter: nn.Parameter,
+    ranks: DataParallel,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None,
+) -> Layout:
+    """Returns how ``parameter`` will lie on ``ranks``, sharded where the user asks for it."""
+    if not (shard_placement_fn is None or callable(shard_placement_fn)):
+        raise TypeError(
+            "shard_placement_fn is a function of a parameter that gives a Shard or None, got "
+            f"{shard_placement_fn!r}"
+        )
+    placement = None if shard_placement_fn is None else shard_placement_fn(parameter)
+    if placement is None:
+        placement = Shard(0)
+    if not isinstance(placement, Shard):
+        is_known = type(placement).__name__ == "ShardPlacementResult"
+        raise (NotImplementedError if is_known else TypeError)(
+            f"shard_placement_fn gave {placement!r} for '{fqn}'; it gives a Shard or None"
+            + (". A mesh for each parameter is not supported yet" if is_known else "")
+        )
+    dim = placement.dim + parameter.dim() if placement.dim < 0 else placement.dim
+    if dim not in range(parameter.dim()):
+        raise ValueError(
+            f"shard_placement_fn gave {placement!r} for '{fqn}', which has {parameter.dim()} "
+            "dimensions, counted from 0"
+        )
+    if parameter.shape[dim] == 0:
+        raise Zero3Error(f"'{fqn}' has shape {tuple(parameter.shape)}: there is nothing to shard")
+    if not isinstance(parameter, DTensor):
+        return Layout.of(parameter, ranks, dim)
+    if any(p.is_partial() for p in parameter.placements):
+        raise Zero3Error(
+            f"'{fqn}' is a DTensor by {parameter.placements}: redistribute it to Shard or Replicate"
+        )
+    try:
+        return Layout.of(parameter, ranks, dim)
+    except RuntimeError as error:
+        raise Zero3Error(
+            f"'{fqn}' is a DTensor over {parameter.device_mesh}, which cannot be sharded over "
+            f"{ranks.mesh} too ({error}): pass mesh= of the other dimension of one mesh, such as "
+            'mesh["dp"] of init_device_mesh(..., mesh_dim_names=("dp", "tp"))'
+        ) from error
+
+
+def unsharded_modules(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
+    """Returns ``named_modules()``, each once, without those in blocks that are sharded already."""
+    result: dict[nn.Module, str] = {}
+    sharded: set[nn.Module] = set()
+    for name, submodule in itertools.chain(*(module.named_modules() for module in modules)):
+        if submodule in sharded:
+            continue
+        if isinstance(submodule, Zero3Module):
+            sharded.update(cast(nn.Module, submodule).modules())
+        else:
+            result.setdefault(submodule, name)
+    return [(name, submodule) for submodule, name in result.items()]
+
+
+def default_mesh() -> DeviceMesh:
+    """Returns a mesh of all ranks; raises a Zero3Error without a process group."""
+    if not dist.is_initialized():
+        raise Zero3Error(
+            "fully_shard needs a process group: call torch.distributed.init_process_group() first "
+            "(under torchrun), or pass mesh="
+        )
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return init_device_mesh(accelerator.type if accelerator else "cpu", (dist.get_world_size(),))
+
+
+def refuse_unsupported(
+    mesh: DeviceMesh, offload_policy: OffloadPolicy, dp_mesh_dims: object
+) -> None:
+    """Raises for a mesh, an offload policy or an argument that is not supported."""
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"mesh is a DeviceMesh, got {mesh!r}; init_device_mesh makes one, and "
+            "DeviceMesh.from_group of a process group"
+        )
+    if mesh.ndim not in (1, 2):
+        raise ValueError(
+            f"fully_shard takes a mesh of one or two dimensions, got {mesh}: slice those that "
+            'compute on different data out of it, mesh["replicate", "shard"]'
+        )
+    offloads = type(offload_policy) is not OffloadPolicy
+    unsupported = {
+        f"offload_policy={offload_policy!r} on {mesh.device_type!r}": offloads
+        and not (isinstance(offload_policy, CPUOffloadPolicy) and mesh.device_type == "cpu"),
+        "dp_mesh_dims": dp_mesh_dims is not None,
+    }
+    for what, asked in unsupported.items():
+        if asked:
+            raise NotImplementedError(f"fully_shard does not support {what} yet")
+
+
+def resolve_reshard(
+    reshard_after_forward: bool | int | None, ranks: DataParallel
+) -> tuple[bool | None, int | None]:
+    """Returns whether forwards reshard, and over how many ranks; None if over all or none."""
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+        return reshard_after_forward, None
+    world_size = ranks.shard_group.size()
+    if not isinstance(reshard_after_forward, int) or (
+        reshard_after_forward < 1 or world_size % reshard_after_forward
+    ):
+        raise ValueError(
+            "reshard_after_forward is True, False, None or a divisor of the number of ranks that "
+            f"have shards, {world_size}; got {reshard_after_forward!r}"
+        )
+    if reshard_after_forward in (1, world_size):
+        return reshard_after_forward > 1, None
+    return True, reshard_after_forward
+
+
+def check_policy(policy: MixedPrecisionPolicy) -> None:
+    """Raises if ``policy`` is no policy, or has dtypes that gradients cannot have."""
+    if not isinstance(policy, MixedPrecisionPolicy):
+        raise TypeError(
+            f"mp_policy is a torch.distributed.fsdp.MixedPrecisionPolicy, got {policy!r}; without "
+            "the argument nothing is cast"
+        )
+    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        dtype = getattr(policy, name)
+        if dtype not in (None, *grad_dtype.DTYPES):
+            raise ValueError(
+                f"{name} of mp_policy is {dtype!r}; it is None or one of "
+                f"{', '.join(map(str, grad_dtype.DTYPES))}"
+            )
+
+
+def policy_for(
+    fqn: str, parameter: nn.Parameter, policy: MixedPrecisionPolicy
+) -> MixedPrecisionPolicy:
+    """Returns ``policy`` with the ``param_dtype`` of ``parameter``.
+
+    From torch 2.15 on, a policy may have a ``param_dtype_override_fn``.
+    """
+    override = getattr(policy, "param_dtype_override_fn", None)
+    dtype = None if override is None else override(parameter)
+    if dtype is None:
+        return policy
+    if dtype not in (policy.param_dtype, parameter.dtype):
+        raise ValueError(
+            f"param_dtype_override_fn of mp_policy gave {dtype!r} for '{fqn}'; it gives None, the "
+            f"policy's param_dtype, {policy.param_dtype}, or the parameter's own, {parameter.dtype}"
+        )
+    return dataclasses.replace(policy, param_dtype=dtype)
+
+
+def resolve_ignored(parameters: Iterable[nn.Parameter] | None) -> set[nn.Parameter]:
+    """Returns ``ignored_params`` as a set; raises a TypeError if it has anything but parameters."""
+    ignored = set() if parameters is None else set(parameters)
+    for each in ignored:
+        if not isinstance(each, nn.Parameter):
+            raise TypeError(f"ignored_params is a set of nn.Parameters, got one with {each!r}")
+    return ignored
+
+
+def check_module(module: nn.Module, ignored: set[nn.Parameter]) -> None:
+    """Raises unless ``module`` can be sharded."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"fully_shard takes an nn.Module, got {type(module).__name__}")
+    kind = type(module).__name__
+    if isinstance(module, Zero3Module):
+        raise Zero3Error(f"fully_shard was called twice on the same {kind}")
+    if getattr(module.forward, "__name__", "") == "_forward_unimplemented":
+        raise Zero3Error(
+            f"a {kind} has no forward, so nothing would say when its parameters are needed: call "
+            "fully_shard on the modules in it instead"
+        )
+    for submodule in module.modules():
+        if isinstance(submodule, Zero3Module):
+            for sharded in submodule._zero3_group.parameters:
+                _ = sharded.shard  # raises if the parameter was replaced
+    for prefix, submodule in unsharded_modules([module]):
+        where = f"'{prefix}' ({type(submodule).__name__})" if prefix else f"the {kind}"
+        if isinstance(submodule, FSDPModule):
+            raise Zero3Error(
+                f"{where} was sharded by torch's fully_shard already: use one of the two for all"
+            )
+        if isinstance(submodule, torch.jit.ScriptModule):
+            raise Zero3Error(
+                f"{where} is a ScriptModule, whose parameters cannot be replaced: shard the "
+                "module itself, and use torch.compile in place of torch.jit"
+            )
+        if parameters_of(submodule):
+            raise Zero3Error(
+                f"the parameters of {where} were sharded already, with an enclosing module: call "
+                "fully_shard on the blocks first and on the model last"
+            )
+        own = {n: p for n, p in submodule._parameters.items() if p is not None and p not in ignored}
+        for attribute, parameter in own.items():
+            _check_parameter(f"{prefix}.{attribute}".lstrip("."), parameter)
+        _check_private_references(where, submodule, own)
+
+
+def _check_parameter(fqn: str, parameter: nn.Parameter) -> None:
+    if isinstance(parameter, nn.parameter.UninitializedParameter):
+        raise Zero3Error(f"'{fqn}' has no shape yet: run the lazy module once before fully_shard")
+    local = torch_internals.local_tensor(parameter) if isinstance(parameter, DTensor) else parameter
+    if torch_internals.is_wrapper(local):
+        raise NotImplementedError(
+            f"'{fqn}' is a {type(local).__name__}, a tensor subclass, and fully_shard does not "
+            "support them yet: pass it in ignored_params"
+        )
+    if parameter.dim() == 0:
+        raise Zero3Error(
+            f"'{fqn}' is a scalar, which has no rows to shard: make it a 1-D tensor of one "
+            "element, or pass it in ignored_params"
+        )
+    if parameter.is_complex():
+        raise Zero3Error(
+            f"'{fqn}' is {parameter.dtype}, which cannot be communicated: keep it as a "
+            "real tensor, torch.view_as_real, or pass it in ignored_params"
+        )
+    if parameter.layout != torch.strided:
+        raise Zero3Error(f"'{fqn}' is {parameter.layout}; only dense parameters can be sharded")
+    grad_dtype.check(fqn, parameter)
+
+
+def _check_private_references(where: str, module: nn.Module, own: dict[str, nn.Parameter]) -> None:
+    """Raises Zero3Error if the module keeps a parameter in another attribute too.
+
+    The parameter would stay whole there, and go stale.
+    """
+    names = {id(parameter): attribute for attribute, parameter in own.items()}
+    for attribute, value in vars(module).items():
+        if attribute in ("_parameters", "_modules", "_buffers"):
+            continue
+        values = value.values() if isinstance(value, dict) else value
+        for item in values if isinstance(value, list | tuple | dict) else (value,):
+            if id(item) in names and isinstance(item, nn.Parameter):
+                raise Zero3Error(
+                    f"{where} keeps a second reference to its parameter '{names[id(item)]}' in "
+                    f"'{attribute}', which would go stale: read self.{names[id(item)]} in forward "
+                    "instead, or pass the module's parameters in ignored_params"
+                )

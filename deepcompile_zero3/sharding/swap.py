@@ -1,0 +1,78 @@
+"""The classes of sharded modules: each has a property for each of its parameters."""
+
+import functools
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from deepcompile_zero3 import torch_internals
+from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.runtime import ops
+from deepcompile_zero3.sharding.group import ParameterGroup, group_of
+from deepcompile_zero3.sharding.module import Zero3Module, parameters_of
+from deepcompile_zero3.sharding.parameter import ShardedParameter, settle
+
+
+def original_class(module: nn.Module) -> type:
+    """Returns the class of ``module`` before ``swap_class``."""
+    return getattr(type(module), "_zero3_original", type(module))
+
+
+def swap_class(module: nn.Module, group: ParameterGroup | None = None) -> None:
+    """Gives ``module`` a property for each of its sharded parameters.
+
+    With ``group``, the module gets the methods of ``Zero3Module`` too.
+    """
+    cls = original_class(module)
+    names = tuple(parameters_of(module))
+    bases = (Zero3Module,) if group is not None or isinstance(module, Zero3Module) else ()
+    if group is not None:
+        module.__dict__["_zero3_group"] = group
+    module.__class__ = _subclass(cls, bases, names)
+
+
+class _Swapped:
+    """Base of all swapped classes."""
+
+    _zero3_original: type
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Makes an unsharded module of the original class, such as a slice of a ``Sequential``."""
+        return cls._zero3_original(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict) -> NoReturn:
+        raise Zero3Error(
+            f"a sharded {type(self).__name__} cannot be deep-copied: copy the model before "
+            "fully_shard, or build another one and load this one's state_dict"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise Zero3Error(
+            f"a sharded {type(self).__name__} cannot be pickled: save its state_dict with "
+            "torch.distributed.checkpoint"
+        )
+
+
+@functools.cache
+def _subclass(cls: type, bases: tuple[type, ...], names: tuple[str, ...]) -> type:
+    """Returns one class for all modules of one class and parameter names: compilers guard on it."""
+    body: dict[str, Any] = {name: _property(name) for name in names}
+    body["_zero3_original"] = cls
+    body["__module__"] = cls.__module__
+    body["__doc__"] = cls.__doc__
+    return type(f"Zero3{cls.__name__}", (*bases, _Swapped, cls), body)
+
+
+def _property(name: str) -> property:
+    @torch_internals.inline_only
+    def read(self: Any) -> torch.Tensor:
+        parameter: ShardedParameter = self._zero3_parameters[name]
+        if torch.compiler.is_compiling():
+            settle(parameter.placeholder)
+            parameter.graph_key == ""  # noqa: B015 (read so that it is guarded)
+            full = ops.unshard.default(parameter.placeholder, parameter.contract)
+            return full if parameter.is_read_as_gathered else parameter.layout.read(full)
+        return group_of(parameter).read(parameter)
+
+    return property(read, doc=f"The parameter ``{name}``: whole inside of a forward, else sharded.")

@@ -1,0 +1,87 @@
+"""Chooses how a parameter's shards and gradients reach the other ranks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from deepcompile_zero3.runtime import _C
+from deepcompile_zero3.transport.choice import Transport
+from deepcompile_zero3.transport.one_host import SharedMemory, share
+from deepcompile_zero3.transport.process_groups import group_for_reductions, neighbours
+
+
+@dataclass(frozen=True)
+class Connection:
+    """The parts of a parameter's transport, which is built once all ranks have their parts.
+
+    Attributes:
+        shared: the memory that ranks share, or None if they exchange messages.
+        messages: the transport by messages, one for all parameters of a group, or None.
+        after_forward: the ranks that a parameter is sharded over between forward and backward, if
+            they are others, and the messages between them.
+    """
+
+    shared: SharedMemory | None
+    messages: _C.Messages | None
+    after_forward: tuple[_C.Channel, _C.Messages] | None = None
+
+    def transport_of(self, parameter: _C.Parameter) -> _C.Transport:
+        """Returns the transport of ``parameter``.
+
+        All ranks call this for their parameters in the same order.
+        """
+        if self.shared is None:
+            assert self.messages is not None
+            return self.messages
+        return _C.SharedMemory(
+            self.shared.one_host,
+            parameter,
+            self.shared.progress,
+            self.shared.copies,
+            self.shared.takes_turns,
+        )
+
+
+def connect(
+    fulls: Sequence[torch.Tensor],
+    described: Sequence[str],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    transport: Transport,
+    *,
+    take_turns: bool,
+    after_forward: int | None,
+) -> list[Connection]:
+    """Connects the parameters ``fulls`` with those of the other ranks. Collective.
+
+    Args:
+        fulls: parameters as they are computed with, [rows, ...] each, on the meta device.
+        described: for each parameter, a description that must be the same on all ranks.
+        group: process group of the ranks.
+        device: the device that this rank computes on.
+        transport: the result of :func:`choice.resolve`.
+        take_turns: see :func:`one_host.share`.
+        after_forward: number of ranks that parameters are sharded over between forward and
+            backward, if messages are exchanged, or None for all.
+
+    Raises:
+        Zero3Error: see :func:`one_host.share`.
+    """
+    parts = share(fulls, described, group, device.type, transport, take_turns)
+    if parts is not None:
+        return [Connection(part, None) for part in parts]
+    # All ranks make groups of our own before one of them may fail.
+    reductions = channel_of(group_for_reductions(group), device)
+    messages = _C.Messages(channel_of(group, device), reductions)
+    there = None
+    if after_forward is not None:
+        channel = channel_of(neighbours(group, after_forward), device)
+        there = channel, _C.Messages(channel, reductions)
+    return [Connection(None, messages, there)] * len(fulls)
+
+
+def channel_of(group: dist.ProcessGroup, device: torch.device) -> _C.Channel:
+    """Returns the channel between the ranks of ``group``, which compute on such a device."""
+    return _C.ProcessGroupChannel(group.group_name, group.rank(), group.size(), device)

@@ -1,0 +1,72 @@
+"""Exchanges plain values between ranks, as JSON. Nothing is unpickled."""
+
+import itertools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deepcompile_zero3 import torch_internals
+from deepcompile_zero3.errors import Zero3Error
+
+
+def all_gather_json(what: str, value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Returns the values of all ranks of ``group``, by rank, as JSON decodes them. Collective.
+
+    Raises:
+        Zero3Error: a rank has not come, or makes another call than ``what``.
+    """
+    try:
+        answers = _gather([what, value], group)
+    except RuntimeError as error:
+        raise Zero3Error(
+            f"{what}: ranks {dist.get_process_group_ranks(group)} could not tell each other what "
+            "they have. One of them has raised or stopped (read its output first), or runs "
+            f"something else: all ranks make the same calls. Caused by: {error}"
+        ) from error
+
+    others = {rank: other for rank, (other, _) in enumerate(answers) if other != what}
+    if others:
+        raise Zero3Error(
+            f"ranks make different calls: {what} here, and {others} by rank in the group. All "
+            "ranks make the same calls, in one order"
+        )
+    return [theirs for _, theirs in answers]
+
+
+def _gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    device = torch_internals.device_of_objects(group)
+    mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    world_size = dist.get_world_size(group)
+    sizes = torch.zeros(world_size, 1, dtype=torch.int64, device=device)
+    dist.all_gather(list(sizes), torch.tensor([mine.numel()], device=device), group=group)
+    padded = torch.zeros(int(sizes.max()), dtype=torch.uint8, device="cpu")
+    padded[: mine.numel()] = mine
+    rows = torch.zeros(world_size, padded.numel(), dtype=torch.uint8, device=device)
+    dist.all_gather(list(rows), padded.to(device), group=group)
+    return [
+        json.loads(bytes(row[:size].tolist()))
+        for row, size in zip(rows.cpu(), sizes.flatten().tolist(), strict=True)
+    ]
+
+
+def check_all_alike(described: Sequence[str], group: dist.ProcessGroup) -> None:
+    """Raises Zero3Error unless all ranks of ``group`` describe their parameters alike.
+
+    Collective.
+    """
+    for other, theirs in enumerate(all_gather_json("fully_shard: parameters", described, group)):
+        check_alike(described, theirs, dist.get_rank(group), other)
+
+
+def check_alike(mine: Sequence[str], others: Sequence[str], rank: int, other: int) -> None:
+    """Raises Zero3Error unless two ranks describe their parameters alike."""
+    for position, (one, another) in enumerate(itertools.zip_longest(mine, others)):
+        if one != another:
+            raise Zero3Error(
+                f"ranks disagree on the module's parameter {position}: it is {one} on rank {rank} "
+                f"and {another} on rank {other}; build the same model with the same mp_policy, "
+                "shard_placement_fn and reshard_after_forward on all ranks"
+            )
