@@ -3,14 +3,10 @@
 import copy
 
 import torch
-from models import (
-    mean_square,
-)
+from models import mean_square
 from torch import nn
 
-from deepcompile_zero3 import (
-    fully_shard,
-)
+from deepcompile_zero3 import fully_shard
 
 
 class Experts(nn.Module):

@@ -2,12 +2,7 @@
 
 import pytest
 import torch.distributed as dist
-from models import (
-    assert_same_gradients,
-    assert_same_parameters,
-    mean_square,
-    mine,
-)
+from models import assert_same_gradients, assert_same_parameters, mean_square, mine
 from one_rank import one_rank  # noqa: F401
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard

@@ -19,12 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
 
-from deepcompile_zero3 import (
-    defer_reduction,
-    deposit_grad,
-    fully_shard,
-    record_collectives,
-)
+from deepcompile_zero3 import defer_reduction, deposit_grad, fully_shard, record_collectives
 
 # ---- micro-batches
 

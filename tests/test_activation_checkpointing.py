@@ -5,15 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
-from models import (
-    Stack,
-    assert_same_step,
-    batch_of,
-    compiled,
-    each_way,
-    optimizers_of,
-    shard,
-)
+from models import Stack, assert_same_step, batch_of, compiled, each_way, optimizers_of, shard
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,

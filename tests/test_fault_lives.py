@@ -15,15 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from faults import each_transport, to_death
-from models import (
-    Stack,
-    assert_same_step,
-    batch_of,
-    mean_square,
-    mine,
-    optimizers_of,
-    shard,
-)
+from models import Stack, assert_same_step, batch_of, mean_square, mine, optimizers_of, shard
 from ranks import RankPool
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException

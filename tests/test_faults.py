@@ -17,14 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from faults import LONG, TIMEOUT, each_transport, let, to_death
-from models import (
-    Stack,
-    assert_same_step,
-    batch_of,
-    mean_square,
-    mine,
-    shard,
-)
+from models import Stack, assert_same_step, batch_of, mean_square, mine, shard
 from ranks import RankPool
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh

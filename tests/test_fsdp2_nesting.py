@@ -23,11 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 
-from deepcompile_zero3 import (
-    Zero3Module,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from deepcompile_zero3 import Zero3Module, fully_shard, register_fsdp_forward_method
 
 
 class Encoder(nn.Module):

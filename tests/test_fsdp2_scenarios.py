@@ -28,10 +28,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
-from deepcompile_zero3 import (
-    fully_shard,
-    record_collectives,
-)
+from deepcompile_zero3 import fully_shard, record_collectives
 
 # ---- inputs and outputs of modules
 

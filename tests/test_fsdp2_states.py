@@ -26,20 +26,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing import assert_close
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
-from deepcompile_zero3 import (
-    Zero3Error,
-    fully_shard,
-    record_collectives,
-)
+from deepcompile_zero3 import Zero3Error, fully_shard, record_collectives
 
 either_way = pytest.mark.parametrize("how", ["interpreted", "eager"])
 

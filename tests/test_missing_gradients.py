@@ -20,11 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from deepcompile_zero3 import (
-    MixedPrecisionPolicy,
-    Zero3Error,
-    fully_shard,
-)
+from deepcompile_zero3 import MixedPrecisionPolicy, Zero3Error, fully_shard
 from deepcompile_zero3.sharding.module import parameters_of
 
 # The experts that each of two or four ranks uses in a step; no rank uses the last expert.

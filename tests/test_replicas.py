@@ -26,12 +26,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import Replicate, Shard
 
-from deepcompile_zero3 import (
-    defer_reduction,
-    deposit_grad,
-    fully_shard,
-    record_collectives,
-)
+from deepcompile_zero3 import defer_reduction, deposit_grad, fully_shard, record_collectives
 
 
 def summary(log, *ops):

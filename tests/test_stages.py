@@ -18,12 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
-from deepcompile_zero3 import (
-    capture_graphs,
-    fully_shard,
-    record_collectives,
-    release_buffers,
-)
+from deepcompile_zero3 import capture_graphs, fully_shard, record_collectives, release_buffers
 
 STAGES = ("none", 1, 2, 3)
 each_stage = pytest.mark.parametrize("stage", STAGES)

@@ -61,9 +61,7 @@ inline void bind_parameters(pybind11::module_& m) {
       .def_property_readonly("rank", [](const Parameter& self) { return self.rank; })
       .def_property_readonly("world_size", [](const Parameter& self) { return self.world_size; })
       .def_readonly("placeholder", &Parameter::placeholder)
-      .def_property_readonly(
-          "replicas",
-          [](const Parameter& self) { return std::const_pointer_cast<Channel>(self.replicas); })
+      .def_readonly("replicas", &Parameter::replicas)
       .def_readwrite("fqn", &Parameter::fqn)
       .def_readwrite("root", &Parameter::root)
       .def_readwrite("model", &Parameter::model)

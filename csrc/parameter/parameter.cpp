@@ -32,8 +32,7 @@ std::vector<int64_t> ParameterSpec::sizes_with_rows(int64_t rows) const {
   return result;
 }
 
-Parameter::Parameter(ParameterSpec spec, std::shared_ptr<const Channel> replicas,
-                     at::Tensor placeholder)
+Parameter::Parameter(ParameterSpec spec, std::shared_ptr<Channel> replicas, at::Tensor placeholder)
     : ParameterSpec(std::move(spec)),
       placeholder(std::move(placeholder)),
       replicas(std::move(replicas)) {}

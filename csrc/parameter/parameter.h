@@ -62,14 +62,14 @@ struct Settings {
 // Settings and the shard change under the GIL, between forwards and backwards.
 struct Parameter : public ParameterSpec {
   // `replicas` connects the ranks with the same shard; null if there are no others.
-  Parameter(ParameterSpec spec, std::shared_ptr<const Channel> replicas, at::Tensor placeholder);
+  Parameter(ParameterSpec spec, std::shared_ptr<Channel> replicas, at::Tensor placeholder);
 
   std::string fqn;               // for users, and for the keys of messages
   int64_t order = 0;             // order of registration: the same on every rank
   int64_t root = 0;              // its sharded model, whose parameters finish a backward together
   uint64_t model = 0;            // its number that is the same on all ranks of the transport
   const at::Tensor placeholder;  // leaf that graphs take: full shape, no memory
-  const std::shared_ptr<const Channel> replicas;
+  const std::shared_ptr<Channel> replicas;
   std::shared_ptr<Transport> transport;  // null until connect()
   Settings settings;
   at::Tensor shard;  // [shard_rows, ...], read at every gather, never written

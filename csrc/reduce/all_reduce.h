@@ -41,7 +41,7 @@ class AllReduce {
   int64_t row_numel() const { return (numel_ + channel_->world_size - 1) / channel_->world_size; }
   Collective collective() const;
 
-  const std::shared_ptr<const Channel> channel_;
+  const std::shared_ptr<Channel> channel_;
   const at::TensorOptions options_;  // on the wire
   const int64_t capacity_;           // elements
   // In fp16 the wire carries means, first over the shards' ranks and then over the replicas: sums

@@ -71,7 +71,7 @@ class ReduceBucket {
   at::ScalarType note(const ParameterPtr& parameter, at::ScalarType normalised_dtype);
 
   const std::shared_ptr<Transport> transport_;
-  const std::shared_ptr<const Channel> replicas_;
+  const std::shared_ptr<Channel> replicas_;
   int64_t used_ = 0;
   std::vector<ParameterPtr> parameters_;
   std::vector<at::ScalarType> shard_dtypes_;

@@ -35,16 +35,9 @@ inline void bind_transports(pybind11::module_& m) {
                                                                                  "SimulatedChannel")
       .def(pybind11::init<const std::string&, int64_t, int64_t, const std::string&>());
   pybind11::class_<Messages, Transport, std::shared_ptr<Messages>>(m, "Messages")
-      .def(
-          pybind11::init([](std::shared_ptr<Channel> gathers, std::shared_ptr<Channel> reductions) {
-            return std::make_shared<Messages>(std::move(gathers), std::move(reductions));
-          }))
-      .def_property_readonly(
-          "gathers",
-          [](const Messages& self) { return std::const_pointer_cast<Channel>(self.gathers); })
-      .def_property_readonly("reductions", [](const Messages& self) {
-        return std::const_pointer_cast<Channel>(self.reductions);
-      });
+      .def(pybind11::init<std::shared_ptr<Channel>, std::shared_ptr<Channel>>())
+      .def_readonly("gathers", &Messages::gathers)
+      .def_readonly("reductions", &Messages::reductions);
   m.def("backend_name", &backend_name);
   m.def("timeout_of", [](const std::string& group_name) { return timeout_of(group_name).count(); });
 

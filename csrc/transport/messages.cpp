@@ -24,7 +24,7 @@ at::Tensor rows_of(const at::Tensor& full, const Parameter& parameter, int64_t r
 // padding. Small parameters share rows, one chunk after the other, and are copied out of them.
 class MessageGather : public GatherBucket {
  public:
-  MessageGather(std::shared_ptr<const Channel> channel, std::vector<ParameterPtr> parameters)
+  MessageGather(std::shared_ptr<Channel> channel, std::vector<ParameterPtr> parameters)
       : GatherBucket(std::move(parameters)), channel_(std::move(channel)) {
     const auto& traits = channel_->traits;
     const bool may_travel_alone =
@@ -121,7 +121,7 @@ class MessageGather : public GatherBucket {
                         at::TensorOptions(first.compute_dtype).device(first.device));
   }
 
-  const std::shared_ptr<const Channel> channel_;
+  const std::shared_ptr<Channel> channel_;
   std::vector<at::Tensor> own_rows_;  // rows of each parameter; undefined if it shares
   at::Tensor shared_rows_;            // [world, shared_numel]
   int64_t shared_numel_ = 0;          // elements per rank
@@ -294,7 +294,7 @@ class MessagePresences : public PresenceGather {
 
 class MessageBackward : public Backward {
  public:
-  explicit MessageBackward(std::shared_ptr<const Channel> channel) : channel_(std::move(channel)) {}
+  explicit MessageBackward(std::shared_ptr<Channel> channel) : channel_(std::move(channel)) {}
 
   std::unique_ptr<ReduceBucket> reduce(const Parameter& like, at::ScalarType wire_dtype,
                                        bool in_pieces) override {
@@ -308,13 +308,12 @@ class MessageBackward : public Backward {
   }
 
  private:
-  const std::shared_ptr<const Channel> channel_;
+  const std::shared_ptr<Channel> channel_;
 };
 
 }  // namespace
 
-Messages::Messages(std::shared_ptr<const Channel> gathers,
-                   std::shared_ptr<const Channel> reductions)
+Messages::Messages(std::shared_ptr<Channel> gathers, std::shared_ptr<Channel> reductions)
     : Transport({.sums_in_fp32 = reductions->traits.is_point_to_point,
                  .tells_presence =
                      reductions->traits.is_point_to_point && reductions->traits.carries_data}),
