@@ -234,7 +234,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
             type=_names(WORKLOADS),
             default=_DEFAULT_WORKLOADS,
             metavar="A,B,...",
-            help="all but tiny (which takes a minute) without this",
+            help="all but tiny (which takes a minute) and depth-N without this",
         )
         part.add_argument(
             "-m",
@@ -324,7 +324,7 @@ def _add_gpu(part: argparse.ArgumentParser, modes: dict) -> None:
     part.set_defaults(run=gpu.run, malloc="default")
 
 
-_DEFAULT_WORKLOADS = [name for name in WORKLOADS if name != "tiny"]
+_DEFAULT_WORKLOADS = [name for name in WORKLOADS if name != "tiny" and "depth" not in name]
 
 
 def _names(known: dict) -> Callable[[str], list[str]]:

@@ -42,6 +42,9 @@ def _build(workload: Workload, *, remove: Callable[[], None]) -> Step:
 
 
 ABLATIONS = {
+    "without-regions": Mode(
+        "zero3, each of several equal blocks compiled", partial(zero3, options={"regions": False})
+    ),
     "without-pool": Mode(
         "zero3-c10d-twice, every buffer allocated anew",
         partial(_build, remove=partial(limit_buffers, 0)),

@@ -110,6 +110,18 @@ WORKLOADS = {
     ),
 }
 
+WORKLOADS |= {
+    f"depth-{layers}": Workload(
+        f"{layers} layers, to compile",
+        hidden=256,
+        layers=layers,
+        intermediate=688,
+        batch=2,
+        sequence=64,
+    )
+    for layers in (4, 16, 32)
+}
+
 _LLAMA = {"vocabulary": 32768, "sequence": 4096, "attention": "causal", **_LOW}
 
 LLAMAS = {

@@ -6,6 +6,7 @@
         --insert_gathers, insert_reduces, chain_reductions--> Inductor
 """
 
+import contextlib
 import copy
 import functools
 import sys
@@ -25,8 +26,10 @@ from deepcompile_zero3.passes.lift import (
     uses_of,
 )
 from deepcompile_zero3.passes.pipeline import Partitioner, Rewriting
+from deepcompile_zero3.passes.regions import RegionFacts, outline_regions
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.group import group_of, refuse_writes
+from deepcompile_zero3.sharding.module import Zero3Module
 from deepcompile_zero3.sharding.parameter import ShardedParameter, find, own_models
 from deepcompile_zero3.torch_internals import compiler
 
@@ -51,6 +54,9 @@ class Options:
         fp32_weight_grads: whether matmuls of bf16 or fp16 operands return the fp32 sum where they
             compute only a gradient whose ``grad_dtype`` is float32 or None. Eager PyTorch rounds
             the sum first.
+        regions: whether equal blocks, which are modules that ``fully_shard`` was called on, are
+            compiled once for all of them. None means if Inductor compiles them: op by op there is
+            nothing to share. Ignored with ``fp32_weight_grads``.
     """
 
     inductor: bool = True
@@ -58,11 +64,14 @@ class Options:
     gather_bucket_mb: float = 64.0
     keep_mb: float = 64.0
     fp32_weight_grads: bool = False
+    regions: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("inductor", "fp32_weight_grads"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"option '{name}' is a bool, got {getattr(self, name)!r}")
+        if not isinstance(self.regions, bool | None):
+            raise ValueError(f"option 'regions' is a bool or None, got {self.regions!r}")
         if not isinstance(self.inductor_config, Mapping):
             raise ValueError(f"option 'inductor_config' is a dict, got {self.inductor_config!r}")
         if self.inductor_config and not self.inductor:
@@ -152,8 +161,10 @@ class CompiledGraph:
                 "placeholder of a live one: its model was deleted while it was compiled"
             )
         self._positions = tuple(parameters)
-        rewriting = rewriting_of(parameters.values(), _facts(parameters, gm), options)
-        self._run = _compile(gm, example_inputs, rewriting, options, compile_graph)
+        facts = _facts(parameters, gm)
+        regions = _regions(gm, facts, options)
+        rewriting = rewriting_of(parameters.values(), facts, options)
+        self._run = _compile(gm, example_inputs, rewriting, regions, options, compile_graph)
 
     def __call__(self, *args: Any) -> Any:
         """Runs the graph with the shards as they are now.
@@ -265,6 +276,19 @@ def _facts(
     }
 
 
+def _regions(
+    lifted: fx.GraphModule, facts: Mapping[int, ParameterFacts], options: Options
+) -> dict[str, RegionFacts]:
+    inputs = lifted.graph.find_nodes(op="placeholder")
+    parameters = {inputs[position]: each for position, each in facts.items()}
+    outlines = options.inductor if options.regions is None else options.regions
+    outlines &= not options.fp32_weight_grads  # which looks at what computes a gradient
+    outlines &= not (options.inductor and compiler.makes_cpp_wrapper(options.inductor_config))
+    return outline_regions(
+        lifted, parameters, lambda cls: outlines and issubclass(cls, Zero3Module)
+    )
+
+
 def rewriting_of(
     parameters: Collection[ShardedParameter], inputs: Mapping[int, ParameterFacts], options: Options
 ) -> Rewriting:
@@ -293,17 +317,20 @@ def _compile(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     rewriting: Rewriting,
+    regions: Mapping[str, RegionFacts],
     options: Options,
     compile_graph: GraphCompiler,
 ) -> Callable:
     inputs = rewriting.inputs
     declare_grad_dtypes(gm, inputs)
-    with compiler.without_autograd_cache():
+    donated = compiler.without_donated_buffers() if regions else contextlib.nullcontext()
+    with compiler.without_autograd_cache(), donated:
         if options.inductor:
             config = dict(options.inductor_config)
             if inputs:
                 config["custom_partitioner_fn"] = Partitioner(
                     inputs,
+                    regions,
                     config.get("custom_partitioner_fn", compiler.custom_partitioner()),
                 )
             if any(facts.dim == 4 for facts in inputs.values()):
@@ -326,5 +353,6 @@ def _compile(
         return compiler.aot_autograd(
             fw_compiler=interpret(False),
             bw_compiler=interpret(True),
-            partition_fn=Partitioner(inputs),
+            partition_fn=Partitioner(inputs, regions),
+            keep_inference_input_mutations=True,  # as Inductor: backward must not read such inputs
         )(gm, example_inputs)

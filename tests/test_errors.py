@@ -46,6 +46,7 @@ def test_a_misspelt_option_is_refused_with_the_list_of_options(x):
     [
         ("inductor", 0),
         ("fp32_weight_grads", "yes"),
+        ("regions", 1),
         ("inductor_config", ["max_autotune"]),
         ("gather_bucket_mb", 0),
         ("gather_bucket_mb", -1),

@@ -38,3 +38,18 @@ def is_view(node: fx.Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace == "zero3":
         return False
     return any(result.alias_info is not None for result in node.target._schema.returns)
+
+
+def untransposed(node: fx.Node) -> fx.Node:
+    """Returns the node that ``node`` transposes twice, if nothing else reads it; else ``node``.
+
+    Inductor removes such pairs. A graph that runs op by op still has them.
+    """
+    transpose = torch.ops.aten.t.default
+    if node.target is not transpose:
+        return node
+    inner = node.all_input_nodes[0]
+    if inner.target is not transpose or len(inner.users) > 1:
+        return node
+    source = inner.all_input_nodes[0]
+    return source if len(source.users) == 1 else node

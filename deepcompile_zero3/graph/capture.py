@@ -1,12 +1,13 @@
 """``capture_graphs``: collects the rewritten graphs as the backend passes them to the compiler."""
 
 import contextlib
-import copy
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torch import fx
 
+from deepcompile_zero3.graph.calls import copied, inlined
 from deepcompile_zero3.graph.peak import gathered_peak
 from deepcompile_zero3.graph.text import graph_text
 from deepcompile_zero3.torch_internals import compiler
@@ -34,6 +35,11 @@ class CapturedGraph:
         The text is the same on every machine.
         """
         return graph_text(self.graph_module)
+
+    @functools.cached_property
+    def inlined(self) -> fx.GraphModule:
+        """The graph with the nodes of equal blocks in place of calls of what they share."""
+        return inlined(self.graph_module)
 
     @property
     def gathered_peak(self) -> int:
@@ -90,5 +96,5 @@ def captured(gm: fx.GraphModule, is_backward: bool, number: int) -> None:
     """Adds a rewritten graph to all open ``capture_graphs`` blocks."""
     for graphs in _active:
         region = "" if is_backward else compiler.compile_id()
-        graph = CapturedGraph(fx.GraphModule(gm, copy.deepcopy(gm.graph)), number, region)
+        graph = CapturedGraph(copied(gm), number, region)
         (graphs.backward if is_backward else graphs.forward).append(graph)

@@ -1,12 +1,15 @@
 """Graphs as text: stable from run to run, readable without a table."""
 
 import re
+import textwrap
 from typing import Any
 
 import torch
 from torch import fx
 
+from deepcompile_zero3.graph.calls import arguments_of, called_by, calls_by_region, region_named
 from deepcompile_zero3.graph.metadata import COMMENT
+from deepcompile_zero3.torch_internals import compiler
 
 _DTYPES = {
     torch.float64: "f64",
@@ -26,9 +29,15 @@ def graph_text(gm: fx.GraphModule) -> str:
     """Returns the graph as text, one line a node: ``name: dtype[shape] = op(arguments)``.
 
     Names are those of the graph. Ops are written without their default overload (``aten.mm``).
-    Nothing depends on the machine, the process or the run.
+    Nothing depends on the machine, the process or the run. A subgraph appears once, below the graph
+    that calls it.
     """
-    return "\n".join(node_text(node) for node in gm.graph.nodes)
+    regions = calls_by_region(gm)
+    lines = [node_text(node) for node in gm.graph.nodes if node.target not in regions]
+    for name, calls in regions.items():
+        text = graph_text(region_named(gm, name))
+        lines += ["", f"{name}, called {len(calls)} times:", textwrap.indent(text, "    ")]
+    return "\n".join(lines)
 
 
 def node_text(node: fx.Node) -> str:
@@ -39,6 +48,8 @@ def node_text(node: fx.Node) -> str:
     head = f"{node.name}: {value}" if value else node.name
     if node.op == "placeholder":
         return head
+    if node.target is compiler.invoke_subgraph:
+        return f"{head} = {called_by(node)}({', '.join(map(_argument, arguments_of(node)))})"
     arguments = [_argument(argument) for argument in node.args]
     comment = f"  # {node.meta[COMMENT]}" if COMMENT in node.meta else ""
     for key, argument in node.kwargs.items():

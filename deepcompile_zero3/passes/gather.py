@@ -11,6 +11,7 @@ from deepcompile_zero3.graph.alias import views_of
 from deepcompile_zero3.graph.metadata import PARAMETER
 from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.runtime import REDUCTIONS, WAITS, ops
+from deepcompile_zero3.torch_internals import compiler
 
 _OF_PLACEHOLDERS = (ops.all_gather_start.default, *WAITS, *REDUCTIONS)
 
@@ -34,7 +35,8 @@ def insert_gathers(
     gathers. Uses may come in another order, collectives may not. The start of a collective comes
     just before the wait for the collective ahead of it. That wait takes what the start returned, so
     that no scheduler starts it later. The start takes a token of the wait before that, so that no
-    scheduler starts it earlier. Two collectives are alive at once.
+    scheduler starts it earlier. Two collectives are alive at once. The collectives that one region
+    needs start one after the other, and take the place of a single one in this order.
 
     Nothing frees gathered tensors: the compiler does after the last use. An input that a forward
     saves for backward stays one, so that backward gathers again, unless it is in ``keep``.
@@ -50,24 +52,26 @@ def insert_gathers(
         place = min([place, *uses], key=order.__getitem__)
         places.append(place)
     places.reverse()
+    batches = _batches(places, buckets)
     after = None  # the node that the next start follows
-    started = []
-    for index, place in enumerate([first_place, *places]):
+    started: list[fx.Node] = []
+    for number, (place, batch) in enumerate([(first_place, []), *batches]):
+        is_last = number + 1 >= len(batches)
         with graph.inserting_before(place):
-            if index < len(buckets):
-                started.append(_start(graph, buckets[index], after))
-            if index == 0:
-                after = started[0] if started else None
-                continue
-            bucket = buckets[index - 1]
-            gathers_views = parameters[bucket[0]].gathers_views
-            wait = _wait(graph, started[index - 1], bucket, gathers_views, started[index:])
-            if index + 1 < len(buckets):
-                after = _item(graph, wait, len(bucket), "token")
-            names = [f"{node.name}_full" for node in bucket]
-            full = [_item(graph, wait, position, name) for position, name in enumerate(names)]
-            for node, item in zip(bucket, full, strict=True):
-                _replace(node, item, node in keep)  # may erase the node at the place
+            ahead = []
+            for bucket in [] if number == len(batches) else batches[number][1]:
+                after = _start(graph, bucket, after)
+                ahead.append(after)
+            for start, bucket in zip(started, batch, strict=True):
+                gathers_views = parameters[bucket[0]].gathers_views
+                wait = _wait(graph, start, bucket, gathers_views, ahead[-1:])
+                if start is started[-1] and not is_last:
+                    after = _item(graph, wait, len(bucket), "token")
+                names = [f"{node.name}_full" for node in bucket]
+                full = [_item(graph, wait, position, name) for position, name in enumerate(names)]
+                for node, item in zip(bucket, full, strict=True):
+                    _replace(node, item, node in keep)  # may erase the node at the place
+            started = ahead
     graph.lint()
     gm.recompile()
 
@@ -113,6 +117,19 @@ def _buckets(
         nbytes += facts.nbytes
     if bucket:
         yield bucket
+
+
+def _batches(
+    places: list[fx.Node], buckets: list[list[fx.Node]]
+) -> list[tuple[fx.Node, list[list[fx.Node]]]]:
+    """Returns the buckets with the place of their wait; those that one region needs, together."""
+    batches: list[tuple[fx.Node, list[list[fx.Node]]]] = []
+    for place, bucket in zip(places, buckets, strict=True):
+        if place.target is compiler.invoke_subgraph and batches and batches[-1][0] is place:
+            batches[-1][1].append(bucket)
+        else:
+            batches.append((place, [bucket]))
+    return batches
 
 
 def _start(graph: fx.Graph, bucket: list[fx.Node], after: fx.Node | None) -> fx.Node:

@@ -47,10 +47,33 @@ def settle_backward_gathers(
         tangents: the graph's inputs that are gradients of outputs.
         num_outputs: number of the graph's outputs that are those of the forward.
     """
-    again = {node for node, facts in parameters.items() if facts.reshard_after_forward is not False}
-    embedding = {node for node in again if parameters[node].only_embeds}
+    again = {node: f for node, f in parameters.items() if f.reshard_after_forward is not False}
+    gradients = recompute_functions_of_parameters(gm, again, tangents)
+    handed_on = _hand_on(
+        gm.graph,
+        [node for node, f in parameters.items() if f.is_trained and f.may_be_kept],
+        num_outputs,
+    )
+    gathered = [node for node, facts in again.items() if not facts.only_embeds]
+    known_by = [handed_on.get(node, node) for node, facts in parameters.items() if facts.is_trained]
+    _need(gm.graph, gathered, known_by, tangents, gradients, num_outputs)
+    gm.recompile()
+
+
+def recompute_functions_of_parameters(
+    gm: fx.GraphModule,
+    parameters: Mapping[fx.Node, ParameterFacts],
+    tangents: Sequence[fx.Node],
+) -> set[fx.Node]:
+    """Tags nodes of a joint graph so that no function of ``parameters`` alone is saved.
+
+    The rows that are looked up in parameters, where this is their only use, are saved.
+
+    Returns the nodes that depend on the tangents.
+    """
+    embedding = {node for node, facts in parameters.items() if facts.only_embeds}
     gradients = _descendants(tangents)
-    alone = set(again)  # functions of parameters alone
+    alone = set(parameters)  # functions of parameters alone
     neutral: set[fx.Node] = set()  # constants and reductions, which such functions may read too
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "output") or node in gradients:
@@ -67,15 +90,7 @@ def settle_backward_gathers(
             _tag(node, CheckpointPolicy.MUST_RECOMPUTE)
         else:
             neutral.add(node)
-    handed_on = _hand_on(
-        gm.graph,
-        [node for node, f in parameters.items() if f.is_trained and f.may_be_kept],
-        num_outputs,
-    )
-    gathered = [node for node in parameters if node in again - embedding]
-    known_by = [handed_on.get(node, node) for node, facts in parameters.items() if facts.is_trained]
-    _need(gm.graph, gathered, known_by, tangents, gradients, num_outputs)
-    gm.recompile()
+    return gradients
 
 
 def needed_in_backward(

@@ -26,9 +26,12 @@ from deepcompile_zero3.passes.partition import (
     drop_handed_on,
     drop_needs,
     is_handed_on,
+    recompute_functions_of_parameters,
     settle_backward_gathers,
 )
 from deepcompile_zero3.passes.reduce import insert_reduces
+from deepcompile_zero3.passes.regions import RegionFacts, region_of
+from deepcompile_zero3.passes.results import move_products_out, separate_results
 from deepcompile_zero3.passes.widen import widen_weight_gradients
 from deepcompile_zero3.torch_internals import compiler
 
@@ -106,6 +109,7 @@ class Rewriting:
         drop_handed_on(graph_module)
         nodes = {n: facts for n, facts in nodes.items() if n in gathered or n.users}
         gradients = _sorted(gradients, in_gradient_order)
+        move_products_out(graph_module, gradients)
         if self._fp32_weight_grads:
             widen_weight_gradients(graph_module, gradients)
         insert_reduces(graph_module, gradients, known_by)
@@ -115,20 +119,38 @@ class Rewriting:
 class Partitioner(compiler.CustomPartitionerFn):  # type: ignore[misc]
     """Prepares a joint graph, then calls Inductor's partitioner or another one of the user's."""
 
-    def __init__(self, inputs: Mapping[int, ParameterFacts], partitioner: Any = None) -> None:
+    def __init__(
+        self,
+        inputs: Mapping[int, ParameterFacts],
+        regions: Mapping[str, RegionFacts],
+        partitioner: Any = None,
+    ) -> None:
         self._inputs = inputs
+        self._regions = regions
         self._partitioner = partitioner
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Any:
-        """Returns the forward and the backward of a joint graph, as torch's partitioners do."""
+        """Returns the forward and the backward of a joint graph, as torch's partitioners do.
+
+        Regions are partitioned first, and then the graph that calls them.
+        """
+        partition = self._partitioner or compiler.min_cut_rematerialization_partition
+        inputs = gm.graph.find_nodes(op="placeholder")
+        region = region_of(gm)
+        if region is not None:
+            facts = self._regions[region]
+            recompute_functions_of_parameters(
+                gm,
+                {inputs[position]: each for position, each in facts.items()},
+                [node for node in inputs if node.name.startswith("tangents")],
+            )
+            return partition(gm, joint_inputs, **kwargs)
+        separate_results(gm)
         nodes, _ = _describe(gm, self._inputs)
         tangents = [
-            node
-            for node in gm.graph.find_nodes(op="placeholder")
-            if isinstance(node.meta.get("desc"), compiler.TangentAOTInput)
+            node for node in inputs if isinstance(node.meta.get("desc"), compiler.TangentAOTInput)
         ]
         settle_backward_gathers(gm, nodes, tangents, kwargs["num_fwd_outputs"])
-        partition = self._partitioner or compiler.min_cut_rematerialization_partition
         return partition(gm, joint_inputs, **kwargs)
 
     def uuid(self) -> Any:

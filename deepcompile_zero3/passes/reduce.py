@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from deepcompile_zero3.grad_dtype import DTYPES
+from deepcompile_zero3.graph.alias import untransposed
 from deepcompile_zero3.graph.metadata import COMMENT
 from deepcompile_zero3.graph.text import short_name
 from deepcompile_zero3.passes.facts import ParameterFacts
@@ -113,27 +114,12 @@ def _reduction_of(grad: fx.Node, facts: ParameterFacts, results: list[Any]) -> t
     if facts.sends_any_dtype and torch.promote_types(dtype, wire) == wire:
         wire = dtype
     if facts.nbytes >= _LARGE and dtype == leaf == wire and not is_read:
-        product = _untransposed(grad)
+        product = untransposed(grad)
         if product.target is torch.ops.aten.mm.default:
             return ops.reduce_mm, list(product.args)
         if (rows := _embedding_rows(grad)) is not None:
             return ops.reduce_rows, rows
     return ops.reduce_grad, grad
-
-
-def _untransposed(node: fx.Node) -> fx.Node:
-    """Returns the node that ``node`` transposes twice, if nothing else reads it; else ``node``.
-
-    Inductor removes such pairs. A graph that runs op by op still has them.
-    """
-    transpose = torch.ops.aten.t.default
-    if node.target is not transpose:
-        return node
-    inner = node.all_input_nodes[0]
-    if inner.target is not transpose or len(inner.users) > 1:
-        return node
-    source = inner.all_input_nodes[0]
-    return source if len(source.users) == 1 else node
 
 
 def _embedding_rows(grad: fx.Node) -> list[fx.Node] | None:

@@ -136,7 +136,7 @@ def without_a_trace(model: nn.Module, parameters: Sequence[ShardedParameter]) ->
 
 
 def _describe(direction: str, captured: CapturedGraph) -> Graph:
-    graph = captured.graph_module.graph
+    graph = captured.inlined.graph
     return Graph(
         direction,
         gathers=tuple(_gathers(graph)),

@@ -35,6 +35,10 @@ _TensorMeta = private("torch.distributed.tensor._dtensor_spec", "TensorMeta")
 _concatenate_meshes: Callable = private("torch.distributed.device_mesh", "DeviceMesh._concatenate")
 # Placement of a tensor that is sharded over one mesh dimension, and each shard over another.
 StridedShard: Any = private("torch.distributed.tensor.placement_types", "_StridedShard")
+# Whether a tensor stands for others in a transform of torch.func, and has no storage.
+is_transformed: Callable[[torch.Tensor], bool] = private(
+    "torch._C._functorch", "is_functorch_wrapped_tensor"
+)
 _peek_functorch = private("torch._C._functorch", "peek_interpreter_stack")
 _without_functorch = private("torch._functorch.pyfunctorch", "temporarily_clear_interpreter_stack")
 # Whether a tensor is a wrapper subclass, made of other tensors.

@@ -9,7 +9,7 @@ import inspect
 import pathlib
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -46,6 +46,12 @@ CustomPartitionerFn: Any = private("torch._inductor.custom_graph_pass", "CustomP
 get_hash_for_files: Callable[..., bytes] = private(
     "torch._inductor.custom_graph_pass", "get_hash_for_files"
 )
+
+# Calls a subgraph that is compiled once for all calls of one name.
+invoke_subgraph: Any = private("torch._higher_order_ops.invoke_subgraph", "invoke_subgraph")
+
+enter_autocast: Callable = private("torch.amp.autocast_mode", "_enter_autocast")
+exit_autocast: Callable = private("torch.amp.autocast_mode", "_exit_autocast")
 
 # Writes to the folder that TORCH_TRACE names, if any.
 trace_structured: Callable[..., None] = private("torch._logging", "trace_structured")
@@ -126,6 +132,20 @@ def without_autograd_cache() -> contextlib.AbstractContextManager[None]:
     The cache does not see our rewriting and would replay a graph without it.
     """
     return _functorch_config.patch(enable_autograd_cache=False)
+
+
+def makes_cpp_wrapper(config: Mapping[str, Any]) -> bool:
+    """Returns whether Inductor makes a wrapper in C++, in which not every release has subgraphs."""
+    return bool(config.get("cpp_wrapper", _inductor_config.cpp_wrapper))
+
+
+def without_donated_buffers() -> contextlib.AbstractContextManager[None]:
+    """Keeps backwards compiled in the context from writing to what their forwards saved.
+
+    Inductor counts such inputs of a backward by position, and takes the inputs of a subgraph at the
+    same positions for them.
+    """
+    return _functorch_config.patch(donated_buffer=False)
 
 
 def rename(node: torch.fx.Node, name: str) -> None:

@@ -112,7 +112,10 @@ def trace(model: nn.Module, call: Mapping[str, Any]) -> Trace:
 
     def backend(gm: fx.GraphModule, example_inputs: Any) -> CompiledGraph:
         return CompiledGraph(
-            gm, example_inputs, Options(), functools.partial(_note_and_return_zeros, graphs)
+            gm,
+            example_inputs,
+            Options(regions=False),
+            functools.partial(_note_and_return_zeros, graphs),
         )
 
     try:

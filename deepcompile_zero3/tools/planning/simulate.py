@@ -221,7 +221,7 @@ class _Simulation:
         self._change("optimizer", sum(s.numel() for s in trained) * self._optimizer_bytes)
         try:
             for captured in forwards:
-                used = self._trained & _gathered(captured.graph_module.graph)
+                used = self._trained & _gathered(captured.inlined.graph)
                 _C.add_uses([self._parameters[name] for name in sorted(used)], False)
                 self._run_graph(captured)
             self._forget_results()
@@ -243,7 +243,7 @@ class _Simulation:
             self._run_graph(captured)
 
     def _run_graph(self, captured: CapturedGraph) -> None:
-        graph = captured.graph_module.graph
+        graph = captured.inlined.graph
         self._number = captured.number
         items = items_of(graph)
         last_reader: dict[fx.Node, int] = {}

@@ -140,14 +140,14 @@ def _what_ran(
             raise Zero3Error(
                 f"the compiled region {graph.region} ran in the step without a backward"
             )
-        for node in graph.graph_module.graph.find_nodes(op="placeholder"):
+        for node in graph.inlined.graph.find_nodes(op="placeholder"):
             if isinstance(node.meta.get("val"), torch.SymInt):
                 raise Zero3Error(f"the compiled region {graph.region} is of sizes that change")
     ran = CapturedGraphs(forward, backward)
     names = {
         name
         for graph in (*forward, *backward)
-        for start in graph.graph_module.graph.find_nodes(
+        for start in graph.inlined.graph.find_nodes(
             op="call_function", target=ops.all_gather_start.default
         )
         for name in fqns_of(start)
@@ -200,7 +200,7 @@ def _what_to_measure(
     kernels = {
         key_of(kernel): kernel
         for graph in (*graphs.forward, *graphs.backward)
-        for kernel in kernels_of(graph.graph_module.graph)
+        for kernel in kernels_of(graph.inlined.graph)
     }
     return graphs, parameters, mesh, kernels if mesh.device_type == "cpu" else {}
 

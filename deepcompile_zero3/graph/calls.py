@@ -1,0 +1,76 @@
+"""Regions: subgraphs that are compiled once for all of their calls."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+from torch import fx
+
+from deepcompile_zero3.torch_internals import compiler
+
+
+def calls_by_region(gm: fx.GraphModule) -> dict[str, list[fx.Node]]:
+    """Returns the calls of each region in a graph, keyed by the name of the region's module."""
+    result: dict[str, list[fx.Node]] = {}
+    for call in gm.graph.find_nodes(op="call_function", target=compiler.invoke_subgraph):
+        result.setdefault(called_by(call), []).append(call)
+    return result
+
+
+def called_by(call: fx.Node) -> str:
+    """Returns the name of the region that ``call`` calls."""
+    attribute: Any = call.args[0]
+    return attribute.target
+
+
+def region_named(gm: fx.GraphModule, name: str) -> fx.GraphModule:
+    """Returns the region of that name."""
+    region: Any = gm.get_submodule(name)
+    return region
+
+
+def arguments_of(call: fx.Node) -> list[Any]:
+    """Returns the arguments of a call, in the order of the region's inputs."""
+    return list(call.args[2:])
+
+
+def results_of(call: fx.Node) -> Iterator[tuple[int, fx.Node]]:
+    """Yields the position and node of each result of a call that something uses."""
+    for item in list(call.users):
+        position: Any = item.args[1]
+        yield position, item
+
+
+def copied(gm: fx.GraphModule) -> fx.GraphModule:
+    """Returns a copy of a graph and its regions, which shares all other attributes with ``gm``."""
+    result = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+    for name in calls_by_region(result):
+        result.add_module(name, copied(region_named(gm, name)))
+    return result
+
+
+def inlined(gm: fx.GraphModule) -> fx.GraphModule:
+    """Returns a copy of a graph with the nodes of its regions in place of their calls."""
+    result = copied(gm)
+    for name in calls_by_region(result):
+        inline_calls(result, name)
+    result.recompile()
+    return result
+
+
+def inline_calls(gm: fx.GraphModule, name: str) -> None:
+    """Replaces the calls of a region by copies of its nodes."""
+    graph = gm.graph
+    region = inlined(region_named(gm, name)).graph
+    inputs = region.find_nodes(op="placeholder")
+    for call in calls_by_region(gm)[name]:
+        with graph.inserting_before(call):
+            outputs: Any = graph.graph_copy(
+                region, dict(zip(inputs, arguments_of(call), strict=True))
+            )
+        for position, item in results_of(call):
+            item.replace_all_uses_with(outputs[position])
+            graph.erase_node(item)
+        graph.erase_node(call)
+    for attribute in graph.find_nodes(op="get_attr", target=name):
+        graph.erase_node(attribute)

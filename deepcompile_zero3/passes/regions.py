@@ -1,0 +1,354 @@
+"""Outlines equal blocks of a model into regions, so that one compilation serves all of them.
+
+Dynamo's graph has the operations of each block in full. :func:`outline_regions` replaces those of
+equal blocks by calls of one subgraph, torch's ``invoke_subgraph``. AOTAutograd, the partitioner and
+Inductor then process the subgraph once. Parameters are arguments of a call, and gradients are
+results of the call's backward: gathers and reductions stay in the graph around the calls.
+"""
+
+import inspect
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+from torch.fx.node import map_aggregate
+from torch.utils._pytree import tree_leaves
+
+from deepcompile_zero3 import torch_internals
+from deepcompile_zero3.graph.calls import arguments_of, calls_by_region, region_named
+from deepcompile_zero3.passes.facts import ParameterFacts
+from deepcompile_zero3.torch_internals import compiler, is_transformed
+
+# Facts of the parameters among a region's inputs, by position.
+RegionFacts: TypeAlias = Mapping[int, ParameterFacts]
+
+_REGION = "zero3_region"  # key in meta["custom"] of a region's nodes, which tracers hand on
+_CALLS = ("call_function", "call_method")
+_IN_PLACE = {
+    getattr(operator, name)
+    for name in (
+        *("iadd", "iand", "iconcat", "ifloordiv", "ilshift", "imatmul", "imod", "imul", "ior"),
+        *("ipow", "irshift", "isub", "itruediv", "ixor", "setitem", "delitem"),
+    )
+}
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """The operations of one block.
+
+    Attributes:
+        nodes: its nodes, in the order of the graph.
+        inputs: nodes outside that it reads, in the order of their first use.
+        outputs: its nodes that others read.
+        signature: equal for blocks that compute the same thing from inputs of the same kind.
+    """
+
+    nodes: list[fx.Node]
+    inputs: list[fx.Node]
+    outputs: list[fx.Node]
+    signature: Any
+
+
+def outline_regions(
+    gm: fx.GraphModule,
+    parameters: Mapping[fx.Node, ParameterFacts],
+    is_block: Callable[[type], bool],
+) -> dict[str, RegionFacts]:
+    """Replaces the operations of equal blocks in a lifted graph by calls of one subgraph.
+
+    Blocks stay as they are if no other block is equal, if their operations are interleaved with
+    others, if something writes to what they read or compute, if they return a view of what they
+    read, or if a result of theirs has no gradient.
+
+    Args:
+        gm: Dynamo's graph, after ``lift_unshards``.
+        parameters: the graph's inputs that are parameters.
+        is_block: whether modules of a class are blocks.
+
+    Returns:
+        The facts of each region's parameters, keyed by the name of the region.
+    """
+    regions: dict[str, RegionFacts] = {}
+    for name, calls in calls_by_region(gm).items():  # regions that the user has marked
+        _mark(region_named(gm, name), name)
+        arguments = [pair for call in calls for pair in enumerate(arguments_of(call))]
+        regions[name] = {i: parameters[node] for i, node in arguments if node in parameters}
+    outlined: set[fx.Node] = set()
+    for cls, blocks in _blocks(gm.graph, is_block):
+        facts_of_graph = _GraphFacts.of(gm.graph)
+        twins: dict[Any, list[_Segment]] = {}
+        for nodes in blocks:
+            if outlined.isdisjoint(nodes):
+                segment = _segment(gm, nodes, facts_of_graph, parameters)
+                if segment is not None:
+                    twins.setdefault(segment.signature, []).append(segment)
+        several = [segments for segments in twins.values() if len(segments) > 1]
+        names = [f"{cls.__name__}_{len(regions) + number}" for number in range(len(several))]
+        for name, segments in zip(names, several, strict=True):
+            inputs = enumerate(segments[0].inputs)
+            regions[name] = {i: parameters[node] for i, node in inputs if node in parameters}
+            gm.add_submodule(name, _region(gm, name, segments[0]))
+        replaced: dict[fx.Node, fx.Node] = {}  # results of blocks, by what calls return
+        for name, segments in zip(names, several, strict=True):
+            for segment in segments:
+                _call(gm.graph, name, segment, replaced)
+                outlined.update(segment.nodes)
+    gm.graph.lint()
+    gm.recompile()
+    return regions
+
+
+def region_of(gm: fx.GraphModule) -> str | None:
+    """Returns the name of the region that a joint graph was traced from, if any."""
+    for node in gm.graph.nodes:
+        name = node.meta.get("custom", {}).get(_REGION)
+        if name is not None:
+            return name
+    return None
+
+
+def _blocks(
+    graph: fx.Graph, is_block: Callable[[type], bool]
+) -> Iterator[tuple[type, list[list[fx.Node]]]]:
+    """Yields each class of blocks, with the nodes of each block. Outer classes come first."""
+    found: dict[tuple[int, type], dict[str, list[fx.Node]]] = {}
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        stack = [
+            (name, cls)
+            for name, cls in (node.meta.get("nn_module_stack") or {}).values()
+            if isinstance(cls, type) and is_block(cls)
+        ]
+        for depth, (name, cls) in enumerate(stack):
+            found.setdefault((depth, cls), {}).setdefault(name, []).append(node)
+    for (_, cls), blocks in sorted(found.items(), key=lambda item: item[0][0]):
+        yield cls, list(blocks.values())
+
+
+def _segment(
+    gm: fx.GraphModule,
+    nodes: list[fx.Node],
+    facts_of_graph: "_GraphFacts",
+    parameters: Mapping[fx.Node, ParameterFacts],
+) -> _Segment | None:
+    """Returns the operations of a block, or None if a call cannot replace them."""
+    mine = set(nodes)
+    inputs = list(dict.fromkeys(i for node in nodes for i in node.all_input_nodes if i not in mine))
+    outputs = [node for node in nodes if any(user not in mine for user in node.users)]
+    read = [value for node in inputs if isinstance(value := _value(node), torch.Tensor)]
+    results = [value for node in outputs if isinstance(value := _value(node), torch.Tensor)]
+    if not outputs or len(results) < len(outputs) or any(map(is_transformed, (*read, *results))):
+        return None
+    storages = [torch_internals.storage_address(value) for value in results]
+    sources = {torch_internals.storage_address(value) for value in read}
+    if len({*storages, *sources}) < len(storages) + len(sources):
+        return None  # a result is a view of an input or of another result
+    if not facts_of_graph.written.isdisjoint({*storages, *sources}) or any(map(_writes, nodes)):
+        return None
+    # A call gives all of its results a gradient, which may be zero, and so all of its parameters.
+    lost = [
+        node
+        for node, value in zip(outputs, results, strict=True)
+        if value.is_floating_point() and node not in facts_of_graph.differentiated
+    ]
+    if lost and torch.is_grad_enabled() and any(value.requires_grad for value in read):
+        return None
+    order = facts_of_graph.order
+    last = order[nodes[-1]]
+    users = [user for node in outputs for user in node.users if user not in mine]
+    if min(map(order.__getitem__, users)) < last or not _is_alone(nodes, mine):
+        return None
+    numbers = {node: f"%{number}" for number, node in enumerate([*inputs, *nodes])}
+    kinds = []
+    for node in inputs:
+        facts = parameters.get(node)
+        if facts is not None and facts.declares_grad_dtype and not _has_one_use(node, mine):
+            return None  # each use has a gradient of the contract's dtype; a region would sum them
+        if not isinstance(_value(node), torch.Tensor | torch.SymInt | int):
+            return None
+        kinds.append((_kind(_value(node)), facts and replace(facts, fqn="", group=0, uses=(0,))))
+    signature = _signature(gm, nodes, numbers)
+    if signature is None or any(kind is None for kind, _ in kinds):
+        return None
+    returned = tuple(numbers[node] for node in outputs)
+    return _Segment(nodes, inputs, outputs, (*kinds, signature, returned))
+
+
+def _is_alone(nodes: Sequence[fx.Node], mine: Set[fx.Node]) -> bool:
+    """Returns whether no mode, such as autocast, begins or ends among ``nodes`` or around them."""
+    node = nodes[0]
+    while node is not nodes[-1]:
+        if node not in mine and _value(node) is None and node.op != "get_attr":
+            return False
+        node = node.next
+    opened = 0
+    for node in nodes[0].graph.nodes:
+        if node is nodes[0]:
+            return not opened
+        opened += node.target is compiler.enter_autocast
+        opened -= node.target is compiler.exit_autocast
+    return True
+
+
+def _value(node: fx.Node) -> Any:
+    return node.meta.get("example_value")
+
+
+def _writes(node: fx.Node) -> bool:
+    """Returns whether an operation of Dynamo's graph may write to one of its arguments."""
+    target: Any = node.target
+    if node.op not in _CALLS:
+        return False
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.is_mutable
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return any(getattr(target, name)._schema.is_mutable for name in target.overloads())
+    if target in _IN_PLACE:
+        return True
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    if name in ("batch_norm", "instance_norm"):
+        return True  # to running statistics
+    try:
+        arguments = inspect.signature(target).bind(*node.args, **node.kwargs).arguments
+    except (TypeError, ValueError):  # a method, or a builtin
+        arguments = node.kwargs
+    is_named_so = name.endswith("_") and not name.endswith("__")
+    return is_named_so or bool(arguments.get("inplace")) or arguments.get("out") is not None
+
+
+@dataclass(frozen=True)
+class _GraphFacts:
+    """What a graph does.
+
+    Attributes:
+        order: its nodes, by position.
+        written: addresses of all storages that its operations may write to.
+        differentiated: nodes of which a gradient reaches the graph's inputs in backward.
+    """
+
+    order: Mapping[fx.Node, int]
+    written: Set[int]
+    differentiated: Set[fx.Node]
+
+    @staticmethod
+    def of(graph: fx.Graph) -> "_GraphFacts":
+        """Returns the facts of ``graph``."""
+        order = {node: position for position, node in enumerate(graph.nodes)}
+        values = [_value(r) for node in graph.nodes if _writes(node) for r in node.all_input_nodes]
+        written = {
+            torch_internals.storage_address(value)
+            for value in values
+            if isinstance(value, torch.Tensor) and not is_transformed(value)
+        }
+        differentiated: set[fx.Node] = set()
+        pending = graph.output_node().all_input_nodes
+        while pending:
+            node = pending.pop()
+            leaves = tree_leaves(_value(node))
+            has_gradient = any(isinstance(v, torch.Tensor) and v.requires_grad for v in leaves)
+            if has_gradient and node not in differentiated:
+                differentiated.add(node)
+                pending += node.all_input_nodes
+        return _GraphFacts(order, written, differentiated)
+
+
+def _has_one_use(parameter: fx.Node, nodes: Set[fx.Node]) -> bool:
+    users = [user for user in parameter.users if user in nodes]
+    return len(users) == 1 and not isinstance(users[0].target, torch._ops.HigherOrderOperator)
+
+
+def _signature(
+    gm: fx.GraphModule, nodes: Sequence[fx.Node], numbers: Mapping[fx.Node, str]
+) -> tuple | None:
+    """Returns what ``nodes`` compute, or None if they cannot be moved into a region."""
+    parts: list[Any] = []
+    part: Any
+    for node in nodes:
+        arguments = map_aggregate(
+            (node.args, node.kwargs), lambda a: _Name(numbers[a]) if isinstance(a, fx.Node) else a
+        )
+        if node.target is compiler.invoke_subgraph:
+            return None
+        if node.op == "get_attr":
+            nested = getattr(gm, str(node.target), None)
+            if not isinstance(nested, fx.GraphModule) or any(map(_writes, nested.graph.nodes)):
+                return None
+            inner = list(nested.graph.nodes)
+            names = {each: f"%{number}" for number, each in enumerate(inner)}
+            body = _signature(nested, inner, names)
+            # A selective checkpoint keeps its policy here.
+            policy = repr(nested.meta.get("_checkpoint_context_fn"))
+            part = None if body is None else (body, policy)
+        else:
+            kind = "" if node.op == "output" else _kind(_value(node))
+            target = node.target if node.op in _CALLS else node.op
+            annotation = repr(node.meta.get("custom"))
+            part = None if kind is None else (target, repr(arguments), kind, annotation)
+        if part is None:
+            return None
+        parts.append(part)
+    return tuple(parts)
+
+
+class _Name(str):
+    """The name of a node in a signature."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def _kind(value: Any) -> str | None:
+    """Returns what a compiler may assume of ``value``, as text; None if no region can have it."""
+    if isinstance(value, torch.Tensor):
+        stride = value.stride() if value.layout is torch.strided else None
+        return f"{value.dtype} {value.device} {tuple(value.shape)} {stride} {value.requires_grad}"
+    if isinstance(value, tuple | list):
+        kinds = [_kind(item) for item in value]
+        return None if None in kinds else f"({', '.join(map(str, kinds))})"
+    if isinstance(value, torch.SymInt) and compiler.free_unbacked_symbols(value):
+        return None
+    return repr(value) if isinstance(value, int | torch.SymInt | torch.Size) else None
+
+
+def _region(gm: fx.GraphModule, name: str, segment: _Segment) -> fx.GraphModule:
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for position, node in enumerate(segment.inputs):
+        copies[node] = graph.placeholder(f"arg_{position}")
+        copies[node].meta["example_value"] = _value(node)
+    for node in segment.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in segment.outputs))
+    region = fx.GraphModule(gm, graph)
+    _mark(region, name)
+    return region
+
+
+def _mark(region: fx.GraphModule, name: str) -> None:
+    for module in region.modules():
+        if isinstance(module, fx.GraphModule):
+            for node in module.graph.nodes:
+                node.meta["custom"] = {**node.meta.get("custom", {}), _REGION: name}
+
+
+def _call(graph: fx.Graph, name: str, segment: _Segment, replaced: dict[fx.Node, fx.Node]) -> None:
+    """Replaces a block by a call of its region."""
+    with graph.inserting_after(segment.nodes[-1]):
+        attribute = graph.get_attr(name)
+    with graph.inserting_after(attribute):
+        arguments = (replaced.get(node, node) for node in segment.inputs)
+        after = call = graph.call_function(compiler.invoke_subgraph, (attribute, name, *arguments))
+    call.meta = segment.nodes[-1].meta | {"example_value": tuple(map(_value, segment.outputs))}
+    for position, node in enumerate(segment.outputs):
+        with graph.inserting_after(after):
+            after = graph.call_function(operator.getitem, (call, position))
+        after.meta = dict(node.meta)
+        node.replace_all_uses_with(after)
+        replaced[node] = after
+    for node in reversed(segment.nodes):
+        graph.erase_node(node)

@@ -1,0 +1,184 @@
+"""What regions return to the graph around their calls, once a joint graph is partitioned."""
+
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from deepcompile_zero3.graph.alias import is_view, untransposed
+from deepcompile_zero3.graph.calls import (
+    arguments_of,
+    calls_by_region,
+    inline_calls,
+    region_named,
+    results_of,
+)
+
+
+def separate_results(gm: fx.GraphModule) -> None:
+    """Makes regions return tensors that share no memory, with each other or with arguments.
+
+    Inductor takes each result of a call for memory of its own, which it reuses when the result is
+    dead. What a region returned as a view is a view of a result or of an argument in the graph
+    around it. In particular, what a region's forward saves and was an argument does not go through
+    the region, and the graph sees which of these are parameters.
+    """
+    for name, calls in calls_by_region(gm).items():
+        region = region_named(gm, name)
+        inputs = _positions_of_inputs(region)
+        replays = {
+            position: _replay(result)
+            for position, result in enumerate(_results(region))
+            if result is not None
+        }
+        known = {position: replay for position, replay in replays.items() if replay is not None}
+        if len(known) < len(replays):
+            inline_calls(gm, name)
+            continue
+        bases = dict.fromkeys(base for replay in known.values() for base in replay.bases)
+        results: list[fx.Node | None] = [base for base in bases if base not in inputs]
+        for call in calls:
+            for position, item in results_of(call):
+                _compute_behind(call, item, known[position], inputs, results)
+        _return(region, results, calls)
+    gm.graph.lint()
+    gm.recompile()
+
+
+def move_products_out(gm: fx.GraphModule, gradients: Iterable[int]) -> None:
+    """Moves matrix products that are gradients from regions to behind their calls.
+
+    A region returns the operands. The reduction of the gradient can then compute the product where
+    it is sent from.
+
+    Args:
+        gm: a backward graph.
+        gradients: positions of parameters' gradients in its output.
+    """
+    outputs = _results(gm)
+    gradient_nodes = {outputs[position] for position in gradients}
+    for name, calls in calls_by_region(gm).items():
+        region = region_named(gm, name)
+        results = _results(region)
+        products = {}
+        for position, item in (result for call in calls for result in results_of(call)):
+            product = untransposed(results[position])
+            is_product = product.target is torch.ops.aten.mm.default and len(product.users) == 1
+            operands = _replay_all(product.all_input_nodes)
+            if item in gradient_nodes and is_product and operands is not None:
+                products[position] = operands.then(product)
+        if not products:
+            continue
+        inputs = _positions_of_inputs(region)
+        results = [None if i in products else result for i, result in enumerate(results)]
+        for base in (base for product in products.values() for base in product.bases):
+            if base not in inputs and base not in results:
+                results.append(base)
+        for call in calls:
+            for position, item in results_of(call):
+                if position in products:
+                    _compute_behind(call, item, products[position], inputs, results)
+        _return(region, results, calls)
+    gm.graph.lint()
+    gm.recompile()
+
+
+@dataclass(frozen=True)
+class _Replay:
+    """How to compute a node of a region outside of it.
+
+    Attributes:
+        bases: inputs of the region, or nodes that own their memory.
+        nodes: what to compute from them, in order; the last is the node in question.
+    """
+
+    bases: tuple[fx.Node, ...]
+    nodes: tuple[fx.Node, ...] = ()
+
+    def then(self, node: fx.Node) -> "_Replay":
+        """Returns how to compute ``node`` from what this computes."""
+        return _Replay(self.bases, (*self.nodes, node))
+
+
+def _replay(node: fx.Node) -> _Replay | None:
+    """Returns how to compute a view, or a size, from what owns the memory.
+
+    Returns None for a view that an operator returns among others.
+    """
+    is_size = isinstance(node.meta.get("val"), torch.SymInt)
+    if node.op == "placeholder" or not (is_size or is_view(node)):
+        return _Replay((node,))
+    if node.target is operator.getitem:
+        return None if is_view(node.all_input_nodes[0]) else _Replay((node,))
+    operands = _replay_all(node.all_input_nodes)
+    if is_size and (operands is None or any(base.op != "placeholder" for base in operands.bases)):
+        return _Replay((node,))
+    return None if operands is None else operands.then(node)
+
+
+def _replay_all(nodes: Iterable[fx.Node]) -> _Replay | None:
+    """Returns how to compute all of ``nodes``."""
+    bases: dict[fx.Node, None] = {}
+    between: dict[fx.Node, None] = {}
+    for replay in map(_replay, nodes):
+        if replay is None:
+            return None
+        bases |= dict.fromkeys(replay.bases)
+        between |= dict.fromkeys(replay.nodes)
+    return _Replay(tuple(bases), tuple(between))
+
+
+def _compute_behind(
+    call: fx.Node,
+    item: fx.Node,
+    replay: _Replay,
+    inputs: Mapping[fx.Node, int],
+    results: list[fx.Node | None],
+) -> None:
+    """Replaces ``item``, a former result of ``call``, by what is computed of the present ones."""
+    graph = call.graph
+    outside: dict[fx.Node, fx.Node] = {}
+    with graph.inserting_before(item):
+        for base in replay.bases:
+            if base in inputs:
+                outside[base] = arguments_of(call)[inputs[base]]
+            else:
+                outside[base] = graph.call_function(operator.getitem, (call, results.index(base)))
+                outside[base].meta = {"val": base.meta["val"]}
+        for node in replay.nodes:
+            outside[node] = graph.node_copy(node, outside.__getitem__)
+            outside[node].meta = {"val": node.meta["val"]}
+    item.replace_all_uses_with(outside[(*replay.bases, *replay.nodes)[-1]])
+    graph.erase_node(item)
+
+
+def _positions_of_inputs(region: fx.GraphModule) -> dict[fx.Node, int]:
+    inputs = region.graph.find_nodes(op="placeholder")
+    return {node: position for position, node in enumerate(inputs)}
+
+
+def _results(gm: fx.GraphModule) -> list[Any]:
+    results: Any = gm.graph.output_node().args[0]
+    return list(results)
+
+
+def _return(region: fx.GraphModule, results: list[Any], calls: Iterable[fx.Node]) -> None:
+    """Makes a region return ``results``."""
+    region.graph.output_node().args = (tuple(results),)
+    region.graph.output_node().meta.pop("desc", None)
+    region.graph.eliminate_dead_code()
+    region.recompile()
+    for call in calls:
+        call.meta["val"] = tuple(result and result.meta["val"] for result in results)
+
+
+def _base_and_views(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+    """Returns the node that owns the memory of ``node``, and the views from there to ``node``."""
+    views: list[fx.Node] = []
+    while is_view(node) and node.target is not operator.getitem and len(node.all_input_nodes) == 1:
+        views.append(node)
+        node = node.all_input_nodes[0]
+    return node, views[::-1]
