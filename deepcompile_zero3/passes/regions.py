@@ -77,13 +77,14 @@ def outline_regions(
         _mark(region_named(gm, name), name)
         arguments = [pair for call in calls for pair in enumerate(arguments_of(call))]
         regions[name] = {i: parameters[node] for i, node in arguments if node in parameters}
+    differentiated = _differentiated(gm)
     outlined: set[fx.Node] = set()
     for cls, blocks in _blocks(gm.graph, is_block):
         facts_of_graph = _GraphFacts.of(gm.graph)
         twins: dict[Any, list[_Segment]] = {}
         for nodes in blocks:
             if outlined.isdisjoint(nodes):
-                segment = _segment(gm, nodes, facts_of_graph, parameters)
+                segment = _segment(gm, nodes, facts_of_graph, differentiated, parameters)
                 if segment is not None:
                     twins.setdefault(segment.signature, []).append(segment)
         several = [segments for segments in twins.values() if len(segments) > 1]
@@ -134,6 +135,7 @@ def _segment(
     gm: fx.GraphModule,
     nodes: list[fx.Node],
     facts_of_graph: "_GraphFacts",
+    differentiated: Set[fx.Node],
     parameters: Mapping[fx.Node, ParameterFacts],
 ) -> _Segment | None:
     """Returns the operations of a block, or None if a call cannot replace them."""
@@ -154,7 +156,7 @@ def _segment(
     lost = [
         node
         for node, value in zip(outputs, results, strict=True)
-        if value.is_floating_point() and node not in facts_of_graph.differentiated
+        if (value.is_floating_point() or value.is_complex()) and node not in differentiated
     ]
     if lost and torch.is_grad_enabled() and any(value.requires_grad for value in read):
         return None
@@ -167,8 +169,8 @@ def _segment(
     kinds = []
     for node in inputs:
         facts = parameters.get(node)
-        if facts is not None and facts.declares_grad_dtype and not _has_one_use(node, mine):
-            return None  # each use has a gradient of the contract's dtype; a region would sum them
+        if facts is not None and facts.declares_grad_dtype:
+            return None  # autograd would cast gradients to the parameter's dtype in a region
         if not isinstance(_value(node), torch.Tensor | torch.SymInt | int):
             return None
         kinds.append((_kind(_value(node)), facts and replace(facts, fqn="", group=0, uses=(0,))))
@@ -228,12 +230,10 @@ class _GraphFacts:
     Attributes:
         order: its nodes, by position.
         written: addresses of all storages that its operations may write to.
-        differentiated: nodes of which a gradient reaches the graph's inputs in backward.
     """
 
     order: Mapping[fx.Node, int]
     written: Set[int]
-    differentiated: Set[fx.Node]
 
     @staticmethod
     def of(graph: fx.Graph) -> "_GraphFacts":
@@ -245,21 +245,32 @@ class _GraphFacts:
             for value in values
             if isinstance(value, torch.Tensor) and not is_transformed(value)
         }
-        differentiated: set[fx.Node] = set()
-        pending = graph.output_node().all_input_nodes
-        while pending:
-            node = pending.pop()
-            leaves = tree_leaves(_value(node))
-            has_gradient = any(isinstance(v, torch.Tensor) and v.requires_grad for v in leaves)
-            if has_gradient and node not in differentiated:
-                differentiated.add(node)
-                pending += node.all_input_nodes
-        return _GraphFacts(order, written, differentiated)
+        return _GraphFacts(order, written)
 
 
-def _has_one_use(parameter: fx.Node, nodes: Set[fx.Node]) -> bool:
-    users = [user for user in parameter.users if user in nodes]
-    return len(users) == 1 and not isinstance(users[0].target, torch._ops.HigherOrderOperator)
+def _differentiated(gm: fx.GraphModule) -> set[fx.Node]:
+    """Returns the nodes that get a gradient when the graph's results do."""
+    found: set[fx.Node] = set()
+    pending = gm.graph.output_node().all_input_nodes
+    while pending:
+        node = pending.pop()
+        leaves = tree_leaves(_value(node))
+        has_gradient = any(isinstance(v, torch.Tensor) and v.requires_grad for v in leaves)
+        if has_gradient and node not in found:
+            found.add(node)
+            pending += _differentiated_inputs(gm, node)
+    return found
+
+
+def _differentiated_inputs(gm: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
+    first: Any = node.args[0] if node.args else None
+    if not isinstance(node.target, torch._ops.HigherOrderOperator) or first.op != "get_attr":
+        return node.all_input_nodes
+    body = getattr(gm, first.target)
+    inside = _differentiated(body)
+    inputs = body.graph.find_nodes(op="placeholder")
+    arguments: Any = node.args[len(node.args) - len(inputs) :]
+    return [each for each, input in zip(arguments, inputs, strict=True) if input in inside]
 
 
 def _signature(

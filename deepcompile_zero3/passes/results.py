@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_aggregate
 
 from deepcompile_zero3.graph.alias import is_view, untransposed
 from deepcompile_zero3.graph.calls import (
     arguments_of,
     calls_by_region,
-    inline_calls,
     region_named,
     results_of,
 )
@@ -34,15 +34,11 @@ def separate_results(gm: fx.GraphModule) -> None:
             for position, result in enumerate(_results(region))
             if result is not None
         }
-        known = {position: replay for position, replay in replays.items() if replay is not None}
-        if len(known) < len(replays):
-            inline_calls(gm, name)
-            continue
-        bases = dict.fromkeys(base for replay in known.values() for base in replay.bases)
+        bases = dict.fromkeys(base for replay in replays.values() for base in replay.bases)
         results: list[fx.Node | None] = [base for base in bases if base not in inputs]
         for call in calls:
             for position, item in results_of(call):
-                _compute_behind(call, item, known[position], inputs, results)
+                _compute_behind(call, item, replays[position], inputs, results)
         _return(region, results, calls)
     gm.graph.lint()
     gm.recompile()
@@ -59,17 +55,17 @@ def move_products_out(gm: fx.GraphModule, gradients: Iterable[int]) -> None:
         gradients: positions of parameters' gradients in its output.
     """
     outputs = _results(gm)
-    gradient_nodes = {outputs[position] for position in gradients}
+    sent = (outputs[position] for position in gradients)
+    gradient_nodes = {untransposed(node) for node in sent if node is not None}
     for name, calls in calls_by_region(gm).items():
         region = region_named(gm, name)
         results = _results(region)
         products = {}
         for position, item in (result for call in calls for result in results_of(call)):
-            product = untransposed(results[position])
+            product = results[position]
             is_product = product.target is torch.ops.aten.mm.default and len(product.users) == 1
-            operands = _replay_all(product.all_input_nodes)
-            if item in gradient_nodes and is_product and operands is not None:
-                products[position] = operands.then(product)
+            if item in gradient_nodes and is_product:
+                products[position] = _replay_all(product.all_input_nodes).then(product)
         if not products:
             continue
         inputs = _positions_of_inputs(region)
@@ -103,32 +99,26 @@ class _Replay:
         return _Replay(self.bases, (*self.nodes, node))
 
 
-def _replay(node: fx.Node) -> _Replay | None:
-    """Returns how to compute a view, or a size, from what owns the memory.
-
-    Returns None for a view that an operator returns among others.
-    """
+def _replay(node: fx.Node) -> _Replay:
+    """Returns how to compute a view, or a size, from what owns the memory."""
     is_size = isinstance(node.meta.get("val"), torch.SymInt)
+    if node.target is operator.getitem and not is_view(node.all_input_nodes[0]):
+        return _Replay((node,))
     if node.op == "placeholder" or not (is_size or is_view(node)):
         return _Replay((node,))
-    if node.target is operator.getitem:
-        return None if is_view(node.all_input_nodes[0]) else _Replay((node,))
     operands = _replay_all(node.all_input_nodes)
-    if is_size and (operands is None or any(base.op != "placeholder" for base in operands.bases)):
+    if is_size and any(base.op != "placeholder" for base in operands.bases):
         return _Replay((node,))
-    return None if operands is None else operands.then(node)
+    return operands.then(node)
 
 
-def _replay_all(nodes: Iterable[fx.Node]) -> _Replay | None:
+def _replay_all(nodes: Iterable[fx.Node]) -> _Replay:
     """Returns how to compute all of ``nodes``."""
-    bases: dict[fx.Node, None] = {}
-    between: dict[fx.Node, None] = {}
-    for replay in map(_replay, nodes):
-        if replay is None:
-            return None
-        bases |= dict.fromkeys(replay.bases)
-        between |= dict.fromkeys(replay.nodes)
-    return _Replay(tuple(bases), tuple(between))
+    replays = [_replay(node) for node in nodes]
+    return _Replay(
+        tuple(dict.fromkeys(base for replay in replays for base in replay.bases)),
+        tuple(dict.fromkeys(node for replay in replays for node in replay.nodes)),
+    )
 
 
 def _compute_behind(
@@ -150,9 +140,18 @@ def _compute_behind(
                 outside[base].meta = {"val": base.meta["val"]}
         for node in replay.nodes:
             outside[node] = graph.node_copy(node, outside.__getitem__)
-            outside[node].meta = {"val": node.meta["val"]}
+            # Inductor finds what shares memory by the storages of these values.
+            outside[node].meta = {"val": _value_of(outside[node])}
     item.replace_all_uses_with(outside[(*replay.bases, *replay.nodes)[-1]])
     graph.erase_node(item)
+
+
+def _value_of(node: fx.Node) -> Any:
+    target: Any = node.target
+    args, kwargs = map_aggregate(
+        (node.args, node.kwargs), lambda a: a.meta["val"] if isinstance(a, fx.Node) else a
+    )
+    return target(*args, **kwargs)
 
 
 def _positions_of_inputs(region: fx.GraphModule) -> dict[fx.Node, int]:
@@ -172,13 +171,4 @@ def _return(region: fx.GraphModule, results: list[Any], calls: Iterable[fx.Node]
     region.graph.eliminate_dead_code()
     region.recompile()
     for call in calls:
-        call.meta["val"] = tuple(result and result.meta["val"] for result in results)
-
-
-def _base_and_views(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
-    """Returns the node that owns the memory of ``node``, and the views from there to ``node``."""
-    views: list[fx.Node] = []
-    while is_view(node) and node.target is not operator.getitem and len(node.all_input_nodes) == 1:
-        views.append(node)
-        node = node.all_input_nodes[0]
-    return node, views[::-1]
+        call.meta["val"] = tuple(None if r is None else r.meta["val"] for r in results)
