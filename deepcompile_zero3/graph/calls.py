@@ -52,25 +52,20 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
 def inlined(gm: fx.GraphModule) -> fx.GraphModule:
     """Returns a copy of a graph with the nodes of its regions in place of their calls."""
     result = copied(gm)
-    for name in calls_by_region(result):
-        inline_calls(result, name)
+    graph = result.graph
+    for name, calls in calls_by_region(result).items():
+        region = inlined(region_named(result, name)).graph
+        inputs = region.find_nodes(op="placeholder")
+        for call in calls:
+            with graph.inserting_before(call):
+                outputs: Any = graph.graph_copy(
+                    region, dict(zip(inputs, arguments_of(call), strict=True))
+                )
+            for position, item in results_of(call):
+                item.replace_all_uses_with(outputs[position])
+                graph.erase_node(item)
+            graph.erase_node(call)
+        for attribute in graph.find_nodes(op="get_attr", target=name):
+            graph.erase_node(attribute)
     result.recompile()
     return result
-
-
-def inline_calls(gm: fx.GraphModule, name: str) -> None:
-    """Replaces the calls of a region by copies of its nodes."""
-    graph = gm.graph
-    region = inlined(region_named(gm, name)).graph
-    inputs = region.find_nodes(op="placeholder")
-    for call in calls_by_region(gm)[name]:
-        with graph.inserting_before(call):
-            outputs: Any = graph.graph_copy(
-                region, dict(zip(inputs, arguments_of(call), strict=True))
-            )
-        for position, item in results_of(call):
-            item.replace_all_uses_with(outputs[position])
-            graph.erase_node(item)
-        graph.erase_node(call)
-    for attribute in graph.find_nodes(op="get_attr", target=name):
-        graph.erase_node(attribute)

@@ -77,14 +77,16 @@ def outline_regions(
         _mark(region_named(gm, name), name)
         arguments = [pair for call in calls for pair in enumerate(arguments_of(call))]
         regions[name] = {i: parameters[node] for i, node in arguments if node in parameters}
-    differentiated = _differentiated(gm)
+    blocks_by_class = list(_blocks(gm.graph, is_block))
+    if not blocks_by_class:
+        return regions
+    written, differentiated = _written(gm.graph), _differentiated(gm)
     outlined: set[fx.Node] = set()
-    for cls, blocks in _blocks(gm.graph, is_block):
-        facts_of_graph = _GraphFacts.of(gm.graph)
+    for cls, blocks in blocks_by_class:
         twins: dict[Any, list[_Segment]] = {}
         for nodes in blocks:
             if outlined.isdisjoint(nodes):
-                segment = _segment(gm, nodes, facts_of_graph, differentiated, parameters)
+                segment = _segment(gm, nodes, written, differentiated, parameters)
                 if segment is not None:
                     twins.setdefault(segment.signature, []).append(segment)
         several = [segments for segments in twins.values() if len(segments) > 1]
@@ -134,7 +136,7 @@ def _blocks(
 def _segment(
     gm: fx.GraphModule,
     nodes: list[fx.Node],
-    facts_of_graph: "_GraphFacts",
+    written: Set[int],
     differentiated: Set[fx.Node],
     parameters: Mapping[fx.Node, ParameterFacts],
 ) -> _Segment | None:
@@ -150,7 +152,7 @@ def _segment(
     sources = {torch_internals.storage_address(value) for value in read}
     if len({*storages, *sources}) < len(storages) + len(sources):
         return None  # a result is a view of an input or of another result
-    if not facts_of_graph.written.isdisjoint({*storages, *sources}) or any(map(_writes, nodes)):
+    if not written.isdisjoint({*storages, *sources}) or any(map(_writes, nodes)):
         return None
     # A call gives all of its results a gradient, which may be zero, and so all of its parameters.
     lost = [
@@ -160,10 +162,8 @@ def _segment(
     ]
     if lost and torch.is_grad_enabled() and any(value.requires_grad for value in read):
         return None
-    order = facts_of_graph.order
-    last = order[nodes[-1]]
     users = [user for node in outputs for user in node.users if user not in mine]
-    if min(map(order.__getitem__, users)) < last or not _is_alone(nodes, mine):
+    if any(user < nodes[-1] for user in users) or not _is_alone(nodes, mine):
         return None
     numbers = {node: f"%{number}" for number, node in enumerate([*inputs, *nodes])}
     kinds = []
@@ -188,13 +188,11 @@ def _is_alone(nodes: Sequence[fx.Node], mine: Set[fx.Node]) -> bool:
         if node not in mine and _value(node) is None and node.op != "get_attr":
             return False
         node = node.next
-    opened = 0
-    for node in nodes[0].graph.nodes:
-        if node is nodes[0]:
-            return not opened
-        opened += node.target is compiler.enter_autocast
-        opened -= node.target is compiler.exit_autocast
-    return True
+    opened, closed = (
+        sum(mode < nodes[0] for mode in node.graph.find_nodes(op="call_function", target=target))
+        for target in (compiler.enter_autocast, compiler.exit_autocast)
+    )
+    return opened == closed
 
 
 def _value(node: fx.Node) -> Any:
@@ -223,29 +221,16 @@ def _writes(node: fx.Node) -> bool:
     return is_named_so or bool(arguments.get("inplace")) or arguments.get("out") is not None
 
 
-@dataclass(frozen=True)
-class _GraphFacts:
-    """What a graph does.
-
-    Attributes:
-        order: its nodes, by position.
-        written: addresses of all storages that its operations may write to.
-    """
-
-    order: Mapping[fx.Node, int]
-    written: Set[int]
-
-    @staticmethod
-    def of(graph: fx.Graph) -> "_GraphFacts":
-        """Returns the facts of ``graph``."""
-        order = {node: position for position, node in enumerate(graph.nodes)}
-        values = [_value(r) for node in graph.nodes if _writes(node) for r in node.all_input_nodes]
-        written = {
-            torch_internals.storage_address(value)
-            for value in values
-            if isinstance(value, torch.Tensor) and not is_transformed(value)
-        }
-        return _GraphFacts(order, written)
+def _written(graph: fx.Graph) -> set[int]:
+    """Returns the addresses of all storages that operations of a graph may write to."""
+    values = [
+        _value(read) for node in graph.nodes if _writes(node) for read in node.all_input_nodes
+    ]
+    return {
+        torch_internals.storage_address(value)
+        for value in values
+        if isinstance(value, torch.Tensor) and not is_transformed(value)
+    }
 
 
 def _differentiated(gm: fx.GraphModule) -> set[fx.Node]:
