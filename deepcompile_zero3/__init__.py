@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from deepcompile_zero3.sharding.fully_shard import fully_shard
     from deepcompile_zero3.sharding.module import Zero3Module, register_fsdp_forward_method
     from deepcompile_zero3.tools.explain import explain
+    from deepcompile_zero3.tools.planning.ahead import CompiledAhead, compile_ahead
     from deepcompile_zero3.tools.planning.machine import MACHINES, Link, Machine
     from deepcompile_zero3.tools.planning.plan import Plan, plan, shard_blocks
     from deepcompile_zero3.tools.report import Report
@@ -41,6 +42,7 @@ __all__ = [
     "CapturedGraphs",
     "Collective",
     "CollectiveLog",
+    "CompiledAhead",
     "MACHINES",
     "Link",
     "Machine",
@@ -53,6 +55,7 @@ __all__ = [
     "Zero3Module",
     "buffer_stats",
     "capture_graphs",
+    "compile_ahead",
     "defer_reduction",
     "deposit_grad",
     "detect_nonfinite",
@@ -84,6 +87,8 @@ _LATER = {
     "deposit_grad": "deepcompile_zero3.sharding.defer",
     "Zero3Module": "deepcompile_zero3.sharding.module",
     "register_fsdp_forward_method": "deepcompile_zero3.sharding.module",
+    "CompiledAhead": "deepcompile_zero3.tools.planning.ahead",
+    "compile_ahead": "deepcompile_zero3.tools.planning.ahead",
     "MACHINES": "deepcompile_zero3.tools.planning.machine",
     "Link": "deepcompile_zero3.tools.planning.machine",
     "Machine": "deepcompile_zero3.tools.planning.machine",

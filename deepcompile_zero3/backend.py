@@ -10,14 +10,18 @@ import contextlib
 import copy
 import functools
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias
 
 import torch
 from torch import fx
 
+from deepcompile_zero3.compile_once import first_alone, graph_key
 from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.grad_dtype import declare
+from deepcompile_zero3.graph.capture import is_capturing
+from deepcompile_zero3.graph.log import is_logging
 from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.passes.lift import (
     declare_grad_dtypes,
@@ -25,7 +29,7 @@ from deepcompile_zero3.passes.lift import (
     lift_unshards,
     uses_of,
 )
-from deepcompile_zero3.passes.pipeline import Partitioner, Rewriting
+from deepcompile_zero3.passes.pipeline import Partitioner, Rewriting, source_key
 from deepcompile_zero3.passes.regions import RegionFacts, outline_regions
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.group import group_of, refuse_writes
@@ -132,12 +136,13 @@ def zero3(
             f"backend 'zero3' has no mode {mode!r}; give Inductor's settings as "
             "options={'inductor_config': {...}}"
         )
-    return CompiledGraph(gm, example_inputs, Options.parse(options), _compile_with_inductor)
+    return CompiledGraph(gm, example_inputs, Options.parse(options), compile_with_inductor)
 
 
-def _compile_with_inductor(
+def compile_with_inductor(
     rewriting: Rewriting, graph_module: fx.GraphModule, example_inputs: Any, **kwargs: Any
 ) -> Callable:
+    """Rewrites a partitioned graph and compiles it. Takes the arguments of ``compile_fx_inner``."""
     rewriting(graph_module, bool(kwargs.get("is_backward")))
     return compiler.compile_fx_inner(graph_module, example_inputs, **kwargs)
 
@@ -165,6 +170,11 @@ class CompiledGraph:
         regions = _regions(gm, facts, options)
         rewriting = rewriting_of(parameters.values(), facts, options)
         self._run = _compile(gm, example_inputs, rewriting, regions, options, compile_graph)
+
+    @property
+    def number_of_parameters(self) -> int:
+        """How many sharded parameters the graph reads."""
+        return len(self._positions)
 
     def __call__(self, *args: Any) -> Any:
         """Runs the graph with the shards as they are now.
@@ -321,21 +331,21 @@ def _compile(
     options: Options,
     compile_graph: GraphCompiler,
 ) -> Callable:
-    inputs = rewriting.inputs
-    declare_grad_dtypes(gm, inputs)
+    declare_grad_dtypes(gm, rewriting.inputs)
     donated = compiler.without_donated_buffers() if regions else contextlib.nullcontext()
-    with compiler.without_autograd_cache(), donated:
-        if options.inductor:
-            config = dict(options.inductor_config)
-            if inputs:
-                config["custom_partitioner_fn"] = Partitioner(
-                    inputs,
-                    regions,
-                    config.get("custom_partitioner_fn", compiler.custom_partitioner()),
-                )
-            if any(facts.dim == 4 for facts in inputs.values()):
-                # It reorders the 4-D ancestors of a convolution and would read a placeholder.
-                config["layout_optimization"] = False
+    with donated:
+        if not options.inductor:
+            return _interpreted(gm, example_inputs, rewriting, regions)
+        config = dict(options.inductor_config)
+        if rewriting.inputs:
+            other = config.get("custom_partitioner_fn", compiler.custom_partitioner())
+            config["custom_partitioner_fn"] = Partitioner(rewriting, regions, other)
+        if any(facts.dim == 4 for facts in rewriting.inputs.values()):
+            # It reorders the 4-D ancestors of a convolution and would read a placeholder.
+            config["layout_optimization"] = False
+        if any(facts.declares_grad_dtype for facts in rewriting.inputs.values()):
+            config |= compiler.may_be_stored(declare)
+        with _stored(gm, example_inputs, rewriting, options, compile_graph):
             return compiler.compile_fx(
                 gm,
                 example_inputs,
@@ -343,16 +353,49 @@ def _compile(
                 config_patches=config or None,
             )
 
-        def interpret(is_backward: bool) -> Callable:
-            def rewritten(graph_module: fx.GraphModule, _: Sequence[Any]) -> Callable:
-                rewriting(graph_module, is_backward)
-                return compiler.make_boxed_func(graph_module.forward)
 
-            return rewritten
+@contextlib.contextmanager
+def _stored(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    rewriting: Rewriting,
+    options: Options,
+    compile_graph: GraphCompiler,
+) -> Iterator[None]:
+    """Lets Inductor store the compiled graph in the context, and load a stored one.
 
+    A graph that is loaded is not rewritten: nothing is stored or loaded for whoever wants to see
+    the rewritten graphs.
+    """
+    is_shown = is_capturing() or is_logging() or compile_graph is not compile_with_inductor
+    if is_shown or not compiler.caches_are_on(options.inductor_config):
+        with compiler.without_autograd_cache():
+            yield
+        return
+    settings = source_key(), rewriting.settings, sorted(options.inductor_config.items())
+    key = graph_key(gm, example_inputs, settings)
+    # A rank that waits has not run the forward, so that the first one cannot run its backward.
+    with first_alone(key), compiler.with_eager_backwards():
+        yield
+
+
+def _interpreted(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    rewriting: Rewriting,
+    regions: Mapping[str, RegionFacts],
+) -> Callable:
+    def interpret(is_backward: bool) -> Callable:
+        def rewritten(graph_module: fx.GraphModule, _: Sequence[Any]) -> Callable:
+            rewriting(graph_module, is_backward)
+            return compiler.make_boxed_func(graph_module.forward)
+
+        return rewritten
+
+    with compiler.without_autograd_cache():
         return compiler.aot_autograd(
             fw_compiler=interpret(False),
             bw_compiler=interpret(True),
-            partition_fn=Partitioner(inputs, regions),
+            partition_fn=Partitioner(rewriting, regions),
             keep_inference_input_mutations=True,  # as Inductor: backward must not read such inputs
         )(gm, example_inputs)

@@ -92,6 +92,11 @@ def capture_graphs() -> Iterator[CapturedGraphs]:
         _active.remove(graphs)
 
 
+def is_capturing() -> bool:
+    """Returns whether a ``capture_graphs`` block is open."""
+    return bool(_active)
+
+
 def captured(gm: fx.GraphModule, is_backward: bool, number: int) -> None:
     """Adds a rewritten graph to all open ``capture_graphs`` blocks."""
     for graphs in _active:

@@ -17,6 +17,11 @@ _log = logging.getLogger(__name__)
 numbers = itertools.count()  # of forwards in this process; a backward has the number of its forward
 
 
+def is_logging() -> bool:
+    """Returns whether anybody wants the logs."""
+    return _log.isEnabledFor(logging.INFO) or compiler.is_traced()
+
+
 def log_graph(gm: fx.GraphModule, direction: str, number: int, kept: Mapping[str, int]) -> None:
     """Logs a rewritten graph: a line at INFO, its text at DEBUG, an artifact for ``TORCH_TRACE``.
 

@@ -1,5 +1,6 @@
 """Runs the passes in their order on a joint graph, a forward and a backward."""
 
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -66,6 +67,11 @@ class Rewriting:
         self._kept: dict[str, int] = {}
         self._number = 0
 
+    @property
+    def settings(self) -> tuple:
+        """What decides, with a graph, about what it is rewritten to."""
+        return self.inputs, self._bucket_bytes, self._keep_bytes, self._fp32_weight_grads
+
     def __call__(self, graph_module: fx.GraphModule, is_backward: bool) -> None:
         """Rewrites a graph. Called for the forward first, then for its backward."""
         _refuse_writes(graph_module, self.inputs)
@@ -121,11 +127,13 @@ class Partitioner(compiler.CustomPartitionerFn):  # type: ignore[misc]
 
     def __init__(
         self,
-        inputs: Mapping[int, ParameterFacts],
+        rewriting: Rewriting,
         regions: Mapping[str, RegionFacts],
         partitioner: Any = None,
     ) -> None:
-        self._inputs = inputs
+        # Not the rewriting itself, which changes: Inductor copies this object, and keys hold it.
+        self._inputs = rewriting.inputs
+        self._settings = rewriting.settings
         self._regions = regions
         self._partitioner = partitioner
 
@@ -154,14 +162,20 @@ class Partitioner(compiler.CustomPartitionerFn):  # type: ignore[misc]
         return partition(gm, joint_inputs, **kwargs)
 
     def uuid(self) -> Any:
-        """Returns a cache key of this library's sources and the other partitioner.
+        """Returns what decides, with a graph, about what this library makes of it.
 
-        Inductor's cache keys graphs. It does not see what an older version of this library made of
-        them.
+        Inductor and AOTAutograd make it a part of the keys of their caches.
         """
-        files = tuple(sorted(map(str, Path(__file__).parents[1].rglob("*.py"))))
         other = self._partitioner.uuid() if self._partitioner else None
-        return compiler.get_hash_for_files(files), other
+        return source_key(), self._settings, self._regions, other
+
+
+@functools.cache
+def source_key() -> bytes:
+    """Returns a key of this library's sources."""
+    return compiler.get_hash_for_files(
+        tuple(sorted(map(str, Path(__file__).parents[1].rglob("*.py"))))
+    )
 
 
 def _refuse_writes(gm: fx.GraphModule, inputs: Mapping[int, ParameterFacts]) -> None:

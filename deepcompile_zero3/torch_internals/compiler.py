@@ -69,6 +69,8 @@ free_unbacked_symbols: Callable[[Any], set] = private(
 )
 _functorch_config = private("torch._functorch", "config")
 _inductor_config = private("torch._inductor", "config")
+_cache_dir: Callable[[], str] = private("torch._inductor.runtime.cache_dir_utils", "cache_dir")
+_trace_log: Any = private("torch._logging._internal", "trace_log")
 
 
 def flop_formulas() -> dict[Any, Callable[..., int]]:
@@ -126,12 +128,57 @@ def with_named_kernels() -> contextlib.AbstractContextManager[None]:
     return _inductor_config.patch({"cpp.enable_kernel_profile": True})
 
 
-def without_autograd_cache() -> contextlib.AbstractContextManager[None]:
-    """Disables AOTAutograd's disk cache in the context.
+def caches_are_on(config: Mapping[str, Any]) -> bool:
+    """Returns whether Inductor, with settings changed by ``config``, stores graphs on disk."""
+    stores, stores_nothing = (
+        config.get(name, getattr(_inductor_config, name))
+        for name in ("fx_graph_cache", "force_disable_caches")
+    )
+    return bool(stores and not stores_nothing and _functorch_config.enable_autograd_cache)
 
-    The cache does not see our rewriting and would replay a graph without it.
+
+def may_be_stored(function: Callable) -> dict[str, Any]:
+    """Returns Inductor's settings with which graphs that call ``function`` may be stored.
+
+    All that the function does must follow from its arguments.
     """
+    name = "unsafe_marked_cacheable_functions"  # to the hash of what they do beside
+    return {name: {**getattr(_inductor_config, name), _qualified(function): ""}}
+
+
+def _qualified(function: Callable) -> str:
+    return f"{function.__module__}.{function.__qualname__}"
+
+
+def cache_folder() -> pathlib.Path:
+    """Returns the folder of Inductor's caches."""
+    return pathlib.Path(_cache_dir())
+
+
+def count_of_stored_graphs() -> int:
+    """Returns how often this process stored a graph in AOTAutograd's cache, or found one there."""
+    counts = _counters["aot_autograd"]
+    return counts["autograd_cache_saved"] + counts["autograd_cache_hit"]
+
+
+def config_key() -> tuple[str, bytes, bytes]:
+    """Returns torch's version and the settings of its compilers."""
+    return torch.__version__, _functorch_config.save_config(), _inductor_config.save_config()
+
+
+def without_autograd_cache() -> contextlib.AbstractContextManager[None]:
+    """Disables AOTAutograd's disk cache in the context."""
     return _functorch_config.patch(enable_autograd_cache=False)
+
+
+def with_eager_backwards() -> contextlib.AbstractContextManager[None]:
+    """Compiles each backward with its forward in the context, not when it is first called."""
+    return _functorch_config.patch(force_non_lazy_backward_lowering=True)
+
+
+def is_traced() -> bool:
+    """Returns whether ``TORCH_TRACE`` collects what compilers do."""
+    return bool(_trace_log.handlers)
 
 
 def makes_cpp_wrapper(config: Mapping[str, Any]) -> bool:
@@ -177,7 +224,7 @@ def call_compiled_apart(
     call = scope["call"]
     try:
         with (
-            _functorch_config.patch(force_non_lazy_backward_lowering=True),
+            with_eager_backwards(),
             torch._dynamo.config.patch(automatic_dynamic_shapes=False),
         ):
             torch.compile(call, backend=backend, **isolated)(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""The commands ``plan`` and ``explain``."""
+"""The commands ``plan``, ``explain`` and ``compile``."""
 
 import argparse
 import json
@@ -25,7 +25,8 @@ def add_to(commands: Any) -> None:
     ):
         command = commands.add_parser(name, help=about, description=about)
         command.set_defaults(run=_told_in_a_line(run))
-        job.add_arguments(command)
+        job.add_model(command)
+        job.add_machine(command)
         command.add_argument("--save", type=Path, metavar="PAGE.html", help="writes a page")
         command.add_argument("--json", type=Path, metavar="FILE", help="writes the numbers")
         if name == "plan":
@@ -36,6 +37,11 @@ def add_to(commands: Any) -> None:
                 help=f"a table of plans, one of {', '.join(_KNOBS)} changed",
             )
             command.add_argument("--picture", type=Path, metavar="FILE", help="of the sweep")
+    about = "compiles the graphs of that step and stores them for ranks that will run it"
+    command = commands.add_parser("compile", help=about, description=about)
+    command.set_defaults(run=_told_in_a_line(_compile))
+    job.add_model(command)
+    command.add_argument("--json", type=Path, metavar="FILE", help="writes the numbers")
 
 
 Command = Callable[[argparse.Namespace], int]
@@ -96,6 +102,15 @@ def _plans(arguments: argparse.Namespace) -> int:
 
 def _explain(arguments: argparse.Namespace) -> int:
     return _show(_planned(arguments, advise=False).report, arguments)
+
+
+def _compile(arguments: argparse.Namespace) -> int:
+    with Console(stderr=True).status("compiling"):
+        compiled = job.compiled(arguments)
+    print(compiled)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(compiled.to_dict(), indent=1))
+    return 0 if all(graph.is_stored for graph in compiled.graphs) else 1
 
 
 def _planned(arguments: argparse.Namespace, **changes: Any) -> Plan:

@@ -150,13 +150,13 @@ def _note_and_return_zeros(
 
     def run(inputs: list[Any]) -> list[Any]:
         inputs.clear()
-        return [_zeros_like(result) for result in results]
+        return [zeros_like(result) for result in results]
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
 
 
-def _zeros_like(value: Any) -> Any:
+def zeros_like(value: Any) -> Any:
     """Returns zeros of the same shape, in the memory of one element."""
     if isinstance(value, torch.Tensor):
         sizes = [int(size) for size in value.shape]

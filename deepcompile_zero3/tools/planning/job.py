@@ -18,6 +18,7 @@ from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_map_only
 
 from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.tools.planning.ahead import CompiledAhead, compile_ahead
 from deepcompile_zero3.tools.planning.machine import MACHINES, Machine, machine_of
 from deepcompile_zero3.tools.planning.plan import Plan, ShardModel, plan, shard_blocks
 
@@ -25,8 +26,8 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
 _RESHARD = {"auto": None, "always": True, "never": False}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments that describe the planned model and its machine."""
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments that describe the model, its ranks and the options of the backend."""
     parser.add_argument(
         "model",
         help="config.json of transformers, built in fp32, or FILE.py:FUNCTION, which gives a model "
@@ -36,8 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--ranks", type=_positive, required=True, metavar="N", help="of all replicas together")
     add("--replicas", type=_positive, default=1, metavar="N", help="copies of the model (HSDP)")
-    add("--machine", default="h100", choices=MACHINES, help="(default: h100)")
-    add_numbers(parser)
     add("--batch", type=_positive, help="of a config: sequences a rank (default: 1)")
     add("--sequence", type=_positive, help="of a config: tokens of each (default: 4096)")
     add("--checkpoint", action="store_true", help="of a config: checkpoints each block")
@@ -51,6 +50,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--keep-mb", type=float, help="the option keep_mb of the backend")
     add("--gather-bucket-mb", type=float, help="the option gather_bucket_mb of the backend")
+
+
+def add_machine(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments that describe the machine and what a step does beside the model."""
+    add = parser.add_argument
+    add("--machine", default="h100", choices=MACHINES, help="(default: h100)")
+    add_numbers(parser)
     add(
         "--optimizer-bytes",
         type=int,
@@ -82,11 +88,6 @@ def plan_of(
     """Returns the plan of the arguments, updated by ``changes``; :func:`plan` gets ``tell``."""
     asked = argparse.Namespace(**vars(arguments) | changes)
     build, call, shard = _job(asked)
-    options = {
-        name: value
-        for name in ("keep_mb", "gather_bucket_mb")
-        if (value := getattr(asked, name)) is not None
-    }
     return plan(
         build,
         call,
@@ -94,12 +95,30 @@ def plan_of(
         replicas=asked.replicas,
         machine=_machine(asked),
         shard=shard,
-        options=options,
+        options=_options(asked),
         optimizer_bytes=asked.optimizer_bytes,
         prefetch=not asked.no_prefetch,
         advise=advise,
         tell=tell,
     )
+
+
+def compiled(asked: argparse.Namespace) -> CompiledAhead:
+    """Compiles the graphs of the arguments ahead of time."""
+    build, call, shard = _job(asked)
+    return compile_ahead(
+        build,
+        call,
+        world_size=asked.ranks,
+        replicas=asked.replicas,
+        shard=shard,
+        options=_options(asked),
+    )
+
+
+def _options(asked: argparse.Namespace) -> dict[str, float]:
+    names = ("keep_mb", "gather_bucket_mb")
+    return {name: value for name in names if (value := getattr(asked, name)) is not None}
 
 
 def _machine(asked: argparse.Namespace) -> Machine:

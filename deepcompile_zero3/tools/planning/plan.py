@@ -156,17 +156,9 @@ def plan(
     parsed = Options.parse(options)
     if optimizer_bytes < 0:
         raise ValueError(f"optimizer_bytes is a number of bytes, got {optimizer_bytes}")
-    if isinstance(build, nn.Module):
-        raise TypeError("build is called and makes the model: give its class or a function")
-    if not isinstance(call, Mapping):
-        raise TypeError(f"call is a dict of keyword arguments, got {type(call).__name__}")
     with fake_ranks(world_size, replicas) as mesh:
         tell("building and sharding the model")
-        with torch.device("meta"):
-            model = build()
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"build makes the model and nothing else, got {type(model).__name__}")
-        (shard or shard_blocks)(model, mesh)
+        model = sharded(build, call, mesh, shard)
         tell("tracing it")
         traced = trace(model, call)
 
@@ -192,8 +184,27 @@ def plan(
                 found = replace(found, advice=advice_for(found, parsed, traced, predict))
             return found
         finally:
-            for sharded in {parameter.model for parameter in traced.parameters.values()} - {None}:
-                cast(ShardedModel, sharded).retire()
+            for model_of in {parameter.model for parameter in traced.parameters.values()} - {None}:
+                cast(ShardedModel, model_of).retire()
+
+
+def sharded(
+    build: Callable[[], nn.Module],
+    call: Mapping[str, Any],
+    mesh: DeviceMesh,
+    shard: ShardModel | None,
+) -> nn.Module:
+    """Returns a sharded model on the meta device. Raises TypeError if it cannot be called so."""
+    if isinstance(build, nn.Module):
+        raise TypeError("build is called and makes the model: give its class or a function")
+    if not isinstance(call, Mapping):
+        raise TypeError(f"call is a dict of keyword arguments, got {type(call).__name__}")
+    with torch.device("meta"):
+        model = build()
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"build makes the model and nothing else, got {type(model).__name__}")
+    (shard or shard_blocks)(model, mesh)
+    return model
 
 
 def _tokens_of(call: Mapping[str, Any]) -> int:

@@ -1,0 +1,62 @@
+"""Lets one process of a host compile a graph while the others wait, and load what it compiled."""
+
+import contextlib
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+from torch import fx
+
+from deepcompile_zero3.torch_internals import compiler
+
+PATIENCE = 600.0  # seconds that a process waits for another that compiles
+
+
+def graph_key(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Any) -> str:
+    """Returns a key that graphs share if compilers make the same code of them.
+
+    It is for telling graphs apart, not for finding compiled code: torch's own keys are finer.
+
+    Args:
+        gm: the graph that AOTAutograd will trace.
+        example_inputs: its inputs.
+        settings: what else decides about the code. Their ``repr`` is the same in every process.
+    """
+    inputs = [
+        (tuple(map(str, value.shape)), tuple(map(str, value.stride())), value.dtype)
+        if isinstance(value, torch.Tensor)
+        else str(value)
+        for value in example_inputs
+    ]
+    code = [module.code for module in gm.modules() if isinstance(module, fx.GraphModule)]
+    described = (compiler.config_key(), torch.is_grad_enabled(), settings, inputs, code)
+    return hashlib.sha256(repr(described).encode()).hexdigest()
+
+
+@contextlib.contextmanager
+def first_alone(key: str, patience: float = PATIENCE) -> Iterator[None]:
+    """Admits one process of this host to the block, and all others once it has left the block.
+
+    The first one compiles a graph and stores it; the others load it. If the first one dies or
+    raises, the next one takes its place. If torch cannot store the graph, the others compile it,
+    and so does a later process, without waiting.
+
+    Args:
+        key: of the graph.
+        patience: seconds after which a process that waits compiles too.
+    """
+    compiled = compiler.cache_folder() / "zero3" / f"{key}.compiled"
+    with contextlib.ExitStack() as stack:
+        try:
+            compiled.parent.mkdir(parents=True, exist_ok=True)
+            if not compiled.exists():
+                stack.enter_context(FileLock(compiled.with_suffix(".lock"), timeout=patience))
+            if compiled.exists():
+                stack.close()  # nobody need wait for this process
+        except (OSError, Timeout):
+            pass  # the folder cannot be written, or the first one takes too long
+        yield
+        with contextlib.suppress(OSError):
+            compiled.touch()

@@ -1,0 +1,154 @@
+"""One process of a host compiles a graph; the others wait for it and load."""
+
+import dataclasses
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from pass_graphs import facts
+
+from deepcompile_zero3 import compile_once
+from deepcompile_zero3.compile_once import first_alone, graph_key
+from deepcompile_zero3.passes import pipeline
+from deepcompile_zero3.passes.facts import ParameterFacts
+from deepcompile_zero3.passes.pipeline import Partitioner, Rewriting
+from deepcompile_zero3.torch_internals import compiler
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """The folder of torch's caches, for one test."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+class Process:
+    """A forked process that enters ``first_alone("key")`` and stays there until it is killed."""
+
+    def __init__(self):
+        entered, enters = os.pipe()
+        self.pid = os.fork()
+        if not self.pid:
+            with first_alone("key"):
+                os.write(enters, b"!")
+                time.sleep(60)
+            os._exit(0)
+        os.read(entered, 1)
+
+    def kill(self):
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+
+
+def test_a_process_waits_for_the_first_and_takes_its_place_if_it_dies():
+    first = Process()
+    killer = threading.Timer(0.3, first.kill)
+    start = time.monotonic()
+    killer.start()
+    with first_alone("other"):
+        assert time.monotonic() - start < 0.3, "graphs wait only for the same graph"
+    with first_alone("key"):
+        assert time.monotonic() - start >= 0.3
+    killer.join()
+
+
+def test_nobody_waits_longer_than_is_said():
+    first = Process()
+    try:
+        with first_alone("key", patience=0.1):
+            pass
+    finally:
+        first.kill()
+
+
+def test_nobody_waits_for_what_was_compiled_before_unless_it_failed():
+    with pytest.raises(RuntimeError), first_alone("key"):
+        raise RuntimeError
+    first = Process()  # compiles, since the one before it raised
+    with first_alone("key", patience=0.1):
+        pass
+    with first_alone("key", patience=60):  # the one before has compiled: no wait for `first`
+        first.kill()
+
+
+def test_a_folder_that_cannot_be_written_stops_nobody(folder):
+    (folder / "zero3").write_text("a file")
+    with first_alone("key"):
+        pass
+
+
+def _traced(function):
+    return torch.fx.symbolic_trace(function)
+
+
+def test_keys_tell_graphs_inputs_and_settings_apart(monkeypatch):
+    x = torch.ones(2, 3)
+
+    def double(x):
+        return x * 2
+
+    def triple(x):
+        return x * 3
+
+    keys = [graph_key(_traced(double), [x], 1)] * 2
+    assert graph_key(_traced(double), [torch.zeros(2, 3)], 1) == keys[0]
+    keys = [keys[0], *(graph_key(_traced(f), [x], s) for f, s in ((triple, 1), (double, 2)))]
+    others = (x.double(), torch.ones(3, 3), torch.ones(3, 2).t())
+    keys += [graph_key(_traced(double), [other], 1) for other in others]
+    with torch.no_grad():
+        keys.append(graph_key(_traced(double), [x], 1))
+    with torch._inductor.config.patch(max_fusion_size=1):
+        keys.append(graph_key(_traced(double), [x], 1))
+    with torch._functorch.config.patch(activation_memory_budget=0.5):
+        keys.append(graph_key(_traced(double), [x], 1))
+    monkeypatch.setattr(torch, "__version__", "3.0.0")
+    keys.append(graph_key(_traced(double), [x], 1))
+    assert len(set(keys)) == len(keys) == 10
+
+
+OTHER = {
+    bool: lambda value: not value,
+    int: lambda value: value + 1,
+    str: lambda value: value + "x",
+    tuple: lambda value: (*value, 9),
+    type(None): lambda value: torch.float32,
+}
+
+
+def test_all_that_shapes_a_graph_is_in_the_key_of_stored_graphs(monkeypatch):
+    def uuid(facts, regions=(), other=None, **settings):
+        arguments = {"bucket_bytes": 1, "keep_bytes": 2, "fp32_weight_grads": False} | settings
+        return repr(Partitioner(Rewriting({0: facts}, **arguments), dict(regions), other).uuid())
+
+    class Other(compiler.CustomPartitionerFn):
+        def __call__(self, *args, **kwargs):
+            raise NotImplementedError
+
+        def uuid(self):
+            return "other"
+
+    one = facts("fc.weight")
+    keys = [uuid(one)]
+    assert uuid(facts("fc.weight")) == keys[0]
+    for field in dataclasses.fields(ParameterFacts):
+        value = getattr(one, field.name)
+        keys.append(uuid(dataclasses.replace(one, **{field.name: OTHER[type(value)](value)})))
+    keys.append(uuid(one, bucket_bytes=2))
+    keys.append(uuid(one, keep_bytes=3))
+    keys.append(uuid(one, fp32_weight_grads=True))
+    keys.append(uuid(one, regions={"Block_0": {1: one}}))
+    keys.append(uuid(one, other=Other()))
+    monkeypatch.setattr(pipeline, "source_key", lambda: b"another release of this library")
+    keys.append(uuid(one))
+    assert len(set(keys)) == len(keys) == 7 + len(dataclasses.fields(ParameterFacts))
+
+
+def test_the_sources_of_all_passes_are_in_the_key(monkeypatch):
+    files = []
+    monkeypatch.setattr(compiler, "get_hash_for_files", lambda paths: files.extend(paths) or b"")
+    pipeline.source_key.__wrapped__()
+    for module in (pipeline, compile_once, compiler):
+        assert module.__file__ in files
