@@ -31,6 +31,7 @@ from deepcompile_zero3.passes.lift import (
 )
 from deepcompile_zero3.passes.pipeline import Partitioner, Rewriting, source_key
 from deepcompile_zero3.passes.regions import RegionFacts, outline_regions
+from deepcompile_zero3.passes.spare import find_spared
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.group import group_of, refuse_writes
 from deepcompile_zero3.sharding.module import Zero3Module
@@ -263,6 +264,7 @@ def _facts(
     groups: dict[str, int] = {}  # numbered by appearance: graphs hold nothing run-specific
     inputs = lifted.graph.find_nodes(op="placeholder")
     uses = uses_of(lifted.graph)
+    spared = find_spared(lifted, [inputs[position] for position in parameters], _is_block)
     return {
         position: ParameterFacts(
             fqn=parameter.fqn,
@@ -272,6 +274,7 @@ def _facts(
             sends_any_dtype=parameter.handle.transport.can.sends_any_dtype,
             uses=uses[inputs[position]][0],
             only_embeds=uses[inputs[position]][1],
+            is_spared=inputs[position] in spared,
             dim=parameter.placeholder.dim(),
             nbytes=parameter.nbytes,
             reshard_after_forward=parameter.reshard_after_forward,
@@ -294,9 +297,12 @@ def _regions(
     outlines = options.inductor if options.regions is None else options.regions
     outlines &= not options.fp32_weight_grads  # which looks at what computes a gradient
     outlines &= not (options.inductor and compiler.makes_cpp_wrapper(options.inductor_config))
-    return outline_regions(
-        lifted, parameters, lambda cls: outlines and issubclass(cls, Zero3Module)
-    )
+    return outline_regions(lifted, parameters, lambda cls: outlines and _is_block(cls))
+
+
+def _is_block(cls: type) -> bool:
+    """Returns whether ``fully_shard`` was called on the modules of a class."""
+    return issubclass(cls, Zero3Module)
 
 
 def rewriting_of(

@@ -300,6 +300,37 @@ def test_backward_gets_all_but_tables_of_embeddings():
     assert not gm.graph.find_nodes(op="call_function", target=needed_in_backward)
 
 
+def test_what_is_computed_of_spared_parameters_is_saved():
+    def trunk(x, w1, w2, t1):
+        h = torch.nn.functional.layer_norm(x @ w1.t(), (4,), w1[0])
+        only_for_backward = h @ w1
+        return h @ w2, t1 @ w2.t() * only_for_backward
+
+    gm = joint_graph(trunk, torch.ones(2, 4), *torch.ones(2, 4, 4), torch.ones(2, 4))
+    # As in a checkpoint, in which the blocks of these parameters have nothing to compute again.
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)[:1]:
+        node.meta.update(recompute=CheckpointPolicy.PREFER_RECOMPUTE, ac_graph_id=1)
+    parameters = of_layers(gm, w1={"is_spared": True})
+
+    settle_backward_gathers(gm, parameters, tangents_of(gm), 1)
+
+    assert_text(
+        gm,
+        """\
+        must_recompute: t: f32[4, 4] = aten.t(w1)
+        must_save: mm: f32[2, 4] = aten.mm(x, t)
+        must_recompute: select: f32[4] = aten.select.int(w1, 0, 0)
+        must_save: native_layer_norm = aten.native_layer_norm(mm, [4], select, None, 1e-05)
+        must_save: mm_1: f32[2, 4] = aten.mm(getitem, w1)
+        must_save: handed_on: f32[2, 4] = handed_on(mm_1)
+        must_recompute: t_1: f32[4, 4] = aten.t(w2)
+        """,
+        policies(gm),
+    )
+    (needs,) = gm.graph.find_nodes(op="call_function", target=needed_in_backward)
+    assert [node.name for node in needs.args[1]] == ["w2"]
+
+
 @pytest.mark.parametrize("rows", [1, 4])
 def test_rows_by_position_are_saved_however_many(rows):
     def embed(x, w1, t1):

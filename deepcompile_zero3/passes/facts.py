@@ -26,6 +26,7 @@ class ParameterFacts:
         uses: positions of its uses in the model's forward as written, before any transformation of
             a graph, which may depend on the batch.
         only_embeds: whether all uses look up rows.
+        is_spared: whether backward does without it (see ``spare``).
         reshard_after_forward: False keeps what forward gathered until backward has used it. None
             leaves the choice open: passes treat it as True, except the one that chooses.
         grad_dtype: dtype of the leaf's contract; None keeps whatever arrives.
@@ -43,6 +44,7 @@ class ParameterFacts:
     dim: int = 2
     uses: tuple[int, ...] = (0,)
     only_embeds: bool = False
+    is_spared: bool = False
     reshard_after_forward: bool | None = True
     grad_dtype: torch.dtype | None = None
     is_trained: bool = False

@@ -3,8 +3,9 @@
 A partitioner weighs the bytes of activations against each other, and ops are decomposed by their
 shapes. A batch of another size may therefore save and recompute other values, and each rank sees
 its own batches. Yet all ranks must gather the same parameters. So backward gets all parameters that
-it may gather again, used or not, as in FSDP2. The exception is parameters that are used only to
-look up rows. Their gradients need no weight, and the results of the lookups are saved.
+it may gather again, used or not, as in FSDP2. There are two exceptions. Parameters that are used
+only to look up rows have gradients that need no weight, and the results of the lookups are saved.
+Spared parameters (see ``spare``) have no gradients, and nothing that reads them is computed again.
 
 Backward also gets the placeholder of each parameter that it computes a gradient for, by which the
 runtime knows whose gradient it is. Where forward may save the full tensor in place of the
@@ -16,7 +17,7 @@ parameter. Its reductions, such as ``w.norm()``, are left to the partitioner.
 
 import operator
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -48,13 +49,14 @@ def settle_backward_gathers(
         num_outputs: number of the graph's outputs that are those of the forward.
     """
     again = {node: f for node, f in parameters.items() if f.reshard_after_forward is not False}
-    gradients = recompute_functions_of_parameters(gm, again, tangents)
+    gradients, spared = recompute_functions_of_parameters(gm, again, tangents)
     handed_on = _hand_on(
         gm.graph,
         [node for node, f in parameters.items() if f.is_trained and f.may_be_kept],
+        _only_for_backward(gm.graph, spared, num_outputs),
         num_outputs,
     )
-    gathered = [node for node, facts in again.items() if not facts.only_embeds]
+    gathered = [node for node, f in again.items() if not (f.only_embeds or f.is_spared)]
     known_by = [handed_on.get(node, node) for node, facts in parameters.items() if facts.is_trained]
     _need(gm.graph, gathered, known_by, tangents, gradients, num_outputs)
     gm.recompile()
@@ -64,15 +66,19 @@ def recompute_functions_of_parameters(
     gm: fx.GraphModule,
     parameters: Mapping[fx.Node, ParameterFacts],
     tangents: Sequence[fx.Node],
-) -> set[fx.Node]:
+) -> tuple[set[fx.Node], list[fx.Node]]:
     """Tags nodes of a joint graph so that no function of ``parameters`` alone is saved.
 
-    The rows that are looked up in parameters, where this is their only use, are saved.
+    The rows that are looked up in parameters, where this is their only use, are saved. So is what
+    is computed of spared parameters and activations, if backward needs it.
 
-    Returns the nodes that depend on the tangents.
+    Returns the nodes that depend on the tangents, and those that are computed of spared parameters
+    and others.
     """
     embedding = {node for node, facts in parameters.items() if facts.only_embeds}
-    gradients = _descendants(tangents)
+    spared = {node for node, facts in parameters.items() if facts.is_spared}
+    of_spared: list[fx.Node] = []
+    gradients = _reached(tangents, lambda node: node.users)
     alone = set(parameters)  # functions of parameters alone
     neutral: set[fx.Node] = set()  # constants and reductions, which such functions may read too
     for node in gm.graph.nodes:
@@ -82,15 +88,20 @@ def recompute_functions_of_parameters(
         is_plain = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
         settled = all(n in alone or n in neutral or _is_size(n) for n in inputs)
         settled &= node.target is not torch.ops.aten.embedding.default  # even at constant positions
-        if not is_plain or _is_random(node) or not settled:
-            if inputs & embedding:
-                _tag(node, CheckpointPolicy.MUST_SAVE)
-        elif inputs & alone and not _is_reduction(node):
+        is_function = is_plain and settled and not _is_random(node)
+        if is_function and inputs & alone and not _is_reduction(node):
             alone.add(node)
             _tag(node, CheckpointPolicy.MUST_RECOMPUTE)
-        else:
+            if inputs & spared:
+                spared.add(node)
+        elif inputs & spared:
+            of_spared.append(node)
+        elif not is_function and inputs & embedding:
+            _tag(node, CheckpointPolicy.MUST_SAVE)
+        if is_function and node not in alone:
             neutral.add(node)
-    return gradients
+    _save(gm.graph, of_spared)
+    return gradients, of_spared
 
 
 def needed_in_backward(
@@ -150,29 +161,56 @@ def drop_handed_on(gm: fx.GraphModule) -> None:
 
 
 def _hand_on(
-    graph: fx.Graph, placeholders: list[fx.Node], num_outputs: int
+    graph: fx.Graph, placeholders: list[fx.Node], results: list[fx.Node], num_outputs: int
 ) -> dict[fx.Node, fx.Node]:
-    """Returns the node that stands for each placeholder in backward, and inserts these nodes."""
+    """Returns the node that stands for each placeholder in backward, and inserts these nodes.
+
+    ``results`` are handed on too, which makes forward compute them.
+    """
     outputs = _outputs(graph)[:num_outputs]
     position = next((i for i, each in enumerate(outputs) if isinstance(each, fx.Node)), None)
-    if not placeholders or position is None:  # without an output there is no gradient
+    # Without an output there is no gradient.
+    if position is None or not (placeholders or results):
         return {}
     output = outputs[position]
     # As early as the output: a partitioner sorts what is ahead of the last one by position.
     inputs = graph.find_nodes(op="placeholder")
-    result = {}
-    with graph.inserting_after(inputs[-1] if output.op == "placeholder" else output):
+    place = max([inputs[-1] if output.op == "placeholder" else output, *results])
+    with graph.inserting_after(place):
         stand_in = graph.call_function(with_handed_on, (output, []))
+    result = {}
     with graph.inserting_before(stand_in):
         for placeholder in placeholders:
             node = result[placeholder] = graph.call_function(handed_on, (placeholder,))
             node.meta = {k: v for k, v in output.meta.items() if k not in _POLICY}
             node.meta.update({key: placeholder.meta[key] for key in ("val", PARAMETER)})
             _tag(node, CheckpointPolicy.MUST_SAVE)
-    stand_in.args = (output, list(result.values()))
+    handed = list(result.values())
+    for each in results:
+        with graph.inserting_after(each):
+            node = graph.call_function(handed_on, (each,))
+        each.replace_all_uses_with(node, delete_user_cb=lambda user: user.target is not handed_on)
+        node.meta = {k: v for k, v in each.meta.items() if k not in _POLICY}
+        _tag(node, CheckpointPolicy.MUST_SAVE)
+        handed.append(node)
+    stand_in.args = (output, handed)
     stand_in.meta = dict(output.meta)
     _set_output(graph, position, stand_in)
     return result
+
+
+def _only_for_backward(
+    graph: fx.Graph, nodes: Iterable[fx.Node], num_outputs: int
+) -> list[fx.Node]:
+    """Returns the tensors among ``nodes``, or of their results, that no forward output needs.
+
+    Nothing but a backward of the user's own reads such a tensor. A partitioner would not have
+    forward compute it.
+    """
+    outputs = [each for each in _outputs(graph)[:num_outputs] if isinstance(each, fx.Node)]
+    needed = _reached(outputs, lambda node: node.all_input_nodes)
+    tensors = (tensor for node in nodes for tensor in _tensors_of(node))
+    return sorted(tensor for tensor in tensors if tensor.users and tensor not in needed)
 
 
 def _need(
@@ -215,6 +253,29 @@ def _set_output(graph: fx.Graph, position: int, node: fx.Node) -> None:
     output.args = tree_unflatten(leaves, structure)
 
 
+def _save(graph: fx.Graph, of_spared: list[fx.Node]) -> None:
+    """Tags nodes so that they are not computed again.
+
+    A checkpoint around them, in which nothing has a gradient, has nothing to compute again either.
+    """
+    checkpoints = {node.meta["ac_graph_id"] for node in of_spared if "ac_graph_id" in node.meta}
+    inside = [node for node in graph.nodes if node.meta.get("ac_graph_id") in checkpoints]
+    tensors = [tensor for node in of_spared for tensor in _tensors_of(node)]
+    for node in (*inside, *tensors):
+        for key in _POLICY:
+            node.meta.pop(key, None)
+    for node in of_spared:
+        _tag(node, CheckpointPolicy.MUST_SAVE)
+
+
+def _tensors_of(node: fx.Node) -> list[fx.Node]:
+    """Returns ``node``, or the tensors in it if it is a tuple."""
+    if isinstance(node.meta.get("val"), torch.Tensor):
+        return [node]
+    items = (user for user in node.users if user.target is operator.getitem)
+    return [tensor for item in items for tensor in _tensors_of(item)]
+
+
 def _tag(node: fx.Node, policy: CheckpointPolicy) -> None:
     if "recompute" in node.meta:
         return  # set by a checkpoint of the user
@@ -224,14 +285,16 @@ def _tag(node: fx.Node, policy: CheckpointPolicy) -> None:
     node.meta["ac_graph_id"] = sys.maxsize
 
 
-def _descendants(roots: Iterable[fx.Node]) -> set[fx.Node]:
+def _reached(
+    roots: Iterable[fx.Node], neighbours: Callable[[fx.Node], Iterable[fx.Node]]
+) -> set[fx.Node]:
     found = set(roots)
     pending = list(found)
     while pending:
-        for user in pending.pop().users:
-            if user not in found:
-                found.add(user)
-                pending.append(user)
+        for node in neighbours(pending.pop()):
+            if node not in found:
+                found.add(node)
+                pending.append(node)
     return found
 
 

@@ -3,6 +3,7 @@
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -143,13 +144,15 @@ class Partitioner(compiler.CustomPartitionerFn):  # type: ignore[misc]
         Regions are partitioned first, and then the graph that calls them.
         """
         partition = self._partitioner or compiler.min_cut_rematerialization_partition
+        # Another partitioner, or a memory budget, may compute again what is marked to be saved.
+        saves = self._partitioner is None and not compiler.has_memory_budget(gm)
         inputs = gm.graph.find_nodes(op="placeholder")
         region = region_of(gm)
         if region is not None:
-            facts = self._regions[region]
+            facts = {inputs[i]: each for i, each in self._regions[region].items()}
             recompute_functions_of_parameters(
                 gm,
-                {inputs[position]: each for position, each in facts.items()},
+                facts if saves else _gathered_again(facts),
                 [node for node in inputs if node.name.startswith("tangents")],
             )
             return partition(gm, joint_inputs, **kwargs)
@@ -158,7 +161,9 @@ class Partitioner(compiler.CustomPartitionerFn):  # type: ignore[misc]
         tangents = [
             node for node in inputs if isinstance(node.meta.get("desc"), compiler.TangentAOTInput)
         ]
-        settle_backward_gathers(gm, nodes, tangents, kwargs["num_fwd_outputs"])
+        settle_backward_gathers(
+            gm, nodes if saves else _gathered_again(nodes), tangents, kwargs["num_fwd_outputs"]
+        )
         return partition(gm, joint_inputs, **kwargs)
 
     def uuid(self) -> Any:
@@ -176,6 +181,11 @@ def source_key() -> bytes:
     return compiler.get_hash_for_files(
         tuple(sorted(map(str, Path(__file__).parents[1].rglob("*.py"))))
     )
+
+
+def _gathered_again(facts: Mapping[_Key, ParameterFacts]) -> dict[_Key, ParameterFacts]:
+    """Returns ``facts`` of parameters that backward gathers in any case."""
+    return {key: replace(each, only_embeds=False, is_spared=False) for key, each in facts.items()}
 
 
 def _refuse_writes(gm: fx.GraphModule, inputs: Mapping[int, ParameterFacts]) -> None:

@@ -86,6 +86,18 @@ def custom_partitioner() -> Any:
     return _inductor_config.custom_partitioner_fn
 
 
+def has_memory_budget(gm: torch.fx.GraphModule) -> bool:
+    """Returns whether torch's partitioner computes again what it would save, to save memory.
+
+    A setting of AOTAutograd, or the annotation of a model's operations, gives the budget.
+    """
+    return _functorch_config.activation_memory_budget != 1 or any(
+        "memory_budget" in node.meta or _MEMORY_BUDGET in node.meta.get("custom", {})
+        for node in gm.graph.nodes
+    )
+
+
+_MEMORY_BUDGET = "_region_activation_memory_budget"  # of torch.fx.traceback, from 2.13
 _FOLLOWS = "step_unsupported"  # a frame broke because a frame it calls did, and told why
 _BRANCH = "Data-dependent branching"  # Dynamo's reason in frames that other frames call
 

@@ -1,0 +1,100 @@
+"""Finds the parameters that backward can do without: those of blocks that compute no gradient.
+
+A frozen block ahead of all that is trained, and of all inputs that require a gradient, computes
+values that autograd does not record. Nothing in backward reads its parameters, unless a partitioner
+computes such a value again. FSDP2 has no reason to gather such a block in backward either: its
+hooks are on outputs that require a gradient.
+
+Dynamo's graph decides, before operations are decomposed. It has the same operations on all ranks
+and for batches of all sizes.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Set
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+# Whether modules of a class are blocks.
+_IsBlock = Callable[[type], bool]
+
+
+def find_spared(
+    gm: fx.GraphModule, parameters: Iterable[fx.Node], is_block: _IsBlock
+) -> set[fx.Node]:
+    """Returns the ``parameters`` that are used only in blocks in which nothing requires a gradient.
+
+    Args:
+        gm: Dynamo's graph, after ``lift_unshards``.
+        parameters: the graph's inputs that are parameters.
+        is_block: whether modules of a class are blocks. The innermost one around a use counts.
+    """
+    differentiated = set(_differentiated_blocks(gm, is_block))
+    return {node for node in parameters if _is_spared(gm, node, differentiated, is_block)}
+
+
+def _differentiated_blocks(
+    gm: fx.GraphModule, is_block: _IsBlock, inside: bool = False
+) -> Iterator[str]:
+    """Yields the names of blocks in which something requires a gradient.
+
+    A call that returns such a result, of a checkpoint for example, may run its body again in
+    backward. So everything in the body counts (``inside``).
+    """
+    for node in gm.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        counts = inside or _requires_grad(node)
+        if counts:
+            yield from _blocks_around(node, is_block)
+        for body in _bodies(gm, node):
+            yield from _differentiated_blocks(body, is_block, counts)
+
+
+def _is_spared(
+    gm: fx.GraphModule, node: fx.Node, differentiated: Set[str], is_block: _IsBlock
+) -> bool:
+    for user in node.users:
+        if isinstance(user.target, torch._ops.HigherOrderOperator):
+            bodies = _bodies(gm, user)
+            read = _inputs_of(bodies[0], user, node) if len(bodies) == 1 else []
+            if not read or not all(
+                _is_spared(bodies[0], each, differentiated, is_block) for each in read
+            ):
+                return False
+        elif not (around := _blocks_around(user, is_block)) or around[-1] in differentiated:
+            return False
+    return bool(node.users)
+
+
+def _inputs_of(body: fx.GraphModule, call: fx.Node, argument: fx.Node) -> list[fx.Node]:
+    """Returns the inputs of ``body`` that get an argument of its call. The last ones are theirs."""
+    inputs = body.graph.find_nodes(op="placeholder")
+    arguments = call.args[max(len(call.args) - len(inputs), 0) :]
+    return [each for each, a in zip(inputs, arguments, strict=False) if a is argument]
+
+
+def _blocks_around(node: fx.Node, is_block: _IsBlock) -> list[str]:
+    """Returns the names of the blocks that an operation is in, outermost first."""
+    return [
+        name
+        for name, cls in (node.meta.get("nn_module_stack") or {}).values()
+        if isinstance(cls, type) and is_block(cls)
+    ]
+
+
+def _bodies(gm: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:
+    """Returns the graphs that a higher-order operator calls."""
+    if not isinstance(node.target, torch._ops.HigherOrderOperator):
+        return []
+    attributes = (each for each in node.all_input_nodes if each.op == "get_attr")
+    bodies: Any = [getattr(gm, str(each.target), None) for each in attributes]
+    return [body for body in bodies if isinstance(body, fx.GraphModule)]
+
+
+def _requires_grad(node: fx.Node) -> bool:
+    value = node.meta.get("example_value")
+    if value is None:  # a higher-order operator, whose results have values
+        return any(_requires_grad(user) for user in node.users if user.op != "output")
+    return any(isinstance(v, torch.Tensor) and v.requires_grad for v in tree_leaves(value))
