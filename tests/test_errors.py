@@ -99,12 +99,6 @@ def test_sharding_without_a_process_group_is_refused():
         fully_shard(nn.Linear(2, 2))
 
 
-class WithScalar(nn.Linear):
-    def __init__(self):
-        super().__init__(2, 2)
-        self.temperature = nn.Parameter(torch.tensor(1.0))
-
-
 class WithCachedWeights(nn.Linear):
     """A layer that caches its weights, as RNNs do with their flat weights."""
 
@@ -120,10 +114,6 @@ def linear_with_weight(weight):
 
 
 UNSHARDABLE = {
-    "a scalar": (
-        WithScalar,
-        r"'bad.temperature' is a scalar.*1-D tensor of one element, or .*ignored_params",
-    ),
     "an LSTM": (
         lambda: nn.LSTM(2, 2),
         r"'bad' \(LSTM\) .*'weight_ih_l0' in '_flat_weights'.*ignored_params",

@@ -37,6 +37,8 @@ def layout_of(
         )
     placement = None if shard_placement_fn is None else shard_placement_fn(parameter)
     if placement is None:
+        if parameter.dim() == 0:
+            return _layout_along(None, fqn, parameter, ranks)
         placement = Shard(0)
     if not isinstance(placement, Shard):
         is_known = type(placement).__name__ == "ShardPlacementResult"
@@ -52,6 +54,12 @@ def layout_of(
         )
     if parameter.shape[dim] == 0:
         raise Zero3Error(f"'{fqn}' has shape {tuple(parameter.shape)}: there is nothing to shard")
+    return _layout_along(dim, fqn, parameter, ranks)
+
+
+def _layout_along(
+    dim: int | None, fqn: str, parameter: nn.Parameter, ranks: DataParallel
+) -> Layout:
     if not isinstance(parameter, DTensor):
         return Layout.of(parameter, ranks, dim)
     if any(p.is_partial() for p in parameter.placements):
@@ -227,11 +235,6 @@ def _check_parameter(fqn: str, parameter: nn.Parameter) -> None:
         raise NotImplementedError(
             f"'{fqn}' is a {type(local).__name__}, a tensor subclass, and fully_shard does not "
             "support them yet: pass it in ignored_params"
-        )
-    if parameter.dim() == 0:
-        raise Zero3Error(
-            f"'{fqn}' is a scalar, which has no rows to shard: make it a 1-D tensor of one "
-            "element, or pass it in ignored_params"
         )
     if parameter.is_complex():
         raise Zero3Error(
