@@ -100,7 +100,7 @@ def test_sharding_without_a_process_group_is_refused():
 
 
 class WithCachedWeights(nn.Linear):
-    """A layer that caches its weights, as RNNs do with their flat weights."""
+    """A layer that caches its weights."""
 
     def __init__(self):
         super().__init__(2, 2)
@@ -114,10 +114,6 @@ def linear_with_weight(weight):
 
 
 UNSHARDABLE = {
-    "an LSTM": (
-        lambda: nn.LSTM(2, 2),
-        r"'bad' \(LSTM\) .*'weight_ih_l0' in '_flat_weights'.*ignored_params",
-    ),
     "a cache of weights": (
         WithCachedWeights,
         r"'bad' \(WithCachedWeights\) .*'weight' in 'cache'.*self.weight in forward",

@@ -252,8 +252,9 @@ def _check_private_references(where: str, module: nn.Module, own: dict[str, nn.P
     The parameter would stay whole there, and go stale.
     """
     names = {id(parameter): attribute for attribute, parameter in own.items()}
+    followed = (torch_internals.FLAT_WEIGHTS,) if isinstance(module, nn.RNNBase) else ()
     for attribute, value in vars(module).items():
-        if attribute in ("_parameters", "_modules", "_buffers"):
+        if attribute in ("_parameters", "_modules", "_buffers", *followed):
             continue
         values = value.values() if isinstance(value, dict) else value
         for item in values if isinstance(value, list | tuple | dict) else (value,):
