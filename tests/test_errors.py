@@ -126,10 +126,6 @@ UNSHARDABLE = {
         lambda: nn.LazyLinear(2),
         r"'bad.weight' has no shape yet: run the lazy module once before fully_shard",
     ),
-    "no rows": (
-        lambda: linear_with_weight(nn.Parameter(torch.empty(0, 2))),
-        r"'bad.weight' has shape \(0, 2\)",
-    ),
     "a complex weight": (
         lambda: linear_with_weight(nn.Parameter(torch.eye(2, dtype=torch.complex64))),
         r"'bad.weight' is torch.complex64.*view_as_real, or .*ignored_params",

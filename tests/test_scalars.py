@@ -1,4 +1,4 @@
-"""Scalar parameters are replicated: all ranks hold, and step, the same value."""
+"""Parameters without rows are replicated: scalars, and those without elements."""
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ from mesh_models import replicas
 from models import (
     assert_same_gradients,
     assert_same_parameters,
+    assert_same_step,
     batch_of,
     compiled,
     each_way,
@@ -19,6 +20,7 @@ from models import (
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_model_state_dict,
     get_state_dict,
     set_state_dict,
 )
@@ -218,3 +220,43 @@ def _contract(how):
 @pytest.mark.parametrize("how", ["eager", "interpreted"])  # Inductor sums in another order
 def test_parameters_that_are_not_read_as_gathered_keep_their_contract(run_ranks, how):
     run_ranks(2, _contract, how)
+
+
+# ---- parameters without elements
+
+
+class _Empty(nn.Module):
+    """A prompt and an adapter of rank 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(6, 6)
+        self.prompt = nn.Parameter(torch.empty(0, 6))
+        self.a = nn.Parameter(torch.empty(0, 6))
+        self.b = nn.Parameter(torch.empty(6, 0))
+        self.bias = nn.Parameter(torch.empty(0))
+
+    def forward(self, x):
+        hidden = torch.cat([self.prompt, self.up(x)])
+        return hidden + (hidden @ self.a.t() + self.bias) @ self.b.t()
+
+
+def _trains_empty(how, transport):
+    model, reference = shard(_Empty(), transport=transport)
+    run = compiled(model, how)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, reference)]
+    for seed in range(2):
+        batch = batch_of(4, 6, seed=seed)
+        assert_same_step(model, reference, batch, run=run, optimizers=optimizers)
+    state = get_model_state_dict(model, options=FULL)
+    assert {name: value.shape for name, value in state.items()} == {
+        name: value.shape for name, value in reference.state_dict().items()
+    }
+    model.load_state_dict(model.state_dict())
+
+
+@pytest.mark.thin
+@each_way
+@pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
+def test_parameters_without_elements_are_trained(run_ranks, how, transport):
+    run_ranks(2, _trains_empty, how, transport)

@@ -52,9 +52,7 @@ def layout_of(
             f"shard_placement_fn gave {placement!r} for '{fqn}', which has {parameter.dim()} "
             "dimensions, counted from 0"
         )
-    if parameter.shape[dim] == 0:
-        raise Zero3Error(f"'{fqn}' has shape {tuple(parameter.shape)}: there is nothing to shard")
-    return _layout_along(dim, fqn, parameter, ranks)
+    return _layout_along(dim if parameter.shape[dim] else None, fqn, parameter, ranks)
 
 
 def _layout_along(
