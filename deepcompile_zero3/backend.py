@@ -284,6 +284,7 @@ def _facts(
             declares_grad_dtype=(
                 parameter.declares_grad_dtype and parameter.placeholder.requires_grad
             ),
+            is_read_as_gathered=parameter.is_read_as_gathered,
         )
         for position, parameter in parameters.items()
     }

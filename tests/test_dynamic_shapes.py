@@ -143,3 +143,21 @@ def test_modes_are_refused_by_name(mode):
     run = torch.compile(fully_shard(nn.Linear(2, 2)), backend="zero3", mode=mode)
     with pytest.raises(BackendCompilerFailed, match=f"no mode '{mode}'.*inductor_config"):
         run(torch.ones(1, 2))
+
+
+class _Asking(nn.Linear):
+    """Asks whether it has a bias, as Dynamo's guards then do."""
+
+    def forward(self, x):
+        return super().forward(x) if hasattr(self, "bias") else x
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_rank_that_compiles_gathers_no_more_than_others():
+    step = torch.compile(fully_shard(_Asking(4, 4)), backend="zero3", options=INTERPRETED)
+    logs = []
+    for _ in range(2):
+        with record_collectives() as log:
+            step(torch.ones(2, 4)).sum().backward()
+        logs.append([(c.op, c.params) for c in log])
+    assert logs[0] == logs[1]

@@ -99,14 +99,8 @@ def test_sharding_without_a_process_group_is_refused():
         fully_shard(nn.Linear(2, 2))
 
 
-class WithScalar(nn.Linear):
-    def __init__(self):
-        super().__init__(2, 2)
-        self.temperature = nn.Parameter(torch.tensor(1.0))
-
-
 class WithCachedWeights(nn.Linear):
-    """A layer that caches its weights, as RNNs do with their flat weights."""
+    """A layer that caches its weights."""
 
     def __init__(self):
         super().__init__(2, 2)
@@ -120,14 +114,6 @@ def linear_with_weight(weight):
 
 
 UNSHARDABLE = {
-    "a scalar": (
-        WithScalar,
-        r"'bad.temperature' is a scalar.*1-D tensor of one element, or .*ignored_params",
-    ),
-    "an LSTM": (
-        lambda: nn.LSTM(2, 2),
-        r"'bad' \(LSTM\) .*'weight_ih_l0' in '_flat_weights'.*ignored_params",
-    ),
     "a cache of weights": (
         WithCachedWeights,
         r"'bad' \(WithCachedWeights\) .*'weight' in 'cache'.*self.weight in forward",
@@ -139,10 +125,6 @@ UNSHARDABLE = {
     "a lazy module": (
         lambda: nn.LazyLinear(2),
         r"'bad.weight' has no shape yet: run the lazy module once before fully_shard",
-    ),
-    "no rows": (
-        lambda: linear_with_weight(nn.Parameter(torch.empty(0, 2))),
-        r"'bad.weight' has shape \(0, 2\)",
     ),
     "a complex weight": (
         lambda: linear_with_weight(nn.Parameter(torch.eye(2, dtype=torch.complex64))),

@@ -33,6 +33,7 @@ class ParameterFacts:
         is_trained: whether it needs a gradient.
         reduce_dtype: dtype of its gradient on the wire; None keeps that of the contract.
         declares_grad_dtype: whether the contract must be declared to AOTAutograd.
+        is_read_as_gathered: whether modules read the gathered tensor itself, not one made of it.
     """
 
     fqn: str
@@ -50,6 +51,7 @@ class ParameterFacts:
     is_trained: bool = False
     reduce_dtype: torch.dtype | None = None
     declares_grad_dtype: bool = False
+    is_read_as_gathered: bool = True
 
     @property
     def may_be_kept(self) -> bool:

@@ -68,16 +68,30 @@ def name_placeholders(
 
 
 def declare_grad_dtypes(gm: fx.GraphModule, inputs: Mapping[int, ParameterFacts]) -> None:
-    """Declares the leaf's dtype on each input (by position) that has a contract of its own."""
+    """Declares the leaf's dtype on each input (by position) that has a contract of its own.
+
+    What a module reads in place of the input has the same contract: its uses are summed first.
+    """
     placeholders = gm.graph.find_nodes(op="placeholder")
     for position, facts in inputs.items():
-        if facts.declares_grad_dtype:
-            with gm.graph.inserting_after(placeholders[-1]):
-                gm.graph.call_function(
-                    grad_dtype.declare, (placeholders[position], facts.grad_dtype)
-                )
+        if not facts.declares_grad_dtype:
+            continue
+        places = {placeholders[position]: placeholders[-1]}
+        if not facts.is_read_as_gathered:
+            places |= {read: read for read in _reads(placeholders[position])}
+        for node, place in places.items():
+            with gm.graph.inserting_after(place):
+                gm.graph.call_function(grad_dtype.declare, (node, facts.grad_dtype))
     gm.graph.lint()
     gm.recompile()
+
+
+def _reads(placeholder: fx.Node) -> Iterator[fx.Node]:
+    for user in list(placeholder.users):
+        if isinstance(user.target, torch._ops.HigherOrderOperator):  # that of a scalar
+            yield from user.users
+        else:
+            yield user
 
 
 def _recompile(gm: fx.GraphModule) -> None:

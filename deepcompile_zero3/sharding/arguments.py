@@ -37,6 +37,8 @@ def layout_of(
         )
     placement = None if shard_placement_fn is None else shard_placement_fn(parameter)
     if placement is None:
+        if parameter.dim() == 0:
+            return _layout_along(None, fqn, parameter, ranks)
         placement = Shard(0)
     if not isinstance(placement, Shard):
         is_known = type(placement).__name__ == "ShardPlacementResult"
@@ -50,8 +52,12 @@ def layout_of(
             f"shard_placement_fn gave {placement!r} for '{fqn}', which has {parameter.dim()} "
             "dimensions, counted from 0"
         )
-    if parameter.shape[dim] == 0:
-        raise Zero3Error(f"'{fqn}' has shape {tuple(parameter.shape)}: there is nothing to shard")
+    return _layout_along(dim if parameter.shape[dim] else None, fqn, parameter, ranks)
+
+
+def _layout_along(
+    dim: int | None, fqn: str, parameter: nn.Parameter, ranks: DataParallel
+) -> Layout:
     if not isinstance(parameter, DTensor):
         return Layout.of(parameter, ranks, dim)
     if any(p.is_partial() for p in parameter.placements):
@@ -228,11 +234,6 @@ def _check_parameter(fqn: str, parameter: nn.Parameter) -> None:
             f"'{fqn}' is a {type(local).__name__}, a tensor subclass, and fully_shard does not "
             "support them yet: pass it in ignored_params"
         )
-    if parameter.dim() == 0:
-        raise Zero3Error(
-            f"'{fqn}' is a scalar, which has no rows to shard: make it a 1-D tensor of one "
-            "element, or pass it in ignored_params"
-        )
     if parameter.is_complex():
         raise Zero3Error(
             f"'{fqn}' is {parameter.dtype}, which cannot be communicated: keep it as a "
@@ -249,8 +250,9 @@ def _check_private_references(where: str, module: nn.Module, own: dict[str, nn.P
     The parameter would stay whole there, and go stale.
     """
     names = {id(parameter): attribute for attribute, parameter in own.items()}
+    followed = (torch_internals.FLAT_WEIGHTS,) if isinstance(module, nn.RNNBase) else ()
     for attribute, value in vars(module).items():
-        if attribute in ("_parameters", "_modules", "_buffers"):
+        if attribute in ("_parameters", "_modules", "_buffers", *followed):
             continue
         values = value.values() if isinstance(value, dict) else value
         for item in values if isinstance(value, list | tuple | dict) else (value,):

@@ -6,11 +6,20 @@
     whole                 [rows, ...]        this rank's part of it, the sharded dimension first
     shard                 [shard_rows, ...]  this rank's rows of that, in the layout of torch.chunk
     the parameter         [*sizes]           a DTensor over all ranks, whose local tensor is a shard
+
+A scalar has no rows to shard, nor has a parameter without elements. Each rank has all of it, as a
+row of its own::
+
+    whole                 [world, numel]     one equal row for each rank; a module reads the first
+    shard                 [1, numel]         this rank's row
+    the parameter         [*sizes]           a replicated DTensor
+
+The gradient goes to all rows, so that each rank gets the sum over the ranks.
 """
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -66,41 +75,48 @@ class Layout:
 
     Attributes:
         ranks: the ranks that it is sharded over.
-        dim: the dimension that is sharded.
+        dim: the dimension that is sharded, or None if all ranks have the whole parameter.
         mesh: mesh of the sharded DTensor.
         placements: placements of the sharded DTensor.
         inner: what each of ``ranks`` reads, if that is a DTensor itself.
+        sizes: shape of the local tensor, if ``dim`` is None.
     """
 
     ranks: DataParallel
-    dim: int
+    dim: int | None
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     inner: Inner | None = None
+    sizes: torch.Size = torch.Size()  # noqa: RUF009 (immutable)
 
     @staticmethod
-    def of(parameter: torch.Tensor, ranks: DataParallel, dim: int = 0) -> "Layout":
+    def of(parameter: torch.Tensor, ranks: DataParallel, dim: int | None = 0) -> "Layout":
         """Returns the layout of ``parameter``, sharded on dimension ``dim`` over ``ranks``.
+
+        If ``dim`` is None, it is replicated.
 
         Raises:
             RuntimeError: ``parameter`` is a DTensor, and its mesh and that of ``ranks`` are not
                 slices of one mesh.
         """
         replicate = (Replicate(),) * (ranks.mesh.ndim - 1)
+        placement: Placement = Replicate() if dim is None else Shard(dim)
         if not isinstance(parameter, DTensor):
-            return Layout(ranks, dim, ranks.mesh, (*replicate, Shard(dim)))
+            return Layout(ranks, dim, ranks.mesh, (*replicate, placement), None, parameter.shape)
         inner = Inner(
             parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride()
         )
         parts = math.prod(
             inner.mesh.size(i)
             for i, p in enumerate(inner.placements)
-            if getattr(p, "dim", None) == dim
+            if dim is not None and getattr(p, "dim", None) == dim
         )
         mesh = torch_internals.concatenate_meshes([ranks.mesh, inner.mesh])
         # Each inner rank's part of the dimension is sharded, not the dimension.
-        shard = torch_internals.StridedShard(dim, split_factor=parts) if parts > 1 else Shard(dim)
-        return Layout(ranks, dim, mesh, (*replicate, shard, *inner.placements), inner)
+        if parts > 1:
+            placement = torch_internals.StridedShard(dim, split_factor=parts)
+        sizes = torch_internals.local_tensor(parameter).shape
+        return Layout(ranks, dim, mesh, (*replicate, placement, *inner.placements), inner, sizes)
 
     def whole(self, full: torch.Tensor) -> torch.Tensor:
         """Returns this rank's part [rows, ...] of ``full``, which the runtime gathers.
@@ -109,12 +125,15 @@ class Layout:
         """
         if isinstance(full, DTensor) and self.inner is not None:
             full = full.redistribute(self.inner.mesh, self.inner.placements)
-            return self.rows(torch_internals.local_tensor(full))
+            full = torch_internals.local_tensor(full)
+        if self.dim is None:
+            return self.rows(full).expand(self.ranks.shard_group.size(), -1)
         return self.rows(full)
 
     def read(self, whole: torch.Tensor) -> torch.Tensor:
         """Returns the tensor that a module reads, from the gathered ``whole``. Differentiable."""
-        full = self.local(whole)
+        # Either is a single node of autograd, which keeps the leaf's contract.
+        full = _FirstOfEqual.apply(whole, self.sizes) if self.dim is None else self.local(whole)
         if self.inner is None:
             return full
         return DTensor.from_local(
@@ -128,10 +147,14 @@ class Layout:
 
     def rows(self, local: torch.Tensor) -> torch.Tensor:
         """Returns a view of a local tensor with the sharded dimension first."""
+        if self.dim is None:
+            return local.view(1, local.numel())
         return local.movedim(self.dim, 0) if self.dim else local
 
     def local(self, rows: torch.Tensor) -> torch.Tensor:
         """Returns a view of ``rows`` with the sharded dimension at its own place."""
+        if self.dim is None:
+            return rows.view(self.sizes)
         return rows.movedim(0, self.dim) if self.dim else rows
 
     def shard(self, full: torch.Tensor) -> DTensor:
@@ -151,3 +174,16 @@ class Layout:
             shape=full.shape,
             stride=torch.empty(full.shape, device="meta").stride(),
         )
+
+
+class _FirstOfEqual(torch.autograd.Function):
+    """Reads the first of equal rows [world, n] -> [*sizes], whose gradient goes to all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, sizes: torch.Size) -> torch.Tensor:
+        ctx.rows = rows.shape
+        return rows[0].view(sizes)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad.reshape(1, ctx.rows[1]).expand(ctx.rows), None

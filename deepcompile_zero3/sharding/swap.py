@@ -30,6 +30,7 @@ def swap_class(module: nn.Module, group: ParameterGroup | None = None) -> None:
     if group is not None:
         module.__dict__["_zero3_group"] = group
     module.__class__ = _subclass(cls, bases, names)
+    torch_internals.forget_flat_weights(module)
 
 
 class _Swapped:
@@ -61,6 +62,8 @@ def _subclass(cls: type, bases: tuple[type, ...], names: tuple[str, ...]) -> typ
     body["_zero3_original"] = cls
     body["__module__"] = cls.__module__
     body["__doc__"] = cls.__doc__
+    if issubclass(cls, nn.RNNBase):
+        bases = (*bases, torch_internals.ReadsFlatWeights)
     return type(f"Zero3{cls.__name__}", (*bases, _Swapped, cls), body)
 
 
@@ -68,7 +71,7 @@ def _property(name: str) -> property:
     @torch_internals.inline_only
     def read(self: Any) -> torch.Tensor:
         parameter: ShardedParameter = self._zero3_parameters[name]
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():  # False where Dynamo's guards call hasattr()
             settle(parameter.placeholder)
             parameter.graph_key == ""  # noqa: B015 (read so that it is guarded)
             full = ops.unshard.default(parameter.placeholder, parameter.contract)

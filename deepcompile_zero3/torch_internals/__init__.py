@@ -45,6 +45,8 @@ _without_functorch = private("torch._functorch.pyfunctorch", "temporarily_clear_
 is_wrapper: Callable[[object], bool] = private(
     "torch.utils._python_dispatch", "is_traceable_wrapper_subclass"
 )
+# Attribute of an ``nn.RNNBase``: a list of its weights.
+FLAT_WEIGHTS = "_flat_weights"
 _top_saved_tensors_hooks = private("torch._C._autograd", "_top_saved_tensors_default_hooks")
 
 
@@ -170,3 +172,31 @@ def post_accumulate_grad_hooks(parameter: torch.Tensor) -> list[Callable[[torch.
 def storage_address(tensor: torch.Tensor) -> int:
     """Returns the address of the storage of ``tensor``, which all of its views share."""
     return tensor.untyped_storage()._cdata
+
+
+class ReadsFlatWeights:
+    """Base of sharded ``nn.RNNBase`` modules: weights are read when a forward asks for them.
+
+    torch keeps the weights in a list of the module too, where full tensors would stay and go stale.
+    """
+
+    _flat_weights_names: list[str]
+
+    @property
+    def _flat_weights(self) -> list[torch.Tensor]:
+        return [getattr(self, name) for name in self._flat_weights_names]
+
+    @_flat_weights.setter
+    def _flat_weights(self, weights: list[torch.Tensor]) -> None:
+        pass
+
+    def _update_flat_weights(self) -> None:
+        pass
+
+    def flatten_parameters(self) -> None:
+        """Does nothing: cuDNN may not move gathered weights, and copies them instead."""
+
+
+def forget_flat_weights(module: torch.nn.Module) -> None:
+    """Frees the list of weights of a module that has become one of :class:`ReadsFlatWeights`."""
+    module.__dict__.pop(FLAT_WEIGHTS, None)
