@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from deepcompile_zero3.backend import Options, zero3
     from deepcompile_zero3.graph.capture import CapturedGraph, CapturedGraphs, capture_graphs
     from deepcompile_zero3.sharding.checks import detect_nonfinite, gradient_norms
+    from deepcompile_zero3.sharding.clip import clip_grad_norm_
     from deepcompile_zero3.sharding.defer import defer_reduction, deposit_grad
     from deepcompile_zero3.sharding.fully_shard import fully_shard
     from deepcompile_zero3.sharding.module import Zero3Module, register_fsdp_forward_method
@@ -55,6 +56,7 @@ __all__ = [
     "Zero3Module",
     "buffer_stats",
     "capture_graphs",
+    "clip_grad_norm_",
     "compile_ahead",
     "defer_reduction",
     "deposit_grad",
@@ -83,6 +85,7 @@ _LATER = {
     "capture_graphs": "deepcompile_zero3.graph.capture",
     "detect_nonfinite": "deepcompile_zero3.sharding.checks",
     "gradient_norms": "deepcompile_zero3.sharding.checks",
+    "clip_grad_norm_": "deepcompile_zero3.sharding.clip",
     "defer_reduction": "deepcompile_zero3.sharding.defer",
     "deposit_grad": "deepcompile_zero3.sharding.defer",
     "Zero3Module": "deepcompile_zero3.sharding.module",

@@ -11,6 +11,7 @@ from deepcompile_zero3 import (
     defer_reduction,
     deposit_grad,
     detect_nonfinite,
+    fully_shard,
     gradient_norms,
 )
 
@@ -67,6 +68,28 @@ def test_a_deposit_is_looked_at_too(run_ranks):
         for rank in (0, 1):
             found = "before it was reduced, has 1 NaN and 2 infinite of 8 elements"
             assert f"rank {rank}: that of 'head.bias', {found}" in told
+
+
+def _deposit_on_a_small_mesh():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("small", "other"))
+    model = Stack()
+    fully_shard(model.head, mesh=mesh["small"])
+    fully_shard(model)
+    grad = torch.full([8], torch.nan if dist.get_rank() == 0 else 1.0)
+
+    def deposit():
+        with detect_nonfinite(model), defer_reduction(model):
+            deposit_grad(model.head.bias, grad)
+            deposit_grad(model.blocks[0].down.bias, torch.ones(8))
+
+    with pytest.raises(Zero3Error) as raised:
+        deposit()
+    return str(raised.value)
+
+
+def test_what_is_found_on_a_small_mesh_is_told_on_a_larger_one(run_ranks):
+    for told in run_ranks(4, _deposit_on_a_small_mesh):
+        assert "rank 0: that of 'head.bias', before it was reduced, has 8 NaN" in told
 
 
 def test_an_unsharded_model_cannot_be_looked_at():

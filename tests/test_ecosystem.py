@@ -22,8 +22,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 needs_a_job = pytest.mark.usefixtures("one_rank")
 
-# DTensor has no rules for Adafactor, Rprop and fused SGD. LBFGS flattens all parameters into one
-# tensor, and SparseAdam wants sparse gradients.
+# DTensor has no rules for Adafactor, Rprop and fused SGD, and SparseAdam wants sparse gradients.
 OPTIMIZERS = [
     (torch.optim.Adadelta, {}),
     (torch.optim.Adagrad, {}),
@@ -63,6 +62,58 @@ def _three_steps(cls, kwargs):
 )
 def test_optimizers_step_shards_as_they_step_whole_parameters(run_ranks, cls, kwargs):
     run_ranks(2, _three_steps, cls, kwargs)
+
+
+def _on_local_tensors():
+    for cls, kwargs in ((torch.optim.Rprop, {}), (torch.optim.SGD, {"fused": True})):
+        model, reference = shard(Stack())
+        shards = list(model.parameters())
+        local = [nn.Parameter(shard.detach().to_local()) for shard in shards]
+        unaware = cls(shards, lr=0.01, **kwargs)
+        optimizers = [cls(ps, lr=0.01, **kwargs) for ps in (local, reference.parameters())]
+        for seed in range(3):
+            mean_square(model, mine(batch_of(4, 8, seed=seed))).backward()
+            mean_square(reference, batch_of(4, 8, seed=seed)).backward()
+            if seed == 0:
+                with pytest.raises(Exception, match=r"placement changes|sharding strategy"):
+                    unaware.step()
+            for parameter, sharded in zip(local, shards, strict=True):
+                parameter.grad = sharded.grad.to_local()
+            for optimizer in optimizers:
+                optimizer.step()
+            model.zero_grad()
+            reference.zero_grad()
+        assert_same_parameters(model, reference)
+
+
+def test_elementwise_optimizers_without_rules_step_local_tensors(run_ranks):
+    run_ranks(2, _on_local_tensors)
+
+
+def _lbfgs():
+    model, reference = shard(Stack())
+    batch = batch_of(4, 8)
+    optimizers = [torch.optim.LBFGS(m.parameters(), lr=0.1, max_iter=3) for m in (model, reference)]
+
+    def closure_of(run, optimizer, rows):
+        def closure():
+            optimizer.zero_grad()
+            loss = mean_square(run, rows)
+            loss.backward()
+            if run is model:  # ranks decide alike
+                dist.all_reduce(loss := loss.detach() / dist.get_world_size())
+            return loss
+
+        return closure
+
+    for _ in range(2):
+        optimizers[0].step(closure_of(model, optimizers[0], mine(batch)))
+        optimizers[1].step(closure_of(reference, optimizers[1], batch))
+    assert_same_parameters(model, reference, tolerance=1e-4)
+
+
+def test_lbfgs_steps_shards_if_ranks_return_the_same_loss(run_ranks):
+    run_ranks(2, _lbfgs)
 
 
 def _compiled_optimizer():

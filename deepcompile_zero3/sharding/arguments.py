@@ -26,26 +26,40 @@ from deepcompile_zero3.sharding.module import Zero3Module, parameters_of
 def layout_of(
     fqn: str,
     parameter: nn.Parameter,
-    ranks: DataParallel,
+    mesh: DeviceMesh,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None,
+    ranks_of: Callable[[DeviceMesh], DataParallel],
 ) -> Layout:
-    """Returns how ``parameter`` will lie on ``ranks``, sharded where the user asks for it."""
+    """Returns how ``parameter`` will lie on the ranks of ``mesh``, or as the user asks for.
+
+    ``ranks_of`` returns the same object for the same mesh.
+    """
     if not (shard_placement_fn is None or callable(shard_placement_fn)):
         raise TypeError(
-            "shard_placement_fn is a function of a parameter that gives a Shard or None, got "
-            f"{shard_placement_fn!r}"
+            "shard_placement_fn is a function of a parameter that gives a Shard, a "
+            f"ShardPlacementResult or None, got {shard_placement_fn!r}"
         )
     placement = None if shard_placement_fn is None else shard_placement_fn(parameter)
+    on_mesh = torch_internals.placement_on_mesh(placement)
+    if on_mesh is not None:
+        placement, mesh, dims = on_mesh
+        check_mesh(mesh)
+        if dims != ((None, 0) if mesh.ndim == 1 else (0, 1)):
+            raise ValueError(
+                f"shard_placement_fn gave {mesh} for '{fqn}', replicating over dimension {dims[0]} "
+                f"and sharding over {dims[1]}: the last dimension shards, and the first of two "
+                "replicates"
+            )
     if placement is None:
         if parameter.dim() == 0:
             return _layout_along(None, fqn, parameter, ranks)
         placement = Shard(0)
     if not isinstance(placement, Shard):
-        is_known = type(placement).__name__ == "ShardPlacementResult"
-        raise (NotImplementedError if is_known else TypeError)(
-            f"shard_placement_fn gave {placement!r} for '{fqn}'; it gives a Shard or None"
-            + (". A mesh for each parameter is not supported yet" if is_known else "")
+        raise TypeError(
+            f"shard_placement_fn gave {placement!r} for '{fqn}'; it gives a Shard, a "
+            "ShardPlacementResult or None"
         )
+    ranks = ranks_of(mesh)
     dim = placement.dim + parameter.dim() if placement.dim < 0 else placement.dim
     if dim not in range(parameter.dim()):
         raise ValueError(
@@ -99,10 +113,8 @@ def default_mesh() -> DeviceMesh:
     return init_device_mesh(accelerator.type if accelerator else "cpu", (dist.get_world_size(),))
 
 
-def refuse_unsupported(
-    mesh: DeviceMesh, offload_policy: OffloadPolicy, dp_mesh_dims: object
-) -> None:
-    """Raises for a mesh, an offload policy or an argument that is not supported."""
+def check_mesh(mesh: DeviceMesh) -> None:
+    """Raises for a mesh that parameters cannot be sharded over."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
             f"mesh is a DeviceMesh, got {mesh!r}; init_device_mesh makes one, and "
@@ -113,6 +125,13 @@ def refuse_unsupported(
             f"fully_shard takes a mesh of one or two dimensions, got {mesh}: slice those that "
             'compute on different data out of it, mesh["replicate", "shard"]'
         )
+
+
+def refuse_unsupported(
+    mesh: DeviceMesh, offload_policy: OffloadPolicy, dp_mesh_dims: object
+) -> None:
+    """Raises for a mesh, an offload policy or an argument that is not supported."""
+    check_mesh(mesh)
     offloads = type(offload_policy) is not OffloadPolicy
     unsupported = {
         f"offload_policy={offload_policy!r} on {mesh.device_type!r}": offloads

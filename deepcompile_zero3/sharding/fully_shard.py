@@ -1,5 +1,6 @@
 """``fully_shard``: the function that users call, its checks, and the names of parameters."""
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast
@@ -28,12 +29,12 @@ from deepcompile_zero3.sharding.arguments import (
     unsharded_modules,
 )
 from deepcompile_zero3.sharding.group import ParameterGroup
-from deepcompile_zero3.sharding.layout import DataParallel
+from deepcompile_zero3.sharding.layout import DataParallel, Layout
 from deepcompile_zero3.sharding.module import Zero3Module, parameters_of
 from deepcompile_zero3.sharding.parameter import ShardedModel, ShardedParameter, full_like
 from deepcompile_zero3.sharding.swap import original_class, swap_class
 from deepcompile_zero3.transport.choice import Transport, resolve
-from deepcompile_zero3.transport.connection import connect
+from deepcompile_zero3.transport.connection import Connection, connect
 from deepcompile_zero3.transport.json_collectives import all_gather_json, check_all_alike
 
 # Attribute of a parameter that was sharded, for modules that are tied to it and come later.
@@ -89,6 +90,8 @@ def fully_shard(
             each.
         shard_placement_fn: a function that takes a parameter and returns its ``Shard``, or None for
             ``Shard(0)``. The size of the dimension need not be divisible by the number of ranks.
+            From torch 2.13 on, it may also return FSDP2's ``ShardPlacementResult``, which has a
+            mesh for this parameter.
         mp_policy: dtypes of computation (``param_dtype``), of gradients on the wire
             (``reduce_dtype``) and of the forward's outputs (``output_dtype``).
         offload_policy: ``CPUOffloadPolicy`` has no effect where the mesh is on the CPU, and is not
@@ -114,59 +117,71 @@ def fully_shard(
     ignored = resolve_ignored(ignored_params)
     transport = resolve(transport)
     modules = _outermost(module)
-    ranks = DataParallel(mesh)
-    reshard, ranks_after_forward = resolve_reshard(reshard_after_forward, ranks)
+    ranks_of = functools.cache(DataParallel)
     for each in modules:
         check_module(each, ignored)
     names = _new_parameters(modules, ignored)
-    layouts = {
-        parameter: layout_of(fqn, parameter, ranks, shard_placement_fn)
+    layouts: dict[nn.Parameter, Layout] = {
+        parameter: layout_of(fqn, parameter, mesh, shard_placement_fn, ranks_of)
         for parameter, fqn in names.items()
     }
+    # A rank that has nothing to shard over ``mesh`` takes part in the exchange, too.
+    meshes = list(dict.fromkeys([ranks_of(mesh), *(layout.ranks for layout in layouts.values())]))
+    reshards = {ranks: resolve_reshard(reshard_after_forward, ranks) for ranks in meshes}
     policies = {
         parameter: policy_for(fqn, parameter, mp_policy) for parameter, fqn in names.items()
     }
-    fulls = [
-        full_like(parameter, layout, policies[parameter]) for parameter, layout in layouts.items()
-    ]
-    described = [
-        f"'{fqn}' {list(full.shape)} of {full.dtype}, strides {full.stride()}, "
+    fulls = {
+        parameter: full_like(parameter, layout, policies[parameter])
+        for parameter, layout in layouts.items()
+    }
+    described = {
+        parameter: f"'{fqn}' {list(fulls[parameter].shape)} of {fulls[parameter].dtype}, "
+        f"strides {fulls[parameter].stride()}, "
         f"requires_grad={parameter.requires_grad}, grad_dtype={parameter.grad_dtype}, "
         f"reduce_dtype={mp_policy.reduce_dtype}, reshard_after_forward={reshard_after_forward}"
-        for (parameter, fqn), full in zip(names.items(), fulls, strict=True)
-    ]
+        for parameter, fqn in names.items()
+    }
     built: dict[nn.Parameter, ShardedParameter] = {}
+    connection_of: dict[nn.Parameter, Connection] = {}
     failure: Exception | None = None  # such as out of memory: other ranks wait for this outcome
+    for ranks in meshes:
+        members = [p for p, layout in layouts.items() if layout.ranks is ranks]
+        try:
+            if ranks.replicate_group is not None:
+                check_all_alike([described[p] for p in members], ranks.replicate_group)
+        except Exception as error:
+            failure = failure or error
+        reshard, ranks_after_forward = reshards[ranks]
+        try:
+            connections = connect(
+                [fulls[p] for p in members],
+                [described[p] for p in members],
+                ranks.shard_group,
+                ranks.device,
+                transport,
+                take_turns=reshard is True and ranks_after_forward is None,
+                after_forward=ranks_after_forward,
+            )
+            connection_of.update(zip(members, connections, strict=True))
+        except Exception as error:
+            failure = failure or error
     try:
-        if ranks.replicate_group is not None:
-            check_all_alike(described, ranks.replicate_group)
+        if failure is None:
+            for new, (submodule, attribute) in _places_of(layouts, modules).items():
+                built[new] = ShardedParameter(
+                    new,
+                    submodule,
+                    attribute,
+                    layouts[new],
+                    policies[new],
+                    connection_of[new],
+                    reshards[layouts[new].ranks][0],
+                )
     except Exception as error:
         failure = error
     try:
-        connections = connect(
-            fulls,
-            described,
-            ranks.shard_group,
-            ranks.device,
-            transport,
-            take_turns=reshard is True and ranks_after_forward is None,
-            after_forward=ranks_after_forward,
-        )
-        connection_of = dict(zip(layouts, connections, strict=True))
-        for new, (submodule, attribute) in _places_of(layouts, modules).items():
-            built[new] = ShardedParameter(
-                new,
-                submodule,
-                attribute,
-                layouts[new],
-                policies[new],
-                connection_of[new],
-                reshard,
-            )
-    except Exception as error:
-        failure = failure or error
-    try:
-        root = _agree_on_root(modules, failure, _process_groups_of(ranks, names, modules))
+        root = _agree_on_root(modules, failure, _process_groups_of(meshes, names, modules))
     finally:
         failure = None  # its traceback holds this frame and all that was built
 
@@ -238,13 +253,15 @@ def _places_of(
 
 
 def _process_groups_of(
-    ranks: DataParallel, parameters: Iterable[nn.Parameter], modules: Sequence[nn.Module]
+    meshes: Sequence[DataParallel],
+    parameters: Iterable[nn.Parameter],
+    modules: Sequence[nn.Module],
 ) -> list[dist.ProcessGroup]:
     """Returns the process groups that shard the model of ``modules``, in one order on all ranks.
 
     ``modules`` are that model, or become it.
     """
-    groups = [*ranks.groups]
+    groups = [group for ranks in meshes for group in ranks.groups]
     for parameter in parameters:  # sharded by tensor parallelism
         if isinstance(parameter, DTensor):
             groups += parameter.device_mesh.get_all_groups()

@@ -66,6 +66,7 @@ class ShardedParameter:
         fqn: name relative to the outermost sharded module, for people.
         layout: where the parts of the parameter are.
         ranks_meet_in_backward: whether all ranks take part when one gathers again in backward.
+        replicas_are_compared: whether the values of its replicas were compared, or it has none.
         is_read_as_gathered: whether a module reads the gathered tensor as it is.
         group: the group that gathers it, weakly; see ``group_of``.
         placeholder: the tensor that a traced graph takes in place of the parameter.
@@ -101,6 +102,7 @@ class ShardedParameter:
         self.contract = ""
         self._shard_of_forward = 0
         self.ranks_meet_in_backward = True
+        self.replicas_are_compared = layout.ranks.replicate_group is None
         self._connection: Connection | None = connection
 
         self.orig_dtype = parameter.dtype

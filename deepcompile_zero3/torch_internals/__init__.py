@@ -157,6 +157,18 @@ def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
         raise RuntimeError(str(error)) from error
 
 
+def placement_on_mesh(result: Any) -> tuple[Any, DeviceMesh, tuple[int | None, int | None]] | None:
+    """Returns what a ``ShardPlacementResult`` of torch's FSDP2 says, or None for anything else.
+
+    Returns:
+        The placement or None, the mesh, and its dimensions that replicate and that shard.
+    """
+    if type(result).__name__ != "ShardPlacementResult":  # which torch has from 2.13 on
+        return None
+    info = result.mesh_info
+    return result.placement, info.mesh, (info.replicate_mesh_dim, info.shard_mesh_dim)
+
+
 def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
     """Returns a DTensor of the shape and placements of ``like`` whose local tensor is ``local``."""
     spec = like._spec

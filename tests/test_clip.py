@@ -1,0 +1,126 @@
+"""``clip_grad_norm_``: gradients on several meshes are clipped by the norm of all of them."""
+
+import inspect
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from mesh_models import data_and_tensor_parallel, replicas, sharded_by, tensor_parallel
+from models import Stack, batch_of, mean_square, mine
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from deepcompile_zero3 import clip_grad_norm_, fully_shard
+
+NORMS = [1.0, 2.0, 3.0, 0.0, -1.0, math.inf, -math.inf]
+
+
+def _whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+def _copy(tensor):
+    """Returns a copy with the same placements, also if they are partial."""
+    if not isinstance(tensor, DTensor):
+        return tensor.clone()
+    local, mesh, placements = tensor.to_local().clone(), tensor.device_mesh, tensor.placements
+    return DTensor.from_local(local, mesh, placements, shape=tensor.shape, stride=tensor.stride())
+
+
+def _parameter(value, grad):
+    parameter = nn.Parameter(value)
+    parameter.grad = grad
+    return parameter
+
+
+def _on_four_meshes():
+    """Returns parameters with gradients: on (dp, tp), on dp, on replicas, plain, and not reduced.
+
+    The first has no gradient, and some ranks have no row of the last.
+    """
+    mesh = data_and_tensor_parallel()
+    model = tensor_parallel(Stack(), mesh["tp"])
+    sharded_by(fully_shard, model, mesh=mesh["dp"])
+    mean_square(model, mine(batch_of(8, 8), mesh.get_group("dp"))).backward()
+    rows = batch_of(1, 4, seed=1)
+    short = [distribute_tensor(rows, replicas(), [Replicate(), Shard(0)]) for _ in range(2)]
+    not_reduced = [
+        DTensor.from_local(torch.full([3], 0.5), mesh["tp"], [placement])
+        for placement in (Replicate(), Partial())
+    ]
+    return [
+        nn.Parameter(torch.ones(2)),
+        *model.parameters(),
+        _parameter(torch.ones(3), torch.tensor([3.0, -1.0, 2.0])),
+        _parameter(*not_reduced),
+        _parameter(*short),
+    ]
+
+
+def _clipped():
+    parameters = _on_four_meshes()
+    before = [p.grad for p in parameters]
+    wholes = [None if g is None else _whole(g) for g in before]
+    for norm_type in NORMS:
+        reference = [_parameter(torch.empty(p.shape), None) for p in parameters]
+        for ours, whole, grad, whole_grad in zip(
+            parameters, reference, before, wholes, strict=True
+        ):
+            if grad is not None:
+                ours.grad, whole.grad = _copy(grad), whole_grad.clone()
+        foreach = None if norm_type == 2 else False
+        with CommDebugMode() as collectives:
+            norm = clip_grad_norm_(iter(parameters), 0.01, norm_type, foreach=foreach)
+        # Over tp, over dp and over shard, and one to sum the gradient that is not reduced.
+        assert collectives.get_total_counts() == 4
+        expected = nn.utils.clip_grad_norm_(reference, 0.01, norm_type)
+        assert type(norm) is torch.Tensor
+        torch.testing.assert_close(norm, expected)
+        copies = [torch.empty_like(norm) for _ in range(4)]
+        dist.all_gather(copies, norm)
+        assert all(torch.equal(norm, copy) for copy in copies)
+        for ours, whole in zip(parameters, reference, strict=True):
+            assert (ours.grad is None) == (whole.grad is None)
+            if whole.grad is not None:
+                torch.testing.assert_close(_whole(ours.grad), whole.grad)
+
+
+def test_gradients_of_several_meshes_are_clipped_by_the_norm_of_all(run_ranks):
+    run_ranks(4, _clipped)
+
+
+def _nan_on_one_rank():
+    parameters = _on_four_meshes()
+    weight = parameters[5]
+    assert weight.device_mesh.ndim == 2
+    if dist.get_rank() == 3:
+        weight.grad.to_local()[0] = torch.nan
+    before = [p.grad.to_local().clone() for p in parameters[1:5]]
+    for norm_type in (2.0, math.inf):
+        with pytest.raises(RuntimeError, match=rf"order {norm_type} of the gradients is nan"):
+            clip_grad_norm_(parameters, 0.01, norm_type, error_if_nonfinite=True)
+        for parameter, grad in zip(parameters[1:5], before, strict=True):
+            assert torch.equal(parameter.grad.to_local(), grad)
+    assert clip_grad_norm_(parameters, 0.01, math.inf).isnan()
+
+
+def test_a_nan_on_one_rank_reaches_the_norm_of_all(run_ranks):
+    run_ranks(4, _nan_on_one_rank)
+
+
+def test_without_gradients_the_norm_is_zero():
+    parameter = nn.Parameter(torch.ones(2))
+    assert clip_grad_norm_([], 1.0) == clip_grad_norm_(parameter, 1.0) == 0
+    parameter.grad = torch.tensor([3.0, 4.0])
+    assert clip_grad_norm_(parameter, 1.0) == 5
+    torch.testing.assert_close(parameter.grad, torch.tensor([0.6, 0.8]))
+
+
+def test_the_signature_is_torchs():
+    def described(function):
+        parameters = inspect.signature(function).parameters.values()
+        return [(p.name, p.kind, p.default) for p in parameters]
+
+    assert described(clip_grad_norm_) == described(nn.utils.clip_grad_norm_)
