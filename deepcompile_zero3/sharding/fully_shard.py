@@ -1,5 +1,6 @@
 """``fully_shard``: the function that users call, its checks, and the names of parameters."""
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast
@@ -15,7 +16,10 @@ from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.runtime import _C
-from deepcompile_zero3.sharding import delivery  # noqa: F401 (which the runtime calls)
+from deepcompile_zero3.sharding import (
+    conversion,
+    delivery,  # noqa: F401 (which the runtime calls)
+)
 from deepcompile_zero3.sharding.arguments import (
     check_module,
     check_policy,
@@ -142,16 +146,16 @@ def fully_shard(
             check_all_alike(described, ranks.replicate_group)
     except Exception as error:
         failure = error
+    connect_here = functools.partial(
+        connect,
+        group=ranks.shard_group,
+        device=ranks.device,
+        transport=transport,
+        take_turns=reshard is True and ranks_after_forward is None,
+        after_forward=ranks_after_forward,
+    )
     try:
-        connections = connect(
-            fulls,
-            described,
-            ranks.shard_group,
-            ranks.device,
-            transport,
-            take_turns=reshard is True and ranks_after_forward is None,
-            after_forward=ranks_after_forward,
-        )
+        connections = connect_here(fulls, described)
         connection_of = dict(zip(layouts, connections, strict=True))
         for new, (submodule, attribute) in _places_of(layouts, modules).items():
             built[new] = ShardedParameter(
@@ -189,9 +193,10 @@ def fully_shard(
                 swap_class(submodule)
 
     owned = list(built.values())
-    group = ParameterGroup(owned, mp_policy, len(modules))
+    group = ParameterGroup(owned, mp_policy, connect_here, len(modules))
     for each in modules:
         swap_class(each, group)
+        each.register_load_state_dict_post_hook(conversion.after_load)
         each.register_forward_pre_hook(group.pre_forward, prepend=True, with_kwargs=True)
         each.register_forward_hook(group.post_forward, always_call=True)
     _settle_ownership(modules, group, root)
@@ -309,9 +314,6 @@ def _settle_ownership(modules: list[nn.Module], group: ParameterGroup, root: int
     model = ShardedModel(root, parameters)
     for child in groups:
         child.model = model
-    first: dict[str, int] = {}  # the model's number in each group, whoever is alive
     for parameter in parameters:
-        handle = parameter.handle
         name = names.get(id(parameter.shard))  # None: its module was deleted
         parameter.join(model, parameter.fqn if name is None else label + name)
-        handle.model = first.setdefault(parameter.group_name, handle.transport.number)

@@ -8,7 +8,7 @@ of them (see ``saved``). Compiled graphs gather for themselves: nothing here run
 
 import dataclasses
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -22,6 +22,7 @@ from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.all_gather import AllGather
 from deepcompile_zero3.sharding.parameter import ShardedModel, ShardedParameter
 from deepcompile_zero3.sharding.saved import SavedTensors
+from deepcompile_zero3.transport.connection import Connection
 
 
 class ParameterGroup:
@@ -31,6 +32,7 @@ class ParameterGroup:
         parameters: the parameters that the group owns. A tied one belongs to the group that met it
             first.
         mp_policy: dtypes of the group's computation.
+        connect: ``transport.connection.connect`` with the group's ranks and choices.
         model: the sharded model that the group belongs to.
         depth: number of forwards of the group's module that are running.
         forward_prefetch: groups that an eager forward starts to gather once it has this group.
@@ -41,10 +43,12 @@ class ParameterGroup:
         self,
         parameters: list[ShardedParameter],
         mp_policy: MixedPrecisionPolicy,
+        connect: Callable[[Sequence[torch.Tensor], Sequence[str]], list[Connection]],
         modules: int = 1,
     ) -> None:
         self.parameters = parameters
         self.mp_policy = mp_policy
+        self.connect = connect
         self._modules = modules  # number of modules that have this group
         self.model: ShardedModel | None = None
         self.forward_prefetch: list[weakref.ref[ParameterGroup]] = []

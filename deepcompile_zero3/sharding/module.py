@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.sharding.conversion import convert
 from deepcompile_zero3.sharding.group import ParameterGroup
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 
@@ -47,6 +48,11 @@ class Zero3Module:
         except BaseException:
             self._zero3_group.interrupted(depth)
             raise
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """Converts or moves the module: torch calls this for ``to``, ``bfloat16``, ``to_empty``."""
+        apply = super()._apply  # type: ignore[misc]
+        return convert(self._zero3_group, lambda: apply(fn, recurse=recurse))
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers the parameters of this module's group, for use outside a forward.

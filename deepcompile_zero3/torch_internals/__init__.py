@@ -170,3 +170,11 @@ def post_accumulate_grad_hooks(parameter: torch.Tensor) -> list[Callable[[torch.
 def storage_address(tensor: torch.Tensor) -> int:
     """Returns the address of the storage of ``tensor``, which all of its views share."""
     return tensor.untyped_storage()._cdata
+
+
+def has_grad_dtype(tensor: torch.Tensor) -> bool:
+    """Returns whether somebody has set ``tensor.grad_dtype``.
+
+    Before torch 2.15, one that equals the dtype of ``tensor`` cannot be told from the default.
+    """
+    return getattr(tensor, "_has_grad_dtype_override", tensor.grad_dtype != tensor.dtype)
