@@ -27,7 +27,11 @@ if TYPE_CHECKING:
     from deepcompile_zero3.sharding.checks import detect_nonfinite, gradient_norms
     from deepcompile_zero3.sharding.defer import defer_reduction, deposit_grad
     from deepcompile_zero3.sharding.fully_shard import fully_shard
-    from deepcompile_zero3.sharding.module import Zero3Module, register_fsdp_forward_method
+    from deepcompile_zero3.sharding.module import (
+        Zero3Module,
+        register_fsdp_forward_method,
+        share_comm_ctx,
+    )
     from deepcompile_zero3.tools.explain import explain
     from deepcompile_zero3.tools.planning.machine import MACHINES, Link, Machine
     from deepcompile_zero3.tools.planning.plan import Plan, plan, shard_blocks
@@ -65,6 +69,7 @@ __all__ = [
     "register_fsdp_forward_method",
     "release_buffers",
     "shard_blocks",
+    "share_comm_ctx",
     "zero3",
 ]
 
@@ -84,6 +89,7 @@ _LATER = {
     "deposit_grad": "deepcompile_zero3.sharding.defer",
     "Zero3Module": "deepcompile_zero3.sharding.module",
     "register_fsdp_forward_method": "deepcompile_zero3.sharding.module",
+    "share_comm_ctx": "deepcompile_zero3.sharding.module",
     "MACHINES": "deepcompile_zero3.tools.planning.machine",
     "Link": "deepcompile_zero3.tools.planning.machine",
     "Machine": "deepcompile_zero3.tools.planning.machine",

@@ -37,6 +37,9 @@ class ParameterGroup:
         depth: number of forwards of the group's module that are running.
         forward_prefetch: groups that an eager forward starts to gather once it has this group.
         backward_prefetch: groups that an eager backward starts to gather once it has this group.
+        all_reduce_hook: a function of the group's reduced gradients, flat, which it changes.
+        is_finalized_manually: for the outermost group, whether backwards leave reductions to
+            ``finalize_backward``.
     """
 
     def __init__(
@@ -53,6 +56,8 @@ class ParameterGroup:
         self.model: ShardedModel | None = None
         self.forward_prefetch: list[weakref.ref[ParameterGroup]] = []
         self.backward_prefetch: list[weakref.ref[ParameterGroup]] = []
+        self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+        self.is_finalized_manually = False
         self._parent: weakref.ref[ParameterGroup] | None = None
         self.depth = 0
         self._unsharded = False  # from unshard() until reshard() or the end of a forward

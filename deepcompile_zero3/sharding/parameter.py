@@ -53,7 +53,8 @@ class ShardedModel:
         """Adds up what the parameters are now: before they join, and when some were converted."""
         self.nbytes = sum(parameter.nbytes for parameter in self.parameters)
         first: dict[str, int] = {}  # the model's number in each group, whoever is alive
-        for parameter in self.parameters:
+        for position, parameter in enumerate(self.parameters):
+            parameter.position = position
             handle = parameter.handle
             assert handle.transport is not None
             handle.model = first.setdefault(parameter.group_name, handle.transport.number)
@@ -74,6 +75,7 @@ class ShardedParameter:
 
     Attributes:
         fqn: name relative to the outermost sharded module, for people.
+        position: position among the parameters of its model.
         layout: where the parts of the parameter are.
         ranks_meet_in_backward: whether all ranks take part when one gathers again in backward.
         is_read_as_gathered: whether a module reads the gathered tensor as it is.
@@ -104,6 +106,7 @@ class ShardedParameter:
         self._model: weakref.ref[ShardedModel] | None = None
         self._name = name
         self.fqn = ""
+        self.position = 0
         self.layout = layout
         self.is_read_as_gathered = layout.dim == 0 and layout.inner is None  # one guard, not many
         self.reshard_after_forward = reshard_after_forward
@@ -184,6 +187,11 @@ class ShardedParameter:
         self.handle.transport = connection.transport_of(self.handle)
         self.ranks_meet_in_backward = self.handle.transport.can.ranks_meet_in_backward
 
+    @property
+    def has_run(self) -> bool:
+        """Whether a forward has used the parameter."""
+        return self._shard_of_forward != 0
+
     def full_of_converted(self) -> torch.Tensor | None:
         """Returns what ``full_like`` would return for the shard as it is now.
 
@@ -195,7 +203,7 @@ class ShardedParameter:
             not isinstance(shard, DTensor)
             or shard.dtype == self.orig_dtype
             or not shard.is_floating_point()
-            or self._shard_of_forward
+            or self.has_run
         ):
             return None
         dtype = self._mp_policy.param_dtype or shard.dtype
@@ -448,6 +456,38 @@ def find(placeholder: object) -> ShardedParameter | None:
     """Returns the live parameter that has this placeholder, or None."""
     reference = getattr(placeholder, _PLACEHOLDER_OF, None)
     return None if reference is None else reference()
+
+
+def reduce_deferred(parameters: Sequence[ShardedParameter], what: str) -> None:
+    """Reduces sums of parameters whose ``settings.deferred`` is set, which it clears. Collective.
+
+    If that fails, all their gradients that are not reduced yet are dropped.
+
+    Raises:
+        Zero3Error: a backward has raised since ``handle.take_dropped()``, or ranks disagree on what
+            is reduced. ``what`` names that backward.
+    """
+    try:
+        dropped = [p.fqn for p in parameters if p.handle.take_dropped()]
+        if dropped:
+            raise Zero3Error(
+                f"{what} raised, and the gradients of {dropped[0]!r} and others that had come "
+                "before it are lost"
+            )
+        for parameter in parameters:
+            parameter.settle_between_forwards()  # frozen or thawed meanwhile
+            parameter.settings.deferred = False
+        _C.reduce_deposited([parameter.handle for parameter in parameters])
+    except BaseException:
+        drop_deferred(parameters)
+        raise
+
+
+def drop_deferred(parameters: Iterable[ShardedParameter]) -> None:
+    """Drops what ``reduce_deferred`` would reduce."""
+    for parameter in parameters:
+        parameter.settings.deferred = False
+        parameter.handle.drop_gradients()
 
 
 def own_models(node: Any, parameters: Iterable[ShardedParameter]) -> None:
