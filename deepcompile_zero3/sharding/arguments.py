@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -19,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from deepcompile_zero3 import grad_dtype, torch_internals
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.sharding.layout import DataParallel, Layout
+from deepcompile_zero3.sharding.layout import DataParallel, Layout, SpmdMesh
 from deepcompile_zero3.sharding.module import Zero3Module, parameters_of
 
 
@@ -28,8 +29,12 @@ def layout_of(
     parameter: nn.Parameter,
     ranks: DataParallel,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None,
+    spmd: SpmdMesh | None = None,
 ) -> Layout:
-    """Returns how ``parameter`` will lie on ``ranks``, sharded where the user asks for it."""
+    """Returns how ``parameter`` will lie on ``ranks``, sharded where the user asks for it.
+
+    With ``spmd``, it is a DTensor on that mesh.
+    """
     if not (shard_placement_fn is None or callable(shard_placement_fn)):
         raise TypeError(
             "shard_placement_fn is a function of a parameter that gives a Shard or None, got "
@@ -52,12 +57,16 @@ def layout_of(
         )
     if parameter.shape[dim] == 0:
         raise Zero3Error(f"'{fqn}' has shape {tuple(parameter.shape)}: there is nothing to shard")
+    if spmd is not None:
+        _check_on_spmd_mesh(fqn, parameter, spmd)
     if not isinstance(parameter, DTensor):
         return Layout.of(parameter, ranks, dim)
     if any(p.is_partial() for p in parameter.placements):
         raise Zero3Error(
             f"'{fqn}' is a DTensor by {parameter.placements}: redistribute it to Shard or Replicate"
         )
+    if spmd is not None:
+        return spmd.layout_of(parameter, dim)
     try:
         return Layout.of(parameter, ranks, dim)
     except RuntimeError as error:
@@ -66,6 +75,41 @@ def layout_of(
             f"{ranks.mesh} too ({error}): pass mesh= of the other dimension of one mesh, such as "
             'mesh["dp"] of init_device_mesh(..., mesh_dim_names=("dp", "tp"))'
         ) from error
+
+
+def _check_on_spmd_mesh(fqn: str, parameter: nn.Parameter, spmd: SpmdMesh) -> None:
+    names = spmd.mesh.mesh_dim_names
+    if not isinstance(parameter, DTensor) or parameter.device_mesh != spmd.mesh:
+        where = parameter.device_mesh if isinstance(parameter, DTensor) else "no mesh"
+        raise ValueError(
+            f"with dp_mesh_dims all parameters are DTensors on mesh={spmd.mesh}, but '{fqn}' is on "
+            f"{where}: call distribute_module or distribute_tensor first"
+        )
+    if not all(parameter.placements[i].is_replicate() for i in (*spmd.shard, *spmd.replicate)):
+        raise ValueError(
+            f"'{fqn}' is {parameter.placements} on the dimensions {names} of its mesh: it has to "
+            "be Replicate() on those that dp_mesh_dims names"
+        )
+
+
+def resolve_dp_mesh_dims(mesh: DeviceMesh, dp_mesh_dims: Any) -> SpmdMesh | None:
+    """Returns ``mesh`` and the dimensions that ``dp_mesh_dims`` names; None if it is None."""
+    if dp_mesh_dims is None:
+        return None
+    kind = getattr(fsdp, "DataParallelMeshDims", None)
+    if kind is None:
+        raise NotImplementedError("dp_mesh_dims needs torch 2.13")
+    if not isinstance(dp_mesh_dims, kind):
+        raise TypeError(f"dp_mesh_dims is a DataParallelMeshDims of torch, got {dp_mesh_dims!r}")
+    shard, replicate = dp_mesh_dims.shard_names, dp_mesh_dims.replicate_names
+    if not shard:
+        raise NotImplementedError(
+            f"{dp_mesh_dims!r} shards nothing: name a dimension to shard over, perhaps of size 1"
+        )
+    named = [*shard, *replicate]
+    if len({*named}) < len(named) or not {*named} <= {*(mesh.mesh_dim_names or ())}:
+        raise ValueError(f"{dp_mesh_dims!r} has to name dimensions of {mesh}, each once")
+    return SpmdMesh(mesh, shard, replicate)
 
 
 def unsharded_modules(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
@@ -96,26 +140,24 @@ def default_mesh() -> DeviceMesh:
 def refuse_unsupported(
     mesh: DeviceMesh, offload_policy: OffloadPolicy, dp_mesh_dims: object
 ) -> None:
-    """Raises for a mesh, an offload policy or an argument that is not supported."""
+    """Raises for a mesh or an offload policy that is not supported."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
             f"mesh is a DeviceMesh, got {mesh!r}; init_device_mesh makes one, and "
             "DeviceMesh.from_group of a process group"
         )
-    if mesh.ndim not in (1, 2):
+    if dp_mesh_dims is None and mesh.ndim not in (1, 2):
         raise ValueError(
             f"fully_shard takes a mesh of one or two dimensions, got {mesh}: slice those that "
             'compute on different data out of it, mesh["replicate", "shard"]'
         )
     offloads = type(offload_policy) is not OffloadPolicy
-    unsupported = {
-        f"offload_policy={offload_policy!r} on {mesh.device_type!r}": offloads
-        and not (isinstance(offload_policy, CPUOffloadPolicy) and mesh.device_type == "cpu"),
-        "dp_mesh_dims": dp_mesh_dims is not None,
-    }
-    for what, asked in unsupported.items():
-        if asked:
-            raise NotImplementedError(f"fully_shard does not support {what} yet")
+    on_cpu = isinstance(offload_policy, CPUOffloadPolicy) and mesh.device_type == "cpu"
+    if offloads and not on_cpu:
+        raise NotImplementedError(
+            f"fully_shard does not support offload_policy={offload_policy!r} on "
+            f"{mesh.device_type!r} yet"
+        )
 
 
 def resolve_reshard(

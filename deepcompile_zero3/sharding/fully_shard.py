@@ -27,6 +27,7 @@ from deepcompile_zero3.sharding.arguments import (
     layout_of,
     policy_for,
     refuse_unsupported,
+    resolve_dp_mesh_dims,
     resolve_ignored,
     resolve_reshard,
     unsharded_modules,
@@ -98,7 +99,9 @@ def fully_shard(
         offload_policy: ``CPUOffloadPolicy`` has no effect where the mesh is on the CPU, and is not
             supported elsewhere yet.
         ignored_params: parameters to leave as they are.
-        dp_mesh_dims: not supported yet.
+        dp_mesh_dims: a ``DataParallelMeshDims`` of torch. It names the dimensions of ``mesh`` to
+            shard over and those of replicas. Parameters are DTensors on all of ``mesh`` then, and
+            are read as such: ``Replicate()`` on the named dimensions. ``mesh`` may have more.
         transport: how ranks gather and reduce. ``"shared_memory"``: through memory that ranks
             share, which must all be on one host and compute on its CPU. ``"c10d"``: by messages of
             the process group. ``"auto"``: shared memory where possible, unless the environment
@@ -118,13 +121,14 @@ def fully_shard(
     ignored = resolve_ignored(ignored_params)
     transport = resolve(transport)
     modules = _outermost(module)
-    ranks = DataParallel(mesh)
+    spmd = resolve_dp_mesh_dims(mesh, dp_mesh_dims)
+    ranks = DataParallel(mesh) if spmd is None else spmd.ranks
     reshard, ranks_after_forward = resolve_reshard(reshard_after_forward, ranks)
     for each in modules:
         check_module(each, ignored)
     names = _new_parameters(modules, ignored)
     layouts = {
-        parameter: layout_of(fqn, parameter, ranks, shard_placement_fn)
+        parameter: layout_of(fqn, parameter, ranks, shard_placement_fn, spmd)
         for parameter, fqn in names.items()
     }
     policies = {

@@ -155,6 +155,11 @@ def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
         raise RuntimeError(str(error)) from error
 
 
+def flat_submesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """Returns the slice of ``mesh`` with these dimensions, as one dimension."""
+    return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
+
+
 def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
     """Returns a DTensor of the shape and placements of ``like`` whose local tensor is ``local``."""
     spec = like._spec
