@@ -440,6 +440,16 @@ def test_a_method_can_be_registered_whether_or_not_its_module_is_sharded():
 # ---- finalize_backward
 
 
+def _raise_in_backward(model, batch):
+    def fail(grad):
+        raise KeyError("as asked for")
+
+    x = mine(batch).requires_grad_()  # its gradient comes last
+    x.register_hook(fail)
+    with pytest.raises(KeyError):
+        mean_square(model, x).backward()
+
+
 def _finalized(how, transport):
     """Reduces the gradients of several backwards in a step of its own."""
     model = layers_of(8, 6, 4)
@@ -471,8 +481,12 @@ def _finalized(how, transport):
     mean_square(run, mine(batch)).backward()
     with pytest.raises(Zero3Error, match=r"cannot change while gradients wait .*'1\.weight'"):
         model.set_manual_backward_finalization(False)
+    model[0].reset_iter_state()
     model.reset_iter_state()
     model.finalize_backward()  # nothing is left
+    _raise_in_backward(model, batch)
+    with pytest.raises(Zero3Error, match=r"finalize_backward: a backward raised.* are lost"):
+        model.finalize_backward()
     assert all(parameter.grad is None for parameter in model.parameters())
     model.set_manual_backward_finalization(False)
     assert_same_step(model, reference, batch, run=run, optimizers=optimizers)

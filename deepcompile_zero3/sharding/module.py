@@ -286,10 +286,11 @@ class Zero3Module:
         frees gathered parameters. Call it after an interruption too. All ranks call it, outside
         forwards.
         """
+        *_, outermost = self._zero3_group.ancestry()
         for parameter in self._zero3_parameters_below(recurse=True):
             parameter.handle.drop_gradients()
-            if self._zero3_group.is_finalized_manually:
-                parameter.handle.take_dropped()  # on purpose
+            if outermost.is_finalized_manually:
+                parameter.handle.take_dropped()  # finalize_backward need not tell of it
         for module in self.modules():  # type: ignore[attr-defined]
             if isinstance(module, Zero3Module):
                 module._zero3_group.give_up()
