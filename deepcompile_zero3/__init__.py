@@ -28,7 +28,11 @@ if TYPE_CHECKING:
     from deepcompile_zero3.sharding.clip import clip_grad_norm_
     from deepcompile_zero3.sharding.defer import defer_reduction, deposit_grad
     from deepcompile_zero3.sharding.fully_shard import fully_shard
-    from deepcompile_zero3.sharding.module import Zero3Module, register_fsdp_forward_method
+    from deepcompile_zero3.sharding.module import (
+        Zero3Module,
+        register_fsdp_forward_method,
+        share_comm_ctx,
+    )
     from deepcompile_zero3.tools.explain import explain
     from deepcompile_zero3.tools.planning.ahead import CompiledAhead, compile_ahead
     from deepcompile_zero3.tools.planning.machine import MACHINES, Link, Machine
@@ -70,6 +74,7 @@ __all__ = [
     "register_fsdp_forward_method",
     "release_buffers",
     "shard_blocks",
+    "share_comm_ctx",
     "zero3",
 ]
 
@@ -92,6 +97,7 @@ _LATER = {
     "register_fsdp_forward_method": "deepcompile_zero3.sharding.module",
     "CompiledAhead": "deepcompile_zero3.tools.planning.ahead",
     "compile_ahead": "deepcompile_zero3.tools.planning.ahead",
+    "share_comm_ctx": "deepcompile_zero3.sharding.module",
     "MACHINES": "deepcompile_zero3.tools.planning.machine",
     "Link": "deepcompile_zero3.tools.planning.machine",
     "Machine": "deepcompile_zero3.tools.planning.machine",

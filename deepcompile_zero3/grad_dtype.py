@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.runtime import _C
 
@@ -23,27 +24,33 @@ class GradDtype:
 
     Attributes:
         leaf: dtype that gradients are cast to on arrival; None keeps the dtype they arrive in.
+        wire: dtype in which ranks are summed; None keeps the dtype that ``leaf`` gives.
         shard: dtype of the sharded ``.grad``; None keeps the dtype on the wire.
     """
 
     leaf: torch.dtype | None
+    wire: torch.dtype | None
     shard: torch.dtype | None
 
 
 def resolve(
-    declared: torch.dtype | None, dtype: torch.dtype, compute_dtype: torch.dtype
+    declared: torch.dtype | None,
+    dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    reduce_dtype: torch.dtype | None,
 ) -> GradDtype:
     """Returns the contract of a parameter of ``dtype`` with ``grad_dtype=declared``.
 
-    The forward of the parameter computes in ``compute_dtype``. A ``grad_dtype`` equal to the
+    The forward of the parameter computes in ``compute_dtype``. Without a ``reduce_dtype``, ranks
+    are summed in ``declared``, whatever the forward computes in. A ``grad_dtype`` equal to the
     parameter's own dtype cannot be told from the default. Parameters of integer and similar dtypes
-    have no gradient: both attributes are None.
+    have no gradient: all attributes are None.
     """
     if compute_dtype not in DTYPES:
-        return GradDtype(leaf=None, shard=None)
-    if declared == dtype:
-        return GradDtype(leaf=compute_dtype, shard=dtype)
-    return GradDtype(leaf=declared, shard=declared)
+        return GradDtype(leaf=None, wire=None, shard=None)
+    wire = declared if reduce_dtype is None else reduce_dtype
+    leaf = compute_dtype if declared == dtype else declared
+    return GradDtype(leaf=leaf, wire=wire, shard=declared)
 
 
 def check(fqn: str, tensor: torch.Tensor) -> None:
@@ -58,7 +65,7 @@ def check(fqn: str, tensor: torch.Tensor) -> None:
 
 def carry_over(source: torch.Tensor, target: torch.Tensor) -> None:
     """Copies the ``grad_dtype`` of ``source``, which ``detach`` drops, to ``target``."""
-    if source.grad_dtype != source.dtype:
+    if torch_internals.has_grad_dtype(source):
         target.grad_dtype = source.grad_dtype
 
 

@@ -9,8 +9,16 @@ import torch
 from one_rank import one_rank  # noqa: F401
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import (
+    DTensor,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 
 from deepcompile_zero3 import Options, Zero3Error, fully_shard
 
@@ -211,25 +219,45 @@ def test_what_is_not_a_module_is_refused():
         fully_shard(3)
 
 
-# ---- fully_shard: what is not supported yet
+# ---- fully_shard: arguments
 
 
 @needs_a_job
-@pytest.mark.parametrize(
-    ("arguments", "what"),
-    [
-        ({"dp_mesh_dims": ("dp",)}, "dp_mesh_dims"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_an_argument_that_is_not_supported_yet_says_so(arguments, what):
-    model = nn.Linear(2, 2)
-    before = anatomy(model)
-
-    with pytest.raises(NotImplementedError, match=f"does not support {what} yet"):
-        fully_shard(model, **arguments)
-
-    assert anatomy(model) == before
+def test_data_parallel_dimensions_that_cannot_be_used_are_refused():
+    kind = getattr(fsdp, "DataParallelMeshDims", None)
+    if kind is None:
+        pytest.skip("this torch has no DataParallelMeshDims")
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+    linear = nn.Linear(2, 2)
+    sharded = distribute_module(
+        nn.Linear(2, 2),
+        mesh,
+        lambda _, module, mesh: module.register_parameter(
+            "weight", nn.Parameter(distribute_tensor(module.weight, mesh, [Shard(0), Replicate()]))
+        ),
+    )
+    for model, dims, error, message in [
+        (linear, ("dp",), TypeError, r"is a DataParallelMeshDims of torch, got \('dp',\)"),
+        (linear, kind(replicate="dp"), NotImplementedError, "shards nothing: name a dimension"),
+        (
+            linear,
+            kind(shard="pp"),
+            ValueError,
+            "has to name dimensions of DeviceMesh.*dp.*, each once",
+        ),
+        (
+            linear,
+            kind("dp", "dp"),
+            ValueError,
+            "has to name dimensions of DeviceMesh.*dp.*, each once",
+        ),
+        (linear, kind(shard="dp"), ValueError, "'weight' is on no mesh: call distribute_module"),
+        (sharded, kind(shard="dp"), ValueError, r"'weight' is .*Shard.*has to be Replicate\(\) on"),
+    ]:
+        before = anatomy(model)
+        with pytest.raises(error, match=message):
+            fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
+        assert anatomy(model) == before
 
 
 @needs_a_job

@@ -25,6 +25,7 @@ from models import (
 )
 from one_rank import one_rank  # noqa: F401
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, UnshardHandle
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.testing import assert_close
@@ -35,6 +36,7 @@ from deepcompile_zero3 import (
     fully_shard,
     record_collectives,
     register_fsdp_forward_method,
+    share_comm_ctx,
 )
 from deepcompile_zero3.sharding import module
 from deepcompile_zero3.sharding.module import parameters_of
@@ -433,6 +435,130 @@ def test_a_method_can_be_registered_whether_or_not_its_module_is_sharded():
     fully_shard(model)
     with pytest.raises(ValueError, match="Zero3Encoder has no method 'decode'"):
         register_fsdp_forward_method(model, "decode")
+
+
+# ---- finalize_backward
+
+
+def _raise_in_backward(model, batch):
+    def fail(grad):
+        raise KeyError("as asked for")
+
+    x = mine(batch).requires_grad_()  # its gradient comes last
+    x.register_hook(fail)
+    with pytest.raises(KeyError):
+        mean_square(model, x).backward()
+
+
+def _finalized(how, transport):
+    """Reduces the gradients of several backwards in a step of its own."""
+    model = layers_of(8, 6, 4)
+    model, reference = shard(model, [model[0]], transport=transport)
+    run = compiled(model, how)
+    optimizers = optimizers_of(model, reference)
+    with pytest.raises(Zero3Error, match="lies inside another sharded module"):
+        model[0].set_manual_backward_finalization(True)
+    with pytest.raises(Zero3Error, match=r"needs set_manual_backward_finalization\(True\)"):
+        model.finalize_backward()
+    model.set_manual_backward_finalization(True)
+    assert model.finalize_backward() is None  # before the first forward: no effect
+    for step in range(2):
+        with record_collectives() as log:
+            for micro in range(2):
+                batch = batch_of(4, 8, seed=2 * step + micro)
+                mean_square(run, mine(batch)).backward()
+                mean_square(reference, batch).backward()
+            assert not [c for c in log if c.op != "all_gather"]
+            assert all(parameter.grad is None for parameter in model.parameters())
+            model.finalize_backward(async_op=True).wait()
+            reduced = sorted(p for c in log if c.op == "reduce_scatter" for p in c.params)
+        assert reduced == ["0.weight", "1.weight"]
+        assert_same_gradients(model, reference)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    mean_square(run, mine(batch)).backward()
+    with pytest.raises(Zero3Error, match=r"cannot change while gradients wait .*'1\.weight'"):
+        model.set_manual_backward_finalization(False)
+    model[0].reset_iter_state()
+    model.reset_iter_state()
+    model.finalize_backward()  # nothing is left
+    _raise_in_backward(model, batch)
+    with pytest.raises(Zero3Error, match=r"finalize_backward: a backward raised.* are lost"):
+        model.finalize_backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    model.set_manual_backward_finalization(False)
+    assert_same_step(model, reference, batch, run=run, optimizers=optimizers)
+
+
+@each_way
+@either_transport
+def test_gradients_may_be_reduced_in_a_step_of_its_own(run_ranks, how, transport):
+    run_ranks(2, _finalized, how, transport)
+
+
+# ---- set_all_reduce_hook
+
+
+def _hooked(how):
+    """Sums gradients over other ranks in a hook, as replicas of the user's own."""
+    model = nn.Sequential(nn.Linear(8, 5), nn.Linear(5, 3), nn.Linear(3, 2))
+    model[1].weight.requires_grad_(False)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1))
+    model, reference = shard(
+        model, [model[0]], mesh=DeviceMesh.from_group(mesh.get_group(1), "cpu")
+    )
+    sizes = []
+
+    def hook(flat):
+        sizes.append(flat.numel())
+        dist.all_reduce(flat)
+        flat /= dist.get_world_size()
+
+    with pytest.raises(TypeError, match="hook is a function of a tensor, got 3"):
+        model.set_all_reduce_hook(3)
+    model.set_all_reduce_hook(hook)
+    model[0].set_all_reduce_hook(hook)
+    assert_same_step(model, reference, batch_of(4, 8), run=compiled(model, how))
+    assert sizes == [3 + 3 * 2 + 2, 8 * 5 + 5]
+
+
+@each_way
+def test_a_hook_may_sum_gradients_over_more_ranks(run_ranks, how):
+    run_ranks(2, _hooked, how)
+
+
+# ---- methods that ask for what is done always
+
+
+class Event:
+    """An event that notes who waits for it."""
+
+    waited = 0
+
+    def wait(self):
+        self.waited += 1
+
+
+def _asked_for(how):
+    model, reference = shard(layers_of(8, 8, 4))
+    share_comm_ctx([model, fully_shard(layers_of(2, 2))])
+    with pytest.raises(ValueError, match="Linear was not sharded"):
+        share_comm_ctx([nn.Linear(2, 2)])
+    model.set_force_sum_reduction_for_comms(True)
+    model.set_separate_reduce_scatter_group(recurse=True)
+    model.set_unshard_in_backward(False)
+    model.set_reduce_scatter_divide_factor(dist.get_world_size())
+    event = Event()
+    model.set_post_optim_event(event)
+    assert event.waited == 1
+    assert_same_step(model, reference, batch_of(4, 8), run=compiled(model, how))
+
+
+@each_way
+def test_what_is_done_always_may_be_asked_for(run_ranks, how):
+    run_ranks(2, _asked_for, how)
 
 
 # ---- reset_iter_state, and methods without effect

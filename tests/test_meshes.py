@@ -11,6 +11,7 @@ from mesh_models import (
     either_way,
     needs_a_job,
     sharded_by,
+    step,
     tensor_parallel,
 )
 from models import (
@@ -162,6 +163,49 @@ def _alone(how):
 @either_way
 def test_modules_of_a_group_run_alone_too(run_ranks, how):
     run_ranks(4, _alone, how)
+
+
+class Chunked(nn.Module):
+    """A model whose head only its loss calls, once for each chunk of what the forward returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x):
+        return self.norm(self.body(x))
+
+
+def _chunked(how):
+    model = Chunked()
+    reference = copy.deepcopy(model)
+    fully_shard([model.norm, model.head])
+    fully_shard(model)
+    optimizers = optimizers_of(model, reference)
+    ours = compiled(model, how), compiled(model.head, how), mine
+    plain = reference, reference.head, lambda batch: batch
+    for seed in range(4):
+        for run, head, part in (ours, plain):
+            x = part(batch_of(8, 8, seed=seed))
+            hidden = run(x)
+            chunks = hidden.detach().requires_grad_() if seed % 2 else hidden
+            losses = (head(chunk).square().sum() / len(x) for chunk in chunks.chunk(2))
+            if seed % 2:  # a backward for each chunk
+                for loss in losses:
+                    loss.backward()
+                hidden.backward(chunks.grad)
+            else:
+                sum(losses).backward()
+        assert held(model) == []
+        assert_same_gradients(model, reference)
+        step(optimizers)
+
+
+@each_way
+def test_a_forward_may_run_a_part_of_a_group_and_a_loss_the_rest_in_chunks(run_ranks, how):
+    run_ranks(2, _chunked, how)
 
 
 @needs_a_job

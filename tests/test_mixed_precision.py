@@ -16,6 +16,9 @@ from torch.utils._pytree import tree_leaves
 
 from deepcompile_zero3 import fully_shard, record_collectives
 
+# Whether FSDP2 reduces in the gradient dtype of a parameter where a policy has no reduce_dtype, as
+# we do. Before torch 2.15 it reduces in param_dtype.
+FSDP2_REDUCES_IN_GRAD_DTYPE = hasattr(torch.Tensor, "_has_grad_dtype_override")
 CHOICES = [None, torch.float32, torch.bfloat16]
 OPS = {"all_gather", "reduce_scatter"}
 
@@ -65,7 +68,8 @@ def _beside_fsdp2(dtype, how, policies):
         torch.manual_seed(0)
         whole = Stack(depth=1).to(dtype)
 
-        theirs = _sharded(whole, fsdp2, policy, output)
+        as_ours = {} if FSDP2_REDUCES_IN_GRAD_DTYPE else {"reduce_dtype": reduce or dtype}
+        theirs = _sharded(whole, fsdp2, policy | as_ours, output)
         with _DtypesOnTheWire() as wire:
             losses, dtypes = _train(theirs, theirs, dtype)
 

@@ -124,7 +124,11 @@ def _tokens(batch, sequence):
 
 
 def _in_bf16(model, mesh):
-    shard_blocks(model, mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    shard_blocks(
+        model,
+        mesh,
+        mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
+    )
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """Parameters that are DTensors already, and shards of other dimensions, beside FSDP2."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -34,10 +35,12 @@ from models import (
 )
 from one_rank import one_rank  # noqa: F401
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from deepcompile_zero3 import (
@@ -221,6 +224,90 @@ def _deposited():
 
 def test_a_gradient_of_a_dtensor_is_deposited_as_one(run_ranks):
     run_ranks(4, _deposited)
+
+
+# ---- parameters and activations on one mesh
+
+
+class OnMesh(nn.Module):
+    """Layers that compute with DTensors on one mesh, on this rank's rows [rows, 8]."""
+
+    def __init__(self, layers, mesh, data_parallel):
+        super().__init__()
+        self.layers = layers
+        self.mesh = mesh
+        self.placements = [
+            Shard(0) if n in data_parallel else Replicate() for n in mesh.mesh_dim_names
+        ]
+        for layer, dim in ((layers[0], 0), (layers[2], 1)):
+            for name, parameter in list(layer.named_parameters()):
+                parallel = Shard(dim) if dim < parameter.dim() else Replicate()
+                placements = [parallel if n == "tp" else Replicate() for n in mesh.mesh_dim_names]
+                distributed = nn.Parameter(distribute_tensor(parameter.detach(), mesh, placements))
+                layer.register_parameter(name, distributed)
+
+    def forward(self, x):
+        x = DTensor.from_local(x, self.mesh, self.placements, run_check=False)
+        return self.layers(x).redistribute(self.mesh, self.placements).to_local()
+
+
+def _on_one_mesh(how, shape, names, dims):
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    data_parallel = [*dims.shard_names, *dims.replicate_names]
+    ours, theirs = (OnMesh(copy.deepcopy(layers), mesh, data_parallel) for _ in range(2))
+    fully_shard(ours, mesh=mesh, dp_mesh_dims=dims)
+    torch_fully_shard(theirs, mesh=mesh, dp_mesh_dims=dims)
+    run = compiled(ours, how)
+    optimizers = optimizers_of(ours, theirs, layers)
+    ranks = mesh.size() // (mesh["tp"].size() if "tp" in names else 1)
+    part = 0
+    for name, size, coordinate in zip(names, shape, mesh.get_coordinate(), strict=True):
+        part = part * size + coordinate if name in data_parallel else part
+    for seed in range(2):
+        batch = batch_of(8, 8, seed=seed)
+        for model, x in (
+            (run, batch.chunk(ranks)[part]),
+            (theirs, batch.chunk(ranks)[part]),
+            (layers, batch),
+        ):
+            mean_square(model, x).backward()
+        for (fqn, our), their, whole in zip(
+            ours.named_parameters(), theirs.parameters(), layers.parameters(), strict=True
+        ):
+            assert our.placements == their.placements, fqn
+            assert our.device_mesh == their.device_mesh, fqn
+            assert relative_difference(our.grad.full_tensor(), whole.grad) < 1e-5, fqn
+            assert relative_difference(their.grad.full_tensor(), whole.grad) < 1e-5, fqn
+        step(optimizers)
+
+    size = 8 // mesh["tp"].size() if "tp" in names else 8
+    parts = [Partial() if p == Shard(0) else Shard(0) for p in ours.placements]
+    with defer_reduction(ours):
+        bias = ours.layers[0].bias
+        deposit_grad(bias, DTensor.from_local(torch.ones(size), mesh, parts, run_check=False))
+    assert torch.equal(bias.grad.full_tensor(), torch.ones(8))
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "shard", "replicate"),
+    [
+        ((2, 1), ("dp", "tp"), "dp", None),
+        ((2, 2), ("dp", "tp"), "dp", None),
+        ((2, 2), ("replicate", "dp"), "dp", "replicate"),
+        ((2, 1, 2), ("dp", "cp", "tp"), ("dp", "cp"), None),
+    ],
+    ids=["data parallel", "tensor parallel", "replicas", "two dimensions"],
+)
+@either_way
+def test_parameters_and_activations_may_be_on_one_mesh(
+    run_ranks, how, shape, names, shard, replicate
+):
+    kind = getattr(fsdp, "DataParallelMeshDims", None)
+    if kind is None:
+        pytest.skip("this torch has no DataParallelMeshDims")
+    dims = kind(shard=shard, replicate=replicate)
+    run_ranks(math.prod(shape), _on_one_mesh, how, shape, names, dims)
 
 
 # ---- checkpoints

@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -19,20 +20,22 @@ from torch.distributed.tensor import DTensor, Shard
 
 from deepcompile_zero3 import grad_dtype, torch_internals
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.sharding.layout import DataParallel, Layout
+from deepcompile_zero3.sharding.layout import DataParallel, Layout, SpmdMesh
 from deepcompile_zero3.sharding.module import Zero3Module, parameters_of
 
 
 def layout_of(
     fqn: str,
     parameter: nn.Parameter,
-    mesh: DeviceMesh,
+    ranks: DataParallel,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None,
     ranks_of: Callable[[DeviceMesh], DataParallel],
+    spmd: SpmdMesh | None,
 ) -> Layout:
-    """Returns how ``parameter`` will lie on the ranks of ``mesh``, or as the user asks for.
+    """Returns how ``parameter`` will lie on ``ranks``, or as the user asks for.
 
-    ``ranks_of`` returns the same object for the same mesh.
+    ``ranks_of`` returns the same object for the same mesh. With ``spmd``, the parameter is a
+    DTensor on that mesh.
     """
     if not (shard_placement_fn is None or callable(shard_placement_fn)):
         raise TypeError(
@@ -43,6 +46,11 @@ def layout_of(
     on_mesh = torch_internals.placement_on_mesh(placement)
     if on_mesh is not None:
         placement, mesh, dims = on_mesh
+        if spmd is not None:
+            raise ValueError(
+                f"shard_placement_fn gave a mesh for '{fqn}', and dp_mesh_dims says that all "
+                "parameters are on one: leave either out"
+            )
         check_mesh(mesh)
         if dims != ((None, 0) if mesh.ndim == 1 else (0, 1)):
             raise ValueError(
@@ -50,34 +58,42 @@ def layout_of(
                 f"and sharding over {dims[1]}: the last dimension shards, and the first of two "
                 "replicates"
             )
+        ranks = ranks_of(mesh)
     if placement is None:
         if parameter.dim() == 0:
-            return _layout_along(None, fqn, parameter, ranks)
+            return _layout_along(None, fqn, parameter, ranks, spmd)
         placement = Shard(0)
     if not isinstance(placement, Shard):
         raise TypeError(
             f"shard_placement_fn gave {placement!r} for '{fqn}'; it gives a Shard, a "
             "ShardPlacementResult or None"
         )
-    ranks = ranks_of(mesh)
     dim = placement.dim + parameter.dim() if placement.dim < 0 else placement.dim
     if dim not in range(parameter.dim()):
         raise ValueError(
             f"shard_placement_fn gave {placement!r} for '{fqn}', which has {parameter.dim()} "
             "dimensions, counted from 0"
         )
-    return _layout_along(dim if parameter.shape[dim] else None, fqn, parameter, ranks)
+    return _layout_along(dim if parameter.shape[dim] else None, fqn, parameter, ranks, spmd)
 
 
 def _layout_along(
-    dim: int | None, fqn: str, parameter: nn.Parameter, ranks: DataParallel
+    dim: int | None,
+    fqn: str,
+    parameter: nn.Parameter,
+    ranks: DataParallel,
+    spmd: SpmdMesh | None,
 ) -> Layout:
+    if spmd is not None:
+        _check_on_spmd_mesh(fqn, parameter, spmd)
     if not isinstance(parameter, DTensor):
         return Layout.of(parameter, ranks, dim)
     if any(p.is_partial() for p in parameter.placements):
         raise Zero3Error(
             f"'{fqn}' is a DTensor by {parameter.placements}: redistribute it to Shard or Replicate"
         )
+    if spmd is not None:
+        return spmd.layout_of(parameter, dim)
     try:
         return Layout.of(parameter, ranks, dim)
     except RuntimeError as error:
@@ -86,6 +102,43 @@ def _layout_along(
             f"{ranks.mesh} too ({error}): pass mesh= of the other dimension of one mesh, such as "
             'mesh["dp"] of init_device_mesh(..., mesh_dim_names=("dp", "tp"))'
         ) from error
+
+
+def _check_on_spmd_mesh(fqn: str, parameter: nn.Parameter, spmd: SpmdMesh) -> None:
+    names = spmd.mesh.mesh_dim_names
+    if not isinstance(parameter, DTensor) or parameter.device_mesh != spmd.mesh:
+        where = parameter.device_mesh if isinstance(parameter, DTensor) else "no mesh"
+        raise ValueError(
+            f"with dp_mesh_dims all parameters are DTensors on mesh={spmd.mesh}, but '{fqn}' is on "
+            f"{where}: call distribute_module or distribute_tensor first"
+        )
+    if not all(parameter.placements[i].is_replicate() for i in (*spmd.shard, *spmd.replicate)):
+        raise ValueError(
+            f"'{fqn}' is {parameter.placements} on the dimensions {names} of its mesh: it has to "
+            "be Replicate() on those that dp_mesh_dims names"
+        )
+
+
+def resolve_dp_mesh_dims(mesh: DeviceMesh, dp_mesh_dims: Any) -> SpmdMesh | None:
+    """Returns ``mesh`` and the dimensions that ``dp_mesh_dims`` names; None if it is None."""
+    if dp_mesh_dims is None:
+        check_mesh(mesh)
+        return None
+    _check_is_mesh(mesh)
+    kind = getattr(fsdp, "DataParallelMeshDims", None)
+    if kind is None:
+        raise NotImplementedError("dp_mesh_dims needs torch 2.13")
+    if not isinstance(dp_mesh_dims, kind):
+        raise TypeError(f"dp_mesh_dims is a DataParallelMeshDims of torch, got {dp_mesh_dims!r}")
+    shard, replicate = dp_mesh_dims.shard_names, dp_mesh_dims.replicate_names
+    if not shard:
+        raise NotImplementedError(
+            f"{dp_mesh_dims!r} shards nothing: name a dimension to shard over, perhaps of size 1"
+        )
+    named = [*shard, *replicate]
+    if len({*named}) < len(named) or not {*named} <= {*(mesh.mesh_dim_names or ())}:
+        raise ValueError(f"{dp_mesh_dims!r} has to name dimensions of {mesh}, each once")
+    return SpmdMesh(mesh, shard, replicate)
 
 
 def unsharded_modules(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
@@ -115,11 +168,7 @@ def default_mesh() -> DeviceMesh:
 
 def check_mesh(mesh: DeviceMesh) -> None:
     """Raises for a mesh that parameters cannot be sharded over."""
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(
-            f"mesh is a DeviceMesh, got {mesh!r}; init_device_mesh makes one, and "
-            "DeviceMesh.from_group of a process group"
-        )
+    _check_is_mesh(mesh)
     if mesh.ndim not in (1, 2):
         raise ValueError(
             f"fully_shard takes a mesh of one or two dimensions, got {mesh}: slice those that "
@@ -127,20 +176,23 @@ def check_mesh(mesh: DeviceMesh) -> None:
         )
 
 
-def refuse_unsupported(
-    mesh: DeviceMesh, offload_policy: OffloadPolicy, dp_mesh_dims: object
-) -> None:
-    """Raises for a mesh, an offload policy or an argument that is not supported."""
-    check_mesh(mesh)
+def _check_is_mesh(mesh: object) -> None:
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"mesh is a DeviceMesh, got {mesh!r}; init_device_mesh makes one, and "
+            "DeviceMesh.from_group of a process group"
+        )
+
+
+def refuse_offloading(mesh: DeviceMesh, offload_policy: OffloadPolicy) -> None:
+    """Raises for an offload policy that is not supported."""
     offloads = type(offload_policy) is not OffloadPolicy
-    unsupported = {
-        f"offload_policy={offload_policy!r} on {mesh.device_type!r}": offloads
-        and not (isinstance(offload_policy, CPUOffloadPolicy) and mesh.device_type == "cpu"),
-        "dp_mesh_dims": dp_mesh_dims is not None,
-    }
-    for what, asked in unsupported.items():
-        if asked:
-            raise NotImplementedError(f"fully_shard does not support {what} yet")
+    on_cpu = isinstance(offload_policy, CPUOffloadPolicy) and mesh.device_type == "cpu"
+    if offloads and not on_cpu:
+        raise NotImplementedError(
+            f"fully_shard does not support offload_policy={offload_policy!r} on "
+            f"{mesh.device_type!r} yet"
+        )
 
 
 def resolve_reshard(

@@ -12,9 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.module import all_parameters_of
-from deepcompile_zero3.sharding.parameter import ShardedParameter
+from deepcompile_zero3.sharding.parameter import ShardedParameter, drop_deferred, reduce_deferred
 
 # Parameters whose reduction is deferred now, by id of the shard, which is kept alive here.
 _deferred: dict[int, tuple[torch.Tensor, ShardedParameter]] = {}
@@ -62,24 +61,13 @@ def defer_reduction(model: nn.Module) -> Iterator[None]:
     try:
         try:
             yield
-            dropped = [p.fqn for p in parameters if p.handle.take_dropped()]
-            if dropped:
-                raise Zero3Error(
-                    "defer_reduction: a backward in the block raised, and the gradients of "
-                    f"{dropped[0]!r} and others that had come before it are lost"
-                )
-            for parameter in parameters:
-                parameter.settle_between_forwards()  # frozen or thawed in the block
         finally:
-            for parameter in parameters:
-                parameter.settings.deferred = False
             for shard in shards:
                 del _deferred[shard]
-        _C.reduce_deposited([parameter.handle for parameter in parameters])
     except BaseException:
-        for parameter in parameters:
-            parameter.handle.drop_gradients()
+        drop_deferred(parameters)
         raise
+    reduce_deferred(parameters, "defer_reduction: a backward in the block")
 
 
 def deposit_grad(parameter: torch.Tensor, grad: torch.Tensor) -> None:

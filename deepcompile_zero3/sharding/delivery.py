@@ -1,6 +1,7 @@
 """What the runtime calls: when it has reduced gradients, and before it gathers."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -8,7 +9,7 @@ import torch.distributed as dist
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.runtime import _C
-from deepcompile_zero3.sharding.group import group_of
+from deepcompile_zero3.sharding.group import ParameterGroup, group_of
 from deepcompile_zero3.sharding.parameter import ShardedParameter, find
 from deepcompile_zero3.transport.json_collectives import all_gather_json
 
@@ -30,12 +31,33 @@ def _deliver(gradients: Sequence[tuple[_C.Parameter, torch.Tensor]]) -> None:
         _raise_if_replicas_differ(uncompared)
     for parameter, _ in delivered:
         parameter.check_unchanged()
+    _run_all_reduce_hooks(delivered)
     for parameter, reduced in delivered:
         parameter.accumulate_grad(reduced)
     for parameter in dict.fromkeys(parameter for parameter, _ in delivered):
         shard = parameter.shard
         for hook in torch_internals.post_accumulate_grad_hooks(shard):
             hook(shard)
+
+
+def _run_all_reduce_hooks(reduced: Sequence[tuple[ShardedParameter, torch.Tensor]]) -> None:
+    """Lets the hooks of groups change the gradients that were reduced.
+
+    Hooks may communicate: all ranks call them in one order, with parameters in one order.
+    """
+    hooked: dict[tuple[ParameterGroup, torch.dtype], list[torch.Tensor]] = {}
+    # Gradients arrive in other orders on ranks that compute them differently.
+    for parameter, shard in sorted(reduced, key=lambda each: each[0].position):
+        group = None if parameter.group is None else parameter.group()
+        if group is not None and group.all_reduce_hook is not None:
+            hooked.setdefault((group, shard.dtype), []).append(shard)
+    for (group, _), shards in hooked.items():
+        hook = cast(Callable[[torch.Tensor], None], group.all_reduce_hook)
+        with torch.no_grad():
+            flat = torch.cat([shard.reshape(-1) for shard in shards])
+            hook(flat)
+            for shard, part in zip(shards, flat.split([s.numel() for s in shards]), strict=True):
+                shard.copy_(part.view_as(shard))
 
 
 def _raise_if_nonfinite(reduced: Sequence[tuple[ShardedParameter, torch.Tensor]]) -> None:

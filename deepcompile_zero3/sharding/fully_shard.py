@@ -16,19 +16,23 @@ from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.runtime import _C
-from deepcompile_zero3.sharding import delivery  # noqa: F401 (which the runtime calls)
+from deepcompile_zero3.sharding import (
+    conversion,
+    delivery,  # noqa: F401 (which the runtime calls)
+)
 from deepcompile_zero3.sharding.arguments import (
     check_module,
     check_policy,
     default_mesh,
     layout_of,
     policy_for,
-    refuse_unsupported,
+    refuse_offloading,
+    resolve_dp_mesh_dims,
     resolve_ignored,
     resolve_reshard,
     unsharded_modules,
 )
-from deepcompile_zero3.sharding.group import ParameterGroup
+from deepcompile_zero3.sharding.group import Connect, ParameterGroup
 from deepcompile_zero3.sharding.layout import DataParallel, Layout
 from deepcompile_zero3.sharding.module import Zero3Module, parameters_of
 from deepcompile_zero3.sharding.parameter import ShardedModel, ShardedParameter, full_like
@@ -97,7 +101,9 @@ def fully_shard(
         offload_policy: ``CPUOffloadPolicy`` has no effect where the mesh is on the CPU, and is not
             supported elsewhere yet.
         ignored_params: parameters to leave as they are.
-        dp_mesh_dims: not supported yet.
+        dp_mesh_dims: a ``DataParallelMeshDims`` of torch. It names the dimensions of ``mesh`` to
+            shard over and those of replicas. Parameters are DTensors on all of ``mesh`` then, and
+            are read as such: ``Replicate()`` on the named dimensions. ``mesh`` may have more.
         transport: how ranks gather and reduce. ``"shared_memory"``: through memory that ranks
             share, which must all be on one host and compute on its CPU. ``"c10d"``: by messages of
             the process group. ``"auto"``: shared memory where possible, unless the environment
@@ -112,21 +118,23 @@ def fully_shard(
         NotImplementedError: an argument is not supported yet.
     """
     mesh = default_mesh() if mesh is None else mesh
-    refuse_unsupported(mesh, offload_policy, dp_mesh_dims)
+    spmd = resolve_dp_mesh_dims(mesh, dp_mesh_dims)
+    refuse_offloading(mesh, offload_policy)
     check_policy(mp_policy)
     ignored = resolve_ignored(ignored_params)
     transport = resolve(transport)
     modules = _outermost(module)
     ranks_of = functools.cache(DataParallel)
+    ranks_of_mesh = ranks_of(mesh) if spmd is None else spmd.ranks
     for each in modules:
         check_module(each, ignored)
     names = _new_parameters(modules, ignored)
     layouts: dict[nn.Parameter, Layout] = {
-        parameter: layout_of(fqn, parameter, mesh, shard_placement_fn, ranks_of)
+        parameter: layout_of(fqn, parameter, ranks_of_mesh, shard_placement_fn, ranks_of, spmd)
         for parameter, fqn in names.items()
     }
     # A rank that has nothing to shard over ``mesh`` takes part in the exchange, too.
-    meshes = list(dict.fromkeys([ranks_of(mesh), *(layout.ranks for layout in layouts.values())]))
+    meshes = list(dict.fromkeys([ranks_of_mesh, *(layout.ranks for layout in layouts.values())]))
     reshards = {ranks: resolve_reshard(reshard_after_forward, ranks) for ranks in meshes}
     policies = {
         parameter: policy_for(fqn, parameter, mp_policy) for parameter, fqn in names.items()
@@ -144,6 +152,7 @@ def fully_shard(
     }
     built: dict[nn.Parameter, ShardedParameter] = {}
     connection_of: dict[nn.Parameter, Connection] = {}
+    connect_over: dict[DataParallel, Connect] = {}
     failure: Exception | None = None  # such as out of memory: other ranks wait for this outcome
     for ranks in meshes:
         members = [p for p, layout in layouts.items() if layout.ranks is ranks]
@@ -153,15 +162,17 @@ def fully_shard(
         except Exception as error:
             failure = failure or error
         reshard, ranks_after_forward = reshards[ranks]
+        connect_over[ranks] = functools.partial(
+            connect,
+            group=ranks.shard_group,
+            device=ranks.device,
+            transport=transport,
+            take_turns=reshard is True and ranks_after_forward is None,
+            after_forward=ranks_after_forward,
+        )
         try:
-            connections = connect(
-                [fulls[p] for p in members],
-                [described[p] for p in members],
-                ranks.shard_group,
-                ranks.device,
-                transport,
-                take_turns=reshard is True and ranks_after_forward is None,
-                after_forward=ranks_after_forward,
+            connections = connect_over[ranks](
+                [fulls[p] for p in members], [described[p] for p in members]
             )
             connection_of.update(zip(members, connections, strict=True))
         except Exception as error:
@@ -204,9 +215,10 @@ def fully_shard(
                 swap_class(submodule)
 
     owned = list(built.values())
-    group = ParameterGroup(owned, mp_policy, len(modules))
+    group = ParameterGroup(owned, mp_policy, connect_over, len(modules))
     for each in modules:
         swap_class(each, group)
+        each.register_load_state_dict_post_hook(conversion.after_load)
         each.register_forward_pre_hook(group.pre_forward, prepend=True, with_kwargs=True)
         each.register_forward_hook(group.post_forward, always_call=True)
     _settle_ownership(modules, group, root)
@@ -326,9 +338,6 @@ def _settle_ownership(modules: list[nn.Module], group: ParameterGroup, root: int
     model = ShardedModel(root, parameters)
     for child in groups:
         child.model = model
-    first: dict[str, int] = {}  # the model's number in each group, whoever is alive
     for parameter in parameters:
-        handle = parameter.handle
         name = names.get(id(parameter.shard))  # None: its module was deleted
         parameter.join(model, parameter.fqn if name is None else label + name)
-        handle.model = first.setdefault(parameter.group_name, handle.transport.number)

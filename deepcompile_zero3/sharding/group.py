@@ -8,8 +8,8 @@ of them (see ``saved``). Compiled graphs gather for themselves: nothing here run
 
 import dataclasses
 import weakref
-from collections.abc import Iterator
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import nn
@@ -20,8 +20,13 @@ from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.all_gather import AllGather
+from deepcompile_zero3.sharding.layout import DataParallel
 from deepcompile_zero3.sharding.parameter import ShardedModel, ShardedParameter
 from deepcompile_zero3.sharding.saved import SavedTensors
+from deepcompile_zero3.transport.connection import Connection
+
+# Connects parameters, as they are computed with, by descriptions that are the same on all ranks.
+Connect: TypeAlias = Callable[[Sequence[torch.Tensor], Sequence[str]], list[Connection]]
 
 
 class ParameterGroup:
@@ -31,24 +36,33 @@ class ParameterGroup:
         parameters: the parameters that the group owns. A tied one belongs to the group that met it
             first.
         mp_policy: dtypes of the group's computation.
+        connect: for the ranks that parameters are sharded over, ``transport.connection.connect``
+            with these ranks and the group's choices.
         model: the sharded model that the group belongs to.
         depth: number of forwards of the group's module that are running.
         forward_prefetch: groups that an eager forward starts to gather once it has this group.
         backward_prefetch: groups that an eager backward starts to gather once it has this group.
+        all_reduce_hook: a function of the group's reduced gradients, flat, which it changes.
+        is_finalized_manually: for the outermost group, whether backwards leave reductions to
+            ``finalize_backward``.
     """
 
     def __init__(
         self,
         parameters: list[ShardedParameter],
         mp_policy: MixedPrecisionPolicy,
+        connect: Mapping[DataParallel, Connect],
         modules: int = 1,
     ) -> None:
         self.parameters = parameters
         self.mp_policy = mp_policy
+        self.connect = connect
         self._modules = modules  # number of modules that have this group
         self.model: ShardedModel | None = None
         self.forward_prefetch: list[weakref.ref[ParameterGroup]] = []
         self.backward_prefetch: list[weakref.ref[ParameterGroup]] = []
+        self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+        self.is_finalized_manually = False
         self._parent: weakref.ref[ParameterGroup] | None = None
         self.depth = 0
         self._unsharded = False  # from unshard() until reshard() or the end of a forward

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
+from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from deepcompile_zero3 import torch_internals
@@ -60,13 +60,63 @@ class DataParallel:
         return torch.device(device.type, torch.accelerator.current_device_index())
 
 
+class SpmdMesh:
+    """A mesh of all ranks on which parameters and activations are DTensors.
+
+    Attributes:
+        mesh: the mesh, with named dimensions.
+        shard: indices of the dimensions that parameters are sharded over.
+        replicate: indices of the dimensions of replicas.
+    """
+
+    def __init__(
+        self, mesh: DeviceMesh, shard: tuple[str, ...], replicate: tuple[str, ...]
+    ) -> None:
+        names = mesh.mesh_dim_names or ()
+        self.mesh = mesh
+        self.shard = sorted(names.index(name) for name in shard)
+        self.replicate = sorted(names.index(name) for name in replicate)
+        self._shards = torch_internals.flat_submesh(mesh, shard)
+        meshes = [torch_internals.flat_submesh(mesh, replicate)] if replicate else []
+        self.ranks = DataParallel(torch_internals.concatenate_meshes([*meshes, self._shards]))
+
+    def layout_of(self, parameter: DTensor, dim: int | None) -> "Layout":
+        """Returns the layout of ``parameter``, which is whole on the data-parallel dimensions."""
+        mine = {*self.shard, *self.replicate}
+        inner = Inner(
+            self.mesh,
+            parameter.placements,
+            parameter.shape,
+            parameter.stride(),
+            # The runtime sums these ranks' parts, and nobody else before it.
+            tuple(Partial() if i in mine else p for i, p in enumerate(parameter.placements)),
+        )
+        meshes, placements = [], []
+        for i, placement in enumerate(parameter.placements):
+            if i == self.shard[0]:
+                meshes.append(self._shards)
+                placements.append(_inside(dim, inner, range(i + 1, self.mesh.ndim)))
+            elif i not in self.shard:
+                meshes.append(self.mesh[(self.mesh.mesh_dim_names or ())[i]])
+                placements.append(placement)
+        whole = len(self.shard) == 1
+        mesh = self.mesh if whole else torch_internals.concatenate_meshes(meshes)
+        sizes = torch_internals.local_tensor(parameter).shape
+        return Layout(self.ranks, dim, mesh, tuple(placements), inner, sizes)
+
+
 class Inner(NamedTuple):
-    """The DTensor that each data-parallel rank has of a parameter, as of tensor parallelism."""
+    """The DTensor that each data-parallel rank has of a parameter, as of tensor parallelism.
+
+    ``grad_placements`` are those of gradients that the runtime takes, if they are not like
+    ``placements``.
+    """
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     shape: torch.Size
     stride: tuple[int, ...]
+    grad_placements: tuple[Placement, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -100,21 +150,14 @@ class Layout:
                 slices of one mesh.
         """
         replicate = (Replicate(),) * (ranks.mesh.ndim - 1)
-        placement: Placement = Replicate() if dim is None else Shard(dim)
         if not isinstance(parameter, DTensor):
+            placement: Placement = Replicate() if dim is None else Shard(dim)
             return Layout(ranks, dim, ranks.mesh, (*replicate, placement), None, parameter.shape)
         inner = Inner(
             parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride()
         )
-        parts = math.prod(
-            inner.mesh.size(i)
-            for i, p in enumerate(inner.placements)
-            if dim is not None and getattr(p, "dim", None) == dim
-        )
         mesh = torch_internals.concatenate_meshes([ranks.mesh, inner.mesh])
-        # Each inner rank's part of the dimension is sharded, not the dimension.
-        if parts > 1:
-            placement = torch_internals.StridedShard(dim, split_factor=parts)
+        placement = _inside(dim, inner, range(inner.mesh.ndim))
         sizes = torch_internals.local_tensor(parameter).shape
         return Layout(ranks, dim, mesh, (*replicate, placement, *inner.placements), inner, sizes)
 
@@ -124,11 +167,17 @@ class Layout:
         ``full`` is the tensor that a module reads.
         """
         if isinstance(full, DTensor) and self.inner is not None:
-            full = full.redistribute(self.inner.mesh, self.inner.placements)
-            full = torch_internals.local_tensor(full)
-        if self.dim is None:
-            return self.rows(full).expand(self.ranks.shard_group.size(), -1)
-        return self.rows(full)
+            placements = self.inner.placements
+            if self.inner.grad_placements is not None:  # each rank's part of a gradient stays
+                placements = tuple(
+                    mine if grad.is_partial() else whole
+                    for mine, grad, whole in zip(
+                        full.placements, self.inner.grad_placements, placements, strict=True
+                    )
+                )
+            full = torch_internals.local_tensor(full.redistribute(self.inner.mesh, placements))
+        rows = self.rows(full)
+        return rows if self.dim is not None else rows.expand(self.ranks.shard_group.size(), -1)
 
     def read(self, whole: torch.Tensor) -> torch.Tensor:
         """Returns the tensor that a module reads, from the gathered ``whole``. Differentiable."""
@@ -136,6 +185,7 @@ class Layout:
         full = _FirstOfEqual.apply(whole, self.sizes) if self.dim is None else self.local(whole)
         if self.inner is None:
             return full
+        grads = self.inner.grad_placements
         return DTensor.from_local(
             full,
             self.inner.mesh,
@@ -143,6 +193,7 @@ class Layout:
             run_check=False,
             shape=self.inner.shape,
             stride=self.inner.stride,
+            **({} if grads is None else {"grad_placements": grads}),
         )
 
     def rows(self, local: torch.Tensor) -> torch.Tensor:
@@ -187,3 +238,16 @@ class _FirstOfEqual(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grad.reshape(1, ctx.rows[1]).expand(ctx.rows), None
+
+
+def _inside(dim: int | None, inner: Inner, mesh_dims: range) -> Placement:
+    """Returns the placement that shards dimension ``dim``, if any, of each part of ``inner``.
+
+    The parts are those of the mesh dimensions ``mesh_dims``, which come after the new one.
+    """
+    if dim is None:
+        return Replicate()
+    parts = math.prod(
+        inner.mesh.size(i) for i in mesh_dims if getattr(inner.placements[i], "dim", None) == dim
+    )
+    return torch_internals.StridedShard(dim, split_factor=parts) if parts > 1 else Shard(dim)

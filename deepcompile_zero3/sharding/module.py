@@ -13,13 +13,15 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.fsdp import UnshardHandle
 from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.sharding.conversion import convert
 from deepcompile_zero3.sharding.group import ParameterGroup
-from deepcompile_zero3.sharding.parameter import ShardedParameter
+from deepcompile_zero3.sharding.parameter import ShardedParameter, reduce_deferred
 
 
 class Zero3Module:
@@ -47,6 +49,11 @@ class Zero3Module:
         except BaseException:
             self._zero3_group.interrupted(depth)
             raise
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """Converts or moves the module: torch calls this for ``to``, ``bfloat16``, ``to_empty``."""
+        apply = super()._apply  # type: ignore[misc]
+        return convert(self._zero3_group, lambda: apply(fn, recurse=recurse))
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers the parameters of this module's group, for use outside a forward.
@@ -174,6 +181,65 @@ class Zero3Module:
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Has no effect: every backward ends when its reductions have ended."""
 
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Sets whether :meth:`finalize_backward` reduces gradients, in place of each backward.
+
+        For schedules in which the reduction is a step of its own. Until then, each rank keeps the
+        sums of full gradients. Only for the outermost sharded module.
+
+        Args:
+            enabled: whether the caller finalizes.
+
+        Raises:
+            Zero3Error: this module lies inside another sharded one, or gradients of it wait for
+                their reduction.
+        """
+        group, parameters = self._zero3_outermost("set_manual_backward_finalization")
+        if enabled == group.is_finalized_manually:
+            return
+        waiting = [
+            p.fqn for p in parameters if p.settings.deferred is enabled or p.handle.has_gradients()
+        ]
+        if waiting:
+            raise Zero3Error(
+                "set_manual_backward_finalization cannot change while gradients wait for their "
+                f"reduction, such as those of {waiting[0]!r}: end that, or call reset_iter_state()"
+            )
+        group.is_finalized_manually = enabled
+        for parameter in parameters:
+            parameter.settings.deferred = enabled
+            parameter.handle.take_dropped()
+
+    def finalize_backward(self, *, async_op: bool = False) -> "GradientReductionHandle | None":
+        """Reduces the gradients of all backwards since the last call. Collective.
+
+        Needs :meth:`set_manual_backward_finalization`. Parameters without gradient sync keep their
+        sums. Has no effect before the first forward.
+
+        Args:
+            async_op: whether to return a handle.
+
+        Returns:
+            A handle if ``async_op`` is True, else None. The reduction has ended already: ``wait()``
+            has nothing to wait for.
+
+        Raises:
+            Zero3Error: manual finalization is not enabled, a backward has raised since the last
+                call, or ranks disagree on what is reduced.
+        """
+        group, parameters = self._zero3_outermost("finalize_backward")
+        if not group.is_finalized_manually:
+            raise Zero3Error(
+                "finalize_backward needs set_manual_backward_finalization(True) before the forward"
+            )
+        if any(parameter.has_run for parameter in parameters):
+            try:
+                reduce_deferred(parameters, "finalize_backward: a backward")
+            finally:
+                for parameter in parameters:
+                    parameter.settings.deferred = True
+        return GradientReductionHandle() if async_op else None
+
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Sets whether backwards from now on all-reduce gradients over the replicas of a 2-D mesh.
 
@@ -220,11 +286,71 @@ class Zero3Module:
         frees gathered parameters. Call it after an interruption too. All ranks call it, outside
         forwards.
         """
+        *_, outermost = self._zero3_group.ancestry()
         for parameter in self._zero3_parameters_below(recurse=True):
             parameter.handle.drop_gradients()
+            if outermost.is_finalized_manually:
+                parameter.handle.take_dropped()  # finalize_backward need not tell of it
         for module in self.modules():  # type: ignore[attr-defined]
             if isinstance(module, Zero3Module):
                 module._zero3_group.give_up()
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None
+    ) -> None:
+        """Sets a function that changes this group's reduced gradients before they reach ``.grad``.
+
+        For reductions of your own, such as over more replicas. At the end of each backward that
+        reduces, the function gets one flat tensor for each dtype of ``.grad``: this rank's shards,
+        reduced and divided, over replicas too. It changes them in place. Not recursive.
+
+        Args:
+            hook: the function, called on all ranks in the order of groups in the model.
+            stream: has no effect: the function runs on the current stream.
+
+        Raises:
+            TypeError: ``hook`` is no function.
+            ValueError: ``stream`` is given on a 2-D mesh.
+        """
+        if not callable(hook):
+            raise TypeError(f"hook is a function of a tensor, got {hook!r}")
+        replicated = any(p.layout.ranks.replicate_group for p in self._zero3_group.parameters)
+        if stream is not None and replicated:
+            raise ValueError("stream cannot be given on a mesh with replicas")
+        self._zero3_group.all_reduce_hook = hook
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Makes the current stream wait for ``event``, and so the gathers of the next forward.
+
+        Gathers wait for the current stream always: call it only if the optimizer steps on another.
+
+        Args:
+            event: recorded after the optimizer's step.
+        """
+        event.wait()
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Has no effect: an eager backward gathers a group only if it uses what was saved of it."""
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Has no effect: ranks are always summed, and the sum is divided afterwards."""
+
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """Has no effect: reductions always have a process group of their own."""
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Calls :meth:`set_gradient_divide_factor`, its name in earlier releases of torch."""
+        self.set_gradient_divide_factor(factor)
+
+    def _zero3_outermost(self, caller: str) -> tuple[ParameterGroup, list[ShardedParameter]]:
+        if self._zero3_group.parent is not None:
+            raise Zero3Error(
+                f"{caller} was called on a {type(self).__name__} that lies inside another sharded "
+                "module: call it on the outermost one"
+            )
+        return self._zero3_group, list(self._zero3_parameters_below(recurse=True))
 
     def _zero3_parameters_below(self, recurse: bool) -> Iterator[ShardedParameter]:
         modules = self.modules() if recurse else (self,)  # type: ignore[attr-defined]
@@ -242,24 +368,27 @@ def _refused(name: str, why: str) -> Callable[..., NoReturn]:
 
 
 _REFUSED = {
-    "set_all_reduce_hook": "the runtime communicates",
     "set_allocate_memory_from_process_group_for_comm": "the runtime has buffers of its own",
     "set_custom_all_gather": "the runtime communicates",
     "set_custom_reduce_scatter": "the runtime communicates",
-    "set_keep_unsharded_storage": "the runtime has buffers of its own",
-    "set_manual_backward_finalization": "every backward ends with its reductions",
-    "set_force_sum_reduction_for_comms": "reductions sum always, and divide after",
-    "set_post_optim_event": "the runtime waits for the current stream",
-    "set_reduce_scatter_divide_factor": "call set_gradient_divide_factor",
+    "set_keep_unsharded_storage": "no CUDA graph captures gathers",
     "set_reduce_scatter_max_input_buffers": "the runtime has buffers of its own",
-    "set_separate_reduce_scatter_group": "reductions have a group of their own always",
-    "set_unshard_in_backward": "eager backwards gather what was saved, compiled ones by their plan",
     "set_symm_mem_for_comm": "the runtime has buffers of its own",
 }
 """Methods of FSDP2's, and why a :class:`Zero3Module` does not do as they say."""
 
 for _name, _why in _REFUSED.items():
     setattr(Zero3Module, _name, _refused(_name, _why))
+
+
+_ReductionHandle: Any = getattr(fsdp, "GradientReductionHandle", object)
+
+
+class GradientReductionHandle(_ReductionHandle):
+    """The result of :meth:`Zero3Module.finalize_backward`, as of torch 2.15."""
+
+    def wait(self) -> None:
+        """Does nothing: the gradients are there."""
 
 
 class _UnshardHandle(UnshardHandle):
@@ -277,6 +406,18 @@ def _groups_of(modules: Iterable[Any]) -> list[weakref.ref[ParameterGroup]]:
         if not isinstance(module, Zero3Module):
             raise ValueError(f"{type(module).__name__} was not sharded: call fully_shard on it")
     return [weakref.ref(module._zero3_group) for module in modules]
+
+
+def share_comm_ctx(modules: Iterable[Zero3Module]) -> None:
+    """Has no effect: models whose ranks are the same share their communication always.
+
+    Args:
+        modules: sharded modules, such as the stages of a pipeline on this rank.
+
+    Raises:
+        ValueError: a module is not sharded.
+    """
+    _groups_of(modules)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

@@ -46,8 +46,19 @@ class ShardedModel:
     def __init__(self, number: int, parameters: Sequence["ShardedParameter"]) -> None:
         self.number = number
         self.parameters = tuple(parameters)
-        self.nbytes = sum(parameter.nbytes for parameter in parameters)
+        self.settle()
         _models.add(self)
+
+    def settle(self) -> None:
+        """Adds up what the parameters are now: before they join, and when some were converted."""
+        self.nbytes = sum(parameter.nbytes for parameter in self.parameters)
+        first: dict[str, int] = {}  # the model's number in each group, whoever is alive
+        for position, parameter in enumerate(self.parameters):
+            parameter.position = position
+            handle = parameter.handle
+            assert handle.transport is not None
+            handle.model = first.setdefault(parameter.group_name, handle.transport.number)
+            parameter.settle_graph_key()
 
     def retire(self) -> None:
         """Frees the number for another model. This model takes no more steps."""
@@ -64,6 +75,7 @@ class ShardedParameter:
 
     Attributes:
         fqn: name relative to the outermost sharded module, for people.
+        position: position among the parameters of its model.
         layout: where the parts of the parameter are.
         ranks_meet_in_backward: whether all ranks take part when one gathers again in backward.
         replicas_are_compared: whether the values of its replicas were compared, or it has none.
@@ -95,6 +107,7 @@ class ShardedParameter:
         self._model: weakref.ref[ShardedModel] | None = None
         self._name = name
         self.fqn = ""
+        self.position = 0
         self.layout = layout
         self.is_read_as_gathered = layout.dim == 0 and layout.inner is None  # one guard, not many
         self.reshard_after_forward = reshard_after_forward
@@ -107,28 +120,11 @@ class ShardedParameter:
 
         self.orig_dtype = parameter.dtype
         self._size = parameter.shape
-        full = full_like(parameter, layout, mp_policy)
-        self.compute_dtype = full.dtype
-        ranks = layout.ranks
-        self.placeholder = nn.Parameter(
-            _C.make_placeholder(
-                list(full.shape), list(full.stride()), self.compute_dtype, ranks.device
-            ),
-            requires_grad=parameter.requires_grad,
-        )
-        others = ranks.replicate_group
-        replicas = None if others is None else channel_of(others, ranks.device)
-        shards = ranks.shard_group
-        self.handle = self._handle(shards.rank(), shards.size(), replicas, self.placeholder)
-        self.settings = self.handle.settings
-        self.settings.divide_factor = ranks.mesh.size()
-        self.settings.reduce_dtype = mp_policy.reduce_dtype
+        self._mp_policy = mp_policy
+        self._build(full_like(parameter, layout, mp_policy), parameter.requires_grad)
+        self.settings.divide_factor = layout.ranks.mesh.size()
         self.set_reshard_after_forward(reshard_after_forward)
-        if connection.after_forward is not None:
-            channel, messages = connection.after_forward
-            self.handle.after_forward = self._handle(channel.rank, channel.world_size)
-            self.handle.after_forward.transport = messages
-        setattr(self.placeholder, _PLACEHOLDER_OF, weakref.ref(self))
+        self._shard_after_forward(connection)
         self._settle_grad_dtype(parameter.grad_dtype)
 
         shard = nn.Parameter(layout.shard(parameter), requires_grad=parameter.requires_grad)
@@ -137,6 +133,29 @@ class ShardedParameter:
         if parameter.grad is not None:
             shard.grad = layout.shard(parameter.grad)
         self._built: nn.Parameter | None = shard
+
+    def _build(self, full: torch.Tensor, requires_grad: bool) -> None:
+        """Creates the placeholder and the runtime's parameter, gathered as ``full`` is."""
+        ranks = self.layout.ranks
+        self.compute_dtype = full.dtype
+        self.placeholder = nn.Parameter(
+            _C.make_placeholder(
+                list(full.shape), list(full.stride()), self.compute_dtype, ranks.device
+            ),
+            requires_grad=requires_grad,
+        )
+        setattr(self.placeholder, _PLACEHOLDER_OF, weakref.ref(self))
+        others = ranks.replicate_group
+        replicas = None if others is None else channel_of(others, ranks.device)
+        shards = ranks.shard_group
+        self.handle = self._handle(shards.rank(), shards.size(), replicas, self.placeholder)
+        self.settings = self.handle.settings
+
+    def _shard_after_forward(self, connection: Connection) -> None:
+        if connection.after_forward is not None:
+            channel, messages = connection.after_forward
+            self.handle.after_forward = self._handle(channel.rank, channel.world_size)
+            self.handle.after_forward.transport = messages
 
     def _handle(
         self,
@@ -161,11 +180,58 @@ class ShardedParameter:
         """Puts the shard into the module, once all ranks have built theirs. Returns the shard."""
         shard, self._built = cast(nn.Parameter, self._built), None
         connection, self._connection = cast(Connection, self._connection), None
-        self.handle.transport = connection.transport_of(self.handle)
-        self.ranks_meet_in_backward = self.handle.transport.can.ranks_meet_in_backward
+        self._connect(connection)
         cast(nn.Module, self._owner())._parameters[self._name] = shard
         self._set_shard(cast(DTensor, shard))
         return shard
+
+    def _connect(self, connection: Connection) -> None:
+        self.handle.transport = connection.transport_of(self.handle)
+        self.ranks_meet_in_backward = self.handle.transport.can.ranks_meet_in_backward
+
+    @property
+    def has_run(self) -> bool:
+        """Whether a forward has used the parameter."""
+        return self._shard_of_forward != 0
+
+    def full_of_converted(self) -> torch.Tensor | None:
+        """Returns what ``full_like`` would return for the shard as it is now.
+
+        Returns None unless the shard was converted to another dtype before its first forward.
+        """
+        module = self._owner()
+        shard = None if module is None else module._parameters[self._name]
+        if (
+            not isinstance(shard, DTensor)
+            or shard.dtype == self.orig_dtype
+            or not shard.is_floating_point()
+            or self.has_run
+        ):
+            return None
+        dtype = self._mp_policy.param_dtype or shard.dtype
+        return torch.empty_strided(
+            self.placeholder.shape, self.placeholder.stride(), dtype=dtype, device="meta"
+        )
+
+    def rebuild(self, full: torch.Tensor, connection: Connection) -> None:
+        """Computes with tensors like ``full`` from now on, and keeps all settings.
+
+        ``full`` comes from ``full_of_converted``.
+        """
+        shard, old = self.shard, self.handle
+        self._inherit_grad_dtype(shard)
+        self.orig_dtype = shard.dtype
+        self._build(full, shard.requires_grad)
+        for name in vars(_C.Settings):
+            if not name.startswith("_"):
+                setattr(self.settings, name, getattr(old.settings, name))
+        if old.after_forward is not None:
+            self._shard_after_forward(connection)
+        self._connect(connection)
+        self._settle_grad_dtype(shard.grad_dtype)
+        self._set_shard(shard)
+        if self.model is not None:
+            self.join(self.model, self.fqn)
 
     def _set_shard(self, shard: DTensor) -> None:
         self._latest_shard = shard
@@ -208,7 +274,7 @@ class ShardedParameter:
         self.fqn = self.handle.fqn = fqn
         self.handle.root = model.number
         self.handle.register()
-        self._settle_graph_key()
+        self.settle_graph_key()
 
     @property
     def nbytes(self) -> int:
@@ -220,9 +286,10 @@ class ShardedParameter:
         self.reshard_after_forward = reshard_after_forward
         self.settings.reshard_after_forward = reshard_after_forward is True
         self.handle.after_forward = None
-        self._settle_graph_key()
+        self.settle_graph_key()
 
-    def _settle_graph_key(self) -> None:
+    def settle_graph_key(self) -> None:
+        """Updates ``graph_key``."""
         transport = self.handle.transport
         self.graph_key = (
             f"reshard_after_forward={self.reshard_after_forward} group={self.group_name} "
@@ -258,11 +325,19 @@ class ShardedParameter:
         local = torch_internals.local_tensor(shard)
         if local is not self._local:
             self._check_replacement(shard, local)
-            if shard.grad_dtype == shard.dtype != self.grad_dtype:
-                shard.grad_dtype = self.grad_dtype  # to_empty() and the like drop it
+            self._inherit_grad_dtype(shard)
             self._set_shard(shard)
             self.handle.reshard()
         return shard
+
+    def _inherit_grad_dtype(self, shard: DTensor) -> None:
+        """Gives a new shard the ``grad_dtype`` that was set on the one before."""
+        if torch_internals.has_grad_dtype(shard):
+            return
+        if shard is not self._latest_shard and torch_internals.has_grad_dtype(self._latest_shard):
+            shard.grad_dtype = self._latest_shard.grad_dtype
+        elif self.grad_dtype != self.orig_dtype:
+            shard.grad_dtype = self.grad_dtype  # to_empty() and the like change a shard in place
 
     def settle(self) -> bool:
         """Fixes the settings that a forward uses and that its backward keeps.
@@ -309,17 +384,21 @@ class ShardedParameter:
 
     def _settle_grad_dtype(self, declared: torch.dtype | None) -> None:
         self.grad_dtype = declared
-        contract = grad_dtype.resolve(declared, self.orig_dtype, self.compute_dtype)
+        contract = grad_dtype.resolve(
+            declared, self.orig_dtype, self.compute_dtype, self._mp_policy.reduce_dtype
+        )
         self.settings.grad_dtype = contract.leaf
+        self.settings.reduce_dtype = contract.wire
         self.settings.shard_grad_dtype = contract.shard
         self.contract = _C.contract_name(contract.leaf)
+        self.settle_graph_key()
 
     def _check_replacement(self, shard: DTensor, local: torch.Tensor) -> None:
         if shard.dtype != self.orig_dtype:
             raise Zero3Error(
                 f"'{self.fqn}' was {self.orig_dtype} when it was sharded and is {shard.dtype} now; "
-                "convert the model before fully_shard, or compute in another dtype with "
-                "MixedPrecisionPolicy(param_dtype=...)"
+                "call .to(dtype) of the sharded module before its first forward, or compute in "
+                "another dtype with MixedPrecisionPolicy(param_dtype=...)"
             )
         mine = list(self._size), self.layout.placements, self.layout.mesh
         found = list(shard.shape), shard.placements, shard.device_mesh
@@ -379,6 +458,38 @@ def find(placeholder: object) -> ShardedParameter | None:
     """Returns the live parameter that has this placeholder, or None."""
     reference = getattr(placeholder, _PLACEHOLDER_OF, None)
     return None if reference is None else reference()
+
+
+def reduce_deferred(parameters: Sequence[ShardedParameter], what: str) -> None:
+    """Reduces sums of parameters whose ``settings.deferred`` is set, which it clears. Collective.
+
+    If that fails, all their gradients that are not reduced yet are dropped.
+
+    Raises:
+        Zero3Error: a backward has raised since ``handle.take_dropped()``, or ranks disagree on what
+            is reduced. ``what`` names that backward.
+    """
+    try:
+        dropped = [p.fqn for p in parameters if p.handle.take_dropped()]
+        if dropped:
+            raise Zero3Error(
+                f"{what} raised, and the gradients of {dropped[0]!r} and others that had come "
+                "before it are lost"
+            )
+        for parameter in parameters:
+            parameter.settle_between_forwards()  # frozen or thawed meanwhile
+            parameter.settings.deferred = False
+        _C.reduce_deposited([parameter.handle for parameter in parameters])
+    except BaseException:
+        drop_deferred(parameters)
+        raise
+
+
+def drop_deferred(parameters: Iterable[ShardedParameter]) -> None:
+    """Drops what ``reduce_deferred`` would reduce."""
+    for parameter in parameters:
+        parameter.settings.deferred = False
+        parameter.handle.drop_gradients()
 
 
 def own_models(node: Any, parameters: Iterable[ShardedParameter]) -> None:

@@ -169,6 +169,11 @@ def placement_on_mesh(result: Any) -> tuple[Any, DeviceMesh, tuple[int | None, i
     return result.placement, info.mesh, (info.replicate_mesh_dim, info.shard_mesh_dim)
 
 
+def flat_submesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """Returns the slice of ``mesh`` with these dimensions, as one dimension."""
+    return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
+
+
 def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
     """Returns a DTensor of the shape and placements of ``like`` whose local tensor is ``local``."""
     spec = like._spec
@@ -212,3 +217,11 @@ class ReadsFlatWeights:
 def forget_flat_weights(module: torch.nn.Module) -> None:
     """Frees the list of weights of a module that has become one of :class:`ReadsFlatWeights`."""
     module.__dict__.pop(FLAT_WEIGHTS, None)
+
+
+def has_grad_dtype(tensor: torch.Tensor) -> bool:
+    """Returns whether somebody has set ``tensor.grad_dtype``.
+
+    Before torch 2.15, one that equals the dtype of ``tensor`` cannot be told from the default.
+    """
+    return getattr(tensor, "_has_grad_dtype_override", tensor.grad_dtype != tensor.dtype)

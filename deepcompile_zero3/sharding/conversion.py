@@ -1,0 +1,68 @@
+"""Conversions of a sharded module: ``module.to(dtype)``, ``load_state_dict(assign=True)``.
+
+Until the first forward, parameters may take another dtype. What the runtime has of them is then
+built anew. A ``grad_dtype`` that was set holds on.
+"""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from deepcompile_zero3 import torch_internals
+from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.sharding.group import ParameterGroup
+from deepcompile_zero3.transport.json_collectives import check_all_alike
+
+
+def convert(group: ParameterGroup, apply: Callable[[], Any]) -> Any:
+    """Returns ``apply()``, which may convert the parameters of ``group`` in place. Collective."""
+    kept: list[tuple[DTensor, torch.dtype | None, torch.Tensor | None]] = []
+    for parameter in group.parameters:
+        shard = parameter.shard
+        if torch_internals.has_grad_dtype(shard):
+            # Gradients of that dtype are not converted with the parameter.
+            kept.append((shard, shard.grad_dtype, shard.grad))
+            shard.grad = None
+    try:
+        result = apply()
+    finally:
+        for shard, grad_dtype, grad in kept:
+            shard.grad_dtype = grad_dtype
+            shard.grad = None if grad is None else grad.to(shard.device)
+    _follow(group)
+    return result
+
+
+def after_load(module: nn.Module, incompatible_keys: object) -> None:
+    """Follows what ``load_state_dict(assign=True)`` has put into ``module``. Collective."""
+    group: ParameterGroup = module._zero3_group  # type: ignore[assignment]
+    _follow(group)
+    for parameter in group.parameters:
+        with contextlib.suppress(Zero3Error):  # the next forward raises it
+            parameter.refresh()
+
+
+def _follow(group: ParameterGroup) -> None:
+    """Builds the parameters of ``group`` anew that have another dtype now."""
+    converted = [(p, full) for p in group.parameters if (full := p.full_of_converted()) is not None]
+    if not converted:
+        return
+    group.reshard()
+    for ranks, connect in group.connect.items():
+        members = [(p, full) for p, full in converted if p.layout.ranks is ranks]
+        if not members:
+            continue
+        described = [
+            f"'{p.fqn}' converted from {p.orig_dtype} to {p.shard.dtype}" for p, _ in members
+        ]
+        if ranks.replicate_group is not None:
+            check_all_alike(described, ranks.replicate_group)
+        connections = connect([full for _, full in members], described)
+        for (parameter, full), connection in zip(members, connections, strict=True):
+            parameter.rebuild(full, connection)
+    if group.model is not None:
+        group.model.settle()

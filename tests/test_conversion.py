@@ -1,0 +1,102 @@
+"""Sharded modules that are converted to another dtype before their first forward."""
+
+import copy
+
+import pytest
+import torch
+from models import assert_same_gradients, batch_of, compiled, each_way, optimizers_of
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from deepcompile_zero3 import Zero3Error, fully_shard, record_collectives
+
+either_transport = pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
+
+
+def _model(tied=True):
+    """Returns layers whose rows do not divide by the ranks, of which one may be tied to another."""
+    model = nn.Sequential(nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 8), nn.Linear(8, 5), nn.Tanh())
+    if tied:
+        model[3].weight = model[0].weight
+    model[2].bias.requires_grad_(False)
+    return model
+
+
+def _take_steps(run, model, reference, optimizers):
+    """Takes steps on the same batch on all ranks, so that the mean over ranks is exact."""
+    for seed in range(2):
+        batch = batch_of(4, 8, seed=seed).to(model[0].weight.dtype)
+        for forward in (run, reference):
+            forward(batch).float().square().mean().backward()
+        dtypes = [None if p.grad is None else p.grad.dtype for p in model.parameters()]
+        assert dtypes == [None if p.grad is None else p.grad.dtype for p in reference.parameters()]
+        assert_same_gradients(model, reference, tolerance=0.02)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def _converted(how, transport, mesh):
+    mesh = None if mesh is None else init_device_mesh("cpu", mesh)
+    model = _model()
+    reference = copy.deepcopy(model).bfloat16()
+    reference[2].weight.grad_dtype = torch.float64
+    fully_shard([model[2], model[3]], mesh=mesh, transport=transport)
+    fully_shard(model, mesh=mesh, transport=transport)
+    model.set_gradient_divide_factor(2.0)
+    optimizers = optimizers_of(model, reference)
+    model.unshard()
+    model.reshard()
+    model[2].weight.grad_dtype = torch.float64  # set, and kept through the conversion
+    parameters = list(model.parameters())
+
+    model.half()
+    model.bfloat16()
+
+    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+    assert model[2].weight.grad_dtype == torch.float64
+    run = compiled(model, how)
+    with record_collectives() as log:
+        _take_steps(run, model, reference, optimizers)
+    assert {c.dtype for c in log if c.op == "all_gather"} == {torch.bfloat16}
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+    model.half()  # too late
+    with pytest.raises(Zero3Error, match=r"was torch\.bfloat16 .* torch\.float16 now; call \.to"):
+        run(batch_of(4, 8).half())
+
+
+@each_way
+@either_transport
+def test_a_module_may_be_converted_until_its_first_forward(run_ranks, how, transport):
+    run_ranks(2, _converted, how, transport, None)
+
+
+def test_replicas_may_be_converted(run_ranks):
+    run_ranks(2, _converted, "interpreted", "c10d", (2, 1))
+
+
+def _loaded(how):
+    """Loads bf16 values into a model of fp32, whose forwards compute in fp32 all the same."""
+    model = _model(tied=False)  # assigning unties
+    reference = copy.deepcopy(model).bfloat16()
+    reference[2].weight.grad_dtype = torch.float64
+    loaded = {
+        name: value.bfloat16()
+        for name, value in fully_shard(copy.deepcopy(model)).state_dict().items()
+    }
+    policy = MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.bfloat16)
+    fully_shard(model, mp_policy=policy)
+    for _ in range(2):
+        model[2].weight.grad_dtype = torch.float64
+        model.load_state_dict(loaded, assign=True)
+        assert isinstance(model[2].weight, DTensor)
+        assert model[2].weight.grad_dtype == torch.float64  # inherited from the one before
+    _take_steps(compiled(model, how), model, reference, optimizers_of(model, reference))
+
+
+@each_way
+def test_what_is_loaded_with_another_dtype_inherits_a_grad_dtype(run_ranks, how):
+    run_ranks(2, _loaded, how)
