@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import UnshardHandle
+from torch.distributed.fsdp import FSDPModule, UnshardHandle
 from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import torch_internals
@@ -22,8 +22,11 @@ from deepcompile_zero3.sharding.group import ParameterGroup
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 
 
-class Zero3Module:
-    """The methods that ``fully_shard`` adds to the module it is called on."""
+class Zero3Module(FSDPModule):
+    """The methods that ``fully_shard`` adds to the module it is called on.
+
+    The base class is for ``isinstance`` alone. Each of its methods is replaced here or below.
+    """
 
     _zero3_group: ParameterGroup
 
@@ -150,7 +153,7 @@ class Zero3Module:
         for parameter in self._zero3_group.parameters:
             parameter.settings.divide_factor = factor
 
-    def set_modules_to_forward_prefetch(self, modules: list["Zero3Module"]) -> None:
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Sets the modules that an eager forward prefetches after this module.
 
         Once an eager forward has gathered this module's group, it starts to gather the groups of
@@ -164,7 +167,7 @@ class Zero3Module:
         """
         self._zero3_group.forward_prefetch[:] = _groups_of(modules)
 
-    def set_modules_to_backward_prefetch(self, modules: list["Zero3Module"]) -> None:
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Sets the modules that an eager backward prefetches after this module.
 
         The backward must come to ``modules`` too. See :meth:`set_modules_to_forward_prefetch`.
@@ -173,6 +176,29 @@ class Zero3Module:
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Has no effect: every backward ends when its reductions have ended."""
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Has no effect: reductions always sum, and divide after."""
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Has no effect: every backward with gradient sync ends when its reductions have ended."""
+
+    def finalize_backward(self, *, async_op: bool = False) -> "_FinalizeHandle | None":
+        """Reduces the sums of micro-batches without gradient sync, where no backward with sync is
+        the last of them.
+
+        Call it on all ranks, after ``set_requires_gradient_sync(True)``.
+
+        Returns:
+            A handle with a ``wait()`` method, which has nothing to wait for, if ``async_op`` is
+            True, else None.
+
+        Raises:
+            Zero3Error: the reduction is deferred by ``defer_reduction``, or ranks disagree on what
+                is reduced.
+        """
+        self._get_fsdp_state().finalize_backward()
+        return _FinalizeHandle() if async_op else None
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Sets whether backwards from now on all-reduce gradients over the replicas of a 2-D mesh.
@@ -226,6 +252,14 @@ class Zero3Module:
             if isinstance(module, Zero3Module):
                 module._zero3_group.give_up()
 
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Converts the shards, as ``nn.Module._apply`` does: nothing else is registered."""
+        return super(FSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
+
+    def _get_fsdp_state(self) -> Any:
+        """Returns what torch's own functions for FSDP modules use."""
+        return torch_internals.fsdp_state_of(self)  # type: ignore[arg-type]
+
     def _zero3_parameters_below(self, recurse: bool) -> Iterator[ShardedParameter]:
         modules = self.modules() if recurse else (self,)  # type: ignore[attr-defined]
         for module in modules:
@@ -242,13 +276,12 @@ def _refused(name: str, why: str) -> Callable[..., NoReturn]:
 
 
 _REFUSED = {
+    "_set_unshard_async_op": "prefetch with set_modules_to_forward_prefetch",
     "set_all_reduce_hook": "the runtime communicates",
     "set_allocate_memory_from_process_group_for_comm": "the runtime has buffers of its own",
     "set_custom_all_gather": "the runtime communicates",
     "set_custom_reduce_scatter": "the runtime communicates",
     "set_keep_unsharded_storage": "the runtime has buffers of its own",
-    "set_manual_backward_finalization": "every backward ends with its reductions",
-    "set_force_sum_reduction_for_comms": "reductions sum always, and divide after",
     "set_post_optim_event": "the runtime waits for the current stream",
     "set_reduce_scatter_divide_factor": "call set_gradient_divide_factor",
     "set_reduce_scatter_max_input_buffers": "the runtime has buffers of its own",
@@ -258,8 +291,20 @@ _REFUSED = {
 }
 """Methods of FSDP2's, and why a :class:`Zero3Module` does not do as they say."""
 
-for _name, _why in _REFUSED.items():
+_NEWER = {
+    name: "not there yet"
+    for name, method in vars(FSDPModule).items()
+    if callable(method) and not name.startswith("__") and name not in vars(Zero3Module)
+}
+"""Methods that only a torch newer than this file has. As inherited they would fail obscurely."""
+
+for _name, _why in (_NEWER | _REFUSED).items():
     setattr(Zero3Module, _name, _refused(_name, _why))
+
+
+class _FinalizeHandle:
+    def wait(self) -> None:
+        """Returns: the gradients are reduced already."""
 
 
 class _UnshardHandle(UnshardHandle):

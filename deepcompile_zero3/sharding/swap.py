@@ -61,7 +61,7 @@ def _subclass(cls: type, bases: tuple[type, ...], names: tuple[str, ...]) -> typ
     body["_zero3_original"] = cls
     body["__module__"] = cls.__module__
     body["__doc__"] = cls.__doc__
-    return type(f"Zero3{cls.__name__}", (*bases, _Swapped, cls), body)
+    return type(f"Zero3{cls.__name__}", (_Swapped, *bases, cls), body)
 
 
 def _property(name: str) -> property:

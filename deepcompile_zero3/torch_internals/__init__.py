@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DeviceMesh, DTensor
 
 from deepcompile_zero3.torch_release import private
@@ -45,6 +46,9 @@ _without_functorch = private("torch._functorch.pyfunctorch", "temporarily_clear_
 is_wrapper: Callable[[object], bool] = private(
     "torch.utils._python_dispatch", "is_traceable_wrapper_subclass"
 )
+# Where a module keeps the states of torch's composable APIs, by the function that made each.
+_STATE_KEY: str = private("torch.distributed._composable.contract", "STATE_KEY")
+_fully_shard: Callable = private("torch.distributed.fsdp", "fully_shard.__wrapped__")
 _top_saved_tensors_hooks = private("torch._C._autograd", "_top_saved_tensors_default_hooks")
 
 
@@ -165,6 +169,19 @@ def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
 def post_accumulate_grad_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
     """Returns the hooks of ``register_post_accumulate_grad_hook``, in order of registration."""
     return list((parameter._post_accumulate_grad_hooks or {}).values())
+
+
+def set_fsdp_state(module: nn.Module, state: object) -> None:
+    """Makes ``state`` what torch's ``fully_shard.state(module)`` returns.
+
+    torch's ``fully_shard`` refuses a module that has one.
+    """
+    module.__dict__.setdefault(_STATE_KEY, {})[_fully_shard] = state
+
+
+def fsdp_state_of(module: nn.Module) -> Any:
+    """Returns what ``set_fsdp_state`` was given."""
+    return module.__dict__[_STATE_KEY][_fully_shard]
 
 
 def storage_address(tensor: torch.Tensor) -> int:
