@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from deepcompile_zero3.sharding.checks import detect_nonfinite, gradient_norms
     from deepcompile_zero3.sharding.defer import defer_reduction, deposit_grad
     from deepcompile_zero3.sharding.fully_shard import fully_shard
+    from deepcompile_zero3.sharding.in_transformers import shard_in_transformers
     from deepcompile_zero3.sharding.module import Zero3Module, register_fsdp_forward_method
     from deepcompile_zero3.tools.explain import explain
     from deepcompile_zero3.tools.planning.machine import MACHINES, Link, Machine
@@ -65,6 +66,7 @@ __all__ = [
     "register_fsdp_forward_method",
     "release_buffers",
     "shard_blocks",
+    "shard_in_transformers",
     "zero3",
 ]
 
@@ -92,6 +94,7 @@ _LATER = {
     "shard_blocks": "deepcompile_zero3.tools.planning.plan",
     "Report": "deepcompile_zero3.tools.report",
     "fully_shard": "deepcompile_zero3.sharding.fully_shard",
+    "shard_in_transformers": "deepcompile_zero3.sharding.in_transformers",
     "explain": "deepcompile_zero3.tools.explain",
 }
 

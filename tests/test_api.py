@@ -119,14 +119,14 @@ def test_a_sharded_module_is_of_a_subclass_of_its_class():
     assert sharded is model
     assert isinstance(model, nn.Sequential)
     assert isinstance(model, Zero3Module)
-    assert type(model).__name__ == "Zero3Sequential"
+    assert type(model).__name__ == "FSDPSequential"
     assert isinstance(model[0], nn.Linear)
     assert type(model[0]).__name__ == "Zero3Linear"
     assert type(model[0]).__doc__ == nn.Linear.__doc__
     expecttest.assert_expected_inline(
         repr(model),
         """\
-Zero3Sequential(
+FSDPSequential(
   (0): Zero3Linear(in_features=2, out_features=3, bias=True)
 )""",
     )

@@ -441,7 +441,7 @@ def test_a_method_can_be_registered_whether_or_not_its_module_is_sharded():
     register_fsdp_forward_method(model, "encode")
     register_fsdp_forward_method(model, "decode")
     fully_shard(model)
-    with pytest.raises(ValueError, match="Zero3Encoder has no method 'decode'"):
+    with pytest.raises(ValueError, match="FSDPEncoder has no method 'decode'"):
         register_fsdp_forward_method(model, "decode")
 
 

@@ -256,6 +256,18 @@ class Zero3Module(FSDPModule):
         """Converts the shards, as ``nn.Module._apply`` does: nothing else is registered."""
         return super(FSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
 
+    @property
+    def _is_fsdp_managed_module(self) -> bool:
+        """Whether ranks must call the module together: transformers asks.
+
+        Dynamo asks too, and would take the module for one of FSDP1's, which it does not trace.
+        """
+        return torch.compiler.is_dynamo_compiling() or not torch_internals.dynamo_is_tracing()
+
+    @_is_fsdp_managed_module.setter
+    def _is_fsdp_managed_module(self, managed: bool) -> None:
+        pass  # transformers says what is so anyway
+
     def _get_fsdp_state(self) -> Any:
         """Returns what torch's own functions for FSDP modules use."""
         return torch_internals.fsdp_state_of(self)  # type: ignore[arg-type]

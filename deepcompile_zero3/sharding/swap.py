@@ -61,7 +61,8 @@ def _subclass(cls: type, bases: tuple[type, ...], names: tuple[str, ...]) -> typ
     body["_zero3_original"] = cls
     body["__module__"] = cls.__module__
     body["__doc__"] = cls.__doc__
-    return type(f"Zero3{cls.__name__}", (_Swapped, *bases, cls), body)
+    prefix = "FSDP" if bases else "Zero3"  # FSDP2's prefix, which frameworks strip from names
+    return type(f"{prefix}{cls.__name__}", (_Swapped, *bases, cls), body)
 
 
 def _property(name: str) -> property:

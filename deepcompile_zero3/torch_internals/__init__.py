@@ -46,6 +46,7 @@ _without_functorch = private("torch._functorch.pyfunctorch", "temporarily_clear_
 is_wrapper: Callable[[object], bool] = private(
     "torch.utils._python_dispatch", "is_traceable_wrapper_subclass"
 )
+_TracingContext: Any = private("torch._guards", "TracingContext")
 # Where a module keeps the states of torch's composable APIs, by the function that made each.
 _STATE_KEY: str = private("torch.distributed._composable.contract", "STATE_KEY")
 _fully_shard: Callable = private("torch.distributed.fsdp", "fully_shard.__wrapped__")
@@ -182,6 +183,13 @@ def set_fsdp_state(module: nn.Module, state: object) -> None:
 def fsdp_state_of(module: nn.Module) -> Any:
     """Returns what ``set_fsdp_state`` was given."""
     return module.__dict__[_STATE_KEY][_fully_shard]
+
+
+def dynamo_is_tracing() -> bool:
+    """Returns whether Dynamo traces a frame now. True in Dynamo's own code, unlike
+    ``torch.compiler.is_compiling``.
+    """
+    return _TracingContext.try_get() is not None
 
 
 def storage_address(tensor: torch.Tensor) -> int:
