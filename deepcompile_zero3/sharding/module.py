@@ -1,9 +1,10 @@
 """The class swap: how ``layer.weight`` becomes something that a compiler can rewrite.
 
-A module whose parameters are sharded gets a subclass of its class (``Linear`` -> ``Zero3Linear``)
-with a property for each parameter. In a trace the property is one op, ``zero3.unshard``. In eager
-code it asks the parameter's group. ``module._parameters`` keeps the DTensors, so that
-``parameters()``, ``state_dict()`` and optimizers see nothing else.
+A module whose parameters are sharded gets a subclass of its class (``Linear`` -> ``Zero3Linear``,
+or ``FSDPLinear`` if ``fully_shard`` was called on it) with a property for each parameter. In a
+trace the property is one op, ``zero3.unshard``. In eager code it asks the parameter's group.
+``module._parameters`` keeps the DTensors, so that ``parameters()``, ``state_dict()`` and optimizers
+see nothing else.
 """
 
 import functools
