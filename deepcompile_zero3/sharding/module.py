@@ -23,6 +23,13 @@ from deepcompile_zero3.sharding.group import ParameterGroup
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 
 
+class _NotForDynamo(property):
+    """A property that is false by itself: Dynamo of torch 2.15 takes it off the class unread."""
+
+    def __bool__(self) -> bool:
+        return False
+
+
 class Zero3Module(FSDPModule):
     """The methods that ``fully_shard`` adds to the module it is called on.
 
@@ -257,17 +264,15 @@ class Zero3Module(FSDPModule):
         """Converts the shards, as ``nn.Module._apply`` does: nothing else is registered."""
         return super(FSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
 
-    @property
-    def _is_fsdp_managed_module(self) -> bool:
+    def _is_managed(self) -> bool:
         """Whether ranks must call the module together: transformers asks.
 
         Dynamo asks too, and would take the module for one of FSDP1's, which it does not trace.
         """
         return torch.compiler.is_dynamo_compiling() or not torch_internals.dynamo_is_tracing()
 
-    @_is_fsdp_managed_module.setter
-    def _is_fsdp_managed_module(self, managed: bool) -> None:
-        pass  # transformers says what is so anyway
+    # The setter ignores transformers, which says what is so anyway.
+    _is_fsdp_managed_module = _NotForDynamo(_is_managed, lambda self, managed: None)
 
     def _get_fsdp_state(self) -> Any:
         """Returns what torch's own functions for FSDP modules use."""
