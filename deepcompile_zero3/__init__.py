@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from deepcompile_zero3.sharding.clip import clip_grad_norm_
     from deepcompile_zero3.sharding.defer import defer_reduction, deposit_grad
     from deepcompile_zero3.sharding.fully_shard import fully_shard
+    from deepcompile_zero3.sharding.in_transformers import shard_in_transformers
     from deepcompile_zero3.sharding.module import (
         Zero3Module,
         register_fsdp_forward_method,
@@ -75,6 +76,7 @@ __all__ = [
     "release_buffers",
     "shard_blocks",
     "share_comm_ctx",
+    "shard_in_transformers",
     "zero3",
 ]
 
@@ -106,6 +108,7 @@ _LATER = {
     "shard_blocks": "deepcompile_zero3.tools.planning.plan",
     "Report": "deepcompile_zero3.tools.report",
     "fully_shard": "deepcompile_zero3.sharding.fully_shard",
+    "shard_in_transformers": "deepcompile_zero3.sharding.in_transformers",
     "explain": "deepcompile_zero3.tools.explain",
 }
 

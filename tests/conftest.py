@@ -160,9 +160,9 @@ def run_ranks(pools):
 
 
 def _run_in_new_ranks(start_method):
-    def run(function, *args):
+    def run(function, *args, world_size=2):
         __tracebackhide__ = True
-        pool = RankPool(2, start_method)
+        pool = RankPool(world_size, start_method)
         try:
             return pool.run(function, *args, timeout=60)
         finally:

@@ -154,41 +154,87 @@ def test_adapters_of_peft_train_as_on_one_process(run_ranks, how):
 # ---- accelerate
 
 
-def _accelerate():
-    from accelerate import Accelerator
+def _join_for_accelerate():
+    rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # the group is there already
+
+
+def _prepared(how, batches):
+    """Returns the accelerator, a sharded Llama, and what `prepare` makes of it and of others."""
+    from accelerate import (
+        Accelerator,
+        DistributedType,
+        FullyShardedDataParallelPlugin,
+        PartialState,
+    )
     from torch.utils.data import DataLoader
 
-    rank = str(dist.get_rank())
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # the group is there already
-    batches, size = 4, 4
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, gradient_accumulation_steps=2)
+    # On a GPU accelerate does this itself.
+    PartialState().distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = plugin
     task = llama()
     model, reference = task.model, copy.deepcopy(task.model)
     for module in (*task.blocks, model):
         fully_shard(module)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
-    tokens = torch.cat([task.batch(size, seed)["input_ids"] for seed in range(batches)])
-    loader = DataLoader(tokens, batch_size=size // 2)  # rows of a rank
-    optimizer, loader = accelerator.prepare(optimizers[0], loader)
+    run = compiled(model, how)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, eps=1e-3)
+    tokens = torch.cat([task.batch(4, seed)["input_ids"] for seed in range(batches)])
+    loader = DataLoader(tokens, batch_size=4 // dist.get_world_size())  # rows of a rank
+    prepared = accelerator.prepare(run, optimizer, loader)
+    assert prepared[0] is run
+    return accelerator, model, reference, *prepared, tokens
+
+
+def _whole(model, optimizer):
+    return {
+        fqn: [parameter.full_tensor().detach().clone()]
+        + [optimizer.state[parameter][key].full_tensor() for key in ("exp_avg", "exp_avg_sq")]
+        for fqn, parameter in model.named_parameters()
+    }
+
+
+def _accelerate(how, folder):
+    _join_for_accelerate()
+    accelerator, model, reference, run, optimizer, loader, tokens = _prepared(how, batches=4)
+    expected = torch.optim.Adam(reference.parameters(), lr=0.01, eps=1e-3)
+    seen = []
     for step, part in enumerate(loader):
-        with accelerator.accumulate():
-            model.set_requires_gradient_sync(accelerator.sync_gradients)
-            accelerator.backward(model(input_ids=part, labels=part).loss)
+        with accelerator.accumulate(run), record_collectives() as log:
+            accelerator.backward(run(input_ids=part, labels=part).loss)
             if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                accelerator.clip_grad_norm_(run.parameters(), 0.5)
             optimizer.step()
             optimizer.zero_grad()
-        whole = tokens[step * size : (step + 1) * size]
+        assert any(c.op == "reduce_scatter" for c in log) == bool(step % 2)
+        seen.append(accelerator.gather_for_metrics(part))
+        whole = tokens[step * 4 : (step + 1) * 4]
         (reference(input_ids=whole, labels=whole).loss / 2).backward()
         if step % 2:
             nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
-            optimizers[1].step()
-            optimizers[1].zero_grad()
-    assert step == batches - 1
+            expected.step()
+            expected.zero_grad()
+    assert torch.equal(torch.cat(seen), tokens)
     assert_same_parameters(model, reference)
+    accelerator.save_state(folder)
+    return _whole(model, optimizer)
 
 
-def test_what_accelerate_prepares_trains_a_sharded_model(run_apart):
+def _accelerate_goes_on(folder):
+    _join_for_accelerate()
+    torch.manual_seed(9)  # other values
+    accelerator, model, _, _, optimizer, *_ = _prepared("eager", batches=1)
+    accelerator.load_state(folder)
+    return _whole(model, optimizer)
+
+
+@each_way
+def test_accelerate_prepares_and_saves_a_sharded_model(run_apart, tmp_path, how):
     pytest.importorskip("accelerate")
-    run_apart(_accelerate)
+    world_size, others = (4, (4, 2)) if how == "interpreted" else (2, (2,))
+    saved, *_ = run_apart(_accelerate, how, str(tmp_path), world_size=world_size)
+    for ranks in others:
+        for loaded in run_apart(_accelerate_goes_on, str(tmp_path), world_size=ranks):
+            assert_close(loaded, saved, rtol=0, atol=0)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from one_rank import one_rank  # noqa: F401
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, share_comm_ctx
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
@@ -118,17 +119,34 @@ def test_a_sharded_module_is_of_a_subclass_of_its_class():
     assert sharded is model
     assert isinstance(model, nn.Sequential)
     assert isinstance(model, Zero3Module)
-    assert type(model).__name__ == "Zero3Sequential"
+    assert type(model).__name__ == "FSDPSequential"
     assert isinstance(model[0], nn.Linear)
     assert type(model[0]).__name__ == "Zero3Linear"
     assert type(model[0]).__doc__ == nn.Linear.__doc__
     expecttest.assert_expected_inline(
         repr(model),
         """\
-Zero3Sequential(
+FSDPSequential(
   (0): Zero3Linear(in_features=2, out_features=3, bias=True)
 )""",
     )
+
+
+@needs_a_job
+def test_what_fully_shard_was_called_on_is_an_fsdp_module():
+    model = fully_shard(nn.Sequential(nn.Linear(2, 3)))
+
+    assert isinstance(model, FSDPModule)
+    assert not isinstance(model[0], FSDPModule)
+    inherited = {
+        name for name, method in vars(FSDPModule).items() if getattr(type(model), name) is method
+    }
+    assert {name for name in inherited if callable(getattr(FSDPModule, name))} == set()
+    with pytest.raises(AssertionError, match="only be applied to a module once"):
+        torch_fully_shard(model)
+    share_comm_ctx([model, model])
+    with pytest.raises(NotImplementedError, match="_training_state of FSDP2's private state"):
+        model._get_fsdp_state()._training_state  # noqa: B018
 
 
 @needs_a_job

@@ -28,6 +28,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, UnshardHandle
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.fsdp import (
+    register_fsdp_forward_method as torch_register_fsdp_forward_method,
+)
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
@@ -402,10 +406,10 @@ class Encoder(nn.Module):
         return torch.tanh(x @ self.up.weight.t())  # a parameter of its own child
 
 
-def _another_way_in(how):
+def _another_way_in(how, register):
     policy = MixedPrecisionPolicy(param_dtype=torch.float64)
     model, reference = shard(Encoder(), mp_policy=policy)
-    register_fsdp_forward_method(model, "encode")
+    register(model, "encode")
     assert model.encode.__name__ == "encode"
     encode = compiled(model.encode, how)
     for seed in range(2):
@@ -418,13 +422,18 @@ def _another_way_in(how):
     assert_same_gradients(model, reference)
     with pytest.raises(KeyError):
         model.encode(mine(batch), fails=True)
-    assert held(model) == []
+    assert held(model) == [] or register is torch_register_fsdp_forward_method
     assert_same_step(model, reference, batch)
+    assert held(model) == []
 
 
 @each_way
 def test_a_registered_method_is_a_forward(run_ranks, how):
-    run_ranks(2, _another_way_in, how)
+    run_ranks(2, _another_way_in, how, register_fsdp_forward_method)
+
+
+def test_a_method_that_torch_registers_is_a_forward(run_ranks):
+    run_ranks(2, _another_way_in, "eager", torch_register_fsdp_forward_method)
 
 
 @needs_a_job
@@ -433,7 +442,7 @@ def test_a_method_can_be_registered_whether_or_not_its_module_is_sharded():
     register_fsdp_forward_method(model, "encode")
     register_fsdp_forward_method(model, "decode")
     fully_shard(model)
-    with pytest.raises(ValueError, match="Zero3Encoder has no method 'decode'"):
+    with pytest.raises(ValueError, match="FSDPEncoder has no method 'decode'"):
         register_fsdp_forward_method(model, "decode")
 
 
@@ -575,6 +584,7 @@ def _start_again(how):
     model.set_requires_gradient_sync(True)
     model.set_requires_all_reduce(False)
     model.set_is_last_backward(False)
+    model.set_force_sum_reduction_for_comms(True)
     optimizers = optimizers_of(model, reference)
     for seed in range(2):
         assert_same_step(
@@ -593,6 +603,53 @@ def test_what_has_no_meaning_here_is_refused_by_name(name):
     model = fully_shard(nn.Linear(2, 2))
     with pytest.raises(NotImplementedError, match=f"{name} is not supported: "):
         getattr(model, name)(True)
+
+
+def _reduced_without_a_last(how):
+    model, reference = shard(Stack(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.float64))
+    run = compiled(model, how)
+    model.set_manual_backward_finalization(True)
+    model.set_requires_gradient_sync(False)
+    for seed in range(2):
+        mean_square(run, mine(batch_of(4, 8, seed=seed))).backward()
+        mean_square(reference, batch_of(4, 8, seed=seed)).backward()
+    model.finalize_backward()  # sums without sync stay
+    assert all(parameter.grad is None for parameter in model.parameters())
+    model.set_requires_gradient_sync(True)
+    model.finalize_backward(async_op=True).wait()
+    assert_same_gradients(model, reference)
+    model.finalize_backward()  # which finds nothing
+    assert_same_gradients(model, reference)
+
+
+@each_way
+def test_micro_batches_may_be_reduced_without_a_last_backward(run_ranks, how):
+    run_ranks(2, _reduced_without_a_last, how)
+
+
+# ---- pipelines
+
+
+def _in_a_pipeline():
+    meshes = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pipeline", "shard"))
+    model, reference = shard(Stack(), mesh=meshes["shard"])
+    group = meshes["pipeline"].get_group()
+    stage = PipelineStage(model, 0, 1, torch.device("cpu"), group=group)
+    schedule = ScheduleGPipe(stage, 2, loss_fn=nn.functional.mse_loss)
+    for seed in range(2):
+        batch, target = batch_of(8, 8, seed=seed), batch_of(8, 8, seed=seed + 9)
+        with record_collectives() as log:
+            schedule.step(mine(batch), target=mine(target))
+        reduced = [fqn for c in log if c.op == "reduce_scatter" for fqn in c.params]
+        assert sorted(reduced) == sorted(fqn for fqn, _ in model.named_parameters())  # once
+        nn.functional.mse_loss(reference(batch), target).backward()
+        assert_same_gradients(model, reference)
+        model.zero_grad()  # the schedule scales what is in .grad
+        reference.zero_grad()
+
+
+def test_a_stage_of_a_pipeline_reduces_its_micro_batches_once(run_apart):
+    run_apart(_in_a_pipeline)
 
 
 # ---- the document

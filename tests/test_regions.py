@@ -350,14 +350,14 @@ def test_a_graph_shows_a_block_once(one_rank):  # noqa: F811
     with capture_graphs() as graphs:
         run(torch.randn(2, 4, requires_grad=True)).sum().backward()
     lines = graphs.forward[0].text.splitlines() + graphs.backward[0].text.splitlines()
-    shown = [line for line in lines if "Zero3Block" in line or line.startswith("    ")]
+    shown = [line for line in lines if "FSDPBlock" in line or line.startswith("    ")]
     text = "\n".join(f"{line:.78}" for line in shown)
     assert_text(
         graphs.forward[0].graph_module,
         """\
-        invoke_subgraph_4 = partitioned_fw_Zero3Block_0_0(primals_1, blocks_0_norm_wei
-        invoke_subgraph_6 = partitioned_fw_Zero3Block_0_0(getitem_43, blocks_1_norm_we
-        partitioned_fw_Zero3Block_0_0, called 2 times:
+        invoke_subgraph_4 = partitioned_fw_FSDPBlock_0_0(primals_1, blocks_0_norm_weig
+        invoke_subgraph_6 = partitioned_fw_FSDPBlock_0_0(getitem_43, blocks_1_norm_wei
+        partitioned_fw_FSDPBlock_0_0, called 2 times:
             primals_0: f32[2, 4]
             primals_1: f32[4]
             primals_2: f32[4]
@@ -376,9 +376,9 @@ def test_a_graph_shows_a_block_once(one_rank):  # noqa: F811
             addmm_1: f32[2, 4] = aten.addmm(primals_6, gelu, t_1)
             add: f32[2, 4] = aten.add.Tensor(primals_0, addmm_1)
             return [add, getitem, getitem_1, getitem_2, addmm, gelu]
-        invoke_subgraph_7 = partitioned_bw_Zero3Block_0_0(getitem_43, blocks_1_norm_we
-        invoke_subgraph_5 = partitioned_bw_Zero3Block_0_0(primals_1, blocks_0_norm_wei
-        partitioned_bw_Zero3Block_0_0, called 2 times:
+        invoke_subgraph_7 = partitioned_bw_FSDPBlock_0_0(getitem_43, blocks_1_norm_wei
+        invoke_subgraph_5 = partitioned_bw_FSDPBlock_0_0(primals_1, blocks_0_norm_weig
+        partitioned_bw_FSDPBlock_0_0, called 2 times:
             primals_0: f32[2, 4]
             primals_1: f32[4]
             primals_2: f32[4]

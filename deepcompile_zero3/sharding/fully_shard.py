@@ -14,6 +14,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding import (
@@ -32,6 +33,7 @@ from deepcompile_zero3.sharding.arguments import (
     resolve_reshard,
     unsharded_modules,
 )
+from deepcompile_zero3.sharding.fsdp_state import FsdpState
 from deepcompile_zero3.sharding.group import Connect, ParameterGroup
 from deepcompile_zero3.sharding.layout import DataParallel, Layout
 from deepcompile_zero3.sharding.module import Zero3Module, parameters_of
@@ -219,6 +221,7 @@ def fully_shard(
     for each in modules:
         swap_class(each, group)
         each.register_load_state_dict_post_hook(conversion.after_load)
+        torch_internals.set_fsdp_state(each, FsdpState(each, group))
         each.register_forward_pre_hook(group.pre_forward, prepend=True, with_kwargs=True)
         each.register_forward_hook(group.post_forward, always_call=True)
     _settle_ownership(modules, group, root)

@@ -248,6 +248,10 @@ class ParameterGroup:
         """Forward pre-hook of the group's module."""
         if not torch.compiler.is_compiling():
             self._begin()
+        return self.cast_inputs(args, kwargs)
+
+    def cast_inputs(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Casts a forward's arguments as the policy asks."""
         dtype = self.mp_policy.param_dtype
         if self.mp_policy.cast_forward_inputs and dtype is not None:
             args, kwargs = _cast_floats((args, kwargs), dtype)
@@ -258,6 +262,10 @@ class ParameterGroup:
         """Forward hook of the group's module. It runs even when the forward raised."""
         if not torch.compiler.is_compiling():
             self._end(module)
+        return self.cast_output(output)
+
+    def cast_output(self, output: Any) -> Any:
+        """Casts a forward's output as the policy asks."""
         dtype = self.mp_policy.output_dtype
         return output if dtype is None else _cast_floats(output, dtype)
 

@@ -1,9 +1,10 @@
 """The class swap: how ``layer.weight`` becomes something that a compiler can rewrite.
 
-A module whose parameters are sharded gets a subclass of its class (``Linear`` -> ``Zero3Linear``)
-with a property for each parameter. In a trace the property is one op, ``zero3.unshard``. In eager
-code it asks the parameter's group. ``module._parameters`` keeps the DTensors, so that
-``parameters()``, ``state_dict()`` and optimizers see nothing else.
+A module whose parameters are sharded gets a subclass of its class (``Linear`` -> ``Zero3Linear``,
+or ``FSDPLinear`` if ``fully_shard`` was called on it) with a property for each parameter. In a
+trace the property is one op, ``zero3.unshard``. In eager code it asks the parameter's group.
+``module._parameters`` keeps the DTensors, so that ``parameters()``, ``state_dict()`` and optimizers
+see nothing else.
 """
 
 import functools
@@ -14,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.distributed import fsdp
-from torch.distributed.fsdp import UnshardHandle
+from torch.distributed.fsdp import FSDPModule, UnshardHandle
 from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import torch_internals
@@ -24,8 +25,18 @@ from deepcompile_zero3.sharding.group import ParameterGroup
 from deepcompile_zero3.sharding.parameter import ShardedParameter, reduce_deferred
 
 
-class Zero3Module:
-    """The methods that ``fully_shard`` adds to the module it is called on."""
+class _NotForDynamo(property):
+    """A property that is false by itself: Dynamo of torch 2.15 takes it off the class unread."""
+
+    def __bool__(self) -> bool:
+        return False
+
+
+class Zero3Module(FSDPModule):
+    """The methods that ``fully_shard`` adds to the module it is called on.
+
+    The base class is for ``isinstance`` alone. Each of its methods is replaced here or below.
+    """
 
     _zero3_group: ParameterGroup
 
@@ -52,7 +63,7 @@ class Zero3Module:
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Converts or moves the module: torch calls this for ``to``, ``bfloat16``, ``to_empty``."""
-        apply = super()._apply  # type: ignore[misc]
+        apply = super(FSDPModule, self)._apply  # type: ignore[misc]
         return convert(self._zero3_group, lambda: apply(fn, recurse=recurse))
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
@@ -157,7 +168,7 @@ class Zero3Module:
         for parameter in self._zero3_group.parameters:
             parameter.settings.divide_factor = factor
 
-    def set_modules_to_forward_prefetch(self, modules: list["Zero3Module"]) -> None:
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Sets the modules that an eager forward prefetches after this module.
 
         Once an eager forward has gathered this module's group, it starts to gather the groups of
@@ -171,7 +182,7 @@ class Zero3Module:
         """
         self._zero3_group.forward_prefetch[:] = _groups_of(modules)
 
-    def set_modules_to_backward_prefetch(self, modules: list["Zero3Module"]) -> None:
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Sets the modules that an eager backward prefetches after this module.
 
         The backward must come to ``modules`` too. See :meth:`set_modules_to_forward_prefetch`.
@@ -352,6 +363,20 @@ class Zero3Module:
             )
         return self._zero3_group, list(self._zero3_parameters_below(recurse=True))
 
+    def _is_managed(self) -> bool:
+        """Whether ranks must call the module together: transformers asks.
+
+        Dynamo asks too, and would take the module for one of FSDP1's, which it does not trace.
+        """
+        return torch.compiler.is_dynamo_compiling() or not torch_internals.dynamo_is_tracing()
+
+    # The setter ignores transformers, which says what is so anyway.
+    _is_fsdp_managed_module = _NotForDynamo(_is_managed, lambda self, managed: None)
+
+    def _get_fsdp_state(self) -> Any:
+        """Returns what torch's own functions for FSDP modules use."""
+        return torch_internals.fsdp_state_of(self)  # type: ignore[arg-type]
+
     def _zero3_parameters_below(self, recurse: bool) -> Iterator[ShardedParameter]:
         modules = self.modules() if recurse else (self,)  # type: ignore[attr-defined]
         for module in modules:
@@ -368,6 +393,7 @@ def _refused(name: str, why: str) -> Callable[..., NoReturn]:
 
 
 _REFUSED = {
+    "_set_unshard_async_op": "prefetch with set_modules_to_forward_prefetch",
     "set_allocate_memory_from_process_group_for_comm": "the runtime has buffers of its own",
     "set_custom_all_gather": "the runtime communicates",
     "set_custom_reduce_scatter": "the runtime communicates",
@@ -377,7 +403,14 @@ _REFUSED = {
 }
 """Methods of FSDP2's, and why a :class:`Zero3Module` does not do as they say."""
 
-for _name, _why in _REFUSED.items():
+_NEWER = {
+    name: "not there yet"
+    for name, method in vars(FSDPModule).items()
+    if callable(method) and not name.startswith("__") and name not in vars(Zero3Module)
+}
+"""Methods that only a torch newer than this file has. As inherited they would fail obscurely."""
+
+for _name, _why in (_NEWER | _REFUSED).items():
     setattr(Zero3Module, _name, _refused(_name, _why))
 
 

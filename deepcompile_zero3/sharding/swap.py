@@ -62,9 +62,10 @@ def _subclass(cls: type, bases: tuple[type, ...], names: tuple[str, ...]) -> typ
     body["_zero3_original"] = cls
     body["__module__"] = cls.__module__
     body["__doc__"] = cls.__doc__
+    prefix = "FSDP" if bases else "Zero3"  # FSDP2's prefix, which frameworks strip from names
     if issubclass(cls, nn.RNNBase):
         bases = (*bases, torch_internals.ReadsFlatWeights)
-    return type(f"Zero3{cls.__name__}", (*bases, _Swapped, cls), body)
+    return type(f"{prefix}{cls.__name__}", (_Swapped, *bases, cls), body)
 
 
 def _property(name: str) -> property:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DeviceMesh, DTensor
 
 from deepcompile_zero3.torch_release import private
@@ -47,6 +48,10 @@ is_wrapper: Callable[[object], bool] = private(
 )
 # Attribute of an ``nn.RNNBase``: a list of its weights.
 FLAT_WEIGHTS = "_flat_weights"
+_TracingContext: Any = private("torch._guards", "TracingContext")
+# Where a module keeps the states of torch's composable APIs, by the function that made each.
+_STATE_KEY: str = private("torch.distributed._composable.contract", "STATE_KEY")
+_fully_shard: Callable = private("torch.distributed.fsdp", "fully_shard.__wrapped__")
 _top_saved_tensors_hooks = private("torch._C._autograd", "_top_saved_tensors_default_hooks")
 
 
@@ -184,6 +189,26 @@ def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
 def post_accumulate_grad_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
     """Returns the hooks of ``register_post_accumulate_grad_hook``, in order of registration."""
     return list((parameter._post_accumulate_grad_hooks or {}).values())
+
+
+def set_fsdp_state(module: nn.Module, state: object) -> None:
+    """Makes ``state`` what torch's ``fully_shard.state(module)`` returns.
+
+    torch's ``fully_shard`` refuses a module that has one.
+    """
+    module.__dict__.setdefault(_STATE_KEY, {})[_fully_shard] = state
+
+
+def fsdp_state_of(module: nn.Module) -> Any:
+    """Returns what ``set_fsdp_state`` was given."""
+    return module.__dict__[_STATE_KEY][_fully_shard]
+
+
+def dynamo_is_tracing() -> bool:
+    """Returns whether Dynamo traces a frame now. True in Dynamo's own code, unlike
+    ``torch.compiler.is_compiling``.
+    """
+    return _TracingContext.try_get() is not None
 
 
 def storage_address(tensor: torch.Tensor) -> int:

@@ -1,0 +1,61 @@
+"""What torch's own functions for an ``FSDPModule`` find behind a module that is sharded here.
+
+``torch.distributed.fsdp.register_fsdp_forward_method`` and the schedules of
+``torch.distributed.pipelining`` reach past the methods of the module, to the state behind it.
+"""
+
+import weakref
+from typing import Any, NoReturn
+
+from torch import nn
+
+from deepcompile_zero3.sharding.defer import defer_reduction
+from deepcompile_zero3.sharding.group import ParameterGroup
+
+
+class FsdpState:
+    """The state of a module that ``fully_shard`` was called on, in the names that torch uses."""
+
+    _fsdp_param_groups = ()  # nothing is left to do for a group after a backward
+    _fsdp_param_group = None  # likewise, in torch 2.11
+    _comm_ctx = None  # of share_comm_ctx: all modules share the runtime's streams already
+
+    def __init__(self, module: nn.Module, group: ParameterGroup) -> None:
+        self._module = weakref.ref(module)  # which has this state
+        self._group = group
+
+    def _pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Begins a method that torch registered as a forward.
+
+        torch does not end it if the method raises. Weights that ``unshard`` has gathered may stay
+        until the next forward; a forward that has begun may not.
+        """
+        self._group.unshard(async_op=False)
+        return self._group.cast_inputs(args, kwargs)
+
+    def _post_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        self._group.reshard()
+        return self._group.cast_output(output)
+
+    @property
+    def _state_ctx(self) -> "FsdpState":
+        return self
+
+    @property
+    def all_states(self) -> "tuple[FsdpState, ...]":
+        """The states that a pipeline's schedule ends the micro-batches of, with this one."""
+        return (self,)
+
+    def finalize_backward(self) -> None:
+        """Reduces the sums of the module's micro-batches, of which no backward was the last."""
+        module = self._module()
+        assert module is not None  # it is being trained
+        with defer_reduction(module):
+            pass
+
+    _root_post_backward_final_callback = finalize_backward  # before torch 2.15
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise NotImplementedError(
+            f"{name} of FSDP2's private state is not supported: the runtime communicates"
+        )
