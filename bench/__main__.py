@@ -104,7 +104,9 @@ def _steps(workload: str, args: argparse.Namespace) -> dict:
 
 def compile(args: argparse.Namespace) -> None:
     """Times the first step of each mode alone: with an empty compiler cache, then a full one."""
+    args.output.mkdir(parents=True, exist_ok=True)
     lines = ["| workload | mode | cold, s | warm, s |", "| --- | --- | ---: | ---: |"]
+    found = []
     for workload in args.workloads:
         for mode in args.modes:
             with tempfile.TemporaryDirectory() as cache:
@@ -116,9 +118,15 @@ def compile(args: argparse.Namespace) -> None:
                             seconds.append(max(cost.wall for cost in ranks.call("step")))
                         finally:
                             ranks.close()
-            lines.append(f"| {workload} | {mode} | {seconds[0]:.1f} | {seconds[1]:.1f} |")
+            cold, warm = seconds
+            lines.append(f"| {workload} | {mode} | {cold:.1f} | {warm:.1f} |")
             console.print(lines[-1])
+            layers = WORKLOADS[workload].layers
+            found.append({"mode": mode, "layers": layers, "cold": cold, "warm": warm})
     print("\n".join(lines))
+    plot = args.output / "compile.png"
+    report.plot_first_steps(found, plot)
+    console.print(plot)
 
 
 def primitives(args: argparse.Namespace) -> None:
@@ -251,6 +259,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
             default="default",
             help="tuned: without the page faults of glibc's",
         )
+    part.add_argument("--output", type=Path, default=Path("build/bench"), help="folder of the plot")
     part.set_defaults(run=compile)
     told = parts.add_parser("agreement", help=" ".join(str(agreement.__doc__).split()))
     told.add_argument("-w", "--workloads", type=_names(WORKLOADS), default=["B", "deep"])

@@ -95,3 +95,25 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
         panel.set_title(result["workload"])
         panel.set_xlabel(f"quickest step / {base}")
     figure.savefig(path, dpi=120)
+
+
+def plot_first_steps(found: list[dict[str, Any]], path: Path) -> None:
+    """Plots seconds of a first step over the number of layers, a line for each mode.
+
+    Args:
+        found: "mode", "layers" and the seconds "cold" and "warm" of each measurement.
+        path: where the picture goes.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    for panel, temperature in zip(figure.subplots(1, 2), ("cold", "warm"), strict=True):
+        for mode in dict.fromkeys(each["mode"] for each in found):
+            points = sorted((e["layers"], e[temperature]) for e in found if e["mode"] == mode)
+            panel.plot(*zip(*points, strict=True), marker="o", label=mode)
+        panel.set_title(f"compilers' caches {'empty' if temperature == 'cold' else 'full'}")
+        panel.set_xlabel("layers")
+        panel.set_ylabel("first step, s")
+        panel.set_ylim(bottom=0)
+    panel.legend()
+    figure.savefig(path, dpi=120)
