@@ -42,7 +42,7 @@ from deepcompile_zero3 import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
-from deepcompile_zero3.sharding import module
+from deepcompile_zero3.sharding.fsdp_methods import REFUSED
 from deepcompile_zero3.sharding.module import parameters_of
 
 either_transport = pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
@@ -598,7 +598,7 @@ def test_a_sequence_of_micro_batches_can_be_given_up(run_ranks, how):
 
 
 @needs_a_job
-@pytest.mark.parametrize("name", module._REFUSED)
+@pytest.mark.parametrize("name", REFUSED)
 def test_what_has_no_meaning_here_is_refused_by_name(name):
     model = fully_shard(nn.Linear(2, 2))
     with pytest.raises(NotImplementedError, match=f"{name} is not supported: "):

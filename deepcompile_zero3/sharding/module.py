@@ -10,7 +10,7 @@ see nothing else.
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,22 +21,13 @@ from torch.distributed.tensor import DTensor
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.sharding.conversion import convert
+from deepcompile_zero3.sharding.fsdp_methods import FSDP2Methods, refused
 from deepcompile_zero3.sharding.group import ParameterGroup
 from deepcompile_zero3.sharding.parameter import ShardedParameter, reduce_deferred
 
 
-class _NotForDynamo(property):
-    """A property that is false by itself: Dynamo of torch 2.15 takes it off the class unread."""
-
-    def __bool__(self) -> bool:
-        return False
-
-
-class Zero3Module(FSDPModule):
-    """The methods that ``fully_shard`` adds to the module it is called on.
-
-    The base class is for ``isinstance`` alone. Each of its methods is replaced here or below.
-    """
+class Zero3Module(FSDP2Methods):
+    """The methods that ``fully_shard`` adds to the module it is called on."""
 
     _zero3_group: ParameterGroup
 
@@ -189,9 +180,6 @@ class Zero3Module(FSDPModule):
         """
         self._zero3_group.backward_prefetch[:] = _groups_of(modules)
 
-    def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Has no effect: every backward ends when its reductions have ended."""
-
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Sets whether :meth:`finalize_backward` reduces gradients, in place of each backward.
 
@@ -264,15 +252,6 @@ class Zero3Module(FSDPModule):
         for parameter in self._zero3_parameters_below(recurse):
             parameter.settings.requires_all_reduce = requires_all_reduce
 
-    def set_reduce_scatter_unused_params(
-        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
-    ) -> None:
-        """Has no effect.
-
-        A parameter that only some ranks use always has a zero gradient on the others
-        (:meth:`set_requires_gradient_on_all_ranks`). A parameter that no rank uses has no gradient.
-        """
-
     def set_requires_gradient_on_all_ranks(
         self, requires_gradient_on_all_ranks: bool, *, recurse: bool = True
     ) -> None:
@@ -330,27 +309,6 @@ class Zero3Module(FSDPModule):
             raise ValueError("stream cannot be given on a mesh with replicas")
         self._zero3_group.all_reduce_hook = hook
 
-    def set_post_optim_event(self, event: torch.Event) -> None:
-        """Makes the current stream wait for ``event``, and so the gathers of the next forward.
-
-        Gathers wait for the current stream always: call it only if the optimizer steps on another.
-
-        Args:
-            event: recorded after the optimizer's step.
-        """
-        event.wait()
-
-    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Has no effect: an eager backward gathers a group only if it uses what was saved of it."""
-
-    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Has no effect: ranks are always summed, and the sum is divided afterwards."""
-
-    def set_separate_reduce_scatter_group(
-        self, enable: bool = True, *, recurse: bool = True
-    ) -> None:
-        """Has no effect: reductions always have a process group of their own."""
-
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Calls :meth:`set_gradient_divide_factor`, its name in earlier releases of torch."""
         self.set_gradient_divide_factor(factor)
@@ -363,20 +321,6 @@ class Zero3Module(FSDPModule):
             )
         return self._zero3_group, list(self._zero3_parameters_below(recurse=True))
 
-    def _is_managed(self) -> bool:
-        """Whether ranks must call the module together: transformers asks.
-
-        Dynamo asks too, and would take the module for one of FSDP1's, which it does not trace.
-        """
-        return torch.compiler.is_dynamo_compiling() or not torch_internals.dynamo_is_tracing()
-
-    # The setter ignores transformers, which says what is so anyway.
-    _is_fsdp_managed_module = _NotForDynamo(_is_managed, lambda self, managed: None)
-
-    def _get_fsdp_state(self) -> Any:
-        """Returns what torch's own functions for FSDP modules use."""
-        return torch_internals.fsdp_state_of(self)  # type: ignore[arg-type]
-
     def _zero3_parameters_below(self, recurse: bool) -> Iterator[ShardedParameter]:
         modules = self.modules() if recurse else (self,)  # type: ignore[attr-defined]
         for module in modules:
@@ -384,34 +328,10 @@ class Zero3Module(FSDPModule):
                 yield from module._zero3_group.parameters
 
 
-def _refused(name: str, why: str) -> Callable[..., NoReturn]:
-    def method(self: Zero3Module, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(f"{name} is not supported: {why}")
-
-    method.__name__ = name
-    return method
-
-
-_REFUSED = {
-    "_set_unshard_async_op": "prefetch with set_modules_to_forward_prefetch",
-    "set_allocate_memory_from_process_group_for_comm": "the runtime has buffers of its own",
-    "set_custom_all_gather": "the runtime communicates",
-    "set_custom_reduce_scatter": "the runtime communicates",
-    "set_keep_unsharded_storage": "no CUDA graph captures gathers",
-    "set_reduce_scatter_max_input_buffers": "the runtime has buffers of its own",
-    "set_symm_mem_for_comm": "the runtime has buffers of its own",
-}
-"""Methods of FSDP2's, and why a :class:`Zero3Module` does not do as they say."""
-
-_NEWER = {
-    name: "not there yet"
-    for name, method in vars(FSDPModule).items()
-    if callable(method) and not name.startswith("__") and name not in vars(Zero3Module)
-}
-"""Methods that only a torch newer than this file has. As inherited they would fail obscurely."""
-
-for _name, _why in (_NEWER | _REFUSED).items():
-    setattr(Zero3Module, _name, _refused(_name, _why))
+for _name, _method in vars(FSDPModule).items():
+    if not _name.startswith("__") and getattr(Zero3Module, _name) is _method:
+        # Only a torch newer than this file has it. As inherited it would fail obscurely.
+        setattr(Zero3Module, _name, refused(_name, "not there yet"))
 
 
 _ReductionHandle: Any = getattr(fsdp, "GradientReductionHandle", object)

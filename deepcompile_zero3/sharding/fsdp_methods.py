@@ -1,0 +1,95 @@
+"""FSDP2's methods that have no effect here, and those that are refused by name."""
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from deepcompile_zero3 import torch_internals
+
+
+class _NotForDynamo(property):
+    """A property that is false by itself: Dynamo of torch 2.15 takes it off the class unread."""
+
+    def __bool__(self) -> bool:
+        return False
+
+
+class FSDP2Methods(FSDPModule):
+    """Makes a module an ``FSDPModule``, for ``isinstance`` and for code that asks for its methods.
+
+    None of the base class's own methods is called: each is replaced here or in ``Zero3Module``.
+    """
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Has no effect: every backward ends when its reductions have ended."""
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Has no effect.
+
+        A parameter that only some ranks use always has a zero gradient on the others
+        (:meth:`set_requires_gradient_on_all_ranks`). A parameter that no rank uses has no gradient.
+        """
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Makes the current stream wait for ``event``, and so the gathers of the next forward.
+
+        Gathers wait for the current stream always: call it only if the optimizer steps on another.
+
+        Args:
+            event: recorded after the optimizer's step.
+        """
+        event.wait()
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Has no effect: an eager backward gathers a group only if it uses what was saved of it."""
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Has no effect: ranks are always summed, and the sum is divided afterwards."""
+
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """Has no effect: reductions always have a process group of their own."""
+
+    def _is_managed(self) -> bool:
+        """Whether ranks must call the module together: transformers asks.
+
+        Dynamo asks too, and would take the module for one of FSDP1's, which it does not trace.
+        """
+        return torch.compiler.is_dynamo_compiling() or not torch_internals.dynamo_is_tracing()
+
+    # The setter ignores transformers, which says what is so anyway.
+    _is_fsdp_managed_module = _NotForDynamo(_is_managed, lambda self, managed: None)
+
+    def _get_fsdp_state(self) -> Any:
+        """Returns what torch's own functions for FSDP modules use."""
+        return torch_internals.fsdp_state_of(self)  # type: ignore[arg-type]
+
+
+def refused(name: str, why: str) -> Callable[..., NoReturn]:
+    """Returns a method that raises NotImplementedError and says ``why``."""
+
+    def method(self: FSDP2Methods, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(f"{name} is not supported: {why}")
+
+    method.__name__ = name
+    return method
+
+
+REFUSED = {
+    "_set_unshard_async_op": "prefetch with set_modules_to_forward_prefetch",
+    "set_allocate_memory_from_process_group_for_comm": "the runtime has buffers of its own",
+    "set_custom_all_gather": "the runtime communicates",
+    "set_custom_reduce_scatter": "the runtime communicates",
+    "set_keep_unsharded_storage": "no CUDA graph captures gathers",
+    "set_reduce_scatter_max_input_buffers": "the runtime has buffers of its own",
+    "set_symm_mem_for_comm": "the runtime has buffers of its own",
+}
+"""Methods of FSDP2's, and why a sharded module does not do as they say."""
+
+for _name, _why in REFUSED.items():
+    setattr(FSDP2Methods, _name, refused(_name, _why))
