@@ -75,8 +75,8 @@ __all__ = [
     "register_fsdp_forward_method",
     "release_buffers",
     "shard_blocks",
-    "share_comm_ctx",
     "shard_in_transformers",
+    "share_comm_ctx",
     "zero3",
 ]
 
@@ -97,9 +97,9 @@ _LATER = {
     "deposit_grad": "deepcompile_zero3.sharding.defer",
     "Zero3Module": "deepcompile_zero3.sharding.module",
     "register_fsdp_forward_method": "deepcompile_zero3.sharding.module",
+    "share_comm_ctx": "deepcompile_zero3.sharding.module",
     "CompiledAhead": "deepcompile_zero3.tools.planning.ahead",
     "compile_ahead": "deepcompile_zero3.tools.planning.ahead",
-    "share_comm_ctx": "deepcompile_zero3.sharding.module",
     "MACHINES": "deepcompile_zero3.tools.planning.machine",
     "Link": "deepcompile_zero3.tools.planning.machine",
     "Machine": "deepcompile_zero3.tools.planning.machine",

@@ -110,7 +110,7 @@ def test_ranks_find_what_was_compiled_for_them_ahead_of_time(new_processes, tmp_
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
-    assert "2 x Zero3Block_0" in ran.stdout
+    assert "2 x FSDPBlock_0" in ran.stdout
     assert new_processes(_step_by_messages) == [(1, 0)] * 2
 
 

@@ -156,7 +156,8 @@ def _shard_and_train(case, counts):
             continue
         assert isinstance(p, DTensor)
         assert p.dtype == whole.dtype
-        assert torch.equal(p.full_tensor(), whole)
+        if whole.dtype != torch.float8_e4m3fn:  # which gloo does not send
+            assert torch.equal(p.full_tensor(), whole)
         if whole.grad is None:
             assert p.grad is None, name
             continue

@@ -5,7 +5,7 @@ built anew. A ``grad_dtype`` that was set holds on.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,13 +15,19 @@ from torch.distributed.tensor import DTensor
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.sharding.group import ParameterGroup
+from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.transport.json_collectives import check_all_alike
 
 
-def convert(group: ParameterGroup, apply: Callable[[], Any]) -> Any:
-    """Returns ``apply()``, which may convert the parameters of ``group`` in place. Collective."""
+def convert(
+    group: ParameterGroup, reached: Sequence[ShardedParameter], apply: Callable[[], Any]
+) -> Any:
+    """Returns ``apply()``, which converts the module of ``group`` in place. Collective.
+
+    ``reached`` are the parameters registered in the module and below it, of other groups too.
+    """
     kept: list[tuple[DTensor, torch.dtype | None, torch.Tensor | None]] = []
-    for parameter in group.parameters:
+    for parameter in reached:
         shard = parameter.shard
         if torch_internals.has_grad_dtype(shard):
             # Gradients of that dtype are not converted with the parameter.
@@ -48,6 +54,8 @@ def after_load(module: nn.Module, incompatible_keys: object) -> None:
 
 def _follow(group: ParameterGroup) -> None:
     """Builds the parameters of ``group`` anew that have another dtype now."""
+    if group.model is not None and any(p.has_run for p in group.model.parameters):
+        return  # the next forward refuses the dtype, on all ranks
     converted = [(p, full) for p in group.parameters if (full := p.full_of_converted()) is not None]
     if not converted:
         return

@@ -8,9 +8,14 @@ import weakref
 from typing import Any, NoReturn
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from deepcompile_zero3.sharding.defer import defer_reduction
 from deepcompile_zero3.sharding.group import ParameterGroup
+
+
+class _NotSupportedError(NotImplementedError, AttributeError):
+    """What code that probes by ``hasattr`` takes for a missing attribute."""
 
 
 class FsdpState:
@@ -18,11 +23,13 @@ class FsdpState:
 
     _fsdp_param_groups = ()  # nothing is left to do for a group after a backward
     _fsdp_param_group = None  # likewise, in torch 2.11
-    _comm_ctx = None  # of share_comm_ctx: all modules share the runtime's streams already
 
     def __init__(self, module: nn.Module, group: ParameterGroup) -> None:
         self._module = weakref.ref(module)  # which has this state
         self._group = group
+        # Of share_comm_ctx. A pipeline asks whether stages have one together; the runtime's streams
+        # are shared, and nobody has to wait for another stage.
+        self._comm_ctx = object()
 
     def _pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Begins a method that torch registered as a forward.
@@ -49,13 +56,16 @@ class FsdpState:
     def finalize_backward(self) -> None:
         """Reduces the sums of the module's micro-batches, of which no backward was the last."""
         module = self._module()
-        assert module is not None  # it is being trained
+        assert isinstance(module, FSDPModule)  # it is being trained
+        if self._group.is_finalized_manually:
+            module.finalize_backward()
+            return
         with defer_reduction(module):
             pass
 
     _root_post_backward_final_callback = finalize_backward  # before torch 2.15
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise NotImplementedError(
+        raise _NotSupportedError(
             f"{name} of FSDP2's private state is not supported: the runtime communicates"
         )

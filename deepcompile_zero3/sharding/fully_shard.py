@@ -130,6 +130,11 @@ def fully_shard(
     ranks_of_mesh = ranks_of(mesh) if spmd is None else spmd.ranks
     for each in modules:
         check_module(each, ignored)
+        if any(group.is_finalized_manually for group in _groups_in(each)):
+            raise Zero3Error(
+                "a module inside has set_manual_backward_finalization(True): call it on the "
+                "outermost module, after the last fully_shard"
+            )
     names = _new_parameters(modules, ignored)
     layouts: dict[nn.Parameter, Layout] = {
         parameter: layout_of(fqn, parameter, ranks_of_mesh, shard_placement_fn, ranks_of, spmd)

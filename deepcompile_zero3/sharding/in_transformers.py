@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 
+from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.sharding.fully_shard import fully_shard
 
 
@@ -16,6 +17,7 @@ def shard_in_transformers() -> Iterator[None]:
 
     Raises:
         ImportError: this release of transformers does not shard models.
+        Zero3Error: another such block is open.
 
     Example::
 
@@ -33,6 +35,8 @@ def shard_in_transformers() -> Iterator[None]:
             "shard_in_transformers needs a transformers whose from_pretrained shards by "
             "DistributedConfig(fsdp_size=...): install another, or call fully_shard on the model"
         ) from error
+    if original is fully_shard:
+        raise Zero3Error("shard_in_transformers() runs already, here or in another thread")
     fsdp.fully_shard = fully_shard  # type: ignore[assignment]
     try:
         yield

@@ -55,7 +55,8 @@ class Zero3Module(FSDP2Methods):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Converts or moves the module: torch calls this for ``to``, ``bfloat16``, ``to_empty``."""
         apply = super(FSDPModule, self)._apply  # type: ignore[misc]
-        return convert(self._zero3_group, lambda: apply(fn, recurse=recurse))
+        below = dict.fromkeys(p for m in self.modules() for p in parameters_of(m).values())  # type: ignore[attr-defined]
+        return convert(self._zero3_group, list(below), lambda: apply(fn, recurse=recurse))
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers the parameters of this module's group, for use outside a forward.
@@ -224,7 +225,7 @@ class Zero3Module(FSDP2Methods):
 
         Raises:
             Zero3Error: manual finalization is not enabled, a backward has raised since the last
-                call, or ranks disagree on what is reduced.
+                call (on all ranks, or the others wait here), or ranks disagree on what is reduced.
         """
         group, parameters = self._zero3_outermost("finalize_backward")
         if not group.is_finalized_manually:

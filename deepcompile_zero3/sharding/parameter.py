@@ -200,7 +200,7 @@ class ShardedParameter:
         Returns None unless the shard was converted to another dtype before its first forward.
         """
         module = self._owner()
-        shard = None if module is None else module._parameters[self._name]
+        shard = None if module is None else module._parameters.get(self._name)
         if (
             not isinstance(shard, DTensor)
             or shard.dtype == self.orig_dtype

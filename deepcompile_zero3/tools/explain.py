@@ -24,6 +24,7 @@ from deepcompile_zero3.passes.reduce import GradientDtypes
 from deepcompile_zero3.runtime import REDUCTIONS, WAITS, ops
 from deepcompile_zero3.sharding.module import all_parameters_of
 from deepcompile_zero3.sharding.parameter import ShardedParameter, version_of
+from deepcompile_zero3.sharding.swap import original_class
 from deepcompile_zero3.tools.planning.machine import Machine, machine_of
 from deepcompile_zero3.tools.planning.simulate import simulate
 from deepcompile_zero3.tools.report import GatherBucket, Gradient, Graph, Report
@@ -100,7 +101,7 @@ def report_of(
     placeholders = [parameter.placeholder for parameter in parameters]
     shards = [torch_internals.local_tensor(parameter.shard) for parameter in parameters]
     return Report(
-        model=type(model).__name__.removeprefix("Zero3"),
+        model=original_class(model).__name__,
         world_size=max(parameter.handle.world_size for parameter in parameters),
         is_shared=all(
             not parameter.handle.transport.can.sends_messages for parameter in parameters
