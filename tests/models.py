@@ -6,6 +6,7 @@ gradient of the whole batch.
 """
 
 import copy
+import os
 
 import pytest
 import torch
@@ -76,6 +77,13 @@ def compiled(model, how, fullgraph=False, **options):
         case "eager":
             return model
     raise ValueError(how)
+
+
+def join_as_torchrun():
+    """Sets what torchrun tells a rank, for libraries that ask the environment."""
+    rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # the group is there already
 
 
 def batch_of(*shape, seed=0):

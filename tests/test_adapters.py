@@ -1,7 +1,6 @@
 """Adapters on a frozen model, with and without libraries: only their gradients are reduced."""
 
 import copy
-import os
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from models import (
     batch_of,
     compiled,
     each_way,
+    join_as_torchrun,
     mean_square,
     mine,
 )
@@ -154,12 +154,6 @@ def test_adapters_of_peft_train_as_on_one_process(run_ranks, how):
 # ---- accelerate
 
 
-def _join_for_accelerate():
-    rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # the group is there already
-
-
 def _prepared(how, batches):
     """Returns the accelerator, a sharded Llama, and what `prepare` makes of it and of others."""
     from accelerate import (
@@ -197,7 +191,7 @@ def _whole(model, optimizer):
 
 
 def _accelerate(how, folder):
-    _join_for_accelerate()
+    join_as_torchrun()
     accelerator, model, reference, run, optimizer, loader, tokens = _prepared(how, batches=4)
     expected = torch.optim.Adam(reference.parameters(), lr=0.01, eps=1e-3)
     seen = []
@@ -223,7 +217,7 @@ def _accelerate(how, folder):
 
 
 def _accelerate_goes_on(folder):
-    _join_for_accelerate()
+    join_as_torchrun()
     torch.manual_seed(9)  # other values
     accelerator, model, _, _, optimizer, *_ = _prepared("eager", batches=1)
     accelerator.load_state(folder)

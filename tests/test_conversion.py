@@ -42,21 +42,22 @@ def _converted(how, transport, mesh):
     mesh = None if mesh is None else init_device_mesh("cpu", mesh)
     model = _model()
     reference = copy.deepcopy(model).bfloat16()
-    reference[2].weight.grad_dtype = torch.float64
+    reference[2].weight.grad_dtype = reference[3].weight.grad_dtype = torch.float64
     fully_shard([model[2], model[3]], mesh=mesh, transport=transport)
     fully_shard(model, mesh=mesh, transport=transport)
     model.set_gradient_divide_factor(2.0)
     optimizers = optimizers_of(model, reference)
     model.unshard()
     model.reshard()
-    model[2].weight.grad_dtype = torch.float64  # set, and kept through the conversion
+    # Set, and kept through the conversion. The second is tied to a weight of another group.
+    model[2].weight.grad_dtype = model[3].weight.grad_dtype = torch.float64
     parameters = list(model.parameters())
 
     model.half()
     model.bfloat16()
 
     assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
-    assert model[2].weight.grad_dtype == torch.float64
+    assert model[2].weight.grad_dtype == model[3].weight.grad_dtype == torch.float64
     run = compiled(model, how)
     with record_collectives() as log:
         _take_steps(run, model, reference, optimizers)

@@ -8,7 +8,7 @@ import runpy
 import pytest
 import torch
 import torch.distributed as dist
-from models import INDUCTOR_TOO
+from models import INDUCTOR_TOO, join_as_torchrun
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -40,12 +40,6 @@ def _save_model(folder, tied):
     return str(folder)
 
 
-def _join():
-    rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # the group is there already
-
-
 def _loaded(folder, **settings):
     from transformers.distributed import DistributedConfig
 
@@ -60,7 +54,7 @@ def _values(model):
 
 
 def _load_use_and_save(folder):
-    _join()
+    join_as_torchrun()
     model, whole = _loaded(folder), AutoModelForCausalLM.from_pretrained(folder)
     assert fsdp.fully_shard is torch_fully_shard  # restored
     assert isinstance(model, Zero3Module)
@@ -99,7 +93,7 @@ def test_a_model_is_loaded_in_shards_used_and_saved(run_apart, saved_model):
 
 
 def _train_as_the_example(folder, inductor):
-    _join()
+    join_as_torchrun()
     example = runpy.run_path(str(EXAMPLE))
     with capture_graphs() as graphs:
         trainer = example["train"](folder, steps=3, inductor=inductor)
