@@ -21,7 +21,7 @@ from deepcompile_zero3.compile_once import first_alone, graph_key
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.grad_dtype import declare
 from deepcompile_zero3.graph.capture import is_capturing
-from deepcompile_zero3.graph.log import is_logging
+from deepcompile_zero3.graph.log import is_asked_for
 from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.passes.lift import (
     declare_grad_dtypes,
@@ -345,13 +345,13 @@ def _compile(
             return _interpreted(gm, example_inputs, rewriting, regions)
         config = dict(options.inductor_config)
         if rewriting.inputs:
-            other = config.get("custom_partitioner_fn", compiler.custom_partitioner())
+            other = compiler.custom_partitioner(config)
             config["custom_partitioner_fn"] = Partitioner(rewriting, regions, other)
         if any(facts.dim == 4 for facts in rewriting.inputs.values()):
             # It reorders the 4-D ancestors of a convolution and would read a placeholder.
             config["layout_optimization"] = False
         if any(facts.declares_grad_dtype for facts in rewriting.inputs.values()):
-            config |= compiler.may_be_stored(declare)
+            config |= compiler.may_be_stored(declare, config)
         with _stored(gm, example_inputs, rewriting, options, compile_graph):
             return compiler.compile_fx(
                 gm,
@@ -374,13 +374,14 @@ def _stored(
     A graph that is loaded is not rewritten: nothing is stored or loaded for whoever wants to see
     the rewritten graphs.
     """
-    is_shown = is_capturing() or is_logging() or compile_graph is not compile_with_inductor
-    if is_shown or not compiler.caches_are_on(options.inductor_config):
+    is_shown = is_capturing() or is_asked_for() or compile_graph is not compile_with_inductor
+    settings = source_key(), rewriting.settings, sorted(options.inductor_config.items())
+    may_be_stored = not is_shown and compiler.stores_graphs(options.inductor_config)
+    key = graph_key(gm, example_inputs, settings) if may_be_stored else None
+    if key is None:
         with compiler.without_autograd_cache():
             yield
         return
-    settings = source_key(), rewriting.settings, sorted(options.inductor_config.items())
-    key = graph_key(gm, example_inputs, settings)
     # A rank that waits has not run the forward, so that the first one cannot run its backward.
     with first_alone(key), compiler.with_eager_backwards():
         yield

@@ -14,10 +14,12 @@ from deepcompile_zero3.torch_internals import compiler
 PATIENCE = 600.0  # seconds that a process waits for another that compiles
 
 
-def graph_key(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Any) -> str:
+def graph_key(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Any) -> str | None:
     """Returns a key that graphs share if compilers make the same code of them.
 
     It is for telling graphs apart, not for finding compiled code: torch's own keys are finer.
+    Graphs on two GPUs have two keys, here as there. There is no key, but None, where compilers have
+    a setting that cannot be compared from one process to another.
 
     Args:
         gm: the graph that AOTAutograd will trace.
@@ -25,13 +27,16 @@ def graph_key(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Any) 
         settings: what else decides about the code. Their ``repr`` is the same in every process.
     """
     inputs = [
-        (tuple(map(str, value.shape)), tuple(map(str, value.stride())), value.dtype)
+        (*map(str, (value.shape, value.stride(), value.device)), value.dtype, value.requires_grad)
         if isinstance(value, torch.Tensor)
         else str(value)
         for value in example_inputs
     ]
     code = [module.code for module in gm.modules() if isinstance(module, fx.GraphModule)]
-    described = (compiler.config_key(), torch.is_grad_enabled(), settings, inputs, code)
+    config = compiler.config_key()
+    if config is None:
+        return None
+    described = (config, torch.is_grad_enabled(), settings, inputs, code)
     return hashlib.sha256(repr(described).encode()).hexdigest()
 
 
@@ -55,8 +60,8 @@ def first_alone(key: str, patience: float = PATIENCE) -> Iterator[None]:
                 stack.enter_context(FileLock(compiled.with_suffix(".lock"), timeout=patience))
             if compiled.exists():
                 stack.close()  # nobody need wait for this process
-        except (OSError, Timeout):
-            pass  # the folder cannot be written, or the first one takes too long
+        except (OSError, NotImplementedError, Timeout):
+            pass  # no folder to write to, no locks in it, or the first one takes too long
         yield
         with contextlib.suppress(OSError):
             compiled.touch()

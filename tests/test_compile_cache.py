@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from functorch.compile import default_partition
 from models import (
     Stack,
     assert_same_gradients,
@@ -20,6 +21,7 @@ from models import (
 )
 from ranks import RankPool
 from torch._dynamo.utils import counters
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from deepcompile_zero3 import capture_graphs, record_collectives
 
@@ -67,7 +69,48 @@ def _gathers(keep_mb):
     run = compiled(model, "zero3", keep_mb=keep_mb)
     with record_collectives() as log:
         mean_square(run, batch_of(2, 8).requires_grad_()).backward()
-    return sum(each.op == "all_gather" for each in log)
+    gathers = sum(each.op == "all_gather" for each in log)
+    return gathers, _hits()
+
+
+class _Partition(CustomPartitionerFn):
+    def __init__(self, key):
+        self.key = key
+        self.calls = 0
+
+    def __call__(self, gm, joint_inputs, *, num_fwd_outputs, **_):
+        self.calls += 1
+        return default_partition(gm, joint_inputs, num_fwd_outputs=num_fwd_outputs)
+
+    def uuid(self):
+        return self.key
+
+
+def _calls_of_partitioners():
+    """Returns how often two partitioners are called as a model is compiled twice."""
+
+    class Unpicklable(_Partition):
+        pass
+
+    never_stored, not_compared = _Partition(key=None), Unpicklable("key")
+    for _ in range(2):
+        torch._dynamo.reset()
+        model, _ = shard(torch.nn.Linear(8, 8))
+        config = {"custom_partitioner_fn": never_stored}
+        mean_square(compiled(model, "zero3", inductor_config=config), batch_of(2, 8)).backward()
+        torch._dynamo.reset()
+        with torch._inductor.config.patch(custom_partitioner_fn=not_compared):
+            mean_square(compiled(model, "zero3"), batch_of(2, 8)).backward()
+    return never_stored.calls, not_compared.calls
+
+
+@pytest.mark.inductor
+def test_what_a_partitioner_without_a_key_makes_is_never_stored(run_ranks):
+    assert run_ranks(2, _calls_of_partitioners) == [(2, 2)] * 2
+
+
+def _hits():
+    return counters["aot_autograd"]["autograd_cache_hit"]
 
 
 JOB = """
@@ -116,8 +159,12 @@ def test_ranks_find_what_was_compiled_for_them_ahead_of_time(new_processes, tmp_
 
 @pytest.mark.inductor
 def test_a_graph_compiled_with_other_options_is_never_run(run_ranks):
-    for keep_mb, gathers in ((0, 2), (64, 1), (0, 2)):
-        assert run_ranks(2, _gathers, keep_mb) == [gathers] * 2
+    run_ranks(2, _gathers, 0)
+    run_ranks(2, _gathers, 64)
+    hits = run_ranks(2, _hits)
+    for keep_mb, gathers in ((0, 2), (64, 1)):
+        hits = [before + 1 for before in hits]
+        assert run_ranks(2, _gathers, keep_mb) == [(gathers, each) for each in hits]
 
 
 def _alternately_sharded():

@@ -1,6 +1,7 @@
 """One process of a host compiles a graph; the others wait for it and load."""
 
 import dataclasses
+import logging
 import os
 import signal
 import threading
@@ -12,6 +13,7 @@ from pass_graphs import facts
 
 from deepcompile_zero3 import compile_once
 from deepcompile_zero3.compile_once import first_alone, graph_key
+from deepcompile_zero3.graph.log import is_asked_for
 from deepcompile_zero3.passes import pipeline
 from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.passes.pipeline import Partitioner, Rewriting
@@ -93,10 +95,11 @@ def test_keys_tell_graphs_inputs_and_settings_apart(monkeypatch):
     def triple(x):
         return x * 3
 
-    keys = [graph_key(_traced(double), [x], 1)] * 2
+    keys = [graph_key(_traced(double), [x], 1)]
     assert graph_key(_traced(double), [torch.zeros(2, 3)], 1) == keys[0]
-    keys = [keys[0], *(graph_key(_traced(f), [x], s) for f, s in ((triple, 1), (double, 2)))]
+    keys += [graph_key(_traced(f), [x], s) for f, s in ((triple, 1), (double, 2))]
     others = (x.double(), torch.ones(3, 3), torch.ones(3, 2).t())
+    others += (torch.ones(2, 3, requires_grad=True), torch.ones(2, 3, device="meta"))
     keys += [graph_key(_traced(double), [other], 1) for other in others]
     with torch.no_grad():
         keys.append(graph_key(_traced(double), [x], 1))
@@ -106,7 +109,38 @@ def test_keys_tell_graphs_inputs_and_settings_apart(monkeypatch):
         keys.append(graph_key(_traced(double), [x], 1))
     monkeypatch.setattr(torch, "__version__", "3.0.0")
     keys.append(graph_key(_traced(double), [x], 1))
-    assert len(set(keys)) == len(keys) == 10
+    assert len(set(keys)) == len(keys) == 12
+
+
+def test_a_graph_is_stored_only_where_no_rank_needs_it_compiled():
+    assert compiler.stores_graphs({})
+    assert not compiler.stores_graphs({"force_disable_caches": True})
+    for name in ("distributed_max_autotune_gemm", "aten_distributed_optimizations.spmd_check"):
+        assert not compiler.stores_graphs({name: True})
+    with torch._functorch.config.patch(_sync_decision_cross_ranks=True):
+        assert not compiler.stores_graphs({})
+
+
+@pytest.mark.parametrize(
+    ("levels", "asked"),
+    [
+        ({"": "INFO"}, False),
+        ({"deepcompile_zero3": "INFO"}, True),
+        ({"deepcompile_zero3": "DEBUG", "deepcompile_zero3.graph": "WARNING"}, False),
+        ({"deepcompile_zero3": "WARNING", "deepcompile_zero3.graph.log": "INFO"}, True),
+    ],
+)
+def test_logging_of_the_whole_process_does_not_ask_for_graphs(monkeypatch, levels, asked):
+    monkeypatch.setattr(compiler, "is_traced", lambda: False)  # unknown until torch has compiled
+    loggers = {logging.getLogger(name): level for name, level in levels.items()}
+    before = {logger: logger.level for logger in loggers}
+    try:
+        for logger, level in loggers.items():
+            logger.setLevel(level)
+        assert is_asked_for() is asked
+    finally:
+        for logger, level in before.items():
+            logger.setLevel(level)
 
 
 OTHER = {

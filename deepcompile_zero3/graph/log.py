@@ -17,9 +17,13 @@ _log = logging.getLogger(__name__)
 numbers = itertools.count()  # of forwards in this process; a backward has the number of its forward
 
 
-def is_logging() -> bool:
-    """Returns whether anybody wants the logs."""
-    return _log.isEnabledFor(logging.INFO) or compiler.is_traced()
+def is_asked_for() -> bool:
+    """Returns whether somebody asked for this library's logs.
+
+    A level of the root logger asks for those of the whole process, and does not count.
+    """
+    levels = (logging.getLogger(__name__.rsplit(".", n)[0]).level for n in range(3))
+    return next(filter(None, levels), logging.WARNING) <= logging.INFO or compiler.is_traced()
 
 
 def log_graph(gm: fx.GraphModule, direction: str, number: int, kept: Mapping[str, int]) -> None:

@@ -8,7 +8,7 @@ results of the call's backward: gathers and reductions stay in the graph around 
 
 import inspect
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.graph.calls import arguments_of, calls_by_region, region_named
+from deepcompile_zero3.passes.blocks import IsBlock, blocks_around
 from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.torch_internals import compiler, is_transformed
 
@@ -56,7 +57,7 @@ class _Segment:
 def outline_regions(
     gm: fx.GraphModule,
     parameters: Mapping[fx.Node, ParameterFacts],
-    is_block: Callable[[type], bool],
+    is_block: IsBlock,
 ) -> dict[str, RegionFacts]:
     """Replaces the operations of equal blocks in a lifted graph by calls of one subgraph.
 
@@ -114,20 +115,13 @@ def region_of(gm: fx.GraphModule) -> str | None:
     return None
 
 
-def _blocks(
-    graph: fx.Graph, is_block: Callable[[type], bool]
-) -> Iterator[tuple[type, list[list[fx.Node]]]]:
+def _blocks(graph: fx.Graph, is_block: IsBlock) -> Iterator[tuple[type, list[list[fx.Node]]]]:
     """Yields each class of blocks, with the nodes of each block. Outer classes come first."""
     found: dict[tuple[int, type], dict[str, list[fx.Node]]] = {}
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
-        stack = [
-            (name, cls)
-            for name, cls in (node.meta.get("nn_module_stack") or {}).values()
-            if isinstance(cls, type) and is_block(cls)
-        ]
-        for depth, (name, cls) in enumerate(stack):
+        for depth, (name, cls) in enumerate(blocks_around(node, is_block)):
             found.setdefault((depth, cls), {}).setdefault(name, []).append(node)
     for (_, cls), blocks in sorted(found.items(), key=lambda item: item[0][0]):
         yield cls, list(blocks.values())

@@ -9,19 +9,18 @@ Dynamo's graph decides, before operations are decomposed. It has the same operat
 and for batches of all sizes.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from typing import Any
 
 import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-# Whether modules of a class are blocks.
-_IsBlock = Callable[[type], bool]
+from deepcompile_zero3.passes.blocks import IsBlock, blocks_around
 
 
 def find_spared(
-    gm: fx.GraphModule, parameters: Iterable[fx.Node], is_block: _IsBlock
+    gm: fx.GraphModule, parameters: Iterable[fx.Node], is_block: IsBlock
 ) -> set[fx.Node]:
     """Returns the ``parameters`` that are used only in blocks in which nothing requires a gradient.
 
@@ -35,9 +34,9 @@ def find_spared(
 
 
 def _differentiated_blocks(
-    gm: fx.GraphModule, is_block: _IsBlock, inside: bool = False
-) -> Iterator[str]:
-    """Yields the names of blocks in which something requires a gradient.
+    gm: fx.GraphModule, is_block: IsBlock, inside: bool = False
+) -> Iterator[tuple[str, type]]:
+    """Yields the names and classes of blocks in which something requires a gradient.
 
     A call that returns such a result, of a checkpoint for example, may run its body again in
     backward. So everything in the body counts (``inside``).
@@ -47,13 +46,13 @@ def _differentiated_blocks(
             continue
         counts = inside or _requires_grad(node)
         if counts:
-            yield from _blocks_around(node, is_block)
+            yield from blocks_around(node, is_block)
         for body in _bodies(gm, node):
             yield from _differentiated_blocks(body, is_block, counts)
 
 
 def _is_spared(
-    gm: fx.GraphModule, node: fx.Node, differentiated: Set[str], is_block: _IsBlock
+    gm: fx.GraphModule, node: fx.Node, differentiated: Set[tuple[str, type]], is_block: IsBlock
 ) -> bool:
     for user in node.users:
         if isinstance(user.target, torch._ops.HigherOrderOperator):
@@ -63,7 +62,7 @@ def _is_spared(
                 _is_spared(bodies[0], each, differentiated, is_block) for each in read
             ):
                 return False
-        elif not (around := _blocks_around(user, is_block)) or around[-1] in differentiated:
+        elif not (around := blocks_around(user, is_block)) or around[-1] in differentiated:
             return False
     return bool(node.users)
 
@@ -73,15 +72,6 @@ def _inputs_of(body: fx.GraphModule, call: fx.Node, argument: fx.Node) -> list[f
     inputs = body.graph.find_nodes(op="placeholder")
     arguments = call.args[max(len(call.args) - len(inputs), 0) :]
     return [each for each, a in zip(inputs, arguments, strict=False) if a is argument]
-
-
-def _blocks_around(node: fx.Node, is_block: _IsBlock) -> list[str]:
-    """Returns the names of the blocks that an operation is in, outermost first."""
-    return [
-        name
-        for name, cls in (node.meta.get("nn_module_stack") or {}).values()
-        if isinstance(cls, type) and is_block(cls)
-    ]
 
 
 def _bodies(gm: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:

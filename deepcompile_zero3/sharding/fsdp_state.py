@@ -53,7 +53,7 @@ class FsdpState:
         """The states that a pipeline's schedule ends the micro-batches of, with this one."""
         return (self,)
 
-    def finalize_backward(self) -> None:
+    def _root_post_backward_final_callback(self) -> None:
         """Reduces the sums of the module's micro-batches, of which no backward was the last."""
         module = self._module()
         assert isinstance(module, FSDPModule)  # it is being trained
@@ -62,8 +62,6 @@ class FsdpState:
             return
         with defer_reduction(module):
             pass
-
-    _root_post_backward_final_callback = finalize_backward  # before torch 2.15
 
     def __getattr__(self, name: str) -> NoReturn:
         raise _NotSupportedError(

@@ -10,7 +10,7 @@ see nothing else.
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -55,8 +55,8 @@ class Zero3Module(FSDP2Methods):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Converts or moves the module: torch calls this for ``to``, ``bfloat16``, ``to_empty``."""
         apply = super(FSDPModule, self)._apply  # type: ignore[misc]
-        below = dict.fromkeys(p for m in self.modules() for p in parameters_of(m).values())  # type: ignore[attr-defined]
-        return convert(self._zero3_group, list(below), lambda: apply(fn, recurse=recurse))
+        below = registered_in(cast(nn.Module, self))
+        return convert(self._zero3_group, below, lambda: apply(fn, recurse=recurse))
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers the parameters of this module's group, for use outside a forward.
@@ -412,8 +412,13 @@ def parameters_of(module: nn.Module) -> dict[str, ShardedParameter]:
     return module.__dict__.get("_zero3_parameters", {})
 
 
+def registered_in(model: nn.Module) -> list[ShardedParameter]:
+    """Returns the sharded parameters registered anywhere in ``model``, each once."""
+    return list(dict.fromkeys(p for m in model.modules() for p in parameters_of(m).values()))
+
+
 def all_parameters_of(model: nn.Module, caller: str) -> list[ShardedParameter]:
-    """Returns the sharded parameters registered anywhere in ``model``, each once.
+    """Returns the sharded parameters registered anywhere in ``model``, at least one.
 
     Raises:
         TypeError: ``model`` is not a module.
@@ -421,8 +426,7 @@ def all_parameters_of(model: nn.Module, caller: str) -> list[ShardedParameter]:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"{caller} takes a module, got {model!r}")
-    found = (p for module in model.modules() for p in parameters_of(module).values())
-    parameters = list(dict.fromkeys(found))
+    parameters = registered_in(model)
     if not parameters:
         name = type(model).__name__
         if any(isinstance(parameter, DTensor) for parameter in model.parameters()):

@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import inspect
 import pathlib
+import pickle
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -81,9 +82,9 @@ def flop_formulas() -> dict[Any, Callable[..., int]]:
     return private("torch.utils.flop_counter", "flop_registry")
 
 
-def custom_partitioner() -> Any:
-    """Returns the partitioner that Inductor's own settings name, or None."""
-    return _inductor_config.custom_partitioner_fn
+def custom_partitioner(config: Mapping[str, Any]) -> Any:
+    """Returns the partitioner that Inductor uses with settings changed by ``config``, or None."""
+    return _setting(config, "custom_partitioner_fn")
 
 
 def has_memory_budget(gm: torch.fx.GraphModule) -> bool:
@@ -140,26 +141,53 @@ def with_named_kernels() -> contextlib.AbstractContextManager[None]:
     return _inductor_config.patch({"cpp.enable_kernel_profile": True})
 
 
+def _setting(config: Mapping[str, Any], name: str) -> Any:
+    """Returns a setting of Inductor, None if this release has none of that name."""
+    if name in config:
+        return config[name]
+    value = _inductor_config
+    for part in name.split("."):
+        value = getattr(value, part, None)
+    return value
+
+
 def caches_are_on(config: Mapping[str, Any]) -> bool:
     """Returns whether Inductor, with settings changed by ``config``, stores graphs on disk."""
-    stores, stores_nothing = (
-        config.get(name, getattr(_inductor_config, name))
-        for name in ("fx_graph_cache", "force_disable_caches")
+    stores = _setting(config, "fx_graph_cache") and not _setting(config, "force_disable_caches")
+    return bool(stores and _functorch_config.enable_autograd_cache)
+
+
+def stores_graphs(config: Mapping[str, Any]) -> bool:
+    """Returns whether a rank may store a graph that it compiles, so that others load it.
+
+    Not if the caches are off, if ranks have to compile together since they communicate meanwhile,
+    or if the user's partitioner says that what it makes is not to be stored.
+
+    Args:
+        config: changes to Inductor's settings.
+    """
+    communicates = (
+        _setting(config, "distributed_max_autotune_gemm")
+        or _setting(config, "aten_distributed_optimizations.spmd_check")
+        or getattr(_functorch_config, "_sync_decision_cross_ranks", False)
     )
-    return bool(stores and not stores_nothing and _functorch_config.enable_autograd_cache)
+    if communicates or not caches_are_on(config):
+        return False
+    partitioner = custom_partitioner(config)
+    return partitioner is None or partitioner.uuid() is not None
 
 
-def may_be_stored(function: Callable) -> dict[str, Any]:
+def may_be_stored(function: Callable, config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns Inductor's settings with which graphs that call ``function`` may be stored.
 
     All that the function does must follow from its arguments.
+
+    Args:
+        function: a function at the top of a module.
+        config: changes to the settings.
     """
     name = "unsafe_marked_cacheable_functions"  # to the hash of what they do beside
-    return {name: {**getattr(_inductor_config, name), _qualified(function): ""}}
-
-
-def _qualified(function: Callable) -> str:
-    return f"{function.__module__}.{function.__qualname__}"
+    return {name: {**_setting(config, name), f"{function.__module__}.{function.__qualname__}": ""}}
 
 
 def cache_folder() -> pathlib.Path:
@@ -173,9 +201,12 @@ def count_of_stored_graphs() -> int:
     return counts["autograd_cache_saved"] + counts["autograd_cache_hit"]
 
 
-def config_key() -> tuple[str, bytes, bytes]:
-    """Returns torch's version and the settings of its compilers."""
-    return torch.__version__, _functorch_config.save_config(), _inductor_config.save_config()
+def config_key() -> tuple[str, bytes, bytes] | None:
+    """Returns torch's version and the settings of its compilers, None if they hold any object."""
+    try:
+        return torch.__version__, _functorch_config.save_config(), _inductor_config.save_config()
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return None
 
 
 def without_autograd_cache() -> contextlib.AbstractContextManager[None]:
@@ -185,6 +216,7 @@ def without_autograd_cache() -> contextlib.AbstractContextManager[None]:
 
 def with_eager_backwards() -> contextlib.AbstractContextManager[None]:
     """Compiles each backward with its forward in the context, not when it is first called."""
+    private("torch._functorch", "config.force_non_lazy_backward_lowering")
     return _functorch_config.patch(force_non_lazy_backward_lowering=True)
 
 
@@ -195,7 +227,7 @@ def is_traced() -> bool:
 
 def makes_cpp_wrapper(config: Mapping[str, Any]) -> bool:
     """Returns whether Inductor makes a wrapper in C++, in which not every release has subgraphs."""
-    return bool(config.get("cpp_wrapper", _inductor_config.cpp_wrapper))
+    return bool(_setting(config, "cpp_wrapper"))
 
 
 def without_donated_buffers() -> contextlib.AbstractContextManager[None]:
@@ -228,7 +260,6 @@ def call_compiled_apart(
     Each backward is compiled with its forward, not when it is first called. The call does not count
     toward the recompilation limits of others. Sizes that it sees make no other code dynamic.
     """
-    private("torch._functorch", "config.force_non_lazy_backward_lowering")
     isolated: dict[str, Any] = {"isolate_recompiles": True} if _can_isolate else {}
     scope: dict[str, Callable] = {"function": function}
     # Dynamo caches by the code object of a frame. This frame has its own.

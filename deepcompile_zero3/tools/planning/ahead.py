@@ -12,8 +12,9 @@ from torch import fx, nn
 from deepcompile_zero3.backend import CompiledGraph, Options, compile_with_inductor
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.graph.calls import calls_by_region
-from deepcompile_zero3.tools.planning.graphs import fake_ranks, zeros_like
-from deepcompile_zero3.tools.planning.plan import ShardModel, sharded
+from deepcompile_zero3.sharding.module import registered_in
+from deepcompile_zero3.tools.planning.graphs import check_compiled, fake_ranks, zeros_like
+from deepcompile_zero3.tools.planning.plan import ShardModel, retire, sharded
 from deepcompile_zero3.tools.report import text_of
 from deepcompile_zero3.torch_internals import compiler
 
@@ -60,7 +61,12 @@ class CompiledAhead:
         parts: list[Any] = [table, "", f"stored in {self.folder}"]
         if missing:
             numbers = ", ".join(map(str, missing))
-            parts.append(f"NOT stored, since torch's cache refuses them: {numbers}")
+            parts.append(
+                f"NOT stored, and so compiled again by ranks: {numbers}. Logs or a trace of this "
+                "library, a partitioner without a key, settings with which ranks communicate as "
+                "they compile, and what torch's cache refuses prevent it; "
+                "TORCH_LOGS=torch._functorch._aot_autograd.autograd_cache shows the last"
+            )
         return text_of(parts)
 
 
@@ -78,7 +84,8 @@ def compile_ahead(
     The model has no data: its shards are memory that is never touched. Ranks that call
     ``torch.compile(model, backend="zero3", options=options)(**call)`` on the same kind of machine,
     with the same release of torch and the same folder of compiled code, and that exchange messages
-    (``transport="c10d"``), load what was stored.
+    (``transport="c10d"``), load what was stored. Resets Dynamo at its end, so that other compiled
+    code of this process is compiled or loaded again.
 
     Args:
         build: makes the model; called under ``torch.device("meta")``.
@@ -129,6 +136,6 @@ def compile_ahead(
             torch.compile(model, backend=backend)(**call)
         finally:
             torch._dynamo.reset()
-    if not found.graphs:
-        raise Zero3Error("no graph was compiled: is torch.compile disabled, or the whole call?")
+            retire(registered_in(model))
+    check_compiled(found.graphs)
     return found

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.tools.planning import job, sweep
+from deepcompile_zero3.tools.planning.ahead import CompiledAhead
 from deepcompile_zero3.tools.planning.plan import Plan
 from deepcompile_zero3.tools.report import Report, text_of
 
@@ -107,9 +108,7 @@ def _explain(arguments: argparse.Namespace) -> int:
 def _compile(arguments: argparse.Namespace) -> int:
     with Console(stderr=True).status("compiling"):
         compiled = job.compiled(arguments)
-    print(compiled)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(compiled.to_dict(), indent=1))
+    _print(compiled, arguments)
     return 0 if all(graph.is_stored for graph in compiled.graphs) else 1
 
 
@@ -121,12 +120,16 @@ def _planned(arguments: argparse.Namespace, **changes: Any) -> Plan:
 
 
 def _show(found: Plan | Report, arguments: argparse.Namespace) -> int:
-    print(found)
+    _print(found, arguments)
     if arguments.save:
         found.save(arguments.save)
+    return 0
+
+
+def _print(found: Plan | Report | CompiledAhead, arguments: argparse.Namespace) -> None:
+    print(found)
     if arguments.json:
         arguments.json.write_text(json.dumps(found.to_dict(), indent=1))
-    return 0
 
 
 _KNOBS = {

@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,10 +129,15 @@ def trace(model: nn.Module, call: Mapping[str, Any]) -> Trace:
             "have no data here. A break inside of a loop leaves the whole function uncompiled; "
             f"{line_of_break(breaks[0])}"
         ) from error
-    if not graphs:
-        raise Zero3Error("no graph was compiled: is torch.compile disabled, or the whole call?")
+    check_compiled(graphs)
     by_name = {parameter.fqn: parameter for parameter in parameters}
     return Trace(model, by_name, tuple(breaks), tuple(graphs))
+
+
+def check_compiled(graphs: Sequence[Any]) -> None:
+    """Raises Zero3Error if a call has compiled no graph."""
+    if not graphs:
+        raise Zero3Error("no graph was compiled: is torch.compile disabled, or the whole call?")
 
 
 def _note_and_return_zeros(

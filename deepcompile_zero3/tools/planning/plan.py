@@ -1,7 +1,7 @@
 """``plan``: predicts a step of a large model on ranks that need not exist."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeAlias, cast
 
@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from deepcompile_zero3.backend import Options
 from deepcompile_zero3.sharding.fully_shard import fully_shard
-from deepcompile_zero3.sharding.parameter import ShardedModel
+from deepcompile_zero3.sharding.parameter import ShardedModel, ShardedParameter
 from deepcompile_zero3.tools.explain import report_of
 from deepcompile_zero3.tools.page import save_page
 from deepcompile_zero3.tools.planning.advice import advice_for
@@ -184,8 +184,13 @@ def plan(
                 found = replace(found, advice=advice_for(found, parsed, traced, predict))
             return found
         finally:
-            for model_of in {parameter.model for parameter in traced.parameters.values()} - {None}:
-                cast(ShardedModel, model_of).retire()
+            retire(traced.parameters.values())
+
+
+def retire(parameters: Iterable[ShardedParameter]) -> None:
+    """Frees the numbers of the models of ``parameters``, which take no more steps."""
+    for model in {parameter.model for parameter in parameters} - {None}:
+        cast(ShardedModel, model).retire()
 
 
 def sharded(
