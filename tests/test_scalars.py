@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.tensor import Replicate, Shard
+from torch.utils.checkpoint import checkpoint
 
 from deepcompile_zero3 import (
     defer_reduction,
@@ -189,23 +190,30 @@ def test_a_checkpoint_with_scalars_is_loaded_by_another_number_of_ranks(run_rank
 class _Uses(nn.Module):
     """Reads parameters once and uses them several times."""
 
-    def __init__(self, dtype, grad_dtype):
+    def __init__(self, dtype, grad_dtype, is_checkpointed=False):
         super().__init__()
+        self.is_checkpointed = is_checkpointed
         self.scale = nn.Parameter(torch.tensor(1.3, dtype=dtype))
         self.weight = nn.Parameter(batch_of(5, 5, seed=1).to(dtype))
         for parameter in self.parameters():
             parameter.grad_dtype = grad_dtype
 
     def forward(self, x):
+        if self.is_checkpointed:
+            return checkpoint(self.use, x, use_reentrant=False)
+        return self.use(x)
+
+    def use(self, x):
         x, scale, weight = x.to(self.scale.dtype), self.scale, self.weight
         scaled = torch.cat([x * scale, (x * 3.3) * scale, (x * 2.7) * scale])
         return scaled, torch.cat([x @ weight, (x * 3.3) @ weight, (x * 2.7) @ weight])
 
 
-def _contract(how):
+def _contract(how, is_checkpointed):
     for dtype in (torch.bfloat16, torch.float32):
         for grad_dtype in (torch.bfloat16, torch.float32, None):
-            model, reference = (_Uses(dtype, grad_dtype) for _ in range(2))
+            model = _Uses(dtype, grad_dtype, is_checkpointed)
+            reference = _Uses(dtype, grad_dtype)
             fully_shard(model, shard_placement_fn=lambda p: Shard(1) if p.dim() else None)
             run = compiled(model, how)
             for each in (run, reference):  # all ranks have the same batch
@@ -217,9 +225,12 @@ def _contract(how):
             torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("is_checkpointed", [False, True])
 @pytest.mark.parametrize("how", ["eager", "interpreted"])  # Inductor sums in another order
-def test_parameters_that_are_not_read_as_gathered_keep_their_contract(run_ranks, how):
-    run_ranks(2, _contract, how)
+def test_parameters_that_are_not_read_as_gathered_keep_their_contract(
+    run_ranks, how, is_checkpointed
+):
+    run_ranks(2, _contract, how, is_checkpointed)
 
 
 # ---- parameters without elements

@@ -1,9 +1,10 @@
-"""Regions: subgraphs that are compiled once for all of their calls."""
+"""Calls of subgraphs: of regions, which are compiled once for all of their calls, and others."""
 
 import copy
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import fx
 
 from deepcompile_zero3.torch_internals import compiler
@@ -39,6 +40,22 @@ def results_of(call: fx.Node) -> Iterator[tuple[int, fx.Node]]:
     for item in list(call.users):
         position: Any = item.args[1]
         yield position, item
+
+
+def bodies_of(gm: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:
+    """Returns the graphs that a node of ``gm``, if it is a higher-order operator, calls."""
+    if not isinstance(node.target, torch._ops.HigherOrderOperator):
+        return []
+    attributes = (each for each in node.all_input_nodes if each.op == "get_attr")
+    bodies: Any = [getattr(gm, str(each.target), None) for each in attributes]
+    return [body for body in bodies if isinstance(body, fx.GraphModule)]
+
+
+def inputs_of(body: fx.GraphModule, call: fx.Node, argument: fx.Node) -> list[fx.Node]:
+    """Returns the inputs of ``body`` that get an argument of its call. The last ones are theirs."""
+    inputs = body.graph.find_nodes(op="placeholder")
+    arguments = call.args[max(len(call.args) - len(inputs), 0) :]
+    return [each for each, a in zip(inputs, arguments, strict=False) if a is argument]
 
 
 def copied(gm: fx.GraphModule) -> fx.GraphModule:

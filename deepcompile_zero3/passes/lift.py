@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from deepcompile_zero3 import grad_dtype, torch_internals
+from deepcompile_zero3.graph.calls import bodies_of, inputs_of
 from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.runtime import ops
 from deepcompile_zero3.torch_internals import compiler
@@ -78,20 +79,28 @@ def declare_grad_dtypes(gm: fx.GraphModule, inputs: Mapping[int, ParameterFacts]
             continue
         places = {placeholders[position]: placeholders[-1]}
         if not facts.is_read_as_gathered:
-            places |= {read: read for read in _reads(placeholders[position])}
+            places |= {read: read for read in _reads(gm, placeholders[position])}
         for node, place in places.items():
-            with gm.graph.inserting_after(place):
-                gm.graph.call_function(grad_dtype.declare, (node, facts.grad_dtype))
+            with node.graph.inserting_after(place):
+                node.graph.call_function(grad_dtype.declare, (node, facts.grad_dtype))
     gm.graph.lint()
-    gm.recompile()
+    _recompile(gm)
 
 
-def _reads(placeholder: fx.Node) -> Iterator[fx.Node]:
+def _reads(gm: fx.GraphModule, placeholder: fx.Node) -> Iterator[fx.Node]:
+    """Yields what modules read in place of an input of ``gm``, inside of checkpoints too."""
     for user in list(placeholder.users):
-        if isinstance(user.target, torch._ops.HigherOrderOperator):  # that of a scalar
-            yield from user.users
-        else:
-            yield user
+        match user.target:
+            case torch.ops.higher_order.autograd_function_apply:  # that of a scalar
+                yield from user.users
+            case torch.ops.higher_order.tag_activation_checkpoint:
+                for body in bodies_of(gm, user):
+                    for read in inputs_of(body, user, placeholder):
+                        yield from _reads(body, read)
+            case torch._ops.HigherOrderOperator():
+                continue  # autograd sees only what it returns
+            case _:
+                yield user
 
 
 def _recompile(gm: fx.GraphModule) -> None:

@@ -10,12 +10,12 @@ and for batches of all sizes.
 """
 
 from collections.abc import Iterable, Iterator, Set
-from typing import Any
 
 import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
+from deepcompile_zero3.graph.calls import bodies_of, inputs_of
 from deepcompile_zero3.passes.blocks import IsBlock, blocks_around
 
 
@@ -47,7 +47,7 @@ def _differentiated_blocks(
         counts = inside or _requires_grad(node)
         if counts:
             yield from blocks_around(node, is_block)
-        for body in _bodies(gm, node):
+        for body in bodies_of(gm, node):
             yield from _differentiated_blocks(body, is_block, counts)
 
 
@@ -56,8 +56,8 @@ def _is_spared(
 ) -> bool:
     for user in node.users:
         if isinstance(user.target, torch._ops.HigherOrderOperator):
-            bodies = _bodies(gm, user)
-            read = _inputs_of(bodies[0], user, node) if len(bodies) == 1 else []
+            bodies = bodies_of(gm, user)
+            read = inputs_of(bodies[0], user, node) if len(bodies) == 1 else []
             if not read or not all(
                 _is_spared(bodies[0], each, differentiated, is_block) for each in read
             ):
@@ -65,22 +65,6 @@ def _is_spared(
         elif not (around := blocks_around(user, is_block)) or around[-1] in differentiated:
             return False
     return bool(node.users)
-
-
-def _inputs_of(body: fx.GraphModule, call: fx.Node, argument: fx.Node) -> list[fx.Node]:
-    """Returns the inputs of ``body`` that get an argument of its call. The last ones are theirs."""
-    inputs = body.graph.find_nodes(op="placeholder")
-    arguments = call.args[max(len(call.args) - len(inputs), 0) :]
-    return [each for each, a in zip(inputs, arguments, strict=False) if a is argument]
-
-
-def _bodies(gm: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:
-    """Returns the graphs that a higher-order operator calls."""
-    if not isinstance(node.target, torch._ops.HigherOrderOperator):
-        return []
-    attributes = (each for each in node.all_input_nodes if each.op == "get_attr")
-    bodies: Any = [getattr(gm, str(each.target), None) for each in attributes]
-    return [body for body in bodies if isinstance(body, fx.GraphModule)]
 
 
 def _requires_grad(node: fx.Node) -> bool:
