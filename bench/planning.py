@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from bench.ranks import Ranks, Training, join
 from bench.workloads import WORKLOADS, Workload
 from deepcompile_zero3 import limit_buffers
-from deepcompile_zero3.backend import Options
+from deepcompile_zero3.options import Options
 from deepcompile_zero3.tools.planning.calibrate import measure_machine
 from deepcompile_zero3.tools.planning.graphs import fake_ranks, trace
 from deepcompile_zero3.tools.planning.kernels import kernels_of

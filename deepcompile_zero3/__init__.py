@@ -22,8 +22,9 @@ from deepcompile_zero3.runtime import (
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-    from deepcompile_zero3.backend import Options, zero3
+    from deepcompile_zero3.backend import zero3
     from deepcompile_zero3.graph.capture import CapturedGraph, CapturedGraphs, capture_graphs
+    from deepcompile_zero3.options import Options
     from deepcompile_zero3.sharding.checks import detect_nonfinite, gradient_norms
     from deepcompile_zero3.sharding.clip import clip_grad_norm_
     from deepcompile_zero3.sharding.defer import defer_reduction, deposit_grad
@@ -85,7 +86,7 @@ __all__ = [
 _LATER = {
     "MixedPrecisionPolicy": "torch.distributed.fsdp",
     "OffloadPolicy": "torch.distributed.fsdp",
-    "Options": "deepcompile_zero3.backend",
+    "Options": "deepcompile_zero3.options",
     "zero3": "deepcompile_zero3.backend",
     "CapturedGraph": "deepcompile_zero3.graph.capture",
     "CapturedGraphs": "deepcompile_zero3.graph.capture",

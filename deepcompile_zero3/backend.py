@@ -9,9 +9,7 @@
 import contextlib
 import copy
 import functools
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias
 
 import torch
@@ -22,6 +20,7 @@ from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.grad_dtype import declare
 from deepcompile_zero3.graph.capture import is_capturing
 from deepcompile_zero3.graph.log import is_asked_for
+from deepcompile_zero3.options import Options
 from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.passes.lift import (
     declare_grad_dtypes,
@@ -40,72 +39,6 @@ from deepcompile_zero3.torch_internals import compiler
 
 # Compiles a partitioned graph. Takes a Rewriting, then the arguments of compile_fx_inner.
 GraphCompiler: TypeAlias = Callable[..., Callable]
-
-
-@dataclass(frozen=True)
-class Options:
-    """Options of ``torch.compile(model, backend="zero3", options={...})``.
-
-    Attributes:
-        inductor: whether Inductor compiles the rewritten graphs. False runs them op by op, for
-            debugging.
-        inductor_config: Inductor's settings for these graphs, as in ``options`` of
-            ``backend="inductor"``.
-        gather_bucket_mb: maximum size of one all-gather, in MiB of full parameters. A larger
-            parameter is gathered alone.
-        keep_mb: maximum size in MiB, or infinity, of the full parameters that the compiled forwards
-            of a model keep for backward where ``reshard_after_forward`` is None. Backward gathers
-            the others again.
-        fp32_weight_grads: whether matmuls of bf16 or fp16 operands return the fp32 sum where they
-            compute only a gradient whose ``grad_dtype`` is float32 or None. Eager PyTorch rounds
-            the sum first.
-        regions: whether equal blocks, which are modules that ``fully_shard`` was called on, are
-            compiled once for all of them. None means if Inductor compiles them: op by op there is
-            nothing to share. Ignored with ``fp32_weight_grads``.
-    """
-
-    inductor: bool = True
-    inductor_config: Mapping[str, Any] = field(default_factory=dict)
-    gather_bucket_mb: float = 64.0
-    keep_mb: float = 64.0
-    fp32_weight_grads: bool = False
-    regions: bool | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("inductor", "fp32_weight_grads"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"option '{name}' is a bool, got {getattr(self, name)!r}")
-        if not isinstance(self.regions, bool | None):
-            raise ValueError(f"option 'regions' is a bool or None, got {self.regions!r}")
-        if not isinstance(self.inductor_config, Mapping):
-            raise ValueError(f"option 'inductor_config' is a dict, got {self.inductor_config!r}")
-        if self.inductor_config and not self.inductor:
-            raise ValueError("option 'inductor_config' needs 'inductor': True")
-        for name, least, what in (
-            ("gather_bucket_mb", sys.float_info.min, "a positive number"),
-            ("keep_mb", 0, "a number of at least 0, or infinity"),
-        ):
-            value = getattr(self, name)
-            finite = value != float("inf") or name == "keep_mb"
-            if type(value) not in (int, float) or not (value >= least and finite):
-                raise ValueError(f"option '{name}' is {what}, got {value!r}")
-
-    @staticmethod
-    def parse(options: Mapping[str, Any] | None) -> "Options":
-        """Returns the options in ``options``.
-
-        Raises:
-            ValueError: a key is unknown, and the message lists the known ones; or a value is not
-                valid.
-        """
-        known = [f.name for f in fields(Options)]
-        unknown = sorted(set(options or ()) - set(known))
-        if unknown:
-            raise ValueError(
-                f"unknown option {', '.join(map(repr, unknown))} of backend 'zero3'; "
-                f"the options are {', '.join(map(repr, known))}"
-            )
-        return Options(**(options or {}))
 
 
 def zero3(

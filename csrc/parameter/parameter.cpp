@@ -2,6 +2,7 @@
 
 #include "support/autograd.h"
 #include "support/error.h"
+#include "support/grad_dtype.h"
 #include "support/memory.h"
 
 namespace zero3 {
@@ -84,6 +85,19 @@ void Parameter::add_use(bool first) {
 void Parameter::drop_gradients() {
   gradients.drop();
   forget_after_forward();
+}
+
+void Parameter::check_gradient(const at::Tensor& raw) const {
+  ZERO3_CHECK(raw.layout() == at::kStrided, "the gradient of '", fqn, "' is ", raw.layout(),
+              ", and only dense gradients can be reduced: use sparse=False");
+  ZERO3_CHECK(is_gradient_dtype(raw.scalar_type()), "the gradient of '", fqn, "' is ",
+              raw.scalar_type(),
+              ", which cannot be summed and sent: cast it to float32, "
+              "float64, bfloat16 or float16");
+  ZERO3_CHECK(raw.sizes() == at::IntArrayRef(sizes), "the gradient of '", fqn, "' has shape ",
+              raw.sizes(), " where the full parameter has ", at::IntArrayRef(sizes));
+  ZERO3_CHECK(raw.device() == device, "the gradient of '", fqn, "' is on ", raw.device(),
+              " where the parameter computes on ", device);
 }
 
 std::vector<std::string> names_of(const std::vector<ParameterPtr>& parameters) {

@@ -102,6 +102,10 @@ struct Parameter : public ParameterSpec {
   // The parameter whose shards are gathered now: `parameter` or its `after_forward`.
   static std::shared_ptr<Parameter> source_of(const std::shared_ptr<Parameter>& parameter);
 
+  // Whether other ranks add to its gradients.
+  bool has_others() const { return world_size > 1 || replicas; }
+  // Throws unless `raw` can be its full gradient.
+  void check_gradient(const at::Tensor& raw) const;
   // Whether the backward that computes its gradients reduces them.
   bool is_reduced_now() const { return settings.requires_gradient_sync && !settings.deferred; }
   // Whether the running backward was asked for its gradient. A compiled backward computes all

@@ -84,6 +84,21 @@ std::string describe(const std::string& fqn, const std::vector<Presences>& ranks
 
 }  // namespace
 
+std::vector<std::vector<ParameterPtr>> PresenceCheck::groups_of(
+    const std::vector<ParameterPtr>& parameters) {
+  std::vector<std::vector<ParameterPtr>> groups;
+  for (auto& parameter : parameters) {
+    auto group = std::ranges::find_if(groups, [&](auto& other) {
+      return other.front()->root == parameter->root &&
+             other.front()->transport->joins(*parameter->transport) &&
+             is_same(other.front()->replicas.get(), parameter->replicas.get());
+    });
+    if (group == groups.end()) group = groups.emplace(group);
+    group->push_back(parameter);
+  }
+  return groups;
+}
+
 PresenceCheck::PresenceCheck(std::vector<ParameterPtr> parameters, Backward& backward,
                              Occasion occasion)
     : parameters_(std::move(parameters)), occasion_(occasion) {

@@ -50,6 +50,10 @@ class PresenceGather {
 // Compares the gradients that the ranks of one transport, and their replicas, have in a backward.
 class PresenceCheck {
  public:
+  // Splits parameters into those that one check compares.
+  static std::vector<std::vector<ParameterPtr>> groups_of(
+      const std::vector<ParameterPtr>& parameters);
+
   // Begins the check. `parameters` are of one model, reduced together, in order of registration.
   PresenceCheck(std::vector<ParameterPtr> parameters, Backward& backward, Occasion occasion);
 

@@ -12,7 +12,6 @@
 #include "support/apart.h"
 #include "support/autograd.h"
 #include "support/error.h"
-#include "support/grad_dtype.h"
 #include "support/heap.h"
 #include "support/memory.h"
 #include "support/profiler_range.h"
@@ -27,31 +26,12 @@ Deliver deliver;
 std::mutex running_mutex;
 std::unordered_map<int, std::weak_ptr<Reduction>> running;  // by the engine's graph task
 
-void check_gradient(const Parameter& parameter, const at::Tensor& raw) {
-  ZERO3_CHECK(raw.layout() == at::kStrided, "the gradient of '", parameter.fqn, "' is ",
-              raw.layout(), ", and only dense gradients can be reduced: use sparse=False");
-  ZERO3_CHECK(is_gradient_dtype(raw.scalar_type()), "the gradient of '", parameter.fqn, "' is ",
-              raw.scalar_type(),
-              ", which cannot be summed and sent: cast it to float32, "
-              "float64, bfloat16 or float16");
-  ZERO3_CHECK(raw.sizes() == at::IntArrayRef(parameter.sizes), "the gradient of '", parameter.fqn,
-              "' has shape ", raw.sizes(), " where the full parameter has ",
-              at::IntArrayRef(parameter.sizes));
-  ZERO3_CHECK(raw.device() == parameter.device, "the gradient of '", parameter.fqn, "' is on ",
-              raw.device(), " where the parameter computes on ", parameter.device);
-}
-
-// Whether gradients are summed with other ranks.
-bool has_others(const Parameter& parameter) {
-  return parameter.world_size > 1 || parameter.replicas;
-}
-
 }  // namespace
 
 void set_deliver(Deliver function) { deliver = std::move(function); }
 
 void deposit(Parameter& parameter, const at::Tensor& raw) {
-  check_gradient(parameter, raw);
+  parameter.check_gradient(raw);
   if (parameter.settings.detects_nonfinite) parameter.gradients.detect_nonfinite(raw);
   parameter.gradients.add(raw, parameter.settings.gradient_dtypes, /*owned=*/false);
 }
@@ -87,7 +67,7 @@ Reduction::~Reduction() {
 }
 
 void Reduction::add(const ParameterPtr& parameter, const at::Tensor& raw, bool owned) {
-  check_gradient(*parameter, raw);
+  parameter->check_gradient(raw);
   if (!parameter->is_wanted()) return;
   Apart apart;
   if (parameter->settings.detects_nonfinite) parameter->gradients.detect_nonfinite(raw);
@@ -163,18 +143,8 @@ Backward& Reduction::backward_of(const Parameter& parameter) {
 
 std::vector<std::unique_ptr<PresenceCheck>> Reduction::presence_checks_of(
     const std::vector<ParameterPtr>& parameters, Occasion occasion) {
-  std::vector<std::vector<ParameterPtr>> groups;
-  for (auto& parameter : parameters) {
-    auto group = std::ranges::find_if(groups, [&](auto& other) {
-      return other.front()->root == parameter->root &&
-             other.front()->transport->joins(*parameter->transport) &&
-             is_same(other.front()->replicas.get(), parameter->replicas.get());
-    });
-    if (group == groups.end()) group = groups.emplace(group);
-    group->push_back(parameter);
-  }
   std::vector<std::unique_ptr<PresenceCheck>> checks;
-  for (auto& group : groups) {
+  for (auto& group : PresenceCheck::groups_of(parameters)) {
     auto& backward = backward_of(*group.front());
     checks.push_back(std::make_unique<PresenceCheck>(std::move(group), backward, occasion));
   }
@@ -186,7 +156,7 @@ void Reduction::begin_presence_checks(int64_t root) {
   checked_.push_back(root);
   auto parameters = Registry::get().of_root(root);
   std::erase_if(parameters, [](auto& parameter) {
-    return !has_others(*parameter) || !parameter->transport->can.tells_presence;
+    return !parameter->has_others() || !parameter->transport->can.tells_presence;
   });
   for (auto& check : presence_checks_of(parameters, Occasion::kBackward))
     presence_checks_.push_back(std::move(check));
@@ -326,7 +296,7 @@ void Reduction::finish_deposited(const std::vector<ParameterPtr>& parameters) {
     Apart apart;
     std::lock_guard lock(mutex_);
     auto with_others = parameters;
-    std::erase_if(with_others, [](auto& parameter) { return !has_others(*parameter); });
+    std::erase_if(with_others, [](auto& parameter) { return !parameter->has_others(); });
     for (auto& check : presence_checks_of(with_others, Occasion::kDeposits)) {
       check->finish();
       for (auto& [parameter, dtype] : check->sums()) {

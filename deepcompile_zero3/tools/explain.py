@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 from deepcompile_zero3 import torch_internals
-from deepcompile_zero3.backend import Options, zero3
+from deepcompile_zero3.backend import zero3
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.graph.alias import base_of, views_of
 from deepcompile_zero3.graph.capture import CapturedGraph, CapturedGraphs, capture_graphs
@@ -18,6 +18,7 @@ from deepcompile_zero3.graph.metadata import COMMENT
 from deepcompile_zero3.graph.peak import gathered_items
 from deepcompile_zero3.graph.size import nbytes_of, nbytes_of_tensor
 from deepcompile_zero3.graph.text import short_name
+from deepcompile_zero3.options import Options
 from deepcompile_zero3.passes.facts import fqns_of
 from deepcompile_zero3.passes.pipeline import saved_outputs
 from deepcompile_zero3.passes.reduce import GradientDtypes

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from deepcompile_zero3.backend import Options
+from deepcompile_zero3.options import Options
 from deepcompile_zero3.tools.planning.graphs import Trace
 from deepcompile_zero3.tools.report import line_of_break
 

@@ -14,9 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import torch_internals
-from deepcompile_zero3.backend import CompiledGraph, Options, rewriting_of
+from deepcompile_zero3.backend import CompiledGraph, rewriting_of
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.graph.capture import CapturedGraphs, capture_graphs
+from deepcompile_zero3.options import Options
 from deepcompile_zero3.passes.pipeline import Rewriting
 from deepcompile_zero3.sharding.module import all_parameters_of
 from deepcompile_zero3.sharding.parameter import ShardedParameter

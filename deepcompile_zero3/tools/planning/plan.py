@@ -10,7 +10,7 @@ from rich.table import Table
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from deepcompile_zero3.backend import Options
+from deepcompile_zero3.options import Options
 from deepcompile_zero3.sharding.fully_shard import fully_shard
 from deepcompile_zero3.sharding.parameter import ShardedModel, ShardedParameter
 from deepcompile_zero3.tools.explain import report_of

@@ -5,9 +5,7 @@ trains therefore decides which parameters are gathered together, where gradients
 bucket is sent.
 """
 
-import contextlib
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -16,28 +14,24 @@ from torch import fx
 
 from deepcompile_zero3.graph.alias import base_of
 from deepcompile_zero3.graph.capture import CapturedGraph, CapturedGraphs
-from deepcompile_zero3.graph.metadata import COMMENT, KEPT_OF
+from deepcompile_zero3.graph.metadata import COMMENT
 from deepcompile_zero3.graph.peak import gathered_items
 from deepcompile_zero3.graph.size import nbytes_of
 from deepcompile_zero3.passes.facts import fqns_of
-from deepcompile_zero3.passes.pipeline import saved_outputs
 from deepcompile_zero3.passes.reduce import GradientDtypes
 from deepcompile_zero3.runtime import _C, WAITS, ops
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.tools.planning.kernels import (
     Kernel,
-    is_collective,
-    is_inlined,
     items_of,
     memory_of,
     product_of,
     results_of,
 )
 from deepcompile_zero3.tools.planning.machine import Machine, Ranks
+from deepcompile_zero3.tools.planning.memory import KINDS, Memory
+from deepcompile_zero3.tools.planning.twins import names_in, twins_of
 from deepcompile_zero3.tools.timeline import Span, Timeline
-
-KINDS = ("shards", "optimizer", "gradients", "gathered", "activations", "communication")
-
 
 SecondsOf: TypeAlias = Callable[[Kernel], float | None]
 
@@ -99,58 +93,9 @@ def simulate(
     """
     trained = {name for name, p in parameters.items() if p.placeholder.requires_grad}
     backwards = sorted(graphs.backward, key=lambda graph: graph.number, reverse=True)
-    with _twins(parameters, machine.backend) as twins:
+    with twins_of(parameters, machine.backend) as twins:
         simulation = _Simulation(twins, trained, machine, optimizer_bytes, prefetch, seconds_of)
         return simulation.run(graphs.forward, backwards)
-
-
-@contextlib.contextmanager
-def _twins(
-    parameters: Mapping[str, ShardedParameter], backend: str
-) -> Iterator[dict[str, _C.Parameter]]:
-    """Yields, by name, handles like those of ``parameters``. They belong to a model of their own on
-    the meta device. Ranks exchange messages, with the buffers that a backend of c10d needs. If a
-    parameter's transport does not bound buckets, buckets are not bounded here either.
-    """
-    root = max(_C.live_roots(), default=0) + 1
-    twins = {}
-    try:
-        for name, parameter in parameters.items():
-            handle = parameter.handle
-            twin = _C.Parameter(
-                sizes=handle.sizes,
-                strides=handle.strides,
-                compute_dtype=handle.compute_dtype,
-                device=torch.device("meta"),
-                rank=handle.rank,
-                world_size=handle.world_size,
-                replicas=handle.replicas and _like(handle.replicas, backend),
-            )
-            shards = _C.SimulatedChannel(
-                parameter.group_name, handle.rank, handle.world_size, backend
-            )
-            twin.transport = _C.Messages(shards, shards)
-            for setting in _SETTINGS:
-                setattr(twin.settings, setting, getattr(handle.settings, setting))
-            if not handle.transport.can.bounds_buckets:
-                twin.settings.bucket_bytes = _UNBOUNDED
-            twin.shard = torch.empty_like(handle.shard, device="meta")
-            twin.root = root
-            twin.fqn = _PREFIX + name
-            twin.register()
-            twins[name] = twin
-        yield twins
-    finally:
-        twins.clear()
-
-
-_PREFIX = "simulated: "
-_UNBOUNDED = 1 << 62
-_SETTINGS = ("grad_dtype", "reduce_dtype", "shard_grad_dtype", "bucket_bytes", "divide_factor")
-
-
-def _like(channel: _C.Channel, backend: str) -> _C.Channel:
-    return _C.SimulatedChannel(channel.name, channel.rank, channel.world_size, backend)
 
 
 def _in_backward(function: Callable[[], None]) -> None:
@@ -173,15 +118,6 @@ class _InFlight:
 _Started: TypeAlias = tuple[_C.Gather, list[_InFlight]]
 
 
-@dataclass
-class _Saved:
-    """Memory that a forward leaves for its backward, under one name or several."""
-
-    kind: str
-    nbytes: int
-    names: int = 0
-
-
 class _Simulation:
     def __init__(
         self,
@@ -202,40 +138,34 @@ class _Simulation:
         self._link_free = 0.0
         self._flops = self._product_seconds = 0.0
         self._spans: list[Span] = []
-        self._alive: Counter[str] = Counter()
-        self._memory: list[tuple[float, tuple[int, ...]]] = []
+        self._memory = Memory(lambda: self._now)
         self._traffic: dict[str, Traffic] = {}
-        self._saved: dict[tuple[int, str], _Saved] = {}  # by graph number and name
-        self._results: list[_Saved] = []  # outputs that only the caller reads
         self._reductions: list[_InFlight] = []
-        self._others, _ = _C.meta_buffers(reset_peak=True)
-        self._buffers = 0  # bytes of the runtime's, undelivered gradients included
-        self._gathered: dict[fx.Node, int] = {}  # bytes, with padding
         self._gradients: dict[str, int] = {}  # bytes of their shards
         self._log = _C.CollectiveLog.start(on_meta=True)
 
     def run(self, forwards: Sequence[CapturedGraph], backwards: Sequence[CapturedGraph]) -> Step:
         shards = [parameter.shard for parameter in self._parameters.values()]
         trained = [self._parameters[name].shard for name in sorted(self._trained)]
-        self._change("shards", sum(shard.nbytes for shard in shards))
-        self._change("optimizer", sum(s.numel() for s in trained) * self._optimizer_bytes)
+        self._memory.change("shards", sum(shard.nbytes for shard in shards))
+        self._memory.change("optimizer", sum(s.numel() for s in trained) * self._optimizer_bytes)
         try:
             for captured in forwards:
                 used = self._trained & _gathered(captured.inlined.graph)
                 _C.add_uses([self._parameters[name] for name in sorted(used)], False)
                 self._run_graph(captured)
-            self._forget_results()
+            self._memory.forget_results()
             _in_backward(lambda: self._run_all(backwards))
             self._follow_reductions()
         finally:
             self._log.stop()
         while self._reductions:
             self._finish_reduction()
-        self._follow_buffers()
-        self._forget_results()
+        self._memory.follow_buffers()
+        self._memory.forget_results()
         self._step_optimizer(trained)
         name = f"predicted for {self._machine.name}"
-        timeline = Timeline(name, tuple(self._spans), KINDS, tuple(self._memory))
+        timeline = Timeline(name, tuple(self._spans), KINDS, tuple(self._memory.points))
         return Step(timeline, self._flops, self._product_seconds, self._traffic)
 
     def _run_all(self, graphs: Sequence[CapturedGraph]) -> None:
@@ -244,7 +174,6 @@ class _Simulation:
 
     def _run_graph(self, captured: CapturedGraph) -> None:
         graph = captured.inlined.graph
-        self._number = captured.number
         items = items_of(graph)
         last_reader: dict[fx.Node, int] = {}
         for position, item in enumerate(items):
@@ -268,55 +197,12 @@ class _Simulation:
                 self._reduce(item)
             results = results_of(item)
             for node in results:
-                if _kind(node) == "activations":
-                    self._change("activations", nbytes_of(node))
+                self._memory.compute(node)
             unread = [node for node in results if node not in last_reader]
             for node in [*unread, *dying.get(position, ())]:
                 if node not in stays:
-                    self._free(node)
-        self._end_graph(graph)
-
-    def _end_graph(self, graph: fx.Graph) -> None:
-        for node in graph.find_nodes(op="placeholder"):
-            self._free(node)  # saved but never read
-        saved = saved_outputs(graph)
-        by_base: dict[fx.Node, _Saved] = {}
-        for node in graph.output_node().all_input_nodes:
-            base = base_of(node)
-            kind = _kind(base)
-            if not kind:
-                continue
-            memory = by_base.setdefault(base, _Saved(kind, self._nbytes(base)))
-            if node in saved:
-                memory.names += 1
-                self._saved[self._number, _saved_as(node)] = memory
-        self._results += [memory for memory in by_base.values() if not memory.names]
-
-    def _free(self, node: fx.Node) -> None:
-        if node.op != "placeholder":
-            if kind := _kind(node):
-                self._change(kind, -self._nbytes(node))
-        elif memory := self._saved.pop((self._number, _saved_as(node)), None):
-            memory.names -= 1
-            if not memory.names:
-                self._change(memory.kind, -memory.nbytes)
-
-    def _nbytes(self, node: fx.Node) -> int:
-        return self._gathered.get(node, nbytes_of(node))
-
-    def _forget_results(self) -> None:
-        for memory in self._results:
-            self._change(memory.kind, -memory.nbytes)
-        self._results = []
-
-    def _change(self, kind: str, nbytes: int) -> None:
-        if nbytes:
-            self._alive[kind] += nbytes
-            self._note_memory()
-
-    def _note_memory(self) -> None:
-        self._alive["communication"] = max(self._buffers - self._alive["gradients"], 0)
-        self._memory.append((self._now, tuple(self._alive[kind] for kind in KINDS)))
+                    self._memory.free(node, captured.number)
+        self._memory.end_graph(graph, captured.number)
 
     def _run_kernel(self, kernel: Kernel) -> None:
         self._flops += kernel.flops
@@ -347,7 +233,7 @@ class _Simulation:
         shards = sum(self._parameters[name].shard.nbytes for name in names)
         self._compute("cast", 0.0, torch.float32, 2 * shards, tuple(names))
         gather = _C.Gather([self._parameters[name] for name in names])
-        self._follow_buffers()
+        self._memory.follow_buffers()
         return gather, [self._launch("gather", record) for record in self._log.take()]
 
     def _finish_gather(self, started: _Started, wait: fx.Node) -> None:
@@ -360,20 +246,14 @@ class _Simulation:
         if peak > before:  # parameters that shared a buffer were copied out of it
             names = tuple(name for c in collectives for name in c.parameters)
             self._compute("unpack", 0.0, torch.float32, 2 * (peak - before), names)
-        for position, full in gathered_items(wait):
-            self._gathered[full] = fulls[position].untyped_storage().nbytes()
+        gathered = {
+            full: fulls[position].untyped_storage().nbytes()
+            for position, full in gathered_items(wait)
+        }
         del fulls  # the graph owns the tensors from here on
-        self._follow_buffers()
-        for _, full in gathered_items(wait):
-            self._change("gathered", self._gathered[full])
-
-    def _follow_buffers(self) -> None:
-        """Records the bytes of the runtime's buffers, first at their peak, then now."""
-        in_use, peak = _C.meta_buffers(reset_peak=True)
-        for nbytes in (peak - self._others, in_use - self._others):
-            if nbytes != self._buffers:
-                self._buffers = nbytes
-                self._note_memory()
+        self._memory.follow_buffers()
+        for full, nbytes in gathered.items():
+            self._memory.gather(full, nbytes)
 
     def _reduce(self, node: fx.Node) -> None:
         [name] = fqns_of(node)
@@ -393,7 +273,7 @@ class _Simulation:
         else:  # the runtime computes the gradient into its own buffer
             _C.reduce(parameter, _C.empty_buffer(parameter.sizes, dtypes.raw, meta), owned=True)
         self._follow_reductions()
-        self._follow_buffers()
+        self._memory.follow_buffers()
 
     def _follow_reductions(self) -> None:
         """Launches reductions that the runtime has started; finishes those that it has awaited."""
@@ -413,10 +293,10 @@ class _Simulation:
         nbytes = sum(self._gradients[name] for name in reduction.parameters)
         self._compute("unpack", 0.0, torch.float32, 2 * nbytes, reduction.parameters)
         if reduction.op == "reduce_scatter":
-            self._change("gradients", nbytes)
+            self._memory.change("gradients", nbytes)
 
     def _launch(self, lane: str, record: _C.Collective) -> _InFlight:
-        names = _names(record)
+        names = names_in(record)
         ranks = self._ranks(record, self._parameters[names[0]])
         seconds = self._machine.seconds_of_collective(record.op, record.nbytes, ranks)
         local, remote = self._machine.bytes_over_links(record.op, record.nbytes, ranks)
@@ -455,32 +335,10 @@ class _Simulation:
         nbytes = 2 * states + 3 * sum(shard.nbytes for shard in shards)
         seconds = self._machine.launch + nbytes / self._machine.update_bandwidth
         self._compute("optimizer", 0.0, torch.float32, nbytes, seconds=seconds)
-        self._change("gradients", -self._alive["gradients"])
+        self._memory.change("gradients", -self._memory.alive["gradients"])
 
 
 def _gathered(graph: fx.Graph) -> set[str]:
     """Returns the FQNs of the parameters that a graph gathers."""
     starts = graph.find_nodes(op="call_function", target=ops.all_gather_start.default)
     return {name for start in starts for name in fqns_of(start)}
-
-
-def _names(record: _C.Collective) -> tuple[str, ...]:
-    return tuple(name.removeprefix(_PREFIX) for name in record.params)
-
-
-def _saved_as(node: fx.Node) -> str:
-    """Returns the name that an output of a forward shares with the input of its backward."""
-    if _kind(node) != "gathered":
-        return node.meta.get(KEPT_OF, node.name)
-    wait, position = node.args
-    return fqns_of(wait.args[0])[position]  # type: ignore[union-attr, arg-type, index]
-
-
-def _kind(node: fx.Node) -> str:
-    """Returns the kind of a node's memory: "" if it owns none, or none to speak of."""
-    if node.op != "call_function":
-        return ""
-    source: Any = node.args[0] if node.args else None
-    if isinstance(source, fx.Node) and source.target in WAITS:
-        return "gathered" if node in {item for _, item in gathered_items(source)} else ""
-    return "" if is_collective(node) or is_inlined(node) else "activations"

@@ -1,0 +1,63 @@
+"""Copies of the runtime's parameters without data, on ranks that send nothing."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from deepcompile_zero3.runtime import _C
+from deepcompile_zero3.sharding.parameter import ShardedParameter
+
+_PREFIX = "simulated: "
+_UNBOUNDED = 1 << 62
+_SETTINGS = ("grad_dtype", "reduce_dtype", "shard_grad_dtype", "bucket_bytes", "divide_factor")
+
+
+@contextlib.contextmanager
+def twins_of(
+    parameters: Mapping[str, ShardedParameter], backend: str
+) -> Iterator[dict[str, _C.Parameter]]:
+    """Yields copies of the runtime's ``parameters``, by FQN. They make a model on the meta device.
+
+    Their ranks exchange messages, with the buffers that ``backend``, one of c10d, needs. Buckets
+    are not bounded where a parameter's own transport does not bound them.
+    """
+    root = max(_C.live_roots(), default=0) + 1
+    twins = {}
+    try:
+        for name, parameter in parameters.items():
+            handle = parameter.handle
+            twin = _C.Parameter(
+                sizes=handle.sizes,
+                strides=handle.strides,
+                compute_dtype=handle.compute_dtype,
+                device=torch.device("meta"),
+                rank=handle.rank,
+                world_size=handle.world_size,
+                replicas=handle.replicas and _like(handle.replicas, backend),
+            )
+            shards = _C.SimulatedChannel(
+                parameter.group_name, handle.rank, handle.world_size, backend
+            )
+            twin.transport = _C.Messages(shards, shards)
+            for setting in _SETTINGS:
+                setattr(twin.settings, setting, getattr(handle.settings, setting))
+            if not handle.transport.can.bounds_buckets:
+                twin.settings.bucket_bytes = _UNBOUNDED
+            twin.shard = torch.empty_like(handle.shard, device="meta")
+            twin.root = root
+            twin.fqn = _PREFIX + name
+            twin.register()
+            twins[name] = twin
+        yield twins
+    finally:
+        twins.clear()
+
+
+def names_in(record: _C.Collective) -> tuple[str, ...]:
+    """Returns the FQNs of the parameters of a collective of such copies."""
+    return tuple(name.removeprefix(_PREFIX) for name in record.params)
+
+
+def _like(channel: _C.Channel, backend: str) -> _C.Channel:
+    return _C.SimulatedChannel(channel.name, channel.rank, channel.world_size, backend)
