@@ -16,7 +16,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from transformer_models import VOCABULARY, llama
 
 from deepcompile_zero3 import capture_graphs, fully_shard, record_collectives
-from deepcompile_zero3.sharding.module import parameters_of
+from deepcompile_zero3.sharding.registered import parameters_of
 
 INTERPRETED = {"inductor": False}
 

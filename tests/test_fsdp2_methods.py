@@ -43,7 +43,7 @@ from deepcompile_zero3 import (
     share_comm_ctx,
 )
 from deepcompile_zero3.sharding.fsdp_methods import REFUSED
-from deepcompile_zero3.sharding.module import parameters_of
+from deepcompile_zero3.sharding.registered import parameters_of
 
 either_transport = pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
 needs_a_job = pytest.mark.usefixtures("one_rank")

@@ -28,7 +28,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from deepcompile_zero3 import capture_graphs, fully_shard, record_collectives
-from deepcompile_zero3.sharding.module import parameters_of
+from deepcompile_zero3.sharding.registered import parameters_of
 
 either_transport = pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
 

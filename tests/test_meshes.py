@@ -39,7 +39,7 @@ from deepcompile_zero3 import (
     fully_shard,
     record_collectives,
 )
-from deepcompile_zero3.sharding.module import parameters_of
+from deepcompile_zero3.sharding.registered import parameters_of
 
 
 def held(model):

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from deepcompile_zero3 import MixedPrecisionPolicy, Zero3Error, fully_shard
-from deepcompile_zero3.sharding.module import parameters_of
+from deepcompile_zero3.sharding.registered import parameters_of
 
 # The experts that each of two or four ranks uses in a step; no rank uses the last expert.
 TWO = [((0, 1), (1,)), ((), (2, 0)), ((2,), (2,)), ((0,), ())]

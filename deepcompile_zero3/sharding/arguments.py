@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor, Shard
 from deepcompile_zero3 import grad_dtype, torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.sharding.layout import DataParallel, Layout, SpmdMesh
-from deepcompile_zero3.sharding.module import Zero3Module, parameters_of
+from deepcompile_zero3.sharding.module import Zero3Module
+from deepcompile_zero3.sharding.registered import parameters_of
 
 
 def layout_of(

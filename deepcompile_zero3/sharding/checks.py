@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from deepcompile_zero3.sharding.module import all_parameters_of
+from deepcompile_zero3.sharding.registered import all_parameters_of
 
 
 @contextlib.contextmanager

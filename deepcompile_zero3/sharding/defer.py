@@ -5,15 +5,16 @@ compute the gradients of weights when there is time. See https://arxiv.org/abs/2
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.sharding.module import all_parameters_of
-from deepcompile_zero3.sharding.parameter import ShardedParameter, drop_deferred, reduce_deferred
+from deepcompile_zero3.runtime import _C
+from deepcompile_zero3.sharding.parameter import ShardedParameter
+from deepcompile_zero3.sharding.registered import all_parameters_of
 
 # Parameters whose reduction is deferred now, by id of the shard, which is kept alive here.
 _deferred: dict[int, tuple[torch.Tensor, ShardedParameter]] = {}
@@ -111,3 +112,35 @@ def deposit_grad(parameter: torch.Tensor, grad: torch.Tensor) -> None:
             + ("plain tensor" if inner is None else f"DTensor over {inner.mesh}")
         )
     found.handle.deposit(found.layout.whole(grad))
+
+
+def reduce_deferred(parameters: Sequence[ShardedParameter], what: str) -> None:
+    """Reduces sums of parameters whose ``settings.deferred`` is set, which it clears. Collective.
+
+    If that fails, all their gradients that are not reduced yet are dropped.
+
+    Raises:
+        Zero3Error: a backward has raised since ``handle.take_dropped()``, or ranks disagree on what
+            is reduced. ``what`` names that backward.
+    """
+    try:
+        dropped = [p.fqn for p in parameters if p.handle.take_dropped()]
+        if dropped:
+            raise Zero3Error(
+                f"{what} raised, and the gradients of {dropped[0]!r} and others that had come "
+                "before it are lost"
+            )
+        for parameter in parameters:
+            parameter.settle_between_forwards()  # frozen or thawed meanwhile
+            parameter.settings.deferred = False
+        _C.reduce_deposited([parameter.handle for parameter in parameters])
+    except BaseException:
+        drop_deferred(parameters)
+        raise
+
+
+def drop_deferred(parameters: Iterable[ShardedParameter]) -> None:
+    """Drops what ``reduce_deferred`` would reduce."""
+    for parameter in parameters:
+        parameter.settings.deferred = False
+        parameter.handle.drop_gradients()

@@ -36,8 +36,9 @@ from deepcompile_zero3.sharding.arguments import (
 from deepcompile_zero3.sharding.fsdp_state import FsdpState
 from deepcompile_zero3.sharding.group import Connect, ParameterGroup
 from deepcompile_zero3.sharding.layout import DataParallel, Layout
-from deepcompile_zero3.sharding.module import Zero3Module, parameters_of
+from deepcompile_zero3.sharding.module import Zero3Module
 from deepcompile_zero3.sharding.parameter import ShardedModel, ShardedParameter, full_like
+from deepcompile_zero3.sharding.registered import parameters_of
 from deepcompile_zero3.sharding.swap import original_class, swap_class
 from deepcompile_zero3.transport.choice import Transport, resolve
 from deepcompile_zero3.transport.connection import Connection, connect

@@ -16,14 +16,15 @@ import torch
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
-from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.sharding.conversion import convert
+from deepcompile_zero3.sharding.defer import reduce_deferred
 from deepcompile_zero3.sharding.fsdp_methods import FSDP2Methods, refused
 from deepcompile_zero3.sharding.group import ParameterGroup
-from deepcompile_zero3.sharding.parameter import ShardedParameter, reduce_deferred
+from deepcompile_zero3.sharding.parameter import ShardedParameter
+from deepcompile_zero3.sharding.registered import registered_in
 
 
 class Zero3Module(FSDP2Methods):
@@ -405,34 +406,3 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return group.post_forward(module, args, output)
 
     setattr(module, method_name, forward)
-
-
-def parameters_of(module: nn.Module) -> dict[str, ShardedParameter]:
-    """Returns the sharded parameters that ``module`` itself registers, by attribute name."""
-    return module.__dict__.get("_zero3_parameters", {})
-
-
-def registered_in(model: nn.Module) -> list[ShardedParameter]:
-    """Returns the sharded parameters registered anywhere in ``model``, each once."""
-    return list(dict.fromkeys(p for m in model.modules() for p in parameters_of(m).values()))
-
-
-def all_parameters_of(model: nn.Module, caller: str) -> list[ShardedParameter]:
-    """Returns the sharded parameters registered anywhere in ``model``, at least one.
-
-    Raises:
-        TypeError: ``model`` is not a module.
-        Zero3Error: no parameter is sharded. The messages of both errors begin with ``caller``.
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{caller} takes a module, got {model!r}")
-    parameters = registered_in(model)
-    if not parameters:
-        name = type(model).__name__
-        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-            raise Zero3Error(
-                f"{caller}: the {name} was sharded by something else: import fully_shard from "
-                "deepcompile_zero3"
-            )
-        raise Zero3Error(f"{caller}: no parameter of the {name} is sharded")
-    return parameters

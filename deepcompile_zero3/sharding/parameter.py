@@ -460,38 +460,6 @@ def find(placeholder: object) -> ShardedParameter | None:
     return None if reference is None else reference()
 
 
-def reduce_deferred(parameters: Sequence[ShardedParameter], what: str) -> None:
-    """Reduces sums of parameters whose ``settings.deferred`` is set, which it clears. Collective.
-
-    If that fails, all their gradients that are not reduced yet are dropped.
-
-    Raises:
-        Zero3Error: a backward has raised since ``handle.take_dropped()``, or ranks disagree on what
-            is reduced. ``what`` names that backward.
-    """
-    try:
-        dropped = [p.fqn for p in parameters if p.handle.take_dropped()]
-        if dropped:
-            raise Zero3Error(
-                f"{what} raised, and the gradients of {dropped[0]!r} and others that had come "
-                "before it are lost"
-            )
-        for parameter in parameters:
-            parameter.settle_between_forwards()  # frozen or thawed meanwhile
-            parameter.settings.deferred = False
-        _C.reduce_deposited([parameter.handle for parameter in parameters])
-    except BaseException:
-        drop_deferred(parameters)
-        raise
-
-
-def drop_deferred(parameters: Iterable[ShardedParameter]) -> None:
-    """Drops what ``reduce_deferred`` would reduce."""
-    for parameter in parameters:
-        parameter.settings.deferred = False
-        parameter.handle.drop_gradients()
-
-
 def own_models(node: Any, parameters: Iterable[ShardedParameter]) -> None:
     """Makes an autograd node own the models of ``parameters``: a backward needs no module."""
     models = {parameter.model for parameter in parameters}

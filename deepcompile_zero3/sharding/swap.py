@@ -10,8 +10,9 @@ from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.runtime import ops
 from deepcompile_zero3.sharding.group import ParameterGroup, group_of
-from deepcompile_zero3.sharding.module import Zero3Module, parameters_of
+from deepcompile_zero3.sharding.module import Zero3Module
 from deepcompile_zero3.sharding.parameter import ShardedParameter, settle
+from deepcompile_zero3.sharding.registered import parameters_of
 
 
 def original_class(module: nn.Module) -> type:

@@ -23,8 +23,8 @@ from deepcompile_zero3.passes.facts import fqns_of
 from deepcompile_zero3.passes.pipeline import saved_outputs
 from deepcompile_zero3.passes.reduce import GradientDtypes
 from deepcompile_zero3.runtime import REDUCTIONS, WAITS, ops
-from deepcompile_zero3.sharding.module import all_parameters_of
 from deepcompile_zero3.sharding.parameter import ShardedParameter, version_of
+from deepcompile_zero3.sharding.registered import all_parameters_of
 from deepcompile_zero3.sharding.swap import original_class
 from deepcompile_zero3.tools.planning.machine import Machine, machine_of
 from deepcompile_zero3.tools.planning.simulate import simulate

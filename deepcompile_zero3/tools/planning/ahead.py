@@ -13,7 +13,7 @@ from deepcompile_zero3.backend import CompiledGraph, compile_with_inductor
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.graph.calls import calls_by_region
 from deepcompile_zero3.options import Options
-from deepcompile_zero3.sharding.module import registered_in
+from deepcompile_zero3.sharding.registered import registered_in
 from deepcompile_zero3.tools.planning.graphs import check_compiled, fake_ranks, zeros_like
 from deepcompile_zero3.tools.planning.plan import ShardModel, retire, sharded
 from deepcompile_zero3.tools.report import text_of

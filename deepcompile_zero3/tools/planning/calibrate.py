@@ -13,7 +13,7 @@ from torch.optim.adamw import adamw
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.all_gather import AllGather
 from deepcompile_zero3.sharding.fully_shard import fully_shard
-from deepcompile_zero3.sharding.module import all_parameters_of
+from deepcompile_zero3.sharding.registered import all_parameters_of
 from deepcompile_zero3.tools.planning.machine import Link, Machine
 from deepcompile_zero3.transport.json_collectives import all_gather_json
 

@@ -19,8 +19,8 @@ from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.graph.capture import CapturedGraphs, capture_graphs
 from deepcompile_zero3.options import Options
 from deepcompile_zero3.passes.pipeline import Rewriting
-from deepcompile_zero3.sharding.module import all_parameters_of
 from deepcompile_zero3.sharding.parameter import ShardedParameter
+from deepcompile_zero3.sharding.registered import all_parameters_of
 from deepcompile_zero3.tools.explain import without_a_trace
 from deepcompile_zero3.tools.report import line_of_break
 from deepcompile_zero3.torch_internals import compiler

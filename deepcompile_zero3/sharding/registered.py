@@ -1,0 +1,38 @@
+"""Finds the sharded parameters of a module."""
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.sharding.parameter import ShardedParameter
+
+
+def parameters_of(module: nn.Module) -> dict[str, ShardedParameter]:
+    """Returns the sharded parameters that ``module`` itself registers, by attribute name."""
+    return module.__dict__.get("_zero3_parameters", {})
+
+
+def registered_in(model: nn.Module) -> list[ShardedParameter]:
+    """Returns the sharded parameters registered anywhere in ``model``, each once."""
+    return list(dict.fromkeys(p for m in model.modules() for p in parameters_of(m).values()))
+
+
+def all_parameters_of(model: nn.Module, caller: str) -> list[ShardedParameter]:
+    """Returns the sharded parameters registered anywhere in ``model``, at least one.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+        Zero3Error: no parameter is sharded. The messages of both errors begin with ``caller``.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{caller} takes a module, got {model!r}")
+    parameters = registered_in(model)
+    if not parameters:
+        name = type(model).__name__
+        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+            raise Zero3Error(
+                f"{caller}: the {name} was sharded by something else: import fully_shard from "
+                "deepcompile_zero3"
+            )
+        raise Zero3Error(f"{caller}: no parameter of the {name} is sharded")
+    return parameters
