@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from deepcompile_zero3.sharding.checks import detect_nonfinite, gradient_norms
     from deepcompile_zero3.sharding.clip import clip_grad_norm_
     from deepcompile_zero3.sharding.defer import defer_reduction, deposit_grad
-    from deepcompile_zero3.sharding.fully_shard import fully_shard
-    from deepcompile_zero3.sharding.in_transformers import shard_in_transformers
-    from deepcompile_zero3.sharding.module import (
-        Zero3Module,
+    from deepcompile_zero3.sharding.fsdp_functions import (
         register_fsdp_forward_method,
         share_comm_ctx,
     )
+    from deepcompile_zero3.sharding.fully_shard import fully_shard
+    from deepcompile_zero3.sharding.in_transformers import shard_in_transformers
+    from deepcompile_zero3.sharding.module import Zero3Module
     from deepcompile_zero3.tools.explain import explain
     from deepcompile_zero3.tools.planning.ahead import CompiledAhead, compile_ahead
     from deepcompile_zero3.tools.planning.machine import MACHINES, Link, Machine
@@ -97,8 +97,8 @@ _LATER = {
     "defer_reduction": "deepcompile_zero3.sharding.defer",
     "deposit_grad": "deepcompile_zero3.sharding.defer",
     "Zero3Module": "deepcompile_zero3.sharding.module",
-    "register_fsdp_forward_method": "deepcompile_zero3.sharding.module",
-    "share_comm_ctx": "deepcompile_zero3.sharding.module",
+    "register_fsdp_forward_method": "deepcompile_zero3.sharding.fsdp_functions",
+    "share_comm_ctx": "deepcompile_zero3.sharding.fsdp_functions",
     "CompiledAhead": "deepcompile_zero3.tools.planning.ahead",
     "compile_ahead": "deepcompile_zero3.tools.planning.ahead",
     "MACHINES": "deepcompile_zero3.tools.planning.machine",

@@ -7,14 +7,12 @@ trace the property is one op, ``zero3.unshard``. In eager code it asks the param
 see nothing else.
 """
 
-import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed import fsdp
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
 from deepcompile_zero3 import torch_internals
@@ -23,6 +21,7 @@ from deepcompile_zero3.sharding.conversion import convert
 from deepcompile_zero3.sharding.defer import reduce_deferred
 from deepcompile_zero3.sharding.fsdp_methods import FSDP2Methods, refused
 from deepcompile_zero3.sharding.group import ParameterGroup
+from deepcompile_zero3.sharding.handles import GatherHandle, GradientReductionHandle
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.sharding.registered import registered_in
 
@@ -74,7 +73,7 @@ class Zero3Module(FSDP2Methods):
             A handle with a ``wait()`` method if ``async_op`` is True, else None.
         """
         self._zero3_group.unshard(async_op)
-        return _UnshardHandle(self._zero3_group) if async_op else None
+        return GatherHandle(self._zero3_group) if async_op else None
 
     def reshard(self) -> None:
         """Frees the gathered parameters of this module's group. Not recursive.
@@ -173,14 +172,14 @@ class Zero3Module(FSDP2Methods):
         Raises:
             ValueError: a module is not sharded.
         """
-        self._zero3_group.forward_prefetch[:] = _groups_of(modules)
+        self._zero3_group.forward_prefetch[:] = groups_of(modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Sets the modules that an eager backward prefetches after this module.
 
         The backward must come to ``modules`` too. See :meth:`set_modules_to_forward_prefetch`.
         """
-        self._zero3_group.backward_prefetch[:] = _groups_of(modules)
+        self._zero3_group.backward_prefetch[:] = groups_of(modules)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Sets whether :meth:`finalize_backward` reduces gradients, in place of each backward.
@@ -211,7 +210,7 @@ class Zero3Module(FSDP2Methods):
             parameter.settings.deferred = enabled
             parameter.handle.take_dropped()
 
-    def finalize_backward(self, *, async_op: bool = False) -> "GradientReductionHandle | None":
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Reduces the gradients of all backwards since the last call. Collective.
 
         Needs :meth:`set_manual_backward_finalization`. Parameters without gradient sync keep their
@@ -336,73 +335,10 @@ for _name, _method in vars(FSDPModule).items():
         setattr(Zero3Module, _name, refused(_name, "not there yet"))
 
 
-_ReductionHandle: Any = getattr(fsdp, "GradientReductionHandle", object)
-
-
-class GradientReductionHandle(_ReductionHandle):
-    """The result of :meth:`Zero3Module.finalize_backward`, as of torch 2.15."""
-
-    def wait(self) -> None:
-        """Does nothing: the gradients are there."""
-
-
-class _UnshardHandle(UnshardHandle):
-    def __init__(self, group: ParameterGroup) -> None:
-        self._group = group
-
-    def wait(self) -> None:
-        if self._group.is_unsharded:
-            self._group.wait_for_gather()
-
-
-def _groups_of(modules: Iterable[Any]) -> list[weakref.ref[ParameterGroup]]:
+def groups_of(modules: Iterable[Any]) -> list[weakref.ref[ParameterGroup]]:
+    """Returns the groups of ``modules``. Raises ValueError if one of them is not sharded."""
     modules = list(modules)
     for module in modules:
         if not isinstance(module, Zero3Module):
             raise ValueError(f"{type(module).__name__} was not sharded: call fully_shard on it")
     return [weakref.ref(module._zero3_group) for module in modules]
-
-
-def share_comm_ctx(modules: Iterable[Zero3Module]) -> None:
-    """Has no effect: models whose ranks are the same share their communication always.
-
-    Args:
-        modules: sharded modules, such as the stages of a pipeline on this rank.
-
-    Raises:
-        ValueError: a module is not sharded.
-    """
-    _groups_of(modules)
-
-
-def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Makes a method of ``module`` a forward: parameters are unsharded in it.
-
-    Has no effect if ``module`` itself was not given to ``fully_shard``, so that code may call it
-    for any module.
-
-    Args:
-        module: the module that has the method.
-        method_name: name of the method.
-
-    Raises:
-        ValueError: there is no such method.
-    """
-    if not isinstance(module, Zero3Module):
-        return
-    method = getattr(module, method_name, None)
-    if not callable(method):
-        raise ValueError(f"{type(module).__name__} has no method {method_name!r}")
-    group = module._zero3_group
-
-    @functools.wraps(method)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = group.pre_forward(module, args, kwargs)
-        try:
-            output = method(*args, **kwargs)
-        except BaseException:
-            group.post_forward(module, args, None)
-            raise
-        return group.post_forward(module, args, output)
-
-    setattr(module, method_name, forward)

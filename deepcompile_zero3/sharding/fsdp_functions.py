@@ -1,0 +1,54 @@
+"""FSDP2's functions beside ``fully_shard``."""
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from deepcompile_zero3.sharding.module import Zero3Module, groups_of
+
+
+def share_comm_ctx(modules: Iterable[Zero3Module]) -> None:
+    """Has no effect: models whose ranks are the same share their communication always.
+
+    Args:
+        modules: sharded modules, such as the stages of a pipeline on this rank.
+
+    Raises:
+        ValueError: a module is not sharded.
+    """
+    groups_of(modules)
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Makes a method of ``module`` a forward: parameters are unsharded in it.
+
+    Has no effect if ``module`` itself was not given to ``fully_shard``, so that code may call it
+    for any module.
+
+    Args:
+        module: the module that has the method.
+        method_name: name of the method.
+
+    Raises:
+        ValueError: there is no such method.
+    """
+    if not isinstance(module, Zero3Module):
+        return
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise ValueError(f"{type(module).__name__} has no method {method_name!r}")
+    group = module._zero3_group
+
+    @functools.wraps(method)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = group.pre_forward(module, args, kwargs)
+        try:
+            output = method(*args, **kwargs)
+        except BaseException:
+            group.post_forward(module, args, None)
+            raise
+        return group.post_forward(module, args, output)
+
+    setattr(module, method_name, forward)
