@@ -91,6 +91,40 @@ def test_gradients_of_several_meshes_are_clipped_by_the_norm_of_all(run_ranks):
     run_ranks(4, _clipped)
 
 
+def _missing_on_some_ranks():
+    """Ranks differ in the gradients that they have, as experts do without tokens."""
+    mesh = data_and_tensor_parallel()
+    low = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    low.grad_dtype = torch.float32
+    wholes = [batch_of(4, 3, seed=seed) for seed in range(4)]
+    grads, parameters = [], []
+    for whole, on, placements, having in (  # the ranks that have a gradient
+        (wholes[0], mesh, [Shard(1), Shard(0)], [0]),
+        (wholes[1], mesh["tp"], [Shard(0)], [0, 2]),
+        (wholes[2], mesh["dp"], [Shard(0)], [0, 1]),
+        (wholes[3], mesh, [Replicate(), Shard(0)], []),
+    ):
+        grad = distribute_tensor(whole, on, placements)
+        has_one = dist.get_rank() in having
+        parameters.append(_parameter(torch.ones_like(grad), grad if has_one else None))
+        grads.append((grad if has_one else torch.zeros_like(grad)).full_tensor())
+    reference = [_parameter(torch.ones(4, 3), grad) for grad in grads]
+    for norm_type in (0.0, 1.0, 2.0, math.inf):
+        with CommDebugMode() as collectives:
+            norm = clip_grad_norm_([low, *parameters], 1e9, norm_type)
+        assert collectives.get_total_counts() == 3  # twice over tp: with dp, and alone
+        torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(reference, 1e9, norm_type))
+    clip_grad_norm_(parameters, 0.5)
+    assert clip_grad_norm_(parameters, 1.0) == pytest.approx(0.5, rel=1e-4)
+    for parameter in parameters:
+        parameter.grad = None
+    assert clip_grad_norm_(parameters, 1.0) == 0
+
+
+def test_a_gradient_that_some_ranks_do_not_have_counts_as_zero_there(run_ranks):
+    run_ranks(4, _missing_on_some_ranks)
+
+
 def _nan_on_one_rank():
     parameters = _on_four_meshes()
     weight = parameters[5]

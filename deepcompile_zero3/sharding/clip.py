@@ -3,11 +3,12 @@
 import functools
 import math
 from collections.abc import Iterable
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DeviceMesh, DTensor, Replicate
+from torch.distributed.tensor import DeviceMesh, DTensor
 
 # The process groups that a tensor is sharded over, in the order of its mesh's dimensions.
 _Groups = tuple[dist.ProcessGroup, ...]
@@ -25,11 +26,16 @@ def clip_grad_norm_(
 
     The signature, the scale and the result are those of :func:`torch.nn.utils.clip_grad_norm_`,
     which raises if parameters lie on several meshes. Collective: ranks exchange one number over
-    each process group that gradients are sharded over, however many gradients there are.
+    each process group that parameters are sharded over, however many parameters there are. For
+    order 0 they exchange one number for each parameter. All ranks of a mesh pass its parameters in
+    one order. Ranks may differ in which of them have a gradient.
 
     Args:
-        parameters: parameters, or one of them. Those without a gradient are left out. Gradients may
-            be DTensors over any meshes, and plain tensors, which must be the same on all ranks.
+        parameters: parameters, or one of them. Each is a DTensor over any mesh, or a plain tensor,
+            whose gradient must be the same on all ranks. A gradient has the mesh of its parameter.
+            This rank's part of a gradient that is missing is left out, so counts as zero for orders
+            from 0 on. Gradients that are partial sums are summed first, so that all ranks of their
+            mesh must have them.
         max_norm: the norm that gradients are scaled down to.
         norm_type: the order of the norm, as in :func:`torch.linalg.vector_norm`; 0 counts the
             gradients that are not zero.
@@ -38,71 +44,90 @@ def clip_grad_norm_(
         foreach: as in torch.
 
     Returns:
-        The norm before scaling: a plain tensor of no dimension, the same on all ranks.
+        The norm before scaling: a plain tensor of no dimension, the same on all ranks, on the
+        device of the first parameter. Its dtype is the one that the dtypes of all gradients
+        promote to, as the parameters declare them (``grad_dtype``; None counts as float32 or wider).
 
     Raises:
         RuntimeError: the norm is not finite, and ``error_if_nonfinite`` asks for an error.
     """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     norm_type = float(norm_type)
-    by_mesh: dict[DeviceMesh | None, list[torch.Tensor]] = {}
-    for parameter in parameters:
-        if parameter.grad is not None:
-            mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
-            by_mesh.setdefault(mesh, []).append(parameter)
-
-    total = _total_norm([p.grad for p in parameters if p.grad is not None], norm_type, foreach)
+    total = _total_norm(parameters, norm_type, foreach)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"the norm of order {norm_type} of the gradients is {total.item()}, so they cannot be "
             "clipped by it: find the gradient with detect_nonfinite(model), or pass "
             "error_if_nonfinite=False"
         )
+    by_mesh: dict[DeviceMesh | None, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
+        by_mesh.setdefault(mesh, []).append(parameter)
     for of_mesh in by_mesh.values():
         nn.utils.clip_grads_with_norm_(of_mesh, max_norm, total, foreach)
     return total
 
 
 def _total_norm(
-    gradients: list[torch.Tensor], norm_type: float, foreach: bool | None
+    parameters: list[torch.Tensor], norm_type: float, foreach: bool | None
 ) -> torch.Tensor:
-    """Returns the norm of all ``gradients``, each of them whole. Collective."""
-    if not gradients:
+    """Returns the norm of the gradients of all ``parameters``, each of them whole. Collective."""
+    if not parameters:
         return torch.tensor(0.0)
-    device = gradients[0].device
-    dtype = functools.reduce(torch.promote_types, (g.dtype for g in gradients))
-    parts: dict[_Groups, list[torch.Tensor]] = {}
-    for gradient in gradients:
-        groups, local = _sharded_over(gradient)
-        parts.setdefault(groups, []).append(local)
+    # Everything that ranks have to agree on is read from parameters: any gradient may be missing.
+    dtype = functools.reduce(torch.promote_types, map(_declared_dtype, parameters))
+    parts: dict[tuple[torch.device, _Groups], list[torch.Tensor]] = {}
+    for parameter in parameters:
+        key = parameter.device, _sharded_over(parameter)
+        parts.setdefault(key, []).append(_local_gradient(parameter))
     norms = {
-        groups: [_local_norms(part, norm_type, foreach).to(device, dtype)]
-        for groups, part in parts.items()
+        (device, groups): [_local_norms(part, norm_type, foreach).to(device, dtype)]
+        for (device, groups), part in parts.items()
     }
     # The norm of norms is the norm of all. The innermost groups come first: what these ranks have
     # together may be sharded over the same group as gradients of another mesh.
-    while groups := max(norms, key=len):
-        mine = torch.cat(norms.pop(groups))
+    while (innermost := max(norms, key=lambda key: len(key[1])))[1]:
+        device, groups = innermost
+        mine = torch.cat(norms.pop(innermost))
         if norm_type != 0.0:
             mine = torch.linalg.vector_norm(mine, norm_type).reshape(1)
-        norms.setdefault(groups[:-1], []).append(_over_ranks(mine, norm_type, groups[-1]))
-    return torch.linalg.vector_norm(torch.cat(norms[()]), norm_type)
+        joined = norms.setdefault((device, groups[:-1]), [])
+        joined.append(_over_ranks(mine, norm_type, groups[-1]))
+    device = parameters[0].device
+    wholes = [norm.to(device) for of_device in norms.values() for norm in of_device]
+    return torch.linalg.vector_norm(torch.cat(wholes), norm_type)
 
 
-def _sharded_over(gradient: torch.Tensor) -> tuple[_Groups, torch.Tensor]:
-    """Returns the process groups that ``gradient`` is sharded over, and this rank's shard."""
-    if not isinstance(gradient, DTensor):
-        return (), gradient
-    mesh = gradient.device_mesh
-    if any(placement.is_partial() for placement in gradient.placements):
-        summed = [Replicate() if p.is_partial() else p for p in gradient.placements]
-        gradient = gradient.redistribute(mesh, summed)
-    groups = tuple(
+def _declared_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """Returns the dtype of gradients of ``parameter``, whether or not it has one."""
+    dtype = parameter.grad_dtype if parameter.is_leaf else parameter.dtype
+    return (dtype or torch.promote_types(parameter.dtype, torch.float32)).to_real()
+
+
+def _sharded_over(parameter: torch.Tensor) -> _Groups:
+    """Returns the process groups that ``parameter`` is sharded over."""
+    if not isinstance(parameter, DTensor):
+        return ()
+    mesh = parameter.device_mesh
+    return tuple(
         mesh.get_group(dim)
-        for dim, placement in enumerate(gradient.placements)
+        for dim, placement in enumerate(parameter.placements)
         if not placement.is_replicate() and mesh.size(dim) > 1
     )
-    return groups, gradient.to_local()
+
+
+def _local_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's part of the gradient; a missing one has no elements."""
+    gradient = parameter.grad
+    if gradient is None:
+        return torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+    if not isinstance(gradient, DTensor):
+        return gradient
+    whole = cast(DTensor, parameter)
+    if gradient.placements != whole.placements:  # partial sums, say
+        gradient = gradient.redistribute(whole.device_mesh, whole.placements)
+    return gradient.to_local()
 
 
 def _local_norms(
