@@ -254,6 +254,8 @@ class _Empty(nn.Module):
 
 def _trains_empty(how, transport):
     model, reference = shard(_Empty(), transport=transport)
+    empty = [p for p in model.parameters() if p.numel() == 0]
+    assert [p.placements for p in empty] == 4 * [(Replicate(),)]
     run = compiled(model, how)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, reference)]
     for seed in range(2):

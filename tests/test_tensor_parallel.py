@@ -1,6 +1,7 @@
 """Parameters that are DTensors already, and shards of other dimensions, beside FSDP2."""
 
 import copy
+import dataclasses
 import math
 
 import pytest
@@ -257,7 +258,8 @@ def _on_one_mesh(how, shape, names, dims):
     data_parallel = [*dims.shard_names, *dims.replicate_names]
     ours, theirs = (OnMesh(copy.deepcopy(layers), mesh, data_parallel) for _ in range(2))
     fully_shard(ours, mesh=mesh, dp_mesh_dims=dims)
-    torch_fully_shard(theirs, mesh=mesh, dp_mesh_dims=dims)
+    in_order = tuple(name for name in names if name in dims.shard_names)  # FSDP2 has no other
+    torch_fully_shard(theirs, mesh=mesh, dp_mesh_dims=dataclasses.replace(dims, shard=in_order))
     run = compiled(ours, how)
     optimizers = optimizers_of(ours, theirs, layers)
     ranks = mesh.size() // (mesh["tp"].size() if "tp" in names else 1)
@@ -295,7 +297,7 @@ def _on_one_mesh(how, shape, names, dims):
         ((2, 1), ("dp", "tp"), "dp", None),
         ((2, 2), ("dp", "tp"), "dp", None),
         ((2, 2), ("replicate", "dp"), "dp", "replicate"),
-        ((2, 1, 2), ("dp", "cp", "tp"), ("dp", "cp"), None),
+        ((2, 2, 1), ("dp", "cp", "tp"), ("cp", "dp"), None),
     ],
     ids=["data parallel", "tensor parallel", "replicas", "two dimensions"],
 )
@@ -308,6 +310,28 @@ def test_parameters_and_activations_may_be_on_one_mesh(
         pytest.skip("this torch has no DataParallelMeshDims")
     dims = kind(shard=shard, replicate=replicate)
     run_ranks(math.prod(shape), _on_one_mesh, how, shape, names, dims)
+
+
+def _sharded_around(shape, dims):
+    """Shards over dimensions that have tensor parallelism's between them, which FSDP2 cannot."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp", "cp"))
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    model = OnMesh(copy.deepcopy(layers), mesh, ["dp", "cp"])
+    fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
+    assert model.layers[0].weight.device_mesh.mesh_dim_names == ("dp_cp", "tp")
+    optimizers = optimizers_of(model, layers)
+    group = mesh["dp", "cp"]._flatten("dp_cp").get_group()
+    run = compiled(model, "interpreted")
+    for seed in range(2):
+        batch = batch_of(8, 8, seed=seed)
+        assert_same_step(model.layers, layers, batch, run=run, optimizers=optimizers, group=group)
+
+
+def test_dimensions_that_shard_need_not_be_neighbours(run_ranks):
+    kind = getattr(fsdp, "DataParallelMeshDims", None)
+    if kind is None:
+        pytest.skip("this torch has no DataParallelMeshDims")
+    run_ranks(4, _sharded_around, (2, 2, 1), kind(shard=("dp", "cp")))
 
 
 # ---- checkpoints

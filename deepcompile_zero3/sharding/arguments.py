@@ -75,7 +75,7 @@ def layout_of(
             f"shard_placement_fn gave {placement!r} for '{fqn}', which has {parameter.dim()} "
             "dimensions, counted from 0"
         )
-    return _layout_along(dim if parameter.shape[dim] else None, fqn, parameter, ranks, spmd)
+    return _layout_along(dim if parameter.numel() else None, fqn, parameter, ranks, spmd)
 
 
 def _layout_along(

@@ -46,7 +46,8 @@ def clip_grad_norm_(
     Returns:
         The norm before scaling: a plain tensor of no dimension, the same on all ranks, on the
         device of the first parameter. Its dtype is the one that the dtypes of all gradients
-        promote to, as the parameters declare them (``grad_dtype``; None counts as float32 or wider).
+        promote to, as the parameters declare them (``grad_dtype``; None counts as
+        float32 or wider).
 
     Raises:
         RuntimeError: the norm is not finite, and ``error_if_nonfinite`` asks for an error.

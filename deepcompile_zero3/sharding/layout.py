@@ -74,11 +74,16 @@ class SpmdMesh:
     ) -> None:
         names = mesh.mesh_dim_names or ()
         self.mesh = mesh
-        self.shard = sorted(names.index(name) for name in shard)
-        self.replicate = sorted(names.index(name) for name in replicate)
-        self._shards = torch_internals.flat_submesh(mesh, shard)
-        meshes = [torch_internals.flat_submesh(mesh, replicate)] if replicate else []
-        self.ranks = DataParallel(torch_internals.concatenate_meshes([*meshes, self._shards]))
+        self.shard = [i for i, name in enumerate(names) if name in shard]
+        self.replicate = [i for i, name in enumerate(names) if name in replicate]
+        # Ranks are in the mesh's order, whichever order names come in.
+        flat = [
+            torch_internals.flat_submesh(mesh, tuple(names[i] for i in dims))
+            for dims in (self.replicate, self.shard)
+            if dims
+        ]
+        self._shards = flat[-1]
+        self.ranks = DataParallel(torch_internals.concatenate_meshes(flat))
 
     def layout_of(self, parameter: DTensor, dim: int | None) -> "Layout":
         """Returns the layout of ``parameter``, which is whole on the data-parallel dimensions."""
