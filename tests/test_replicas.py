@@ -25,10 +25,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.debug import CommDebugMode
 
 from deepcompile_zero3 import (
-    Zero3Error,
     defer_reduction,
     deposit_grad,
     fully_shard,
@@ -457,45 +455,3 @@ def test_a_mesh_of_two_dimensions_needs_no_names():
     model(torch.ones(1, 2)).sum().backward()
     assert model.weight.grad.placements == (Replicate(), Shard(0))
     assert torch.equal(model.weight.grad.full_tensor(), torch.ones(2, 2))
-
-
-# ---- values that replicas begin with
-
-
-def _initialised_apart(how):
-    model = Stack()
-    for parameter in model.blocks[0].parameters():
-        parameter.requires_grad_(False)
-    model, reference = shard(model, model.blocks, mesh=replicas())
-    apart = {"blocks.0.up.weight": 2, "head.bias": 3}  # the rank that has another value
-
-    def negate():
-        for name, rank in apart.items():
-            if dist.get_rank() == rank:
-                model.get_parameter(name).detach().to_local().neg_()
-
-    negate()
-    run = compiled(model, how)
-    batch = batch_of(8, 8)
-    for _ in range(2):
-        with pytest.raises(Zero3Error, match="on all ranks before the model is built") as raised:
-            run(mine(batch)).sum().backward()
-        assert all(p.grad is None for p in model.parameters())
-        for name, rank in apart.items():
-            told = f"{name}' on rank {rank} is not what it is on rank {rank - 2}"
-            assert str(raised.value).count(name) == str(raised.value).count(told) == 1
-    negate()
-    exchanges = []
-    for seed in range(2):
-        loss = run(mine(batch_of(8, 8, seed=seed))).square().mean()
-        with CommDebugMode() as collectives:  # counts none of the runtime's
-            loss.backward()
-        exchanges.append(collectives.get_total_counts())
-        reference(batch_of(8, 8, seed=seed)).square().mean().backward()
-        assert_same_gradients(model, reference)
-    assert exchanges[0] > exchanges[1] == 0
-
-
-@either_way
-def test_replicas_that_begin_with_other_values_are_named_once_and_on_all_ranks(run_ranks, how):
-    run_ranks(4, _initialised_apart, how)

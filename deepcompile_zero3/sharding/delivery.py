@@ -1,6 +1,7 @@
 """What the runtime calls: when it has reduced gradients, and before it gathers."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
 import torch
@@ -13,6 +14,7 @@ from deepcompile_zero3.sharding.group import ParameterGroup, group_of
 from deepcompile_zero3.sharding.parameter import ShardedParameter, find
 from deepcompile_zero3.transport.json_collectives import all_gather_json
 
+_COMPARISON = "comparison of replicas"
 _REDUCED = "once it was reduced"
 _ODD = -0x61C8864680B583EB  # 2**64 divided by the golden ratio, an odd int64: spreads hashes
 
@@ -25,10 +27,10 @@ def _deliver(gradients: Sequence[tuple[_C.Parameter, torch.Tensor]]) -> None:
     """Adds the reduced gradients of a backward to ``.grad``. The runtime calls this at its end."""
     # A parameter that is missing was deleted during its own backward.
     delivered = [(p, reduced) for handle, reduced in gradients if (p := find(handle.placeholder))]
-    if any(parameter.settings.detects_nonfinite for parameter, _ in delivered):
-        _raise_if_nonfinite(delivered)
-    if uncompared := [p for p, _ in delivered if not p.replicas_are_compared]:
-        _raise_if_replicas_differ(uncompared)
+    # Both are collective. Where meshes cross, one rank may find an error that another does not.
+    errors = _nonfinite_gradients(delivered), _different_replicas(p for p, _ in delivered)
+    if error := errors[0] or errors[1]:
+        raise Zero3Error(error)
     for parameter, _ in delivered:
         parameter.check_unchanged()
     _run_all_reduce_hooks(delivered)
@@ -60,8 +62,8 @@ def _run_all_reduce_hooks(reduced: Sequence[tuple[ShardedParameter, torch.Tensor
                 shard.copy_(part.view_as(shard))
 
 
-def _raise_if_nonfinite(reduced: Sequence[tuple[ShardedParameter, torch.Tensor]]) -> None:
-    """Raises Zero3Error on all ranks if a gradient that was reduced is not finite.
+def _nonfinite_gradients(reduced: Sequence[tuple[ShardedParameter, torch.Tensor]]) -> str:
+    """Returns an error message if a gradient that was reduced is not finite on some rank, or "".
 
     Collective if ``reduced`` has gradients of parameters that detect this.
     """
@@ -76,74 +78,100 @@ def _raise_if_nonfinite(reduced: Sequence[tuple[ShardedParameter, torch.Tensor]]
         elif not torch.isfinite(shard).all():
             nans, infinities = int(shard.isnan().sum()), int(shard.isinf().sum())
             mine.append(_described(f"{what}, {_REDUCED},", nans, infinities, shard.numel()))
-    told = _tell("detect_nonfinite", found)
-    if told:
-        # A sum of such gradients is not finite either: the cause comes first.
-        first = sorted(told, key=lambda each: _REDUCED in each)
-        raise Zero3Error("gradients are not finite. " + _shortened(first))
+    told: list[str] = []
+    for groups, members in _by_mesh(found).items():
+        lines = [each for parameter in members for each in found[parameter]]
+        told = _all_gather_lines("detect_nonfinite", told + lines, groups)
+    # A sum of such gradients is not finite either: the cause comes first.
+    first = sorted(told, key=lambda each: _REDUCED in each)
+    return f"gradients are not finite. {_shortened(first)}" if told else ""
 
 
 def _described(what: str, nans: int, infinities: int, numel: int) -> str:
     return f"{what} has {nans} NaN and {infinities} infinite of {numel} elements"
 
 
-def _raise_if_replicas_differ(delivered: Sequence[ShardedParameter]) -> None:
-    """Raises Zero3Error on all ranks if replicas of parameters differ. Collective.
+def _different_replicas(delivered: Iterable[ShardedParameter]) -> str:
+    """Returns an error message if replicas of parameters differ, or "".
 
-    All parameters are compared, once, that are in a model and on a mesh with one of ``delivered``:
-    only here do all ranks of a mesh meet after a model has got its values.
+    Collective if ``delivered`` has parameters whose replicas were not compared. All parameters are
+    compared, until they are equal once, that are in a model and on a mesh with one of these: only
+    here do all ranks of a mesh meet after a model has got its values.
     """
-    meshes = {(parameter.model, parameter.layout.ranks.groups) for parameter in delivered}
-    parameters = {
-        *delivered,
-        *(
-            parameter
-            for model, groups in meshes
-            if model is not None
-            for parameter in model.parameters
-            if parameter.layout.ranks.groups == groups and not parameter.replicas_are_compared
-        ),
-    }
-    found: dict[ShardedParameter, list[str]] = {parameter: [] for parameter in parameters}
-    for (*_, replicas), members in _by_mesh(parameters).items():
-        sums = {p.fqn: _checksum(torch_internals.local_tensor(p.shard)) for p in members}
-        first, *others = all_gather_json("comparison of replicas", sums, replicas)
-        first_rank, *ranks = dist.get_process_group_ranks(replicas)
+    uncompared = {parameter for parameter in delivered if not parameter.replicas_are_compared}
+    meshes = {(parameter.model, parameter.layout.ranks.groups) for parameter in uncompared}
+    uncompared.update(
+        parameter
+        for model, groups in meshes
+        if model is not None
+        for parameter in model.parameters
+        if parameter.layout.ranks.groups == groups and not parameter.replicas_are_compared
+    )
+    told: list[str] = []
+    for groups, members in _by_mesh(uncompared).items():
+        told = _all_gather_lines(_COMPARISON, told + _differences(members, groups[-1]), groups)
+        # Ranks of this mesh remember what all of them were told by now. Only some of them may be
+        # told more, on the next mesh.
         for parameter in members:
-            fqn = parameter.fqn
-            found[parameter] = [
-                f"'{fqn}' on rank {rank} is not what it is on rank {first_rank}"
-                for rank, theirs in zip(ranks, others, strict=True)
-                if theirs.get(fqn) != first.get(fqn)
-            ]
-    if told := _tell("comparison of replicas", found):
-        raise Zero3Error(
-            f"replicas have different values, and stay different: {_shortened(told)}. Before "
-            "training, give all replicas the same values: call torch.manual_seed with one seed on "
-            "all ranks before the model is built or initialised, or load one checkpoint"
-        )
-    for parameter in parameters:
-        parameter.replicas_are_compared = True
+            parameter.replicas_are_compared = not told
+    if not told:
+        return ""
+    return (
+        f"replicas have different values, and stay different: {_shortened(told)}. Before training, "
+        "give all replicas the same values: call torch.manual_seed with one seed on all ranks "
+        "before the model is built or initialised, load one checkpoint, or broadcast the values of "
+        "one replica. Name parameters that are meant to differ in ignored_params of fully_shard"
+    )
+
+
+def _differences(parameters: Sequence[ShardedParameter], replicas: dist.ProcessGroup) -> list[str]:
+    """Returns which shards of ``parameters`` differ from the first replica's. Collective."""
+    ranks = dist.get_process_group_ranks(replicas)
+    mine = {parameter.fqn: _checksum_or_error(parameter) for parameter in parameters}
+    of_ranks = all_gather_json(_COMPARISON, mine, replicas)
+    found = []
+    for fqn in mine:
+        for rank, theirs in zip(ranks, of_ranks, strict=True):
+            if isinstance(theirs.get(fqn), str):
+                found.append(f"on rank {rank}, {theirs[fqn]}")
+            elif theirs.get(fqn) != of_ranks[0].get(fqn):
+                found.append(f"'{fqn}' on rank {rank} is not what it is on rank {ranks[0]}")
+    return found
+
+
+def _checksum_or_error(parameter: ShardedParameter) -> int | str | None:
+    """Returns the checksum of the shard, or why it cannot be used: other ranks wait for either."""
+    try:
+        return _checksum(torch_internals.local_tensor(parameter.refresh()))
+    except Zero3Error as error:
+        return str(error)
 
 
 def _checksum(shard: torch.Tensor) -> int | None:
-    """Returns a hash of the bits of ``shard``, or None if it has no values yet.
+    """Returns a hash of the values of ``shard``, or None if it has none yet.
 
     A sum of bits alone would be the same for values that are negated or in another order.
     """
     if shard.is_meta:
         return None
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = shard.detach().contiguous().view(integers[shard.element_size()]).flatten()
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    total = torch.zeros((), dtype=torch.int64, device=shard.device)
     start = 0
-    for piece in bits.split(1 << 16):  # small enough for a processor's cache
-        hashes = torch.arange(start, start + piece.numel(), device=bits.device)
+    for piece in shard.detach().flatten().split(1 << 16):  # small enough for a processor's cache
+        hashes = torch.arange(start, start + piece.numel(), device=shard.device)
         start += piece.numel()
-        hashes.mul_(_ODD).add_(piece)
+        hashes.mul_(_ODD).add_(_bits(piece))
         hashes.bitwise_xor_(hashes >> 32).mul_(_ODD)
         total += hashes.bitwise_xor_(hashes >> 32).sum()
     return int(total)
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    """Returns ``values`` as integers of their bits: equal for both zeros, and for all NaNs."""
+    if values.is_floating_point():
+        values = values.double() if values.element_size() == 8 else values.float()
+        values = (values + 0.0).masked_fill_(values.isnan(), math.nan)
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return values.view(integers[values.element_size()])
 
 
 def _by_mesh(parameters: Iterable[ShardedParameter]) -> dict[_Groups, list[ShardedParameter]]:
@@ -157,18 +185,15 @@ def _by_mesh(parameters: Iterable[ShardedParameter]) -> dict[_Groups, list[Shard
     return result
 
 
-def _tell(what: str, found: Mapping[ShardedParameter, Sequence[str]]) -> list[str]:
-    """Returns what the ranks of the parameters' meshes ``found``. Collective over these meshes.
+def _all_gather_lines(what: str, lines: Sequence[str], groups: _Groups) -> list[str]:
+    """Returns the ``lines`` of all ranks of a mesh, each once. Collective over its ``groups``.
 
-    What the ranks of a small mesh found reaches all ranks of a larger one.
+    The result for a small mesh among the lines for a larger one reaches all ranks of that.
     """
-    told: list[str] = []
-    for groups, members in _by_mesh(found).items():
-        told += [each for parameter in members for each in found[parameter]]
-        for group in groups:  # replicas get what all ranks of a shard group found
-            everything = all_gather_json(what, told, group)
-            told = list(dict.fromkeys(each for theirs in everything for each in theirs))
-    return told
+    for group in groups:  # replicas get what all ranks of a shard group have
+        of_ranks = all_gather_json(what, lines, group)
+        lines = list(dict.fromkeys(each for theirs in of_ranks for each in theirs))
+    return list(lines)
 
 
 def _shortened(lines: Sequence[str]) -> str:
