@@ -152,6 +152,19 @@ def test_without_gradients_the_norm_is_zero():
     torch.testing.assert_close(parameter.grad, torch.tensor([0.6, 0.8]))
 
 
+def test_the_dtype_of_the_norm_is_that_of_declared_gradients():
+    low, frozen = torch.bfloat16, (torch.float8_e4m3fn, torch.int64)
+    parameters = [nn.Parameter(torch.ones(2).to(dtype), False) for dtype in frozen]
+    parameters.append(_parameter(torch.ones(2, dtype=low), torch.tensor([3.0, 4.0], dtype=low)))
+    for norm_type in (2, 0):
+        assert clip_grad_norm_(parameters, 9.0, norm_type).dtype == low
+    parameters.append(nn.Parameter(torch.ones(2, dtype=low)))
+    parameters[-1].grad_dtype = None
+    norm = clip_grad_norm_(parameters, 1.0)
+    assert (norm.dtype, norm) == (torch.float32, 5)
+    torch.testing.assert_close(parameters[2].grad, torch.tensor([0.6, 0.8], dtype=low))
+
+
 def test_the_signature_is_torchs():
     def described(function):
         parameters = inspect.signature(function).parameters.values()

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DeviceMesh, DTensor
 
+from deepcompile_zero3 import grad_dtype
+
 # The process groups that a tensor is sharded over, in the order of its mesh's dimensions.
 _Groups = tuple[dist.ProcessGroup, ...]
 
@@ -33,9 +35,9 @@ def clip_grad_norm_(
     Args:
         parameters: parameters, or one of them. Each is a DTensor over any mesh, or a plain tensor,
             whose gradient must be the same on all ranks. A gradient has the mesh of its parameter.
-            This rank's part of a gradient that is missing is left out, so counts as zero for orders
-            from 0 on. Gradients that are partial sums are summed first, so that all ranks of their
-            mesh must have them.
+            A gradient that is missing on a rank counts as zero there, and is left out for negative
+            orders. Gradients that are partial sums are summed first: all ranks of a mesh have them,
+            or none.
         max_norm: the norm that gradients are scaled down to.
         norm_type: the order of the norm, as in :func:`torch.linalg.vector_norm`; 0 counts the
             gradients that are not zero.
@@ -45,14 +47,16 @@ def clip_grad_norm_(
 
     Returns:
         The norm before scaling: a plain tensor of no dimension, the same on all ranks, on the
-        device of the first parameter. Its dtype is the one that the dtypes of all gradients
-        promote to, as the parameters declare them (``grad_dtype``; None counts as
-        float32 or wider).
+        device of the first parameter. The dtypes of all gradients promote to its dtype, those that
+        are missing included: parameters declare them in ``grad_dtype``, of which None counts as
+        float32 or wider.
 
     Raises:
         RuntimeError: the norm is not finite, and ``error_if_nonfinite`` asks for an error.
     """
-    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+    # Others, such as frozen weights in float8, have no gradients.
+    parameters = [p for p in parameters if p.dtype in grad_dtype.DTYPES or p.is_complex()]
     norm_type = float(norm_type)
     total = _total_norm(parameters, norm_type, foreach)
     if error_if_nonfinite and not total.isfinite():
@@ -101,7 +105,7 @@ def _total_norm(
 
 
 def _declared_dtype(parameter: torch.Tensor) -> torch.dtype:
-    """Returns the dtype of gradients of ``parameter``, whether or not it has one."""
+    """Returns the dtype of the gradient of ``parameter``, whether or not it has one."""
     dtype = parameter.grad_dtype if parameter.is_leaf else parameter.dtype
     return (dtype or torch.promote_types(parameter.dtype, torch.float32)).to_real()
 
