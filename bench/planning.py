@@ -22,7 +22,8 @@ from deepcompile_zero3.tools.planning.graphs import fake_ranks, trace
 from deepcompile_zero3.tools.planning.kernels import kernels_of
 from deepcompile_zero3.tools.planning.machine import Machine
 from deepcompile_zero3.tools.planning.measure import measure_kernels
-from deepcompile_zero3.tools.planning.plan import Plan, plan, shard_blocks
+from deepcompile_zero3.tools.planning.plan import plan, shard_blocks
+from deepcompile_zero3.tools.planning.predicted import Plan
 
 MODE = "zero3-c10d"
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # parameters of mallopt

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from deepcompile_zero3.tools.explain import explain
     from deepcompile_zero3.tools.planning.ahead import CompiledAhead, compile_ahead
     from deepcompile_zero3.tools.planning.machine import MACHINES, Link, Machine
-    from deepcompile_zero3.tools.planning.plan import Plan, plan, shard_blocks
+    from deepcompile_zero3.tools.planning.plan import plan, shard_blocks
+    from deepcompile_zero3.tools.planning.predicted import Plan
     from deepcompile_zero3.tools.report import Report
 
 __version__ = "0.1.0"
@@ -104,7 +105,7 @@ _LATER = {
     "MACHINES": "deepcompile_zero3.tools.planning.machine",
     "Link": "deepcompile_zero3.tools.planning.machine",
     "Machine": "deepcompile_zero3.tools.planning.machine",
-    "Plan": "deepcompile_zero3.tools.planning.plan",
+    "Plan": "deepcompile_zero3.tools.planning.predicted",
     "plan": "deepcompile_zero3.tools.planning.plan",
     "shard_blocks": "deepcompile_zero3.tools.planning.plan",
     "Report": "deepcompile_zero3.tools.report",

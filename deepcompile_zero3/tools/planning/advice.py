@@ -2,20 +2,17 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from deepcompile_zero3.options import Options
 from deepcompile_zero3.tools.planning.graphs import Trace
+from deepcompile_zero3.tools.planning.predicted import Plan
 from deepcompile_zero3.tools.report import line_of_break
-
-if TYPE_CHECKING:
-    from deepcompile_zero3.tools.planning.plan import Plan
 
 _WORTH = 0.02  # fraction of a step
 
 
 def advice_for(
-    plan: "Plan", options: Options, traced: Trace, predict: Callable[[Options], "Plan"]
+    plan: Plan, options: Options, traced: Trace, predict: Callable[[Options], Plan]
 ) -> tuple[str, ...]:
     """Returns advice on graph breaks, memory, padding and time, the quickest option first.
 
@@ -30,7 +27,7 @@ def advice_for(
     return (*breaks, *_to_fit(plan), *_padding(traced), *quicker)
 
 
-def _to_fit(plan: "Plan") -> Iterator[str]:
+def _to_fit(plan: Plan) -> Iterator[str]:
     if plan.fits:
         return
     kind = max(plan.memory, key=plan.memory.__getitem__)
@@ -61,7 +58,7 @@ def _padding(traced: Trace) -> Iterator[str]:
 
 
 def _to_be_quicker(
-    plan: "Plan", options: Options, predict: Callable[[Options], "Plan"]
+    plan: Plan, options: Options, predict: Callable[[Options], Plan]
 ) -> Iterator[str]:
     if plan.waiting < 5 * _WORTH * plan.seconds:
         return

@@ -14,7 +14,7 @@ from rich.console import Console
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.tools.planning import job, sweep
 from deepcompile_zero3.tools.planning.ahead import CompiledAhead
-from deepcompile_zero3.tools.planning.plan import Plan
+from deepcompile_zero3.tools.planning.predicted import Plan
 from deepcompile_zero3.tools.report import Report, text_of
 
 

@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_map_only
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.tools.planning.ahead import CompiledAhead, compile_ahead
 from deepcompile_zero3.tools.planning.machine import MACHINES, Machine, machine_of
-from deepcompile_zero3.tools.planning.plan import Plan, ShardModel, plan, shard_blocks
+from deepcompile_zero3.tools.planning.plan import ShardModel, plan, shard_blocks
+from deepcompile_zero3.tools.planning.predicted import Plan
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "as-built": None}
 _RESHARD = {"auto": None, "always": True, "never": False}

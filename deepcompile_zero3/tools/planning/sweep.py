@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.table import Table
 
 from deepcompile_zero3.tools.planning.memory import KINDS
-from deepcompile_zero3.tools.planning.plan import Plan
+from deepcompile_zero3.tools.planning.predicted import Plan
 
 
 def table(knob: str, plans: Mapping[float, Plan]) -> Table:
