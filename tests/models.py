@@ -6,6 +6,7 @@ gradient of the whole batch.
 """
 
 import copy
+import itertools
 import os
 
 import pytest
@@ -16,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import fully_shard
+from deepcompile_zero3.sharding.registered import registered_in
 from deepcompile_zero3.transport import one_host
 
 
@@ -216,3 +218,14 @@ def _of_first_rank(value):
     box = [value]
     dist.broadcast_object_list(box)
     return box[0]
+
+
+def layers_of(*widths):
+    """Returns bias-free linear layers, of which backward needs the weights only."""
+    pairs = itertools.pairwise(widths)
+    return nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in pairs))
+
+
+def held(model):
+    """Returns the names of the full tensors that are held."""
+    return [p.fqn for p in registered_in(model) if p.handle.gathered is not None]

@@ -21,6 +21,7 @@ from models import (
     batch_of,
     compiled,
     each_way,
+    held,
     mean_square,
     mine,
     optimizers_of,
@@ -40,17 +41,6 @@ from deepcompile_zero3 import (
     record_collectives,
 )
 from deepcompile_zero3.sharding.registered import parameters_of
-
-
-def held(model):
-    """Returns the names of the full tensors that are held."""
-    return [
-        sharded.fqn
-        for module in model.modules()
-        for sharded in parameters_of(module).values()
-        if sharded.handle.gathered is not None
-    ]
-
 
 # ---- a group of several modules
 
