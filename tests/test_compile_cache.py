@@ -1,13 +1,10 @@
 """Compiler caches on disk speed up a second process and never return a wrong graph."""
 
-import os
-import subprocess
-import sys
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 import torch
+from command_line import call
 from functorch.compile import default_partition
 from models import (
     Stack,
@@ -24,6 +21,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from deepcompile_zero3 import capture_graphs, record_collectives
+from deepcompile_zero3.__main__ import main
 
 
 @pytest.fixture
@@ -143,15 +141,7 @@ def test_ranks_find_what_was_compiled_for_them_ahead_of_time(new_processes, tmp_
     job = tmp_path / "job.py"
     job.write_text(JOB)
     arguments = ("compile", f"{job}:build", "--ranks", "64", "--keep-mb", "0")
-    ran = subprocess.run(
-        [sys.executable, "-m", "deepcompile_zero3", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ
-        | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parent)},
-        check=False,
-    )
+    ran = call(main, *arguments, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
     assert ran.returncode == 0, ran.stderr
     assert "2 x FSDPBlock_0" in ran.stdout
     assert new_processes(_step_by_messages) == [(1, 0)] * 2
