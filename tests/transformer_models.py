@@ -39,7 +39,7 @@ class Task:
     batch: object
 
 
-def _text(size, seed):
+def text(size, seed):
     shape = size, TOKENS
     tokens = torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
     return {"input_ids": tokens, "labels": tokens}
@@ -67,7 +67,7 @@ def llama():
             use_cache=False,
         )
     )
-    return Task(model, list(model.model.layers), _text)
+    return Task(model, list(model.model.layers), text)
 
 
 def qwen3_moe():
@@ -87,7 +87,7 @@ def qwen3_moe():
             use_cache=False,
         )
     )
-    return Task(model, list(model.model.layers), _text)
+    return Task(model, list(model.model.layers), text)
 
 
 def gpt2():
@@ -107,7 +107,7 @@ def gpt2():
             use_cache=False,
         )
     )
-    return Task(model, list(model.transformer.h), _text)
+    return Task(model, list(model.transformer.h), text)
 
 
 def t5():
@@ -124,7 +124,7 @@ def t5():
             use_cache=False,
         )
     )
-    return Task(model, [*model.encoder.block, *model.decoder.block], _text)
+    return Task(model, [*model.encoder.block, *model.decoder.block], text)
 
 
 def vit():
