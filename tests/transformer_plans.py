@@ -87,6 +87,7 @@ _OWN = {
         "moe_topk": 2,
         "zero_expert_num": 2,
     },
+    "phimoe": {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
 }
 

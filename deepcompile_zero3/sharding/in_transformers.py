@@ -1,10 +1,13 @@
 """Sharding where transformers loads a model."""
 
 import contextlib
+import functools
 from collections.abc import Iterator
+from typing import Any
 
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.sharding.fully_shard import fully_shard
+from deepcompile_zero3.sharding.module import Zero3Module
 
 
 @contextlib.contextmanager
@@ -35,10 +38,22 @@ def shard_in_transformers() -> Iterator[None]:
             "shard_in_transformers needs a transformers whose from_pretrained shards by "
             "DistributedConfig(fsdp_size=...): install another, or call fully_shard on the model"
         ) from error
-    if original is fully_shard:
+    if getattr(original, "__wrapped__", None) is fully_shard:
         raise Zero3Error("shard_in_transformers() runs already, here or in another thread")
-    fsdp.fully_shard = fully_shard  # type: ignore[assignment]
+    sharded: list[Zero3Module] = []
+
+    @functools.wraps(fully_shard)
+    def shard(module: Any, **settings: Any) -> Any:
+        fully_shard(module, **settings)
+        sharded.extend(module if isinstance(module, list) else [module])
+        return module
+
+    fsdp.fully_shard = shard
     try:
         yield
     finally:
         fsdp.fully_shard = original
+    # Loading has replaced the shards. A forward of experts may hide them: see `is_local_part`.
+    for module in sharded:
+        for parameter in module._zero3_group.parameters:
+            parameter.refresh()

@@ -201,6 +201,20 @@ class Layout:
             **({} if grads is None else {"grad_placements": grads}),
         )
 
+    def is_local_part(self, registered: object, local: torch.Tensor) -> bool:
+        """Returns whether a module registers ``shard.to_local()`` in place of a shard.
+
+        ``local`` is the shard's local tensor. transformers' expert parallelism registers that while
+        experts compute, to read plain tensors. Only a parameter that is read as a DTensor has one.
+        """
+        return (
+            self.inner is not None
+            and isinstance(registered, torch.Tensor)
+            and not isinstance(registered, DTensor)
+            and registered.data_ptr() == local.data_ptr()
+            and registered.shape == local.shape
+        )
+
     def rows(self, local: torch.Tensor) -> torch.Tensor:
         """Returns a view of a local tensor with the sharded dimension first."""
         if self.dim is None:

@@ -253,9 +253,9 @@ class ShardedParameter:
     def shard(self) -> DTensor:
         """The DTensor ``nn.Parameter`` that the model registers now, or the last that it did."""
         module = self._owner()
-        if module is None:
+        shard = self._latest_shard if module is None else module._parameters[self._name]
+        if self.layout.is_local_part(shard, self._local):
             return self._latest_shard
-        shard = module._parameters[self._name]
         if not isinstance(shard, DTensor):
             raise Zero3Error(
                 f"'{self.fqn}' was replaced by a {type(shard).__name__} after fully_shard; "

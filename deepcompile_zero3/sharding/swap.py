@@ -5,6 +5,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
@@ -77,7 +78,14 @@ def _property(name: str) -> property:
             settle(parameter.placeholder)
             parameter.graph_key == ""  # noqa: B015 (read so that it is guarded)
             full = ops.unshard.default(parameter.placeholder, parameter.contract)
-            return full if parameter.is_read_as_gathered else parameter.layout.read(full)
-        return group_of(parameter).read(parameter)
+            if parameter.is_read_as_gathered:
+                return full
+            value = parameter.layout.read(full)
+        else:
+            value = group_of(parameter).read(parameter)
+        # A local tensor is registered while code computes with local tensors: `is_local_part`.
+        if isinstance(value, DTensor) and not isinstance(self._parameters[name], DTensor):
+            return value.to_local()
+        return value
 
     return property(read, doc=f"The parameter ``{name}``: whole inside of a forward, else sharded.")
