@@ -195,6 +195,48 @@ def test_experts_on_a_mesh_of_their_own_may_be_used_by_some_ranks(run_ranks, tra
     run_ranks(4, _some_ranks, transport)
 
 
+# ---- experts that compute with local tensors
+
+
+class OnLocalTensors(nn.Module):
+    """Registers the local tensor while it computes, as transformers' expert parallelism does."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(EXPERTS, WIDTH))
+
+    def forward(self, x):
+        shard = self._parameters["weight"]
+        self._parameters["weight"] = shard.to_local()
+        try:
+            return self.compute(x)
+        finally:
+            self._parameters["weight"] = shard
+
+    def compute(self, x):
+        return x @ self.weight.t()
+
+
+def _on_local_tensors(how):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    model, x = OnLocalTensors(), batch_of(8, WIDTH)
+    whole = model.weight.detach().clone().requires_grad_()
+    model.weight = nn.Parameter(distribute_tensor(whole.detach(), mesh["ep"], [Shard(0)]))
+    fully_shard(model, mesh=mesh["efsdp"])
+    model.compute = compiled(model.compute, how)
+    optimizer, expected = (torch.optim.SGD(p, lr=1.0) for p in (model.parameters(), [whole]))
+    for _ in range(2):
+        model(x).square().mean().backward()
+        sum((x @ part.t()).square().mean() for part in whole.chunk(2)).backward()
+        torch.testing.assert_close(model.weight.grad.full_tensor(), whole.grad)
+        step([optimizer, expected])
+
+
+@pytest.mark.parametrize("how", ["eager", "interpreted"])
+def test_experts_may_register_their_local_tensors_while_they_compute(run_ranks, how):
+    run_ranks(4, _on_local_tensors, how)
+
+
 # ---- a mesh for each parameter of one call
 
 

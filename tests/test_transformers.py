@@ -1,5 +1,6 @@
 """Models that transformers loads in shards: compiled, generating, saved, and in its Trainer."""
 
+import functools
 import math
 import os
 import pathlib
@@ -8,17 +9,30 @@ import runpy
 import pytest
 import torch
 import torch.distributed as dist
-from models import INDUCTOR_TOO, join_as_torchrun
+from models import (
+    INDUCTOR_TOO,
+    assert_same_gradients,
+    assert_same_parameters,
+    compiled,
+    join_as_torchrun,
+    mine,
+    optimizers_of,
+)
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.testing import assert_close
+from transformer_models import text
+from transformer_plans import class_of, load_in_shards, small_model
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from deepcompile_zero3 import Zero3Module, capture_graphs, shard_in_transformers
+from deepcompile_zero3 import Zero3Module, capture_graphs, fully_shard
 
 fsdp = pytest.importorskip("transformers.distributed.fsdp")
 if not hasattr(fsdp, "fully_shard"):
     pytest.skip("this transformers does not shard models", allow_module_level=True)
 
+checkpoint = pytest.importorskip("transformers.distributed.checkpoint")
+
+MOE = "MixtralForCausalLM"
 EXAMPLE = pathlib.Path(__file__).parent.parent / "examples" / "trainer.py"
 
 
@@ -41,12 +55,7 @@ def _save_model(folder, tied):
 
 
 def _loaded(folder, **settings):
-    from transformers.distributed import DistributedConfig
-
-    with shard_in_transformers():
-        return AutoModelForCausalLM.from_pretrained(
-            folder, distributed_config=DistributedConfig(fsdp_size=2, **settings)
-        )
+    return load_in_shards(AutoModelForCausalLM, folder, fsdp_size=2, **settings)
 
 
 def _values(model):
@@ -73,8 +82,9 @@ def _load_use_and_save(folder):
 
     rank = dist.get_rank()
     prompt = {"input_ids": tokens[:1, : 4 + rank], "max_new_tokens": 2 + 3 * rank}
-    generated = model.generate(**prompt, do_sample=False)  # of another length on each rank
-    assert torch.equal(generated, whole.generate(**prompt, do_sample=False))
+    expected = whole.generate(**prompt, do_sample=False)  # of another length on each rank
+    for settings in ({}, {"synced_gpus": True}):
+        assert torch.equal(model.generate(**prompt, do_sample=False, **settings), expected)
 
     for kind in ({}, {"distributed_checkpoint": True}):
         saved = os.path.join(folder, "saved", *kind)
@@ -84,12 +94,100 @@ def _load_use_and_save(folder):
         assert again.config.architectures == ["LlamaForCausalLM"]
         assert_close(_values(again), dict(whole.named_parameters()), rtol=0, atol=0)
 
-    mixed = _loaded(folder, fsdp_mixed_precision=True)
+    mixed, theirs = (_loaded(folder, fsdp_mixed_precision=True, fsdp2=f) for f in (False, True))
     assert mixed(input_ids=tokens).logits.dtype == torch.bfloat16
+    for each in (mixed, theirs):
+        each(input_ids=tokens, labels=tokens).loss.backward()
+    for ours, expected in zip(mixed.parameters(), theirs.parameters(), strict=True):
+        assert_close(ours.grad.full_tensor(), expected.grad.full_tensor())
 
 
 def test_a_model_is_loaded_in_shards_used_and_saved(run_apart, saved_model):
     run_apart(_load_use_and_save, saved_model)
+
+
+def _train_on_a_mesh(folder, how, **settings):
+    """Takes three steps, before the last of which the model and the optimizer are saved and loaded.
+
+    Evaluates before each.
+    """
+    join_as_torchrun()
+    cls, half, moments = (
+        class_of(MOE),
+        os.path.join(folder, "half"),
+        os.path.join(folder, "moments"),
+    )
+    model, reference = load_in_shards(cls, folder, **settings), cls.from_pretrained(folder)
+    optimizer, expected = optimizers_of(model, reference)
+    run = compiled(model, how)
+    for step in range(3):
+        if step == 2:
+            model.save_pretrained(half)
+            checkpoint.save_optimizer_distributed(model, optimizer, moments)
+            dist.barrier()
+            model = load_in_shards(cls, half, **settings)
+            (optimizer,) = optimizers_of(model)
+            checkpoint.load_optimizer_distributed(model, optimizer, moments)
+            run = compiled(model, how)
+        whole = text(8, seed=step) | {"use_cache": False}
+        batch = whole | {key: mine(whole[key]) for key in ("input_ids", "labels")}
+        with torch.no_grad():
+            assert_close(run(**batch).loss, reference(**batch).loss)
+        run(**batch).loss.backward()
+        reference(**whole).loss.backward()
+        assert_same_gradients(model, reference)
+        for each in (optimizer, expected):
+            each.step()
+            each.zero_grad()
+    assert_same_parameters(model, reference)
+
+
+@pytest.mark.parametrize(
+    ("how", "settings"),
+    [
+        ("eager", {"fsdp_size": 4, "ep_size": 2}),
+        ("eager", {"fsdp_size": 2, "dp_replicate_size": 2}),
+        pytest.param("interpreted", {"fsdp_size": 4, "ep_size": 2}, marks=pytest.mark.long),
+        pytest.param(
+            "interpreted", {"fsdp_size": 2, "dp_replicate_size": 2}, marks=pytest.mark.long
+        ),
+        pytest.param(
+            "eager", {"fsdp_size": 2, "dp_replicate_size": 2, "ep_size": 2}, marks=pytest.mark.long
+        ),
+    ],
+    ids=["experts", "replicas", "experts-compiled", "replicas-compiled", "replicas-of-experts"],
+)
+def test_a_model_trains_on_a_mesh_of_transformers(run_ranks, tmp_path, how, settings):
+    small_model(MOE, tied=False).save_pretrained(tmp_path)
+    train = functools.partial(_train_on_a_mesh, str(tmp_path), how, **settings)
+    run_ranks(4, train, timeout=300)
+
+
+def _train_adapters(folder):
+    from peft import LoraConfig, get_peft_model
+
+    join_as_torchrun()
+    tokens = torch.randint(256, (4, 16))
+    models = _loaded(folder), AutoModelForCausalLM.from_pretrained(folder)
+    adapted = []
+    for model in models:
+        torch.manual_seed(0)
+        lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+        adapted.append(get_peft_model(model, lora))
+    model, reference = adapted
+    for fqn, module in model.named_modules():
+        if "lora_" in fqn and isinstance(module, torch.nn.Linear):
+            fully_shard(module)
+    fully_shard(model)
+    run = compiled(model, "interpreted")
+    run(input_ids=mine(tokens), labels=mine(tokens)).loss.backward()
+    reference(input_ids=tokens, labels=tokens).loss.backward()
+    assert_same_gradients(model, reference)
+
+
+def test_adapters_on_a_model_that_was_loaded_in_shards_are_sharded_apart(run_apart, tmp_path):
+    pytest.importorskip("peft")
+    run_apart(_train_adapters, _save_model(tmp_path, tied=False))
 
 
 def _train_as_the_example(folder, inductor):

@@ -9,7 +9,6 @@ too. `python tests/test_transformers_plans.py` prints what comes of it, here and
 
 import argparse
 import collections
-import contextlib
 import itertools
 import os
 import tempfile
@@ -21,9 +20,9 @@ from models import INDUCTOR_TOO, compiled, join_as_torchrun, mine
 from ranks import RankPool
 from torch.nn.parallel import DistributedDataParallel
 from transformer_models import text
-from transformer_plans import NOT_SMALL, architectures, class_of, small_model
+from transformer_plans import NOT_SMALL, architectures, class_of, load_in_shards, small_model
 
-from deepcompile_zero3 import Zero3Module, shard_in_transformers
+from deepcompile_zero3 import Zero3Module
 
 fsdp = pytest.importorskip("transformers.distributed.fsdp")
 checkpoint = pytest.importorskip("transformers.distributed.checkpoint")
@@ -42,9 +41,10 @@ THROUGH_INDUCTOR = (
     "DeepseekV3ForCausalLM",
 )
 
-# What transformers 5.24 itself does not do right in shards. torch's `fully_shard` fails alike.
+# What transformers 5.24 itself does not do right in shards. torch's `fully_shard` fails alike, but
+# for HYV4: transformers takes its classes for code from the hub, and initialises less.
 NOT_LOADED = {
-    "HYV4ForCausalLM": "fills a shard with a tensor, for which DTensor has no rule",
+    "HYV4ForCausalLM": "fills a part of a DTensor, for which DTensor has no rule",
     "LaraMiniForCausalLM": "concatenates weights that are in shards",
 }
 LOADED_OTHERWISE = {  # rows of weights that are concatenated or split in loading change places
@@ -60,8 +60,14 @@ NOT_RESUMED = LOADED_OTHERWISE | {  # no moments are saved of parameters without
     "GlmMoeDsaForCausalLM",
 }
 
+# What is not compiled op by op. torch's "aot_eager" fails for Doge alike.
+NOT_COMPILED = {
+    "DogeForCausalLM": "has a view that no strides allow",
+    "Gemma3nForCausalLM": "clamps a weight in forward, which is refused by name",
+}
+
 # In which rounding errors of float32 grow tenfold in a few steps.
-IN_DOUBLE = {"Gemma4ForCausalLM", "Gemma4UnifiedForCausalLM"}
+IN_DOUBLE = {"Gemma4ForCausalLM", "Gemma4UnifiedForCausalLM", "Lfm3ForCausalLM"}
 
 
 def _steps(model, run, optimizer, batch, steps):
@@ -85,11 +91,8 @@ def _adam(model):
 
 def _loaded(name, path, how):
     """Returns a sharded model, what to call, and an optimizer."""
-    from transformers.distributed import DistributedConfig
-
-    config = DistributedConfig(fsdp_size=dist.get_world_size())
-    with contextlib.nullcontext() if how == "fsdp2" else shard_in_transformers():
-        model = class_of(name).from_pretrained(path, distributed_config=config, dtype=_dtype(name))
+    settings = {"fsdp_size": dist.get_world_size(), "dtype": _dtype(name)}
+    model = load_in_shards(class_of(name), path, fsdp2=how == "fsdp2", **settings)
     assert isinstance(model, Zero3Module) == (how != "fsdp2")
     return model, compiled(model, "eager" if how == "fsdp2" else how), _adam(model)
 
@@ -137,10 +140,11 @@ def _differences(name, tied, how, folder):
     + [pytest.param(name, "zero3", marks=INDUCTOR_TOO) for name in THROUGH_INDUCTOR],
 )
 def test_an_architecture_trains_by_its_plan_as_with_ddp(run_ranks, tmp_path, name, how, tied):
-    if name in NOT_LOADED:
-        with pytest.raises(AssertionError, match="NotImplementedError|RuntimeError"):
+    reason = NOT_LOADED.get(name) or (how == "interpreted" and NOT_COMPILED.get(name))
+    if reason:
+        with pytest.raises(AssertionError, match=r"NotImplemented|RuntimeError|modified in place"):
             run_ranks(2, _differences, name, tied, how, str(tmp_path))
-        pytest.xfail(f"transformers {NOT_LOADED[name]}")
+        pytest.xfail(reason)
     for loss, norm in run_ranks(2, _differences, name, tied, how, str(tmp_path), timeout=300):
         assert loss <= TOLERANCE
         assert norm <= 10 * TOLERANCE
@@ -165,7 +169,9 @@ def main():
     parser.add_argument("--tied", nargs="*", type=int, default=[0, 1])
     arguments = parser.parse_args()
     pool, counts = RankPool(2), collections.Counter()
-    for how, name, tied in itertools.product(arguments.how, arguments.names, map(bool, arguments.tied)):
+    for how, name, tied in itertools.product(
+        arguments.how, arguments.names, map(bool, arguments.tied)
+    ):
         outcome, details = _outcome(pool, name, tied, how)
         counts[how, outcome] += 1
         print(how, name, "tied" if tied else "untied", outcome, details, sep="  ", flush=True)

@@ -1,5 +1,9 @@
-"""Small models of the architectures for which transformers has a plan for FSDP."""
+"""Small models of the architectures for which transformers has a plan for FSDP, and their loading.
 
+All need the release of transformers that shards models, transformers 5.
+"""
+
+import contextlib
 import functools
 import importlib
 import pathlib
@@ -9,6 +13,8 @@ import torch
 import transformers
 from transformer_models import TOKENS, VOCABULARY
 from transformers import PretrainedConfig, PreTrainedModel
+
+from deepcompile_zero3 import shard_in_transformers
 
 LARGEST = 1_500_000  # parameters of a small model
 
@@ -160,3 +166,15 @@ def small_model(name: str, tied: bool) -> PreTrainedModel:
     """Returns a small model with random weights, the same on every call."""
     torch.manual_seed(0)
     return class_of(name)(small_config(name, tied))
+
+
+def load_in_shards(cls, path, *, fsdp2=False, dtype=torch.float32, **settings):
+    """Returns a model of ``cls``, loaded with a ``DistributedConfig`` of ``settings``.
+
+    With ``fsdp2``, torch's own ``fully_shard`` shards it.
+    """
+    from transformers.distributed import DistributedConfig
+
+    config = DistributedConfig(**settings)
+    with contextlib.nullcontext() if fsdp2 else shard_in_transformers():
+        return cls.from_pretrained(path, distributed_config=config, dtype=dtype)

@@ -5,6 +5,8 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+from torch import nn
+
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.sharding.fully_shard import fully_shard
 from deepcompile_zero3.sharding.module import Zero3Module
@@ -40,7 +42,7 @@ def shard_in_transformers() -> Iterator[None]:
         ) from error
     if getattr(original, "__wrapped__", None) is fully_shard:
         raise Zero3Error("shard_in_transformers() runs already, here or in another thread")
-    sharded: list[Zero3Module] = []
+    sharded: list[nn.Module] = []
 
     @functools.wraps(fully_shard)
     def shard(module: Any, **settings: Any) -> Any:
@@ -55,5 +57,6 @@ def shard_in_transformers() -> Iterator[None]:
         fsdp.fully_shard = original
     # Loading has replaced the shards. A forward of experts may hide them: see `is_local_part`.
     for module in sharded:
-        for parameter in module._zero3_group.parameters:
-            parameter.refresh()
+        if isinstance(module, Zero3Module):  # not if it lies inside another of its list
+            for parameter in module._zero3_group.parameters:
+                parameter.refresh()
