@@ -25,7 +25,9 @@ from models import (
 from torch import nn
 from torch._functorch import config as functorch_config
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.testing import assert_close
 
 from deepcompile_zero3 import capture_graphs, fully_shard, record_collectives
 from deepcompile_zero3.sharding.registered import parameters_of
@@ -71,6 +73,33 @@ def test_equal_blocks_are_compiled_once(run_ranks, how, transport):
         assert (forwards, backwards) == (1, 1)
         assert "reduce_grad(" in text
         assert "blocks" not in text  # names are relative to the compiled module
+
+
+def _wrapped(wrap):
+    """Returns the number of graphs for more blocks than Dynamo's recompile limit."""
+    model = Stack(depth=torch._dynamo.config.recompile_limit + 1)
+    model, reference = shard(model, model.blocks)
+    zero3 = {"backend": "zero3", "options": {"inductor": False}, "fullgraph": True}
+    other = fully_shard(Block(8), mp_policy=MixedPrecisionPolicy(output_dtype=torch.float64))
+    blocks = [torch.compile(wrap(block), **zero3) for block in (*model.blocks, other)]
+    model.blocks = nn.ModuleList(blocks[:-1])
+    batch = batch_of(4, 8).requires_grad_()
+    with capture_graphs() as graphs:
+        mean_square(model, mine(batch)).backward()
+    mean_square(reference, batch).backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert_close(ours.grad.full_tensor(), theirs.grad)
+    assert blocks[-1](batch).dtype == torch.float64  # a graph of its own
+    return len(graphs.forward), len(graphs.backward)
+
+
+def _as_it_is(block):
+    return block
+
+
+@pytest.mark.parametrize("wrap", [_as_it_is, checkpoint_wrapper])
+def test_equal_blocks_that_are_wrapped_are_compiled_once(run_ranks, wrap):
+    assert run_ranks(2, _wrapped, wrap) == [(1, 1)] * 2
 
 
 def _unequal(transport):

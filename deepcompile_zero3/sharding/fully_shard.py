@@ -228,8 +228,7 @@ def fully_shard(
         swap_class(each, group)
         each.register_load_state_dict_post_hook(conversion.after_load)
         torch_internals.set_fsdp_state(each, FsdpState(each, group))
-        each.register_forward_pre_hook(group.pre_forward, prepend=True, with_kwargs=True)
-        each.register_forward_hook(group.post_forward, always_call=True)
+        torch_internals.register_forward_hooks(each, group.pre_forward, group.post_forward)
     _settle_ownership(modules, group, root)
     return module
 

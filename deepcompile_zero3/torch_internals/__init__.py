@@ -52,6 +52,8 @@ _TracingContext: Any = private("torch._guards", "TracingContext")
 # Where a module keeps the states of torch's composable APIs, by the function that made each.
 _STATE_KEY: str = private("torch.distributed._composable.contract", "STATE_KEY")
 _fully_shard: Callable = private("torch.distributed.fsdp", "fully_shard.__wrapped__")
+# Id of the hooks around a sharded module's forward. torch's own ids count from zero.
+_FORWARD_HOOK = -1
 _top_saved_tensors_hooks = private("torch._C._autograd", "_top_saved_tensors_default_hooks")
 
 
@@ -189,6 +191,19 @@ def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
 def post_accumulate_grad_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
     """Returns the hooks of ``register_post_accumulate_grad_hook``, in order of registration."""
     return list((parameter._post_accumulate_grad_hooks or {}).values())
+
+
+def register_forward_hooks(module: nn.Module, pre_hook: Callable, hook: Callable) -> None:
+    """Registers the first pre-hook of a module's forward, and a hook that always follows it.
+
+    Dynamo guards on the ids of hooks. torch gives each hook an id of its own, with which equal
+    blocks would share no compilation; these have one id in all modules.
+    """
+    module._forward_pre_hooks[_FORWARD_HOOK] = pre_hook
+    module._forward_pre_hooks.move_to_end(_FORWARD_HOOK, last=False)
+    module._forward_pre_hooks_with_kwargs[_FORWARD_HOOK] = True
+    module._forward_hooks[_FORWARD_HOOK] = hook
+    module._forward_hooks_always_called[_FORWARD_HOOK] = True
 
 
 def set_fsdp_state(module: nn.Module, state: object) -> None:
