@@ -52,7 +52,7 @@ class Regression(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4)
 
 
-def trainer(epochs: int, folder: str | None = None, **settings: Any) -> lightning.Trainer:
+def trainer(epochs: int, **settings: Any) -> lightning.Trainer:
     """Returns a Trainer of two ranks on this CPU, whose checkpoints are folders of shards."""
     return lightning.Trainer(
         accelerator="cpu",
@@ -62,7 +62,6 @@ def trainer(epochs: int, folder: str | None = None, **settings: Any) -> lightnin
         accumulate_grad_batches=2,
         gradient_clip_val=0.5,
         logger=False,
-        default_root_dir=folder,
         **settings,
     )
 

@@ -35,7 +35,9 @@ QUIET = {"enable_progress_bar": False, "enable_model_summary": False}
 
 
 def _fit(example, folder, epochs, batches, path=None):
-    """Returns the module, its Trainer, and the losses of the whole batches."""
+    """Returns the module and the losses of the whole batches; saves each epoch."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
     losses = []
 
     class Recorded(example["Regression"]):
@@ -44,13 +46,14 @@ def _fit(example, folder, epochs, batches, path=None):
             return losses[-1]
 
     module = Recorded(inductor=False)
-    settings = {"enable_checkpointing": False, "use_distributed_sampler": False, **QUIET}
-    trainer = example["trainer"](epochs, folder, **settings)
+    saves = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
+    settings = {"callbacks": [saves], "use_distributed_sampler": False, **QUIET}
+    trainer = example["trainer"](epochs, **settings)
     parts = [(mine(x), mine(y)) for x, y in batches]
     trainer.fit(module, DataLoader(parts, batch_size=None), ckpt_path=path)
     losses = torch.stack(losses).detach()
     dist.all_reduce(losses)
-    return module, trainer, losses / 2
+    return module, losses / 2
 
 
 def _expected(module, batches):
@@ -82,17 +85,16 @@ def _train(folder):
     x, y = (torch.stack(column) for column in zip(*rows, strict=True))
     batches = list(zip(x.split(16), y.split(16), strict=True))  # an epoch
     with capture_graphs() as graphs:
-        module, _, losses = _fit(example, folder, 2, batches)
+        module, losses = _fit(example, folder, 2, batches)
     assert len(graphs.forward) == len(graphs.backward) == 1
     expected, model = _expected(module, batches * 2)
     assert_close(losses, expected, rtol=1e-5, atol=0)
     for (fqn, ours), theirs in zip(_whole(module).items(), model.parameters(), strict=True):
         assert relative_difference(ours, theirs) < 1e-5, fqn
 
-    _, once, _ = _fit(example, folder, 1, batches)
-    once.save_checkpoint(path := os.path.join(folder, "shards"))
+    path = os.path.join(folder, "epoch=0.ckpt")
     assert os.path.isdir(path)
-    resumed, _, again = _fit(example, folder, 2, batches, path)
+    resumed, again = _fit(example, os.path.join(folder, "again"), 2, batches, path)
     assert torch.equal(again, losses[4:])
     assert_close(_whole(resumed), _whole(module), rtol=0, atol=0)
 
