@@ -199,8 +199,9 @@ def register_forward_hooks(module: nn.Module, pre_hook: Callable, hook: Callable
     Dynamo guards on the ids of hooks. torch gives each hook an id of its own, with which equal
     blocks would share no compilation; these have one id in all modules.
     """
-    module._forward_pre_hooks[_FORWARD_HOOK] = pre_hook
-    module._forward_pre_hooks.move_to_end(_FORWARD_HOOK, last=False)
+    pre_hooks: Any = module._forward_pre_hooks  # an OrderedDict
+    pre_hooks[_FORWARD_HOOK] = pre_hook
+    pre_hooks.move_to_end(_FORWARD_HOOK, last=False)
     module._forward_pre_hooks_with_kwargs[_FORWARD_HOOK] = True
     module._forward_hooks[_FORWARD_HOOK] = hook
     module._forward_hooks_always_called[_FORWARD_HOOK] = True
