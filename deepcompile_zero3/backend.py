@@ -231,6 +231,7 @@ def _regions(
     outlines = options.inductor if options.regions is None else options.regions
     outlines &= not options.fp32_weight_grads  # which looks at what computes a gradient
     outlines &= not (options.inductor and compiler.makes_cpp_wrapper(options.inductor_config))
+    outlines &= not compiler.has_memory_budget(lifted)  # torch cannot tell what a call costs
     return outline_regions(lifted, parameters, lambda cls: outlines and _is_block(cls))
 
 
