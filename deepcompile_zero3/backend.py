@@ -19,7 +19,7 @@ from deepcompile_zero3.compile_once import first_alone, graph_key
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.grad_dtype import declare
 from deepcompile_zero3.graph.capture import is_capturing
-from deepcompile_zero3.graph.log import is_asked_for
+from deepcompile_zero3.graph.log import logs_are_requested
 from deepcompile_zero3.options import Options
 from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.passes.lift import (
@@ -308,10 +308,11 @@ def _stored(
     A graph that is loaded is not rewritten: nothing is stored or loaded for whoever wants to see
     the rewritten graphs.
     """
-    is_shown = is_capturing() or is_asked_for() or compile_graph is not compile_with_inductor
-    settings = source_key(), rewriting.settings, sorted(options.inductor_config.items())
-    may_be_stored = not is_shown and compiler.stores_graphs(options.inductor_config)
-    key = graph_key(gm, example_inputs, settings) if may_be_stored else None
+    is_shown = is_capturing() or logs_are_requested() or compile_graph is not compile_with_inductor
+    key = None
+    if not is_shown and not compiler.why_not_stored(options.inductor_config):
+        settings = source_key(), rewriting.settings
+        key = graph_key(gm, example_inputs, settings, options.inductor_config)
     if key is None:
         with compiler.without_autograd_cache():
             yield

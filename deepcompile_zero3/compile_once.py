@@ -2,7 +2,7 @@
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,18 +14,24 @@ from deepcompile_zero3.torch_internals import compiler
 PATIENCE = 600.0  # seconds that a process waits for another that compiles
 
 
-def graph_key(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Any) -> str | None:
+def graph_key(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Any, config: Mapping[str, Any]
+) -> str | None:
     """Returns a key that graphs share if compilers make the same code of them.
 
     It is for telling graphs apart, not for finding compiled code: torch's own keys are finer.
-    Graphs on two GPUs have two keys, here as there. There is no key, but None, where compilers have
-    a setting that cannot be compared from one process to another.
+    Graphs on two GPUs have two keys, as they do there. Returns None if a setting of a compiler
+    cannot be pickled, and so not be compared between processes.
 
     Args:
         gm: the graph that AOTAutograd will trace.
         example_inputs: its inputs.
         settings: what else decides about the code. Their ``repr`` is the same in every process.
+        config: changes to Inductor's settings.
     """
+    config_key = compiler.config_key(config)
+    if config_key is None:
+        return None
     inputs = [
         (*map(str, (value.shape, value.stride(), value.device)), value.dtype, value.requires_grad)
         if isinstance(value, torch.Tensor)
@@ -33,10 +39,7 @@ def graph_key(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Any) 
         for value in example_inputs
     ]
     code = [module.code for module in gm.modules() if isinstance(module, fx.GraphModule)]
-    config = compiler.config_key()
-    if config is None:
-        return None
-    described = (config, torch.is_grad_enabled(), settings, inputs, code)
+    described = (config_key, torch.is_grad_enabled(), settings, inputs, code)
     return hashlib.sha256(repr(described).encode()).hexdigest()
 
 

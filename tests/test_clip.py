@@ -165,6 +165,16 @@ def test_the_dtype_of_the_norm_is_that_of_declared_gradients():
     torch.testing.assert_close(parameters[2].grad, torch.tensor([0.6, 0.8], dtype=low))
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex64])
+def test_a_parameter_of_any_dtype_has_a_norm_if_its_gradient_has(dtype):
+    parameters = [nn.Parameter(torch.ones(2).to(dtype)) for _ in range(2)]
+    if not dtype.is_complex:
+        parameters[0].grad_dtype = torch.float32
+    parameters[0].grad = torch.tensor([3.0, 4.0], dtype=parameters[0].grad_dtype)
+    assert clip_grad_norm_(parameters, 1.0) == 5
+    assert parameters[0].grad.abs().sum() == pytest.approx(1.4)
+
+
 def test_the_signature_is_torchs():
     def described(function):
         parameters = inspect.signature(function).parameters.values()

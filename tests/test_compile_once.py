@@ -13,7 +13,7 @@ from pass_graphs import facts
 
 from deepcompile_zero3 import compile_once
 from deepcompile_zero3.compile_once import first_alone, graph_key
-from deepcompile_zero3.graph.log import is_asked_for
+from deepcompile_zero3.graph.log import logs_are_requested
 from deepcompile_zero3.passes import pipeline
 from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.passes.pipeline import Partitioner, Rewriting
@@ -86,6 +86,10 @@ def _traced(function):
     return torch.fx.symbolic_trace(function)
 
 
+class _Partition:
+    cut = 1
+
+
 def test_keys_tell_graphs_inputs_and_settings_apart(monkeypatch):
     x = torch.ones(2, 3)
 
@@ -95,30 +99,38 @@ def test_keys_tell_graphs_inputs_and_settings_apart(monkeypatch):
     def triple(x):
         return x * 3
 
-    keys = [graph_key(_traced(double), [x], 1)]
-    assert graph_key(_traced(double), [torch.zeros(2, 3)], 1) == keys[0]
-    keys += [graph_key(_traced(f), [x], s) for f, s in ((triple, 1), (double, 2))]
+    keys = [graph_key(_traced(double), [x], 1, {})]
+    assert graph_key(_traced(double), [torch.zeros(2, 3)], 1, {}) == keys[0]
+    keys += [graph_key(_traced(f), [x], s, {}) for f, s in ((triple, 1), (double, 2))]
     others = (x.double(), torch.ones(3, 3), torch.ones(3, 2).t())
     others += (torch.ones(2, 3, requires_grad=True), torch.ones(2, 3, device="meta"))
-    keys += [graph_key(_traced(double), [other], 1) for other in others]
+    keys += [graph_key(_traced(double), [other], 1, {}) for other in others]
     with torch.no_grad():
-        keys.append(graph_key(_traced(double), [x], 1))
+        keys.append(graph_key(_traced(double), [x], 1, {}))
     with torch._inductor.config.patch(max_fusion_size=1):
-        keys.append(graph_key(_traced(double), [x], 1))
+        keys.append(graph_key(_traced(double), [x], 1, {}))
     with torch._functorch.config.patch(activation_memory_budget=0.5):
-        keys.append(graph_key(_traced(double), [x], 1))
+        keys.append(graph_key(_traced(double), [x], 1, {}))
+    partitioners = [_Partition() for _ in range(3)]
+    partitioners[2].cut = 2
+    one, same, other = ({"custom_partitioner_fn": each} for each in partitioners)
+    keys += [graph_key(_traced(double), [x], 1, one), graph_key(_traced(double), [x], 1, other)]
+    assert graph_key(_traced(double), [x], 1, same) == keys[-2]
+    assert graph_key(_traced(double), [x], 1, {"post_grad_custom_pre_pass": lambda _: 0}) is None
     monkeypatch.setattr(torch, "__version__", "3.0.0")
-    keys.append(graph_key(_traced(double), [x], 1))
-    assert len(set(keys)) == len(keys) == 12
+    keys.append(graph_key(_traced(double), [x], 1, {}))
+    assert len(set(keys)) == len(keys) == 14
 
 
-def test_a_graph_is_stored_only_where_no_rank_needs_it_compiled():
-    assert compiler.stores_graphs({})
-    assert not compiler.stores_graphs({"force_disable_caches": True})
-    for name in ("distributed_max_autotune_gemm", "aten_distributed_optimizations.spmd_check"):
-        assert not compiler.stores_graphs({name: True})
-    with torch._functorch.config.patch(_sync_decision_cross_ranks=True):
-        assert not compiler.stores_graphs({})
+@pytest.mark.smoke
+def test_a_graph_is_stored_only_where_ranks_need_not_compile_together():
+    assert compiler.why_not_stored({}) == ""
+    assert "caches are off" in compiler.why_not_stored({"force_disable_caches": True})
+    first, *_ = compiler.COMMUNICATING_IN_AOT  # the other one is of torch 2.15
+    settings = [(torch._inductor.config, name) for name in compiler.COMMUNICATING]
+    for config, name in [*settings, (torch._functorch.config, first)]:
+        with config.patch({name: True}):  # raises if there is no such setting
+            assert f": {name} is set" in compiler.why_not_stored({})
 
 
 @pytest.mark.parametrize(
@@ -137,7 +149,7 @@ def test_logging_of_the_whole_process_does_not_ask_for_graphs(monkeypatch, level
     try:
         for logger, level in loggers.items():
             logger.setLevel(level)
-        assert is_asked_for() is asked
+        assert logs_are_requested() is asked
     finally:
         for logger, level in before.items():
             logger.setLevel(level)

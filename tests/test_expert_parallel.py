@@ -25,7 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from deepcompile_zero3 import clip_grad_norm_, fully_shard
+from deepcompile_zero3 import Zero3Error, clip_grad_norm_, fully_shard
+from deepcompile_zero3.sharding.registered import parameters_of
 
 EXPERTS, WIDTH = 4, 8
 
@@ -224,6 +225,12 @@ def _on_local_tensors(how):
     model.weight = nn.Parameter(distribute_tensor(whole.detach(), mesh["ep"], [Shard(0)]))
     fully_shard(model, mesh=mesh["efsdp"])
     model.compute = compiled(model.compute, how)
+    shard = model.weight
+    for other in (shard.to_local().t(), shard.to_local().clone()):
+        model._parameters["weight"] = other
+        with pytest.raises(Zero3Error, match="'weight' was replaced by a Tensor"):
+            parameters_of(model)["weight"].refresh()
+    model._parameters["weight"] = shard
     optimizer, expected = (torch.optim.SGD(p, lr=1.0) for p in (model.parameters(), [whole]))
     for _ in range(2):
         model(x).square().mean().backward()

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
 from deepcompile_zero3 import Zero3Error, fully_shard
+from deepcompile_zero3.sharding.delivery import _checksum
 
 
 def _initialised_apart(how):
@@ -72,6 +73,13 @@ def _alike():
 
 def test_signs_of_zeros_and_nans_are_no_difference(run_ranks):
     run_ranks(4, _alike)
+
+
+@pytest.mark.parametrize("dtype", [torch.float4_e2m1fn_x2, torch.complex128, torch.bool])
+def test_values_without_gradients_are_compared_by_their_bytes(dtype):
+    values = torch.arange(64, dtype=torch.uint8)
+    one, other = (bits.view(dtype) for bits in (values % 2, values.flip(0) % 2))
+    assert _checksum(one) == _checksum(one.clone()) != _checksum(other)
 
 
 def _replaced():

@@ -331,7 +331,7 @@ def test_dimensions_that_shard_need_not_be_neighbours(run_ranks):
     kind = getattr(fsdp, "DataParallelMeshDims", None)
     if kind is None:
         pytest.skip("this torch has no DataParallelMeshDims")
-    run_ranks(4, _sharded_around, (2, 2, 1), kind(shard=("dp", "cp")))
+    run_ranks(4, _sharded_around, (2, 1, 2), kind(shard=("dp", "cp")))
 
 
 # ---- checkpoints

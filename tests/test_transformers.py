@@ -9,6 +9,7 @@ import runpy
 import pytest
 import torch
 import torch.distributed as dist
+import transformers.distributed.fsdp
 from models import (
     INDUCTOR_TOO,
     assert_same_gradients,
@@ -18,13 +19,20 @@ from models import (
     mine,
     optimizers_of,
 )
+from one_rank import one_rank  # noqa: F401
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.testing import assert_close
 from transformer_models import text
 from transformer_plans import class_of, load_in_shards, small_model
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from deepcompile_zero3 import Zero3Module, capture_graphs, fully_shard
+from deepcompile_zero3 import (
+    Zero3Error,
+    Zero3Module,
+    capture_graphs,
+    fully_shard,
+    shard_in_transformers,
+)
 
 fsdp = pytest.importorskip("transformers.distributed.fsdp")
 if not hasattr(fsdp, "fully_shard"):
@@ -104,6 +112,18 @@ def _load_use_and_save(folder):
 
 def test_a_model_is_loaded_in_shards_used_and_saved(run_apart, saved_model):
     run_apart(_load_use_and_save, saved_model)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_loader_may_give_a_part_of_the_model_another_dtype():
+    with shard_in_transformers():
+        model = transformers.distributed.fsdp.fully_shard(torch.nn.Linear(4, 4))
+        shard = model.weight.detach().bfloat16()
+        model._parameters["weight"] = torch.nn.Parameter(shard)
+    with pytest.raises(Zero3Error, match=r"'weight' was torch.float32 .* is torch.bfloat16 now"):
+        model(torch.ones(1, 4))
+    model.to(torch.bfloat16)(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+    assert model.weight.grad.dtype == torch.bfloat16
 
 
 def _train_on_a_mesh(folder, how, **settings):

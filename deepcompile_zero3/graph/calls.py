@@ -52,7 +52,7 @@ def bodies_of(gm: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:
 
 
 def inputs_of(body: fx.GraphModule, call: fx.Node, argument: fx.Node) -> list[fx.Node]:
-    """Returns the inputs of ``body`` that get an argument of its call. The last ones are theirs."""
+    """Returns the inputs of ``body`` that get ``argument`` of its call, which has theirs last."""
     inputs = body.graph.find_nodes(op="placeholder")
     arguments = call.args[max(len(call.args) - len(inputs), 0) :]
     return [each for each, a in zip(inputs, arguments, strict=False) if a is argument]

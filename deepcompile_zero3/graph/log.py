@@ -17,10 +17,10 @@ _log = logging.getLogger(__name__)
 numbers = itertools.count()  # of forwards in this process; a backward has the number of its forward
 
 
-def is_asked_for() -> bool:
-    """Returns whether somebody asked for this library's logs.
+def logs_are_requested() -> bool:
+    """Returns whether the logs of this library were requested, by ``TORCH_LOGS`` for example.
 
-    A level of the root logger asks for those of the whole process, and does not count.
+    The level of the root logger does not count: it is for the whole process.
     """
     levels = (logging.getLogger(__name__.rsplit(".", n)[0]).level for n in range(3))
     return next(filter(None, levels), logging.WARNING) <= logging.INFO or compiler.is_traced()

@@ -91,9 +91,9 @@ def _reads(gm: fx.GraphModule, placeholder: fx.Node) -> Iterator[fx.Node]:
     """Yields what modules read in place of an input of ``gm``, inside of checkpoints too."""
     for user in list(placeholder.users):
         match user.target:
-            case torch.ops.higher_order.autograd_function_apply:  # that of a scalar
+            case compiler.autograd_function_apply:  # that of a scalar
                 yield from user.users
-            case torch.ops.higher_order.tag_activation_checkpoint:
+            case compiler.tag_activation_checkpoint:
                 for body in bodies_of(gm, user):
                     for read in inputs_of(body, user, placeholder):
                         yield from _reads(body, read)

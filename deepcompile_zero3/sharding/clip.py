@@ -36,8 +36,8 @@ def clip_grad_norm_(
         parameters: parameters, or one of them. Each is a DTensor over any mesh, or a plain tensor,
             whose gradient must be the same on all ranks. A gradient has the mesh of its parameter.
             A gradient that is missing on a rank counts as zero there, and is left out for negative
-            orders. Gradients that are partial sums are summed first: all ranks of a mesh have them,
-            or none.
+            orders, whose norm of no gradients is inf. Gradients that are partial sums are summed
+            first: all ranks of a mesh have them, or none.
         max_norm: the norm that gradients are scaled down to.
         norm_type: the order of the norm, as in :func:`torch.linalg.vector_norm`; 0 counts the
             gradients that are not zero.
@@ -55,8 +55,8 @@ def clip_grad_norm_(
         RuntimeError: the norm is not finite, and ``error_if_nonfinite`` asks for an error.
     """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-    # Others, such as frozen weights in float8, have no gradients.
-    parameters = [p for p in parameters if p.dtype in grad_dtype.DTYPES or p.is_complex()]
+    # Others, such as quantised weights, have no gradients.
+    parameters = [p for p in parameters if _declared_dtype(p) in grad_dtype.DTYPES]
     norm_type = float(norm_type)
     total = _total_norm(parameters, norm_type, foreach)
     if error_if_nonfinite and not total.isfinite():
@@ -107,7 +107,10 @@ def _total_norm(
 def _declared_dtype(parameter: torch.Tensor) -> torch.dtype:
     """Returns the dtype of the gradient of ``parameter``, whether or not it has one."""
     dtype = parameter.grad_dtype if parameter.is_leaf else parameter.dtype
-    return (dtype or torch.promote_types(parameter.dtype, torch.float32)).to_real()
+    if dtype is None:
+        wide = parameter.dtype in (torch.float64, torch.complex128)
+        return torch.float64 if wide else torch.float32
+    return dtype.to_real()
 
 
 def _sharded_over(parameter: torch.Tensor) -> _Groups:
@@ -126,7 +129,7 @@ def _local_gradient(parameter: torch.Tensor) -> torch.Tensor:
     """Returns this rank's part of the gradient; a missing one has no elements."""
     gradient = parameter.grad
     if gradient is None:
-        return torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        return torch.empty(0, dtype=_declared_dtype(parameter), device=parameter.device)
     if not isinstance(gradient, DTensor):
         return gradient
     whole = cast(DTensor, parameter)

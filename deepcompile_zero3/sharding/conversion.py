@@ -40,6 +40,7 @@ def convert(
             shard.grad_dtype = grad_dtype
             shard.grad = None if grad is None else grad.to(shard.device)
     _follow(group)
+    refresh(group)
     return result
 
 
@@ -47,6 +48,11 @@ def after_load(module: nn.Module, incompatible_keys: object) -> None:
     """Follows what ``load_state_dict(assign=True)`` has put into ``module``. Collective."""
     group: ParameterGroup = module._zero3_group  # type: ignore[assignment]
     _follow(group)
+    refresh(group)
+
+
+def refresh(group: ParameterGroup) -> None:
+    """Makes the parameters of ``group`` use the shards that are registered now, where possible."""
     for parameter in group.parameters:
         with contextlib.suppress(Zero3Error):  # the next forward raises it
             parameter.refresh()

@@ -7,7 +7,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from deepcompile_zero3 import torch_internals
+from deepcompile_zero3 import grad_dtype, torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.group import ParameterGroup, group_of
@@ -145,6 +145,8 @@ def _checksum_or_error(parameter: ShardedParameter) -> int | str | None:
         return _checksum(torch_internals.local_tensor(parameter.refresh()))
     except Zero3Error as error:
         return str(error)
+    except Exception as error:
+        return f"'{parameter.fqn}': {error}"
 
 
 def _checksum(shard: torch.Tensor) -> int | None:
@@ -157,21 +159,25 @@ def _checksum(shard: torch.Tensor) -> int | None:
     total = torch.zeros((), dtype=torch.int64, device=shard.device)
     start = 0
     for piece in shard.detach().flatten().split(1 << 16):  # small enough for a processor's cache
-        hashes = torch.arange(start, start + piece.numel(), device=shard.device)
-        start += piece.numel()
-        hashes.mul_(_ODD).add_(_bits(piece))
+        bits = _bits(piece)
+        hashes = torch.arange(start, start + bits.numel(), device=shard.device)
+        start += bits.numel()
+        hashes.mul_(_ODD).add_(bits)
         hashes.bitwise_xor_(hashes >> 32).mul_(_ODD)
         total += hashes.bitwise_xor_(hashes >> 32).sum()
     return int(total)
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:
-    """Returns ``values`` as integers of their bits: equal for both zeros, and for all NaNs."""
-    if values.is_floating_point():
-        values = values.double() if values.element_size() == 8 else values.float()
-        values = (values + 0.0).masked_fill_(values.isnan(), math.nan)
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return values.view(integers[values.element_size()])
+    """Returns integers that are equal for equal ``values``, for both zeros and for all NaNs.
+
+    Of dtypes in which no gradient can be, they are the bytes.
+    """
+    if values.dtype not in grad_dtype.DTYPES:
+        return values.view(torch.uint8)
+    values = values.double() if values.element_size() == 8 else values.float()
+    values = (values + 0.0).masked_fill_(values.isnan(), math.nan)
+    return values.view(torch.int64 if values.element_size() == 8 else torch.int32)
 
 
 def _by_mesh(parameters: Iterable[ShardedParameter]) -> dict[_Groups, list[ShardedParameter]]:

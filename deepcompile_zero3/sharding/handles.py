@@ -1,4 +1,4 @@
-"""What FSDP2's asynchronous methods return."""
+"""Handles that FSDP2's asynchronous methods return."""
 
 from typing import Any
 

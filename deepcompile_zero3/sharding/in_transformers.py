@@ -2,12 +2,14 @@
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
 from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.sharding.conversion import refresh
 from deepcompile_zero3.sharding.fully_shard import fully_shard
 from deepcompile_zero3.sharding.module import Zero3Module
 
@@ -42,12 +44,12 @@ def shard_in_transformers() -> Iterator[None]:
         ) from error
     if getattr(original, "__wrapped__", None) is fully_shard:
         raise Zero3Error("shard_in_transformers() runs already, here or in another thread")
-    sharded: list[nn.Module] = []
+    sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     @functools.wraps(fully_shard)
     def shard(module: Any, **settings: Any) -> Any:
         fully_shard(module, **settings)
-        sharded.extend(module if isinstance(module, list) else [module])
+        sharded.update(module if isinstance(module, list) else [module])
         return module
 
     fsdp.fully_shard = shard
@@ -58,5 +60,4 @@ def shard_in_transformers() -> Iterator[None]:
     # Loading has replaced the shards. A forward of experts may hide them: see `is_local_part`.
     for module in sharded:
         if isinstance(module, Zero3Module):  # not if it lies inside another of its list
-            for parameter in module._zero3_group.parameters:
-                parameter.refresh()
+            refresh(module._zero3_group)

@@ -204,15 +204,19 @@ class Layout:
     def is_local_part(self, registered: object, local: torch.Tensor) -> bool:
         """Returns whether a module registers ``shard.to_local()`` in place of a shard.
 
-        ``local`` is the shard's local tensor. transformers' expert parallelism registers that while
-        experts compute, to read plain tensors. Only a parameter that is read as a DTensor has one.
+        Expert parallelism of transformers registers local tensors while experts compute. Only a
+        parameter that is read as a DTensor has one.
+
+        Args:
+            registered: the module's parameter.
+            local: the local tensor of the shard.
         """
-        return (
-            self.inner is not None
-            and isinstance(registered, torch.Tensor)
-            and not isinstance(registered, DTensor)
-            and registered.data_ptr() == local.data_ptr()
-            and registered.shape == local.shape
+        if self.inner is None or isinstance(registered, DTensor):
+            return False
+        return isinstance(registered, torch.Tensor) and (
+            torch_internals.storage_address(registered) == torch_internals.storage_address(local)
+            and (registered.shape, registered.stride()) == (local.shape, local.stride())
+            and registered.dtype == local.dtype
         )
 
     def rows(self, local: torch.Tensor) -> torch.Tensor:

@@ -48,6 +48,12 @@ get_hash_for_files: Callable[..., bytes] = private(
     "torch._inductor.custom_graph_pass", "get_hash_for_files"
 )
 
+autograd_function_apply: Any = private(
+    "torch._functorch.autograd_function", "autograd_function_apply"
+)
+tag_activation_checkpoint: Any = private(
+    "torch._higher_order_ops.wrap", "tag_activation_checkpoint"
+)
 # Calls a subgraph that is compiled once for all calls of one name.
 invoke_subgraph: Any = private("torch._higher_order_ops.invoke_subgraph", "invoke_subgraph")
 
@@ -151,30 +157,38 @@ def _setting(config: Mapping[str, Any], name: str) -> Any:
     return value
 
 
-def caches_are_on(config: Mapping[str, Any]) -> bool:
-    """Returns whether Inductor, with settings changed by ``config``, stores graphs on disk."""
-    stores = _setting(config, "fx_graph_cache") and not _setting(config, "force_disable_caches")
-    return bool(stores and _functorch_config.enable_autograd_cache)
+# Settings of Inductor and AOTAutograd with which ranks communicate while they compile. A rank must
+# not wait for another then. Not every release has all of them.
+COMMUNICATING = (
+    "distributed_max_autotune_gemm",
+    "reorder_for_compute_comm_overlap",
+    "aten_distributed_optimizations.enable_overlap_scheduling",
+)
+COMMUNICATING_IN_AOT = ("_sync_decision_cross_ranks", "_sync_cache_decision_cross_ranks")
 
 
-def stores_graphs(config: Mapping[str, Any]) -> bool:
-    """Returns whether a rank may store a graph that it compiles, so that others load it.
-
-    Not if the caches are off, if ranks have to compile together since they communicate meanwhile,
-    or if the user's partitioner says that what it makes is not to be stored.
+def why_not_stored(config: Mapping[str, Any]) -> str:
+    """Returns why no rank may store a graph that it compiles for others to load, "" if it may.
 
     Args:
         config: changes to Inductor's settings.
     """
-    communicates = (
-        _setting(config, "distributed_max_autotune_gemm")
-        or _setting(config, "aten_distributed_optimizations.spmd_check")
-        or getattr(_functorch_config, "_sync_decision_cross_ranks", False)
-    )
-    if communicates or not caches_are_on(config):
-        return False
+    stores = _setting(config, "fx_graph_cache") and not _setting(config, "force_disable_caches")
+    if not (stores and _functorch_config.enable_autograd_cache):
+        return (
+            "torch's caches are off: unset TORCHINDUCTOR_FORCE_DISABLE_CACHES, "
+            "TORCHINDUCTOR_FX_GRAPH_CACHE and TORCHINDUCTOR_AUTOGRAD_CACHE, or set the latter to 1"
+        )
+    communicating = [name for name in COMMUNICATING if _setting(config, name)]
+    communicating += [
+        name for name in COMMUNICATING_IN_AOT if getattr(_functorch_config, name, False)
+    ]
+    if communicating:
+        return f"ranks communicate while they compile: {', '.join(communicating)} is set"
     partitioner = custom_partitioner(config)
-    return partitioner is None or partitioner.uuid() is not None
+    if partitioner is not None and partitioner.uuid() is None:
+        return "the uuid() of custom_partitioner_fn is None"
+    return ""
 
 
 def may_be_stored(function: Callable, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -201,12 +215,18 @@ def count_of_stored_graphs() -> int:
     return counts["autograd_cache_saved"] + counts["autograd_cache_hit"]
 
 
-def config_key() -> tuple[str, bytes, bytes] | None:
-    """Returns torch's version and the settings of its compilers, None if they hold any object."""
+def config_key(config: Mapping[str, Any]) -> tuple[str, *tuple[bytes, ...]] | None:
+    """Returns torch's version and the settings of its compilers, None if one cannot be pickled.
+
+    Args:
+        config: changes to Inductor's settings.
+    """
     try:
-        return torch.__version__, _functorch_config.save_config(), _inductor_config.save_config()
-    except (pickle.PicklingError, AttributeError, TypeError):
+        changes = [pickle.dumps(item) for item in sorted(config.items(), key=lambda item: item[0])]
+        settings = _functorch_config.save_config(), _inductor_config.save_config()
+    except Exception:  # a setting's own code may have raised it
         return None
+    return (torch.__version__, *settings, *changes)
 
 
 def without_autograd_cache() -> contextlib.AbstractContextManager[None]:

@@ -63,10 +63,9 @@ class CompiledAhead:
         if missing:
             numbers = ", ".join(map(str, missing))
             parts.append(
-                f"NOT stored, and so compiled again by ranks: {numbers}. Logs or a trace of this "
-                "library, a partitioner without a key, settings with which ranks communicate as "
-                "they compile, and what torch's cache refuses prevent it; "
-                "TORCH_LOGS=torch._functorch._aot_autograd.autograd_cache shows the last"
+                f"NOT stored, and so compiled again by ranks: {numbers}. Nothing is stored while "
+                "logs or a trace of this library are requested. What torch's cache refuses is in "
+                "its logs: TORCH_LOGS=torch._functorch._aot_autograd.autograd_cache"
             )
         return text_of(parts)
 
@@ -100,17 +99,14 @@ def compile_ahead(
     Raises:
         TypeError: ``build`` does not return a module, or ``call`` is not a mapping.
         ValueError: an option is unknown, asks for no compiler, or a number of ranks is wrong.
-        Zero3Error: the process has a process group, no graph was compiled, or torch's caches are
-            off.
+        Zero3Error: the process has a process group, no graph was compiled, or a setting of torch
+            prevents that graphs are stored.
     """
     parsed = Options.parse(options)
     if not parsed.inductor:
         raise ValueError("option 'inductor': False compiles nothing, and nothing can be stored")
-    if not compiler.caches_are_on(parsed.inductor_config):
-        raise Zero3Error(
-            "torch stores no compiled code: unset TORCHINDUCTOR_FORCE_DISABLE_CACHES, "
-            "TORCHINDUCTOR_FX_GRAPH_CACHE and TORCHINDUCTOR_AUTOGRAD_CACHE, or set the latter to 1"
-        )
+    if reason := compiler.why_not_stored(parsed.inductor_config):
+        raise Zero3Error(f"nothing that is compiled would be stored: {reason}")
     found = CompiledAhead(str(compiler.cache_folder()))
 
     def backend(gm: fx.GraphModule, example_inputs: Any) -> Callable:
