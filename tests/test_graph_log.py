@@ -19,6 +19,7 @@ for _ in range(2):
     step = torch.compile(model, backend="zero3", options={"inductor": False})
     step(torch.ones(2, 64, requires_grad=True)).sum().backward()
     del model, step
+    torch._dynamo.reset()  # else the second model runs what was compiled for the first one
 plain = torch.compile(nn.Linear(4, 4), backend="zero3", options={"inductor": False})
 plain(torch.ones(2, 4)).sum().backward()
 dist.destroy_process_group()

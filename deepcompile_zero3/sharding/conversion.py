@@ -40,7 +40,6 @@ def convert(
             shard.grad_dtype = grad_dtype
             shard.grad = None if grad is None else grad.to(shard.device)
     _follow(group)
-    refresh(group)
     return result
 
 
