@@ -1,12 +1,10 @@
 """What tests of accumulated and deferred gradients share."""
 
-import pytest
 import torch
-from one_rank import one_rank  # noqa: F401
+from one_rank import needs_a_job, one_rank  # noqa: F401
 from torch import nn
 
 ops = torch.ops.zero3
-needs_a_job = pytest.mark.usefixtures("one_rank")
 
 
 class Experts(nn.Module):

@@ -1,9 +1,6 @@
 """What the scenarios of FSDP2's tests share."""
 
-import pytest
-from one_rank import one_rank  # noqa: F401
-
-needs_a_job = pytest.mark.usefixtures("one_rank")
+from one_rank import needs_a_job, one_rank  # noqa: F401
 
 
 def fqns(log, op):

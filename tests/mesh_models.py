@@ -3,7 +3,8 @@
 import pytest
 import torch.distributed as dist
 from models import assert_same_gradients, assert_same_parameters, mean_square, mine
-from one_rank import one_rank  # noqa: F401
+from one_rank import needs_a_job, one_rank  # noqa: F401
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -16,7 +17,14 @@ from torch.distributed.tensor.parallel import (
 )
 
 either_way = pytest.mark.parametrize("how", ["interpreted", "eager"])
-needs_a_job = pytest.mark.usefixtures("one_rank")
+
+
+def mesh_dims(*args, **kwargs):
+    """Returns torch's ``DataParallelMeshDims``, or skips the test where torch has none."""
+    kind = getattr(fsdp, "DataParallelMeshDims", None)
+    if kind is None:
+        pytest.skip("this torch has no DataParallelMeshDims")
+    return kind(*args, **kwargs)
 
 
 def replicas(number=2):

@@ -61,6 +61,8 @@ def shard(model, blocks=(), **kwargs):
 INDUCTOR_TOO = (pytest.mark.inductor, pytest.mark.long)
 through_inductor_too = pytest.param("zero3", marks=INDUCTOR_TOO)
 
+either_transport = pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
+
 # Ways to run a model: see `compiled`.
 each_way = pytest.mark.parametrize("how", ["eager", "interpreted", through_inductor_too])
 compiled_each_way = pytest.mark.parametrize("how", ["interpreted", through_inductor_too])

@@ -20,6 +20,9 @@ def end():
     gc.collect()
 
 
+needs_a_job = pytest.mark.usefixtures("one_rank")
+
+
 @pytest.fixture
 def one_rank(tmp_path):
     """A gloo process group of one rank; sharded models and their names are gone afterwards."""

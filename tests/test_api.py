@@ -9,15 +9,13 @@ import textwrap
 import expecttest
 import pytest
 import torch
-from one_rank import one_rank  # noqa: F401
+from one_rank import needs_a_job, one_rank  # noqa: F401
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, share_comm_ctx
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from deepcompile_zero3 import Zero3Module, capture_graphs, fully_shard, record_collectives
-
-needs_a_job = pytest.mark.usefixtures("one_rank")
 
 
 def in_new_process(program, **environment):

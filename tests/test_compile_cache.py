@@ -5,7 +5,6 @@ from contextlib import closing
 import pytest
 import torch
 from command_line import call
-from functorch.compile import default_partition
 from models import (
     Stack,
     assert_same_gradients,
@@ -16,9 +15,9 @@ from models import (
     mine,
     shard,
 )
+from partitioners import DefaultPartition
 from ranks import RankPool
 from torch._dynamo.utils import counters
-from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from deepcompile_zero3 import capture_graphs, record_collectives
 from deepcompile_zero3.__main__ import main
@@ -71,26 +70,13 @@ def _gathers(keep_mb):
     return gathers, _hits()
 
 
-class _Partition(CustomPartitionerFn):
-    def __init__(self, key):
-        self.key = key
-        self.calls = 0
-
-    def __call__(self, gm, joint_inputs, *, num_fwd_outputs, **_):
-        self.calls += 1
-        return default_partition(gm, joint_inputs, num_fwd_outputs=num_fwd_outputs)
-
-    def uuid(self):
-        return self.key
-
-
 def _calls_of_partitioners():
     """Returns how often two partitioners are called as a model is compiled twice."""
 
-    class Unpicklable(_Partition):
+    class Unpicklable(DefaultPartition):
         pass
 
-    never_stored, not_compared = _Partition(key=None), Unpicklable("key")
+    never_stored, not_compared = DefaultPartition(key=None), Unpicklable("key")
     for _ in range(2):
         torch._dynamo.reset()
         model, _ = shard(torch.nn.Linear(8, 8))

@@ -4,15 +4,20 @@ import copy
 
 import pytest
 import torch
-from models import assert_same_gradients, batch_of, compiled, each_way, optimizers_of
+from models import (
+    assert_same_gradients,
+    batch_of,
+    compiled,
+    each_way,
+    either_transport,
+    optimizers_of,
+)
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import Zero3Error, fully_shard, record_collectives
-
-either_transport = pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
 
 
 def _model(tied=True):

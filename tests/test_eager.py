@@ -16,13 +16,11 @@ from models import (
     optimizers_of,
     shard,
 )
-from one_rank import one_rank  # noqa: F401
+from one_rank import needs_a_job, one_rank  # noqa: F401
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import fully_shard, record_collectives
-
-needs_a_job = pytest.mark.usefixtures("one_rank")
 
 
 def _shard_stack(depth=2, **kwargs):

@@ -15,12 +15,10 @@ from models import (
     mine,
     shard,
 )
-from one_rank import one_rank  # noqa: F401
+from one_rank import needs_a_job, one_rank  # noqa: F401
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import get_ema_multi_avg_fn
-
-needs_a_job = pytest.mark.usefixtures("one_rank")
 
 # DTensor has no rules for Adafactor, Rprop and fused SGD, and SparseAdam wants sparse gradients.
 OPTIMIZERS = [

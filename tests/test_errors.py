@@ -6,10 +6,10 @@ import pickle
 
 import pytest
 import torch
-from one_rank import one_rank  # noqa: F401
+from mesh_models import mesh_dims
+from one_rank import needs_a_job, one_rank  # noqa: F401
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
-from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import (
@@ -22,7 +22,6 @@ from torch.distributed.tensor import (
 
 from deepcompile_zero3 import Options, Zero3Error, fully_shard
 
-needs_a_job = pytest.mark.usefixtures("one_rank")
 in_every_way = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 
 
@@ -224,9 +223,6 @@ def test_what_is_not_a_module_is_refused():
 
 @needs_a_job
 def test_data_parallel_dimensions_that_cannot_be_used_are_refused():
-    kind = getattr(fsdp, "DataParallelMeshDims", None)
-    if kind is None:
-        pytest.skip("this torch has no DataParallelMeshDims")
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
     linear = nn.Linear(2, 2)
     sharded = distribute_module(
@@ -238,21 +234,36 @@ def test_data_parallel_dimensions_that_cannot_be_used_are_refused():
     )
     for model, dims, error, message in [
         (linear, ("dp",), TypeError, r"is a DataParallelMeshDims of torch, got \('dp',\)"),
-        (linear, kind(replicate="dp"), NotImplementedError, "shards nothing: name a dimension"),
         (
             linear,
-            kind(shard="pp"),
+            mesh_dims(replicate="dp"),
+            NotImplementedError,
+            "shards nothing: name a dimension",
+        ),
+        (
+            linear,
+            mesh_dims(shard="pp"),
             ValueError,
             "has to name dimensions of DeviceMesh.*dp.*, each once",
         ),
         (
             linear,
-            kind("dp", "dp"),
+            mesh_dims("dp", "dp"),
             ValueError,
             "has to name dimensions of DeviceMesh.*dp.*, each once",
         ),
-        (linear, kind(shard="dp"), ValueError, "'weight' is on no mesh: call distribute_module"),
-        (sharded, kind(shard="dp"), ValueError, r"'weight' is .*Shard.*has to be Replicate\(\) on"),
+        (
+            linear,
+            mesh_dims(shard="dp"),
+            ValueError,
+            "'weight' is on no mesh: call distribute_module",
+        ),
+        (
+            sharded,
+            mesh_dims(shard="dp"),
+            ValueError,
+            r"'weight' is .*Shard.*has to be Replicate\(\) on",
+        ),
     ]:
         before = anatomy(model)
         with pytest.raises(error, match=message):

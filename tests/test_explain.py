@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformer_models
 from models import Stack, assert_same_step, batch_of, mean_square, mine, shard
-from one_rank import one_rank  # noqa: F401
+from one_rank import needs_a_job, one_rank  # noqa: F401
 from torch import nn
 
 from deepcompile_zero3 import (
@@ -23,7 +23,6 @@ from deepcompile_zero3 import (
     record_collectives,
 )
 
-needs_a_job = pytest.mark.usefixtures("one_rank")
 OPTIONS = {"inductor": False, "gather_bucket_mb": 0.02, "keep_mb": 0.02}
 
 

@@ -12,6 +12,7 @@ from models import (
     batch_of,
     compiled,
     each_way,
+    either_transport,
     held,
     layers_of,
     mean_square,
@@ -19,7 +20,7 @@ from models import (
     optimizers_of,
     shard,
 )
-from one_rank import one_rank  # noqa: F401
+from one_rank import needs_a_job, one_rank  # noqa: F401
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -30,10 +31,6 @@ from deepcompile_zero3 import (
     fully_shard,
     record_collectives,
 )
-
-either_transport = pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
-needs_a_job = pytest.mark.usefixtures("one_rank")
-
 
 # ---- set_gradient_divide_factor
 

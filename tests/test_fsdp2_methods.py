@@ -16,6 +16,7 @@ from models import (
     compiled,
     compiled_each_way,
     each_way,
+    either_transport,
     held,
     layers_of,
     mean_square,
@@ -23,7 +24,7 @@ from models import (
     optimizers_of,
     shard,
 )
-from one_rank import one_rank  # noqa: F401
+from one_rank import needs_a_job, one_rank  # noqa: F401
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, UnshardHandle
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -41,9 +42,6 @@ from deepcompile_zero3 import (
     share_comm_ctx,
 )
 from deepcompile_zero3.sharding.fsdp_methods import REFUSED
-
-either_transport = pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
-needs_a_job = pytest.mark.usefixtures("one_rank")
 
 
 def gathered_in(log):

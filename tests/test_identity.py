@@ -7,7 +7,6 @@ import weakref
 
 import pytest
 import torch
-from functorch.compile import default_partition
 from models import (
     Block,
     Stack,
@@ -17,23 +16,21 @@ from models import (
     compiled,
     compiled_each_way,
     each_way,
+    either_transport,
     mean_square,
     mine,
     optimizers_of,
     shard,
 )
+from partitioners import DefaultPartition
 from torch import nn
 from torch._functorch import config as functorch_config
-from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing import assert_close
 
 from deepcompile_zero3 import capture_graphs, fully_shard, record_collectives
 from deepcompile_zero3.sharding.registered import parameters_of
-
-either_transport = pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
-
 
 # ---- equal blocks
 
@@ -243,14 +240,6 @@ def test_a_pair_that_is_tied_beside_one_that_is_not(run_ranks, how, transport):
 # ---- any partitioner of the joint graph
 
 
-class _DefaultPartition(CustomPartitionerFn):
-    def __call__(self, gm, joint_inputs, *, num_fwd_outputs, **_):
-        return default_partition(gm, joint_inputs, num_fwd_outputs=num_fwd_outputs)
-
-    def uuid(self):
-        return "default_partition"
-
-
 class _Returns(nn.Module):
     """A module that returns an input, a result twice, and a result without gradient."""
 
@@ -268,7 +257,7 @@ def _partitioned(transport, of, config, budget, keep):
     blocks = model.blocks if of == "stack" else ()
     model, reference = shard(model, blocks, transport=transport, reshard_after_forward=keep)
     if config == "default_partition":
-        config = {"custom_partitioner_fn": _DefaultPartition()}
+        config = {"custom_partitioner_fn": DefaultPartition("default")}
     run = compiled(model, "zero3", keep_mb=64, inductor_config=config or {})
     loss = mean_square if of == "stack" else lambda model, x: model(x)[1].square().mean()
     before = functorch_config.activation_memory_budget

@@ -7,7 +7,15 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from models import Block, assert_same_step, batch_of, compiled, each_way, optimizers_of
+from models import (
+    Block,
+    assert_same_step,
+    batch_of,
+    compiled,
+    each_way,
+    either_transport,
+    optimizers_of,
+)
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -15,8 +23,6 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from transformer_models import llama
 
 from deepcompile_zero3 import fully_shard, release_buffers
-
-either_transport = pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
 
 
 def _on_meta(build):

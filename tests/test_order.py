@@ -20,13 +20,11 @@ from models import (
     mean_square,
     shard,
 )
-from one_rank import one_rank  # noqa: F401
+from one_rank import needs_a_job, one_rank  # noqa: F401
 from torch import nn
 
 from deepcompile_zero3 import capture_graphs, fully_shard, record_collectives
 from deepcompile_zero3.passes.facts import fqns_of
-
-needs_a_job = pytest.mark.usefixtures("one_rank")
 
 
 def _collectives(run, batch):

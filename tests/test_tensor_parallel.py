@@ -14,6 +14,7 @@ from mesh_models import (
     data_and_tensor_parallel,
     either_way,
     mean_of,
+    mesh_dims,
     needs_a_job,
     replicas,
     sharded_by,
@@ -36,7 +37,6 @@ from models import (
 )
 from one_rank import one_rank  # noqa: F401
 from torch import nn
-from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -305,10 +305,7 @@ def _on_one_mesh(how, shape, names, dims):
 def test_parameters_and_activations_may_be_on_one_mesh(
     run_ranks, how, shape, names, shard, replicate
 ):
-    kind = getattr(fsdp, "DataParallelMeshDims", None)
-    if kind is None:
-        pytest.skip("this torch has no DataParallelMeshDims")
-    dims = kind(shard=shard, replicate=replicate)
+    dims = mesh_dims(shard=shard, replicate=replicate)
     run_ranks(math.prod(shape), _on_one_mesh, how, shape, names, dims)
 
 
@@ -328,10 +325,7 @@ def _sharded_around(shape, dims):
 
 
 def test_dimensions_that_shard_need_not_be_neighbours(run_ranks):
-    kind = getattr(fsdp, "DataParallelMeshDims", None)
-    if kind is None:
-        pytest.skip("this torch has no DataParallelMeshDims")
-    run_ranks(4, _sharded_around, (2, 1, 2), kind(shard=("dp", "cp")))
+    run_ranks(4, _sharded_around, (2, 1, 2), mesh_dims(shard=("dp", "cp")))
 
 
 # ---- checkpoints

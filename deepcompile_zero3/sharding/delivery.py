@@ -47,13 +47,18 @@ def _run_all_reduce_hooks(reduced: Sequence[tuple[ShardedParameter, torch.Tensor
 
     Hooks may communicate: all ranks call them in one order, with parameters in one order.
     """
-    hooked: dict[tuple[ParameterGroup, torch.dtype], list[torch.Tensor]] = {}
+    hooked = [
+        (parameter.position, group, shard)
+        for parameter, shard in reduced
+        if parameter.group is not None
+        and (group := parameter.group()) is not None
+        and group.all_reduce_hook is not None
+    ]
+    by_hook: dict[tuple[ParameterGroup, torch.dtype], list[torch.Tensor]] = {}
     # Gradients arrive in other orders on ranks that compute them differently.
-    for parameter, shard in sorted(reduced, key=lambda each: each[0].position):
-        group = None if parameter.group is None else parameter.group()
-        if group is not None and group.all_reduce_hook is not None:
-            hooked.setdefault((group, shard.dtype), []).append(shard)
-    for (group, _), shards in hooked.items():
+    for _, group, shard in sorted(hooked, key=lambda each: each[0]):
+        by_hook.setdefault((group, shard.dtype), []).append(shard)
+    for (group, _), shards in by_hook.items():
         hook = cast(Callable[[torch.Tensor], None], group.all_reduce_hook)
         with torch.no_grad():
             flat = torch.cat([shard.reshape(-1) for shard in shards])

@@ -208,13 +208,14 @@ class Layout:
         parameter that is read as a DTensor has one.
 
         Args:
-            registered: the module's parameter.
+            registered: what the module registers, which is no DTensor.
             local: the local tensor of the shard.
         """
-        if self.inner is None or isinstance(registered, DTensor):
-            return False
-        return isinstance(registered, torch.Tensor) and (
-            torch_internals.storage_address(registered) == torch_internals.storage_address(local)
+        return (
+            self.inner is not None
+            and isinstance(registered, torch.Tensor)
+            and torch_internals.storage_address(registered)
+            == torch_internals.storage_address(local)
             and (registered.shape, registered.stride()) == (local.shape, local.stride())
             and registered.dtype == local.dtype
         )

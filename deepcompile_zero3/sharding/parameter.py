@@ -254,14 +254,14 @@ class ShardedParameter:
         """The DTensor ``nn.Parameter`` that the model registers now, or the last that it did."""
         module = self._owner()
         shard = self._latest_shard if module is None else module._parameters[self._name]
+        if isinstance(shard, DTensor):
+            return shard
         if self.layout.is_local_part(shard, self._local):
             return self._latest_shard
-        if not isinstance(shard, DTensor):
-            raise Zero3Error(
-                f"'{self.fqn}' was replaced by a {type(shard).__name__} after fully_shard; "
-                "assign a DTensor of the same placement, or copy into it in place"
-            )
-        return shard
+        raise Zero3Error(
+            f"'{self.fqn}' was replaced by a {type(shard).__name__} after fully_shard; "
+            "assign a DTensor of the same placement, or copy into it in place"
+        )
 
     @property
     def model(self) -> ShardedModel | None:

@@ -177,7 +177,7 @@ def placement_on_mesh(result: Any) -> tuple[Any, DeviceMesh, tuple[int | None, i
 
 
 def flat_submesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    """Returns the slice of ``mesh`` with dimensions ``names``, in its order, as one dimension."""
+    """Returns the slice of ``mesh`` with ``names``, which come in its order, as one dimension."""
     return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
 
 
