@@ -36,7 +36,7 @@ help:
 train: $(VENV)/.installed
 	$(BIN)/python examples/train.py $(ARGS)
 
-# One worker has the tests with ranks, and the other has those of one process.
+# One worker has the tests of ranks that live on, and the other has the rest: tests/conftest.py.
 IN_PARALLEL = --numprocesses 2 --dist loadgroup
 test: $(VENV)/.installed $(VENV)/.extra-test
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(IN_PARALLEL) -m "not long" $(ARGS)

@@ -92,11 +92,13 @@ def pytest_sessionfinish(session, exitstatus):
 
 
 def pytest_itemcollected(item):
-    """Runs tests with ranks on one worker of pytest-xdist, so that ranks have the machine's cores.
-    The other worker meanwhile runs tests of one process.
+    """Groups tests for pytest-xdist: one worker runs what ranks that live on run, and the other
+    what starts ranks of its own, then the tests of one process.
     """
-    with_ranks = {"pools", "run_apart", "run_spawned"} & set(item.fixturenames)
-    if with_ranks or hasattr(item.module, "RankPool"):
+    fixtures = set(item.fixturenames)
+    if {"run_apart", "run_spawned"} & fixtures or hasattr(item.module, "RankPool"):
+        item.add_marker(pytest.mark.xdist_group("new ranks"))
+    elif "pools" in fixtures:
         item.add_marker(pytest.mark.xdist_group("ranks"))
     values = item.callspec.params if hasattr(item, "callspec") else {}
     # `make test` runs pairs of ways to run and to communicate in which each way occurs.

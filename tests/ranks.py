@@ -7,7 +7,9 @@ seconds to fail on their own, the pool is killed, and the next run starts a new 
 rank that had to be killed is reported.
 """
 
+import contextlib
 import faulthandler
+import fcntl
 import gc
 import os
 import signal
@@ -67,7 +69,7 @@ class RankPool:
         __tracebackhide__ = True
         if not self._ranks:
             self._start()
-        with tempfile.TemporaryDirectory() as folder:
+        with _four_at_once(self.world_size), tempfile.TemporaryDirectory() as folder:
             for _, pipe in self._ranks:
                 pipe.send((function, args, os.path.join(folder, "store")))
             results, errors = self._collect(timeout)
@@ -147,6 +149,14 @@ class RankPool:
             process.start()
             theirs.close()  # so that the pipe ends with the process
             self._ranks.append((process, ours))
+
+
+@contextlib.contextmanager
+def _four_at_once(world_size):
+    """Waits until ranks of this run and of another pytest worker's are not more than four."""
+    with open(__file__) as file:
+        fcntl.flock(file, fcntl.LOCK_SH if world_size <= 2 else fcntl.LOCK_EX)
+        yield
 
 
 def _told_once(errors):

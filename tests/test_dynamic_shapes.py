@@ -99,10 +99,11 @@ def test_a_dimension_that_changes_is_compiled_once_more(run_ranks):
 @pytest.mark.parametrize(
     "said",
     [
-        pytest.param({"mark": (0, 1)}, id="mark_dynamic", marks=pytest.mark.long),
+        pytest.param({"mark": (0, 1)}, id="mark_dynamic"),
         pytest.param({"dynamic": True}, id="dynamic=True"),
     ],
 )
+@pytest.mark.long
 def test_what_is_said_to_be_dynamic_is_compiled_once(run_ranks, said):
     shapes = _alike((2, 8), (2, 11), (4, 8), (3, 10))
     for compiled, _ in run_ranks(2, _train_as_said, shapes, said):

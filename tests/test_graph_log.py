@@ -52,6 +52,7 @@ def test_torch_logs_has_each_rewritten_graph():
     assert [summary[:2] for summary in summaries[2:]] == [("forward", "1"), ("backward", "1")]
 
 
+@pytest.mark.long
 def test_torch_logs_at_info_has_a_line_for_each():
     logged = _logged(TORCH_LOGS="deepcompile_zero3")
     assert len(re.findall("gathers: ", logged)) == 4
@@ -68,6 +69,7 @@ def test_torch_trace_has_an_artifact_for_each(tmp_path):
     assert re.search(r"\n\tall_gather: .* = zero3.all_gather_start\(.*weight", artifact)
 
 
+@pytest.mark.long
 def test_without_them_nothing_is_printed():
     assert _logged() == ""
 

@@ -4,6 +4,9 @@ import contextlib
 import gc
 import os
 import resource
+import shutil
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -124,6 +127,22 @@ def _without_a_wrapper():
 
 def test_memory_is_shared_where_python_has_no_memfd_create(run_ranks):
     assert run_ranks(2, _without_a_wrapper) == [True, True]
+
+
+def test_memory_is_reserved_where_the_kernel_never_overcommits(tmp_path):
+    """Another file stands in for the kernel's setting, which is one for the whole machine."""
+    setting, nbytes = tmp_path / "overcommit_memory", 1 << 20
+    setting.write_text("2\n")
+    apart = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
+    replace = f"mount --bind {setting} /proc/sys/vm/overcommit_memory"
+    if shutil.which("unshare") is None or subprocess.run([*apart, replace]).returncode != 0:
+        pytest.skip("this process may not make namespaces of its own")
+    program = (
+        "import os; from deepcompile_zero3.runtime import _C; "
+        f"print(os.fstat(_C.new_shared_file({nbytes})).st_blocks * 512)"
+    )
+    command = [*apart, f'{replace} && exec "$@"', "sh", sys.executable, "-c", program]
+    assert int(subprocess.check_output(command)) == nbytes
 
 
 def _one_fails(function):

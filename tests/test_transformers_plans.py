@@ -138,13 +138,16 @@ def _differences(name, tied, how, folder):
     return differences.amax(0).tolist()
 
 
+WAYS = [
+    *((name, "eager", tied) for name in NAMES for tied in (False, True)),
+    *((name, "interpreted", True) for name in NAMES),
+    *((name, "interpreted", False) for name in THROUGH_INDUCTOR),
+    *(pytest.param(name, "zero3", True, marks=INDUCTOR_TOO) for name in THROUGH_INDUCTOR),
+]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize(
-    ("name", "how"),
-    [(name, how) for how in ("eager", "interpreted") for name in NAMES]
-    + [pytest.param(name, "zero3", marks=INDUCTOR_TOO) for name in THROUGH_INDUCTOR],
-)
+@pytest.mark.parametrize(("name", "how", "tied"), WAYS)
 def test_an_architecture_trains_by_its_plan_as_with_ddp(run_ranks, tmp_path, name, how, tied):
     error = NOT_LOADED.get(name) or (how == "interpreted" and NOT_COMPILED.get(name))
     if error:

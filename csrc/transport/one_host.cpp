@@ -1,5 +1,6 @@
 #include "transport/one_host.h"
 
+#include <fcntl.h>
 #include <linux/memfd.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -8,6 +9,7 @@
 
 #include <cerrno>
 #include <cstring>
+#include <fstream>
 
 #include "support/error.h"
 #include "transport/process_group.h"
@@ -16,6 +18,12 @@ namespace zero3 {
 namespace {
 
 char* data_of(const at::Tensor& tensor) { return static_cast<char*>(tensor.data_ptr()); }
+
+bool kernel_never_overcommits() {
+  int mode = 0;
+  std::ifstream("/proc/sys/vm/overcommit_memory") >> mode;
+  return mode == 2;
+}
 
 }  // namespace
 
@@ -47,8 +55,10 @@ int new_shared_file(int64_t nbytes) {
   // Not every Python, nor every libc, has memfd_create().
   const int file = static_cast<int>(syscall(SYS_memfd_create, "zero3", MFD_CLOEXEC));
   ZERO3_CHECK(file >= 0, "memfd_create failed: ", std::strerror(errno));
-  if (fchmod(file, 0600) == 0 && ftruncate(file, nbytes) == 0) return file;
-  const int error = errno;
+  int error = fchmod(file, 0600) == 0 && ftruncate(file, nbytes) == 0 ? 0 : errno;
+  // A page that such a kernel cannot give when it is first touched ends the process with SIGBUS.
+  if (error == 0 && kernel_never_overcommits()) error = posix_fallocate(file, 0, nbytes);
+  if (error == 0) return file;
   close(file);
   ZERO3_CHECK(false, "a file of ", nbytes, " bytes failed: ", std::strerror(error));
 }

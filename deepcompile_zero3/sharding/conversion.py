@@ -70,7 +70,7 @@ def _follow(group: ParameterGroup) -> None:
         if not members:
             continue
         described = [
-            f"'{p.fqn}' converted from {p.orig_dtype} to {p.shard.dtype}" for p, _ in members
+            f"'{p.fqn}' converted from {p.leaf.dtype} to {p.shard.dtype}" for p, _ in members
         ]
         if ranks.replicate_group is not None:
             check_all_alike(described, ranks.replicate_group)

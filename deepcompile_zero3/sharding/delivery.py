@@ -35,7 +35,7 @@ def _deliver(gradients: Sequence[tuple[_C.Parameter, torch.Tensor]]) -> None:
         parameter.check_unchanged()
     _run_all_reduce_hooks(delivered)
     for parameter, reduced in delivered:
-        parameter.accumulate_grad(reduced)
+        parameter.leaf.accumulate_grad(reduced)
     for parameter in dict.fromkeys(parameter for parameter, _ in delivered):
         shard = parameter.shard
         for hook in torch_internals.post_accumulate_grad_hooks(shard):

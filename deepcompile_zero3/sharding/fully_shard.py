@@ -8,10 +8,7 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-)
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import torch_internals
@@ -36,8 +33,9 @@ from deepcompile_zero3.sharding.arguments import (
 from deepcompile_zero3.sharding.fsdp_state import FsdpState
 from deepcompile_zero3.sharding.group import Connect, ParameterGroup
 from deepcompile_zero3.sharding.layout import DataParallel, Layout
+from deepcompile_zero3.sharding.model import ShardedModel
 from deepcompile_zero3.sharding.module import Zero3Module
-from deepcompile_zero3.sharding.parameter import ShardedModel, ShardedParameter, full_like
+from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.sharding.registered import parameters_of
 from deepcompile_zero3.sharding.swap import original_class, swap_class
 from deepcompile_zero3.transport.choice import Transport, resolve
@@ -148,7 +146,7 @@ def fully_shard(
         parameter: policy_for(fqn, parameter, mp_policy) for parameter, fqn in names.items()
     }
     fulls = {
-        parameter: full_like(parameter, layout, policies[parameter])
+        parameter: layout.full_like(parameter, policies[parameter].param_dtype)
         for parameter, layout in layouts.items()
     }
     described = {

@@ -21,7 +21,8 @@ from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.all_gather import AllGather
 from deepcompile_zero3.sharding.layout import DataParallel
-from deepcompile_zero3.sharding.parameter import ShardedModel, ShardedParameter
+from deepcompile_zero3.sharding.model import ShardedModel
+from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.sharding.saved import SavedTensors
 from deepcompile_zero3.transport.connection import Connection
 

@@ -184,6 +184,15 @@ class Layout:
         rows = self.rows(full)
         return rows if self.dim is not None else rows.expand(self.ranks.shard_group.size(), -1)
 
+    def full_like(self, parameter: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+        """Returns the tensor [rows, ...] that is computed with for ``parameter``, on meta.
+
+        It has strides in the order of the parameter's dimensions, without its gaps, and ``dtype``
+        if that is given and the parameter is of a floating dtype.
+        """
+        dtype = dtype if parameter.is_floating_point() else None
+        return torch.empty_like(self.whole(parameter.detach()), dtype=dtype, device="meta")
+
     def read(self, whole: torch.Tensor) -> torch.Tensor:
         """Returns the tensor that a module reads, from the gathered ``whole``. Differentiable."""
         # Either is a single node of autograd, which keeps the leaf's contract.

@@ -9,9 +9,8 @@
 Rows run along the sharded dimension, which comes first here whichever it is: see ``layout``.
 """
 
-import contextlib
 import weakref
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -23,6 +22,7 @@ from deepcompile_zero3 import grad_dtype, torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.layout import Layout
+from deepcompile_zero3.sharding.leaf import ShardedLeaf
 from deepcompile_zero3.transport.connection import Connection, channel_of
 
 # Attribute of a placeholder: a weak reference to its parameter.
@@ -31,50 +31,11 @@ _PLACEHOLDER_OF = "_zero3_placeholder_of"
 _MODELS = "zero3_models"
 
 
-class ShardedModel:
-    """All parameters of an outermost sharded module. They finish a backward together.
-
-    The modules own this object, and so does the autograd graph of each forward: a backward needs no
-    module.
-
-    Attributes:
-        number: number of the model, the same on all ranks.
-        parameters: the parameters, in one order on all ranks.
-        nbytes: size in bytes of their full tensors in their compute dtypes.
-    """
-
-    def __init__(self, number: int, parameters: Sequence["ShardedParameter"]) -> None:
-        self.number = number
-        self.parameters = tuple(parameters)
-        self.settle()
-        _models.add(self)
-
-    def settle(self) -> None:
-        """Adds up what the parameters are now: before they join, and when some were converted."""
-        self.nbytes = sum(parameter.nbytes for parameter in self.parameters)
-        first: dict[str, int] = {}  # the model's number in each group, whoever is alive
-        for position, parameter in enumerate(self.parameters):
-            parameter.position = position
-            handle = parameter.handle
-            assert handle.transport is not None
-            handle.model = first.setdefault(parameter.group_name, handle.transport.number)
-            parameter.settle_graph_key()
-
-    def retire(self) -> None:
-        """Frees the number for another model. This model takes no more steps."""
-        for parameter in self.parameters:
-            parameter.handle.root = 0
-        _models.discard(self)
-
-
-_models: weakref.WeakSet[ShardedModel] = weakref.WeakSet()
-
-
 class ShardedParameter:
     """A parameter of a sharded model, wherever and however often the model registers it.
 
     Attributes:
-        fqn: name relative to the outermost sharded module, for people.
+        leaf: the shard, and where it is registered.
         position: position among the parameters of its model.
         layout: where the parts of the parameter are.
         ranks_meet_in_backward: whether all ranks take part when one gathers again in backward.
@@ -102,11 +63,9 @@ class ShardedParameter:
         connection: Connection,
         reshard_after_forward: bool | None = None,
     ) -> None:
-        self._owner = weakref.ref(module)
+        self.leaf = ShardedLeaf(parameter, module, name, layout)
         self.group: weakref.ref[Any] | None = None
-        self._model: weakref.ref[ShardedModel] | None = None
-        self._name = name
-        self.fqn = ""
+        self._model: weakref.ref[Any] | None = None
         self.position = 0
         self.layout = layout
         self.is_read_as_gathered = layout.dim == 0 and layout.inner is None  # one guard, not many
@@ -118,21 +77,12 @@ class ShardedParameter:
         self.replicas_are_compared = layout.ranks.replicate_group is None
         self._connection: Connection | None = connection
 
-        self.orig_dtype = parameter.dtype
-        self._size = parameter.shape
         self._mp_policy = mp_policy
-        self._build(full_like(parameter, layout, mp_policy), parameter.requires_grad)
+        self._build(layout.full_like(parameter, mp_policy.param_dtype), parameter.requires_grad)
         self.settings.divide_factor = layout.ranks.mesh.size()
         self.set_reshard_after_forward(reshard_after_forward)
         self._shard_after_forward(connection)
         self._settle_grad_dtype(parameter.grad_dtype)
-
-        shard = nn.Parameter(layout.shard(parameter), requires_grad=parameter.requires_grad)
-        shard.__dict__.update(parameter.__dict__)
-        grad_dtype.carry_over(parameter, shard)
-        if parameter.grad is not None:
-            shard.grad = layout.shard(parameter.grad)
-        self._built: nn.Parameter | None = shard
 
     def _build(self, full: torch.Tensor, requires_grad: bool) -> None:
         """Creates the placeholder and the runtime's parameter, gathered as ``full`` is."""
@@ -176,13 +126,12 @@ class ShardedParameter:
             placeholder=placeholder,
         )
 
-    def install(self) -> nn.Parameter:
+    def install(self) -> DTensor:
         """Puts the shard into the module, once all ranks have built theirs. Returns the shard."""
-        shard, self._built = cast(nn.Parameter, self._built), None
         connection, self._connection = cast(Connection, self._connection), None
         self._connect(connection)
-        cast(nn.Module, self._owner())._parameters[self._name] = shard
-        self._set_shard(cast(DTensor, shard))
+        shard = self.leaf.install()
+        self._follow(shard)
         return shard
 
     def _connect(self, connection: Connection) -> None:
@@ -195,20 +144,14 @@ class ShardedParameter:
         return self._shard_of_forward != 0
 
     def full_of_converted(self) -> torch.Tensor | None:
-        """Returns what ``full_like`` would return for the shard as it is now.
+        """Returns what ``Layout.full_like`` would return for the shard as it is now.
 
         Returns None unless the shard was converted to another dtype before its first forward.
         """
-        module = self._owner()
-        shard = None if module is None else module._parameters.get(self._name)
-        if (
-            not isinstance(shard, DTensor)
-            or shard.dtype == self.orig_dtype
-            or not shard.is_floating_point()
-            or self.has_run
-        ):
+        converted = None if self.has_run else self.leaf.converted_dtype
+        if converted is None:
             return None
-        dtype = self._mp_policy.param_dtype or shard.dtype
+        dtype = self._mp_policy.param_dtype or converted
         return torch.empty_strided(
             self.placeholder.shape, self.placeholder.stride(), dtype=dtype, device="meta"
         )
@@ -219,8 +162,8 @@ class ShardedParameter:
         ``full`` comes from ``full_of_converted``.
         """
         shard, old = self.shard, self.handle
-        self._inherit_grad_dtype(shard)
-        self.orig_dtype = shard.dtype
+        self.leaf.inherit_grad_dtype(shard, self.grad_dtype)
+        self.leaf.dtype = shard.dtype
         self._build(full, shard.requires_grad)
         for name in vars(_C.Settings):
             if not name.startswith("_"):
@@ -229,15 +172,14 @@ class ShardedParameter:
             self._shard_after_forward(connection)
         self._connect(connection)
         self._settle_grad_dtype(shard.grad_dtype)
-        self._set_shard(shard)
+        self._follow(shard)
         if self.model is not None:
             self.join(self.model, self.fqn)
 
-    def _set_shard(self, shard: DTensor) -> None:
-        self._latest_shard = shard
+    def _follow(self, shard: DTensor) -> None:
+        self.leaf.follow(shard)
         self.handle.follow_version(shard)
-        self._local = torch_internals.local_tensor(shard)
-        self.handle.shard = self.layout.rows(self._local)
+        self.handle.shard = self.layout.rows(self.leaf.local)
 
     @property
     def group_name(self) -> str:
@@ -252,26 +194,22 @@ class ShardedParameter:
     @property
     def shard(self) -> DTensor:
         """The DTensor ``nn.Parameter`` that the model registers now, or the last that it did."""
-        module = self._owner()
-        shard = self._latest_shard if module is None else module._parameters[self._name]
-        if isinstance(shard, DTensor):
-            return shard
-        if self.layout.is_local_part(shard, self._local):
-            return self._latest_shard
-        raise Zero3Error(
-            f"'{self.fqn}' was replaced by a {type(shard).__name__} after fully_shard; "
-            "assign a DTensor of the same placement, or copy into it in place"
-        )
+        return self.leaf.shard
 
     @property
-    def model(self) -> ShardedModel | None:
-        """The sharded model of the parameter, or None if nothing owns the model any more."""
+    def fqn(self) -> str:
+        """Name relative to the outermost sharded module, for people."""
+        return self.leaf.fqn
+
+    @property
+    def model(self) -> Any:
+        """The ``ShardedModel`` of the parameter, or None if nothing owns it any more."""
         return self._model() if self._model is not None else None
 
-    def join(self, model: ShardedModel, fqn: str) -> None:
+    def join(self, model: Any, fqn: str) -> None:
         """Makes the parameter one of ``model``, with the name ``fqn``."""
         self._model = weakref.ref(model)
-        self.fqn = self.handle.fqn = fqn
+        self.leaf.fqn = self.handle.fqn = fqn
         self.handle.root = model.number
         self.handle.register()
         self.settle_graph_key()
@@ -322,22 +260,12 @@ class ShardedParameter:
                 f"'{self.fqn}' is no leaf now: a sharded model computes with its own parameters, "
                 "and functional_call with others that are computed is not supported"
             )
-        local = torch_internals.local_tensor(shard)
-        if local is not self._local:
-            self._check_replacement(shard, local)
-            self._inherit_grad_dtype(shard)
-            self._set_shard(shard)
+        if torch_internals.local_tensor(shard) is not self.leaf.local:
+            self.leaf.check_replacement(shard, self.handle.device)
+            self.leaf.inherit_grad_dtype(shard, self.grad_dtype)
+            self._follow(shard)
             self.handle.reshard()
         return shard
-
-    def _inherit_grad_dtype(self, shard: DTensor) -> None:
-        """Gives a new shard the ``grad_dtype`` that was set on the one before."""
-        if torch_internals.has_grad_dtype(shard):
-            return
-        if shard is not self._latest_shard and torch_internals.has_grad_dtype(self._latest_shard):
-            shard.grad_dtype = self._latest_shard.grad_dtype
-        elif self.grad_dtype != self.orig_dtype:
-            shard.grad_dtype = self.grad_dtype  # to_empty() and the like change a shard in place
 
     def settle(self) -> bool:
         """Fixes the settings that a forward uses and that its backward keeps.
@@ -385,33 +313,13 @@ class ShardedParameter:
     def _settle_grad_dtype(self, declared: torch.dtype | None) -> None:
         self.grad_dtype = declared
         contract = grad_dtype.resolve(
-            declared, self.orig_dtype, self.compute_dtype, self._mp_policy.reduce_dtype
+            declared, self.leaf.dtype, self.compute_dtype, self._mp_policy.reduce_dtype
         )
         self.settings.grad_dtype = contract.leaf
         self.settings.reduce_dtype = contract.wire
         self.settings.shard_grad_dtype = contract.shard
         self.contract = _C.contract_name(contract.leaf)
         self.settle_graph_key()
-
-    def _check_replacement(self, shard: DTensor, local: torch.Tensor) -> None:
-        if shard.dtype != self.orig_dtype:
-            raise Zero3Error(
-                f"'{self.fqn}' was {self.orig_dtype} when it was sharded and is {shard.dtype} now; "
-                "call .to(dtype) of the sharded module before its first forward, or compute in "
-                "another dtype with MixedPrecisionPolicy(param_dtype=...)"
-            )
-        mine = list(self._size), self.layout.placements, self.layout.mesh
-        found = list(shard.shape), shard.placements, shard.device_mesh
-        if found != mine:
-            raise Zero3Error(
-                "'{}' was sharded as {} by {} over {} and was replaced by {} by {} over {}; keep "
-                "shape, placement and mesh".format(self.fqn, *mine, *found)
-            )
-        if local.device.type not in ("meta", self.handle.device.type):
-            raise Zero3Error(
-                f"the shard of '{self.fqn}' is on {local.device}, but its mesh computes on "
-                f"{self.handle.device}"
-            )
 
     def check_unchanged(self) -> None:
         """Raises Zero3Error if the shard is not the one of the forward, or has another contract."""
@@ -426,33 +334,6 @@ class ShardedParameter:
                 f"{shard.grad_dtype} after its backward: set it before the forward"
             )
 
-    def accumulate_grad(self, reduced: torch.Tensor) -> None:
-        """Adds a reduced gradient, this rank's rows [shard_rows, ...], to ``.grad``."""
-        shard = self.shard
-        if not shard.requires_grad:
-            return
-        reduced = self.layout.local(reduced)
-        if shard.grad is None:
-            shard.grad = torch_internals.dtensor_like(reduced.contiguous(), shard)
-            return
-        local = torch_internals.local_tensor(cast(DTensor, shard.grad))
-        if torch.promote_types(local.dtype, reduced.dtype) == local.dtype:
-            local.add_(reduced)
-        else:
-            shard.grad = torch_internals.dtensor_like(local + reduced, shard)
-
-
-def full_like(
-    parameter: torch.Tensor, layout: Layout, mp_policy: MixedPrecisionPolicy
-) -> torch.Tensor:
-    """Returns the tensor that is computed with for ``parameter``, rows first, on the meta device.
-
-    It has the compute dtype, and strides in the order of the parameter's dimensions, without its
-    gaps.
-    """
-    low = mp_policy.param_dtype if parameter.is_floating_point() else None
-    return torch.empty_like(layout.whole(parameter.detach()), dtype=low, device="meta")
-
 
 def find(placeholder: object) -> ShardedParameter | None:
     """Returns the live parameter that has this placeholder, or None."""
@@ -464,26 +345,3 @@ def own_models(node: Any, parameters: Iterable[ShardedParameter]) -> None:
     """Makes an autograd node own the models of ``parameters``: a backward needs no module."""
     models = {parameter.model for parameter in parameters}
     node.metadata.setdefault(_MODELS, set()).update(models)
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """Returns how often ``tensor`` was written to, or 0 where torch does not count that."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
-@torch_internals.assume_constant_result
-def settle(placeholder: torch.Tensor) -> None:
-    """Settles a parameter that is being traced. Runs when Dynamo meets it, not in the graph.
-
-    A Zero3Error is left to the graph, which raises it when it runs.
-    """
-    parameter = find(placeholder)
-    if parameter is not None:
-        with contextlib.suppress(Zero3Error):
-            parameter.settle()
-
-
-def parameters_beside(fqns: Set[str]) -> dict[str, ShardedParameter]:
-    """Returns the live parameters named in ``fqns`` and all others of their models, by name."""
-    models = [m for m in list(_models) if any(p.fqn in fqns for p in m.parameters)]
-    return {p.fqn: p for model in models for p in model.parameters}

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.all_gather import AllGather
-from deepcompile_zero3.sharding.parameter import ShardedParameter, version_of
+from deepcompile_zero3.sharding.parameter import ShardedParameter
 
 
 class _Regather:
@@ -103,7 +103,7 @@ class _SavedTensor:
     version: int
 
     def unpack(self) -> torch.Tensor:
-        now = version_of(self.tensor)
+        now = torch_internals.version_of(self.tensor)
         if now != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
@@ -206,4 +206,4 @@ class SavedTensors:
         if self._outer is not None:
             pack_hook, unpack_hook = self._outer
             return _SavedByOther(pack_hook(tensor), unpack_hook)
-        return _SavedTensor(tensor.detach(), version_of(tensor))
+        return _SavedTensor(tensor.detach(), torch_internals.version_of(tensor))

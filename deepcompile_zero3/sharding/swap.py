@@ -1,5 +1,6 @@
 """The classes of sharded modules: each has a property for each of its parameters."""
 
+import contextlib
 import functools
 from typing import Any, NoReturn
 
@@ -12,7 +13,7 @@ from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.runtime import ops
 from deepcompile_zero3.sharding.group import ParameterGroup, group_of
 from deepcompile_zero3.sharding.module import Zero3Module
-from deepcompile_zero3.sharding.parameter import ShardedParameter, settle
+from deepcompile_zero3.sharding.parameter import ShardedParameter, find
 from deepcompile_zero3.sharding.registered import parameters_of
 
 
@@ -75,7 +76,7 @@ def _property(name: str) -> property:
     def read(self: Any) -> torch.Tensor:
         parameter: ShardedParameter = self._zero3_parameters[name]
         if torch.compiler.is_dynamo_compiling():  # False where Dynamo's guards call hasattr()
-            settle(parameter.placeholder)
+            _settle(parameter.placeholder)
             parameter.graph_key == ""  # noqa: B015 (read so that it is guarded)
             full = ops.unshard.default(parameter.placeholder, parameter.contract)
             if parameter.is_read_as_gathered:
@@ -89,3 +90,15 @@ def _property(name: str) -> property:
         return value
 
     return property(read, doc=f"The parameter ``{name}``: whole inside of a forward, else sharded.")
+
+
+@torch_internals.assume_constant_result
+def _settle(placeholder: torch.Tensor) -> None:
+    """Settles a parameter that is being traced. Runs when Dynamo meets it, not in the graph.
+
+    A Zero3Error is left to the graph, which raises it when it runs.
+    """
+    parameter = find(placeholder)
+    if parameter is not None:
+        with contextlib.suppress(Zero3Error):
+            parameter.settle()

@@ -23,7 +23,7 @@ from deepcompile_zero3.passes.facts import fqns_of
 from deepcompile_zero3.passes.pipeline import saved_outputs
 from deepcompile_zero3.passes.reduce import GradientDtypes
 from deepcompile_zero3.runtime import REDUCTIONS, WAITS, ops
-from deepcompile_zero3.sharding.parameter import ShardedParameter, version_of
+from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.sharding.registered import all_parameters_of
 from deepcompile_zero3.sharding.swap import original_class
 from deepcompile_zero3.tools.planning.machine import Machine, machine_of
@@ -121,7 +121,7 @@ def report_of(
 def without_a_trace(model: nn.Module, parameters: Sequence[ShardedParameter]) -> Iterator[None]:
     """Restores, after the block, buffers and random state, which a compiled forward changes."""
     buffers = [
-        (owner, name, buffer, version_of(buffer), buffer.detach().clone())
+        (owner, name, buffer, torch_internals.version_of(buffer), buffer.detach().clone())
         for owner in model.modules()
         for name, buffer in owner.named_buffers(recurse=False)
     ]
@@ -132,7 +132,7 @@ def without_a_trace(model: nn.Module, parameters: Sequence[ShardedParameter]) ->
         finally:
             for owner, name, buffer, version, before in buffers:
                 setattr(owner, name, buffer)
-                if version_of(buffer) != version:
+                if torch_internals.version_of(buffer) != version:
                     with torch.no_grad():
                         buffer.copy_(before)
 

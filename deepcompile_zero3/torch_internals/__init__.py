@@ -140,6 +140,11 @@ def local_tensor(tensor: DTensor) -> torch.Tensor:
     return tensor._local_tensor
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """Returns how often ``tensor`` was written to, or 0 where torch does not count that."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def spec_of(tensor: DTensor) -> Any:
     """Returns the mesh, placements, shape, stride and dtype of ``tensor``."""
     return tensor._spec

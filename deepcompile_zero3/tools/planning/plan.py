@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from deepcompile_zero3.options import Options
 from deepcompile_zero3.sharding.fully_shard import fully_shard
-from deepcompile_zero3.sharding.parameter import ShardedModel, ShardedParameter
+from deepcompile_zero3.sharding.model import ShardedModel
+from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.tools.explain import report_of
 from deepcompile_zero3.tools.planning.advice import advice_for
 from deepcompile_zero3.tools.planning.graphs import fake_ranks, trace

@@ -17,7 +17,8 @@ from deepcompile_zero3.graph.capture import CapturedGraphs
 from deepcompile_zero3.graph.size import nbytes_of_tensor
 from deepcompile_zero3.passes.facts import fqns_of
 from deepcompile_zero3.runtime import _C, ops
-from deepcompile_zero3.sharding.parameter import ShardedParameter, parameters_beside
+from deepcompile_zero3.sharding.model import parameters_beside
+from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.tools.planning.calibrate import measure_device, measure_links
 from deepcompile_zero3.tools.planning.kernels import Kernel, kernels_of
 from deepcompile_zero3.tools.planning.machine import MACHINES, Machine

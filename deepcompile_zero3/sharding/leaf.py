@@ -1,0 +1,133 @@
+"""The shard of one parameter as its model registers it: the leaf that the optimizer sees."""
+
+import weakref
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from deepcompile_zero3 import grad_dtype, torch_internals
+from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.sharding.layout import Layout
+
+
+class ShardedLeaf:
+    """A DTensor ``nn.Parameter``, and the place of the model where it is registered.
+
+    Users may register another shard there, or give the shard another local tensor. The leaf
+    follows such a change when it is told to.
+
+    Attributes:
+        fqn: name of the parameter, for people.
+        dtype: dtype of the shard.
+        latest: the shard that the leaf followed last.
+        local: its local tensor at that time.
+    """
+
+    def __init__(
+        self, parameter: nn.Parameter, module: nn.Module, name: str, layout: Layout
+    ) -> None:
+        self.fqn = ""
+        self.dtype = parameter.dtype
+        self._shape = parameter.shape
+        self._layout = layout
+        self._module = weakref.ref(module)
+        self._name = name
+        shard = nn.Parameter(layout.shard(parameter), requires_grad=parameter.requires_grad)
+        shard.__dict__.update(parameter.__dict__)
+        grad_dtype.carry_over(parameter, shard)
+        if parameter.grad is not None:
+            shard.grad = layout.shard(parameter.grad)
+        self.follow(cast(DTensor, shard))
+
+    def install(self) -> DTensor:
+        """Puts the shard into the module and returns it."""
+        cast(nn.Module, self._module())._parameters[self._name] = cast(nn.Parameter, self.latest)
+        return self.latest
+
+    def follow(self, shard: DTensor) -> None:
+        """Takes ``shard``, as it is now, for the shard of the parameter."""
+        self.latest = shard
+        self.local = torch_internals.local_tensor(shard)
+
+    @property
+    def shard(self) -> DTensor:
+        """The shard that the model registers now, or the last that it did.
+
+        Raises:
+            Zero3Error: something else is registered.
+        """
+        module = self._module()
+        shard = self.latest if module is None else module._parameters[self._name]
+        if isinstance(shard, DTensor):
+            return shard
+        if self._layout.is_local_part(shard, self.local):
+            return self.latest
+        raise Zero3Error(
+            f"'{self.fqn}' was replaced by a {type(shard).__name__} after fully_shard; "
+            "assign a DTensor of the same placement, or copy into it in place"
+        )
+
+    @property
+    def converted_dtype(self) -> torch.dtype | None:
+        """The floating dtype of the registered shard, if it is another than before."""
+        module = self._module()
+        shard = None if module is None else module._parameters.get(self._name)
+        if (
+            not isinstance(shard, DTensor)
+            or shard.dtype == self.dtype
+            or not shard.is_floating_point()
+        ):
+            return None
+        return shard.dtype
+
+    def inherit_grad_dtype(self, shard: DTensor, declared: torch.dtype | None) -> None:
+        """Gives ``shard``, which takes the place of the latest, what was declared for that.
+
+        Args:
+            shard: the new shard. A ``grad_dtype`` that was set on it stays.
+            declared: the ``grad_dtype`` of the latest forward.
+        """
+        if torch_internals.has_grad_dtype(shard):
+            return
+        if shard is not self.latest and torch_internals.has_grad_dtype(self.latest):
+            shard.grad_dtype = self.latest.grad_dtype
+        elif declared != self.dtype:
+            shard.grad_dtype = declared  # to_empty() and the like change a shard in place
+
+    def check_replacement(self, shard: DTensor, device: torch.device) -> None:
+        """Raises Zero3Error unless ``shard`` is like the latest, and on ``device`` or on meta."""
+        if shard.dtype != self.dtype:
+            raise Zero3Error(
+                f"'{self.fqn}' was {self.dtype} when it was sharded and is {shard.dtype} now; "
+                "call .to(dtype) of the sharded module before its first forward, or compute in "
+                "another dtype with MixedPrecisionPolicy(param_dtype=...)"
+            )
+        mine = list(self._shape), self._layout.placements, self._layout.mesh
+        found = list(shard.shape), shard.placements, shard.device_mesh
+        if found != mine:
+            raise Zero3Error(
+                "'{}' was sharded as {} by {} over {} and was replaced by {} by {} over {}; keep "
+                "shape, placement and mesh".format(self.fqn, *mine, *found)
+            )
+        local = torch_internals.local_tensor(shard)
+        if local.device.type not in ("meta", device.type):
+            raise Zero3Error(
+                f"the shard of '{self.fqn}' is on {local.device}, but its mesh computes on {device}"
+            )
+
+    def accumulate_grad(self, reduced: torch.Tensor) -> None:
+        """Adds a reduced gradient, this rank's rows [shard_rows, ...], to ``.grad``."""
+        shard = self.shard
+        if not shard.requires_grad:
+            return
+        reduced = self._layout.local(reduced)
+        if shard.grad is None:
+            shard.grad = torch_internals.dtensor_like(reduced.contiguous(), shard)
+            return
+        local = torch_internals.local_tensor(cast(DTensor, shard.grad))
+        if torch.promote_types(local.dtype, reduced.dtype) == local.dtype:
+            local.add_(reduced)
+        else:
+            shard.grad = torch_internals.dtensor_like(local + reduced, shard)

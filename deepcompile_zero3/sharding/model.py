@@ -1,0 +1,51 @@
+"""An outermost sharded module, as the runtime and autograd graphs know it."""
+
+import weakref
+from collections.abc import Sequence, Set
+
+from deepcompile_zero3.sharding.parameter import ShardedParameter
+
+
+class ShardedModel:
+    """All parameters of an outermost sharded module. They finish a backward together.
+
+    The modules own this object, and so does the autograd graph of each forward: a backward needs no
+    module.
+
+    Attributes:
+        number: number of the model, the same on all ranks.
+        parameters: the parameters, in one order on all ranks.
+        nbytes: size in bytes of their full tensors in their compute dtypes.
+    """
+
+    def __init__(self, number: int, parameters: Sequence[ShardedParameter]) -> None:
+        self.number = number
+        self.parameters = tuple(parameters)
+        self.settle()
+        _models.add(self)
+
+    def settle(self) -> None:
+        """Adds up what the parameters are now: before they join, and when some were converted."""
+        self.nbytes = sum(parameter.nbytes for parameter in self.parameters)
+        first: dict[str, int] = {}  # the model's number in each group, whoever is alive
+        for position, parameter in enumerate(self.parameters):
+            parameter.position = position
+            handle = parameter.handle
+            assert handle.transport is not None
+            handle.model = first.setdefault(parameter.group_name, handle.transport.number)
+            parameter.settle_graph_key()
+
+    def retire(self) -> None:
+        """Frees the number for another model. This model takes no more steps."""
+        for parameter in self.parameters:
+            parameter.handle.root = 0
+        _models.discard(self)
+
+
+_models: weakref.WeakSet[ShardedModel] = weakref.WeakSet()
+
+
+def parameters_beside(fqns: Set[str]) -> dict[str, ShardedParameter]:
+    """Returns the live parameters named in ``fqns`` and all others of their models, by name."""
+    models = [m for m in list(_models) if any(p.fqn in fqns for p in m.parameters)]
+    return {p.fqn: p for model in models for p in model.parameters}
