@@ -223,7 +223,7 @@ def _predict_and_measure(settings, depth):
     [
         ({"keep_mb": 0, "inductor": False}, 4),
         pytest.param({"keep_mb": 12}, 8, marks=pytest.mark.inductor),
-        pytest.param({}, 64, marks=pytest.mark.inductor),
+        pytest.param({}, 64, marks=INDUCTOR_TOO),
     ],
 )
 def test_the_plan_predicts_what_is_gathered_at_once(run_ranks, settings, bucket):

@@ -315,7 +315,8 @@ def _edited(how):
 @pytest.mark.parametrize(
     "how",
     [
-        *(pytest.param(how, marks=pytest.mark.inductor) for how in ("zero3", "inductor")),
+        pytest.param("zero3", marks=pytest.mark.inductor),
+        pytest.param("inductor", marks=INDUCTOR_TOO),
         "interpreted",
         "eager",
     ],

@@ -117,6 +117,7 @@ def _evaluate(how, mode):
             torch.testing.assert_close(run(batch), reference(batch))
 
 
+@pytest.mark.thin
 @each_way
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_evaluation_between_steps_sees_the_trained_model(run_ranks, how, mode):

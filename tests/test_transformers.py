@@ -44,7 +44,7 @@ MOE = "MixtralForCausalLM"
 EXAMPLE = pathlib.Path(__file__).parent.parent / "examples" / "trainer.py"
 
 
-@pytest.fixture(params=[False, True], ids=["untied", "tied"])
+@pytest.fixture(params=[pytest.param(False, marks=pytest.mark.long), True], ids=["untied", "tied"])
 def saved_model(request, tmp_path):
     return _save_model(tmp_path, request.param)
 

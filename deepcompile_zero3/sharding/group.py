@@ -36,7 +36,6 @@ class ParameterGroup:
     Attributes:
         parameters: the parameters that the group owns. A tied one belongs to the group that met it
             first.
-        mp_policy: dtypes of the group's computation.
         connect: for the ranks that parameters are sharded over, ``transport.connection.connect``
             with these ranks and the group's choices.
         model: the sharded model that the group belongs to.
@@ -56,7 +55,8 @@ class ParameterGroup:
         modules: int = 1,
     ) -> None:
         self.parameters = parameters
-        self.mp_policy = mp_policy
+        self._input_dtype = mp_policy.param_dtype if mp_policy.cast_forward_inputs else None
+        self._output_dtype = mp_policy.output_dtype
         self.connect = connect
         self._modules = modules  # number of modules that have this group
         self.model: ShardedModel | None = None
@@ -253,9 +253,8 @@ class ParameterGroup:
 
     def cast_inputs(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Casts a forward's arguments as the policy asks."""
-        dtype = self.mp_policy.param_dtype
-        if self.mp_policy.cast_forward_inputs and dtype is not None:
-            args, kwargs = _cast_floats((args, kwargs), dtype)
+        if self._input_dtype is not None:
+            args, kwargs = _cast_floats((args, kwargs), self._input_dtype)
         return args, kwargs
 
     @torch_internals.inline_only
@@ -267,7 +266,7 @@ class ParameterGroup:
 
     def cast_output(self, output: Any) -> Any:
         """Casts a forward's output as the policy asks."""
-        dtype = self.mp_policy.output_dtype
+        dtype = self._output_dtype
         return output if dtype is None else _cast_floats(output, dtype)
 
     @torch_internals.disable_dynamo

@@ -42,7 +42,12 @@ class Zero3Module(FSDP2Methods):
     @torch_internals.inline_only  # a forward with a graph break ends here, in eager
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+            if torch_internals.has_hooks_of_others(self):  # type: ignore[arg-type]
+                return super().__call__(*args, **kwargs)  # type: ignore[misc]
+            # What the group's hooks would do, without them: Dynamo takes long to trace hooks.
+            args, kwargs = self._zero3_group.cast_inputs(args, kwargs)
+            output = self.forward(*args, **kwargs)  # type: ignore[attr-defined]
+            return self._zero3_group.cast_output(output)
         depth = self._zero3_group.depth
         try:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]

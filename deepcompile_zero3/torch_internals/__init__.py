@@ -54,6 +54,9 @@ _STATE_KEY: str = private("torch.distributed._composable.contract", "STATE_KEY")
 _fully_shard: Callable = private("torch.distributed.fsdp", "fully_shard.__wrapped__")
 # Id of the hooks around a sharded module's forward. torch's own ids count from zero.
 _FORWARD_HOOK = -1
+_has_any_global_hook: Callable[[], bool] = private(
+    "torch.nn.modules.module", "_has_any_global_hook"
+)
 _top_saved_tensors_hooks = private("torch._C._autograd", "_top_saved_tensors_default_hooks")
 
 
@@ -210,6 +213,17 @@ def register_forward_hooks(module: nn.Module, pre_hook: Callable, hook: Callable
     module._forward_pre_hooks_with_kwargs[_FORWARD_HOOK] = True
     module._forward_hooks[_FORWARD_HOOK] = hook
     module._forward_hooks_always_called[_FORWARD_HOOK] = True
+
+
+def has_hooks_of_others(module: nn.Module) -> bool:
+    """Returns whether ``module`` has hooks besides those of ``register_forward_hooks``."""
+    return bool(
+        len(module._forward_pre_hooks) > 1
+        or len(module._forward_hooks) > 1
+        or module._backward_pre_hooks
+        or module._backward_hooks
+        or _has_any_global_hook()
+    )
 
 
 def set_fsdp_state(module: nn.Module, state: object) -> None:
