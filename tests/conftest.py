@@ -92,8 +92,8 @@ def pytest_sessionfinish(session, exitstatus):
 
 
 def pytest_itemcollected(item):
-    """Groups tests for pytest-xdist: one worker runs what ranks that live on run, and the other
-    what starts ranks of its own, then the tests of one process.
+    """Groups tests for pytest-xdist. One worker runs the tests whose ranks live as long as the
+    session. The other runs those that start ranks of their own, then the tests of one process.
     """
     fixtures = set(item.fixturenames)
     if {"run_apart", "run_spawned"} & fixtures or hasattr(item.module, "RankPool"):

@@ -153,8 +153,8 @@ class RankPool:
 
 @contextlib.contextmanager
 def _four_at_once(world_size):
-    """Waits until ranks of this run and of another pytest worker's are not more than four."""
-    with open(__file__) as file:
+    """Waits until the pools of all pytest workers run no more than four ranks, with these."""
+    with open(__file__, "r+") as file:  # to write, since a lock over NFS asks for it
         fcntl.flock(file, fcntl.LOCK_SH if world_size <= 2 else fcntl.LOCK_EX)
         yield
 

@@ -296,7 +296,7 @@ def _on_one_mesh(how, shape, names, dims):
     [
         pytest.param((2, 1), ("dp", "tp"), "dp", None, marks=pytest.mark.long),
         ((2, 2), ("dp", "tp"), "dp", None),
-        pytest.param((2, 2), ("replicate", "dp"), "dp", "replicate", marks=pytest.mark.long),
+        ((2, 2), ("replicate", "dp"), "dp", "replicate"),
         ((2, 2, 1), ("dp", "cp", "tp"), ("cp", "dp"), None),
     ],
     ids=["data parallel", "tensor parallel", "replicas", "two dimensions"],

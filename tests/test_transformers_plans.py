@@ -32,7 +32,7 @@ TOLERANCE = 1e-5
 NAMES = [name for name in architectures() if name not in NOT_SMALL]
 
 # Dense, with experts, with state-space layers, with linear attention, with two kinds of attention.
-THROUGH_INDUCTOR = (
+ONE_OF_A_KIND = (
     "LlamaForCausalLM",
     "MixtralForCausalLM",
     "BambaForCausalLM",
@@ -139,22 +139,23 @@ def _differences(name, tied, how, folder):
 
 
 WAYS = [
-    *((name, "eager", tied) for name in NAMES for tied in (False, True)),
-    *((name, "interpreted", True) for name in NAMES),
-    *((name, "interpreted", False) for name in THROUGH_INDUCTOR),
-    *(pytest.param(name, "zero3", True, marks=INDUCTOR_TOO) for name in THROUGH_INDUCTOR),
+    *((name, "eager", tied) for name in NAMES for tied in ("tied", "untied")),
+    *((name, "interpreted", "tied") for name in NAMES),
+    *((name, "interpreted", "untied") for name in ONE_OF_A_KIND),
+    *(pytest.param(name, "zero3", "tied", marks=INDUCTOR_TOO) for name in ONE_OF_A_KIND),
 ]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "how", "tied"), WAYS)
 def test_an_architecture_trains_by_its_plan_as_with_ddp(run_ranks, tmp_path, name, how, tied):
+    arguments = name, tied == "tied", how, str(tmp_path)
     error = NOT_LOADED.get(name) or (how == "interpreted" and NOT_COMPILED.get(name))
     if error:
         with pytest.raises(AssertionError, match=error):
-            run_ranks(2, _differences, name, tied, how, str(tmp_path), timeout=300)
+            run_ranks(2, _differences, *arguments, timeout=300)
         pytest.xfail(error)
-    for loss, norm in run_ranks(2, _differences, name, tied, how, str(tmp_path), timeout=300):
+    for loss, norm in run_ranks(2, _differences, *arguments, timeout=300):
         assert loss <= TOLERANCE
         assert norm <= 10 * TOLERANCE
 

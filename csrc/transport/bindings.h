@@ -66,7 +66,8 @@ inline void bind_transports(pybind11::module_& m) {
   m.def("progress_bytes", [](int64_t rows, int64_t row_bytes, int64_t world_size) {
     return blocks_of(rows, row_bytes, world_size).size() * world_size * sizeof(Progress);
   });
-  m.def("new_shared_file", &new_shared_file, pybind11::arg("nbytes"));
+  m.def("new_shared_file", &new_shared_file, pybind11::arg("nbytes"),
+        pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("make_read_only", &make_read_only);
   m.attr("CACHE_LINE") = kCacheLine;
 }

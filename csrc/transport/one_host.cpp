@@ -57,7 +57,10 @@ int new_shared_file(int64_t nbytes) {
   ZERO3_CHECK(file >= 0, "memfd_create failed: ", std::strerror(errno));
   int error = fchmod(file, 0600) == 0 && ftruncate(file, nbytes) == 0 ? 0 : errno;
   // A page that such a kernel cannot give when it is first touched ends the process with SIGBUS.
-  if (error == 0 && kernel_never_overcommits()) error = posix_fallocate(file, 0, nbytes);
+  if (error == 0 && kernel_never_overcommits()) {
+    do error = posix_fallocate(file, 0, nbytes);
+    while (error == EINTR);
+  }
   if (error == 0) return file;
   close(file);
   ZERO3_CHECK(false, "a file of ", nbytes, " bytes failed: ", std::strerror(error));

@@ -71,7 +71,7 @@ class ShardedLeaf:
 
     @property
     def converted_dtype(self) -> torch.dtype | None:
-        """The floating dtype of the registered shard, if it is another than before."""
+        """The dtype of the registered shard, if that is floating and another than ``dtype``."""
         module = self._module()
         shard = None if module is None else module._parameters.get(self._name)
         if (

@@ -30,19 +30,20 @@ class Zero3Module(FSDP2Methods):
     """The methods that ``fully_shard`` adds to the module it is called on."""
 
     _zero3_group: ParameterGroup
+    _zero3_may_skip_call: bool  # whether the module's class has the __call__ of nn.Module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module, as ``nn.Module.__call__`` does.
 
-        Dynamo skips frames of torch's own files. It enters through this frame, and so traces the
-        hooks around ``forward`` into the same graph.
+        Dynamo skips frames of torch's own files. It enters through this frame, and so traces
+        ``forward``, with the hooks around it, into the same graph.
         """
         return self._call(*args, **kwargs)
 
     @torch_internals.inline_only  # a forward with a graph break ends here, in eager
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            if torch_internals.has_hooks_of_others(self):  # type: ignore[arg-type]
+            if not self._zero3_may_skip_call or torch_internals.has_hooks_of_others(self):
                 return super().__call__(*args, **kwargs)  # type: ignore[misc]
             # What the group's hooks would do, without them: Dynamo takes long to trace hooks.
             args, kwargs = self._zero3_group.cast_inputs(args, kwargs)

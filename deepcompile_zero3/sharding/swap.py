@@ -63,6 +63,8 @@ def _subclass(cls: type, bases: tuple[type, ...], names: tuple[str, ...]) -> typ
     """Returns one class for all modules of one class and parameter names: compilers guard on it."""
     body: dict[str, Any] = {name: _property(name) for name in names}
     body["_zero3_original"] = cls
+    calls = "__call__", "_wrapped_call_impl", "_call_impl"
+    body["_zero3_may_skip_call"] = all(getattr(cls, c) is getattr(nn.Module, c) for c in calls)
     body["__module__"] = cls.__module__
     body["__doc__"] = cls.__doc__
     prefix = "FSDP" if bases else "Zero3"  # FSDP2's prefix, which frameworks strip from names

@@ -3,7 +3,6 @@
 import copy
 import datetime
 import importlib.metadata
-import multiprocessing
 import os
 import platform
 import re
@@ -46,7 +45,6 @@ class Finding(NamedTuple):
 
 def main() -> int:
     """Prints the findings and returns the number of those that need a remedy."""
-    multiprocessing.set_forkserver_preload([__name__])  # ranks start without importing torch again
     table = Table(box=None, pad_edge=False, show_header=False)
     for style in ("bold", "", "red"):
         table.add_column(style=style, overflow="fold")
@@ -105,10 +103,7 @@ def _compiled(model: nn.Module) -> Callable:
 def try_step(what: str, compile_with: Callable) -> Finding:
     """Returns whether two ranks take a correct step of ``compile_with(model)``."""
     with tempfile.TemporaryDirectory() as folder:
-        arguments = 2, folder, compile_with
-        context = mp.start_processes(
-            _step, arguments, nprocs=2, join=False, start_method="forkserver"
-        )
+        context = mp.spawn(_step, args=(2, folder, compile_with), nprocs=2, join=False)
         deadline = time.monotonic() + _TIMEOUT.total_seconds()
         try:
             while not context.join(timeout=1):

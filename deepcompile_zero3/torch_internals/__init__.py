@@ -54,6 +54,7 @@ _STATE_KEY: str = private("torch.distributed._composable.contract", "STATE_KEY")
 _fully_shard: Callable = private("torch.distributed.fsdp", "fully_shard.__wrapped__")
 # Id of the hooks around a sharded module's forward. torch's own ids count from zero.
 _FORWARD_HOOK = -1
+_nn_module: Any = private("torch.nn.modules", "module")
 _has_any_global_hook: Callable[[], bool] = private(
     "torch.nn.modules.module", "_has_any_global_hook"
 )
@@ -215,14 +216,18 @@ def register_forward_hooks(module: nn.Module, pre_hook: Callable, hook: Callable
     module._forward_hooks_always_called[_FORWARD_HOOK] = True
 
 
-def has_hooks_of_others(module: nn.Module) -> bool:
-    """Returns whether ``module`` has hooks besides those of ``register_forward_hooks``."""
-    return bool(
-        len(module._forward_pre_hooks) > 1
-        or len(module._forward_hooks) > 1
-        or module._backward_pre_hooks
-        or module._backward_hooks
-        or _has_any_global_hook()
+def has_hooks_of_others(module: Any) -> bool:
+    """Returns whether a module has hooks besides those of ``register_forward_hooks``."""
+    # len(), since Dynamo does not guard on whether an OrderedDict is empty.
+    return (
+        list(module._forward_pre_hooks) != [_FORWARD_HOOK]
+        or list(module._forward_hooks) != [_FORWARD_HOOK]
+        or len(module._backward_pre_hooks) > 0
+        or len(module._backward_hooks) > 0
+        or len(_nn_module._global_forward_pre_hooks) > 0
+        or len(_nn_module._global_forward_hooks) > 0
+        or len(_nn_module._global_backward_pre_hooks) > 0
+        or len(_nn_module._global_backward_hooks) > 0
     )
 
 

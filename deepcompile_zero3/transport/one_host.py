@@ -154,7 +154,7 @@ class _Segments:
 
         if self._one_host is None:
             self._nbytes["control"] = _C.OneHost.control_bytes(self._world_size)
-        # At most float64. Memory that is not touched is not taken.
+        # At most float64. Memory that is not touched is not taken, unless it has to be reserved.
         mailbox = _round_up(max(full.numel() * 8 for full in fulls) + MAILBOX_BYTES, mmap.PAGESIZE)
         if self._one_host is None or self._one_host.mailbox_bytes < mailbox:
             self._nbytes["mailboxes"] = self._world_size * mailbox

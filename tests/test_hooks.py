@@ -1,0 +1,87 @@
+"""Users' hooks around a sharded block's forward run in compiled code as in eager code."""
+
+import pytest
+import torch
+from models import Block, batch_of
+from one_rank import one_rank  # noqa: F401 (a fixture)
+from torch import nn
+from torch.nn.modules import module as nn_module
+
+from deepcompile_zero3 import fully_shard
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+def _halve_input(module, args):
+    return (args[0] / 2,)
+
+
+def _halve_input_and_keywords(module, args, kwargs):
+    return (args[0] / 2,), kwargs
+
+
+def _halve_output(module, args, output):
+    return output / 2
+
+
+def _halve_output_of_keywords(module, args, kwargs, output):
+    return output / 2
+
+
+HOOKS = {
+    "pre": lambda module: module.register_forward_pre_hook(_halve_input),
+    "pre, first": lambda module: module.register_forward_pre_hook(_halve_input, prepend=True),
+    "pre, keywords": lambda module: module.register_forward_pre_hook(
+        _halve_input_and_keywords, with_kwargs=True
+    ),
+    "post": lambda module: module.register_forward_hook(_halve_output),
+    "post, always": lambda module: module.register_forward_hook(_halve_output, always_call=True),
+    "post, keywords": lambda module: module.register_forward_hook(
+        _halve_output_of_keywords, with_kwargs=True
+    ),
+    "global": lambda _: nn_module.register_module_forward_hook(
+        lambda module, args, output: output / 2 if isinstance(module, Block) else None
+    ),
+}
+
+
+def _results(run, model):
+    batch = batch_of(3, 8).requires_grad_()
+    output = run(batch)
+    output.sum().backward()
+    grads = [parameter.grad.to_local().clone() for parameter in model.parameters()]
+    model.zero_grad()
+    return output.detach(), batch.grad, grads
+
+
+@pytest.mark.parametrize("when", ["before fully_shard", "after it", "after the first step"])
+@pytest.mark.parametrize("kind", HOOKS)
+def test_a_hook_changes_compiled_code_as_it_changes_eager_code(kind, when):
+    model = nn.Sequential(Block(8), Block(8))
+    handles = [HOOKS[kind](model[0])] if when == "before fully_shard" else []
+    try:
+        for module in (*model, model):
+            fully_shard(module)
+        if when == "after it":
+            handles.append(HOOKS[kind](model[0]))
+        run = torch.compile(model, backend="zero3", options={"inductor": False}, fullgraph=True)
+        without = _results(run, model) if not handles else None
+        if not handles:
+            handles.append(HOOKS[kind](model[0]))
+        results = _results(run, model)
+        torch.testing.assert_close(results, _results(model, model))
+        assert without is None or not torch.equal(results[0], without[0])
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _CallsItselfOtherwise(Block):
+    def __call__(self, x):
+        return super().__call__(x / 2)
+
+
+def test_a_block_keeps_a_call_of_its_own():
+    model = fully_shard(_CallsItselfOtherwise(8))
+    run = torch.compile(model, backend="zero3", options={"inductor": False}, fullgraph=True)
+    torch.testing.assert_close(_results(run, model), _results(model, model))
