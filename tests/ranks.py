@@ -10,6 +10,7 @@ rank that had to be killed is reported.
 import contextlib
 import faulthandler
 import fcntl
+import functools
 import gc
 import os
 import signal
@@ -23,6 +24,7 @@ from multiprocessing import connection
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.tensor import _random, _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 # Seconds that the other ranks may go on after one has failed: they are likely to wait for it.
@@ -174,6 +176,7 @@ def _serve(pipe, rank, world_size, environment, stack_path):
     stack = open(stack_path, "w")  # noqa: SIM115 (as long as the process)
     faulthandler.register(signal.SIGUSR1, stack)
     gc.collect()
+    caches = _caches_of_dtensor()
     gc.freeze()  # otherwise each collection visits all of torch, which takes 0.2 s
     while True:
         try:
@@ -181,14 +184,14 @@ def _serve(pipe, rank, world_size, environment, stack_path):
         except EOFError:
             return  # the session is over
         try:
-            answer = True, _run(function, args, store, rank, world_size)
+            answer = True, _run(function, args, store, rank, world_size, caches)
         except BaseException:
             answer = False, f"failed with\n{traceback.format_exc()}"
         sys.stdout.flush()
         pipe.send(answer)
 
 
-def _run(function, args, store, rank, world_size):
+def _run(function, args, store, rank, world_size, caches):
     dist.init_process_group(
         "gloo",
         init_method=f"file://{store}",
@@ -203,6 +206,28 @@ def _run(function, args, store, rank, world_size):
         return result
     finally:
         torch._dynamo.reset()
-        _clear_sharding_prop_cache()  # the cache keeps meshes and returns them for equal ones
+        _forget_meshes(caches)
         dist.destroy_process_group()
         gc.collect()
+
+
+def _forget_meshes(caches):
+    """Empties DTensor's caches, which return meshes of earlier runs for equal ones.
+
+    A mesh keeps its process groups, and each of gloo's has a thread that wakes 100 times a second.
+    """
+    _clear_sharding_prop_cache()
+    for cache in caches:
+        cache.cache_clear()
+    _random._rng_tracker = None
+    if hasattr(_redistribute, "clear_redistribute_planner_cache"):  # not in every torch
+        _redistribute.clear_redistribute_planner_cache()
+
+
+def _caches_of_dtensor():
+    return [
+        each
+        for each in gc.get_objects()
+        if type(each) is functools._lru_cache_wrapper
+        and each.__module__.startswith("torch.distributed.tensor")
+    ]

@@ -55,9 +55,6 @@ _fully_shard: Callable = private("torch.distributed.fsdp", "fully_shard.__wrappe
 # Id of the hooks around a sharded module's forward. torch's own ids count from zero.
 _FORWARD_HOOK = -1
 _nn_module: Any = private("torch.nn.modules", "module")
-_has_any_global_hook: Callable[[], bool] = private(
-    "torch.nn.modules.module", "_has_any_global_hook"
-)
 _top_saved_tensors_hooks = private("torch._C._autograd", "_top_saved_tensors_default_hooks")
 
 
