@@ -208,18 +208,18 @@ def test_captured_graphs_show_what_is_gathered_and_reduced_where():
     expecttest.assert_expected_inline(
         forward.text,
         """\
-primals_1: f32[2, 4]
 up: f32[4, 8]
+primals_2: f32[2, 4]
 down: f32[8, 4]
 all_gather: i64[1] = zero3.all_gather_start([up, down])
 gathered = zero3.all_gather_wait(all_gather, [up, down])
 up_full: f32[4, 8] = getitem(gathered, 0)
 down_full: f32[8, 4] = getitem(gathered, 1)
-mm: f32[2, 8] = aten.mm(primals_1, up_full)
+mm: f32[2, 8] = aten.mm(primals_2, up_full)
 sin: f32[2, 8] = aten.sin(mm)
 mm_1: f32[2, 4] = aten.mm(sin, down_full)
 t: f32[8, 2] = aten.t(sin)
-t_2: f32[4, 2] = aten.t(primals_1)
+t_2: f32[4, 2] = aten.t(primals_2)
 return [mm_1, up, down, mm, up, down, t, t_2]""",
     )
     expecttest.assert_expected_inline(

@@ -49,6 +49,7 @@ def _refuse(model):
     raise RuntimeError("no compiler today")
 
 
+@pytest.mark.long
 def test_what_fails_is_told():
     finding = doctor.try_step("two ranks", _refuse)
     assert finding == ("two ranks", "failed", "RuntimeError: no compiler today")

@@ -90,6 +90,7 @@ def _train_as_said(shapes, said):
     return _train(shapes, 1, "shared_memory", INTERPRETED, **said)
 
 
+@pytest.mark.long
 def test_a_dimension_that_changes_is_compiled_once_more(run_ranks):
     shapes = _alike((2, 8), (2, 8), (2, 11), (2, 5), (4, 8), (3, 10), (6, 7))
     for compiled, _ in run_ranks(2, _train, shapes, 5, "shared_memory", INTERPRETED):

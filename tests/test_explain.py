@@ -188,6 +188,7 @@ def test_gpt2_is_explained():
 
 
 @needs_a_job
+@pytest.mark.long
 def test_t5_is_explained():
     _assert_explained(
         "t5",

@@ -246,7 +246,9 @@ def _host_bytes(depth, reshard_after_forward):
     return nbytes
 
 
-@pytest.mark.parametrize("reshard_after_forward", [None, True])
+@pytest.mark.parametrize(
+    "reshard_after_forward", [pytest.param(None, marks=pytest.mark.long), True]
+)
 def test_a_host_holds_one_copy_or_less_and_bounded_mailboxes(reshard_after_forward):
     world_size = 3
     weight = 4 << 20

@@ -357,7 +357,7 @@ def test_a_graph_shows_a_block_once(one_rank):  # noqa: F811
     assert_text(
         graphs.forward[0].graph_module,
         """\
-        invoke_subgraph_4 = partitioned_fw_FSDPBlock_0_0(primals_1, blocks_0_norm_weig
+        invoke_subgraph_4 = partitioned_fw_FSDPBlock_0_0(primals_3, blocks_0_norm_weig
         invoke_subgraph_6 = partitioned_fw_FSDPBlock_0_0(getitem_43, blocks_1_norm_wei
         partitioned_fw_FSDPBlock_0_0, called 2 times:
             primals_0: f32[2, 4]
@@ -379,7 +379,7 @@ def test_a_graph_shows_a_block_once(one_rank):  # noqa: F811
             add: f32[2, 4] = aten.add.Tensor(primals_0, addmm_1)
             return [add, getitem, getitem_1, getitem_2, addmm, gelu]
         invoke_subgraph_7 = partitioned_bw_FSDPBlock_0_0(getitem_43, blocks_1_norm_wei
-        invoke_subgraph_5 = partitioned_bw_FSDPBlock_0_0(primals_1, blocks_0_norm_weig
+        invoke_subgraph_5 = partitioned_bw_FSDPBlock_0_0(primals_3, blocks_0_norm_weig
         partitioned_bw_FSDPBlock_0_0, called 2 times:
             primals_0: f32[2, 4]
             primals_1: f32[4]
