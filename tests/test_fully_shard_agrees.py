@@ -3,6 +3,7 @@
 import gc
 
 import pytest
+import torch
 import torch.distributed as dist
 from models import (
     Stack,
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from deepcompile_zero3 import Zero3Error, fully_shard
+from deepcompile_zero3 import Zero3Error, fully_shard, torch_internals
 from deepcompile_zero3.sharding.layout import Layout
 from deepcompile_zero3.sharding.registered import parameters_of
 
@@ -129,3 +130,15 @@ def test_a_model_has_one_name_whatever_was_collected(run_apart, transport, how):
     one, other = run_apart(_collected_on_one_rank, transport, how)
     assert one == other
     assert all(name.startswith("Stack:2.") for name in one)
+
+
+def _agree_on_meta():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_internals, "device_of_objects", lambda group: torch.device("meta"))
+        with pytest.raises(Zero3Error, match=r"could not tell each other .* meta tensors"):
+            fully_shard(Stack())
+
+
+def test_ranks_agree_on_the_device_that_torch_names_for_the_group(run_ranks):
+    """A group may have several backends: "cpu:gloo,cuda:nccl" exchanges objects on GPUs."""
+    run_ranks(2, _agree_on_meta)
