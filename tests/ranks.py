@@ -24,7 +24,7 @@ from multiprocessing import connection
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.distributed.tensor import _random, _redistribute
+from torch.distributed.tensor import DTensor, _random, _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 # Seconds that the other ranks may go on after one has failed: they are likely to wait for it.
@@ -225,9 +225,9 @@ def _forget_meshes(caches):
 
 
 def _caches_of_dtensor():
-    return [
-        each
-        for each in gc.get_objects()
-        if type(each) is functools._lru_cache_wrapper
-        and each.__module__.startswith("torch.distributed.tensor")
-    ]
+    """Returns what functools caches in DTensor's modules and in their classes."""
+    modules = [vars(m) for name, m in sys.modules.items() if name.startswith(DTensor.__module__)]
+    values = [value for module in modules for value in module.values()]
+    values += [each for value in values if type(value) is type for each in vars(value).values()]
+    found = {getattr(value, "__func__", value) for value in values if callable(value)}
+    return [each for each in found if type(each) is functools._lru_cache_wrapper]

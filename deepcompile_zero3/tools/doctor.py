@@ -11,7 +11,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +31,7 @@ from deepcompile_zero3 import torch_release
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.registered import all_parameters_of
 
-_TIMEOUT = datetime.timedelta(seconds=120)
+_TIMEOUT = datetime.timedelta(seconds=180)
 _OPTIONAL = ("transformers", "plotly", "matplotlib")  # for plans of configs, pages and pictures
 
 
@@ -81,8 +81,7 @@ def _findings() -> Iterator[Finding]:
     )
     versions = [f"{name} {_version_of(name)}" for name in _OPTIONAL]
     yield Finding("optional", ", ".join(versions))
-    yield try_step("two ranks, eager", _eager)
-    yield try_step("two ranks, compiled", _compiled)
+    yield from try_steps({"two ranks, eager": _eager, "two ranks, compiled": _compiled})
 
 
 def _version_of(name: str) -> str:
@@ -100,24 +99,35 @@ def _compiled(model: nn.Module) -> Callable:
     return torch.compile(model, backend="zero3")
 
 
-def try_step(what: str, compile_with: Callable) -> Finding:
-    """Returns whether two ranks take a correct step of ``compile_with(model)``."""
+def try_steps(ways: Mapping[str, Callable]) -> Iterator[Finding]:
+    """Yields whether two ranks take a correct step of ``way(model)``, for each way until one fails.
+
+    Args:
+        ways: the ways, by what a finding calls them.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        context = mp.spawn(_step, args=(2, folder, compile_with), nprocs=2, join=False)
+        context = mp.spawn(_steps, args=(2, folder, ways), nprocs=2, join=False)
         deadline = time.monotonic() + _TIMEOUT.total_seconds()
+        problem = "ended without a step", ""
         try:
             while not context.join(timeout=1):
                 if time.monotonic() > deadline:
-                    return Finding(what, f"no step in {_TIMEOUT.total_seconds():g} s", _SLOW)
+                    problem = f"no step in {_TIMEOUT.total_seconds():g} s", _SLOW
+                    break
         except Exception as error:
             print(error, file=sys.stderr)
             causes = re.findall(r"^[\w.]*(?:Error|Exception)\b.*", str(error), re.MULTILINE)
-            return Finding(what, "failed", causes[-1] if causes else str(error))
+            problem = "failed", causes[-1] if causes else str(error)
         finally:
             for process in context.processes:
                 process.kill()
                 process.join()
-        return Finding(what, Path(folder, "transport").read_text())
+        for what in ways:
+            found = Path(folder, what)
+            if not found.exists():
+                yield Finding(what, *problem)
+                break
+            yield Finding(what, found.read_text())
 
 
 _SLOW = (
@@ -126,8 +136,8 @@ _SLOW = (
 )
 
 
-def _step(rank: int, world_size: int, folder: str, compile_with: Callable) -> None:
-    """Takes a step of a small model and compares its gradients with those of one process."""
+def _steps(rank: int, world_size: int, folder: str, ways: Mapping[str, Callable]) -> None:
+    """Takes a step in each way, and writes a file about each that was right."""
     torch.set_num_threads(1)
     # An empty cache: code that was compiled earlier does not test this machine.
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/compiled"
@@ -139,20 +149,31 @@ def _step(rank: int, world_size: int, folder: str, compile_with: Callable) -> No
         timeout=_TIMEOUT,
     )
     try:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
-        reference = copy.deepcopy(model)
-        batch = torch.randn(2 * world_size, 16)
-        deepcompile_zero3.fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
-        compile_with(model)(batch.chunk(world_size)[rank]).square().mean().backward()
-        reference(batch).square().mean().backward()
-        for sharded, whole in zip(model.parameters(), reference.parameters(), strict=True):
-            assert isinstance(sharded.grad, DTensor)
-            torch.testing.assert_close(sharded.grad.full_tensor(), whole.grad)
-        if rank == 0:
-            parameter = all_parameters_of(model, "doctor")[0]
-            shares = not parameter.handle.transport.can.sends_messages
+        for what, way in ways.items():
+            shares = _step(rank, world_size, way)
+            dist.barrier()  # it was right on all ranks
             transport = "in memory that they share" if shares else "by messages"
-            Path(folder, "transport").write_text(f"a step is right, {transport}")
+            if rank == 0:
+                Path(folder, what).write_text(f"a step is right, {transport}")
     finally:
         dist.destroy_process_group()
+
+
+def _step(rank: int, world_size: int, compile_with: Callable) -> bool:
+    """Compares gradients of a small model with those of one process.
+
+    Returns:
+        Whether the ranks share memory.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+    reference = copy.deepcopy(model)
+    batch = torch.randn(2 * world_size, 16)
+    deepcompile_zero3.fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+    compile_with(model)(batch.chunk(world_size)[rank]).square().mean().backward()
+    reference(batch).square().mean().backward()
+    for sharded, whole in zip(model.parameters(), reference.parameters(), strict=True):
+        assert isinstance(sharded.grad, DTensor)
+        torch.testing.assert_close(sharded.grad.full_tensor(), whole.grad)
+    parameter = all_parameters_of(model, "doctor")[0]
+    return not parameter.handle.transport.can.sends_messages
