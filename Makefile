@@ -142,7 +142,7 @@ $(VENV)/.torch-$(TORCH):
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.torch-$(TORCH) $(BUILD_SOURCES)
-	@echo "building the C++ runtime, about a minute, and installing what training needs"
+	@echo "building the C++ runtime, about two minutes, and installing what training needs"
 	@$(INSTALL) --verbose --no-build-isolation --editable ".[train]" $(BRIEFLY)
 	@touch $@
 

@@ -4,8 +4,12 @@ import hashlib
 import os
 from pathlib import Path
 
-import torch
 from setuptools import setup
+
+try:
+    import torch
+except ModuleNotFoundError:
+    raise SystemExit("the C++ runtime is built against torch: install torch first") from None
 from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
 
 ROOT = Path(__file__).parent

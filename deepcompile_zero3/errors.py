@@ -1,4 +1,4 @@
-"""The one exception type that this package defines."""
+"""The one exception type that this package defines, and a check that many arguments need."""
 
 
 class Zero3Error(RuntimeError):
@@ -6,3 +6,9 @@ class Zero3Error(RuntimeError):
 
     The message names the parameter or module, the values, and the remedy.
     """
+
+
+def check_bool(name: str, value: object) -> None:
+    """Raises ValueError unless ``value`` is a bool. The message begins with ``name``."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be a bool, got {value!r}")

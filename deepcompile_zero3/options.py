@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from deepcompile_zero3.errors import check_bool
+
 
 @dataclass(frozen=True)
 class Options:
@@ -37,12 +39,13 @@ class Options:
 
     def __post_init__(self) -> None:
         for name in ("inductor", "fp32_weight_grads"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"option '{name}' is a bool, got {getattr(self, name)!r}")
+            check_bool(f"option '{name}'", getattr(self, name))
         if not isinstance(self.regions, bool | None):
-            raise ValueError(f"option 'regions' is a bool or None, got {self.regions!r}")
+            raise ValueError(f"option 'regions' must be a bool or None, got {self.regions!r}")
         if not isinstance(self.inductor_config, Mapping):
-            raise ValueError(f"option 'inductor_config' is a dict, got {self.inductor_config!r}")
+            raise ValueError(
+                f"option 'inductor_config' must be a dict, got {self.inductor_config!r}"
+            )
         if self.inductor_config and not self.inductor:
             raise ValueError("option 'inductor_config' needs 'inductor': True")
         for name, least, what in (
@@ -52,7 +55,7 @@ class Options:
             value = getattr(self, name)
             finite = value != float("inf") or name == "keep_mb"
             if type(value) not in (int, float) or not (value >= least and finite):
-                raise ValueError(f"option '{name}' is {what}, got {value!r}")
+                raise ValueError(f"option '{name}' must be {what}, got {value!r}")
 
     @staticmethod
     def parse(options: Mapping[str, Any] | None) -> "Options":

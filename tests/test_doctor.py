@@ -68,7 +68,7 @@ def test_it_says_what_to_do_without_the_runtime(tmp_path):
         env={"PYTHONPATH": str(tmp_path), "PATH": "/usr/bin:/bin"},
     )
     assert ran.returncode != 0
-    assert "build it with: pip install --no-build-isolation" in ran.stderr
+    assert "build it there with: pip install --no-build-isolation" in ran.stderr
 
 
 def test_without_a_command_it_lists_them():

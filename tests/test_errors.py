@@ -63,7 +63,7 @@ def test_a_misspelt_option_is_refused_with_the_list_of_options(x):
     ],
 )
 def test_a_bad_value_of_an_option_is_refused_with_the_value(option, value):
-    with pytest.raises(ValueError, match=f"option '{option}' is .*, got ") as error:
+    with pytest.raises(ValueError, match=f"option '{option}' must be .*, got ") as error:
         Options.parse({option: value})
 
     assert repr(value) in str(error.value)
@@ -275,7 +275,7 @@ def test_data_parallel_dimensions_that_cannot_be_used_are_refused():
 def test_a_value_that_is_no_choice_for_reshard_after_forward_is_refused():
     with pytest.raises(ValueError, match=r"True, False, None or a divisor .*, 1; got 'never'"):
         fully_shard(nn.Linear(2, 2), reshard_after_forward="never")
-    with pytest.raises(ValueError, match="is a bool, got 'never'"):
+    with pytest.raises(ValueError, match="must be a bool, got 'never'"):
         fully_shard(nn.Linear(2, 2)).set_reshard_after_forward("never")
 
 
@@ -419,7 +419,7 @@ def write_in_forward(how):
 @pytest.mark.parametrize(
     ("policy", "error", "message"),
     [
-        (None, TypeError, "mp_policy is a .*MixedPrecisionPolicy, got None;"),
+        (None, TypeError, "mp_policy must be a .*MixedPrecisionPolicy, got None;"),
         (
             MixedPrecisionPolicy(param_dtype="bfloat16"),
             ValueError,

@@ -59,7 +59,7 @@ def test_gradients_are_divided_by_the_factor_of_their_group(run_ranks, how):
 @needs_a_job
 @pytest.mark.parametrize("factor", [0, -1.0, float("inf"), float("nan"), "2", True])
 def test_a_factor_that_nothing_can_be_divided_by_is_refused(factor):
-    with pytest.raises(ValueError, match=f"factor is .* got {factor!r}"):
+    with pytest.raises(ValueError, match=f"factor must be .* got {factor!r}"):
         fully_shard(nn.Linear(2, 2)).set_gradient_divide_factor(factor)
 
 

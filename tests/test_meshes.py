@@ -257,7 +257,8 @@ def test_each_module_of_a_group_casts_what_it_takes_and_gives(how):
 @needs_a_job
 def test_what_is_no_mesh_is_refused():
     with pytest.raises(
-        TypeError, match=r"mesh is a DeviceMesh, got .*ProcessGroup.*; .*DeviceMesh\.from_group"
+        TypeError,
+        match=r"mesh must be a DeviceMesh, got .*ProcessGroup.*DeviceMesh\.from_group",
     ):
         fully_shard(nn.Linear(2, 2), mesh=dist.group.WORLD)
 

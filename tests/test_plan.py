@@ -344,5 +344,5 @@ def test_wrong_numbers_are_refused():
         plan(_build("llama"), _call("llama"), world_size=8, machine="v100")
     with pytest.raises(ValueError, match="no 'bandwith'"):
         MACHINES["h100"].with_numbers(bandwith=1.0)
-    with pytest.raises(ValueError, match="'launch' of a machine is a positive number, got -1"):
+    with pytest.raises(ValueError, match="'launch' of a machine must be a positive number, got -1"):
         MACHINES["h100"].with_numbers(launch=-1)

@@ -31,7 +31,8 @@ try:
 except ImportError as error:
     raise ImportError(
         "the C++ runtime deepcompile_zero3._C is not built for this Python and torch "
-        f"({torch.__version__}); build it with: pip install --no-build-isolation -e ."
+        f"({torch.__version__}), in {__file__.rsplit('/', 2)[0]}; build it there with: pip install "
+        "--no-build-isolation -e . (or, if it is installed elsewhere, run outside of this folder)"
     ) from error
 
 _C.set_error(Zero3Error)

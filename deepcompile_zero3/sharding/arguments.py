@@ -180,8 +180,8 @@ def check_mesh(mesh: DeviceMesh) -> None:
 def _check_is_mesh(mesh: object) -> None:
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
-            f"mesh is a DeviceMesh, got {mesh!r}; init_device_mesh makes one, and "
-            "DeviceMesh.from_group of a process group"
+            f"mesh must be a DeviceMesh, got {mesh!r}: make one with init_device_mesh, or from a "
+            "process group with DeviceMesh.from_group"
         )
 
 
@@ -219,8 +219,8 @@ def check_policy(policy: MixedPrecisionPolicy) -> None:
     """Raises if ``policy`` is no policy, or has dtypes that gradients cannot have."""
     if not isinstance(policy, MixedPrecisionPolicy):
         raise TypeError(
-            f"mp_policy is a torch.distributed.fsdp.MixedPrecisionPolicy, got {policy!r}; without "
-            "the argument nothing is cast"
+            f"mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, got {policy!r}; to "
+            "compute in a dtype, pass MixedPrecisionPolicy(param_dtype=...)"
         )
     for name in ("param_dtype", "reduce_dtype", "output_dtype"):
         dtype = getattr(policy, name)
@@ -265,7 +265,7 @@ def check_module(module: nn.Module, ignored: set[nn.Parameter]) -> None:
         raise TypeError(f"fully_shard takes an nn.Module, got {type(module).__name__}")
     kind = type(module).__name__
     if isinstance(module, Zero3Module):
-        raise Zero3Error(f"fully_shard was called twice on the same {kind}")
+        raise Zero3Error(f"fully_shard was called twice on the same {kind}: remove one call")
     if getattr(module.forward, "__name__", "") == "_forward_unimplemented":
         raise Zero3Error(
             f"a {kind} has no forward, so nothing would say when its parameters are needed: call "

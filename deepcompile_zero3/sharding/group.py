@@ -319,7 +319,7 @@ def refuse_writes(fqns: list[str]) -> None:
     if fqns:
         raise Zero3Error(
             f"{', '.join(map(repr, fqns))} was modified in place where it was a gathered copy, "
-            "which is freed now: modify the parameter outside of forward, and resharded"
+            "which is freed now: modify the parameter outside of forward, while it is sharded"
         )
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
 from deepcompile_zero3 import torch_internals
-from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.errors import Zero3Error, check_bool
 from deepcompile_zero3.sharding.conversion import convert
 from deepcompile_zero3.sharding.defer import reduce_deferred
 from deepcompile_zero3.sharding.fsdp_methods import FSDP2Methods, refused
@@ -100,7 +100,11 @@ class Zero3Module(FSDP2Methods):
         Args:
             requires_gradient_sync: whether to reduce gradients.
             recurse: whether to include the sharded modules inside this one.
+
+        Raises:
+            ValueError: ``requires_gradient_sync`` is not a bool.
         """
+        check_bool("requires_gradient_sync", requires_gradient_sync)
         for parameter in self._zero3_parameters_below(recurse):
             parameter.settings.requires_gradient_sync = requires_gradient_sync
 
@@ -116,8 +120,7 @@ class Zero3Module(FSDP2Methods):
         Raises:
             ValueError: ``reshard_after_forward`` is not a bool.
         """
-        if not isinstance(reshard_after_forward, bool):
-            raise ValueError(f"reshard_after_forward is a bool, got {reshard_after_forward!r}")
+        check_bool("reshard_after_forward", reshard_after_forward)
         for parameter in self._zero3_parameters_below(recurse):
             parameter.set_reshard_after_forward(reshard_after_forward)
 
@@ -141,8 +144,7 @@ class Zero3Module(FSDP2Methods):
             Zero3Error: raised by the next forward if a parameter was changed in place while its
                 full tensor was held. Changes through ``.data`` are not noticed.
         """
-        if not isinstance(reshard_after_backward, bool):
-            raise ValueError(f"reshard_after_backward is a bool, got {reshard_after_backward!r}")
+        check_bool("reshard_after_backward", reshard_after_backward)
         for parameter in self._zero3_parameters_below(recurse):
             parameter.settings.reshard_after_backward = reshard_after_backward
             if reshard_after_backward and not parameter.placeholder.requires_grad:
@@ -159,10 +161,8 @@ class Zero3Module(FSDP2Methods):
         Raises:
             ValueError: ``factor`` is not a positive finite number.
         """
-        if isinstance(factor, bool) or not isinstance(factor, int | float):
-            raise ValueError(f"factor is a number, got {factor!r}")
-        if not 0 < factor < float("inf"):
-            raise ValueError(f"factor is positive and finite, got {factor!r}")
+        if type(factor) not in (int, float) or not 0 < factor < float("inf"):
+            raise ValueError(f"factor must be a positive finite number, got {factor!r}")
         for parameter in self._zero3_group.parameters:
             parameter.settings.divide_factor = factor
 

@@ -45,6 +45,7 @@ class Finding(NamedTuple):
 
 def main() -> int:
     """Prints the findings and returns the number of those that need a remedy."""
+    print("taking a step of two ranks, eager and compiled: half a minute", file=sys.stderr)
     table = Table(box=None, pad_edge=False, show_header=False)
     for style in ("bold", "", "red"):
         table.add_column(style=style, overflow="fold")

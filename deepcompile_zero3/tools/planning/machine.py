@@ -70,12 +70,12 @@ class Machine:
             numbers[f"{link}_bandwidth"] = getattr(self, link).bandwidth
         for name, value in numbers.items():
             if not value > 0:
-                raise ValueError(f"'{name}' of a machine is a positive number, got {value!r}")
+                raise ValueError(f"'{name}' of a machine must be a positive number, got {value!r}")
         if not 0 <= self.overlap <= 1:
-            raise ValueError(f"'overlap' of a machine is from 0 to 1, got {self.overlap!r}")
+            raise ValueError(f"'overlap' of a machine must be from 0 to 1, got {self.overlap!r}")
         if self.ranks_per_host < 1 or self.ranks_per_host != int(self.ranks_per_host):
             raise ValueError(
-                f"'ranks_per_host' of a machine is a number of ranks, got {self.ranks_per_host!r}"
+                f"'ranks_per_host' of a machine must be an integer, got {self.ranks_per_host!r}"
             )
 
     @property
