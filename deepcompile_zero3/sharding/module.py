@@ -161,7 +161,8 @@ class Zero3Module(FSDP2Methods):
         Raises:
             ValueError: ``factor`` is not a positive finite number.
         """
-        if type(factor) not in (int, float) or not 0 < factor < float("inf"):
+        is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
+        if not is_number or not 0 < factor < float("inf"):
             raise ValueError(f"factor must be a positive finite number, got {factor!r}")
         for parameter in self._zero3_group.parameters:
             parameter.settings.divide_factor = factor
