@@ -6,6 +6,7 @@ import itertools
 import os
 import platform
 import shutil
+import sys
 import time
 from pathlib import Path
 
@@ -33,6 +34,7 @@ def pytest_configure(config):
         os.environ["ZERO3_TRANSPORT"] = transport
         config.add_cleanup(lambda: os.environ.pop("ZERO3_TRANSPORT", None))
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+        assert "torch._inductor" not in sys.modules, "torch's compiler was imported too early"
         config.stash[_CACHE] = cache = _CompilerCache()
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache.folder)
         config.add_cleanup(lambda: os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None))
@@ -107,29 +109,51 @@ def pytest_itemcollected(item):
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects tests
-def pytest_collection_modifyitems(items):
-    """Marks variants of ``thin`` tests as ``long``. `make test` runs as many variants as cover each
+def pytest_collection_modifyitems(config, items):
+    """Omits most products with Inductor, and marks variants of ``thin`` tests as ``long``.
+
+    Rewritten graphs are run op by op with each combination of a test's other parameters, and
+    through Inductor, which sees communication as opaque operators, with as many as cover each
+    value, over whichever transport. `make test` runs as many variants of thin tests as cover each
     value of each parameter or, if there are three parameters or more, each pair of values.
     """
-    variants = {}
+    variants, through_inductor = {}, {}
     for item in items:
+        test = (item.path, item.originalname)
         if item.get_closest_marker("thin") and not item.get_closest_marker("long"):
-            variants.setdefault((item.path, item.originalname), []).append(item)
+            variants.setdefault(test, []).append((item, item.callspec.params))
+        values = item.callspec.params if hasattr(item, "callspec") else {}
+        if item.get_closest_marker("long") and values.get("how") == "zero3":
+            others = {k: v for k, v in values.items() if k not in ("how", "transport")}
+            through_inductor.setdefault(test, []).append((item, others))
     for several in variants.values():
-        choices = [
-            tuple((name, repr(value)) for name, value in item.callspec.params.items())
-            for item in several
-        ]
-        size = 2 if len(choices[0]) > 2 else 1
-        uncovered = {pair for choice in choices for pair in itertools.combinations(choice, size)}
-        while uncovered:
-            covers = [uncovered.intersection(itertools.combinations(c, size)) for c in choices]
-            best = max(range(len(several)), key=lambda i: len(covers[i]))
-            uncovered -= covers[best]
-            choices[best] = ()
-        for item, choice in zip(several, choices, strict=True):
-            if choice:
-                item.add_marker(pytest.mark.long)
+        for item in _more_than_cover(several, size=2 if len(several[0][1]) > 2 else 1):
+            item.add_marker(pytest.mark.long)
+    omitted = {item for some in through_inductor.values() for item in _more_than_cover(some, 1)}
+    config.hook.pytest_deselected(items=list(omitted))
+    items[:] = [item for item in items if item not in omitted]
+
+
+def _more_than_cover(variants, size):
+    """Returns the items that are not needed so that each ``size`` values occur together.
+
+    Args:
+        variants: pairs of an item and its parameters' values by name.
+    """
+    choices = [
+        {frozenset(some) for some in itertools.combinations(_named(values), size)} or {None}
+        for _, values in variants
+    ]
+    needed, uncovered = set(), set().union(*choices)
+    while uncovered:
+        best = max(range(len(choices)), key=lambda i: len(uncovered & choices[i]))
+        needed.add(best)
+        uncovered -= choices[best]
+    return [item for i, (item, _) in enumerate(variants) if i not in needed]
+
+
+def _named(values):
+    return [(name, repr(value)) for name, value in values.items()]
 
 
 def pytest_collection_finish():

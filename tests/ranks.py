@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.tensor import DTensor, _random, _redistribute
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 # Seconds that the other ranks may go on after one has failed: they are likely to wait for it.
 GRACE_SECONDS = 5.0
@@ -216,6 +215,9 @@ def _forget_meshes(caches):
 
     A mesh keeps its process groups, and each of gloo's has a thread that wakes 100 times a second.
     """
+    # Imports torch's compiler, before which conftest.py sets the folder of its cache.
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
     _clear_sharding_prop_cache()
     for cache in caches:
         cache.cache_clear()

@@ -19,6 +19,7 @@ from transformer_models import Task
 from transformers import PretrainedConfig
 
 from deepcompile_zero3 import capture_graphs, fully_shard
+from deepcompile_zero3.graph.calls import calls_by_region
 
 STEPS = 3
 VOCABULARY = 64
@@ -350,7 +351,7 @@ def _disable_dropout(config):
             setattr(config, name, 0.0)
 
 
-def _train(name, how):
+def _train(name, how, regions=None):
     """Returns the numbers of forward and backward graphs that each step compiles."""
     architecture = ARCHITECTURES.get(name, Architecture({}))
     task = _task_of(name)
@@ -363,7 +364,7 @@ def _train(name, how):
     for block in task.blocks:
         fully_shard(block)
     fully_shard(model)
-    run = compiled(model, how)
+    run = compiled(model, how, regions=regions)
     optimizers = optimizers_of(model, reference)
     graphs = []
     for step in range(STEPS):
@@ -375,6 +376,10 @@ def _train(name, how):
             loss = architecture.loss(run(**{key: mine(value) for key, value in batch.items()}))
             loss.backward()
         graphs.append((len(captured.forward), len(captured.backward)))
+        if regions and step == 0:
+            graphs_called = (calls_by_region(graph.graph_module) for graph in captured.forward)
+            calls = [len(each) for regions in graphs_called for each in regions.values()]
+            assert max(calls, default=0) > 1, "no two blocks are one region"
         expected = architecture.loss(reference(**batch))
         expected.backward()
         loss = loss.detach() / dist.get_world_size()
@@ -407,8 +412,8 @@ def _assert_same_gradients(model, reference, none_is_zero, tolerance=1e-5):
         assert difference <= tolerance, f"{fqn}: gradients differ by {difference:.1e}"
 
 
-def _train_compiled(run_ranks, name, how):
-    first, *later = run_ranks(2, _train, name, how, timeout=400)[0]
+def _train_compiled(run_ranks, name, how, regions=None):
+    first, *later = run_ranks(2, _train, name, how, regions, timeout=400)[0]
     assert min(first) > 0, "nothing was compiled"
     assert later == [(0, 0)] * (STEPS - 1), "a later step compiled again"
 
@@ -425,6 +430,19 @@ THROUGH_INDUCTOR = [
     "CLIPModel",
     "Qwen3NextForCausalLM",
 ]
+IN_REGIONS = [  # equal blocks are compiled once
+    "GPTNeoXForCausalLM",
+    "BloomForCausalLM",
+    "CohereForCausalLM",
+    "MambaForCausalLM",
+    "BertForMaskedLM",
+    "BartForConditionalGeneration",
+    "Dinov2ForImageClassification",
+    "HubertForCTC",
+    "WhisperForConditionalGeneration",
+    "SiglipModel",
+    "ViltModel",
+]
 # torch's own backend "aot_eager" fails without sharding, too: softplus_backward's strides are not
 # those that its fake has.
 NOT_OP_BY_OP = {"Qwen3NextForCausalLM"}
@@ -440,6 +458,12 @@ def test_an_architecture_trains_in_eager_code(run_ranks, name):
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in NOT_OP_BY_OP])
 def test_an_architecture_trains_through_rewritten_graphs(run_ranks, name):
     _train_compiled(run_ranks, name, "interpreted")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", IN_REGIONS)
+def test_an_architecture_trains_in_regions(run_ranks, name):
+    _train_compiled(run_ranks, name, "interpreted", regions=True)
 
 
 @pytest.mark.long
