@@ -107,7 +107,7 @@ class CompiledGraph:
 
     @property
     def number_of_parameters(self) -> int:
-        """How many sharded parameters the graph reads."""
+        """Number of sharded parameters that the graph reads."""
         return len(self._positions)
 
     def __call__(self, *args: Any) -> Any:
@@ -253,11 +253,7 @@ def rewriting_of(
 
 
 def _keep_bytes(parameters: Collection[ShardedParameter], options: Options) -> float:
-    """Returns how many bytes of the ``keep_mb`` of its models a graph may use.
-
-    The graph gets the fraction that its parameters are of the bytes of all parameters of the
-    models.
-    """
+    """Returns a graph's share of ``keep_mb``: its parameters' share of the models' bytes."""
     models = {parameter.model for parameter in parameters} - {None}
     whole = sum(model.nbytes for model in models if model is not None)
     mine = sum(parameter.nbytes for parameter in parameters)
@@ -305,8 +301,8 @@ def _stored(
 ) -> Iterator[None]:
     """Lets Inductor store the compiled graph in the context, and load a stored one.
 
-    A graph that is loaded is not rewritten: nothing is stored or loaded for whoever wants to see
-    the rewritten graphs.
+    If rewritten graphs are captured or logged, nothing is stored or loaded: a graph that is loaded
+    is not rewritten.
     """
     is_shown = is_capturing() or logs_are_requested() or compile_graph is not compile_with_inductor
     key = None

@@ -1,4 +1,4 @@
-"""The three operators, called directly."""
+"""The seven operators, called directly."""
 
 import sys
 

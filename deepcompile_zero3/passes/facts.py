@@ -19,12 +19,13 @@ class ParameterFacts:
         group: number of its process group. Only neighbours of one group are gathered together.
         nbytes: size in bytes of the full tensor in the compute dtype.
         gathers_views: whether the gathered tensor is memory that nobody may write to.
-        publishes: whether a backward finds what its forward gathered, and moves nothing.
+        publishes: whether a backward reads its forward's publication, and moves bytes only if that
+            is stale or overwritten.
         sends_any_dtype: whether its gradient is sent in its own dtype, if the wire dtype can hold
             it.
         dim: number of its dimensions.
-        uses: positions of its uses in the model's forward as written, before any transformation of
-            a graph, which may depend on the batch.
+        uses: positions of its uses in the model's forward as written, before any transformation: a
+            transformed graph may depend on the batch.
         only_embeds: whether all uses look up rows.
         is_spared: whether backward does without it (see ``spare``).
         reshard_after_forward: False keeps what forward gathered until backward has used it. None

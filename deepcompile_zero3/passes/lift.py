@@ -97,7 +97,7 @@ def _reads(gm: fx.GraphModule, placeholder: fx.Node) -> Iterator[fx.Node]:
                 for body in bodies_of(gm, user):
                     for read in inputs_of(body, user, placeholder):
                         yield from _reads(body, read)
-            case torch._ops.HigherOrderOperator():
+            case torch_internals.HigherOrderOperator():
                 continue  # autograd sees only what it returns
             case _:
                 yield user

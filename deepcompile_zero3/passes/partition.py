@@ -22,11 +22,11 @@ from typing import Any, cast
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy
 
 from deepcompile_zero3.graph.metadata import PARAMETER
 from deepcompile_zero3.passes.facts import ParameterFacts
+from deepcompile_zero3.torch_internals import OpOverload, tree_flatten, tree_unflatten
 
 # A result this many times smaller than its inputs is a reduction, and cheap to save.
 _REDUCTION = 4
@@ -85,7 +85,7 @@ def recompute_functions_of_parameters(
         if node.op in ("placeholder", "output") or node in gradients:
             continue
         inputs = set(node.all_input_nodes)
-        is_plain = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
+        is_plain = isinstance(node.target, OpOverload) or node.target is operator.getitem
         settled = all(n in alone or n in neutral or _is_size(n) for n in inputs)
         settled &= node.target is not torch.ops.aten.embedding.default  # even at constant positions
         is_function = is_plain and settled and not _is_random(node)

@@ -70,7 +70,7 @@ class Rewriting:
 
     @property
     def settings(self) -> tuple:
-        """What decides, with a graph, about what it is rewritten to."""
+        """Inputs of the passes besides the graph."""
         return self.inputs, self._bucket_bytes, self._keep_bytes, self._fp32_weight_grads
 
     def __call__(self, graph_module: fx.GraphModule, is_backward: bool) -> None:
@@ -167,7 +167,7 @@ class Partitioner(compiler.CustomPartitionerFn):  # type: ignore[misc]
         return partition(gm, joint_inputs, **kwargs)
 
     def uuid(self) -> Any:
-        """Returns what decides, with a graph, about what this library makes of it.
+        """Returns a key of everything besides the graph that shapes the result.
 
         Inductor and AOTAutograd make it a part of the keys of their caches.
         """

@@ -15,13 +15,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 from torch.fx.node import map_aggregate
-from torch.utils._pytree import tree_leaves
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.graph.calls import arguments_of, calls_by_region, region_named
 from deepcompile_zero3.passes.blocks import IsBlock, blocks_around
 from deepcompile_zero3.passes.facts import ParameterFacts
-from deepcompile_zero3.torch_internals import compiler, is_transformed
+from deepcompile_zero3.torch_internals import compiler, is_transformed, tree_leaves
 
 # Facts of the parameters among a region's inputs, by position.
 RegionFacts: TypeAlias = Mapping[int, ParameterFacts]
@@ -198,9 +197,9 @@ def _writes(node: fx.Node) -> bool:
     target: Any = node.target
     if node.op not in _CALLS:
         return False
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, torch_internals.OpOverload):
         return target._schema.is_mutable
-    if isinstance(target, torch._ops.OpOverloadPacket):
+    if isinstance(target, torch_internals.OpOverloadPacket):
         return any(getattr(target, name)._schema.is_mutable for name in target.overloads())
     if target in _IN_PLACE:
         return True
@@ -243,7 +242,7 @@ def _differentiated(gm: fx.GraphModule) -> set[fx.Node]:
 
 def _differentiated_inputs(gm: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
     first: Any = node.args[0] if node.args else None
-    if not isinstance(node.target, torch._ops.HigherOrderOperator) or first.op != "get_attr":
+    if not isinstance(node.target, torch_internals.HigherOrderOperator) or first.op != "get_attr":
         return node.all_input_nodes
     body = getattr(gm, first.target)
     inside = _differentiated(body)

@@ -1,4 +1,4 @@
-"""What regions return to the graph around their calls, once a joint graph is partitioned."""
+"""Changes which tensors regions return, once a joint graph is partitioned."""
 
 import operator
 from collections.abc import Iterable, Mapping
@@ -84,11 +84,11 @@ def move_products_out(gm: fx.GraphModule, gradients: Iterable[int]) -> None:
 
 @dataclass(frozen=True)
 class _Replay:
-    """How to compute a node of a region outside of it.
+    """Recipe to compute a node of a region outside of it.
 
     Attributes:
         bases: inputs of the region, or nodes that own their memory.
-        nodes: what to compute from them, in order; the last is the node in question.
+        nodes: nodes to compute from them, in order; the last is the node in question.
     """
 
     bases: tuple[fx.Node, ...]

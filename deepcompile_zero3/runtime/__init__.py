@@ -1,21 +1,23 @@
 """Python interface of the C++ runtime: fake kernels of its ops, and the log of collectives.
 
-==================================================  ==============================================
-``zero3::unshard(placeholder, contract)``           returns the full tensor that a module reads
-``zero3::all_gather_start(placeholders)``           starts a gather, returns a handle
-``zero3::all_gather_wait(handle, placeholders)``    returns full tensors and a token
-``zero3::all_gather_views(handle, placeholders)``   likewise, as views that no graph owns
-``zero3::reduce_grad(grad, placeholder, after)``    takes a full gradient, returns a token
-``zero3::reduce_mm(factors, placeholder, after)``   takes a gradient as the factors of a product
-``zero3::reduce_rows(rows, placeholder, after)``    takes a gradient as indices and values
-==================================================  ==============================================
+========================================================  ========================================
+``zero3::unshard(placeholder, contract)``                 returns the full tensor
+``zero3::all_gather_start(placeholders, after)``          starts a gather, returns a handle
+``zero3::all_gather_wait(handle, placeholders, after)``   returns full tensors and a token
+``zero3::all_gather_views(handle, placeholders, after)``  likewise, as views that no graph owns
+``zero3::reduce_grad(grad, placeholder, after, ...)``     takes a full gradient, returns a token
+``zero3::reduce_mm(factors, placeholder, after, ...)``    takes a gradient as factors of a product
+``zero3::reduce_rows(rows, placeholder, after, ...)``     takes a gradient as indices and values
+========================================================  ========================================
 
 Rewritten graphs contain gathers and reductions in place of ``unshard``. The gradient of
 ``reduce_rows`` is zeros to which the values are added at the indices.
 
 A *placeholder* has the full shape, compute dtype and strides of a parameter, and zero bytes of
-storage. The runtime finds the parameter by the address of that storage.
-A *token* is an empty tensor that orders collectives: each takes the token of the one before it.
+storage. The runtime finds the parameter by the address of that storage. A *token* is an empty
+tensor. An op that starts or waits for a collective takes the handle or token of the one before it
+as ``after``, so that no scheduler swaps two. Reductions also take ``use`` and ``contract``:
+*contract* is the leaf's dtype as text; *use* tells equal gradients of two uses apart.
 """
 
 import contextlib

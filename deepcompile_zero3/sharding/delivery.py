@@ -87,7 +87,7 @@ def _nonfinite_gradients(reduced: Sequence[tuple[ShardedParameter, torch.Tensor]
     for groups, members in _by_mesh(found).items():
         lines = [each for parameter in members for each in found[parameter]]
         told = _all_gather_lines("detect_nonfinite", told + lines, groups)
-    # A sum of such gradients is not finite either: the cause comes first.
+    # A reduced gradient is not finite because one that arrived was not: causes come first.
     first = sorted(told, key=lambda each: _REDUCED in each)
     return f"gradients are not finite. {_shortened(first)}" if told else ""
 
@@ -201,7 +201,7 @@ def _all_gather_lines(what: str, lines: Sequence[str], groups: _Groups) -> list[
 
     The result for a small mesh among the lines for a larger one reaches all ranks of that.
     """
-    for group in groups:  # replicas get what all ranks of a shard group have
+    for group in groups:  # first the shards' group, then the replicas': these get complete lines
         of_ranks = all_gather_json(what, lines, group)
         lines = list(dict.fromkeys(each for theirs in of_ranks for each in theirs))
     return list(lines)

@@ -1,4 +1,4 @@
-"""``fully_shard``: the function that users call, its checks, and the names of parameters."""
+"""``fully_shard``: builds, connects, installs and names the sharded parameters of a module."""
 
 import functools
 import itertools
@@ -105,8 +105,8 @@ def fully_shard(
         dp_mesh_dims: a ``DataParallelMeshDims`` of torch. It names the dimensions of ``mesh`` to
             shard over and those of replicas. Parameters are DTensors on all of ``mesh`` then, and
             are read as such: ``Replicate()`` on the named dimensions. ``mesh`` may have more.
-        transport: how ranks gather and reduce. ``"shared_memory"``: through memory that ranks
-            share, which must all be on one host and compute on its CPU. ``"c10d"``: by messages of
+        transport: the means of gathers and reductions. ``"shared_memory"``: memory that ranks
+            share, which must all be on one host and compute on its CPU. ``"c10d"``: messages of
             the process group. ``"auto"``: shared memory where possible, unless the environment
             variable ``ZERO3_TRANSPORT`` names another transport. See ``docs/one_host.md``.
 

@@ -14,7 +14,6 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils._pytree import tree_map
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
@@ -332,7 +331,7 @@ def _cast_floats(tree: Any, dtype: torch.dtype) -> Any:
             return dataclasses.replace(leaf, **_cast_floats(values, dtype))
         return leaf
 
-    return tree_map(cast, tree)
+    return torch_internals.tree_map(cast, tree)
 
 
 def _alive(groups: list["weakref.ref[ParameterGroup]"]) -> list[ParameterGroup]:

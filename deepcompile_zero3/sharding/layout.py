@@ -1,4 +1,4 @@
-"""What each rank has of a parameter: placements of DTensors, and the rows that the runtime knows.
+"""Layout of a parameter over the ranks: DTensor placements, and the runtime's rows.
 
 ::
 
@@ -126,14 +126,14 @@ class Inner(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """How one parameter lies on the ranks.
+    """Layout of one parameter over the ranks.
 
     Attributes:
         ranks: the ranks that it is sharded over.
         dim: the dimension that is sharded, or None if all ranks have the whole parameter.
         mesh: mesh of the sharded DTensor.
         placements: placements of the sharded DTensor.
-        inner: what each of ``ranks`` reads, if that is a DTensor itself.
+        inner: the DTensor that each of ``ranks`` reads, or None if that is a plain tensor.
         sizes: shape of the local tensor, if ``dim`` is None.
     """
 
@@ -217,7 +217,7 @@ class Layout:
         parameter that is read as a DTensor has one.
 
         Args:
-            registered: what the module registers, which is no DTensor.
+            registered: the object that the module registers, which is no DTensor.
             local: the local tensor of the shard.
         """
         return (

@@ -1,11 +1,4 @@
-"""The class swap: how ``layer.weight`` becomes something that a compiler can rewrite.
-
-A module whose parameters are sharded gets a subclass of its class (``Linear`` -> ``Zero3Linear``,
-or ``FSDPLinear`` if ``fully_shard`` was called on it) with a property for each parameter. In a
-trace the property is one op, ``zero3.unshard``. In eager code it asks the parameter's group.
-``module._parameters`` keeps the DTensors, so that ``parameters()``, ``state_dict()`` and optimizers
-see nothing else.
-"""
+"""``Zero3Module``: the methods that ``fully_shard`` adds to the module it is called on."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -45,7 +38,7 @@ class Zero3Module(FSDP2Methods):
         if torch.compiler.is_compiling():
             if not self._zero3_may_skip_call or torch_internals.has_hooks_of_others(self):
                 return super().__call__(*args, **kwargs)  # type: ignore[misc]
-            # What the group's hooks would do, without them: Dynamo takes long to trace hooks.
+            # Casts as the group's hooks would, without them: Dynamo takes long to trace hooks.
             args, kwargs = self._zero3_group.cast_inputs(args, kwargs)
             output = self.forward(*args, **kwargs)  # type: ignore[attr-defined]
             return self._zero3_group.cast_output(output)

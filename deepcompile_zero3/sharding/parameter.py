@@ -85,7 +85,10 @@ class ShardedParameter:
         self._settle_grad_dtype(parameter.grad_dtype)
 
     def _build(self, full: torch.Tensor, requires_grad: bool) -> None:
-        """Creates the placeholder and the runtime's parameter, gathered as ``full`` is."""
+        """Creates the placeholder and the runtime's parameter.
+
+        Both have the shape, strides and dtype of ``full``.
+        """
         ranks = self.layout.ranks
         self.compute_dtype = full.dtype
         self.placeholder = nn.Parameter(

@@ -1,4 +1,10 @@
-"""The classes of sharded modules: each has a property for each of its parameters."""
+"""The class swap: a property for each parameter, which a compiler traces as one op.
+
+A module whose parameters are sharded gets a subclass of its class: ``Linear`` -> ``Zero3Linear``,
+or ``FSDPLinear`` if ``fully_shard`` was called on it. In a trace the property is one op,
+``zero3.unshard``. In eager code it asks the parameter's group. ``module._parameters`` keeps the
+DTensors, so that ``parameters()``, ``state_dict()`` and optimizers see nothing else.
+"""
 
 import contextlib
 import functools

@@ -40,7 +40,7 @@ _rings: weakref.WeakKeyDictionary[dist.ProcessGroup, _C.Copies] = weakref.WeakKe
 
 
 class SharedMemory(NamedTuple):
-    """What one parameter has in shared memory: the progress of each rank, and its copy."""
+    """Shared memory of one parameter: the progress of each rank, and its copy."""
 
     one_host: _C.OneHost
     progress: torch.Tensor
@@ -49,7 +49,7 @@ class SharedMemory(NamedTuple):
 
 
 class _Offer(NamedTuple):
-    """What a rank tells the others: where it runs, and which memory they can map."""
+    """A rank's message to the others: where it runs, and which memory they can map."""
 
     transport: Transport
     host: str
