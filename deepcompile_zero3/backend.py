@@ -32,9 +32,13 @@ from deepcompile_zero3.passes.pipeline import Partitioner, Rewriting, source_key
 from deepcompile_zero3.passes.regions import RegionFacts, outline_regions
 from deepcompile_zero3.passes.spare import find_spared
 from deepcompile_zero3.runtime import _C
-from deepcompile_zero3.sharding.group import group_of, refuse_writes
+from deepcompile_zero3.sharding.group import compiled_forward
 from deepcompile_zero3.sharding.module import Zero3Module
-from deepcompile_zero3.sharding.parameter import ShardedParameter, find, own_models
+from deepcompile_zero3.sharding.parameter import (
+    ShardedParameter,
+    keep_models_alive,
+    parameter_of,
+)
 from deepcompile_zero3.torch_internals import compiler
 
 # Compiles a partitioned graph. Takes a Rewriting, then the arguments of compile_fx_inner.
@@ -121,37 +125,23 @@ class CompiledGraph:
         # bring one parameter two gradients.
         as_traced = len(set(parameters)) == len(parameters)
         for parameter in parameters:
-            as_traced &= parameter.settle()
-        if _C.running_backward() != -1:  # recomputes a forward; which one is unknown
-            _C.invalidate([parameter.handle for parameter in parameters])
-        groups = dict.fromkeys(map(group_of, parameters))  # in one order
-        if any(group.in_forward for group in groups):  # in eager, which frees what is held
-            return self._forward(args, parameters, as_traced, first=False)
-        unsharded = [group for group in groups if group.is_unsharded]
-        for group in unsharded:
-            group.wait_for_gather()
-        try:
-            return self._forward(args, parameters, as_traced, first=True)
-        finally:
-            for parameter in parameters:
-                if not parameter.handle.stays_after_forward():
-                    parameter.handle.reshard_kept()
-            refuse_writes([fqn for group in unsharded for fqn in group.release_after_forward()])
+            as_traced &= parameter.prepare_forward()
+        with compiled_forward(parameters) as is_whole:
+            return self._forward(args, parameters, as_traced, is_whole)
 
     def _forward(
-        self, args: tuple, parameters: list[ShardedParameter], as_traced: bool, first: bool
+        self, args: tuple, parameters: list[ShardedParameter], as_traced: bool, is_whole: bool
     ) -> Any:
         if not as_traced:
             # requires_grad or grad_dtype changed after the guards of this call were checked. What
             # the guards read is updated now, so the next call recompiles. This call runs in eager.
             outputs = self._eager(*args)
             for node in _nodes_of(outputs):
-                own_models(node, parameters)
+                keep_models_alive(node, parameters)
             return outputs
         if not torch.is_grad_enabled():
             return self._run(*args)
-        # If no eager forward is running, this graph is the whole forward.
-        _C.add_uses([p.handle for p in parameters if p.placeholder.requires_grad], first)
+        _C.add_uses([p.handle for p in parameters if p.placeholder.requires_grad], is_whole)
         outputs = self._run(*args)
         publications = _C.Publications([parameter.handle for parameter in parameters])
 
@@ -159,19 +149,19 @@ class CompiledGraph:
             publications.invalidate_if_republished()
 
         for node in _nodes_of(outputs):
-            own_models(node, parameters)
+            keep_models_alive(node, parameters)
             node.register_prehook(expect)
         return outputs
 
 
-def _nodes_of(outputs: Iterable[Any]) -> set[Any]:
+def _nodes_of(outputs: Iterable[Any]) -> set[torch.autograd.graph.Node]:
     """Returns the autograd nodes that produce ``outputs``."""
-    tensors = (output for output in outputs if isinstance(output, torch.Tensor))
-    return {tensor.grad_fn for tensor in tensors} - {None}
+    nodes = (output.grad_fn for output in outputs if isinstance(output, torch.Tensor))
+    return {node for node in nodes if node is not None}
 
 
 def _alive(placeholder: torch.Tensor) -> ShardedParameter:
-    parameter = find(placeholder)
+    parameter = parameter_of(placeholder)
     if parameter is None:
         raise Zero3Error(
             "a compiled graph got no placeholder of a live sharded parameter, but a "
@@ -185,7 +175,7 @@ def _sharded_inputs(example_inputs: Sequence[Any]) -> dict[int, ShardedParameter
     """Returns the graph inputs that are placeholders, keyed by position."""
     result = {}
     for position, value in enumerate(example_inputs):
-        parameter = find(value)
+        parameter = parameter_of(value)
         if parameter is not None:
             result[position] = parameter
     return result
@@ -201,7 +191,7 @@ def _facts(
     return {
         position: ParameterFacts(
             fqn=parameter.fqn,
-            group=groups.setdefault(parameter.group_name, len(groups)),
+            group=groups.setdefault(parameter.shard_group_name, len(groups)),
             gathers_views=parameter.handle.transport.can.gathers_views,
             publishes=parameter.handle.transport.can.publishes,
             sends_any_dtype=parameter.handle.transport.can.sends_any_dtype,
@@ -214,9 +204,9 @@ def _facts(
             is_trained=parameter.placeholder.requires_grad,
             grad_dtype=parameter.settings.grad_dtype,
             reduce_dtype=parameter.settings.reduce_dtype,
-            declares_grad_dtype=(
-                parameter.declares_grad_dtype and parameter.placeholder.requires_grad
-            ),
+            # By itself, a compiler casts a gradient to the dtype of what it differentiates.
+            declares_grad_dtype=parameter.placeholder.requires_grad
+            and parameter.settings.grad_dtype != parameter.compute_dtype,
             is_read_as_gathered=parameter.is_read_as_gathered,
         )
         for position, parameter in parameters.items()

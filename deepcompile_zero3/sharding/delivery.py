@@ -10,8 +10,9 @@ import torch.distributed as dist
 from deepcompile_zero3 import grad_dtype, torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.runtime import _C
+from deepcompile_zero3.sharding.all_gather import publish_again_if_recomputing
 from deepcompile_zero3.sharding.group import ParameterGroup, group_of
-from deepcompile_zero3.sharding.parameter import ShardedParameter, find
+from deepcompile_zero3.sharding.parameter import ShardedParameter, parameter_of
 from deepcompile_zero3.transport.json_collectives import all_gather_json
 
 _COMPARISON = "comparison of replicas"
@@ -26,7 +27,8 @@ _Groups = tuple[dist.ProcessGroup, ...]
 def _deliver(gradients: Sequence[tuple[_C.Parameter, torch.Tensor]]) -> None:
     """Adds the reduced gradients of a backward to ``.grad``. The runtime calls this at its end."""
     # A parameter that is missing was deleted during its own backward.
-    delivered = [(p, reduced) for handle, reduced in gradients if (p := find(handle.placeholder))]
+    arrived = [(parameter_of(handle.placeholder), reduced) for handle, reduced in gradients]
+    delivered = [(parameter, reduced) for parameter, reduced in arrived if parameter is not None]
     # Both are collective. Where meshes cross, one rank may find an error that another does not.
     errors = _nonfinite_gradients(delivered), _different_replicas(p for p, _ in delivered)
     if error := errors[0] or errors[1]:
@@ -50,8 +52,7 @@ def _run_all_reduce_hooks(reduced: Sequence[tuple[ShardedParameter, torch.Tensor
     hooked = [
         (parameter.position, group, shard)
         for parameter, shard in reduced
-        if parameter.group is not None
-        and (group := parameter.group()) is not None
+        if isinstance(group := parameter.group and parameter.group(), ParameterGroup)
         and group.all_reduce_hook is not None
     ]
     by_hook: dict[tuple[ParameterGroup, torch.dtype], list[torch.Tensor]] = {}
@@ -218,14 +219,13 @@ def _refresh(placeholder: torch.Tensor) -> None:
 
     The runtime calls it.
     """
-    parameter = find(placeholder)
+    parameter = parameter_of(placeholder)
     if parameter is None:
         return
-    if _C.running_backward() != -1:  # recomputes a forward; which one is unknown
+    if publish_again_if_recomputing([parameter]):
         parameter.refresh()
-        _C.invalidate([parameter.handle])
         return
-    changed = [p.fqn for p in group_of(parameter).parameters if not p.settle()]
+    changed = [p.fqn for p in group_of(parameter).parameters if not p.prepare_forward()]
     if changed:
         raise Zero3Error(
             f"requires_grad or grad_dtype of {', '.join(map(repr, changed))} changed since this "

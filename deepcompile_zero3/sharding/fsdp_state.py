@@ -38,11 +38,11 @@ class FsdpState:
         until the next forward; a forward that has begun may not.
         """
         self._group.unshard(async_op=False)
-        return self._group.cast_inputs(args, kwargs)
+        return self._group.casts.inputs(args, kwargs)
 
     def _post_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
         self._group.reshard()
-        return self._group.cast_output(output)
+        return self._group.casts.output(output)
 
     @property
     def _state_ctx(self) -> "FsdpState":

@@ -30,8 +30,9 @@ from deepcompile_zero3.sharding.arguments import (
     resolve_reshard,
     unsharded_modules,
 )
+from deepcompile_zero3.sharding.casts import ForwardCasts
 from deepcompile_zero3.sharding.fsdp_state import FsdpState
-from deepcompile_zero3.sharding.group import Connect, ParameterGroup
+from deepcompile_zero3.sharding.group import ParameterGroup
 from deepcompile_zero3.sharding.layout import DataParallel, Layout
 from deepcompile_zero3.sharding.model import ShardedModel
 from deepcompile_zero3.sharding.module import Zero3Module
@@ -39,7 +40,7 @@ from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.sharding.registered import parameters_of
 from deepcompile_zero3.sharding.swap import original_class, swap_class
 from deepcompile_zero3.transport.choice import Transport, resolve
-from deepcompile_zero3.transport.connection import Connection, connect
+from deepcompile_zero3.transport.connection import Connect, Connection, connect
 from deepcompile_zero3.transport.json_collectives import all_gather_json, check_all_alike
 
 # Attribute of a parameter that was sharded, for modules that are tied to it and come later.
@@ -221,7 +222,7 @@ def fully_shard(
                 swap_class(submodule)
 
     owned = list(built.values())
-    group = ParameterGroup(owned, mp_policy, connect_over, len(modules))
+    group = ParameterGroup(owned, ForwardCasts(mp_policy), connect_over, len(modules))
     for each in modules:
         swap_class(each, group)
         each.register_load_state_dict_post_hook(conversion.after_load)

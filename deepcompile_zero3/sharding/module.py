@@ -39,16 +39,16 @@ class Zero3Module(FSDP2Methods):
             if not self._zero3_may_skip_call or torch_internals.has_hooks_of_others(self):
                 return super().__call__(*args, **kwargs)  # type: ignore[misc]
             # Casts as the group's hooks would, without them: Dynamo takes long to trace hooks.
-            args, kwargs = self._zero3_group.cast_inputs(args, kwargs)
+            args, kwargs = self._zero3_group.casts.inputs(args, kwargs)
             output = self.forward(*args, **kwargs)  # type: ignore[attr-defined]
-            return self._zero3_group.cast_output(output)
+            return self._zero3_group.casts.output(output)
         depth = self._zero3_group.depth
         try:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         except Exception:
             raise
         except BaseException:
-            self._zero3_group.interrupted(depth)
+            self._zero3_group.abort_forward(depth)
             raise
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
@@ -284,7 +284,7 @@ class Zero3Module(FSDP2Methods):
                 parameter.handle.take_dropped()  # finalize_backward need not tell of it
         for module in self.modules():  # type: ignore[attr-defined]
             if isinstance(module, Zero3Module):
-                module._zero3_group.give_up()
+                module._zero3_group.abort_forward()
 
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None

@@ -1,7 +1,8 @@
 """Chooses how a parameter's shards and gradients reach the other ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -42,6 +43,10 @@ class Connection:
             self.shared.copies,
             self.shared.takes_turns,
         )
+
+
+# ``connect`` with all arguments but the first two.
+Connect: TypeAlias = Callable[[Sequence[torch.Tensor], Sequence[str]], list[Connection]]
 
 
 def connect(
