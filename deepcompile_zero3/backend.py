@@ -191,7 +191,7 @@ def _facts(
     return {
         position: ParameterFacts(
             fqn=parameter.fqn,
-            group=groups.setdefault(parameter.shard_group_name, len(groups)),
+            process_group=groups.setdefault(parameter.shard_group_name, len(groups)),
             gathers_views=parameter.handle.transport.can.gathers_views,
             publishes=parameter.handle.transport.can.publishes,
             sends_any_dtype=parameter.handle.transport.can.sends_any_dtype,

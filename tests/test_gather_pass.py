@@ -56,7 +56,7 @@ def test_neighbours_of_one_group_share_a_gather_before_the_first_use():
 @pytest.mark.smoke
 def test_a_gather_ends_where_the_group_does():
     gm = partitioned_graph(three_layers, *square(4))
-    parameters = of_layers(gm, w2={"group": 1}, w3={"group": 1})
+    parameters = of_layers(gm, w2={"process_group": 1}, w3={"process_group": 1})
 
     insert_gathers(gm, parameters, NO_LIMIT)
 
@@ -208,7 +208,7 @@ def test_backward_gathers_in_its_own_order():
 
     gm = partitioned_graph(backward, *square(5))
 
-    insert_gathers(gm, dict(reversed(of_layers(gm, w2={"group": 1}).items())), NO_LIMIT)
+    insert_gathers(gm, dict(reversed(of_layers(gm, w2={"process_group": 1}).items())), NO_LIMIT)
 
     assert_text(
         gm,
@@ -264,7 +264,7 @@ def test_an_unshard_that_was_not_lifted_uses_the_gather_too():
 
 def test_gathers_keep_the_order_they_are_given_in_and_none_is_left_out():
     gm = partitioned_graph(lambda x, w1, w2, w3: torch.mm(torch.neg(x), w1) @ w2, *square(4))
-    groups = {name: {"group": number} for number, name in enumerate(("w1", "w2", "w3"))}
+    groups = {name: {"process_group": number} for number, name in enumerate(("w1", "w2", "w3"))}
     in_reverse = dict(reversed(of_layers(gm, **groups).items()))
 
     insert_gathers(gm, in_reverse, NO_LIMIT)
@@ -348,7 +348,7 @@ def models(draw):
     known = {
         node: facts(
             node.name,
-            group=draw(st.integers(0, 2)),
+            process_group=draw(st.integers(0, 2)),
             nbytes=draw(st.integers(1, 100)),
             reshard_after_forward=draw(st.sampled_from([True, False, None])),
         )
@@ -391,7 +391,7 @@ def test_whatever_the_order_of_uses_each_parameter_is_gathered_once_before_them(
     gathered = [fqn for bucket in buckets for fqn in bucket]
     assert gathered == list(by_fqn), "all of them, in their order"
     for bucket in buckets:
-        assert len({by_fqn[fqn].group for fqn in bucket}) == 1
+        assert len({by_fqn[fqn].process_group for fqn in bucket}) == 1
         assert len(bucket) == 1 or sum(by_fqn[fqn].nbytes for fqn in bucket) <= bucket_bytes
     for node in known:
         assert all(

@@ -374,7 +374,7 @@ def test_each_collective_takes_the_token_of_the_one_of_its_kind_before_it():
         return grad_x, grad_w1, grad_w2
 
     gm = partitioned_graph(backward, *square(5))
-    insert_gathers(gm, dict(reversed(of_layers(gm, w2={"group": 1}).items())), NO_LIMIT)
+    insert_gathers(gm, dict(reversed(of_layers(gm, w2={"process_group": 1}).items())), NO_LIMIT)
     reduce(gm, {2: facts("fc2"), 1: facts("fc1")})
 
     chain_reductions(gm)
@@ -429,7 +429,7 @@ def test_reductions_that_compute_what_they_send_are_links_of_the_chain_too():
 @pytest.mark.smoke
 def test_the_chain_follows_gathers_and_leaves_no_token_unused():
     gm = partitioned_graph(three_layers, *square(4))
-    parameters = of_layers(gm, w2={"group": 1}, w3={"group": 2})
+    parameters = of_layers(gm, w2={"process_group": 1}, w3={"process_group": 2})
     insert_gathers(gm, parameters, NO_LIMIT)
 
     chain_reductions(gm)

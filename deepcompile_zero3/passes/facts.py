@@ -16,7 +16,8 @@ class ParameterFacts:
 
     Attributes:
         fqn: its name, for people.
-        group: number of its process group. Only neighbours of one group are gathered together.
+        process_group: number of the process group of its shards. Only neighbours of one group are
+            gathered together.
         nbytes: size in bytes of the full tensor in the compute dtype.
         gathers_views: whether the gathered tensor is memory that nobody may write to.
         publishes: whether a backward reads its forward's publication, and moves bytes only if that
@@ -38,7 +39,7 @@ class ParameterFacts:
     """
 
     fqn: str
-    group: int
+    process_group: int
     nbytes: int
     gathers_views: bool = False
     publishes: bool = False

@@ -105,10 +105,8 @@ def _buckets(
     nbytes = 0
     for node, facts in parameters.items():
         first = parameters[bucket[0]] if bucket else facts
-        joins = bucket and (facts.group, facts.gathers_views) == (
-            first.group,
-            first.gathers_views,
-        )
+        joins = bucket and facts.process_group == first.process_group
+        joins = joins and facts.gathers_views == first.gathers_views
         if not joins or nbytes + facts.nbytes > bucket_bytes:
             if bucket:
                 yield bucket

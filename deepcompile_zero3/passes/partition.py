@@ -1,4 +1,4 @@
-"""Settles in the joint graph, before it is partitioned, what backward will gather.
+"""Decides in the joint graph, before it is partitioned, what backward will gather.
 
 A partitioner weighs the bytes of activations against each other, and ops are decomposed by their
 shapes. A batch of another size may therefore save and recompute other values, and each rank sees
@@ -34,7 +34,7 @@ _REDUCTION = 4
 _POLICY = ("recompute", "ac_graph_id")
 
 
-def settle_backward_gathers(
+def decide_backward_gathers(
     gm: fx.GraphModule,
     parameters: Mapping[fx.Node, ParameterFacts],
     tangents: Sequence[fx.Node],
@@ -86,9 +86,9 @@ def recompute_functions_of_parameters(
             continue
         inputs = set(node.all_input_nodes)
         is_plain = isinstance(node.target, OpOverload) or node.target is operator.getitem
-        settled = all(n in alone or n in neutral or _is_size(n) for n in inputs)
-        settled &= node.target is not torch.ops.aten.embedding.default  # even at constant positions
-        is_function = is_plain and settled and not _is_random(node)
+        is_known = all(n in alone or n in neutral or _is_size(n) for n in inputs)
+        is_known &= node.target is not torch.ops.aten.embedding.default  # even at constant places
+        is_function = is_plain and is_known and not _is_random(node)
         if is_function and inputs & alone and not _is_reduction(node):
             alone.add(node)
             _tag(node, CheckpointPolicy.MUST_RECOMPUTE)

@@ -25,11 +25,11 @@ from deepcompile_zero3.passes.gather import insert_gathers, own_outputs
 from deepcompile_zero3.passes.keep import choose_kept
 from deepcompile_zero3.passes.lift import name_placeholders
 from deepcompile_zero3.passes.partition import (
+    decide_backward_gathers,
     drop_handed_on,
     drop_needs,
     is_handed_on,
     recompute_functions_of_parameters,
-    settle_backward_gathers,
 )
 from deepcompile_zero3.passes.reduce import insert_reduces
 from deepcompile_zero3.passes.regions import RegionFacts, region_of
@@ -161,7 +161,7 @@ class Partitioner(compiler.CustomPartitionerFn):  # type: ignore[misc]
         tangents = [
             node for node in inputs if isinstance(node.meta.get("desc"), compiler.TangentAOTInput)
         ]
-        settle_backward_gathers(
+        decide_backward_gathers(
             gm, nodes if saves else _gathered_again(nodes), tangents, kwargs["num_fwd_outputs"]
         )
         return partition(gm, joint_inputs, **kwargs)

@@ -166,7 +166,8 @@ def _segment(
             return None  # autograd would cast gradients to the parameter's dtype in a region
         if not isinstance(_value(node), torch.Tensor | torch.SymInt | int):
             return None
-        kinds.append((_kind(_value(node)), facts and replace(facts, fqn="", group=0, uses=(0,))))
+        alike = facts and replace(facts, fqn="", process_group=0, uses=(0,))
+        kinds.append((_kind(_value(node)), alike))
     signature = _signature(gm, nodes, numbers)
     if signature is None or any(kind is None for kind, _ in kinds):
         return None

@@ -111,7 +111,7 @@ def deposit_grad(parameter: torch.Tensor, grad: torch.Tensor) -> None:
             f"the gradient of '{found.fqn}' is a {type(grad).__name__}: deposit a full "
             + ("plain tensor" if inner is None else f"DTensor over {inner.mesh}")
         )
-    found.handle.deposit(found.layout.whole(grad))
+    found.handle.deposit(found.layout.full(grad))
 
 
 def reduce_deferred(parameters: Sequence[ShardedParameter], what: str) -> None:

@@ -19,7 +19,7 @@ _COMPARISON = "comparison of replicas"
 _REDUCED = "once it was reduced"
 _ODD = -0x61C8864680B583EB  # 2**64 divided by the golden ratio, an odd int64: spreads hashes
 
-# The process groups of a mesh: see DataParallel.groups.
+# The process groups of a mesh: see DataParallel.process_groups.
 _Groups = tuple[dist.ProcessGroup, ...]
 
 
@@ -105,13 +105,13 @@ def _different_replicas(delivered: Iterable[ShardedParameter]) -> str:
     here do all ranks of a mesh meet after a model has got its values.
     """
     uncompared = {parameter for parameter in delivered if not parameter.replicas_are_compared}
-    meshes = {(parameter.model, parameter.layout.ranks.groups) for parameter in uncompared}
+    meshes = {(parameter.model, parameter.layout.ranks.process_groups) for parameter in uncompared}
     uncompared.update(
         parameter
         for model, groups in meshes
         if model is not None
         for parameter in model.parameters
-        if parameter.layout.ranks.groups == groups and not parameter.replicas_are_compared
+        if parameter.layout.ranks.process_groups == groups and not parameter.replicas_are_compared
     )
     told: list[str] = []
     for groups, members in _by_mesh(uncompared).items():
@@ -193,7 +193,7 @@ def _by_mesh(parameters: Iterable[ShardedParameter]) -> dict[_Groups, list[Shard
     """
     result: dict[_Groups, list[ShardedParameter]] = {}
     for parameter in sorted(parameters, key=lambda p: (p.layout.ranks.mesh.size(), p.fqn)):
-        result.setdefault(parameter.layout.ranks.groups, []).append(parameter)
+        result.setdefault(parameter.layout.ranks.process_groups, []).append(parameter)
     return result
 
 

@@ -39,7 +39,7 @@ from deepcompile_zero3.sharding.module import Zero3Module
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.sharding.registered import parameters_of
 from deepcompile_zero3.sharding.swap import original_class, swap_class
-from deepcompile_zero3.transport.choice import Transport, resolve
+from deepcompile_zero3.transport.choice import TransportName, resolve
 from deepcompile_zero3.transport.connection import Connect, Connection, connect
 from deepcompile_zero3.transport.json_collectives import all_gather_json, check_all_alike
 
@@ -59,7 +59,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (frozen)
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
-    transport: Transport = "auto",
+    transport: TransportName = "auto",
 ) -> _AnyModule:
     """Shards the parameters of ``module`` over the ranks of ``mesh``, in place.
 
@@ -228,7 +228,7 @@ def fully_shard(
         each.register_load_state_dict_post_hook(conversion.after_load)
         torch_internals.set_fsdp_state(each, FsdpState(each, group))
         torch_internals.register_forward_hooks(each, group.pre_forward, group.post_forward)
-    _settle_ownership(modules, group, root)
+    _assign_ownership(modules, group, root)
     return module
 
 
@@ -280,13 +280,13 @@ def _process_groups_of(
 
     ``modules`` are that model, or become it.
     """
-    groups = [group for ranks in meshes for group in ranks.groups]
+    groups = [group for ranks in meshes for group in ranks.process_groups]
     for parameter in parameters:  # sharded by tensor parallelism
         if isinstance(parameter, DTensor):
             groups += parameter.device_mesh.get_all_groups()
     for group in (g for each in modules for g in _groups_in(each)):
         for sharded in group.parameters:
-            groups += sharded.layout.ranks.groups
+            groups += sharded.layout.ranks.process_groups
     return [g for g in dict.fromkeys(groups) if g.size() > 1]
 
 
@@ -328,7 +328,7 @@ def _groups_in(module: nn.Module) -> list[ParameterGroup]:
     return list(dict.fromkeys(groups))
 
 
-def _settle_ownership(modules: list[nn.Module], group: ParameterGroup, root: int) -> None:
+def _assign_ownership(modules: list[nn.Module], group: ParameterGroup, root: int) -> None:
     """Makes ``modules`` the outermost sharded modules of all inside them, and names parameters."""
     whole = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
     groups = _groups_in(whole)

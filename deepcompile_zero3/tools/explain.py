@@ -21,7 +21,7 @@ from deepcompile_zero3.graph.text import short_name
 from deepcompile_zero3.options import Options
 from deepcompile_zero3.passes.facts import fqns_of
 from deepcompile_zero3.passes.pipeline import saved_outputs
-from deepcompile_zero3.passes.reduce import GradientDtypes
+from deepcompile_zero3.passes.reduce import ReductionComment
 from deepcompile_zero3.runtime import REDUCTIONS, WAITS, ops
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.sharding.registered import all_parameters_of
@@ -172,7 +172,7 @@ def _gradients(graph: fx.Graph) -> Iterator[Gradient]:
     for node in graph.nodes:
         if node.target not in REDUCTIONS:
             continue
-        dtypes: GradientDtypes = node.meta[COMMENT]
+        dtypes: ReductionComment = node.meta[COMMENT]
         yield Gradient(
             parameter=fqns_of(node)[0],
             raw=short_name(dtypes.raw),
