@@ -342,3 +342,9 @@ def groups_of(modules: Iterable[Any]) -> list[weakref.ref[ParameterGroup]]:
         if not isinstance(module, Zero3Module):
             raise ValueError(f"{type(module).__name__} was not sharded: call fully_shard on it")
     return [weakref.ref(module._zero3_group) for module in modules]
+
+
+def groups_in(module: nn.Module) -> list[ParameterGroup]:
+    """Returns the groups of ``module`` and of all modules in it, each once."""
+    groups = (m._zero3_group for m in module.modules() if isinstance(m, Zero3Module))
+    return list(dict.fromkeys(groups))

@@ -16,13 +16,12 @@ from typing import Protocol, cast
 import torch
 from torch import nn
 from torch.autograd import graph
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import grad_dtype, torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.runtime import _C
-from deepcompile_zero3.sharding.layout import Layout
+from deepcompile_zero3.sharding.blueprint import Blueprint
 from deepcompile_zero3.sharding.leaf import ShardedLeaf
 from deepcompile_zero3.transport.connection import Connection, channel_of
 
@@ -62,35 +61,26 @@ class ShardedParameter:
         leaf_contract: the leaf's contract in the spelling of ``zero3::unshard``.
     """
 
-    def __init__(
-        self,
-        parameter: nn.Parameter,
-        module: nn.Module,
-        name: str,
-        layout: Layout,
-        mp_policy: MixedPrecisionPolicy,
-        connection: Connection,
-        reshard_after_forward: bool | None = None,
-    ) -> None:
-        self.leaf = ShardedLeaf(parameter, module, name, layout)
+    def __init__(self, blueprint: Blueprint, connection: Connection) -> None:
+        layout = blueprint.layout
+        self.leaf = ShardedLeaf(blueprint)
         self.group: weakref.ref[object] | None = None
         self._model: weakref.ref[_Model] | None = None
         self.position = 0
         self.layout = layout
         self.is_read_as_gathered = layout.dim == 0 and layout.inner is None  # one guard, not many
-        self.reshard_after_forward = reshard_after_forward
         self.declared_grad_dtype: torch.dtype | None = None
         self.leaf_contract = ""
         self._shard_of_forward = 0
         self.ranks_meet_in_backward = True
         self.replicas_are_compared = layout.ranks.replicate_group is None
         self._connection: Connection | None = connection
-        self._mp_policy = mp_policy
-        self._build(layout.full_like(parameter, mp_policy.param_dtype), parameter.requires_grad)
+        self._mp_policy = blueprint.mp_policy
+        self._build(blueprint.full, blueprint.parameter.requires_grad)
         self.settings.divide_factor = layout.ranks.mesh.size()
-        self.set_reshard_after_forward(reshard_after_forward)
+        self.set_reshard_after_forward(blueprint.reshard_after_forward)
         self._shard_after_forward(connection)
-        self._set_grad_dtype(parameter.grad_dtype)
+        self._set_grad_dtype(blueprint.parameter.grad_dtype)
 
     def _build(self, full: torch.Tensor, requires_grad: bool) -> None:
         """Creates the placeholder and the runtime's parameter, of the kind of ``full``."""
