@@ -21,13 +21,9 @@ from deepcompile_zero3.grad_dtype import declare
 from deepcompile_zero3.graph.capture import is_capturing
 from deepcompile_zero3.graph.log import logs_are_requested
 from deepcompile_zero3.options import Options
+from deepcompile_zero3.passes.contract import declare_grad_dtypes, forget_contracts
 from deepcompile_zero3.passes.facts import ParameterFacts
-from deepcompile_zero3.passes.lift import (
-    declare_grad_dtypes,
-    forget_contracts,
-    lift_unshards,
-    uses_of,
-)
+from deepcompile_zero3.passes.lift import lift_unshards, uses_of
 from deepcompile_zero3.passes.pipeline import Partitioner, Rewriting, source_key
 from deepcompile_zero3.passes.regions import RegionFacts, outline_regions
 from deepcompile_zero3.passes.spare import find_spared

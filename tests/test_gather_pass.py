@@ -18,10 +18,9 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from deepcompile_zero3.graph.metadata import PARAMETER
+from deepcompile_zero3.graph.metadata import PARAMETER, fqns_of
 from deepcompile_zero3.graph.text import graph_text
 from deepcompile_zero3.passes.chain import chain_reductions
-from deepcompile_zero3.passes.facts import fqns_of
 from deepcompile_zero3.passes.gather import insert_gathers
 from deepcompile_zero3.passes.keep import choose_kept
 from deepcompile_zero3.runtime import ops

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import capture_graphs, defer_reduction, deposit_grad
-from deepcompile_zero3.passes.facts import fqns_of
+from deepcompile_zero3.graph.metadata import fqns_of
 from deepcompile_zero3.runtime import _C
 
 

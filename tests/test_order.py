@@ -24,7 +24,7 @@ from one_rank import needs_a_job, one_rank  # noqa: F401
 from torch import nn
 
 from deepcompile_zero3 import capture_graphs, fully_shard, record_collectives
-from deepcompile_zero3.passes.facts import fqns_of
+from deepcompile_zero3.graph.metadata import fqns_of
 
 
 def _collectives(run, batch):

@@ -11,7 +11,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from deepcompile_zero3.graph.text import node_text
-from deepcompile_zero3.passes.lift import declare_grad_dtypes, lift_unshards, uses_of
+from deepcompile_zero3.passes.contract import declare_grad_dtypes
+from deepcompile_zero3.passes.lift import lift_unshards, uses_of
 from deepcompile_zero3.passes.partition import (
     decide_backward_gathers,
     drop_needs,

@@ -15,9 +15,9 @@ from pass_graphs import (
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from deepcompile_zero3.graph.metadata import fqns_of
 from deepcompile_zero3.graph.text import graph_text
 from deepcompile_zero3.passes.chain import chain_reductions
-from deepcompile_zero3.passes.facts import fqns_of
 from deepcompile_zero3.passes.gather import insert_gathers
 from deepcompile_zero3.passes.widen import widen_weight_gradients
 from deepcompile_zero3.runtime import REDUCTIONS, ops

@@ -42,6 +42,11 @@ def results_of(call: fx.Node) -> Iterator[tuple[int, fx.Node]]:
         yield position, item
 
 
+def graph_modules(gm: fx.GraphModule) -> list[fx.GraphModule]:
+    """Returns ``gm`` and all graphs nested in it."""
+    return [module for module in gm.modules() if isinstance(module, fx.GraphModule)]
+
+
 def bodies_of(gm: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:
     """Returns the graphs that a node of ``gm``, if it is a higher-order operator, calls."""
     if not isinstance(node.target, torch_internals.HigherOrderOperator):

@@ -1,13 +1,8 @@
 """Facts about a parameter that a pass may use."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import fx
-
-from deepcompile_zero3.graph.metadata import PARAMETER
-from deepcompile_zero3.runtime import ops
 
 
 @dataclass(frozen=True)
@@ -64,13 +59,6 @@ class ParameterFacts:
         return self.reshard_after_forward is False or (
             self.reshard_after_forward is None and not self.publishes
         )
-
-
-def fqns_of(collective: fx.Node) -> list[str]:
-    """Returns the FQNs of the parameters of a gather's start or of a reduction in a graph."""
-    starts = collective.target is ops.all_gather_start.default
-    placeholders: Any = collective.args[0] if starts else [collective.args[1]]
-    return [placeholder.meta[PARAMETER].fqn for placeholder in placeholders]
 
 
 def in_forward_order(facts: ParameterFacts) -> int:

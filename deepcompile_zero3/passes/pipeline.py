@@ -23,7 +23,6 @@ from deepcompile_zero3.passes.facts import (
 )
 from deepcompile_zero3.passes.gather import insert_gathers, own_outputs
 from deepcompile_zero3.passes.keep import choose_kept
-from deepcompile_zero3.passes.lift import name_placeholders
 from deepcompile_zero3.passes.partition import (
     decide_backward_gathers,
     drop_handed_on,
@@ -90,7 +89,7 @@ class Rewriting:
 
     def _rewrite_forward(self, graph_module: fx.GraphModule) -> None:
         nodes = _sorted(_describe(graph_module, self.inputs)[0], in_forward_order)
-        name_placeholders(nodes, self._prefix)
+        _name_placeholders(nodes, self._prefix)
         # Only these may be kept: the runtime knows a gradient by its parameter's placeholder.
         known = {n: f for n, f in nodes.items() if is_handed_on(n) or not f.is_trained}
         keep = choose_kept(_sorted(known, in_backward_order), self._keep_bytes)
@@ -110,8 +109,8 @@ class Rewriting:
         handed_on = {node: node.meta[PARAMETER] for node in inputs if PARAMETER in node.meta}
         # A parameter that might have been kept and was not is in both.
         known_by = {f.fqn: node for node, f in (*handed_on.items(), *nodes.items())}
-        name_placeholders(nodes | handed_on, self._prefix)
-        name_placeholders(kept, self._prefix, "_full")
+        _name_placeholders(nodes | handed_on, self._prefix)
+        _name_placeholders(kept, self._prefix, "_full")
         gathered = drop_needs(graph_module)
         drop_handed_on(graph_module)
         nodes = {n: facts for n, facts in nodes.items() if n in gathered or n.users}
@@ -250,6 +249,14 @@ def _describe(
         if facts is not None:
             gradients[position] = facts
     return nodes, gradients
+
+
+def _name_placeholders(
+    inputs: Mapping[fx.Node, ParameterFacts], prefix: int, suffix: str = ""
+) -> None:
+    """Renames a graph's inputs after their parameters, without the first ``prefix`` characters."""
+    for node, facts in inputs.items():
+        compiler.rename(node, facts.fqn[prefix:].replace(".", "_") + suffix)
 
 
 def _sorted(

@@ -17,7 +17,12 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from deepcompile_zero3 import torch_internals
-from deepcompile_zero3.graph.calls import arguments_of, calls_by_region, region_named
+from deepcompile_zero3.graph.calls import (
+    arguments_of,
+    calls_by_region,
+    graph_modules,
+    region_named,
+)
 from deepcompile_zero3.passes.blocks import IsBlock, blocks_around
 from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.torch_internals import compiler, is_transformed, tree_leaves
@@ -320,10 +325,8 @@ def _region(gm: fx.GraphModule, name: str, segment: _Segment) -> fx.GraphModule:
 
 
 def _mark(region: fx.GraphModule, name: str) -> None:
-    for module in region.modules():
-        if isinstance(module, fx.GraphModule):
-            for node in module.graph.nodes:
-                node.meta["custom"] = {**node.meta.get("custom", {}), _REGION: name}
+    for node in (node for nested in graph_modules(region) for node in nested.graph.nodes):
+        node.meta["custom"] = {**node.meta.get("custom", {}), _REGION: name}
 
 
 def _call(graph: fx.Graph, name: str, segment: _Segment, replaced: dict[fx.Node, fx.Node]) -> None:

@@ -14,12 +14,11 @@ from deepcompile_zero3.backend import zero3
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.graph.alias import base_of, views_of
 from deepcompile_zero3.graph.capture import CapturedGraph, CapturedGraphs, capture_graphs
-from deepcompile_zero3.graph.metadata import COMMENT
+from deepcompile_zero3.graph.metadata import COMMENT, fqns_of
 from deepcompile_zero3.graph.peak import gathered_items
 from deepcompile_zero3.graph.size import nbytes_of, nbytes_of_tensor
 from deepcompile_zero3.graph.text import short_name
 from deepcompile_zero3.options import Options
-from deepcompile_zero3.passes.facts import fqns_of
 from deepcompile_zero3.passes.pipeline import saved_outputs
 from deepcompile_zero3.passes.reduce import ReductionComment
 from deepcompile_zero3.runtime import REDUCTIONS, WAITS, ops

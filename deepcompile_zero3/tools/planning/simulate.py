@@ -14,10 +14,9 @@ from torch import fx
 
 from deepcompile_zero3.graph.alias import base_of
 from deepcompile_zero3.graph.capture import CapturedGraph, CapturedGraphs
-from deepcompile_zero3.graph.metadata import COMMENT
+from deepcompile_zero3.graph.metadata import COMMENT, fqns_of
 from deepcompile_zero3.graph.peak import gathered_items
 from deepcompile_zero3.graph.size import nbytes_of
-from deepcompile_zero3.passes.facts import fqns_of
 from deepcompile_zero3.passes.reduce import ReductionComment
 from deepcompile_zero3.runtime import _C, WAITS, ops
 from deepcompile_zero3.sharding.parameter import ShardedParameter

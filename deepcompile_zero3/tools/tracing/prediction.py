@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.graph.capture import CapturedGraphs
+from deepcompile_zero3.graph.metadata import fqns_of
 from deepcompile_zero3.graph.size import nbytes_of_tensor
-from deepcompile_zero3.passes.facts import fqns_of
 from deepcompile_zero3.runtime import _C, ops
 from deepcompile_zero3.sharding.model import parameters_beside
 from deepcompile_zero3.sharding.parameter import ShardedParameter
