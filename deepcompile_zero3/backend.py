@@ -24,7 +24,7 @@ from deepcompile_zero3.options import Options
 from deepcompile_zero3.passes.contract import declare_grad_dtypes, forget_contracts
 from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.passes.lift import lift_unshards, uses_of
-from deepcompile_zero3.passes.pipeline import Partitioner, Rewriting, source_key
+from deepcompile_zero3.passes.pipeline import Partitioner, Pipeline, source_key
 from deepcompile_zero3.passes.regions import RegionFacts, outline_regions
 from deepcompile_zero3.passes.spare import find_spared
 from deepcompile_zero3.runtime import _C
@@ -37,7 +37,7 @@ from deepcompile_zero3.sharding.parameter import (
 )
 from deepcompile_zero3.torch_internals import compiler
 
-# Compiles a partitioned graph. Takes a Rewriting, then the arguments of compile_fx_inner.
+# Compiles a partitioned graph. Takes a Pipeline, then the arguments of compile_fx_inner.
 GraphCompiler: TypeAlias = Callable[..., Callable]
 
 
@@ -74,10 +74,10 @@ def zero3(
 
 
 def compile_with_inductor(
-    rewriting: Rewriting, graph_module: fx.GraphModule, example_inputs: Any, **kwargs: Any
+    pipeline: Pipeline, graph_module: fx.GraphModule, example_inputs: Any, **kwargs: Any
 ) -> Callable:
     """Rewrites a partitioned graph and compiles it. Takes the arguments of ``compile_fx_inner``."""
-    rewriting(graph_module, bool(kwargs.get("is_backward")))
+    pipeline(graph_module, bool(kwargs.get("is_backward")))
     return compiler.compile_fx_inner(graph_module, example_inputs, **kwargs)
 
 
@@ -102,8 +102,8 @@ class CompiledGraph:
         self._positions = tuple(parameters)
         facts = _facts(parameters, gm)
         regions = _regions(gm, facts, options)
-        rewriting = rewriting_of(parameters.values(), facts, options)
-        self._run = _compile(gm, example_inputs, rewriting, regions, options, compile_graph)
+        pipeline = pipeline_of(parameters.values(), facts, options)
+        self._run = _compile(gm, example_inputs, pipeline, regions, options, compile_graph)
 
     @property
     def number_of_parameters(self) -> int:
@@ -226,16 +226,16 @@ def _is_block(cls: type) -> bool:
     return issubclass(cls, Zero3Module)
 
 
-def rewriting_of(
+def pipeline_of(
     parameters: Collection[ShardedParameter], inputs: Mapping[int, ParameterFacts], options: Options
-) -> Rewriting:
+) -> Pipeline:
     """Returns the passes that rewrite a graph of ``parameters``.
 
     ``inputs`` maps positions of the graph's inputs to the facts of these parameters.
     """
     bucket_bytes = int(options.gather_bucket_mb * 2**20)
     keep_bytes = _keep_bytes(parameters, options)
-    return Rewriting(inputs, bucket_bytes, keep_bytes, options.fp32_weight_grads)
+    return Pipeline(inputs, bucket_bytes, keep_bytes, options.fp32_weight_grads)
 
 
 def _keep_bytes(parameters: Collection[ShardedParameter], options: Options) -> float:
@@ -249,30 +249,30 @@ def _keep_bytes(parameters: Collection[ShardedParameter], options: Options) -> f
 def _compile(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
-    rewriting: Rewriting,
+    pipeline: Pipeline,
     regions: Mapping[str, RegionFacts],
     options: Options,
     compile_graph: GraphCompiler,
 ) -> Callable:
-    declare_grad_dtypes(gm, rewriting.inputs)
+    declare_grad_dtypes(gm, pipeline.inputs)
     donated = compiler.without_donated_buffers() if regions else contextlib.nullcontext()
     with donated:
         if not options.inductor:
-            return _interpreted(gm, example_inputs, rewriting, regions)
+            return _interpreted(gm, example_inputs, pipeline, regions)
         config = dict(options.inductor_config)
-        if rewriting.inputs:
+        if pipeline.inputs:
             other = compiler.custom_partitioner(config)
-            config["custom_partitioner_fn"] = Partitioner(rewriting, regions, other)
-        if any(facts.dim == 4 for facts in rewriting.inputs.values()):
+            config["custom_partitioner_fn"] = Partitioner(pipeline, regions, other)
+        if any(facts.dim == 4 for facts in pipeline.inputs.values()):
             # It reorders the 4-D ancestors of a convolution and would read a placeholder.
             config["layout_optimization"] = False
-        if any(facts.declares_grad_dtype for facts in rewriting.inputs.values()):
+        if any(facts.declares_grad_dtype for facts in pipeline.inputs.values()):
             config |= compiler.may_be_stored(declare, config)
-        with _stored(gm, example_inputs, rewriting, options, compile_graph):
+        with _stored(gm, example_inputs, pipeline, options, compile_graph):
             return compiler.compile_fx(
                 gm,
                 example_inputs,
-                inner_compile=functools.partial(compile_graph, rewriting),
+                inner_compile=functools.partial(compile_graph, pipeline),
                 config_patches=config or None,
             )
 
@@ -281,7 +281,7 @@ def _compile(
 def _stored(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
-    rewriting: Rewriting,
+    pipeline: Pipeline,
     options: Options,
     compile_graph: GraphCompiler,
 ) -> Iterator[None]:
@@ -293,7 +293,7 @@ def _stored(
     is_shown = is_capturing() or logs_are_requested() or compile_graph is not compile_with_inductor
     key = None
     if not is_shown and not compiler.why_not_stored(options.inductor_config):
-        settings = source_key(), rewriting.settings
+        settings = source_key(), pipeline.settings
         key = graph_key(gm, example_inputs, settings, options.inductor_config)
     if key is None:
         with compiler.without_autograd_cache():
@@ -307,12 +307,12 @@ def _stored(
 def _interpreted(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
-    rewriting: Rewriting,
+    pipeline: Pipeline,
     regions: Mapping[str, RegionFacts],
 ) -> Callable:
     def interpret(is_backward: bool) -> Callable:
         def rewritten(graph_module: fx.GraphModule, _: Sequence[Any]) -> Callable:
-            rewriting(graph_module, is_backward)
+            pipeline(graph_module, is_backward)
             return compiler.make_boxed_func(graph_module.forward)
 
         return rewritten
@@ -321,6 +321,6 @@ def _interpreted(
         return compiler.aot_autograd(
             fw_compiler=interpret(False),
             bw_compiler=interpret(True),
-            partition_fn=Partitioner(rewriting, regions),
+            partition_fn=Partitioner(pipeline, regions),
             keep_inference_input_mutations=True,  # as Inductor: backward must not read such inputs
         )(gm, example_inputs)

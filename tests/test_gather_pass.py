@@ -1,4 +1,4 @@
-"""insert_gathers and own_outputs: where gathers stand in a graph."""
+"""insert_gathers and clone_returned_views: where gathers stand in a graph."""
 
 import pytest
 import torch

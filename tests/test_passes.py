@@ -15,7 +15,7 @@ from deepcompile_zero3.passes.contract import declare_grad_dtypes
 from deepcompile_zero3.passes.lift import lift_unshards, uses_of
 from deepcompile_zero3.passes.partition import (
     decide_backward_gathers,
-    drop_needs,
+    drop_needed_in_backward,
     needed_in_backward,
 )
 from deepcompile_zero3.runtime import ops
@@ -297,7 +297,7 @@ def test_backward_gets_all_but_tables_of_embeddings():
     )
     (needs,) = gm.graph.find_nodes(op="call_function", target=needed_in_backward)
     assert [node.name for node in needs.args[1]] == ["w2", "w3"]
-    drop_needs(gm)
+    drop_needed_in_backward(gm)
     assert not gm.graph.find_nodes(op="call_function", target=needed_in_backward)
 
 
@@ -323,7 +323,7 @@ def test_what_is_computed_of_spared_parameters_is_saved():
         must_recompute: select: f32[4] = aten.select.int(w1, 0, 0)
         must_save: native_layer_norm = aten.native_layer_norm(mm, [4], select, None, 1e-05)
         must_save: mm_1: f32[2, 4] = aten.mm(getitem, w1)
-        must_save: handed_on: f32[2, 4] = handed_on(mm_1)
+        must_save: saved_for_backward: f32[2, 4] = saved_for_backward(mm_1)
         must_recompute: t_1: f32[4, 4] = aten.t(w2)
         """,
         policies(gm),

@@ -6,7 +6,7 @@ from torch import fx
 
 from deepcompile_zero3.runtime import ops
 
-# On a parameter's placeholder, and on the nodes that hand it on to backward: the ParameterFacts.
+# On a parameter's placeholder, and on the nodes that save it for backward: the ParameterFacts.
 PARAMETER = "zero3_parameter"
 # On an input of a backward that its forward gathered and kept: the FQN of the parameter.
 KEPT_OF = "zero3_kept_of"

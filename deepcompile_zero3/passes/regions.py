@@ -30,7 +30,7 @@ from deepcompile_zero3.torch_internals import compiler, is_transformed, tree_lea
 # Facts of the parameters among a region's inputs, by position.
 RegionFacts: TypeAlias = Mapping[int, ParameterFacts]
 
-_REGION = "zero3_region"  # key in meta["custom"] of a region's nodes, which tracers hand on
+_REGION = "zero3_region"  # key in meta["custom"] of a region's nodes, which tracers pass on
 _CALLS = ("call_function", "call_method")
 _IN_PLACE = {
     getattr(operator, name)
