@@ -148,7 +148,7 @@ def forward_that_saves(x, w1, w2):
 
 
 @pytest.mark.smoke
-def test_what_forward_saves_of_a_parameter_stays_a_placeholder():
+def test_a_parameter_that_forward_saves_stays_a_placeholder():
     gm = partitioned_graph(forward_that_saves, *square(3))
 
     insert_gathers(gm, of_layers(gm), NO_LIMIT)
@@ -375,7 +375,7 @@ class Gathering(fx.Interpreter):
 
 @settings(max_examples=150, deadline=None)
 @given(models())
-def test_whatever_the_order_of_uses_each_parameter_is_gathered_once_before_them(model):
+def test_each_parameter_is_gathered_once_before_its_uses_in_any_order(model):
     gm, known, bucket_bytes = model
     by_fqn = {f.fqn: f for f in known.values()}
     fulls = {f.fqn: torch.randn(2, 2, dtype=torch.float64) for f in known.values()}

@@ -119,7 +119,7 @@ def _ops_of_backward():
 
 
 @pytest.mark.inductor
-def test_what_the_runtime_computes(run_ranks):
+def test_large_gradients_are_computed_by_the_runtime(run_ranks):
     for ops in run_ranks(1, _ops_of_backward):
         assert ops == {
             "embedding.weight": "zero3::reduce_rows",

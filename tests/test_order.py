@@ -204,7 +204,7 @@ class _Scaled(nn.Module):
 
 
 @needs_a_job
-def test_what_is_computed_of_a_weight_alone_is_not_kept_for_backward():
+def test_functions_of_a_weight_alone_are_not_kept_for_backward():
     model = fully_shard(nn.Sequential(_Scaled(), nn.Linear(16, 16), _Scaled()))
     with capture_graphs() as graphs, torch.autocast("cpu", torch.bfloat16):
         compiled(model, "interpreted")(torch.randn(2, 16)).sum().backward()

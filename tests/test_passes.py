@@ -301,7 +301,7 @@ def test_backward_gets_all_but_tables_of_embeddings():
     assert not gm.graph.find_nodes(op="call_function", target=needed_in_backward)
 
 
-def test_what_is_computed_of_spared_parameters_is_saved():
+def test_functions_of_spared_parameters_and_activations_are_saved():
     def trunk(x, w1, w2, t1):
         h = torch.nn.functional.layer_norm(x @ w1.t(), (4,), w1[0])
         only_for_backward = h @ w1
@@ -346,7 +346,7 @@ def test_rows_by_position_are_saved_however_many(rows):
     assert node.meta["recompute"] is CheckpointPolicy.MUST_SAVE
 
 
-def test_what_a_checkpoint_computes_again_or_what_is_kept_is_left_alone():
+def test_tags_of_a_checkpoint_and_kept_parameters_are_left_alone():
     x, w, t = torch.ones(2, 4), torch.ones(4, 4), torch.ones(2, 4)
     gm = joint_graph(lambda x, w1, t1: (torch.sigmoid(x + w1[:2]), t1), x, w, t)
     (add,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)
@@ -361,7 +361,7 @@ def test_what_a_checkpoint_computes_again_or_what_is_kept_is_left_alone():
     assert not any("recompute" in node.meta for node in gm.graph.nodes)
 
 
-def test_what_is_random_is_not_a_function_of_a_parameter():
+def test_random_values_are_no_functions_of_a_parameter():
     def drop(x, w1, t1):
         weight, _ = torch.native_dropout(w1, 0.5, True)
         return x @ weight, t1 @ weight.t()

@@ -281,7 +281,7 @@ def _put(into, indices, rows):
     ],
     ids=["into ones", "into something", "two indices", "three dimensions"],
 )
-def test_what_only_resembles_an_embeddings_gradient_is_computed_in_the_graph(backward):
+def test_gradients_that_resemble_an_embeddings_are_computed_in_the_graph(backward):
     gm = make_fx(backward)(torch.tensor([1, 3]), torch.ones(2, 4))
     reduce(gm, {0: facts("table", nbytes=LARGE)})
     assert reductions_of(gm) == {"table": "reduce_grad"}
