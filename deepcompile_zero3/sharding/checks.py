@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from deepcompile_zero3.sharding.findings import all_gather_lines, by_mesh, shortened
 from deepcompile_zero3.sharding.parameter import ShardedParameter
-from deepcompile_zero3.sharding.registered import all_parameters_of
+from deepcompile_zero3.sharding.registered import all_parameters_of, by_mesh
+from deepcompile_zero3.transport.json_collectives import all_gather_lines, shortened
 
 _REDUCED = "once it was reduced"
 

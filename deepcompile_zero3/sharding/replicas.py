@@ -8,9 +8,13 @@ import torch.distributed as dist
 
 from deepcompile_zero3 import grad_dtype, torch_internals
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.sharding.findings import all_gather_lines, by_mesh, shortened
 from deepcompile_zero3.sharding.parameter import ShardedParameter
-from deepcompile_zero3.transport.json_collectives import all_gather_json
+from deepcompile_zero3.sharding.registered import by_mesh
+from deepcompile_zero3.transport.json_collectives import (
+    all_gather_json,
+    all_gather_lines,
+    shortened,
+)
 
 _COMPARISON = "comparison of replicas"
 _ODD = -0x61C8864680B583EB  # 2**64 divided by the golden ratio, an odd int64: spreads hashes

@@ -13,6 +13,7 @@ https://docs.pytorch.org/docs/stable/autograd.html#saved-tensors-hooks.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -115,20 +116,9 @@ class _SavedTensor:
         return self.tensor
 
 
-@dataclass
-class _SavedByOther:
-    """A value that the saved-tensors hooks around ours have packed."""
-
-    value: Any
-    unpack_hook: Callable[[Any], torch.Tensor]
-
-    def unpack(self) -> torch.Tensor:
-        return self.unpack_hook(self.value)
-
-
 @torch_internals.disable_dynamo
-def _unpack(packed: _SavedView | _SavedTensor | _SavedByOther) -> torch.Tensor:
-    return packed.unpack()
+def _unpack(unpack: Callable[[], torch.Tensor]) -> torch.Tensor:
+    return unpack()
 
 
 class SavedTensors(Generic[_Group]):
@@ -193,7 +183,7 @@ class SavedTensors(Generic[_Group]):
             del self._watched[storage]
 
     @torch_internals.disable_dynamo
-    def _pack(self, tensor: torch.Tensor) -> _SavedView | _SavedTensor | _SavedByOther:
+    def _pack(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         local, spec = tensor, None
         if isinstance(tensor, DTensor):
             local, spec = torch_internals.local_tensor(tensor), torch_internals.spec_of(tensor)
@@ -202,10 +192,11 @@ class SavedTensors(Generic[_Group]):
         if found is not None:
             regather, parameter, _ = found
             regather.parameters[parameter] = None
+            offset = local.storage_offset()
             return _SavedView(
-                regather, parameter, local.size(), local.stride(), local.storage_offset(), spec
-            )
+                regather, parameter, local.size(), local.stride(), offset, spec
+            ).unpack
         if self._outer is not None:
             pack_hook, unpack_hook = self._outer
-            return _SavedByOther(pack_hook(tensor), unpack_hook)
-        return _SavedTensor(tensor.detach(), torch_internals.version_of(tensor))
+            return functools.partial(unpack_hook, pack_hook(tensor))
+        return _SavedTensor(tensor.detach(), torch_internals.version_of(tensor)).unpack
