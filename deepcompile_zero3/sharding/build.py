@@ -38,9 +38,10 @@ def build(
             for each, connection in zip(members, connections, strict=True):
                 connection_of[each.parameter] = connection
     built: dict[nn.Parameter, ShardedParameter] = {}
-    with _caught(failures):
-        for each in () if failures else blueprints:
-            built[each.parameter] = ShardedParameter(each, connection_of[each.parameter])
+    if not failures:
+        with _caught(failures):
+            for each in blueprints:
+                built[each.parameter] = ShardedParameter(each, connection_of[each.parameter])
     return built, failures.pop() if failures else None
 
 

@@ -157,7 +157,7 @@ class ParameterGroup:
                 group.start_gather()
                 forward.prefetched.append(group)
 
-    # ---- what is gathered
+    # ---- gathers
 
     @property
     def is_unsharded_by_user(self) -> bool:

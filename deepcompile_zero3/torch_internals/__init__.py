@@ -1,4 +1,4 @@
-"""The names of torch's private modules that training uses; those of its compiler: ``compiler``."""
+"""Names of torch's private modules that training uses; ``compiler`` has those of its compiler."""
 
 import contextlib
 import datetime
