@@ -30,11 +30,7 @@ from deepcompile_zero3.passes.spare import find_spared
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.group import compiled_forward
 from deepcompile_zero3.sharding.module import Zero3Module
-from deepcompile_zero3.sharding.parameter import (
-    ShardedParameter,
-    keep_models_alive,
-    parameter_of,
-)
+from deepcompile_zero3.sharding.parameter import ShardedParameter, keep_models_alive, parameter_of
 from deepcompile_zero3.torch_internals import compiler
 
 # Compiles a partitioned graph. Takes a Pipeline, then the arguments of compile_fx_inner.

@@ -17,12 +17,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from deepcompile_zero3 import torch_internals
-from deepcompile_zero3.graph.calls import (
-    arguments_of,
-    calls_by_region,
-    graph_modules,
-    region_named,
-)
+from deepcompile_zero3.graph.calls import arguments_of, calls_by_region, graph_modules, region_named
 from deepcompile_zero3.passes.blocks import IsBlock, blocks_around
 from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.torch_internals import compiler, is_transformed, tree_leaves

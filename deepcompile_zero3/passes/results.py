@@ -10,12 +10,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from deepcompile_zero3.graph.alias import is_view, untransposed
-from deepcompile_zero3.graph.calls import (
-    arguments_of,
-    calls_by_region,
-    region_named,
-    results_of,
-)
+from deepcompile_zero3.graph.calls import arguments_of, calls_by_region, region_named, results_of
 
 
 def separate_results(gm: fx.GraphModule) -> None:

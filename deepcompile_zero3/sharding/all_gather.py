@@ -35,7 +35,7 @@ def in_backward() -> bool:
     return _C.running_backward() != -1
 
 
-def publish_again_if_recomputing(parameters: Iterable[ShardedParameter]) -> bool:
+def republish_if_recomputing(parameters: Iterable[ShardedParameter]) -> bool:
     """Makes ranks publish ``parameters`` again if a backward recomputes a forward.
 
     Which forward that is, and whether its publications are still there, is unknown.

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.sharding.registered import all_parameters_of, by_mesh
-from deepcompile_zero3.transport.json_collectives import all_gather_lines, shortened
+from deepcompile_zero3.transport.json_collectives import all_gather_lines, shorten
 
 _REDUCED = "once it was reduced"
 
@@ -68,7 +68,7 @@ def nonfinite_gradients(reduced: Sequence[tuple[ShardedParameter, torch.Tensor]]
         told = all_gather_lines("detect_nonfinite", told + lines, groups)
     # A reduced gradient is not finite because one that arrived was not: causes come first.
     first = sorted(told, key=lambda each: _REDUCED in each)
-    return f"gradients are not finite. {shortened(first)}" if told else ""
+    return f"gradients are not finite. {shorten(first)}" if told else ""
 
 
 def _described(what: str, nans: int, infinities: int, numel: int) -> str:

@@ -8,7 +8,7 @@ import torch
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.runtime import _C
-from deepcompile_zero3.sharding.all_gather import publish_again_if_recomputing
+from deepcompile_zero3.sharding.all_gather import republish_if_recomputing
 from deepcompile_zero3.sharding.checks import nonfinite_gradients
 from deepcompile_zero3.sharding.group import ParameterGroup, group_of
 from deepcompile_zero3.sharding.parameter import ShardedParameter, parameter_of
@@ -69,7 +69,7 @@ def _refresh(placeholder: torch.Tensor) -> None:
     parameter = parameter_of(placeholder)
     if parameter is None:
         return
-    if publish_again_if_recomputing([parameter]):
+    if republish_if_recomputing([parameter]):
         parameter.refresh()
         return
     changed = [p.fqn for p in group_of(parameter).parameters if not p.prepare_forward()]

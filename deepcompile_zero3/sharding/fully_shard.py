@@ -8,24 +8,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
+import deepcompile_zero3.sharding.delivery  # noqa: F401 (which the runtime calls)
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.sharding import (
-    conversion,
-    delivery,  # noqa: F401 (which the runtime calls)
-)
-from deepcompile_zero3.sharding.arguments import (
-    check_module,
-    check_policy,
-    default_mesh,
-    layout_of,
-    policy_for,
-    refuse_offloading,
-    resolve_dp_mesh_dims,
-    resolve_ignored,
-    resolve_reshard,
-    unsharded_modules,
-)
+from deepcompile_zero3.sharding import arguments, conversion
 from deepcompile_zero3.sharding.blueprint import Blueprint
 from deepcompile_zero3.sharding.build import agree_on_root, build, process_groups_of
 from deepcompile_zero3.sharding.casts import ForwardCasts
@@ -116,17 +102,17 @@ def fully_shard(
         TypeError, ValueError: an argument has a wrong type or value.
         NotImplementedError: an argument is not supported yet.
     """
-    mesh = default_mesh() if mesh is None else mesh
-    spmd = resolve_dp_mesh_dims(mesh, dp_mesh_dims)
-    refuse_offloading(mesh, offload_policy)
-    check_policy(mp_policy)
-    ignored = resolve_ignored(ignored_params)
+    mesh = arguments.default_mesh() if mesh is None else mesh
+    spmd = arguments.resolve_dp_mesh_dims(mesh, dp_mesh_dims)
+    arguments.refuse_offloading(mesh, offload_policy)
+    arguments.check_policy(mp_policy)
+    ignored = arguments.resolve_ignored(ignored_params)
     transport = resolve(transport)
     modules = _outermost(module)
     ranks_of = functools.cache(DataParallel)
     ranks_of_mesh = ranks_of(mesh) if spmd is None else spmd.ranks
     for each in modules:
-        check_module(each, ignored)
+        arguments.check_module(each, ignored)
         if any(group.is_finalized_manually for group in groups_in(each)):
             raise Zero3Error(
                 "a module inside has set_manual_backward_finalization(True): call it on the "
@@ -134,15 +120,17 @@ def fully_shard(
             )
     new = _new_parameters(modules, ignored)
     layouts: dict[nn.Parameter, Layout] = {
-        parameter: layout_of(fqn, parameter, ranks_of_mesh, shard_placement_fn, ranks_of, spmd)
+        parameter: arguments.layout_of(
+            fqn, parameter, ranks_of_mesh, shard_placement_fn, ranks_of, spmd
+        )
         for parameter, (fqn, _, _) in new.items()
     }
     # A rank that has nothing to shard over ``mesh`` takes part in the exchange, too.
     meshes = dict.fromkeys([ranks_of_mesh, *(layout.ranks for layout in layouts.values())])
-    reshards = {ranks: resolve_reshard(reshard_after_forward, ranks) for ranks in meshes}
+    reshards = {ranks: arguments.resolve_reshard(reshard_after_forward, ranks) for ranks in meshes}
     blueprints = []
     for parameter, (fqn, submodule, attribute) in new.items():
-        layout, policy = layouts[parameter], policy_for(fqn, parameter, mp_policy)
+        layout, policy = layouts[parameter], arguments.policy_for(fqn, parameter, mp_policy)
         full = layout.full_like(parameter, policy.param_dtype)
         reshard, _ = reshards[layout.ranks]
         described = (
@@ -202,7 +190,7 @@ def _new_parameters(
     With each come its first name, the module that registers it, and its name there.
     """
     new: dict[nn.Parameter, tuple[str, nn.Module, str]] = {}
-    for prefix, submodule in unsharded_modules(modules):
+    for prefix, submodule in arguments.unsharded_modules(modules):
         for attribute, parameter in submodule._parameters.items():
             if parameter is None or parameter in ignored or hasattr(parameter, _SHARDED_AS):
                 continue
@@ -217,7 +205,7 @@ def _install(
     ignored: set[nn.Parameter],
 ) -> None:
     """Puts the shards into the modules in place of the parameters, which may be tied to others."""
-    for _, submodule in unsharded_modules(modules):
+    for _, submodule in arguments.unsharded_modules(modules):
         sharded: dict[str, ShardedParameter] = dict(parameters_of(submodule))
         for attribute, parameter in list(submodule._parameters.items()):
             if parameter is None or parameter in ignored or attribute in sharded:

@@ -18,11 +18,7 @@ from torch import nn
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.runtime import _C
-from deepcompile_zero3.sharding.all_gather import (
-    AllGather,
-    in_backward,
-    publish_again_if_recomputing,
-)
+from deepcompile_zero3.sharding.all_gather import AllGather, in_backward, republish_if_recomputing
 from deepcompile_zero3.sharding.casts import ForwardCasts
 from deepcompile_zero3.sharding.layout import DataParallel
 from deepcompile_zero3.sharding.model import ShardedModel
@@ -130,7 +126,7 @@ class ParameterGroup:
             self._enter(forward)
         elif not self.is_unsharded_by_user:
             # Activations may be recomputed; the module itself is not in forward.
-            if torch.is_grad_enabled() and publish_again_if_recomputing([parameter]):
+            if torch.is_grad_enabled() and republish_if_recomputing([parameter]):
                 parameter.refresh()
                 return parameter.read(_C.gather_and_read(parameter.handle))
             return parameter.shard
@@ -204,7 +200,7 @@ class ParameterGroup:
         if self._gathering is None:
             missing = [p for p in self.parameters if p.handle.gathered is None]
             if missing:
-                publish_again_if_recomputing(missing)
+                republish_if_recomputing(missing)
                 self._gathering = AllGather(missing)
 
     @torch_internals.disable_dynamo
@@ -297,7 +293,7 @@ def compiled_forward(parameters: Sequence[ShardedParameter]) -> Iterator[bool]:
 
     Yields whether the graph is the whole forward. In an eager one, that frees what is held.
     """
-    publish_again_if_recomputing(parameters)
+    republish_if_recomputing(parameters)
     groups = dict.fromkeys(map(group_of, parameters))  # in one order
     if any(group.forward is not None for group in groups):
         yield False

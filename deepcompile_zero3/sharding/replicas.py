@@ -10,11 +10,7 @@ from deepcompile_zero3 import grad_dtype, torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.sharding.registered import by_mesh
-from deepcompile_zero3.transport.json_collectives import (
-    all_gather_json,
-    all_gather_lines,
-    shortened,
-)
+from deepcompile_zero3.transport.json_collectives import all_gather_json, all_gather_lines, shorten
 
 _COMPARISON = "comparison of replicas"
 _ODD = -0x61C8864680B583EB  # 2**64 divided by the golden ratio, an odd int64: spreads hashes
@@ -46,7 +42,7 @@ def different_replicas(delivered: Iterable[ShardedParameter]) -> str:
     if not told:
         return ""
     return (
-        f"replicas have different values, and stay different: {shortened(told)}. Before training, "
+        f"replicas have different values, and stay different: {shorten(told)}. Before training, "
         "give all replicas the same values: call torch.manual_seed with one seed on all ranks "
         "before the model is built or initialised, load one checkpoint, or broadcast the values of "
         "one replica. Name parameters that are meant to differ in ignored_params of fully_shard"

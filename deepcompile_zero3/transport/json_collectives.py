@@ -65,7 +65,7 @@ def all_gather_lines(
     return list(lines)
 
 
-def shortened(lines: Sequence[str]) -> str:
+def shorten(lines: Sequence[str]) -> str:
     """Returns the first of ``lines``, and how many more there are."""
     more = f"; and {len(lines) - 8} more" if len(lines) > 8 else ""
     return "; ".join(lines[:8]) + more
