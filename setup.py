@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent
 
 
 def sources(*suffixes: str) -> list[str]:
-    """Of csrc, those with such suffixes."""
+    """Returns the files of csrc with one of these suffixes."""
     paths = (ROOT / "csrc").rglob("*")
     return sorted(str(path.relative_to(ROOT)) for path in paths if path.suffix in suffixes)
 
@@ -34,10 +34,10 @@ def has_cuda() -> bool:
 
 
 def sanitizer_flags() -> list[str]:
-    """Of compiler and linker, for the sanitizers that ``ZERO3_SANITIZE`` names.
+    """Returns flags of compiler and linker for the sanitizers that ``ZERO3_SANITIZE`` names.
 
-    Such as ``address,undefined``. The vptr check needs the type information of torch's classes, not
-    all of which torch exports.
+    An example is ``address,undefined``. The vptr check needs the type information of torch's
+    classes, not all of which torch exports.
     """
     sanitizers = os.environ.get("ZERO3_SANITIZE")
     if not sanitizers:

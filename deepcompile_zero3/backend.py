@@ -21,23 +21,19 @@ from deepcompile_zero3.grad_dtype import declare
 from deepcompile_zero3.graph.capture import is_capturing
 from deepcompile_zero3.graph.log import logs_are_requested
 from deepcompile_zero3.options import Options
+from deepcompile_zero3.passes.contract import declare_grad_dtypes, forget_contracts
 from deepcompile_zero3.passes.facts import ParameterFacts
-from deepcompile_zero3.passes.lift import (
-    declare_grad_dtypes,
-    forget_contracts,
-    lift_unshards,
-    uses_of,
-)
-from deepcompile_zero3.passes.pipeline import Partitioner, Rewriting, source_key
+from deepcompile_zero3.passes.lift import lift_unshards, uses_of
+from deepcompile_zero3.passes.pipeline import Partitioner, Pipeline, source_key
 from deepcompile_zero3.passes.regions import RegionFacts, outline_regions
 from deepcompile_zero3.passes.spare import find_spared
 from deepcompile_zero3.runtime import _C
-from deepcompile_zero3.sharding.group import group_of, refuse_writes
+from deepcompile_zero3.sharding.group import compiled_forward
 from deepcompile_zero3.sharding.module import Zero3Module
-from deepcompile_zero3.sharding.parameter import ShardedParameter, find, own_models
+from deepcompile_zero3.sharding.parameter import ShardedParameter, keep_models_alive, parameter_of
 from deepcompile_zero3.torch_internals import compiler
 
-# Compiles a partitioned graph. Takes a Rewriting, then the arguments of compile_fx_inner.
+# Compiles a partitioned graph. Takes a Pipeline, then the arguments of compile_fx_inner.
 GraphCompiler: TypeAlias = Callable[..., Callable]
 
 
@@ -74,10 +70,10 @@ def zero3(
 
 
 def compile_with_inductor(
-    rewriting: Rewriting, graph_module: fx.GraphModule, example_inputs: Any, **kwargs: Any
+    pipeline: Pipeline, graph_module: fx.GraphModule, example_inputs: Any, **kwargs: Any
 ) -> Callable:
     """Rewrites a partitioned graph and compiles it. Takes the arguments of ``compile_fx_inner``."""
-    rewriting(graph_module, bool(kwargs.get("is_backward")))
+    pipeline(graph_module, bool(kwargs.get("is_backward")))
     return compiler.compile_fx_inner(graph_module, example_inputs, **kwargs)
 
 
@@ -102,12 +98,12 @@ class CompiledGraph:
         self._positions = tuple(parameters)
         facts = _facts(parameters, gm)
         regions = _regions(gm, facts, options)
-        rewriting = rewriting_of(parameters.values(), facts, options)
-        self._run = _compile(gm, example_inputs, rewriting, regions, options, compile_graph)
+        pipeline = pipeline_of(parameters.values(), facts, options)
+        self._run = _compile(gm, example_inputs, pipeline, regions, options, compile_graph)
 
     @property
     def number_of_parameters(self) -> int:
-        """How many sharded parameters the graph reads."""
+        """Number of sharded parameters that the graph reads."""
         return len(self._positions)
 
     def __call__(self, *args: Any) -> Any:
@@ -121,37 +117,23 @@ class CompiledGraph:
         # bring one parameter two gradients.
         as_traced = len(set(parameters)) == len(parameters)
         for parameter in parameters:
-            as_traced &= parameter.settle()
-        if _C.running_backward() != -1:  # recomputes a forward; which one is unknown
-            _C.invalidate([parameter.handle for parameter in parameters])
-        groups = dict.fromkeys(map(group_of, parameters))  # in one order
-        if any(group.in_forward for group in groups):  # in eager, which frees what is held
-            return self._forward(args, parameters, as_traced, first=False)
-        unsharded = [group for group in groups if group.is_unsharded]
-        for group in unsharded:
-            group.wait_for_gather()
-        try:
-            return self._forward(args, parameters, as_traced, first=True)
-        finally:
-            for parameter in parameters:
-                if not parameter.handle.stays_after_forward():
-                    parameter.handle.reshard_kept()
-            refuse_writes([fqn for group in unsharded for fqn in group.release_after_forward()])
+            as_traced &= parameter.prepare_forward()
+        with compiled_forward(parameters) as is_whole:
+            return self._forward(args, parameters, as_traced, is_whole)
 
     def _forward(
-        self, args: tuple, parameters: list[ShardedParameter], as_traced: bool, first: bool
+        self, args: tuple, parameters: list[ShardedParameter], as_traced: bool, is_whole: bool
     ) -> Any:
         if not as_traced:
             # requires_grad or grad_dtype changed after the guards of this call were checked. What
             # the guards read is updated now, so the next call recompiles. This call runs in eager.
             outputs = self._eager(*args)
             for node in _nodes_of(outputs):
-                own_models(node, parameters)
+                keep_models_alive(node, parameters)
             return outputs
         if not torch.is_grad_enabled():
             return self._run(*args)
-        # If no eager forward is running, this graph is the whole forward.
-        _C.add_uses([p.handle for p in parameters if p.placeholder.requires_grad], first)
+        _C.add_uses([p.handle for p in parameters if p.placeholder.requires_grad], is_whole)
         outputs = self._run(*args)
         publications = _C.Publications([parameter.handle for parameter in parameters])
 
@@ -159,19 +141,19 @@ class CompiledGraph:
             publications.invalidate_if_republished()
 
         for node in _nodes_of(outputs):
-            own_models(node, parameters)
+            keep_models_alive(node, parameters)
             node.register_prehook(expect)
         return outputs
 
 
-def _nodes_of(outputs: Iterable[Any]) -> set[Any]:
+def _nodes_of(outputs: Iterable[Any]) -> set[torch.autograd.graph.Node]:
     """Returns the autograd nodes that produce ``outputs``."""
-    tensors = (output for output in outputs if isinstance(output, torch.Tensor))
-    return {tensor.grad_fn for tensor in tensors} - {None}
+    nodes = (output.grad_fn for output in outputs if isinstance(output, torch.Tensor))
+    return {node for node in nodes if node is not None}
 
 
 def _alive(placeholder: torch.Tensor) -> ShardedParameter:
-    parameter = find(placeholder)
+    parameter = parameter_of(placeholder)
     if parameter is None:
         raise Zero3Error(
             "a compiled graph got no placeholder of a live sharded parameter, but a "
@@ -185,7 +167,7 @@ def _sharded_inputs(example_inputs: Sequence[Any]) -> dict[int, ShardedParameter
     """Returns the graph inputs that are placeholders, keyed by position."""
     result = {}
     for position, value in enumerate(example_inputs):
-        parameter = find(value)
+        parameter = parameter_of(value)
         if parameter is not None:
             result[position] = parameter
     return result
@@ -201,7 +183,7 @@ def _facts(
     return {
         position: ParameterFacts(
             fqn=parameter.fqn,
-            group=groups.setdefault(parameter.group_name, len(groups)),
+            process_group=groups.setdefault(parameter.shard_group_name, len(groups)),
             gathers_views=parameter.handle.transport.can.gathers_views,
             publishes=parameter.handle.transport.can.publishes,
             sends_any_dtype=parameter.handle.transport.can.sends_any_dtype,
@@ -214,9 +196,9 @@ def _facts(
             is_trained=parameter.placeholder.requires_grad,
             grad_dtype=parameter.settings.grad_dtype,
             reduce_dtype=parameter.settings.reduce_dtype,
-            declares_grad_dtype=(
-                parameter.declares_grad_dtype and parameter.placeholder.requires_grad
-            ),
+            # By itself, a compiler casts a gradient to the dtype of what it differentiates.
+            declares_grad_dtype=parameter.placeholder.requires_grad
+            and parameter.settings.grad_dtype != parameter.compute_dtype,
             is_read_as_gathered=parameter.is_read_as_gathered,
         )
         for position, parameter in parameters.items()
@@ -240,24 +222,20 @@ def _is_block(cls: type) -> bool:
     return issubclass(cls, Zero3Module)
 
 
-def rewriting_of(
+def pipeline_of(
     parameters: Collection[ShardedParameter], inputs: Mapping[int, ParameterFacts], options: Options
-) -> Rewriting:
+) -> Pipeline:
     """Returns the passes that rewrite a graph of ``parameters``.
 
     ``inputs`` maps positions of the graph's inputs to the facts of these parameters.
     """
     bucket_bytes = int(options.gather_bucket_mb * 2**20)
     keep_bytes = _keep_bytes(parameters, options)
-    return Rewriting(inputs, bucket_bytes, keep_bytes, options.fp32_weight_grads)
+    return Pipeline(inputs, bucket_bytes, keep_bytes, options.fp32_weight_grads)
 
 
 def _keep_bytes(parameters: Collection[ShardedParameter], options: Options) -> float:
-    """Returns how many bytes of the ``keep_mb`` of its models a graph may use.
-
-    The graph gets the fraction that its parameters are of the bytes of all parameters of the
-    models.
-    """
+    """Returns a graph's share of ``keep_mb``: its parameters' share of the models' bytes."""
     models = {parameter.model for parameter in parameters} - {None}
     whole = sum(model.nbytes for model in models if model is not None)
     mine = sum(parameter.nbytes for parameter in parameters)
@@ -267,30 +245,30 @@ def _keep_bytes(parameters: Collection[ShardedParameter], options: Options) -> f
 def _compile(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
-    rewriting: Rewriting,
+    pipeline: Pipeline,
     regions: Mapping[str, RegionFacts],
     options: Options,
     compile_graph: GraphCompiler,
 ) -> Callable:
-    declare_grad_dtypes(gm, rewriting.inputs)
+    declare_grad_dtypes(gm, pipeline.inputs)
     donated = compiler.without_donated_buffers() if regions else contextlib.nullcontext()
     with donated:
         if not options.inductor:
-            return _interpreted(gm, example_inputs, rewriting, regions)
+            return _interpreted(gm, example_inputs, pipeline, regions)
         config = dict(options.inductor_config)
-        if rewriting.inputs:
+        if pipeline.inputs:
             other = compiler.custom_partitioner(config)
-            config["custom_partitioner_fn"] = Partitioner(rewriting, regions, other)
-        if any(facts.dim == 4 for facts in rewriting.inputs.values()):
+            config["custom_partitioner_fn"] = Partitioner(pipeline, regions, other)
+        if any(facts.dim == 4 for facts in pipeline.inputs.values()):
             # It reorders the 4-D ancestors of a convolution and would read a placeholder.
             config["layout_optimization"] = False
-        if any(facts.declares_grad_dtype for facts in rewriting.inputs.values()):
+        if any(facts.declares_grad_dtype for facts in pipeline.inputs.values()):
             config |= compiler.may_be_stored(declare, config)
-        with _stored(gm, example_inputs, rewriting, options, compile_graph):
+        with _stored(gm, example_inputs, pipeline, options, compile_graph):
             return compiler.compile_fx(
                 gm,
                 example_inputs,
-                inner_compile=functools.partial(compile_graph, rewriting),
+                inner_compile=functools.partial(compile_graph, pipeline),
                 config_patches=config or None,
             )
 
@@ -299,19 +277,19 @@ def _compile(
 def _stored(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
-    rewriting: Rewriting,
+    pipeline: Pipeline,
     options: Options,
     compile_graph: GraphCompiler,
 ) -> Iterator[None]:
     """Lets Inductor store the compiled graph in the context, and load a stored one.
 
-    A graph that is loaded is not rewritten: nothing is stored or loaded for whoever wants to see
-    the rewritten graphs.
+    If rewritten graphs are captured or logged, nothing is stored or loaded: a graph that is loaded
+    is not rewritten.
     """
     is_shown = is_capturing() or logs_are_requested() or compile_graph is not compile_with_inductor
     key = None
     if not is_shown and not compiler.why_not_stored(options.inductor_config):
-        settings = source_key(), rewriting.settings
+        settings = source_key(), pipeline.settings
         key = graph_key(gm, example_inputs, settings, options.inductor_config)
     if key is None:
         with compiler.without_autograd_cache():
@@ -325,12 +303,12 @@ def _stored(
 def _interpreted(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
-    rewriting: Rewriting,
+    pipeline: Pipeline,
     regions: Mapping[str, RegionFacts],
 ) -> Callable:
     def interpret(is_backward: bool) -> Callable:
         def rewritten(graph_module: fx.GraphModule, _: Sequence[Any]) -> Callable:
-            rewriting(graph_module, is_backward)
+            pipeline(graph_module, is_backward)
             return compiler.make_boxed_func(graph_module.forward)
 
         return rewritten
@@ -339,6 +317,6 @@ def _interpreted(
         return compiler.aot_autograd(
             fw_compiler=interpret(False),
             bw_compiler=interpret(True),
-            partition_fn=Partitioner(rewriting, regions),
+            partition_fn=Partitioner(pipeline, regions),
             keep_inference_input_mutations=True,  # as Inductor: backward must not read such inputs
         )(gm, example_inputs)

@@ -26,7 +26,7 @@ def graph_key(
     Args:
         gm: the graph that AOTAutograd will trace.
         example_inputs: its inputs.
-        settings: what else decides about the code. Their ``repr`` is the same in every process.
+        settings: other inputs of the passes, whose ``repr`` is the same in every process.
         config: changes to Inductor's settings.
     """
     config_key = compiler.config_key(config)

@@ -1,4 +1,4 @@
-"""The one exception type that this package defines, and a check that many arguments need."""
+"""``Zero3Error``, and a check of bool arguments."""
 
 
 class Zero3Error(RuntimeError):

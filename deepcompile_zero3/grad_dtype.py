@@ -19,11 +19,11 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class GradDtype:
-    """The contract of one parameter.
+class GradientDtypes:
+    """Dtypes of the gradients of one parameter on their way.
 
     Attributes:
-        leaf: dtype that gradients are cast to on arrival; None keeps the dtype they arrive in.
+        leaf: the contract: gradients are cast to it on arrival; None keeps the dtype they have.
         wire: dtype in which ranks are summed; None keeps the dtype that ``leaf`` gives.
         shard: dtype of the sharded ``.grad``; None keeps the dtype on the wire.
     """
@@ -38,8 +38,8 @@ def resolve(
     dtype: torch.dtype,
     compute_dtype: torch.dtype,
     reduce_dtype: torch.dtype | None,
-) -> GradDtype:
-    """Returns the contract of a parameter of ``dtype`` with ``grad_dtype=declared``.
+) -> GradientDtypes:
+    """Returns the dtypes of a parameter of ``dtype`` with ``grad_dtype=declared``.
 
     The forward of the parameter computes in ``compute_dtype``. Without a ``reduce_dtype``, ranks
     are summed in ``declared``, whatever the forward computes in. A ``grad_dtype`` equal to the
@@ -47,10 +47,10 @@ def resolve(
     have no gradient: all attributes are None.
     """
     if compute_dtype not in DTYPES:
-        return GradDtype(leaf=None, wire=None, shard=None)
+        return GradientDtypes(leaf=None, wire=None, shard=None)
     wire = declared if reduce_dtype is None else reduce_dtype
     leaf = compute_dtype if declared == dtype else declared
-    return GradDtype(leaf=leaf, wire=wire, shard=declared)
+    return GradientDtypes(leaf=leaf, wire=wire, shard=declared)
 
 
 def check(fqn: str, tensor: torch.Tensor) -> None:

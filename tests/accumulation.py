@@ -1,4 +1,4 @@
-"""What tests of accumulated and deferred gradients share."""
+"""Shared parts of the tests of accumulated and deferred gradients."""
 
 import torch
 from one_rank import needs_a_job, one_rank  # noqa: F401

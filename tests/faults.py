@@ -1,4 +1,4 @@
-"""What tests of faults share: timeouts, moments of a step, ranks that die."""
+"""Shared parts of the tests of faults: timeouts, moments of a step, ranks that die."""
 
 import pytest
 from ranks import RankPool

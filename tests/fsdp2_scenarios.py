@@ -1,4 +1,4 @@
-"""What the scenarios of FSDP2's tests share."""
+"""Shared parts of the scenarios of FSDP2's tests."""
 
 from one_rank import needs_a_job, one_rank  # noqa: F401
 

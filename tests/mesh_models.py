@@ -1,4 +1,4 @@
-"""What tests of meshes share: models, meshes, and a step beside one process."""
+"""Shared parts of the tests of meshes: models, meshes, and a step beside one process."""
 
 import pytest
 import torch.distributed as dist

@@ -25,7 +25,7 @@ def partitioned_graph(function, *inputs):
 
 
 def facts(fqn, **changes):
-    return ParameterFacts(fqn=fqn, **{"group": 0, "nbytes": 64, **changes})
+    return ParameterFacts(fqn=fqn, **{"process_group": 0, "nbytes": 64, **changes})
 
 
 def of_layers(gm, **changes):

@@ -332,7 +332,7 @@ def _summed_before():
     assert (model.weight.grad.full_tensor() == 6).all()
 
 
-def test_what_was_summed_before_is_reduced_with_the_last(run_ranks):
+def test_unsynced_sums_are_reduced_with_the_last_gradient(run_ranks):
     run_ranks(2, _summed_before)
 
 

@@ -131,7 +131,7 @@ FSDPSequential(
 
 
 @needs_a_job
-def test_what_fully_shard_was_called_on_is_an_fsdp_module():
+def test_a_module_given_to_fully_shard_is_an_fsdp_module():
     model = fully_shard(nn.Sequential(nn.Linear(2, 3)))
 
     assert isinstance(model, FSDPModule)
@@ -379,7 +379,7 @@ def test_every_backend_sees_a_shard_that_was_replaced(backend, replace):
 # ---- other releases of torch
 
 
-def test_what_is_imported_is_little_until_it_is_used():
+def test_heavy_modules_are_imported_at_first_use():
     printed = in_new_process(
         """
         import sys

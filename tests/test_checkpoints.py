@@ -147,7 +147,7 @@ def test_a_run_of_fsdp2_goes_on(run_ranks, tmp_path, how):
 
 
 @each_way
-def test_what_registers_in_another_order_loads_by_name(run_ranks, tmp_path, how):
+def test_parameters_registered_in_another_order_load_by_name(run_ranks, tmp_path, how):
     saved, losses, _ = run_ranks(2, _save, how, str(tmp_path), False)[0]
     for values, resumed, _ in run_ranks(2, _resume, how, str(tmp_path), True):
         _assert_equal(values, saved)

@@ -45,7 +45,7 @@ def test_a_nan_is_traced_to_its_rank(run_ranks, how, transport):
         assert "rank 0: that of '" not in told.split("once it was reduced")[0]
 
 
-def test_a_nan_of_a_replica_is_told_to_the_others(run_ranks):
+def test_a_nan_of_a_replica_is_reported_to_the_others(run_ranks):
     for told in run_ranks(4, _nan_in_one, 2, "eager", "shared_memory", (2, 2)):
         assert "rank 2: that of '" in told, told
 
@@ -87,7 +87,7 @@ def _deposit_on_a_small_mesh():
     return str(raised.value)
 
 
-def test_what_is_found_on_a_small_mesh_is_told_on_a_larger_one(run_ranks):
+def test_a_nan_on_a_small_mesh_is_reported_on_a_larger_one(run_ranks):
     for told in run_ranks(4, _deposit_on_a_small_mesh):
         assert "rank 0: that of 'head.bias', before it was reduced, has 8 NaN" in told
 

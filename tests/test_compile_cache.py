@@ -89,7 +89,7 @@ def _calls_of_partitioners():
 
 
 @pytest.mark.inductor
-def test_what_a_partitioner_without_a_key_makes_is_never_stored(run_ranks):
+def test_graphs_of_a_partitioner_without_a_key_are_never_stored(run_ranks):
     assert run_ranks(2, _calls_of_partitioners) == [(2, 2)] * 2
 
 

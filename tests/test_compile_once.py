@@ -16,7 +16,7 @@ from deepcompile_zero3.compile_once import first_alone, graph_key
 from deepcompile_zero3.graph.log import logs_are_requested
 from deepcompile_zero3.passes import pipeline
 from deepcompile_zero3.passes.facts import ParameterFacts
-from deepcompile_zero3.passes.pipeline import Partitioner, Rewriting
+from deepcompile_zero3.passes.pipeline import Partitioner, Pipeline
 from deepcompile_zero3.torch_internals import compiler
 
 
@@ -167,7 +167,7 @@ OTHER = {
 def test_all_that_shapes_a_graph_is_in_the_key_of_stored_graphs(monkeypatch):
     def uuid(facts, regions=(), other=None, **settings):
         arguments = {"bucket_bytes": 1, "keep_bytes": 2, "fp32_weight_grads": False} | settings
-        return repr(Partitioner(Rewriting({0: facts}, **arguments), dict(regions), other).uuid())
+        return repr(Partitioner(Pipeline({0: facts}, **arguments), dict(regions), other).uuid())
 
     class Other(compiler.CustomPartitionerFn):
         def __call__(self, *args, **kwargs):

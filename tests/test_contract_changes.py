@@ -101,7 +101,7 @@ def test_the_default_may_be_set_again_before_the_first_forward(how):
     assert model[0].weight.grad.dtype == torch.bfloat16
 
 
-def test_what_was_read_before_a_forward_does_not_keep_its_contract():
+def test_a_read_before_a_forward_does_not_keep_its_contract():
     model = fully_shard(nn.Linear(8, 8).bfloat16())
     model.unshard()
     model.weight.sum()

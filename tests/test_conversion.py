@@ -104,5 +104,5 @@ def _loaded(how):
 
 
 @each_way
-def test_what_is_loaded_with_another_dtype_inherits_a_grad_dtype(run_ranks, how):
+def test_a_parameter_loaded_with_another_dtype_inherits_a_grad_dtype(run_ranks, how):
     run_ranks(2, _loaded, how)

@@ -41,7 +41,7 @@ def _buffers():
                 assert bytes(memory) == b"\xff" * len(memory)
 
 
-def test_what_nobody_has_written_is_nan(debug_pool):
+def test_unwritten_memory_is_nan(debug_pool):
     debug_pool.run(_buffers)
 
 

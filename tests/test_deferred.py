@@ -59,7 +59,7 @@ def test_a_deferred_block_that_raises_leaves_nothing_behind():
 
 
 @needs_a_job
-def test_what_cannot_be_deposited_is_refused():
+def test_impossible_deposits_are_refused():
     model = fully_shard(Experts())
     model.first.weight.requires_grad_(False)
     with pytest.raises(Zero3Error, match="with defer_reduction"):

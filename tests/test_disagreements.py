@@ -84,7 +84,7 @@ def _disagree(what, transport):
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
-def test_what_is_frozen_on_one_rank_and_unused_on_another_is_told(run_ranks, transport):
+def test_parameters_frozen_on_one_rank_and_unused_on_another_are_an_error(run_ranks, transport):
     for seconds, told in run_ranks(3, _disagree, "frozen, and unused", transport):
         assert "'experts.0.weight' has a gradient on rank 2, has no gradient on rank 0, is " in told
         assert seconds < TIMEOUT
@@ -121,7 +121,7 @@ def test_what_is_frozen_on_one_rank_and_unused_on_another_is_told(run_ranks, tra
         ),
     ],
 )
-def test_ranks_that_disagree_are_told_both_sides(run_ranks, what, message, transport):
+def test_an_error_of_ranks_that_disagree_names_both_sides(run_ranks, what, message, transport):
     for seconds, told in run_ranks(2, _disagree, what, transport):
         assert message in told
         assert seconds < TIMEOUT
@@ -166,7 +166,7 @@ def _of_mixed_meshes(transport):
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
-def test_what_one_rank_deposits_arrives_whatever_is_frozen_or_replicated(run_ranks, transport):
+def test_a_deposit_of_one_rank_arrives_if_others_are_frozen_or_replicated(run_ranks, transport):
     assert run_ranks(2, _thawed_in_the_block, transport) == [[0.5]] * 2
     assert run_ranks(2, _frozen_with_a_sum_on_one_rank, transport) == [None] * 2
     assert run_ranks(4, _of_mixed_meshes, transport) == [[0.25, 0.5]] * 4
@@ -252,7 +252,7 @@ def _circle():
     return time.monotonic() - start
 
 
-def test_a_circle_of_three_is_told_to_all(run_ranks):
+def test_a_circle_of_three_is_an_error_on_all(run_ranks):
     assert max(run_ranks(3, _circle)) < 10
 
 
@@ -353,5 +353,5 @@ def _counted():
     return [c.op for c in log]
 
 
-def test_what_ranks_tell_each_other_is_no_collective(run_ranks):
+def test_messages_beside_tensors_are_no_collectives(run_ranks):
     assert run_ranks(2, _counted) == [["all_gather", "all_gather", "reduce_scatter"]] * 2

@@ -38,7 +38,7 @@ def _wait_for_ever(model):
     time.sleep(3600)
 
 
-def test_a_step_that_does_not_end_is_told(monkeypatch):
+def test_a_step_that_does_not_end_is_reported(monkeypatch):
     monkeypatch.setattr(doctor, "_TIMEOUT", datetime.timedelta(seconds=3))
     [finding] = doctor.try_steps({"two ranks": _wait_for_ever, "not tried": _wait_for_ever})
     assert finding.found == "no step in 3 s"
@@ -49,7 +49,7 @@ def _refuse(model):
     raise RuntimeError("no compiler today")
 
 
-def test_what_fails_is_told():
+def test_a_step_that_fails_is_reported():
     [finding] = doctor.try_steps({"two ranks": _refuse, "not tried": _refuse})
     assert finding == ("two ranks", "failed", "RuntimeError: no compiler today")
 

@@ -105,7 +105,7 @@ def test_a_dimension_that_changes_is_compiled_once_more(run_ranks):
     ],
 )
 @pytest.mark.long
-def test_what_is_said_to_be_dynamic_is_compiled_once(run_ranks, said):
+def test_dimensions_marked_as_dynamic_are_compiled_once(run_ranks, said):
     shapes = _alike((2, 8), (2, 11), (4, 8), (3, 10))
     for compiled, _ in run_ranks(2, _train_as_said, shapes, said):
         assert compiled == [1, 0, 0, 0]

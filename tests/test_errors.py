@@ -154,7 +154,7 @@ def model_with(bad):
 @needs_a_job
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Lazy modules")
 @pytest.mark.parametrize(("build", "message"), UNSHARDABLE.values(), ids=UNSHARDABLE)
-def test_what_cannot_be_sharded_is_refused_and_the_model_left_as_it_was(build, message):
+def test_a_model_that_cannot_be_sharded_is_refused_and_left_as_it_was(build, message):
     model = model_with(build())
     before = anatomy(model)
 
@@ -213,7 +213,7 @@ def test_a_block_cannot_be_sharded_after_the_model():
 
 
 @needs_a_job
-def test_what_is_not_a_module_is_refused():
+def test_objects_that_are_no_module_are_refused():
     with pytest.raises(TypeError, match=r"takes an nn.Module, got int"):
         fully_shard(3)
 

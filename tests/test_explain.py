@@ -392,7 +392,7 @@ def _shard_stack(**settings):
     "again",
     [*(pytest.param(again, marks=pytest.mark.long) for again in (True, False)), None],
 )
-def test_what_is_compiled_later_is_as_without(again):
+def test_later_compilations_are_as_without_explain(again):
     model, reference = _shard_stack(reshard_after_forward=again)
     for size in range(2, 12):  # more sizes than Dynamo's recompile limit
         report = explain(model, batch_of(size, 8), options=OPTIONS | {"keep_mb": size})
@@ -445,7 +445,7 @@ class Broken(Stack):
 
 
 @needs_a_job
-def test_what_runs_in_eager_code_is_named():
+def test_parameters_read_in_eager_code_are_named():
     report = explain(fully_shard(Broken()), batch_of(4, 8), options=OPTIONS)
     assert any(name.startswith("blocks.0.") for name in report.in_eager)
     assert not any(name.startswith("blocks.1.") for name in report.in_eager)
@@ -484,7 +484,7 @@ def test_it_fits_80_columns_and_json():
 
 
 @needs_a_job
-def test_what_is_not_sharded_is_refused():
+def test_unsharded_models_are_refused():
     with pytest.raises(Zero3Error, match="explain"):
         explain(nn.Linear(2, 2), torch.ones(1, 2))
     with pytest.raises(TypeError):

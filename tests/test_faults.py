@@ -252,7 +252,7 @@ def _differ(what, transport):
     "transport", ["shared_memory", pytest.param("c10d", marks=pytest.mark.long)]
 )
 @pytest.mark.parametrize("what", DIFFERENCES)
-def test_ranks_that_shard_different_things_are_told(run_ranks, what, transport):
+def test_ranks_that_shard_different_things_get_an_error(run_ranks, what, transport):
     assert max(run_ranks(2, _differ, what, transport)) < SLACK
 
 

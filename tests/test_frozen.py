@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from deepcompile_zero3 import capture_graphs, fully_shard, record_collectives
-from deepcompile_zero3.passes.facts import fqns_of
+from deepcompile_zero3.graph.metadata import fqns_of
 from deepcompile_zero3.passes.spare import find_spared
 from deepcompile_zero3.runtime import ops
 

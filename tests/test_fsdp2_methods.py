@@ -87,7 +87,7 @@ def _micro_batches(how, reshard_after_forward, transport):
     ("reshard_after_forward", "expected"),
     [(True, [2, 1, 1]), (False, [1, 0, 0]), (None, [1, 0, 0])],
 )
-def test_what_a_backward_leaves_gathered_is_not_gathered_again(
+def test_parameters_left_gathered_by_a_backward_are_not_gathered_again(
     run_ranks, how, transport, reshard_after_forward, expected
 ):
     for counts in run_ranks(2, _micro_batches, how, reshard_after_forward, transport):
@@ -110,7 +110,7 @@ def _changed_while_held(how, transport):
 
 @each_way
 @either_transport
-def test_what_is_held_while_it_changes_is_not_computed_with(run_ranks, how, transport):
+def test_a_held_tensor_is_refused_after_its_parameter_changed(run_ranks, how, transport):
     run_ranks(2, _changed_while_held, how, transport)
 
 
@@ -422,7 +422,7 @@ def _asked_for(how):
 
 
 @each_way
-def test_what_is_done_always_may_be_asked_for(run_ranks, how):
+def test_methods_without_an_effect_may_be_called(run_ranks, how):
     run_ranks(2, _asked_for, how)
 
 
@@ -431,7 +431,7 @@ def test_what_is_done_always_may_be_asked_for(run_ranks, how):
 
 @needs_a_job
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_has_no_meaning_here_is_refused_by_name(name):
+def test_methods_without_a_meaning_here_are_refused_by_name(name):
     model = fully_shard(nn.Linear(2, 2))
     with pytest.raises(NotImplementedError, match=f"{name} is not supported: "):
         getattr(model, name)(True)

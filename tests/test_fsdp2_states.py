@@ -245,7 +245,7 @@ class WithCodes(nn.Module):
 
 @needs_a_job
 @either_way
-def test_what_is_frozen_at_first_is_reduced_in_its_dtype_later(how):
+def test_a_parameter_frozen_at_first_is_reduced_in_its_dtype_later(how):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = fully_shard(WithCodes(), mp_policy=policy).requires_grad_(False)
     run = compiled(model, how)
@@ -418,7 +418,7 @@ def _by_columns():
             assert tensor.to_local().is_contiguous()
 
 
-def test_what_is_sharded_by_columns_is_contiguous(run_ranks):
+def test_shards_of_columns_are_contiguous(run_ranks):
     run_ranks(2, _by_columns)
 
 

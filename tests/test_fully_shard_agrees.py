@@ -84,7 +84,7 @@ def _fail_on_one_of_four(kind):
 
 
 @pytest.mark.parametrize("kind", ["replicas", "tensor parallel", "blocks over another mesh"])
-def test_a_failure_on_one_rank_is_told_to_all_of_the_model(run_ranks, kind):
+def test_a_failure_on_one_rank_is_an_error_on_all_of_the_model(run_ranks, kind):
     run_ranks(4, _fail_on_one_of_four, kind)
 
 

@@ -1,4 +1,4 @@
-"""insert_gathers and own_outputs: where gathers stand in a graph."""
+"""insert_gathers and clone_returned_views: where gathers stand in a graph."""
 
 import pytest
 import torch
@@ -18,10 +18,9 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from deepcompile_zero3.graph.metadata import PARAMETER
+from deepcompile_zero3.graph.metadata import PARAMETER, fqns_of
 from deepcompile_zero3.graph.text import graph_text
 from deepcompile_zero3.passes.chain import chain_reductions
-from deepcompile_zero3.passes.facts import fqns_of
 from deepcompile_zero3.passes.gather import insert_gathers
 from deepcompile_zero3.passes.keep import choose_kept
 from deepcompile_zero3.runtime import ops
@@ -56,7 +55,7 @@ def test_neighbours_of_one_group_share_a_gather_before_the_first_use():
 @pytest.mark.smoke
 def test_a_gather_ends_where_the_group_does():
     gm = partitioned_graph(three_layers, *square(4))
-    parameters = of_layers(gm, w2={"group": 1}, w3={"group": 1})
+    parameters = of_layers(gm, w2={"process_group": 1}, w3={"process_group": 1})
 
     insert_gathers(gm, parameters, NO_LIMIT)
 
@@ -149,7 +148,7 @@ def forward_that_saves(x, w1, w2):
 
 
 @pytest.mark.smoke
-def test_what_forward_saves_of_a_parameter_stays_a_placeholder():
+def test_a_parameter_that_forward_saves_stays_a_placeholder():
     gm = partitioned_graph(forward_that_saves, *square(3))
 
     insert_gathers(gm, of_layers(gm), NO_LIMIT)
@@ -208,7 +207,7 @@ def test_backward_gathers_in_its_own_order():
 
     gm = partitioned_graph(backward, *square(5))
 
-    insert_gathers(gm, dict(reversed(of_layers(gm, w2={"group": 1}).items())), NO_LIMIT)
+    insert_gathers(gm, dict(reversed(of_layers(gm, w2={"process_group": 1}).items())), NO_LIMIT)
 
     assert_text(
         gm,
@@ -264,7 +263,7 @@ def test_an_unshard_that_was_not_lifted_uses_the_gather_too():
 
 def test_gathers_keep_the_order_they_are_given_in_and_none_is_left_out():
     gm = partitioned_graph(lambda x, w1, w2, w3: torch.mm(torch.neg(x), w1) @ w2, *square(4))
-    groups = {name: {"group": number} for number, name in enumerate(("w1", "w2", "w3"))}
+    groups = {name: {"process_group": number} for number, name in enumerate(("w1", "w2", "w3"))}
     in_reverse = dict(reversed(of_layers(gm, **groups).items()))
 
     insert_gathers(gm, in_reverse, NO_LIMIT)
@@ -348,7 +347,7 @@ def models(draw):
     known = {
         node: facts(
             node.name,
-            group=draw(st.integers(0, 2)),
+            process_group=draw(st.integers(0, 2)),
             nbytes=draw(st.integers(1, 100)),
             reshard_after_forward=draw(st.sampled_from([True, False, None])),
         )
@@ -376,7 +375,7 @@ class Gathering(fx.Interpreter):
 
 @settings(max_examples=150, deadline=None)
 @given(models())
-def test_whatever_the_order_of_uses_each_parameter_is_gathered_once_before_them(model):
+def test_each_parameter_is_gathered_once_before_its_uses_in_any_order(model):
     gm, known, bucket_bytes = model
     by_fqn = {f.fqn: f for f in known.values()}
     fulls = {f.fqn: torch.randn(2, 2, dtype=torch.float64) for f in known.values()}
@@ -391,7 +390,7 @@ def test_whatever_the_order_of_uses_each_parameter_is_gathered_once_before_them(
     gathered = [fqn for bucket in buckets for fqn in bucket]
     assert gathered == list(by_fqn), "all of them, in their order"
     for bucket in buckets:
-        assert len({by_fqn[fqn].group for fqn in bucket}) == 1
+        assert len({by_fqn[fqn].process_group for fqn in bucket}) == 1
         assert len(bucket) == 1 or sum(by_fqn[fqn].nbytes for fqn in bucket) <= bucket_bytes
     for node in known:
         assert all(

@@ -119,7 +119,7 @@ def _unequal(transport):
 
 
 @either_transport
-def test_what_shapes_a_graph_is_not_shared(run_ranks, transport):
+def test_blocks_that_shape_graphs_differently_share_none(run_ranks, transport):
     for forwards, wires in run_ranks(2, _unequal, transport):
         assert forwards == 3
         assert wires == [torch.float32] * 2 + [torch.bfloat16] * 2 + [torch.float32] * 2

@@ -78,6 +78,6 @@ def test_the_graphs_of_a_model_share_what_may_be_kept(run_ranks, depth):
         assert kept == [{f"{block}.2.weight" for block in range(depth) if depth < 5}] * 4
 
 
-def test_what_the_user_keeps_takes_nothing_from_what_graphs_share(run_ranks):
+def test_parameters_kept_by_the_user_take_nothing_from_keep_mb(run_ranks):
     for kept in run_ranks(2, _kept_block_by_block, 4, True):
         assert kept == [{"0.0.weight", "0.2.weight", "1.2.weight", "2.2.weight", "3.2.weight"}] * 4

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import capture_graphs, defer_reduction, deposit_grad
-from deepcompile_zero3.passes.facts import fqns_of
+from deepcompile_zero3.graph.metadata import fqns_of
 from deepcompile_zero3.runtime import _C
 
 
@@ -119,7 +119,7 @@ def _ops_of_backward():
 
 
 @pytest.mark.inductor
-def test_what_the_runtime_computes(run_ranks):
+def test_large_gradients_are_computed_by_the_runtime(run_ranks):
     for ops in run_ranks(1, _ops_of_backward):
         assert ops == {
             "embedding.weight": "zero3::reduce_rows",

@@ -85,7 +85,7 @@ def test_a_reduction_begins_when_its_first_gradient_is_sent():
     assert found["compute"] == [Span("compute", "aten::mm", 3, 5)]
 
 
-def test_what_goes_on_before_or_after_the_step_is_cut():
+def test_events_before_or_after_the_step_are_cut():
     found = lanes(
         op("aten::mm", -2, -1),
         ours("all_gather start", -1, 0, "a"),

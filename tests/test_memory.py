@@ -255,7 +255,7 @@ def _measure_buffers(how, depth):
 
 
 @each_way
-def test_what_is_kept_is_bounded_and_the_same_after_every_step(run_ranks, how):
+def test_kept_buffers_are_bounded_and_the_same_after_every_step(run_ranks, how):
     for depth in (6, 12):
         first, second = run_ranks(2, _measure_buffers, how, depth)[0]
         assert first == second

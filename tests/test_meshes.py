@@ -255,7 +255,7 @@ def test_each_module_of_a_group_casts_what_it_takes_and_gives(how):
 
 
 @needs_a_job
-def test_what_is_no_mesh_is_refused():
+def test_objects_that_are_no_mesh_are_refused():
     with pytest.raises(
         TypeError,
         match=r"mesh must be a DeviceMesh, got .*ProcessGroup.*DeviceMesh\.from_group",
@@ -264,7 +264,7 @@ def test_what_is_no_mesh_is_refused():
 
 
 @needs_a_job
-def test_what_torchs_fully_shard_has_sharded_is_refused():
+def test_modules_sharded_by_torchs_fully_shard_are_refused():
     model = nn.Sequential(torch_fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,))))
     with pytest.raises(Zero3Error, match=r"'0' \(FSDPLinear\) was sharded by torch's fully_shard"):
         fully_shard(model)

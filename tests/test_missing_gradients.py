@@ -153,7 +153,7 @@ def _models_in_other_orders():
     return str(raised.value)
 
 
-def test_models_of_one_backward_in_other_orders_are_told(run_ranks):
+def test_models_of_one_backward_in_other_orders_are_an_error(run_ranks):
     for rank, told in enumerate(run_ranks(2, _models_in_other_orders)):
         names = ("Linear:2.weight", "weight")
         here, there = names if rank == 0 else names[::-1]

@@ -59,7 +59,7 @@ def _by_arguments():
     return [_shares(transport=name) for name in ("auto", "shared_memory", "c10d")]
 
 
-def test_ranks_share_memory_unless_they_are_told_otherwise(run_ranks):
+def test_ranks_share_memory_by_default(run_ranks):
     assert run_ranks(2, _by_arguments) == [[True, True, False]] * 2
 
 
@@ -83,7 +83,7 @@ def _disagreeing():
     assert_same_step(*shard(model), batch_of(4, 8))
 
 
-def test_ranks_that_disagree_are_told(run_ranks):
+def test_ranks_that_disagree_on_the_transport_get_an_error(run_ranks):
     run_ranks(2, _disagreeing)
 
 
@@ -194,7 +194,7 @@ def test_ranks_of_two_builds_do_not_share_memory(run_ranks):
 
 
 @pytest.mark.parametrize("function", ["_new_file", "_map"])
-def test_whatever_keeps_a_rank_from_sharing_memory_is_told_to_all(run_ranks, function):
+def test_a_rank_that_cannot_share_memory_makes_all_exchange_messages(run_ranks, function):
     assert run_ranks(2, _one_fails, function) == [False, False]
 
 
@@ -356,7 +356,7 @@ def _written_by_the_caller(how, grad):
 
 @compiled_each_way
 @pytest.mark.parametrize("grad", [True, False])
-def test_what_a_forward_returns_is_the_callers(run_ranks, grad, how):
+def test_the_output_of_a_forward_is_the_callers(run_ranks, grad, how):
     run_ranks(2, _written_by_the_caller, how, grad)
 
 
@@ -409,7 +409,7 @@ def _different_models():
         fully_shard(nn.Linear(8, 8 + dist.get_rank()))
 
 
-def test_ranks_with_other_parameters_are_told(run_ranks):
+def test_ranks_with_other_parameters_get_an_error(run_ranks):
     run_ranks(2, _different_models)
 
 
@@ -443,7 +443,7 @@ def _kept_over_a_forward(how, transport):
 
 @each_way
 @pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
-def test_what_is_kept_is_that_of_its_forward(run_ranks, how, transport):
+def test_a_kept_parameter_has_the_values_of_its_forward(run_ranks, how, transport):
     run_ranks(2, _kept_over_a_forward, how, transport)
 
 

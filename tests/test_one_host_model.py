@@ -229,7 +229,7 @@ def test_copies_that_take_turns_are_right(buckets, ahead, world_size, steps, rin
 
 @pytest.mark.parametrize("backward_between", [False, True])
 @pytest.mark.parametrize(("world_size", "ring"), [(2, 1), (2, 2), (2, 3), (3, 2)])
-def test_what_comes_after_a_forward_that_raised_is_right(world_size, ring, backward_between):
+def test_steps_after_a_forward_that_raised_are_right(world_size, ring, backward_between):
     program = partial(abandoning, backward_between=backward_between)
     assert states_of(program, world_size, parameters=3, ring=ring) > 100
 

@@ -74,7 +74,7 @@ def _kept_all_the_same(width=32):
     assert_same_gradients(model, reference)
 
 
-def test_what_is_kept_moves_out_when_its_turn_is_over(run_ranks):
+def test_a_kept_copy_moves_out_when_its_turn_is_over(run_ranks):
     run_ranks(2, in_little_memory, _kept_all_the_same)
 
 
@@ -92,7 +92,7 @@ def _gathered_on_one_rank():
     return str(raised.value)
 
 
-def test_ranks_that_have_gathered_different_things_are_told(run_apart):
+def test_ranks_that_have_gathered_different_things_get_an_error(run_apart):
     messages = run_apart(in_little_memory, _gathered_on_one_rank)
     assert all(
         "ranks have gathered different things before '" in message for message in messages
@@ -117,7 +117,7 @@ def _waited_for_in_another_order():
         torch.testing.assert_close(full, parameter.shard.full_tensor())
 
 
-def test_what_is_waited_for_in_another_order_overwrites_nothing(run_ranks):
+def test_waits_in_another_order_overwrite_nothing(run_ranks):
     run_ranks(2, in_little_memory, _waited_for_in_another_order)
 
 
@@ -154,7 +154,7 @@ def _different_settings():
         fully_shard(nn.Linear(8, 8), reshard_after_forward=dist.get_rank() == 0)
 
 
-def test_ranks_that_ask_for_different_memory_are_told(run_ranks):
+def test_ranks_that_ask_for_different_memory_get_an_error(run_ranks):
     run_ranks(2, _different_settings)
 
 

@@ -1,4 +1,4 @@
-"""The three operators, called directly."""
+"""The seven operators, called directly."""
 
 import sys
 
@@ -159,7 +159,7 @@ def test_parameters_of_one_dtype_are_gathered_in_one_collective(model):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_gathered_never_shares_memory_with_the_shard(model, name):
+def test_a_gathered_tensor_never_shares_memory_with_the_shard(model, name):
     shard = getattr(model, name)
     before = shard.full_tensor().clone()
 
@@ -330,7 +330,7 @@ def test_a_placeholder_raises_when_it_is_read(model):
                 read(placeholder)
 
 
-def test_what_is_no_placeholder_is_refused(model):
+def test_tensors_that_are_no_placeholder_are_refused(model):
     other = torch.ones(3, 4)
     refused = r"a tensor \[3, 4\] of Float is the placeholder of no live sharded parameter"
     with pytest.raises(RuntimeError, match=refused):

@@ -24,7 +24,7 @@ from one_rank import needs_a_job, one_rank  # noqa: F401
 from torch import nn
 
 from deepcompile_zero3 import capture_graphs, fully_shard, record_collectives
-from deepcompile_zero3.passes.facts import fqns_of
+from deepcompile_zero3.graph.metadata import fqns_of
 
 
 def _collectives(run, batch):
@@ -204,7 +204,7 @@ class _Scaled(nn.Module):
 
 
 @needs_a_job
-def test_what_is_computed_of_a_weight_alone_is_not_kept_for_backward():
+def test_functions_of_a_weight_alone_are_not_kept_for_backward():
     model = fully_shard(nn.Sequential(_Scaled(), nn.Linear(16, 16), _Scaled()))
     with capture_graphs() as graphs, torch.autocast("cpu", torch.bfloat16):
         compiled(model, "interpreted")(torch.randn(2, 16)).sum().backward()

@@ -11,11 +11,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from deepcompile_zero3.graph.text import node_text
-from deepcompile_zero3.passes.lift import declare_grad_dtypes, lift_unshards, uses_of
+from deepcompile_zero3.passes.contract import declare_grad_dtypes
+from deepcompile_zero3.passes.lift import lift_unshards, uses_of
 from deepcompile_zero3.passes.partition import (
-    drop_needs,
+    decide_backward_gathers,
+    drop_needed_in_backward,
     needed_in_backward,
-    settle_backward_gathers,
 )
 from deepcompile_zero3.runtime import ops
 
@@ -207,7 +208,7 @@ def test_a_contract_is_declared_before_its_input_is_used():
     )
 
 
-# ---- settle_backward_gathers
+# ---- decide_backward_gathers
 
 
 def joint_graph(function, *inputs):
@@ -241,7 +242,7 @@ def test_a_function_of_a_parameter_is_computed_again():
     x, w, t = torch.ones(2, 4).bfloat16(), torch.ones(4, 4), torch.ones(2, 4).bfloat16()
     gm = joint_graph(linear_in_bf16, x, w, t)
 
-    settle_backward_gathers(gm, of_layers(gm), tangents_of(gm), 1)
+    decide_backward_gathers(gm, of_layers(gm), tangents_of(gm), 1)
 
     assert_text(
         gm,
@@ -260,7 +261,7 @@ def test_a_reduction_of_a_parameter_is_left_to_the_partitioner():
 
     gm = joint_graph(weight_norm, torch.ones(2, 4), torch.ones(4, 4), torch.ones(2, 4))
 
-    settle_backward_gathers(gm, of_layers(gm), tangents_of(gm), 1)
+    decide_backward_gathers(gm, of_layers(gm), tangents_of(gm), 1)
 
     assert_text(
         gm,
@@ -283,7 +284,7 @@ def test_backward_gets_all_but_tables_of_embeddings():
     gm = joint_graph(lambda ids, w1, w2, w3, t1: embed(ids, w1, w2[:3], w3, t1), *inputs)
     parameters = of_layers(gm, w1={"only_embeds": True})
 
-    settle_backward_gathers(gm, parameters, tangents_of(gm), 1)
+    decide_backward_gathers(gm, parameters, tangents_of(gm), 1)
 
     assert_text(
         gm,
@@ -296,11 +297,11 @@ def test_backward_gets_all_but_tables_of_embeddings():
     )
     (needs,) = gm.graph.find_nodes(op="call_function", target=needed_in_backward)
     assert [node.name for node in needs.args[1]] == ["w2", "w3"]
-    drop_needs(gm)
+    drop_needed_in_backward(gm)
     assert not gm.graph.find_nodes(op="call_function", target=needed_in_backward)
 
 
-def test_what_is_computed_of_spared_parameters_is_saved():
+def test_functions_of_spared_parameters_and_activations_are_saved():
     def trunk(x, w1, w2, t1):
         h = torch.nn.functional.layer_norm(x @ w1.t(), (4,), w1[0])
         only_for_backward = h @ w1
@@ -312,7 +313,7 @@ def test_what_is_computed_of_spared_parameters_is_saved():
         node.meta.update(recompute=CheckpointPolicy.PREFER_RECOMPUTE, ac_graph_id=1)
     parameters = of_layers(gm, w1={"is_spared": True})
 
-    settle_backward_gathers(gm, parameters, tangents_of(gm), 1)
+    decide_backward_gathers(gm, parameters, tangents_of(gm), 1)
 
     assert_text(
         gm,
@@ -322,7 +323,7 @@ def test_what_is_computed_of_spared_parameters_is_saved():
         must_recompute: select: f32[4] = aten.select.int(w1, 0, 0)
         must_save: native_layer_norm = aten.native_layer_norm(mm, [4], select, None, 1e-05)
         must_save: mm_1: f32[2, 4] = aten.mm(getitem, w1)
-        must_save: handed_on: f32[2, 4] = handed_on(mm_1)
+        must_save: saved_for_backward: f32[2, 4] = saved_for_backward(mm_1)
         must_recompute: t_1: f32[4, 4] = aten.t(w2)
         """,
         policies(gm),
@@ -339,35 +340,35 @@ def test_rows_by_position_are_saved_however_many(rows):
 
     gm = joint_graph(embed, torch.ones(rows, 4), torch.ones(4, 4), torch.ones(rows, 4))
 
-    settle_backward_gathers(gm, of_layers(gm, w1={"only_embeds": True}), tangents_of(gm), 1)
+    decide_backward_gathers(gm, of_layers(gm, w1={"only_embeds": True}), tangents_of(gm), 1)
 
     (node,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.embedding.default)
     assert node.meta["recompute"] is CheckpointPolicy.MUST_SAVE
 
 
-def test_what_a_checkpoint_computes_again_or_what_is_kept_is_left_alone():
+def test_tags_of_a_checkpoint_and_kept_parameters_are_left_alone():
     x, w, t = torch.ones(2, 4), torch.ones(4, 4), torch.ones(2, 4)
     gm = joint_graph(lambda x, w1, t1: (torch.sigmoid(x + w1[:2]), t1), x, w, t)
     (add,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)
     add.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
-    settle_backward_gathers(gm, of_layers(gm, w1={"only_embeds": True}), tangents_of(gm), 1)
+    decide_backward_gathers(gm, of_layers(gm, w1={"only_embeds": True}), tangents_of(gm), 1)
     assert add.meta["recompute"] is CheckpointPolicy.PREFER_RECOMPUTE
 
     gm = joint_graph(linear_in_bf16, x.bfloat16(), w, t.bfloat16())
-    settle_backward_gathers(
+    decide_backward_gathers(
         gm, of_layers(gm, w1={"reshard_after_forward": False}), tangents_of(gm), 1
     )
     assert not any("recompute" in node.meta for node in gm.graph.nodes)
 
 
-def test_what_is_random_is_not_a_function_of_a_parameter():
+def test_random_values_are_no_functions_of_a_parameter():
     def drop(x, w1, t1):
         weight, _ = torch.native_dropout(w1, 0.5, True)
         return x @ weight, t1 @ weight.t()
 
     gm = joint_graph(drop, torch.ones(2, 4), torch.ones(4, 4), torch.ones(2, 4))
 
-    settle_backward_gathers(gm, of_layers(gm), tangents_of(gm), 1)
+    decide_backward_gathers(gm, of_layers(gm), tangents_of(gm), 1)
 
     assert_text(
         gm,

@@ -224,7 +224,7 @@ def test_padding_is_pointed_out():
     assert found.traffic["all_gather"].nbytes >= 4 * 8 * 4096 * 4096 * 4
 
 
-def test_what_does_not_fit_is_said():
+def test_a_plan_that_does_not_fit_says_so():
     tight = MACHINES["h100"].with_numbers(memory=1e9)
     found = plan(_wide, _tokens(1, 2048), world_size=64, shard=_in_bf16, machine=tight)
     assert not found.fits
@@ -254,7 +254,7 @@ def test_a_model_in_several_graphs_frees_what_each_has_saved():
     assert last["activations"] == last["gathered"] == 0
 
 
-def test_what_is_frozen_has_no_optimizer_state():
+def test_frozen_parameters_have_no_optimizer_state():
     class Adapted(Experts):
         def __init__(self):
             super().__init__()
@@ -286,7 +286,7 @@ class Tied(nn.Module):
 
 
 @pytest.mark.parametrize("root", [False, True])
-def test_what_is_not_sharded_is_there_all_the_same(root):
+def test_unsharded_parameters_are_in_the_plan(root):
     def shard(model, mesh):
         for layer in model.layers:
             fully_shard(layer, mesh=mesh)

@@ -162,7 +162,7 @@ def test_a_users_own_sharding_is_planned(job):
         ("broken", (), "this model cannot be planned: code that is not compiled reads"),
     ],
 )
-def test_what_a_job_has_wrong_is_said_in_a_line(job, function, options, message):
+def test_an_error_in_a_job_is_reported_in_a_line(job, function, options, message):
     found = _run("plan", f"{job}:{function}", "--ranks", 4, *options)
     assert found.returncode == 1
     assert message.format(job=job) in found.stderr

@@ -116,7 +116,7 @@ def _nodes(item: Kernel | fx.Node):
     return item.nodes if is_kernel(item) else [item]
 
 
-def test_what_feeds_each_other_without_a_product_between_is_one_kernel():
+def test_operations_without_a_product_between_are_one_kernel():
     (forward,) = _graphs("llama").forward
     names = [kernel.name for kernel in kernels_of(forward.graph_module.graph)]
     assert names.count("mm") == 2 * 7 + 1

@@ -86,7 +86,7 @@ def test_a_backend_has_buffers_of_its_own():
 
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
-def test_what_travels_alone_is_not_copied_out(backend):
+def test_a_parameter_gathered_alone_is_not_copied_out(backend):
     found = plan(
         lambda: nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(4)], Mean()),
         {"input": torch.zeros(4, 512, requires_grad=True)},
@@ -138,7 +138,7 @@ class Experts(nn.Module):
         return torch.bmm(x, self.weight).square().mean()
 
 
-def test_what_is_gathered_has_its_padding():
+def test_gathered_bytes_have_their_padding():
     found = plan(Experts, {"x": torch.zeros(8, 16, 256)}, world_size=32, advise=False)
     assert _most(found, "gathered") == 4 * (4 * 8 * 256 * 256)
 

@@ -15,9 +15,9 @@ from pass_graphs import (
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from deepcompile_zero3.graph.metadata import fqns_of
 from deepcompile_zero3.graph.text import graph_text
 from deepcompile_zero3.passes.chain import chain_reductions
-from deepcompile_zero3.passes.facts import fqns_of
 from deepcompile_zero3.passes.gather import insert_gathers
 from deepcompile_zero3.passes.widen import widen_weight_gradients
 from deepcompile_zero3.runtime import REDUCTIONS, ops
@@ -281,7 +281,7 @@ def _put(into, indices, rows):
     ],
     ids=["into ones", "into something", "two indices", "three dimensions"],
 )
-def test_what_only_resembles_an_embeddings_gradient_is_computed_in_the_graph(backward):
+def test_gradients_that_resemble_an_embeddings_are_computed_in_the_graph(backward):
     gm = make_fx(backward)(torch.tensor([1, 3]), torch.ones(2, 4))
     reduce(gm, {0: facts("table", nbytes=LARGE)})
     assert reductions_of(gm) == {"table": "reduce_grad"}
@@ -374,7 +374,7 @@ def test_each_collective_takes_the_token_of_the_one_of_its_kind_before_it():
         return grad_x, grad_w1, grad_w2
 
     gm = partitioned_graph(backward, *square(5))
-    insert_gathers(gm, dict(reversed(of_layers(gm, w2={"group": 1}).items())), NO_LIMIT)
+    insert_gathers(gm, dict(reversed(of_layers(gm, w2={"process_group": 1}).items())), NO_LIMIT)
     reduce(gm, {2: facts("fc2"), 1: facts("fc1")})
 
     chain_reductions(gm)
@@ -429,7 +429,7 @@ def test_reductions_that_compute_what_they_send_are_links_of_the_chain_too():
 @pytest.mark.smoke
 def test_the_chain_follows_gathers_and_leaves_no_token_unused():
     gm = partitioned_graph(three_layers, *square(4))
-    parameters = of_layers(gm, w2={"group": 1}, w3={"group": 2})
+    parameters = of_layers(gm, w2={"process_group": 1}, w3={"process_group": 2})
     insert_gathers(gm, parameters, NO_LIMIT)
 
     chain_reductions(gm)

@@ -170,7 +170,7 @@ def _stalled(transport, seed):
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 @each_transport
-def test_a_rank_that_stops_is_told_of_in_time(run_apart, transport, seed):
+def test_a_rank_that_stops_is_reported_in_time(run_apart, transport, seed):
     # Rank 1 may find all that it needs when it continues.
     (seconds, told), _ = run_apart(_stalled, transport, seed)
     assert "rank 1" in told

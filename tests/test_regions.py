@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from deepcompile_zero3 import capture_graphs, fully_shard, record_collectives
 from deepcompile_zero3.graph.alias import is_view
 from deepcompile_zero3.graph.calls import calls_by_region
-from deepcompile_zero3.passes.facts import fqns_of
+from deepcompile_zero3.graph.metadata import fqns_of
 from deepcompile_zero3.runtime import ops
 
 WIDTH = 16

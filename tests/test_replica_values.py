@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
 from deepcompile_zero3 import Zero3Error, fully_shard
-from deepcompile_zero3.sharding.delivery import _checksum
+from deepcompile_zero3.sharding.replicas import _checksum
 
 
 def _initialised_apart(how):

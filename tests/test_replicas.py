@@ -276,7 +276,7 @@ def _deferred():
     assert_same_gradients(model, reference)
 
 
-def test_what_one_rank_deposits_reaches_its_replicas(run_ranks):
+def test_a_deposit_of_one_rank_reaches_its_replicas(run_ranks):
     run_ranks(4, _deferred)
 
 
@@ -304,7 +304,7 @@ def _given_up():
     assert_same_gradients(model, reference)
 
 
-def test_what_is_not_summed_over_replicas_can_be_given_up(run_ranks):
+def test_sums_not_yet_over_replicas_can_be_given_up(run_ranks):
     run_ranks(4, _given_up)
 
 
@@ -389,7 +389,7 @@ def _sum_over_replicas():
     assert (model.first.grad.full_tensor() == 300).all()  # in bfloat16, 256 + 1 is 256
 
 
-def test_what_is_summed_over_replicas_is_rounded_once(run_ranks):
+def test_sums_over_replicas_are_rounded_once(run_ranks):
     run_ranks(2, _sum_over_replicas)
 
 

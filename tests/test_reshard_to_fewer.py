@@ -135,7 +135,7 @@ def _changed_before_backward(how):
 
 
 @each_way
-def test_what_changed_meanwhile_is_gathered_anew(run_ranks, how):
+def test_a_parameter_changed_before_backward_is_gathered_anew(run_ranks, how):
     run_ranks(4, _changed_before_backward, how)
 
 

@@ -164,7 +164,7 @@ def _gathered_of_tensor_parallel(reshard_after_forward):
     return {gathered.count(name) for name in weights}, kept / local
 
 
-def test_what_autograd_saves_of_a_dtensor_is_gathered_again(run_ranks):
+def test_saved_parts_of_a_dtensor_are_gathered_again(run_ranks):
     assert run_ranks(4, _gathered_of_tensor_parallel, True) == 4 * [({2}, 0)]
     assert run_ranks(4, _gathered_of_tensor_parallel, False) == 4 * [({1}, 1)]
 
@@ -453,7 +453,7 @@ def test_any_dimension_may_be_sharded(run_ranks, how, number):
     ],
     ids=str,
 )
-def test_what_is_no_dimension_of_a_parameter_is_refused(placement, error, message):
+def test_objects_that_are_no_dimension_of_a_parameter_are_refused(placement, error, message):
     model = nn.Sequential(nn.Linear(2, 3))
     with pytest.raises(error, match=f"shard_placement_fn gave ({message}) for '0.weight'"):
         fully_shard(model, shard_placement_fn=lambda parameter: placement)

@@ -282,7 +282,7 @@ def test_nothing_is_measured_for_a_step_that_is_not_predicted(one_rank, tmp_path
     assert "measures" not in told.err
 
 
-def test_a_machine_that_is_not_known_is_told(tmp_path, capsys):
+def test_an_unknown_machine_is_an_error(tmp_path, capsys):
     parser = argparse.ArgumentParser()
     trace.add_arguments(parser)
     with pytest.raises(SystemExit) as raised:
@@ -334,7 +334,7 @@ def _nothing_is_left_set():
     assert state() == before
 
 
-def test_a_script_that_shards_nothing_is_told(tmp_path, capsys):
+def test_a_script_that_shards_nothing_is_reported(tmp_path, capsys):
     assert _trace(tmp_path, steps=4, json=str(tmp_path / "step.json")) == 0
     printed = capsys.readouterr().out
     assert "nothing is sharded" in printed
@@ -343,14 +343,14 @@ def test_a_script_that_shards_nothing_is_told(tmp_path, capsys):
     assert {span["lane"] for span in step["timeline"]["spans"]} == {"compute"}
 
 
-def test_a_script_that_ends_too_early_is_told(tmp_path, capsys):
+def test_a_script_that_ends_too_early_is_an_error(tmp_path, capsys):
     assert _trace(tmp_path, steps=3) == 1
     assert "took 3 steps and ended, where --skip 2 and --steps 2 need 4" in capsys.readouterr().err
     assert _trace(tmp_path, steps=0, end="sys.exit()") == 1
     assert "torchrun" in capsys.readouterr().err
 
 
-def test_what_a_script_raises_is_passed_on(tmp_path, capsys):
+def test_an_error_of_a_script_is_passed_on(tmp_path, capsys):
     with pytest.raises(ZeroDivisionError):
         _trace(tmp_path, steps=3, end="1 / 0")
     with pytest.raises(SystemExit, match="no data"):
@@ -367,7 +367,7 @@ def test_other_ranks_say_nothing(tmp_path, capsys, monkeypatch):
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_script_that_is_not_there_is_told(tmp_path, capsys):
+def test_a_missing_script_is_an_error(tmp_path, capsys):
     assert _trace(tmp_path, steps=1, script="no/script.py") == 2
     assert "there is no file no/script.py" in capsys.readouterr().err
 

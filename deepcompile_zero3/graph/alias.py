@@ -1,9 +1,11 @@
-"""Which nodes of a graph share memory."""
+"""Finds the nodes of a graph that share memory."""
 
 import operator
 
 import torch
 from torch import fx
+
+from deepcompile_zero3 import torch_internals
 
 
 def views_of(node: fx.Node) -> set[fx.Node]:
@@ -35,7 +37,7 @@ def is_view(node: fx.Node) -> bool:
     """
     if node.target is operator.getitem:
         return True
-    if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace == "zero3":
+    if not isinstance(node.target, torch_internals.OpOverload) or node.target.namespace == "zero3":
         return False
     return any(result.alias_info is not None for result in node.target._schema.returns)
 

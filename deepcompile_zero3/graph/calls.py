@@ -4,9 +4,9 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import fx
 
+from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.torch_internals import compiler
 
 
@@ -42,9 +42,14 @@ def results_of(call: fx.Node) -> Iterator[tuple[int, fx.Node]]:
         yield position, item
 
 
+def graph_modules(gm: fx.GraphModule) -> list[fx.GraphModule]:
+    """Returns ``gm`` and all graphs nested in it."""
+    return [module for module in gm.modules() if isinstance(module, fx.GraphModule)]
+
+
 def bodies_of(gm: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:
     """Returns the graphs that a node of ``gm``, if it is a higher-order operator, calls."""
-    if not isinstance(node.target, torch._ops.HigherOrderOperator):
+    if not isinstance(node.target, torch_internals.HigherOrderOperator):
         return []
     attributes = (each for each in node.all_input_nodes if each.op == "get_attr")
     bodies: Any = [getattr(gm, str(each.target), None) for each in attributes]

@@ -20,13 +20,13 @@ class CapturedGraph:
     Attributes:
         graph_module: a copy of the graph, which the user may keep.
         number: number of the forward in this process. A backward has the number of its forward.
-        region: for a forward, the id of the compiled frame as in a profile, such as "0/0"; for a
-            backward, "".
+        compile_id: for a forward, the id of the compiled frame as in a profile, such as "0/0"; for
+            a backward, "".
     """
 
     graph_module: fx.GraphModule
     number: int
-    region: str = ""
+    compile_id: str = ""
 
     @property
     def text(self) -> str:
@@ -97,9 +97,9 @@ def is_capturing() -> bool:
     return bool(_active)
 
 
-def captured(gm: fx.GraphModule, is_backward: bool, number: int) -> None:
+def add_capture(gm: fx.GraphModule, is_backward: bool, number: int) -> None:
     """Adds a rewritten graph to all open ``capture_graphs`` blocks."""
     for graphs in _active:
-        region = "" if is_backward else compiler.compile_id()
-        graph = CapturedGraph(copied(gm), number, region)
+        compile_id = "" if is_backward else compiler.compile_id()
+        graph = CapturedGraph(copied(gm), number, compile_id)
         (graphs.backward if is_backward else graphs.forward).append(graph)

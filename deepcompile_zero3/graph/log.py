@@ -14,7 +14,7 @@ from deepcompile_zero3.torch_internals import compiler
 
 _log = logging.getLogger(__name__)
 
-numbers = itertools.count()  # of forwards in this process; a backward has the number of its forward
+forward_numbers = itertools.count()  # of this process; a backward has the number of its forward
 
 
 def logs_are_requested() -> bool:

@@ -1,8 +1,21 @@
-"""Keys that this library sets in a node's ``meta``."""
+"""Keys that this library sets in a node's ``meta``, and the FQNs that they give."""
 
-# On a parameter's placeholder, and on the nodes that hand it on to backward: the ParameterFacts.
+from typing import Any
+
+from torch import fx
+
+from deepcompile_zero3.runtime import ops
+
+# On a parameter's placeholder, and on the nodes that save it for backward: the ParameterFacts.
 PARAMETER = "zero3_parameter"
 # On an input of a backward that its forward gathered and kept: the FQN of the parameter.
 KEPT_OF = "zero3_kept_of"
 # On any node: the comment after its line in the graph's text.
 COMMENT = "zero3_comment"
+
+
+def fqns_of(collective: fx.Node) -> list[str]:
+    """Returns the FQNs of the parameters of a gather's start or of a reduction in a graph."""
+    starts = collective.target is ops.all_gather_start.default
+    placeholders: Any = collective.args[0] if starts else [collective.args[1]]
+    return [placeholder.meta[PARAMETER].fqn for placeholder in placeholders]

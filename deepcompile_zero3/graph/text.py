@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.graph.calls import arguments_of, called_by, calls_by_region, region_named
 from deepcompile_zero3.graph.metadata import COMMENT
 from deepcompile_zero3.torch_internals import compiler
@@ -60,7 +61,7 @@ def node_text(node: fx.Node) -> str:
 
 def _target(node: fx.Node) -> str:
     target = node.target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, torch_internals.OpOverload):
         return str(target).removesuffix(".default")
     return target if isinstance(target, str) else getattr(target, "__name__", str(target))
 

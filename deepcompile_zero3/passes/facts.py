@@ -1,13 +1,8 @@
 """Facts about a parameter that a pass may use."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import fx
-
-from deepcompile_zero3.graph.metadata import PARAMETER
-from deepcompile_zero3.runtime import ops
 
 
 @dataclass(frozen=True)
@@ -16,15 +11,17 @@ class ParameterFacts:
 
     Attributes:
         fqn: its name, for people.
-        group: number of its process group. Only neighbours of one group are gathered together.
+        process_group: number of the process group of its shards. Only neighbours of one group are
+            gathered together.
         nbytes: size in bytes of the full tensor in the compute dtype.
         gathers_views: whether the gathered tensor is memory that nobody may write to.
-        publishes: whether a backward finds what its forward gathered, and moves nothing.
+        publishes: whether a backward reads its forward's publication, and moves bytes only if that
+            is stale or overwritten.
         sends_any_dtype: whether its gradient is sent in its own dtype, if the wire dtype can hold
             it.
         dim: number of its dimensions.
-        uses: positions of its uses in the model's forward as written, before any transformation of
-            a graph, which may depend on the batch.
+        uses: positions of its uses in the model's forward as written, before any transformation: a
+            transformed graph may depend on the batch.
         only_embeds: whether all uses look up rows.
         is_spared: whether backward does without it (see ``spare``).
         reshard_after_forward: False keeps what forward gathered until backward has used it. None
@@ -37,7 +34,7 @@ class ParameterFacts:
     """
 
     fqn: str
-    group: int
+    process_group: int
     nbytes: int
     gathers_views: bool = False
     publishes: bool = False
@@ -62,13 +59,6 @@ class ParameterFacts:
         return self.reshard_after_forward is False or (
             self.reshard_after_forward is None and not self.publishes
         )
-
-
-def fqns_of(collective: fx.Node) -> list[str]:
-    """Returns the FQNs of the parameters of a gather's start or of a reduction in a graph."""
-    starts = collective.target is ops.all_gather_start.default
-    placeholders: Any = collective.args[0] if starts else [collective.args[1]]
-    return [placeholder.meta[PARAMETER].fqn for placeholder in placeholders]
 
 
 def in_forward_order(facts: ParameterFacts) -> int:

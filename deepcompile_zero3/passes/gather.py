@@ -16,7 +16,7 @@ from deepcompile_zero3.torch_internals import compiler
 _OF_PLACEHOLDERS = (ops.all_gather_start.default, *WAITS, *REDUCTIONS)
 
 
-def _knows_by(user: fx.Node) -> bool:
+def _only_identifies(user: fx.Node) -> bool:
     """Returns whether ``user`` only knows the parameter by its placeholder, and reads nothing."""
     return user.target in _OF_PLACEHOLDERS or PARAMETER in user.meta
 
@@ -48,7 +48,7 @@ def insert_gathers(
     places = []
     place = graph.output_node()
     for bucket in reversed(buckets):
-        uses = [user for node in bucket for user in node.users if not _knows_by(user)]
+        uses = [user for node in bucket for user in node.users if not _only_identifies(user)]
         place = min([place, *uses], key=order.__getitem__)
         places.append(place)
     places.reverse()
@@ -76,7 +76,7 @@ def insert_gathers(
     gm.recompile()
 
 
-def own_outputs(gm: fx.GraphModule, saved: Set[int]) -> None:
+def clone_returned_views(gm: fx.GraphModule, saved: Set[int]) -> None:
     """Copies the returned views of memory that a forward may not write to.
 
     A caller treats the output like any other tensor. Outputs saved for backward (``saved``, by
@@ -105,10 +105,8 @@ def _buckets(
     nbytes = 0
     for node, facts in parameters.items():
         first = parameters[bucket[0]] if bucket else facts
-        joins = bucket and (facts.group, facts.gathers_views) == (
-            first.group,
-            first.gathers_views,
-        )
+        joins = bucket and facts.process_group == first.process_group
+        joins = joins and facts.gathers_views == first.gathers_views
         if not joins or nbytes + facts.nbytes > bucket_bytes:
             if bucket:
                 yield bucket
@@ -165,5 +163,5 @@ def _replace(placeholder: fx.Node, full: fx.Node, keep: bool) -> None:
         if user.target is ops.unshard.default:
             user.replace_all_uses_with(full)
             user.graph.erase_node(user)
-        elif not _knows_by(user) and (keep or user.op != "output"):
+        elif not _only_identifies(user) and (keep or user.op != "output"):
             user.replace_input_with(placeholder, full)

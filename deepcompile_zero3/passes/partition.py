@@ -1,4 +1,4 @@
-"""Settles in the joint graph, before it is partitioned, what backward will gather.
+"""Decides in the joint graph, before it is partitioned, what backward will gather.
 
 A partitioner weighs the bytes of activations against each other, and ops are decomposed by their
 shapes. A batch of another size may therefore save and recompute other values, and each rank sees
@@ -22,11 +22,11 @@ from typing import Any, cast
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy
 
 from deepcompile_zero3.graph.metadata import PARAMETER
 from deepcompile_zero3.passes.facts import ParameterFacts
+from deepcompile_zero3.torch_internals import OpOverload, tree_flatten, tree_unflatten
 
 # A result this many times smaller than its inputs is a reduction, and cheap to save.
 _REDUCTION = 4
@@ -34,7 +34,7 @@ _REDUCTION = 4
 _POLICY = ("recompute", "ac_graph_id")
 
 
-def settle_backward_gathers(
+def decide_backward_gathers(
     gm: fx.GraphModule,
     parameters: Mapping[fx.Node, ParameterFacts],
     tangents: Sequence[fx.Node],
@@ -48,17 +48,17 @@ def settle_backward_gathers(
         tangents: the graph's inputs that are gradients of outputs.
         num_outputs: number of the graph's outputs that are those of the forward.
     """
-    again = {node: f for node, f in parameters.items() if f.reshard_after_forward is not False}
-    gradients, spared = recompute_functions_of_parameters(gm, again, tangents)
-    handed_on = _hand_on(
+    regathered = {node: f for node, f in parameters.items() if f.reshard_after_forward is not False}
+    gradients, spared = recompute_functions_of_parameters(gm, regathered, tangents)
+    saved = _save_for_backward(
         gm.graph,
         [node for node, f in parameters.items() if f.is_trained and f.may_be_kept],
         _only_for_backward(gm.graph, spared, num_outputs),
         num_outputs,
     )
-    gathered = [node for node, f in again.items() if not (f.only_embeds or f.is_spared)]
-    known_by = [handed_on.get(node, node) for node, facts in parameters.items() if facts.is_trained]
-    _need(gm.graph, gathered, known_by, tangents, gradients, num_outputs)
+    gathered = [node for node, f in regathered.items() if not (f.only_embeds or f.is_spared)]
+    placeholders = [saved.get(node, node) for node, f in parameters.items() if f.is_trained]
+    _add_inputs_of_backward(gm.graph, gathered, placeholders, tangents, gradients, num_outputs)
     gm.recompile()
 
 
@@ -85,10 +85,10 @@ def recompute_functions_of_parameters(
         if node.op in ("placeholder", "output") or node in gradients:
             continue
         inputs = set(node.all_input_nodes)
-        is_plain = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
-        settled = all(n in alone or n in neutral or _is_size(n) for n in inputs)
-        settled &= node.target is not torch.ops.aten.embedding.default  # even at constant positions
-        is_function = is_plain and settled and not _is_random(node)
+        is_plain = isinstance(node.target, OpOverload) or node.target is operator.getitem
+        is_known = all(n in alone or n in neutral or _is_size(n) for n in inputs)
+        is_known &= node.target is not torch.ops.aten.embedding.default  # even at constant places
+        is_function = is_plain and is_known and not _is_random(node)
         if is_function and inputs & alone and not _is_reduction(node):
             alone.add(node)
             _tag(node, CheckpointPolicy.MUST_RECOMPUTE)
@@ -100,24 +100,24 @@ def recompute_functions_of_parameters(
             _tag(node, CheckpointPolicy.MUST_SAVE)
         if is_function and node not in alone:
             neutral.add(node)
-    _save(gm.graph, of_spared)
+    _tag_saved(gm.graph, of_spared)
     return gradients, of_spared
 
 
 def needed_in_backward(
     gradient: torch.Tensor,
     gathered: Sequence[torch.Tensor],
-    known_by: Sequence[torch.Tensor],
+    placeholders: Sequence[torch.Tensor],
     tangents: Sequence[torch.Tensor],
 ) -> torch.Tensor:
     """Returns ``gradient``. Its node makes the other arguments inputs of backward.
 
-    It stays in a graph until :func:`drop_needs`. A node that reads a tangent is in backward.
+    It stays until :func:`drop_needed_in_backward`. A node that reads a tangent is in backward.
     """
     return gradient
 
 
-def drop_needs(gm: fx.GraphModule) -> set[fx.Node]:
+def drop_needed_in_backward(gm: fx.GraphModule) -> set[fx.Node]:
     """Removes ``needed_in_backward`` from a backward graph, whose inputs stay.
 
     Returns the inputs that the graph is to gather.
@@ -130,42 +130,42 @@ def drop_needs(gm: fx.GraphModule) -> set[fx.Node]:
     return gathered
 
 
-def handed_on(placeholder: torch.Tensor) -> torch.Tensor:
-    """Returns ``placeholder``. Its node makes forward save it, until :func:`drop_handed_on`."""
-    return placeholder
+def saved_for_backward(value: torch.Tensor) -> torch.Tensor:
+    """Returns ``value``. Its node makes forward save it, until :func:`drop_saved_markers`."""
+    return value
 
 
-def with_handed_on(output: torch.Tensor, placeholders: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns ``output``. Its node shows a partitioner that forward has the placeholders.
+def with_saved(output: torch.Tensor, saved: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns ``output``. Its node shows a partitioner that forward has the saved values.
 
-    It stays in a graph until :func:`drop_handed_on`.
+    It stays in a graph until :func:`drop_saved_markers`.
     """
     return output
 
 
-def is_handed_on(placeholder: fx.Node) -> bool:
-    """Returns whether a forward graph hands ``placeholder`` on.
+def is_saved_for_backward(placeholder: fx.Node) -> bool:
+    """Returns whether a forward graph saves ``placeholder`` by :func:`saved_for_backward`.
 
-    A partitioner may make backward do that instead.
+    A partitioner may leave that node to backward instead.
     """
-    stand_ins = [user for user in placeholder.users if user.target is handed_on]
-    return any(user.op == "output" for stand_in in stand_ins for user in stand_in.users)
+    markers = [user for user in placeholder.users if user.target is saved_for_backward]
+    return any(user.op == "output" for marker in markers for user in marker.users)
 
 
-def drop_handed_on(gm: fx.GraphModule) -> None:
-    """Removes ``handed_on`` from a graph. A forward then returns placeholders."""
-    for target in (with_handed_on, handed_on):
+def drop_saved_markers(gm: fx.GraphModule) -> None:
+    """Removes ``saved_for_backward`` from a graph. A forward then returns the values themselves."""
+    for target in (with_saved, saved_for_backward):
         for node in gm.graph.find_nodes(op="call_function", target=target):
             node.replace_all_uses_with(node.args[0])
             gm.graph.erase_node(node)
 
 
-def _hand_on(
+def _save_for_backward(
     graph: fx.Graph, placeholders: list[fx.Node], results: list[fx.Node], num_outputs: int
 ) -> dict[fx.Node, fx.Node]:
-    """Returns the node that stands for each placeholder in backward, and inserts these nodes.
+    """Makes forward save ``placeholders`` and ``results``, which makes it compute the latter.
 
-    ``results`` are handed on too, which makes forward compute them.
+    Returns the node that stands for each placeholder in backward.
     """
     outputs = _outputs(graph)[:num_outputs]
     position = next((i for i, each in enumerate(outputs) if isinstance(each, fx.Node)), None)
@@ -177,25 +177,25 @@ def _hand_on(
     inputs = graph.find_nodes(op="placeholder")
     place = max([inputs[-1] if output.op == "placeholder" else output, *results])
     with graph.inserting_after(place):
-        stand_in = graph.call_function(with_handed_on, (output, []))
+        marker = graph.call_function(with_saved, (output, []))
     result = {}
-    with graph.inserting_before(stand_in):
+    with graph.inserting_before(marker):
         for placeholder in placeholders:
-            node = result[placeholder] = graph.call_function(handed_on, (placeholder,))
+            node = result[placeholder] = graph.call_function(saved_for_backward, (placeholder,))
             node.meta = {k: v for k, v in output.meta.items() if k not in _POLICY}
             node.meta.update({key: placeholder.meta[key] for key in ("val", PARAMETER)})
             _tag(node, CheckpointPolicy.MUST_SAVE)
-    handed = list(result.values())
+    saved = list(result.values())
     for each in results:
         with graph.inserting_after(each):
-            node = graph.call_function(handed_on, (each,))
-        each.replace_all_uses_with(node, delete_user_cb=lambda user: user.target is not handed_on)
+            node = graph.call_function(saved_for_backward, (each,))
+        each.replace_all_uses_with(node, lambda user: user.target is not saved_for_backward)
         node.meta = {k: v for k, v in each.meta.items() if k not in _POLICY}
         _tag(node, CheckpointPolicy.MUST_SAVE)
-        handed.append(node)
-    stand_in.args = (output, handed)
-    stand_in.meta = dict(output.meta)
-    _set_output(graph, position, stand_in)
+        saved.append(node)
+    marker.args = (output, saved)
+    marker.meta = dict(output.meta)
+    _set_output(graph, position, marker)
     return result
 
 
@@ -213,15 +213,15 @@ def _only_for_backward(
     return sorted(tensor for tensor in tensors if tensor.users and tensor not in needed)
 
 
-def _need(
+def _add_inputs_of_backward(
     graph: fx.Graph,
     gathered: list[fx.Node],
-    known_by: list[fx.Node],
+    placeholders: list[fx.Node],
     tangents: Sequence[fx.Node],
     gradients: set[fx.Node],
     num_outputs: int,
 ) -> None:
-    if not tangents or not (gathered or known_by):
+    if not tangents or not (gathered or placeholders):
         return
     outputs = _outputs(graph)
     results = [i for i in range(num_outputs, len(outputs)) if isinstance(outputs[i], fx.Node)]
@@ -232,7 +232,7 @@ def _need(
     gradient = outputs[position]
     with graph.inserting_before(graph.output_node()):
         needs = graph.call_function(
-            needed_in_backward, (gradient, gathered, known_by, tangents[:1])
+            needed_in_backward, (gradient, gathered, placeholders, tangents[:1])
         )
     needs.meta.update(gradient.meta)
     _set_output(graph, position, needs)
@@ -253,7 +253,7 @@ def _set_output(graph: fx.Graph, position: int, node: fx.Node) -> None:
     output.args = tree_unflatten(leaves, structure)
 
 
-def _save(graph: fx.Graph, of_spared: list[fx.Node]) -> None:
+def _tag_saved(graph: fx.Graph, of_spared: list[fx.Node]) -> None:
     """Tags nodes so that they are not computed again.
 
     A checkpoint around them, in which nothing has a gradient, has nothing to compute again either.

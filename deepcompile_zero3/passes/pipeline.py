@@ -11,8 +11,8 @@ import torch
 from torch import fx
 
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.graph.capture import captured
-from deepcompile_zero3.graph.log import log_graph, numbers
+from deepcompile_zero3.graph.capture import add_capture
+from deepcompile_zero3.graph.log import forward_numbers, log_graph
 from deepcompile_zero3.graph.metadata import KEPT_OF, PARAMETER
 from deepcompile_zero3.passes.chain import chain_reductions
 from deepcompile_zero3.passes.facts import (
@@ -21,15 +21,14 @@ from deepcompile_zero3.passes.facts import (
     in_forward_order,
     in_gradient_order,
 )
-from deepcompile_zero3.passes.gather import insert_gathers, own_outputs
+from deepcompile_zero3.passes.gather import clone_returned_views, insert_gathers
 from deepcompile_zero3.passes.keep import choose_kept
-from deepcompile_zero3.passes.lift import name_placeholders
 from deepcompile_zero3.passes.partition import (
-    drop_handed_on,
-    drop_needs,
-    is_handed_on,
+    decide_backward_gathers,
+    drop_needed_in_backward,
+    drop_saved_markers,
+    is_saved_for_backward,
     recompute_functions_of_parameters,
-    settle_backward_gathers,
 )
 from deepcompile_zero3.passes.reduce import insert_reduces
 from deepcompile_zero3.passes.regions import RegionFacts, region_of
@@ -40,7 +39,7 @@ from deepcompile_zero3.torch_internals import compiler
 _Key = TypeVar("_Key")
 
 
-class Rewriting:
+class Pipeline:
     """The passes that rewrite the forward and backward graphs of one of Dynamo's graphs.
 
     Args:
@@ -70,7 +69,7 @@ class Rewriting:
 
     @property
     def settings(self) -> tuple:
-        """What decides, with a graph, about what it is rewritten to."""
+        """Inputs of the passes besides the graph."""
         return self.inputs, self._bucket_bytes, self._keep_bytes, self._fp32_weight_grads
 
     def __call__(self, graph_module: fx.GraphModule, is_backward: bool) -> None:
@@ -82,22 +81,22 @@ class Rewriting:
             self._rewrite_forward(graph_module)
         chain_reductions(graph_module)
         if not is_backward:
-            self._number = next(numbers)
-        captured(graph_module, is_backward, self._number)
+            self._number = next(forward_numbers)
+        add_capture(graph_module, is_backward, self._number)
         if self.inputs:
             direction, kept = ("backward", {}) if is_backward else ("forward", self._kept)
             log_graph(graph_module, direction, self._number, kept)
 
     def _rewrite_forward(self, graph_module: fx.GraphModule) -> None:
         nodes = _sorted(_describe(graph_module, self.inputs)[0], in_forward_order)
-        name_placeholders(nodes, self._prefix)
+        _name_placeholders(nodes, self._prefix)
         # Only these may be kept: the runtime knows a gradient by its parameter's placeholder.
-        known = {n: f for n, f in nodes.items() if is_handed_on(n) or not f.is_trained}
+        known = {n: f for n, f in nodes.items() if is_saved_for_backward(n) or not f.is_trained}
         keep = choose_kept(_sorted(known, in_backward_order), self._keep_bytes)
         self._kept.update({nodes[node].fqn: nodes[node].nbytes for node in keep})
         insert_gathers(graph_module, nodes, self._bucket_bytes, keep)
-        drop_handed_on(graph_module)
-        own_outputs(graph_module, _saved_positions(graph_module.graph.output_node()))
+        drop_saved_markers(graph_module)
+        clone_returned_views(graph_module, _saved_positions(graph_module.graph.output_node()))
 
     def _rewrite_backward(self, graph_module: fx.GraphModule) -> None:
         nodes, gradients = _describe(graph_module, self.inputs)
@@ -107,19 +106,19 @@ class Rewriting:
             del node.meta[PARAMETER]
             del nodes[node]
         inputs = graph_module.graph.find_nodes(op="placeholder")
-        handed_on = {node: node.meta[PARAMETER] for node in inputs if PARAMETER in node.meta}
+        saved = {node: node.meta[PARAMETER] for node in inputs if PARAMETER in node.meta}
         # A parameter that might have been kept and was not is in both.
-        known_by = {f.fqn: node for node, f in (*handed_on.items(), *nodes.items())}
-        name_placeholders(nodes | handed_on, self._prefix)
-        name_placeholders(kept, self._prefix, "_full")
-        gathered = drop_needs(graph_module)
-        drop_handed_on(graph_module)
+        placeholder_of = {f.fqn: node for node, f in (*saved.items(), *nodes.items())}
+        _name_placeholders(nodes | saved, self._prefix)
+        _name_placeholders(kept, self._prefix, "_full")
+        gathered = drop_needed_in_backward(graph_module)
+        drop_saved_markers(graph_module)
         nodes = {n: facts for n, facts in nodes.items() if n in gathered or n.users}
         gradients = _sorted(gradients, in_gradient_order)
         move_products_out(graph_module, gradients)
         if self._fp32_weight_grads:
             widen_weight_gradients(graph_module, gradients)
-        insert_reduces(graph_module, gradients, known_by)
+        insert_reduces(graph_module, gradients, placeholder_of)
         insert_gathers(graph_module, _sorted(nodes, in_backward_order), self._bucket_bytes)
 
 
@@ -128,13 +127,13 @@ class Partitioner(compiler.CustomPartitionerFn):  # type: ignore[misc]
 
     def __init__(
         self,
-        rewriting: Rewriting,
+        pipeline: Pipeline,
         regions: Mapping[str, RegionFacts],
         partitioner: Any = None,
     ) -> None:
-        # Not the rewriting itself, which changes: Inductor copies this object, and keys hold it.
-        self._inputs = rewriting.inputs
-        self._settings = rewriting.settings
+        # Not the pipeline itself, which changes: Inductor copies this object, and keys hold it.
+        self._inputs = pipeline.inputs
+        self._settings = pipeline.settings
         self._regions = regions
         self._partitioner = partitioner
 
@@ -161,13 +160,13 @@ class Partitioner(compiler.CustomPartitionerFn):  # type: ignore[misc]
         tangents = [
             node for node in inputs if isinstance(node.meta.get("desc"), compiler.TangentAOTInput)
         ]
-        settle_backward_gathers(
+        decide_backward_gathers(
             gm, nodes if saves else _gathered_again(nodes), tangents, kwargs["num_fwd_outputs"]
         )
         return partition(gm, joint_inputs, **kwargs)
 
     def uuid(self) -> Any:
-        """Returns what decides, with a graph, about what this library makes of it.
+        """Returns a key of everything besides the graph that shapes the result.
 
         Inductor and AOTAutograd make it a part of the keys of their caches.
         """
@@ -250,6 +249,14 @@ def _describe(
         if facts is not None:
             gradients[position] = facts
     return nodes, gradients
+
+
+def _name_placeholders(
+    inputs: Mapping[fx.Node, ParameterFacts], prefix: int, suffix: str = ""
+) -> None:
+    """Renames a graph's inputs after their parameters, without the first ``prefix`` characters."""
+    for node, facts in inputs.items():
+        compiler.rename(node, facts.fqn[prefix:].replace(".", "_") + suffix)
 
 
 def _sorted(

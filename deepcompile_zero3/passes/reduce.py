@@ -19,8 +19,8 @@ _CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.
 
 
 @dataclass(frozen=True)
-class GradientDtypes:
-    """Dtypes of a gradient on its way, as a comment of its reduction.
+class ReductionComment:
+    """Comment of a reduction in a graph's text: the dtypes of a gradient on its way.
 
     Attributes:
         raw: dtype of the gradient in the graph.
@@ -81,7 +81,7 @@ def insert_reduces(
                 name=op.__name__,
             )
         last.meta["val"] = grad.meta["val"].new_empty(0)
-        last.meta[COMMENT] = _dtypes_of(grad.meta["val"], facts)
+        last.meta[COMMENT] = _comment_on(grad.meta["val"], facts)
         results[position] = None
         sent.append(grad)
     output.args = (tuple(results),)
@@ -150,6 +150,6 @@ def is_cast_to(node: fx.Node, dtype: torch.dtype | None) -> bool:
     return source.dtype in DTYPES and value.dtype == dtype and value.device == source.device
 
 
-def _dtypes_of(grad: torch.Tensor, facts: ParameterFacts) -> GradientDtypes:
+def _comment_on(grad: torch.Tensor, facts: ParameterFacts) -> ReductionComment:
     wire = facts.reduce_dtype or facts.grad_dtype or grad.dtype
-    return GradientDtypes(grad.dtype, facts.grad_dtype, wire, grad.numel())
+    return ReductionComment(grad.dtype, facts.grad_dtype, wire, grad.numel())

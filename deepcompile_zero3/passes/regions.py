@@ -15,18 +15,17 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 from torch.fx.node import map_aggregate
-from torch.utils._pytree import tree_leaves
 
 from deepcompile_zero3 import torch_internals
-from deepcompile_zero3.graph.calls import arguments_of, calls_by_region, region_named
+from deepcompile_zero3.graph.calls import arguments_of, calls_by_region, graph_modules, region_named
 from deepcompile_zero3.passes.blocks import IsBlock, blocks_around
 from deepcompile_zero3.passes.facts import ParameterFacts
-from deepcompile_zero3.torch_internals import compiler, is_transformed
+from deepcompile_zero3.torch_internals import compiler, is_transformed, tree_leaves
 
 # Facts of the parameters among a region's inputs, by position.
 RegionFacts: TypeAlias = Mapping[int, ParameterFacts]
 
-_REGION = "zero3_region"  # key in meta["custom"] of a region's nodes, which tracers hand on
+_REGION = "zero3_region"  # key in meta["custom"] of a region's nodes, which tracers pass on
 _CALLS = ("call_function", "call_method")
 _IN_PLACE = {
     getattr(operator, name)
@@ -167,7 +166,8 @@ def _segment(
             return None  # autograd would cast gradients to the parameter's dtype in a region
         if not isinstance(_value(node), torch.Tensor | torch.SymInt | int):
             return None
-        kinds.append((_kind(_value(node)), facts and replace(facts, fqn="", group=0, uses=(0,))))
+        alike = facts and replace(facts, fqn="", process_group=0, uses=(0,))
+        kinds.append((_kind(_value(node)), alike))
     signature = _signature(gm, nodes, numbers)
     if signature is None or any(kind is None for kind, _ in kinds):
         return None
@@ -198,9 +198,9 @@ def _writes(node: fx.Node) -> bool:
     target: Any = node.target
     if node.op not in _CALLS:
         return False
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, torch_internals.OpOverload):
         return target._schema.is_mutable
-    if isinstance(target, torch._ops.OpOverloadPacket):
+    if isinstance(target, torch_internals.OpOverloadPacket):
         return any(getattr(target, name)._schema.is_mutable for name in target.overloads())
     if target in _IN_PLACE:
         return True
@@ -243,7 +243,7 @@ def _differentiated(gm: fx.GraphModule) -> set[fx.Node]:
 
 def _differentiated_inputs(gm: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
     first: Any = node.args[0] if node.args else None
-    if not isinstance(node.target, torch._ops.HigherOrderOperator) or first.op != "get_attr":
+    if not isinstance(node.target, torch_internals.HigherOrderOperator) or first.op != "get_attr":
         return node.all_input_nodes
     body = getattr(gm, first.target)
     inside = _differentiated(body)
@@ -320,10 +320,8 @@ def _region(gm: fx.GraphModule, name: str, segment: _Segment) -> fx.GraphModule:
 
 
 def _mark(region: fx.GraphModule, name: str) -> None:
-    for module in region.modules():
-        if isinstance(module, fx.GraphModule):
-            for node in module.graph.nodes:
-                node.meta["custom"] = {**node.meta.get("custom", {}), _REGION: name}
+    for node in (node for nested in graph_modules(region) for node in nested.graph.nodes):
+        node.meta["custom"] = {**node.meta.get("custom", {}), _REGION: name}
 
 
 def _call(graph: fx.Graph, name: str, segment: _Segment, replaced: dict[fx.Node, fx.Node]) -> None:

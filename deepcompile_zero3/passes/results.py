@@ -1,4 +1,4 @@
-"""What regions return to the graph around their calls, once a joint graph is partitioned."""
+"""Changes which tensors regions return, once a joint graph is partitioned."""
 
 import operator
 from collections.abc import Iterable, Mapping
@@ -10,12 +10,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from deepcompile_zero3.graph.alias import is_view, untransposed
-from deepcompile_zero3.graph.calls import (
-    arguments_of,
-    calls_by_region,
-    region_named,
-    results_of,
-)
+from deepcompile_zero3.graph.calls import arguments_of, calls_by_region, region_named, results_of
 
 
 def separate_results(gm: fx.GraphModule) -> None:
@@ -84,11 +79,11 @@ def move_products_out(gm: fx.GraphModule, gradients: Iterable[int]) -> None:
 
 @dataclass(frozen=True)
 class _Replay:
-    """How to compute a node of a region outside of it.
+    """Recipe to compute a node of a region outside of it.
 
     Attributes:
         bases: inputs of the region, or nodes that own their memory.
-        nodes: what to compute from them, in order; the last is the node in question.
+        nodes: nodes to compute from them, in order; the last is the node in question.
     """
 
     bases: tuple[fx.Node, ...]

@@ -13,10 +13,11 @@ from collections.abc import Iterable, Iterator, Set
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
+from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.graph.calls import bodies_of, inputs_of
 from deepcompile_zero3.passes.blocks import IsBlock, blocks_around
+from deepcompile_zero3.torch_internals import tree_leaves
 
 
 def find_spared(
@@ -55,7 +56,7 @@ def _is_spared(
     gm: fx.GraphModule, node: fx.Node, differentiated: Set[tuple[str, type]], is_block: IsBlock
 ) -> bool:
     for user in node.users:
-        if isinstance(user.target, torch._ops.HigherOrderOperator):
+        if isinstance(user.target, torch_internals.HigherOrderOperator):
             bodies = bodies_of(gm, user)
             read = inputs_of(bodies[0], user, node) if len(bodies) == 1 else []
             if not read or not all(

@@ -35,7 +35,7 @@ def widen_weight_gradients(gm: fx.GraphModule, gradients: Mapping[int, Parameter
         if facts.grad_dtype not in (torch.float32, None) or results.count(node) != 1:
             continue
         passed = []
-        while isinstance(node, fx.Node) and len(node.users) == 1 and _hands_on(node):
+        while isinstance(node, fx.Node) and len(node.users) == 1 and _keeps_values(node):
             passed.append(node)
             node = node.args[0]
         if not isinstance(node, fx.Node) or len(node.users) != 1 or not _is_low_matmul(node):
@@ -58,7 +58,7 @@ def _is_low_matmul(node: fx.Node) -> bool:
     return node.target in _WITH_OUT_DTYPE and node.meta["val"].dtype in low
 
 
-def _hands_on(node: fx.Node) -> bool:
+def _keeps_values(node: fx.Node) -> bool:
     """Returns whether ``node`` is its first input in another shape or in fp32."""
     if is_cast_to(node, torch.float32):
         return True

@@ -1,1 +1,1 @@
-"""How a model is sharded."""
+"""Sharded modules, parameters and gradients, and their life in eager code."""

@@ -1,6 +1,6 @@
-"""Gathers of sharded parameters outside of compiled graphs."""
+"""Gathers of sharded parameters outside of compiled graphs, and what a recomputation gathers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -25,6 +25,25 @@ class AllGather:
         """Lets the shards change before ``wait``, which returns their values from before."""
         self._gather.snapshot()
 
-    def wait(self) -> list[torch.Tensor]:
+    def wait(self) -> dict[ShardedParameter, torch.Tensor]:
         """Waits, and returns the full tensors, [rows, ...] each in its compute dtype."""
-        return self._gather.finish(fresh=True)
+        return dict(zip(self.parameters, self._gather.finish(fresh=True), strict=True))
+
+
+def in_backward() -> bool:
+    """Returns whether a backward of this process runs now."""
+    return _C.running_backward() != -1
+
+
+def republish_if_recomputing(parameters: Iterable[ShardedParameter]) -> bool:
+    """Makes ranks publish ``parameters`` again if a backward recomputes a forward.
+
+    Which forward that is, and whether its publications are still there, is unknown.
+
+    Returns:
+        Whether a backward runs, which uses parameters outside of a forward only to recompute one.
+    """
+    recomputing = in_backward()
+    if recomputing:
+        _C.invalidate([parameter.handle for parameter in parameters])
+    return recomputing

@@ -1,13 +1,18 @@
 """Checks of gradients: which are not finite and where they came from, and their norms."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from deepcompile_zero3.sharding.registered import all_parameters_of
+from deepcompile_zero3.sharding.parameter import ShardedParameter
+from deepcompile_zero3.sharding.registered import all_parameters_of, by_mesh
+from deepcompile_zero3.transport.json_collectives import all_gather_lines, shorten
+
+_REDUCED = "once it was reduced"
 
 
 @contextlib.contextmanager
@@ -39,6 +44,35 @@ def detect_nonfinite(model: nn.Module) -> Iterator[None]:
             parameter.settings.detects_nonfinite = detected
             if not detected:
                 parameter.handle.take_nonfinite()
+
+
+def nonfinite_gradients(reduced: Sequence[tuple[ShardedParameter, torch.Tensor]]) -> str:
+    """Returns an error message if a gradient that was reduced is not finite on some rank, or "".
+
+    Collective if ``reduced`` has gradients of parameters that detect this.
+    """
+    found: dict[ShardedParameter, list[str]] = {}
+    for parameter, shard in reduced:
+        if not parameter.settings.detects_nonfinite:
+            continue
+        mine = found.setdefault(parameter, [])
+        what = f"rank {dist.get_rank()}: that of '{parameter.fqn}'"
+        if nonfinite := parameter.handle.take_nonfinite():
+            mine.append(_described(f"{what}, before it was reduced,", *nonfinite))
+        elif not torch.isfinite(shard).all():
+            nans, infinities = int(shard.isnan().sum()), int(shard.isinf().sum())
+            mine.append(_described(f"{what}, {_REDUCED},", nans, infinities, shard.numel()))
+    told: list[str] = []
+    for groups, members in by_mesh(found).items():
+        lines = [each for parameter in members for each in found[parameter]]
+        told = all_gather_lines("detect_nonfinite", told + lines, groups)
+    # A reduced gradient is not finite because one that arrived was not: causes come first.
+    first = sorted(told, key=lambda each: _REDUCED in each)
+    return f"gradients are not finite. {shorten(first)}" if told else ""
+
+
+def _described(what: str, nans: int, infinities: int, numel: int) -> str:
+    return f"{what} has {nans} NaN and {infinities} infinite of {numel} elements"
 
 
 def gradient_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, float]:

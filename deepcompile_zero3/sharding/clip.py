@@ -77,7 +77,7 @@ def clip_grad_norm_(
 def _total_norm(
     parameters: list[torch.Tensor], norm_type: float, foreach: bool | None
 ) -> torch.Tensor:
-    """Returns the norm of the gradients of all ``parameters``, each of them whole. Collective."""
+    """Returns the norm of the gradients of all ``parameters``, each of them full. Collective."""
     if not parameters:
         return torch.tensor(0.0)
     # Everything that ranks have to agree on is read from parameters: any gradient may be missing.

@@ -39,14 +39,14 @@ def convert(
         for shard, grad_dtype, grad in kept:
             shard.grad_dtype = grad_dtype
             shard.grad = None if grad is None else grad.to(shard.device)
-    _follow(group)
+    _rebuild_converted(group)
     return result
 
 
 def after_load(module: nn.Module, incompatible_keys: object) -> None:
     """Follows what ``load_state_dict(assign=True)`` has put into ``module``. Collective."""
     group: ParameterGroup = module._zero3_group  # type: ignore[assignment]
-    _follow(group)
+    _rebuild_converted(group)
     refresh(group)
 
 
@@ -57,8 +57,8 @@ def refresh(group: ParameterGroup) -> None:
             parameter.refresh()
 
 
-def _follow(group: ParameterGroup) -> None:
-    """Builds the parameters of ``group`` anew that have another dtype now."""
+def _rebuild_converted(group: ParameterGroup) -> None:
+    """Builds anew the parameters of ``group`` that have another dtype now."""
     if group.model is not None and any(p.has_run for p in group.model.parameters):
         return  # the next forward refuses the dtype, on all ranks
     converted = [(p, full) for p in group.parameters if (full := p.full_of_converted()) is not None]
@@ -78,4 +78,4 @@ def _follow(group: ParameterGroup) -> None:
         for (parameter, full), connection in zip(members, connections, strict=True):
             parameter.rebuild(full, connection)
     if group.model is not None:
-        group.model.settle()
+        group.model.update()

@@ -54,7 +54,7 @@ def defer_reduction(model: nn.Module) -> Iterator[None]:
         raise Zero3Error("defer_reduction: the reduction of this model is deferred already")
     shards = {id(p.shard): (p.shard, p) for p in parameters}
     for parameter in parameters:
-        parameter.settle_between_forwards()
+        parameter.prepare_reduction()
     _deferred.update(shards)
     for parameter in parameters:
         parameter.settings.deferred = True
@@ -111,7 +111,7 @@ def deposit_grad(parameter: torch.Tensor, grad: torch.Tensor) -> None:
             f"the gradient of '{found.fqn}' is a {type(grad).__name__}: deposit a full "
             + ("plain tensor" if inner is None else f"DTensor over {inner.mesh}")
         )
-    found.handle.deposit(found.layout.whole(grad))
+    found.handle.deposit(found.layout.full(grad))
 
 
 def reduce_deferred(parameters: Sequence[ShardedParameter], what: str) -> None:
@@ -131,7 +131,7 @@ def reduce_deferred(parameters: Sequence[ShardedParameter], what: str) -> None:
                 "before it are lost"
             )
         for parameter in parameters:
-            parameter.settle_between_forwards()  # frozen or thawed meanwhile
+            parameter.prepare_reduction()  # frozen or thawed meanwhile
             parameter.settings.deferred = False
         _C.reduce_deposited([parameter.handle for parameter in parameters])
     except BaseException:

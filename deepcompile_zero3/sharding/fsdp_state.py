@@ -1,4 +1,4 @@
-"""What torch's own functions for an ``FSDPModule`` find behind a module that is sharded here.
+"""State behind a sharded module, for torch's functions that bypass its methods.
 
 ``torch.distributed.fsdp.register_fsdp_forward_method`` and the schedules of
 ``torch.distributed.pipelining`` reach past the methods of the module, to the state behind it.
@@ -15,7 +15,7 @@ from deepcompile_zero3.sharding.group import ParameterGroup
 
 
 class _NotSupportedError(NotImplementedError, AttributeError):
-    """What code that probes by ``hasattr`` takes for a missing attribute."""
+    """Looks like a missing attribute to ``hasattr``."""
 
 
 class FsdpState:
@@ -27,8 +27,8 @@ class FsdpState:
     def __init__(self, module: nn.Module, group: ParameterGroup) -> None:
         self._module = weakref.ref(module)  # which has this state
         self._group = group
-        # Of share_comm_ctx. A pipeline asks whether stages have one together; the runtime's streams
-        # are shared, and nobody has to wait for another stage.
+        # Context of share_comm_ctx. A pipeline asks whether stages have one together; the runtime's
+        # streams are shared, and nobody has to wait for another stage.
         self._comm_ctx = object()
 
     def _pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -38,11 +38,11 @@ class FsdpState:
         until the next forward; a forward that has begun may not.
         """
         self._group.unshard(async_op=False)
-        return self._group.cast_inputs(args, kwargs)
+        return self._group.casts.inputs(args, kwargs)
 
     def _post_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
         self._group.reshard()
-        return self._group.cast_output(output)
+        return self._group.casts.output(output)
 
     @property
     def _state_ctx(self) -> "FsdpState":

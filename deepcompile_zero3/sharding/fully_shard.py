@@ -1,46 +1,30 @@
-"""``fully_shard``: the function that users call, its checks, and the names of parameters."""
+"""``fully_shard``: builds, connects, installs and names the sharded parameters of a module."""
 
 import functools
-import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor
 
+import deepcompile_zero3.sharding.delivery  # noqa: F401 (which the runtime calls)
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.runtime import _C
-from deepcompile_zero3.sharding import (
-    conversion,
-    delivery,  # noqa: F401 (which the runtime calls)
-)
-from deepcompile_zero3.sharding.arguments import (
-    check_module,
-    check_policy,
-    default_mesh,
-    layout_of,
-    policy_for,
-    refuse_offloading,
-    resolve_dp_mesh_dims,
-    resolve_ignored,
-    resolve_reshard,
-    unsharded_modules,
-)
+from deepcompile_zero3.sharding import arguments, conversion
+from deepcompile_zero3.sharding.blueprint import Blueprint
+from deepcompile_zero3.sharding.build import agree_on_root, build, process_groups_of
+from deepcompile_zero3.sharding.casts import ForwardCasts
 from deepcompile_zero3.sharding.fsdp_state import FsdpState
-from deepcompile_zero3.sharding.group import Connect, ParameterGroup
+from deepcompile_zero3.sharding.group import ParameterGroup
 from deepcompile_zero3.sharding.layout import DataParallel, Layout
 from deepcompile_zero3.sharding.model import ShardedModel
-from deepcompile_zero3.sharding.module import Zero3Module
+from deepcompile_zero3.sharding.module import groups_in
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.sharding.registered import parameters_of
 from deepcompile_zero3.sharding.swap import original_class, swap_class
-from deepcompile_zero3.transport.choice import Transport, resolve
-from deepcompile_zero3.transport.connection import Connection, connect
-from deepcompile_zero3.transport.json_collectives import all_gather_json, check_all_alike
+from deepcompile_zero3.transport.choice import TransportName, resolve
+from deepcompile_zero3.transport.connection import Connect, connect
 
 # Attribute of a parameter that was sharded, for modules that are tied to it and come later.
 _SHARDED_AS = "_zero3_sharded_as"
@@ -58,7 +42,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (frozen)
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
-    transport: Transport = "auto",
+    transport: TransportName = "auto",
 ) -> _AnyModule:
     """Shards the parameters of ``module`` over the ranks of ``mesh``, in place.
 
@@ -105,8 +89,8 @@ def fully_shard(
         dp_mesh_dims: a ``DataParallelMeshDims`` of torch. It names the dimensions of ``mesh`` to
             shard over and those of replicas. Parameters are DTensors on all of ``mesh`` then, and
             are read as such: ``Replicate()`` on the named dimensions. ``mesh`` may have more.
-        transport: how ranks gather and reduce. ``"shared_memory"``: through memory that ranks
-            share, which must all be on one host and compute on its CPU. ``"c10d"``: by messages of
+        transport: the means of gathers and reductions. ``"shared_memory"``: memory that ranks
+            share, which must all be on one host and compute on its CPU. ``"c10d"``: messages of
             the process group. ``"auto"``: shared memory where possible, unless the environment
             variable ``ZERO3_TRANSPORT`` names another transport. See ``docs/one_host.md``.
 
@@ -118,57 +102,47 @@ def fully_shard(
         TypeError, ValueError: an argument has a wrong type or value.
         NotImplementedError: an argument is not supported yet.
     """
-    mesh = default_mesh() if mesh is None else mesh
-    spmd = resolve_dp_mesh_dims(mesh, dp_mesh_dims)
-    refuse_offloading(mesh, offload_policy)
-    check_policy(mp_policy)
-    ignored = resolve_ignored(ignored_params)
+    mesh = arguments.default_mesh() if mesh is None else mesh
+    spmd = arguments.resolve_dp_mesh_dims(mesh, dp_mesh_dims)
+    arguments.refuse_offloading(mesh, offload_policy)
+    arguments.check_policy(mp_policy)
+    ignored = arguments.resolve_ignored(ignored_params)
     transport = resolve(transport)
     modules = _outermost(module)
     ranks_of = functools.cache(DataParallel)
     ranks_of_mesh = ranks_of(mesh) if spmd is None else spmd.ranks
     for each in modules:
-        check_module(each, ignored)
-        if any(group.is_finalized_manually for group in _groups_in(each)):
+        arguments.check_module(each, ignored)
+        if any(group.is_finalized_manually for group in groups_in(each)):
             raise Zero3Error(
                 "a module inside has set_manual_backward_finalization(True): call it on the "
                 "outermost module, after the last fully_shard"
             )
-    names = _new_parameters(modules, ignored)
+    new = _new_parameters(modules, ignored)
     layouts: dict[nn.Parameter, Layout] = {
-        parameter: layout_of(fqn, parameter, ranks_of_mesh, shard_placement_fn, ranks_of, spmd)
-        for parameter, fqn in names.items()
+        parameter: arguments.layout_of(
+            fqn, parameter, ranks_of_mesh, shard_placement_fn, ranks_of, spmd
+        )
+        for parameter, (fqn, _, _) in new.items()
     }
     # A rank that has nothing to shard over ``mesh`` takes part in the exchange, too.
-    meshes = list(dict.fromkeys([ranks_of_mesh, *(layout.ranks for layout in layouts.values())]))
-    reshards = {ranks: resolve_reshard(reshard_after_forward, ranks) for ranks in meshes}
-    policies = {
-        parameter: policy_for(fqn, parameter, mp_policy) for parameter, fqn in names.items()
-    }
-    fulls = {
-        parameter: layout.full_like(parameter, policies[parameter].param_dtype)
-        for parameter, layout in layouts.items()
-    }
-    described = {
-        parameter: f"'{fqn}' {list(fulls[parameter].shape)} of {fulls[parameter].dtype}, "
-        f"strides {fulls[parameter].stride()}, "
-        f"requires_grad={parameter.requires_grad}, grad_dtype={parameter.grad_dtype}, "
-        f"reduce_dtype={mp_policy.reduce_dtype}, reshard_after_forward={reshard_after_forward}"
-        for parameter, fqn in names.items()
-    }
-    built: dict[nn.Parameter, ShardedParameter] = {}
-    connection_of: dict[nn.Parameter, Connection] = {}
-    connect_over: dict[DataParallel, Connect] = {}
-    failure: Exception | None = None  # such as out of memory: other ranks wait for this outcome
-    for ranks in meshes:
-        members = [p for p, layout in layouts.items() if layout.ranks is ranks]
-        try:
-            if ranks.replicate_group is not None:
-                check_all_alike([described[p] for p in members], ranks.replicate_group)
-        except Exception as error:
-            failure = failure or error
-        reshard, ranks_after_forward = reshards[ranks]
-        connect_over[ranks] = functools.partial(
+    meshes = dict.fromkeys([ranks_of_mesh, *(layout.ranks for layout in layouts.values())])
+    reshards = {ranks: arguments.resolve_reshard(reshard_after_forward, ranks) for ranks in meshes}
+    blueprints = []
+    for parameter, (fqn, submodule, attribute) in new.items():
+        layout, policy = layouts[parameter], arguments.policy_for(fqn, parameter, mp_policy)
+        full = layout.full_like(parameter, policy.param_dtype)
+        reshard, _ = reshards[layout.ranks]
+        described = (
+            f"'{fqn}' {list(full.shape)} of {full.dtype}, strides {full.stride()}, "
+            f"requires_grad={parameter.requires_grad}, grad_dtype={parameter.grad_dtype}, "
+            f"reduce_dtype={policy.reduce_dtype}, reshard_after_forward={reshard_after_forward}"
+        )
+        blueprints.append(
+            Blueprint(parameter, submodule, attribute, layout, policy, full, reshard, described)
+        )
+    connects: dict[DataParallel, Connect] = {
+        ranks: functools.partial(
             connect,
             group=ranks.shard_group,
             device=ranks.device,
@@ -176,58 +150,21 @@ def fully_shard(
             take_turns=reshard is True and ranks_after_forward is None,
             after_forward=ranks_after_forward,
         )
-        try:
-            connections = connect_over[ranks](
-                [fulls[p] for p in members], [described[p] for p in members]
-            )
-            connection_of.update(zip(members, connections, strict=True))
-        except Exception as error:
-            failure = failure or error
+        for ranks, (reshard, ranks_after_forward) in reshards.items()
+    }
+    built, failure = build(blueprints, connects)
     try:
-        if failure is None:
-            for new, (submodule, attribute) in _places_of(layouts, modules).items():
-                built[new] = ShardedParameter(
-                    new,
-                    submodule,
-                    attribute,
-                    layouts[new],
-                    policies[new],
-                    connection_of[new],
-                    reshards[layouts[new].ranks][0],
-                )
-    except Exception as error:
-        failure = error
-    try:
-        root = _agree_on_root(modules, failure, _process_groups_of(meshes, names, modules))
+        root = agree_on_root(modules, failure, process_groups_of(meshes, new, modules))
     finally:
         failure = None  # its traceback holds this frame and all that was built
-
-    for _, submodule in unsharded_modules(modules):
-        sharded: dict[str, ShardedParameter] = dict(parameters_of(submodule))
-        for attribute, parameter in list(submodule._parameters.items()):
-            if parameter is None or parameter in ignored or attribute in sharded:
-                continue
-            known = getattr(parameter, _SHARDED_AS, None)
-            if known is None:
-                known = built[parameter]
-                known.install()
-                setattr(parameter, _SHARDED_AS, known)
-            else:
-                submodule._parameters[attribute] = cast(nn.Parameter, known.shard)
-            sharded[attribute] = known
-        if sharded:
-            submodule.__dict__["_zero3_parameters"] = sharded
-            if submodule not in modules:
-                swap_class(submodule)
-
-    owned = list(built.values())
-    group = ParameterGroup(owned, mp_policy, connect_over, len(modules))
+    _install(modules, built, ignored)
+    group = ParameterGroup(list(built.values()), ForwardCasts(mp_policy), connects, len(modules))
     for each in modules:
         swap_class(each, group)
         each.register_load_state_dict_post_hook(conversion.after_load)
         torch_internals.set_fsdp_state(each, FsdpState(each, group))
         torch_internals.register_forward_hooks(each, group.pre_forward, group.post_forward)
-    _settle_ownership(modules, group, root)
+    _assign_ownership(modules, group, root)
     return module
 
 
@@ -247,90 +184,50 @@ def _outermost(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
 
 def _new_parameters(
     modules: Sequence[nn.Module], ignored: set[nn.Parameter]
-) -> dict[nn.Parameter, str]:
-    """Returns the parameters that no earlier call took, each once, with its first name."""
-    new: dict[nn.Parameter, str] = {}
-    for prefix, submodule in unsharded_modules(modules):
+) -> dict[nn.Parameter, tuple[str, nn.Module, str]]:
+    """Returns the parameters that no earlier call took, each once.
+
+    With each come its first name, the module that registers it, and its name there.
+    """
+    new: dict[nn.Parameter, tuple[str, nn.Module, str]] = {}
+    for prefix, submodule in arguments.unsharded_modules(modules):
         for attribute, parameter in submodule._parameters.items():
             if parameter is None or parameter in ignored or hasattr(parameter, _SHARDED_AS):
                 continue
-            new.setdefault(parameter, f"{prefix}.{attribute}".lstrip("."))
+            fqn = f"{prefix}.{attribute}".lstrip(".")
+            new.setdefault(parameter, (fqn, submodule, attribute))
     return new
 
 
-def _places_of(
-    parameters: Iterable[nn.Parameter], modules: Sequence[nn.Module]
-) -> dict[nn.Parameter, tuple[nn.Module, str]]:
-    """Returns the first module that registers each parameter, and the name of the attribute."""
-    places: dict[nn.Parameter, tuple[nn.Module, str]] = {}
-    for _, submodule in unsharded_modules(modules):
-        for attribute, parameter in submodule._parameters.items():
-            if parameter is not None:
-                places.setdefault(parameter, (submodule, attribute))
-    return {parameter: places[parameter] for parameter in parameters}
-
-
-def _process_groups_of(
-    meshes: Sequence[DataParallel],
-    parameters: Iterable[nn.Parameter],
+def _install(
     modules: Sequence[nn.Module],
-) -> list[dist.ProcessGroup]:
-    """Returns the process groups that shard the model of ``modules``, in one order on all ranks.
-
-    ``modules`` are that model, or become it.
-    """
-    groups = [group for ranks in meshes for group in ranks.groups]
-    for parameter in parameters:  # sharded by tensor parallelism
-        if isinstance(parameter, DTensor):
-            groups += parameter.device_mesh.get_all_groups()
-    for group in (g for each in modules for g in _groups_in(each)):
-        for sharded in group.parameters:
-            groups += sharded.layout.ranks.groups
-    return [g for g in dict.fromkeys(groups) if g.size() > 1]
-
-
-def _agree_on_root(
-    modules: Sequence[nn.Module], failure: Exception | None, groups: Sequence[dist.ProcessGroup]
-) -> int:
-    """Returns a number for the sharded model that is free on all ranks. Collective.
-
-    One rank may have collected a deleted model that another rank has not.
-
-    Raises:
-        Zero3Error: another rank has a ``failure``. This rank's own failure is raised as it is.
-    """
-    inner = {g.model.number for each in modules for g in _groups_in(each) if g.model}
-    in_use = _C.live_roots() - inner
-    me = dist.get_rank()
-    failures = {} if failure is None else {me: f"{type(failure).__name__}: {failure}"}
-    try:
-        for group in groups:
-            mine = [sorted(in_use), list(failures.items())]
-            for theirs, of_rank in all_gather_json("fully_shard: outcome", mine, group):
-                in_use = in_use | set(theirs)
-                failures |= dict(of_rank)
-    except Zero3Error as error:
-        raise failure or error from None
-    if failure is not None:
-        raise failure
-    if failures:
-        raise Zero3Error(
-            "fully_shard has failed on rank "
-            + "; on rank ".join(f"{rank}: {why}" for rank, why in sorted(failures.items()))
-            + ". Nothing is sharded, on any rank"
-        )
-    return next(number for number in itertools.count(1) if number not in in_use)
+    built: Mapping[nn.Parameter, ShardedParameter],
+    ignored: set[nn.Parameter],
+) -> None:
+    """Puts the shards into the modules in place of the parameters, which may be tied to others."""
+    for _, submodule in arguments.unsharded_modules(modules):
+        sharded: dict[str, ShardedParameter] = dict(parameters_of(submodule))
+        for attribute, parameter in list(submodule._parameters.items()):
+            if parameter is None or parameter in ignored or attribute in sharded:
+                continue
+            known = getattr(parameter, _SHARDED_AS, None)
+            if known is None:
+                known = built[parameter]
+                known.install()
+                setattr(parameter, _SHARDED_AS, known)
+            else:
+                submodule._parameters[attribute] = cast(nn.Parameter, known.shard)
+            sharded[attribute] = known
+        if sharded:
+            submodule.__dict__["_zero3_parameters"] = sharded
+            if submodule not in modules:
+                swap_class(submodule)
 
 
-def _groups_in(module: nn.Module) -> list[ParameterGroup]:
-    groups = (m._zero3_group for m in module.modules() if isinstance(m, Zero3Module))
-    return list(dict.fromkeys(groups))
-
-
-def _settle_ownership(modules: list[nn.Module], group: ParameterGroup, root: int) -> None:
+def _assign_ownership(modules: list[nn.Module], group: ParameterGroup, root: int) -> None:
     """Makes ``modules`` the outermost sharded modules of all inside them, and names parameters."""
-    whole = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
-    groups = _groups_in(whole)
+    model_module = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
+    groups = groups_in(model_module)
     parameters = [parameter for g in groups for parameter in g.parameters]
     for child in groups:
         if child is not group and child.parent is None:
@@ -340,7 +237,7 @@ def _settle_ownership(modules: list[nn.Module], group: ParameterGroup, root: int
     # class and number. Numbers follow the order of the fully_shard calls. The number of a deleted
     # model is free again.
     label = "" if root == 1 else f"{original_class(modules[0]).__name__}:{root}."
-    names = {id(tensor): fqn for fqn, tensor in whole.named_parameters()}
+    names = {id(tensor): fqn for fqn, tensor in model_module.named_parameters()}
     model = ShardedModel(root, parameters)
     for child in groups:
         child.model = model

@@ -1,18 +1,18 @@
-"""What each rank has of a parameter: placements of DTensors, and the rows that the runtime knows.
+"""Layout of a parameter over the ranks: DTensor placements, and the runtime's rows.
 
 ::
 
-    what a module reads   [*sizes]           a plain tensor, or a DTensor over ``inner``'s ranks
-    whole                 [rows, ...]        this rank's part of it, the sharded dimension first
-    shard                 [shard_rows, ...]  this rank's rows of that, in the layout of torch.chunk
-    the parameter         [*sizes]           a DTensor over all ranks, whose local tensor is a shard
+    value       [*sizes]           what a module reads: a plain tensor, or a DTensor over ``inner``
+    full        [rows, ...]        this rank's part of the value, the sharded dimension first
+    shard       [shard_rows, ...]  this rank's rows of that, in the layout of torch.chunk
+    parameter   [*sizes]           a DTensor over all ranks, whose local tensor is a shard
 
 A scalar has no rows to shard, nor has a parameter without elements. Each rank has all of it, as a
 row of its own::
 
-    whole                 [world, numel]     one equal row for each rank; a module reads the first
-    shard                 [1, numel]         this rank's row
-    the parameter         [*sizes]           a replicated DTensor
+    full        [world, numel]     one equal row for each rank; a module reads the first
+    shard       [1, numel]         this rank's row
+    parameter   [*sizes]           a replicated DTensor
 
 The gradient goes to all rows, so that each rank gets the sum over the ranks.
 """
@@ -47,7 +47,7 @@ class DataParallel:
         )
 
     @property
-    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+    def process_groups(self) -> tuple[dist.ProcessGroup, ...]:
         """The process groups of the shards and, if there are any, of the replicas."""
         return tuple(filter(None, (self.shard_group, self.replicate_group)))
 
@@ -86,7 +86,7 @@ class SpmdMesh:
         self.ranks = DataParallel(torch_internals.concatenate_meshes(flat))
 
     def layout_of(self, parameter: DTensor, dim: int | None) -> "Layout":
-        """Returns the layout of ``parameter``, which is whole on the data-parallel dimensions."""
+        """Returns the layout of ``parameter``, replicated on the data-parallel dimensions."""
         mine = {*self.shard, *self.replicate}
         inner = Inner(
             self.mesh,
@@ -104,8 +104,8 @@ class SpmdMesh:
             elif i not in self.shard:
                 meshes.append(self.mesh[(self.mesh.mesh_dim_names or ())[i]])
                 placements.append(placement)
-        whole = len(self.shard) == 1
-        mesh = self.mesh if whole else torch_internals.concatenate_meshes(meshes)
+        joins = len(self.shard) > 1  # several dimensions to one
+        mesh = torch_internals.concatenate_meshes(meshes) if joins else self.mesh
         sizes = torch_internals.local_tensor(parameter).shape
         return Layout(self.ranks, dim, mesh, tuple(placements), inner, sizes)
 
@@ -126,14 +126,14 @@ class Inner(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """How one parameter lies on the ranks.
+    """Layout of one parameter over the ranks.
 
     Attributes:
         ranks: the ranks that it is sharded over.
-        dim: the dimension that is sharded, or None if all ranks have the whole parameter.
+        dim: the dimension that is sharded, or None if all ranks have the full parameter.
         mesh: mesh of the sharded DTensor.
         placements: placements of the sharded DTensor.
-        inner: what each of ``ranks`` reads, if that is a DTensor itself.
+        inner: the DTensor that each of ``ranks`` reads, or None if that is a plain tensor.
         sizes: shape of the local tensor, if ``dim`` is None.
     """
 
@@ -166,22 +166,19 @@ class Layout:
         sizes = torch_internals.local_tensor(parameter).shape
         return Layout(ranks, dim, mesh, (*replicate, placement, *inner.placements), inner, sizes)
 
-    def whole(self, full: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's part [rows, ...] of ``full``, which the runtime gathers.
-
-        ``full`` is the tensor that a module reads.
-        """
-        if isinstance(full, DTensor) and self.inner is not None:
+    def full(self, value: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's part [rows, ...] of ``value``, which the runtime gathers."""
+        if isinstance(value, DTensor) and self.inner is not None:
             placements = self.inner.placements
             if self.inner.grad_placements is not None:  # each rank's part of a gradient stays
                 placements = tuple(
-                    mine if grad.is_partial() else whole
-                    for mine, grad, whole in zip(
-                        full.placements, self.inner.grad_placements, placements, strict=True
+                    mine if grad.is_partial() else read
+                    for mine, grad, read in zip(
+                        value.placements, self.inner.grad_placements, placements, strict=True
                     )
                 )
-            full = torch_internals.local_tensor(full.redistribute(self.inner.mesh, placements))
-        rows = self.rows(full)
+            value = torch_internals.local_tensor(value.redistribute(self.inner.mesh, placements))
+        rows = self.rows(value)
         return rows if self.dim is not None else rows.expand(self.ranks.shard_group.size(), -1)
 
     def full_like(self, parameter: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
@@ -191,17 +188,17 @@ class Layout:
         if that is given and the parameter is of a floating dtype.
         """
         dtype = dtype if parameter.is_floating_point() else None
-        return torch.empty_like(self.whole(parameter.detach()), dtype=dtype, device="meta")
+        return torch.empty_like(self.full(parameter.detach()), dtype=dtype, device="meta")
 
-    def read(self, whole: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor that a module reads, from the gathered ``whole``. Differentiable."""
+    def read(self, full: torch.Tensor) -> torch.Tensor:
+        """Returns the value that a module reads, from the gathered ``full``. Differentiable."""
         # Either is a single node of autograd, which keeps the leaf's contract.
-        full = _FirstOfEqual.apply(whole, self.sizes) if self.dim is None else self.local(whole)
+        value = _FirstOfEqual.apply(full, self.sizes) if self.dim is None else self.local(full)
         if self.inner is None:
-            return full
+            return value
         grads = self.inner.grad_placements
         return DTensor.from_local(
-            full,
+            value,
             self.inner.mesh,
             self.inner.placements,
             run_check=False,
@@ -217,7 +214,7 @@ class Layout:
         parameter that is read as a DTensor has one.
 
         Args:
-            registered: what the module registers, which is no DTensor.
+            registered: the object that the module registers, which is no DTensor.
             local: the local tensor of the shard.
         """
         return (
@@ -241,22 +238,22 @@ class Layout:
             return rows.view(self.sizes)
         return rows.movedim(0, self.dim) if self.dim else rows
 
-    def shard(self, full: torch.Tensor) -> DTensor:
-        """Returns a DTensor with a copy of this rank's rows of ``full``, which may be freed."""
-        whole = self.whole(full.detach())
+    def shard(self, value: torch.Tensor) -> DTensor:
+        """Returns a DTensor with a copy of this rank's rows of ``value``, which may be freed."""
+        full = self.full(value.detach())
         group = self.ranks.shard_group
-        chunks = whole.chunk(dist.get_world_size(group))
+        chunks = full.chunk(dist.get_world_size(group))
         rank = dist.get_rank(group)
-        rows = self.local(chunks[rank] if rank < len(chunks) else whole[:0])
-        target = whole.device if whole.is_meta else self.ranks.device
-        local = torch.empty(rows.shape, dtype=whole.dtype, device=target).copy_(rows)
+        rows = self.local(chunks[rank] if rank < len(chunks) else full[:0])
+        target = full.device if full.is_meta else self.ranks.device
+        local = torch.empty(rows.shape, dtype=full.dtype, device=target).copy_(rows)
         return DTensor.from_local(
             local,
             self.mesh,
             self.placements,
             run_check=False,
-            shape=full.shape,
-            stride=torch.empty(full.shape, device="meta").stride(),
+            shape=value.shape,
+            stride=torch.empty(value.shape, device="meta").stride(),
         )
 
 

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import grad_dtype, torch_internals
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.sharding.layout import Layout
+from deepcompile_zero3.sharding.blueprint import Blueprint
 
 
 class ShardedLeaf:
@@ -25,15 +25,14 @@ class ShardedLeaf:
         local: its local tensor at that time.
     """
 
-    def __init__(
-        self, parameter: nn.Parameter, module: nn.Module, name: str, layout: Layout
-    ) -> None:
+    def __init__(self, blueprint: Blueprint) -> None:
+        parameter, layout = blueprint.parameter, blueprint.layout
         self.fqn = ""
         self.dtype = parameter.dtype
         self._shape = parameter.shape
         self._layout = layout
-        self._module = weakref.ref(module)
-        self._name = name
+        self._module = weakref.ref(blueprint.module)
+        self._name = blueprint.attribute
         shard = nn.Parameter(layout.shard(parameter), requires_grad=parameter.requires_grad)
         shard.__dict__.update(parameter.__dict__)
         grad_dtype.carry_over(parameter, shard)

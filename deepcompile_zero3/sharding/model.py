@@ -21,19 +21,19 @@ class ShardedModel:
     def __init__(self, number: int, parameters: Sequence[ShardedParameter]) -> None:
         self.number = number
         self.parameters = tuple(parameters)
-        self.settle()
+        self.update()
         _models.add(self)
 
-    def settle(self) -> None:
-        """Adds up what the parameters are now: before they join, and when some were converted."""
+    def update(self) -> None:
+        """Updates sums and numbers: before the parameters join, and when some were converted."""
         self.nbytes = sum(parameter.nbytes for parameter in self.parameters)
-        first: dict[str, int] = {}  # the model's number in each group, whoever is alive
+        first: dict[str, int] = {}  # the model's number in each process group, whoever is alive
         for position, parameter in enumerate(self.parameters):
             parameter.position = position
             handle = parameter.handle
             assert handle.transport is not None
-            handle.model = first.setdefault(parameter.group_name, handle.transport.number)
-            parameter.settle_graph_key()
+            handle.model = first.setdefault(parameter.shard_group_name, handle.transport.number)
+            parameter.update_guard_key()
 
     def retire(self) -> None:
         """Frees the number for another model. This model takes no more steps."""

@@ -1,11 +1,4 @@
-"""The class swap: how ``layer.weight`` becomes something that a compiler can rewrite.
-
-A module whose parameters are sharded gets a subclass of its class (``Linear`` -> ``Zero3Linear``,
-or ``FSDPLinear`` if ``fully_shard`` was called on it) with a property for each parameter. In a
-trace the property is one op, ``zero3.unshard``. In eager code it asks the parameter's group.
-``module._parameters`` keeps the DTensors, so that ``parameters()``, ``state_dict()`` and optimizers
-see nothing else.
-"""
+"""``Zero3Module``: the methods that ``fully_shard`` adds to the module it is called on."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -45,17 +38,17 @@ class Zero3Module(FSDP2Methods):
         if torch.compiler.is_compiling():
             if not self._zero3_may_skip_call or torch_internals.has_hooks_of_others(self):
                 return super().__call__(*args, **kwargs)  # type: ignore[misc]
-            # What the group's hooks would do, without them: Dynamo takes long to trace hooks.
-            args, kwargs = self._zero3_group.cast_inputs(args, kwargs)
+            # Casts as the group's hooks would, without them: Dynamo takes long to trace hooks.
+            args, kwargs = self._zero3_group.casts.inputs(args, kwargs)
             output = self.forward(*args, **kwargs)  # type: ignore[attr-defined]
-            return self._zero3_group.cast_output(output)
+            return self._zero3_group.casts.output(output)
         depth = self._zero3_group.depth
         try:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         except Exception:
             raise
         except BaseException:
-            self._zero3_group.interrupted(depth)
+            self._zero3_group.abort_forward(depth)
             raise
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
@@ -291,7 +284,7 @@ class Zero3Module(FSDP2Methods):
                 parameter.handle.take_dropped()  # finalize_backward need not tell of it
         for module in self.modules():  # type: ignore[attr-defined]
             if isinstance(module, Zero3Module):
-                module._zero3_group.give_up()
+                module._zero3_group.abort_forward()
 
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None
@@ -349,3 +342,9 @@ def groups_of(modules: Iterable[Any]) -> list[weakref.ref[ParameterGroup]]:
         if not isinstance(module, Zero3Module):
             raise ValueError(f"{type(module).__name__} was not sharded: call fully_shard on it")
     return [weakref.ref(module._zero3_group) for module in modules]
+
+
+def groups_in(module: nn.Module) -> list[ParameterGroup]:
+    """Returns the groups of ``module`` and of all modules in it, each once."""
+    groups = (m._zero3_group for m in module.modules() if isinstance(m, Zero3Module))
+    return list(dict.fromkeys(groups))

@@ -2,7 +2,7 @@
 
 ::
 
-    full tensor   [rows, ...]        gathered for a forward or backward, never at rest
+    full          [rows, ...]        gathered for a forward or backward, never at rest
     shard         [shard_rows, ...]  a DTensor nn.Parameter, in the layout of torch.chunk
     placeholder   [rows, ...]        full shape, compute dtype and strides; zero bytes of storage
 
@@ -11,17 +11,17 @@ Rows run along the sharded dimension, which comes first here whichever it is: se
 
 import weakref
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Protocol, cast
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.autograd import graph
 from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import grad_dtype, torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.runtime import _C
-from deepcompile_zero3.sharding.layout import Layout
+from deepcompile_zero3.sharding.blueprint import Blueprint
 from deepcompile_zero3.sharding.leaf import ShardedLeaf
 from deepcompile_zero3.transport.connection import Connection, channel_of
 
@@ -29,6 +29,14 @@ from deepcompile_zero3.transport.connection import Connection, channel_of
 _PLACEHOLDER_OF = "_zero3_placeholder_of"
 # Metadata key of an autograd node: the models whose parameters it brings gradients.
 _MODELS = "zero3_models"
+
+
+class _Model(Protocol):
+    """The part of ``ShardedModel`` that its parameters and their users need."""
+
+    number: int
+    nbytes: int
+    parameters: "tuple[ShardedParameter, ...]"
 
 
 class ShardedParameter:
@@ -41,51 +49,41 @@ class ShardedParameter:
         ranks_meet_in_backward: whether all ranks take part when one gathers again in backward.
         replicas_are_compared: whether the values of its replicas were compared, or it has none.
         is_read_as_gathered: whether a module reads the gathered tensor as it is.
-        group: the group that gathers it, weakly; see ``group_of``.
+        group: the ``ParameterGroup`` that gathers it, weakly; see ``group_of``.
         placeholder: the tensor that a traced graph takes in place of the parameter.
         handle: the parameter in the C++ runtime.
         settings: settings of ``handle`` that users may change between steps.
         reshard_after_forward: True gathers again in backward. False keeps what forward gathered
             until then. None leaves the choice to the compiler, and gathers again in eager.
-        graph_key: what graphs depend on besides the contract. Parameters that are alike in both and
-            in their placeholders may share compiled graphs.
-        grad_dtype: ``grad_dtype`` of the shard when the latest forward began.
-        contract: the leaf's contract in the spelling of ``zero3::unshard``.
+        guard_key: text of all that graphs depend on besides the contract. Parameters that are alike
+            in both and in their placeholders may share compiled graphs.
+        declared_grad_dtype: ``grad_dtype`` of the shard when the latest forward began.
+        leaf_contract: the leaf's contract in the spelling of ``zero3::unshard``.
     """
 
-    def __init__(
-        self,
-        parameter: nn.Parameter,
-        module: nn.Module,
-        name: str,
-        layout: Layout,
-        mp_policy: MixedPrecisionPolicy,
-        connection: Connection,
-        reshard_after_forward: bool | None = None,
-    ) -> None:
-        self.leaf = ShardedLeaf(parameter, module, name, layout)
-        self.group: weakref.ref[Any] | None = None
-        self._model: weakref.ref[Any] | None = None
+    def __init__(self, blueprint: Blueprint, connection: Connection) -> None:
+        layout = blueprint.layout
+        self.leaf = ShardedLeaf(blueprint)
+        self.group: weakref.ref[object] | None = None
+        self._model: weakref.ref[_Model] | None = None
         self.position = 0
         self.layout = layout
         self.is_read_as_gathered = layout.dim == 0 and layout.inner is None  # one guard, not many
-        self.reshard_after_forward = reshard_after_forward
-        self.grad_dtype: torch.dtype | None = None
-        self.contract = ""
+        self.declared_grad_dtype: torch.dtype | None = None
+        self.leaf_contract = ""
         self._shard_of_forward = 0
         self.ranks_meet_in_backward = True
         self.replicas_are_compared = layout.ranks.replicate_group is None
         self._connection: Connection | None = connection
-
-        self._mp_policy = mp_policy
-        self._build(layout.full_like(parameter, mp_policy.param_dtype), parameter.requires_grad)
+        self._mp_policy = blueprint.mp_policy
+        self._build(blueprint.full, blueprint.parameter.requires_grad)
         self.settings.divide_factor = layout.ranks.mesh.size()
-        self.set_reshard_after_forward(reshard_after_forward)
+        self.set_reshard_after_forward(blueprint.reshard_after_forward)
         self._shard_after_forward(connection)
-        self._settle_grad_dtype(parameter.grad_dtype)
+        self._set_grad_dtype(blueprint.parameter.grad_dtype)
 
     def _build(self, full: torch.Tensor, requires_grad: bool) -> None:
-        """Creates the placeholder and the runtime's parameter, gathered as ``full`` is."""
+        """Creates the placeholder and the runtime's parameter, of the kind of ``full``."""
         ranks = self.layout.ranks
         self.compute_dtype = full.dtype
         self.placeholder = nn.Parameter(
@@ -144,9 +142,9 @@ class ShardedParameter:
         return self._shard_of_forward != 0
 
     def full_of_converted(self) -> torch.Tensor | None:
-        """Returns what ``Layout.full_like`` would return for the shard as it is now.
+        """Returns ``Layout.full_like`` of a shard that was converted to another dtype, else None.
 
-        Returns None unless the shard was converted to another dtype before its first forward.
+        Shards may be converted before their first forward.
         """
         converted = None if self.has_run else self.leaf.converted_dtype
         if converted is None:
@@ -162,7 +160,7 @@ class ShardedParameter:
         ``full`` comes from ``full_of_converted``.
         """
         shard, old = self.shard, self.handle
-        self.leaf.inherit_grad_dtype(shard, self.grad_dtype)
+        self.leaf.inherit_grad_dtype(shard, self.declared_grad_dtype)
         self.leaf.dtype = shard.dtype
         self._build(full, shard.requires_grad)
         for name in vars(_C.Settings):
@@ -171,7 +169,7 @@ class ShardedParameter:
         if old.after_forward is not None:
             self._shard_after_forward(connection)
         self._connect(connection)
-        self._settle_grad_dtype(shard.grad_dtype)
+        self._set_grad_dtype(shard.grad_dtype)
         self._follow(shard)
         if self.model is not None:
             self.join(self.model, self.fqn)
@@ -182,14 +180,9 @@ class ShardedParameter:
         self.handle.shard = self.layout.rows(self.leaf.local)
 
     @property
-    def group_name(self) -> str:
+    def shard_group_name(self) -> str:
         """Name of the process group of the ranks that have the shards."""
         return self.layout.ranks.shard_group.group_name
-
-    @property
-    def declares_grad_dtype(self) -> bool:
-        """Whether the contract differs from what any compiler does by itself."""
-        return self.settings.grad_dtype != self.compute_dtype
 
     @property
     def shard(self) -> DTensor:
@@ -202,17 +195,17 @@ class ShardedParameter:
         return self.leaf.fqn
 
     @property
-    def model(self) -> Any:
+    def model(self) -> _Model | None:
         """The ``ShardedModel`` of the parameter, or None if nothing owns it any more."""
         return self._model() if self._model is not None else None
 
-    def join(self, model: Any, fqn: str) -> None:
+    def join(self, model: _Model, fqn: str) -> None:
         """Makes the parameter one of ``model``, with the name ``fqn``."""
         self._model = weakref.ref(model)
         self.leaf.fqn = self.handle.fqn = fqn
         self.handle.root = model.number
         self.handle.register()
-        self.settle_graph_key()
+        self.update_guard_key()
 
     @property
     def nbytes(self) -> int:
@@ -224,30 +217,30 @@ class ShardedParameter:
         self.reshard_after_forward = reshard_after_forward
         self.settings.reshard_after_forward = reshard_after_forward is True
         self.handle.after_forward = None
-        self.settle_graph_key()
+        self.update_guard_key()
 
-    def settle_graph_key(self) -> None:
-        """Updates ``graph_key``."""
+    def update_guard_key(self) -> None:
+        """Updates ``guard_key``."""
         transport = self.handle.transport
-        self.graph_key = (
-            f"reshard_after_forward={self.reshard_after_forward} group={self.group_name} "
+        self.guard_key = (
+            f"reshard_after_forward={self.reshard_after_forward} group={self.shard_group_name} "
             f"transport={transport and transport.name} reduce_dtype={self.settings.reduce_dtype} "
             f"model_nbytes={self.model.nbytes if self.model else 0}"  # limits what is kept
         )
 
-    def read(self, whole: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor that a module reads, from the gathered ``whole``."""
-        if whole.grad_fn is not None:
-            own_models(whole.grad_fn, [self])
+    def read(self, full: torch.Tensor) -> torch.Tensor:
+        """Returns the value that a module reads, from the gathered ``full``."""
+        if full.grad_fn is not None:
+            keep_models_alive(full.grad_fn, [self])
         if self.is_read_as_gathered:
-            return whole
-        full = self.layout.read(whole)
-        if full.requires_grad:  # else uses would be summed before they are cast
-            _C.declare_grad_dtype(full, self.settings.grad_dtype)
-        return full
+            return full
+        value = self.layout.read(full)
+        if value.requires_grad:  # else uses would be summed before they are cast
+            _C.declare_grad_dtype(value, self.settings.grad_dtype)
+        return value
 
-    def release(self) -> bool:
-        """Drops the full tensor, and returns whether it was written to."""
+    def reshard(self) -> bool:
+        """Frees the full tensor, and returns whether it was written to."""
         written = self.handle.was_written()
         self.handle.reshard()
         return written
@@ -262,12 +255,12 @@ class ShardedParameter:
             )
         if torch_internals.local_tensor(shard) is not self.leaf.local:
             self.leaf.check_replacement(shard, self.handle.device)
-            self.leaf.inherit_grad_dtype(shard, self.grad_dtype)
+            self.leaf.inherit_grad_dtype(shard, self.declared_grad_dtype)
             self._follow(shard)
             self.handle.reshard()
         return shard
 
-    def settle(self) -> bool:
+    def prepare_forward(self) -> bool:
         """Fixes the settings that a forward uses and that its backward keeps.
 
         Returns:
@@ -288,38 +281,38 @@ class ShardedParameter:
         if self.placeholder.requires_grad != shard.requires_grad:
             self.placeholder.requires_grad_(shard.requires_grad)
             as_traced = False
-        if self.grad_dtype != shard.grad_dtype:
+        if self.declared_grad_dtype != shard.grad_dtype:
             if self.handle.has_gradients():
                 raise Zero3Error(
-                    f"grad_dtype of '{self.fqn}' changed from {self.grad_dtype} to "
+                    f"grad_dtype of '{self.fqn}' changed from {self.declared_grad_dtype} to "
                     f"{shard.grad_dtype} while it has gradients that are not reduced yet"
                 )
             grad_dtype.check(self.fqn, shard)
-            self._settle_grad_dtype(shard.grad_dtype)
+            self._set_grad_dtype(shard.grad_dtype)
             as_traced = False
         return as_traced
 
-    def settle_between_forwards(self) -> None:
-        """Calls ``settle``, unless the shard was replaced after a forward, which keeps its own.
+    def prepare_reduction(self) -> None:
+        """Prepares a reduction outside of a backward, which no forward may follow.
 
-        Perhaps no forward follows.
+        If the shard was replaced after a forward, the settings of that forward stay.
         """
         if not self._was_replaced(self.refresh()):
-            self.settle()
+            self.prepare_forward()
 
     def _was_replaced(self, shard: DTensor) -> bool:
         return self._shard_of_forward not in (0, id(shard))
 
-    def _settle_grad_dtype(self, declared: torch.dtype | None) -> None:
-        self.grad_dtype = declared
-        contract = grad_dtype.resolve(
+    def _set_grad_dtype(self, declared: torch.dtype | None) -> None:
+        self.declared_grad_dtype = declared
+        dtypes = grad_dtype.resolve(
             declared, self.leaf.dtype, self.compute_dtype, self._mp_policy.reduce_dtype
         )
-        self.settings.grad_dtype = contract.leaf
-        self.settings.reduce_dtype = contract.wire
-        self.settings.shard_grad_dtype = contract.shard
-        self.contract = _C.contract_name(contract.leaf)
-        self.settle_graph_key()
+        self.settings.grad_dtype = dtypes.leaf
+        self.settings.reduce_dtype = dtypes.wire
+        self.settings.shard_grad_dtype = dtypes.shard
+        self.leaf_contract = _C.contract_name(dtypes.leaf)
+        self.update_guard_key()
 
     def check_unchanged(self) -> None:
         """Raises Zero3Error if the shard is not the one of the forward, or has another contract."""
@@ -328,20 +321,20 @@ class ShardedParameter:
             raise Zero3Error(
                 f"'{self.fqn}' was replaced by another parameter between a forward and its backward"
             )
-        if shard.grad_dtype != self.grad_dtype:
+        if shard.grad_dtype != self.declared_grad_dtype:
             raise Zero3Error(
-                f"grad_dtype of '{self.fqn}' was {self.grad_dtype} in forward and is "
+                f"grad_dtype of '{self.fqn}' was {self.declared_grad_dtype} in forward and is "
                 f"{shard.grad_dtype} after its backward: set it before the forward"
             )
 
 
-def find(placeholder: object) -> ShardedParameter | None:
+def parameter_of(placeholder: object) -> ShardedParameter | None:
     """Returns the live parameter that has this placeholder, or None."""
     reference = getattr(placeholder, _PLACEHOLDER_OF, None)
     return None if reference is None else reference()
 
 
-def own_models(node: Any, parameters: Iterable[ShardedParameter]) -> None:
+def keep_models_alive(node: graph.Node, parameters: Iterable[ShardedParameter]) -> None:
     """Makes an autograd node own the models of ``parameters``: a backward needs no module."""
     models = {parameter.model for parameter in parameters}
-    node.metadata.setdefault(_MODELS, set()).update(models)
+    node.metadata.setdefault(_MODELS, set()).update(models)  # type: ignore[attr-defined]

@@ -1,5 +1,8 @@
-"""Finds the sharded parameters of a module."""
+"""Finds the sharded parameters of a module, and sorts parameters by mesh."""
 
+from collections.abc import Iterable
+
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -36,3 +39,16 @@ def all_parameters_of(model: nn.Module, caller: str) -> list[ShardedParameter]:
             )
         raise Zero3Error(f"{caller}: no parameter of the {name} is sharded")
     return parameters
+
+
+def by_mesh(
+    parameters: Iterable[ShardedParameter],
+) -> dict[tuple[dist.ProcessGroup, ...], list[ShardedParameter]]:
+    """Returns ``parameters`` by the groups that they are sharded and replicated over.
+
+    Small meshes come first. The order is the same on all ranks.
+    """
+    result: dict[tuple[dist.ProcessGroup, ...], list[ShardedParameter]] = {}
+    for parameter in sorted(parameters, key=lambda p: (p.layout.ranks.mesh.size(), p.fqn)):
+        result.setdefault(parameter.layout.ranks.process_groups, []).append(parameter)
+    return result

@@ -13,9 +13,10 @@ https://docs.pytorch.org/docs/stable/autograd.html#saved-tensors-hooks.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -26,26 +27,28 @@ from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.all_gather import AllGather
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 
+_Group = TypeVar("_Group", bound=Hashable)  # that gathers parameters together
 
-class _Regather:
+
+class _Regather(Generic[_Group]):
     """The parameters of one forward of a group, gathered when backward needs the first.
 
     These are the parameters that the forward saved. Where ranks have to meet for a gather, they are
     all parameters of the group, since ranks may save different ones. Ranks also have to meet if
-    what the forward published is gone. After a gather, it starts the gathers of the owners in
+    what the forward published is gone. After a gather, it starts the gathers of the groups in
     ``following``.
     """
 
     def __init__(
         self,
         all_parameters: Sequence[ShardedParameter],
-        of_forward: WeakValueDictionary[Hashable, _Regather],
-        following: Iterable[Hashable],
+        regathers_by_group: WeakValueDictionary[_Group, _Regather[_Group]],
+        following: Iterable[_Group],
     ) -> None:
         self.parameters: dict[ShardedParameter, None] = {}
         self._all = all_parameters
         self._publications = _C.Publications([parameter.handle for parameter in all_parameters])
-        self._of_forward = of_forward
+        self._regathers_by_group = regathers_by_group
         self._following = following
         self._gathering: AllGather | None = None
         self._fulls: dict[ShardedParameter, torch.Tensor] = {}
@@ -71,9 +74,9 @@ class _Regather:
         self.start()
         if self._gathering is not None:
             gathering, self._gathering = self._gathering, None
-            self._fulls.update(zip(gathering.parameters, gathering.wait(), strict=True))
-            for owner in self._following:
-                if (regather := self._of_forward.get(owner)) is not None:
+            self._fulls.update(gathering.wait())
+            for group in self._following:
+                if (regather := self._regathers_by_group.get(group)) is not None:
                     regather.start()
         return self._fulls[parameter]
 
@@ -113,23 +116,12 @@ class _SavedTensor:
         return self.tensor
 
 
-@dataclass
-class _SavedByOther:
-    """A value that the saved-tensors hooks around ours have packed."""
-
-    value: Any
-    unpack_hook: Callable[[Any], torch.Tensor]
-
-    def unpack(self) -> torch.Tensor:
-        return self.unpack_hook(self.value)
-
-
 @torch_internals.disable_dynamo
-def _unpack(packed: _SavedView | _SavedTensor | _SavedByOther) -> torch.Tensor:
-    return packed.unpack()
+def _unpack(unpack: Callable[[], torch.Tensor]) -> torch.Tensor:
+    return unpack()
 
 
-class SavedTensors:
+class SavedTensors(Generic[_Group]):
     """Saved-tensors hooks of one outermost forward, from ``start`` to ``stop``."""
 
     def __init__(self) -> None:
@@ -137,61 +129,61 @@ class SavedTensors:
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
         # Keyed by storage address, which is not reused while the tensor is here.
         self._watched: dict[int, tuple[_Regather, ShardedParameter, torch.Tensor]] = {}
-        self._owners: dict[Hashable, list[int]] = {}
-        self._regathers: WeakValueDictionary[Hashable, _Regather] = WeakValueDictionary()
+        self._storages: dict[_Group, list[int]] = {}  # the keys above
+        self._regathers: WeakValueDictionary[_Group, _Regather[_Group]] = WeakValueDictionary()
 
     def start(self) -> None:
         """Starts packing on this thread."""
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
         self._hooks.__enter__()
 
-    def stop(self) -> list[Any]:
-        """Stops packing, and returns the owners that are still watched."""
+    def stop(self) -> list[_Group]:
+        """Stops packing, and returns the groups that are still watched."""
         hooks, self._hooks = self._hooks, None  # the hooks hold this object: let go of them
         if hooks is not None:
             hooks.__exit__()
-        owners = list(self._owners)
+        groups = list(self._storages)
         # Autograd keeps the hooks, and so this object, as long as what they packed.
-        self._owners.clear()
+        self._storages.clear()
         self._watched.clear()
-        return owners
+        return groups
 
     def watch(
         self,
-        owner: Hashable,
+        group: _Group,
         parameters: Iterable[ShardedParameter],
-        following: Iterable[Hashable] = (),
+        following: Iterable[_Group] = (),
     ) -> bool:
-        """Packs the gathered tensors of ``parameters`` until ``forget(owner)``.
+        """Packs the gathered tensors of ``parameters``, of a group, until ``unwatch(group)``.
 
-        Once a backward has gathered them again, it starts to gather those of the owners in
+        Once a backward has gathered them again, it starts to gather those of the groups in
         ``following``.
 
         Returns:
-            Whether ``owner`` was not watched before.
+            Whether ``group`` was not watched before.
         """
-        if owner in self._owners:
+        if group in self._storages:
             return False
         gathered = [p for p in parameters if p.reshard_after_forward is not False]
-        regather = self._regathers[owner] = _Regather(gathered, self._regathers, following)
-        self._owners[owner] = []
+        regather = self._regathers[group] = _Regather(gathered, self._regathers, following)
+        self._storages[group] = []
         for parameter in gathered:
             full = parameter.handle.gathered
             if full is not None:
                 storage = torch_internals.storage_address(full)
                 self._watched[storage] = regather, parameter, full
-                self._owners[owner].append(storage)
+                self._storages[group].append(storage)
                 if parameter.ranks_meet_in_backward:
                     regather.parameters[parameter] = None
         return True
 
-    def forget(self, owner: Hashable) -> None:
-        """Stops watching what was gathered for ``owner``."""
-        for storage in self._owners.pop(owner, ()):
+    def unwatch(self, group: _Group) -> None:
+        """Stops watching what was gathered for ``group``."""
+        for storage in self._storages.pop(group, ()):
             del self._watched[storage]
 
     @torch_internals.disable_dynamo
-    def _pack(self, tensor: torch.Tensor) -> _SavedView | _SavedTensor | _SavedByOther:
+    def _pack(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         local, spec = tensor, None
         if isinstance(tensor, DTensor):
             local, spec = torch_internals.local_tensor(tensor), torch_internals.spec_of(tensor)
@@ -200,10 +192,11 @@ class SavedTensors:
         if found is not None:
             regather, parameter, _ = found
             regather.parameters[parameter] = None
+            offset = local.storage_offset()
             return _SavedView(
-                regather, parameter, local.size(), local.stride(), local.storage_offset(), spec
-            )
+                regather, parameter, local.size(), local.stride(), offset, spec
+            ).unpack
         if self._outer is not None:
             pack_hook, unpack_hook = self._outer
-            return _SavedByOther(pack_hook(tensor), unpack_hook)
-        return _SavedTensor(tensor.detach(), torch_internals.version_of(tensor))
+            return functools.partial(unpack_hook, pack_hook(tensor))
+        return _SavedTensor(tensor.detach(), torch_internals.version_of(tensor)).unpack

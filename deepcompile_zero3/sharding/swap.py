@@ -1,4 +1,10 @@
-"""The classes of sharded modules: each has a property for each of its parameters."""
+"""The class swap: a property for each parameter, which a compiler traces as one op.
+
+A module whose parameters are sharded gets a subclass of its class: ``Linear`` -> ``Zero3Linear``,
+or ``FSDPLinear`` if ``fully_shard`` was called on it. In a trace the property is one op,
+``zero3.unshard``. In eager code it asks the parameter's group. ``module._parameters`` keeps the
+DTensors, so that ``parameters()``, ``state_dict()`` and optimizers see nothing else.
+"""
 
 import contextlib
 import functools
@@ -13,7 +19,7 @@ from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.runtime import ops
 from deepcompile_zero3.sharding.group import ParameterGroup, group_of
 from deepcompile_zero3.sharding.module import Zero3Module
-from deepcompile_zero3.sharding.parameter import ShardedParameter, find
+from deepcompile_zero3.sharding.parameter import ShardedParameter, parameter_of
 from deepcompile_zero3.sharding.registered import parameters_of
 
 
@@ -78,9 +84,9 @@ def _property(name: str) -> property:
     def read(self: Any) -> torch.Tensor:
         parameter: ShardedParameter = self._zero3_parameters[name]
         if torch.compiler.is_dynamo_compiling():  # False where Dynamo's guards call hasattr()
-            _settle(parameter.placeholder)
-            parameter.graph_key == ""  # noqa: B015 (read so that it is guarded)
-            full = ops.unshard.default(parameter.placeholder, parameter.contract)
+            _prepare(parameter.placeholder)
+            parameter.guard_key == ""  # noqa: B015 (read so that it is guarded)
+            full = ops.unshard.default(parameter.placeholder, parameter.leaf_contract)
             if parameter.is_read_as_gathered:
                 return full
             value = parameter.layout.read(full)
@@ -95,12 +101,12 @@ def _property(name: str) -> property:
 
 
 @torch_internals.assume_constant_result
-def _settle(placeholder: torch.Tensor) -> None:
-    """Settles a parameter that is being traced. Runs when Dynamo meets it, not in the graph.
+def _prepare(placeholder: torch.Tensor) -> None:
+    """Prepares a parameter that is being traced. Runs when Dynamo meets it, not in the graph.
 
     A Zero3Error is left to the graph, which raises it when it runs.
     """
-    parameter = find(placeholder)
+    parameter = parameter_of(placeholder)
     if parameter is not None:
         with contextlib.suppress(Zero3Error):
-            parameter.settle()
+            parameter.prepare_forward()

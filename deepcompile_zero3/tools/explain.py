@@ -14,14 +14,13 @@ from deepcompile_zero3.backend import zero3
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.graph.alias import base_of, views_of
 from deepcompile_zero3.graph.capture import CapturedGraph, CapturedGraphs, capture_graphs
-from deepcompile_zero3.graph.metadata import COMMENT
+from deepcompile_zero3.graph.metadata import COMMENT, fqns_of
 from deepcompile_zero3.graph.peak import gathered_items
 from deepcompile_zero3.graph.size import nbytes_of, nbytes_of_tensor
 from deepcompile_zero3.graph.text import short_name
 from deepcompile_zero3.options import Options
-from deepcompile_zero3.passes.facts import fqns_of
 from deepcompile_zero3.passes.pipeline import saved_outputs
-from deepcompile_zero3.passes.reduce import GradientDtypes
+from deepcompile_zero3.passes.reduce import ReductionComment
 from deepcompile_zero3.runtime import REDUCTIONS, WAITS, ops
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.sharding.registered import all_parameters_of
@@ -172,7 +171,7 @@ def _gradients(graph: fx.Graph) -> Iterator[Gradient]:
     for node in graph.nodes:
         if node.target not in REDUCTIONS:
             continue
-        dtypes: GradientDtypes = node.meta[COMMENT]
+        dtypes: ReductionComment = node.meta[COMMENT]
         yield Gradient(
             parameter=fqns_of(node)[0],
             raw=short_name(dtypes.raw),

@@ -1,9 +1,9 @@
-"""All uses of torch's private API: here, and those of its compiler in ``compiler``."""
+"""Names of torch's private modules that training uses; ``compiler`` has those of its compiler."""
 
 import contextlib
 import datetime
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DeviceMesh, DTensor
 
 from deepcompile_zero3.torch_release import private
+
+_F = TypeVar("_F", bound=Callable)
 
 # Returns the device of the tensors through which a group's ranks exchange values.
 device_of_objects: Callable[[Any], Any] = private(
@@ -24,7 +26,7 @@ _c10d: Any = private("torch.distributed", "distributed_c10d")
 
 # Like torch.compiler.disable, but imports Dynamo, which takes a second, only when the returned
 # function is first called: in the first forward.
-disable_dynamo: Callable[[Callable], Callable] = private("torch._compile", "_disable_dynamo")
+disable_dynamo: Callable[[_F], _F] = private("torch._compile", "_disable_dynamo")
 # The parts of Dynamo's skip_code.
 _set_strategy: Callable[..., None] = private(
     "torch._C", "_dynamo.eval_frame.set_code_exec_strategy"
@@ -48,6 +50,15 @@ is_wrapper: Callable[[object], bool] = private(
 )
 # Attribute of an ``nn.RNNBase``: a list of its weights.
 FLAT_WEIGHTS = "_flat_weights"
+# Operators, as the targets of graph nodes.
+HigherOrderOperator: Any = private("torch._ops", "HigherOrderOperator")
+OpOverload: Any = private("torch._ops", "OpOverload")
+OpOverloadPacket: Any = private("torch._ops", "OpOverloadPacket")
+# Trees of tuples, lists and dicts.
+tree_flatten: Callable[[Any], Any] = private("torch.utils._pytree", "tree_flatten")
+tree_leaves: Callable[[Any], list[Any]] = private("torch.utils._pytree", "tree_leaves")
+tree_map: Callable[[Callable, Any], Any] = private("torch.utils._pytree", "tree_map")
+tree_unflatten: Callable[..., Any] = private("torch.utils._pytree", "tree_unflatten")
 _TracingContext: Any = private("torch._guards", "TracingContext")
 # Where a module keeps the states of torch's composable APIs, by the function that made each.
 _STATE_KEY: str = private("torch.distributed._composable.contract", "STATE_KEY")
@@ -95,13 +106,13 @@ def new_fake_store() -> Any:
     return private("torch.testing._internal.distributed.fake_pg", "FakeStore")()
 
 
-def assume_constant_result(function: Callable) -> Callable:
+def assume_constant_result(function: _F) -> _F:
     """Does the same as ``torch.compiler.assume_constant_result``, without importing Dynamo."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
-def inline_only(function: Callable) -> Callable:
+def inline_only(function: _F) -> _F:
     """Lets Dynamo trace ``function`` inside a traced frame, but never compile it alone.
 
     If eager code calls the function, between two graphs for example, it runs in eager and

@@ -1,4 +1,4 @@
-"""Private API of torch's compiler.
+"""Names of private modules of torch's compiler.
 
 It takes seconds to import: only code that compiles imports it.
 """

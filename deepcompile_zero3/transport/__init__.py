@@ -1,1 +1,1 @@
-"""How ranks reach each other: by messages, or through memory that ranks of one host share."""
+"""Connections between ranks: messages, or memory that the ranks of one host share."""

@@ -1,14 +1,15 @@
 """Chooses how a parameter's shards and gradients reach the other ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from deepcompile_zero3.runtime import _C
-from deepcompile_zero3.transport.choice import Transport
-from deepcompile_zero3.transport.one_host import SharedMemory, share
+from deepcompile_zero3.transport.choice import TransportName
+from deepcompile_zero3.transport.one_host import MappedMemory, share
 from deepcompile_zero3.transport.process_groups import group_for_reductions, neighbours
 
 
@@ -23,7 +24,7 @@ class Connection:
             they are others, and the messages between them.
     """
 
-    shared: SharedMemory | None
+    shared: MappedMemory | None
     messages: _C.Messages | None
     after_forward: tuple[_C.Channel, _C.Messages] | None = None
 
@@ -44,12 +45,16 @@ class Connection:
         )
 
 
+# ``connect`` with all arguments but the first two.
+Connect: TypeAlias = Callable[[Sequence[torch.Tensor], Sequence[str]], list[Connection]]
+
+
 def connect(
     fulls: Sequence[torch.Tensor],
     described: Sequence[str],
     group: dist.ProcessGroup,
     device: torch.device,
-    transport: Transport,
+    transport: TransportName,
     *,
     take_turns: bool,
     after_forward: int | None,

@@ -52,6 +52,25 @@ def _gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
     ]
 
 
+def all_gather_lines(
+    what: str, lines: Sequence[str], groups: Sequence[dist.ProcessGroup]
+) -> list[str]:
+    """Returns the ``lines`` of all ranks of a mesh, each once. Collective over its ``groups``.
+
+    The result for a small mesh among the lines for a larger one reaches all ranks of that.
+    """
+    for group in groups:  # first the shards' group, then the replicas': these get complete lines
+        of_ranks = all_gather_json(what, lines, group)
+        lines = list(dict.fromkeys(each for theirs in of_ranks for each in theirs))
+    return list(lines)
+
+
+def shorten(lines: Sequence[str]) -> str:
+    """Returns the first of ``lines``, and how many more there are."""
+    more = f"; and {len(lines) - 8} more" if len(lines) > 8 else ""
+    return "; ".join(lines[:8]) + more
+
+
 def check_all_alike(described: Sequence[str], group: dist.ProcessGroup) -> None:
     """Raises Zero3Error unless all ranks of ``group`` describe their parameters alike.
 

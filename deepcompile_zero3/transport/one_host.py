@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.runtime import _C
-from deepcompile_zero3.transport.choice import Transport
+from deepcompile_zero3.transport.choice import TransportName
 from deepcompile_zero3.transport.json_collectives import all_gather_json, check_alike
 from deepcompile_zero3.transport.process_groups import exists
 
@@ -39,8 +39,8 @@ _one_hosts: weakref.WeakKeyDictionary[dist.ProcessGroup, _C.OneHost] = weakref.W
 _rings: weakref.WeakKeyDictionary[dist.ProcessGroup, _C.Copies] = weakref.WeakKeyDictionary()
 
 
-class SharedMemory(NamedTuple):
-    """What one parameter has in shared memory: the progress of each rank, and its copy."""
+class MappedMemory(NamedTuple):
+    """Shared memory of one parameter: the progress of each rank, and its copy."""
 
     one_host: _C.OneHost
     progress: torch.Tensor
@@ -49,9 +49,9 @@ class SharedMemory(NamedTuple):
 
 
 class _Offer(NamedTuple):
-    """What a rank tells the others: where it runs, and which memory they can map."""
+    """A rank's message to the others: where it runs, and which memory they can map."""
 
-    transport: Transport
+    transport: TransportName
     host: str
     pid: int
     described: Sequence[str]  # one for each parameter
@@ -66,9 +66,9 @@ def share(
     described: Sequence[str],
     group: dist.ProcessGroup,
     device: str,
-    transport: Transport,
+    transport: TransportName,
     take_turns: bool,
-) -> list[SharedMemory] | None:
+) -> list[MappedMemory] | None:
     """Maps memory for gathers and reductions of ``fulls`` that the ranks of ``group`` share.
 
     Collective.
@@ -199,7 +199,7 @@ class _Segments:
                     self._mapped[f"{name}, to read"] = readable = _map(path, nbytes)
                     _C.make_read_only(readable)
 
-    def parts(self, pids: Sequence[int]) -> list[SharedMemory]:
+    def parts(self, pids: Sequence[int]) -> list[MappedMemory]:
         """Returns the memory of each parameter, once all ranks have mapped the segments."""
         one_host = self._one_host
         if one_host is None:
@@ -217,7 +217,7 @@ class _Segments:
         progress = self._mapped["progress"][: sum(self._progress_bytes)]
         words = progress.split(self._progress_bytes)
         return [
-            SharedMemory(one_host, words[index], self._ring or self._copy(index), self._takes_turns)
+            MappedMemory(one_host, words[index], self._ring or self._copy(index), self._takes_turns)
             for index in range(len(self._fulls))
         ]
 
@@ -243,7 +243,7 @@ def _new_file(nbytes: int, nonce: str) -> int:
     return file
 
 
-def _offer(transport: Transport, described: Sequence[str], sizes: Sequence[int]) -> _Offer:
+def _offer(transport: TransportName, described: Sequence[str], sizes: Sequence[int]) -> _Offer:
     """Returns this rank's offer, with a file for each of ``sizes``."""
     pid = os.getpid()
     if transport == "c10d":

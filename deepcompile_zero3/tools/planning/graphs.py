@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import torch_internals
-from deepcompile_zero3.backend import CompiledGraph, rewriting_of
+from deepcompile_zero3.backend import CompiledGraph, pipeline_of
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.graph.capture import CapturedGraphs, capture_graphs
 from deepcompile_zero3.options import Options
-from deepcompile_zero3.passes.pipeline import Rewriting
+from deepcompile_zero3.passes.pipeline import Pipeline
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.sharding.registered import all_parameters_of
 from deepcompile_zero3.tools.explain import without_a_trace
@@ -30,7 +30,7 @@ from deepcompile_zero3.torch_internals import compiler
 class _Partitioned:
     """A forward or backward graph before this library's passes."""
 
-    of: Rewriting
+    of: Pipeline
     graph_module: fx.GraphModule
     is_backward: bool
 
@@ -52,13 +52,13 @@ class Trace:
 
     def rewrite(self, options: Options) -> CapturedGraphs:
         """Returns the graphs that the passes rewrite, in the order of compilation."""
-        rewritings: dict[Rewriting, Rewriting] = {}
+        rewritings: dict[Pipeline, Pipeline] = {}
         with capture_graphs() as graphs:
             for graph in self._graphs:
                 inputs = graph.of.inputs
                 parameters = [self.parameters[facts.fqn] for facts in inputs.values()]
                 if graph.of not in rewritings:
-                    rewritings[graph.of] = rewriting_of(parameters, inputs, options)
+                    rewritings[graph.of] = pipeline_of(parameters, inputs, options)
                 rewritings[graph.of](copy.deepcopy(graph.graph_module), graph.is_backward)
         return graphs
 
@@ -143,7 +143,7 @@ def check_compiled(graphs: Sequence[Any]) -> None:
 
 def _note_and_return_zeros(
     graphs: list[_Partitioned],
-    rewriting: Rewriting,
+    rewriting: Pipeline,
     graph_module: fx.GraphModule,
     example_inputs: Any,
     **kwargs: Any,

@@ -14,7 +14,7 @@ from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.graph.alias import base_of, is_view
 from deepcompile_zero3.graph.metadata import COMMENT, PARAMETER
 from deepcompile_zero3.graph.size import nbytes_of
-from deepcompile_zero3.passes.reduce import GradientDtypes
+from deepcompile_zero3.passes.reduce import ReductionComment
 from deepcompile_zero3.runtime import REDUCTIONS, WAITS, ops
 from deepcompile_zero3.torch_internals import compiler
 
@@ -93,7 +93,7 @@ def kernels_of(graph: fx.Graph) -> list[Kernel]:
 
 def product_of(reduction: fx.Node) -> Kernel:
     """Returns the matrix product of a reduction that takes the factors of a gradient."""
-    dtypes: GradientDtypes = reduction.meta[COMMENT]
+    dtypes: ReductionComment = reduction.meta[COMMENT]
     nbytes = dtypes.numel * dtypes.wire.itemsize + sum(map(nbytes_of, memory_of(reduction)))
     return Kernel((reduction,), product_flops(reduction), dtypes.raw, nbytes)
 

@@ -8,10 +8,9 @@ from typing import Any
 from torch import fx
 
 from deepcompile_zero3.graph.alias import base_of
-from deepcompile_zero3.graph.metadata import KEPT_OF
+from deepcompile_zero3.graph.metadata import KEPT_OF, fqns_of
 from deepcompile_zero3.graph.peak import gathered_items
 from deepcompile_zero3.graph.size import nbytes_of
-from deepcompile_zero3.passes.facts import fqns_of
 from deepcompile_zero3.passes.pipeline import saved_outputs
 from deepcompile_zero3.runtime import _C, WAITS
 from deepcompile_zero3.tools.planning.kernels import is_collective, is_inlined

@@ -14,11 +14,10 @@ from torch import fx
 
 from deepcompile_zero3.graph.alias import base_of
 from deepcompile_zero3.graph.capture import CapturedGraph, CapturedGraphs
-from deepcompile_zero3.graph.metadata import COMMENT
+from deepcompile_zero3.graph.metadata import COMMENT, fqns_of
 from deepcompile_zero3.graph.peak import gathered_items
 from deepcompile_zero3.graph.size import nbytes_of
-from deepcompile_zero3.passes.facts import fqns_of
-from deepcompile_zero3.passes.reduce import GradientDtypes
+from deepcompile_zero3.passes.reduce import ReductionComment
 from deepcompile_zero3.runtime import _C, WAITS, ops
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.tools.planning.kernels import (
@@ -257,7 +256,7 @@ class _Simulation:
 
     def _reduce(self, node: fx.Node) -> None:
         [name] = fqns_of(node)
-        dtypes: GradientDtypes = node.meta[COMMENT]
+        dtypes: ReductionComment = node.meta[COMMENT]
         packed = dtypes.numel * dtypes.wire.itemsize
         if node.target is ops.reduce_mm.default:
             self._run_kernel(product_of(node))

@@ -37,7 +37,7 @@ def twins_of(
                 replicas=handle.replicas and _like(handle.replicas, backend),
             )
             shards = _C.SimulatedChannel(
-                parameter.group_name, handle.rank, handle.world_size, backend
+                parameter.shard_group_name, handle.rank, handle.world_size, backend
             )
             twin.transport = _C.Messages(shards, shards)
             for setting in _SETTINGS:

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.graph.capture import CapturedGraphs
+from deepcompile_zero3.graph.metadata import fqns_of
 from deepcompile_zero3.graph.size import nbytes_of_tensor
-from deepcompile_zero3.passes.facts import fqns_of
 from deepcompile_zero3.runtime import _C, ops
 from deepcompile_zero3.sharding.model import parameters_beside
 from deepcompile_zero3.sharding.parameter import ShardedParameter
@@ -125,25 +125,25 @@ def _what_ran(
         name.removeprefix(compiler.REGION) for name in inside if name.startswith(compiler.REGION)
     )
     # A region that was compiled again, after a reset, is represented by its latest graph.
-    latest = {graph.region: graph for graph in captured.forward}
-    forward = [graph for graph in latest.values() if graph.region in runs]
+    latest = {graph.compile_id: graph for graph in captured.forward}
+    forward = [graph for graph in latest.values() if graph.compile_id in runs]
     numbers = {graph.number for graph in forward}
     backward = [graph for graph in captured.backward if graph.number in numbers]
     if not forward:
         raise Zero3Error('no graph of torch.compile(..., backend="zero3") ran in the step')
     for graph in forward:
-        if runs[graph.region] > 1:
+        if runs[graph.compile_id] > 1:
             raise Zero3Error(
-                f"the compiled region {graph.region} ran {runs[graph.region]} times in the step, "
-                "and a plan takes each once"
+                f"the compiled region {graph.compile_id} ran {runs[graph.compile_id]} times in the "
+                "step, and a plan takes each once"
             )
         if graph.number not in {other.number for other in backward}:
             raise Zero3Error(
-                f"the compiled region {graph.region} ran in the step without a backward"
+                f"the compiled region {graph.compile_id} ran in the step without a backward"
             )
         for node in graph.inlined.graph.find_nodes(op="placeholder"):
             if isinstance(node.meta.get("val"), torch.SymInt):
-                raise Zero3Error(f"the compiled region {graph.region} is of sizes that change")
+                raise Zero3Error(f"the compiled region {graph.compile_id} is of sizes that change")
     ran = CapturedGraphs(forward, backward)
     names = {
         name

@@ -134,7 +134,7 @@ def _step_before_backward(how):
 
 
 @each_way
-def test_what_a_step_has_changed_is_gathered_anew_in_backward(run_ranks, how):
+def test_backward_gathers_changed_parameters_anew(run_ranks, how):
     run_ranks(2, _step_before_backward, how)
 
 
@@ -189,6 +189,6 @@ def _step_while_gathering(transport):
 
 
 @each_transport
-def test_what_is_gathered_is_what_was_there_when_it_began(run_ranks, transport):
+def test_a_gather_returns_the_values_from_its_start(run_ranks, transport):
     run_ranks(2, _step_while_gathering, transport)
     run_ranks(2, in_little_memory, _step_while_gathering, transport)

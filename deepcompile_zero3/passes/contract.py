@@ -1,0 +1,55 @@
+"""Declares the leaf's contracts in Dynamo's graph, or leaves them to the run."""
+
+from collections.abc import Iterator, Mapping
+
+from torch import fx
+
+from deepcompile_zero3 import grad_dtype, torch_internals
+from deepcompile_zero3.graph.calls import bodies_of, graph_modules, inputs_of
+from deepcompile_zero3.passes.facts import ParameterFacts
+from deepcompile_zero3.runtime import ops
+from deepcompile_zero3.torch_internals import compiler
+
+
+def declare_grad_dtypes(gm: fx.GraphModule, inputs: Mapping[int, ParameterFacts]) -> None:
+    """Declares the leaf's dtype on each input (by position) that has a contract of its own.
+
+    What a module reads in place of the input has the same contract: its uses are summed first.
+    """
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    for position, facts in inputs.items():
+        if not facts.declares_grad_dtype:
+            continue
+        places = {placeholders[position]: placeholders[-1]}
+        if not facts.is_read_as_gathered:
+            places |= {read: read for read in _reads(gm, placeholders[position])}
+        for node, place in places.items():
+            with node.graph.inserting_after(place):
+                node.graph.call_function(grad_dtype.declare, (node, facts.grad_dtype))
+    gm.graph.lint()
+    for nested in graph_modules(gm):
+        nested.recompile()
+
+
+def _reads(gm: fx.GraphModule, placeholder: fx.Node) -> Iterator[fx.Node]:
+    """Yields what modules read in place of an input of ``gm``, inside of checkpoints too."""
+    for user in list(placeholder.users):
+        match user.target:
+            case compiler.autograd_function_apply:  # that of a scalar
+                yield from user.users
+            case compiler.tag_activation_checkpoint:
+                for body in bodies_of(gm, user):
+                    for read in inputs_of(body, user, placeholder):
+                        yield from _reads(body, read)
+            case torch_internals.HigherOrderOperator():
+                continue  # autograd sees only what it returns
+            case _:
+                yield user
+
+
+def forget_contracts(gm: fx.GraphModule) -> None:
+    """Makes each ``zero3.unshard`` of a graph use the contract that there is when it runs."""
+    for nested in graph_modules(gm):
+        for node in nested.graph.find_nodes(op="call_function", target=ops.unshard.default):
+            node.update_arg(1, "")
+        nested.recompile()

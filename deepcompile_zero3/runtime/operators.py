@@ -1,0 +1,86 @@
+"""The operators of ``zero3`` and their fake kernels.
+
+========================================================  ========================================
+``zero3::unshard(placeholder, contract)``                 returns the full tensor
+``zero3::all_gather_start(placeholders, after)``          starts a gather, returns a handle
+``zero3::all_gather_wait(handle, placeholders, after)``   returns full tensors and a token
+``zero3::all_gather_views(handle, placeholders, after)``  likewise, as views that no graph owns
+``zero3::reduce_grad(grad, placeholder, after, ...)``     takes a full gradient, returns a token
+``zero3::reduce_mm(factors, placeholder, after, ...)``    takes a gradient as factors of a product
+``zero3::reduce_rows(rows, placeholder, after, ...)``     takes a gradient as indices and values
+========================================================  ========================================
+
+Rewritten graphs contain gathers and reductions in place of ``unshard``. The gradient of
+``reduce_rows`` is zeros to which the values are added at the indices.
+
+A *placeholder* has the full shape, compute dtype and strides of a parameter, and zero bytes of
+storage. The runtime finds the parameter by the address of that storage. A *token* is an empty
+tensor. An op that starts or waits for a collective takes the handle or token of the one before it
+as ``after``, so that no scheduler swaps two. Reductions also take ``use`` and ``contract``:
+*contract* is the leaf's dtype as text; *use* tells equal gradients of two uses apart.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from deepcompile_zero3.runtime import extension  # noqa: F401 (which defines the operators)
+
+ops = torch.ops.zero3
+
+
+@torch.library.register_fake("zero3::unshard")
+def _(placeholder: torch.Tensor, contract: str) -> torch.Tensor:
+    return torch.empty_like(placeholder)
+
+
+@torch.library.register_fake("zero3::all_gather_start")
+def _(placeholders: Sequence[torch.Tensor], after: torch.Tensor | None = None) -> torch.Tensor:
+    return torch.empty(1, dtype=torch.int64, device="cpu")
+
+
+@torch.library.register_fake("zero3::all_gather_wait")
+def _(
+    handle: torch.Tensor, placeholders: Sequence[torch.Tensor], after: torch.Tensor | None = None
+) -> list[torch.Tensor]:
+    return [*(torch.empty_like(p) for p in placeholders), placeholders[0].new_empty(0)]
+
+
+@torch.library.register_fake("zero3::all_gather_views")
+def _(
+    handle: torch.Tensor, placeholders: Sequence[torch.Tensor], after: torch.Tensor | None = None
+) -> list[torch.Tensor]:
+    return [*placeholders, placeholders[0].new_empty(0)]
+
+
+@torch.library.register_fake("zero3::reduce_grad")
+def _(
+    grad: torch.Tensor,
+    placeholder: torch.Tensor,
+    after: torch.Tensor | None = None,
+    use: int = 0,
+    contract: str = "",
+) -> torch.Tensor:
+    return grad.new_empty(0)
+
+
+@torch.library.register_fake("zero3::reduce_mm")
+@torch.library.register_fake("zero3::reduce_rows")
+def _(
+    inputs: Sequence[torch.Tensor],
+    placeholder: torch.Tensor,
+    after: torch.Tensor | None = None,
+    use: int = 0,
+    contract: str = "",
+) -> torch.Tensor:
+    return inputs[-1].new_empty(0)
+
+
+REDUCTIONS = (ops.reduce_grad.default, ops.reduce_mm.default, ops.reduce_rows.default)
+
+WAITS = (ops.all_gather_wait.default, ops.all_gather_views.default)
+
+# Without this, compilers delete these ops as dead code. Nothing reads the result of a reduction.
+# Perhaps nothing reads that of a gather either, while another rank needs the gather and waits.
+for _op in (*REDUCTIONS, ops.all_gather_start.default, *WAITS):
+    torch.fx.node.has_side_effect(_op)

@@ -1,0 +1,106 @@
+"""Connects and builds the parameters of a ``fully_shard`` call: on all ranks, or on none."""
+
+import contextlib
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.runtime import _C
+from deepcompile_zero3.sharding.blueprint import Blueprint
+from deepcompile_zero3.sharding.layout import DataParallel
+from deepcompile_zero3.sharding.module import groups_in
+from deepcompile_zero3.sharding.parameter import ShardedParameter
+from deepcompile_zero3.transport.connection import Connect, Connection
+from deepcompile_zero3.transport.json_collectives import all_gather_json, check_all_alike
+
+
+def build(
+    blueprints: Sequence[Blueprint], connects: Mapping[DataParallel, Connect]
+) -> tuple[dict[nn.Parameter, ShardedParameter], Exception | None]:
+    """Returns the sharded parameters, or the first error: other ranks wait for it. Collective.
+
+    ``connects`` are keyed by the ranks that parameters are sharded over.
+    """
+    failures: list[Exception] = []  # such as out of memory
+    connection_of: dict[nn.Parameter, Connection] = {}
+    for ranks, connect in connects.items():
+        members = [each for each in blueprints if each.layout.ranks is ranks]
+        described = [each.described for each in members]
+        with _caught(failures):
+            if ranks.replicate_group is not None:
+                check_all_alike(described, ranks.replicate_group)
+        with _caught(failures):
+            connections = connect([each.full for each in members], described)
+            for each, connection in zip(members, connections, strict=True):
+                connection_of[each.parameter] = connection
+    built: dict[nn.Parameter, ShardedParameter] = {}
+    if not failures:
+        with _caught(failures):
+            for each in blueprints:
+                built[each.parameter] = ShardedParameter(each, connection_of[each.parameter])
+    return built, failures.pop() if failures else None
+
+
+@contextlib.contextmanager
+def _caught(failures: list[Exception]) -> Iterator[None]:
+    """Keeps an exception that the block raises, if it is the first."""
+    try:
+        yield
+    except Exception as error:
+        if not failures:
+            failures.append(error)
+
+
+def agree_on_root(
+    modules: Sequence[nn.Module], failure: Exception | None, groups: Sequence[dist.ProcessGroup]
+) -> int:
+    """Returns a number for the sharded model that is free on all ranks. Collective.
+
+    One rank may have collected a deleted model that another rank has not.
+
+    Raises:
+        Zero3Error: another rank has a ``failure``. This rank's own failure is raised as it is.
+    """
+    inner = {g.model.number for each in modules for g in groups_in(each) if g.model}
+    in_use = _C.live_roots() - inner
+    me = dist.get_rank()
+    failures = {} if failure is None else {me: f"{type(failure).__name__}: {failure}"}
+    try:
+        for group in groups:
+            mine = [sorted(in_use), list(failures.items())]
+            for theirs, of_rank in all_gather_json("fully_shard: outcome", mine, group):
+                in_use = in_use | set(theirs)
+                failures |= dict(of_rank)
+    except Zero3Error as error:
+        raise failure or error from None
+    if failure is not None:
+        raise failure
+    if failures:
+        raise Zero3Error(
+            "fully_shard has failed on rank "
+            + "; on rank ".join(f"{rank}: {why}" for rank, why in sorted(failures.items()))
+            + ". Nothing is sharded, on any rank"
+        )
+    return next(number for number in itertools.count(1) if number not in in_use)
+
+
+def process_groups_of(
+    meshes: Iterable[DataParallel],
+    parameters: Iterable[nn.Parameter],
+    modules: Sequence[nn.Module],
+) -> list[dist.ProcessGroup]:
+    """Returns the process groups that shard the model of ``modules``, in one order on all ranks.
+
+    ``modules`` are that model, or become it.
+    """
+    groups = [group for ranks in meshes for group in ranks.process_groups]
+    for parameter in parameters:  # sharded by tensor parallelism
+        if isinstance(parameter, DTensor):
+            groups += parameter.device_mesh.get_all_groups()
+    for sharded in (p for each in modules for g in groups_in(each) for p in g.parameters):
+        groups += sharded.layout.ranks.process_groups
+    return [g for g in dict.fromkeys(groups) if g.size() > 1]
