@@ -134,8 +134,8 @@ class CompiledGraph:
             return self._forward(args, parameters, as_traced, first=True)
         finally:
             for parameter in parameters:
-                if not parameter.handle.stays_after_forward():
-                    parameter.handle.reshard_kept()
+                if not parameter.handle.outlives_forward():
+                    parameter.handle.reshard_retained()
             refuse_writes([fqn for group in unsharded for fqn in group.release_after_forward()])
 
     def _forward(
@@ -153,14 +153,14 @@ class CompiledGraph:
         # If no eager forward is running, this graph is the whole forward.
         _C.add_uses([p.handle for p in parameters if p.placeholder.requires_grad], first)
         outputs = self._run(*args)
-        publications = _C.Publications([parameter.handle for parameter in parameters])
+        epochs = _C.ForwardEpochs([parameter.handle for parameter in parameters])
 
-        def expect(_: Any) -> None:
-            publications.invalidate_if_republished()
+        def begin_backward(_: Any) -> None:
+            epochs.begin_backward_of_forward()
 
         for node in _nodes_of(outputs):
             own_models(node, parameters)
-            node.register_prehook(expect)
+            node.register_prehook(begin_backward)
         return outputs
 
 
@@ -202,9 +202,9 @@ def _facts(
         position: ParameterFacts(
             fqn=parameter.fqn,
             group=groups.setdefault(parameter.group_name, len(groups)),
-            gathers_views=parameter.handle.transport.can.gathers_views,
-            publishes=parameter.handle.transport.can.publishes,
-            sends_any_dtype=parameter.handle.transport.can.sends_any_dtype,
+            gathers_views=parameter.handle.can.gathers_views,
+            publishes=parameter.handle.can.publishes,
+            sends_any_dtype=parameter.handle.can.sends_any_dtype,
             uses=uses[inputs[position]][0],
             only_embeds=uses[inputs[position]][1],
             is_spared=inputs[position] in spared,
@@ -212,8 +212,8 @@ def _facts(
             nbytes=parameter.nbytes,
             reshard_after_forward=parameter.reshard_after_forward,
             is_trained=parameter.placeholder.requires_grad,
-            grad_dtype=parameter.settings.grad_dtype,
-            reduce_dtype=parameter.settings.reduce_dtype,
+            grad_dtype=parameter.settings.gradient_dtypes.leaf,
+            reduce_dtype=parameter.settings.gradient_dtypes.wire,
             declares_grad_dtype=(
                 parameter.declares_grad_dtype and parameter.placeholder.requires_grad
             ),

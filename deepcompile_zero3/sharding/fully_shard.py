@@ -198,7 +198,9 @@ def fully_shard(
     except Exception as error:
         failure = error
     try:
-        root = _agree_on_root(modules, failure, _process_groups_of(meshes, names, modules))
+        model_number = _agree_on_model_number(
+            modules, failure, _process_groups_of(meshes, names, modules)
+        )
     finally:
         failure = None  # its traceback holds this frame and all that was built
 
@@ -227,7 +229,7 @@ def fully_shard(
         each.register_load_state_dict_post_hook(conversion.after_load)
         torch_internals.set_fsdp_state(each, FsdpState(each, group))
         torch_internals.register_forward_hooks(each, group.pre_forward, group.post_forward)
-    _settle_ownership(modules, group, root)
+    _settle_ownership(modules, group, model_number)
     return module
 
 
@@ -289,7 +291,7 @@ def _process_groups_of(
     return [g for g in dict.fromkeys(groups) if g.size() > 1]
 
 
-def _agree_on_root(
+def _agree_on_model_number(
     modules: Sequence[nn.Module], failure: Exception | None, groups: Sequence[dist.ProcessGroup]
 ) -> int:
     """Returns a number for the sharded model that is free on all ranks. Collective.
@@ -300,7 +302,7 @@ def _agree_on_root(
         Zero3Error: another rank has a ``failure``. This rank's own failure is raised as it is.
     """
     inner = {g.model.number for each in modules for g in _groups_in(each) if g.model}
-    in_use = _C.live_roots() - inner
+    in_use = _C.live_model_numbers() - inner
     me = dist.get_rank()
     failures = {} if failure is None else {me: f"{type(failure).__name__}: {failure}"}
     try:
@@ -327,7 +329,7 @@ def _groups_in(module: nn.Module) -> list[ParameterGroup]:
     return list(dict.fromkeys(groups))
 
 
-def _settle_ownership(modules: list[nn.Module], group: ParameterGroup, root: int) -> None:
+def _settle_ownership(modules: list[nn.Module], group: ParameterGroup, number: int) -> None:
     """Makes ``modules`` the outermost sharded modules of all inside them, and names parameters."""
     whole = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
     groups = _groups_in(whole)
@@ -339,9 +341,9 @@ def _settle_ownership(modules: list[nn.Module], group: ParameterGroup, root: int
     # The first sharded model of a process has plain names. Names in another model begin with its
     # class and number. Numbers follow the order of the fully_shard calls. The number of a deleted
     # model is free again.
-    label = "" if root == 1 else f"{original_class(modules[0]).__name__}:{root}."
+    label = "" if number == 1 else f"{original_class(modules[0]).__name__}:{number}."
     names = {id(tensor): fqn for fqn, tensor in whole.named_parameters()}
-    model = ShardedModel(root, parameters)
+    model = ShardedModel(number, parameters)
     for child in groups:
         child.model = model
     for parameter in parameters:

@@ -125,7 +125,7 @@ class ParameterGroup:
                 self._reads.clear()  # reads before this forward have an earlier contract
                 for each in self.parameters:
                     each.settle()  # also unread ones: other ranks may read them
-                _C.count_held([parameter.handle for parameter in self.parameters])
+                _C.note_skipped_gathers([parameter.handle for parameter in self.parameters])
                 prefetch = self.forward_prefetch if _C.running_backward() == -1 else []
                 for group in _alive(prefetch):
                     group.start_gather()
@@ -185,9 +185,7 @@ class ParameterGroup:
         Includes parameters that are held but were written to.
         """
         leaving = [
-            p
-            for p in self.parameters
-            if p.handle.was_written() or not p.handle.stays_after_forward()
+            p for p in self.parameters if p.handle.was_written() or not p.handle.outlives_forward()
         ]
         return self.release(leaving)
 

@@ -136,7 +136,7 @@ class ShardedParameter:
 
     def _connect(self, connection: Connection) -> None:
         self.handle.transport = connection.transport_of(self.handle)
-        self.ranks_meet_in_backward = self.handle.transport.can.ranks_meet_in_backward
+        self.ranks_meet_in_backward = self.handle.can.ranks_meet_in_backward
 
     @property
     def has_run(self) -> bool:
@@ -189,7 +189,7 @@ class ShardedParameter:
     @property
     def declares_grad_dtype(self) -> bool:
         """Whether the contract differs from what any compiler does by itself."""
-        return self.settings.grad_dtype != self.compute_dtype
+        return self.settings.gradient_dtypes.leaf != self.compute_dtype
 
     @property
     def shard(self) -> DTensor:
@@ -210,7 +210,7 @@ class ShardedParameter:
         """Makes the parameter one of ``model``, with the name ``fqn``."""
         self._model = weakref.ref(model)
         self.leaf.fqn = self.handle.fqn = fqn
-        self.handle.root = model.number
+        self.handle.model_number = model.number
         self.handle.register()
         self.settle_graph_key()
 
@@ -228,10 +228,10 @@ class ShardedParameter:
 
     def settle_graph_key(self) -> None:
         """Updates ``graph_key``."""
-        transport = self.handle.transport
+        transport, wire = self.handle.transport, self.settings.gradient_dtypes.wire
         self.graph_key = (
             f"reshard_after_forward={self.reshard_after_forward} group={self.group_name} "
-            f"transport={transport and transport.name} reduce_dtype={self.settings.reduce_dtype} "
+            f"transport={transport and transport.name} reduce_dtype={wire} "
             f"model_nbytes={self.model.nbytes if self.model else 0}"  # limits what is kept
         )
 
@@ -243,7 +243,7 @@ class ShardedParameter:
             return whole
         full = self.layout.read(whole)
         if full.requires_grad:  # else uses would be summed before they are cast
-            _C.declare_grad_dtype(full, self.settings.grad_dtype)
+            _C.declare_grad_dtype(full, self.settings.gradient_dtypes.leaf)
         return full
 
     def release(self) -> bool:
@@ -315,9 +315,9 @@ class ShardedParameter:
         contract = grad_dtype.resolve(
             declared, self.leaf.dtype, self.compute_dtype, self._mp_policy.reduce_dtype
         )
-        self.settings.grad_dtype = contract.leaf
-        self.settings.reduce_dtype = contract.wire
-        self.settings.shard_grad_dtype = contract.shard
+        self.settings.gradient_dtypes = _C.GradientDtypes(
+            contract.leaf, contract.wire, contract.shard
+        )
         self.contract = _C.contract_name(contract.leaf)
         self.settle_graph_key()
 

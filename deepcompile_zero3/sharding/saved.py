@@ -44,7 +44,7 @@ class _Regather:
     ) -> None:
         self.parameters: dict[ShardedParameter, None] = {}
         self._all = all_parameters
-        self._publications = _C.Publications([parameter.handle for parameter in all_parameters])
+        self._epochs = _C.ForwardEpochs([parameter.handle for parameter in all_parameters])
         self._of_forward = of_forward
         self._following = following
         self._gathering: AllGather | None = None
@@ -57,7 +57,7 @@ class _Regather:
             self._backward = _C.running_backward()
             self._fulls.clear()
             self._gathering = None
-            if self._publications.invalidate_if_republished():
+            if self._epochs.begin_backward_of_forward():
                 self.parameters = dict.fromkeys(self._all)  # in one order on all ranks
         if self._gathering is not None:
             return

@@ -39,7 +39,7 @@ class Connection:
             self.shared.one_host,
             parameter,
             self.shared.progress,
-            self.shared.copies,
+            self.shared.copy_memory,
             self.shared.takes_turns,
         )
 

@@ -101,9 +101,7 @@ def _predict(
 
 
 def _share_memory(parameters: Mapping[str, ShardedParameter]) -> bool:
-    return any(
-        not parameter.handle.transport.can.sends_messages for parameter in parameters.values()
-    )
+    return any(not parameter.handle.can.sends_messages for parameter in parameters.values())
 
 
 def _what_ran(
