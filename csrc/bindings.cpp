@@ -91,9 +91,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("snapshot", &Gather::snapshot, py::call_guard<py::gil_scoped_release>())
       .def("finish", &Gather::finish, py::arg("fresh"), py::call_guard<py::gil_scoped_release>());
 
-  py::class_<Publications>(m, "Publications")
+  py::class_<ForwardEpochs>(m, "ForwardEpochs")
       .def(py::init<const std::vector<ParameterPtr>&>())
-      .def("invalidate_if_republished", &Publications::invalidate_if_republished);
+      .def("begin_backward_of_forward", &ForwardEpochs::begin_backward_of_forward);
   m.def("invalidate", [](const std::vector<ParameterPtr>& parameters) {
     for (auto& parameter : parameters) parameter->transport->invalidate();
   });
@@ -120,7 +120,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("add_uses", [](const std::vector<ParameterPtr>& parameters, bool first) {
     for (auto& parameter : parameters) parameter->add_use(first);
   });
-  m.def("count_held", &count_held);
+  m.def("note_skipped_gathers", &note_skipped_gathers);
   m.def("reduce_deposited", &reduce_deposited, py::call_guard<py::gil_scoped_release>());
   m.def(
       "reduce",
@@ -130,10 +130,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::arg("parameter"), py::arg("grad"), py::arg("owned") = false,
       py::call_guard<py::gil_scoped_release>());
   m.def("running_backward", &running_backward);
-  m.def("forget_uses", [](int64_t root) {
-    for (auto& parameter : Registry::get().of_root(root)) parameter->gradients.forget_promises();
+  m.def("in_backward", &in_backward);
+  m.def("forget_uses", [](int64_t model_number) {
+    for (auto& parameter : Registry::get().of_model(model_number))
+      parameter->gradients.forget_uses();
   });
-  m.def("live_roots", [] { return Registry::get().live_roots(); });
+  m.def("live_model_numbers", [] { return Registry::get().live_model_numbers(); });
   m.def("read_gathered", &read_gathered);
   m.def("gather_and_read", &gather_and_read, py::call_guard<py::gil_scoped_release>());
   m.def("contract_name", &contract_name);

@@ -28,22 +28,24 @@ namespace {
 
 using at::Tensor;
 
+std::function<void(const Tensor& placeholder)> refresh;
+
 // An op that starts a collective takes the output of the previous one, a handle or a token, so that
 // no scheduler can swap two of them on one rank.
 Tensor token(const Tensor& like) { return at::empty({0}, like.options()); }
 
 // Started gathers, by number. Each belongs to the handle that all_gather_start returned.
-class Running {
+class StartedGathers {
  public:
-  static Running& get() {
-    static auto& running = *new Running;  // never destroyed: handles may outlive statics
-    return running;
+  static StartedGathers& get() {
+    static auto& started = *new StartedGathers;  // never destroyed: handles may outlive statics
+    return started;
   }
 
   Tensor add(std::unique_ptr<Gather> gather) {
     struct Owner {
       explicit Owner(std::unique_ptr<Gather> g) : gather(std::move(g)) {}
-      ~Owner() { Running::get().remove(number); }
+      ~Owner() { StartedGathers::get().remove(number); }
       int64_t number = 0;
       int64_t shown = 0;  // the handle's memory, which a compiler may reuse
       std::shared_ptr<Gather> gather;
@@ -89,14 +91,14 @@ Tensor token_after(at::TensorList placeholders) {
 Tensor all_gather_start(at::TensorList placeholders, const std::optional<Tensor>& after) {
   std::vector<ParameterPtr> parameters;
   for (auto& placeholder : placeholders) parameters.push_back(Registry::get().find(placeholder));
-  return Running::get().add(std::make_unique<Gather>(std::move(parameters)));
+  return StartedGathers::get().add(std::make_unique<Gather>(std::move(parameters)));
 }
 
 // Returns fresh memory: a compiler may write to it after its last use.
 std::vector<Tensor> all_gather_wait(const Tensor& handle, at::TensorList placeholders,
                                     const std::optional<Tensor>& after) {
   const auto after_this = token_after(placeholders);
-  auto result = Running::get().find(handle)->finish_apart();
+  auto result = StartedGathers::get().find(handle)->finish_owned();
   result.push_back(after_this);
   return result;
 }
@@ -105,7 +107,7 @@ std::vector<Tensor> all_gather_wait(const Tensor& handle, at::TensorList placeho
 std::vector<Tensor> all_gather_views(const Tensor& handle, at::TensorList placeholders,
                                      const std::optional<Tensor>& after) {
   const auto after_this = token_after(placeholders);
-  auto result = Running::get().find(handle)->finish(/*fresh=*/false);
+  auto result = StartedGathers::get().find(handle)->finish(/*fresh=*/false);
   result.push_back(after_this);
   return result;
 }
@@ -127,7 +129,7 @@ Tensor reduce_grad(const Tensor& grad, const Tensor& placeholder,
                    const std::optional<Tensor>& after, int64_t use, std::string contract) {
   auto parameter = Registry::get().find(placeholder);
   if (parameter->settings.deferred && contract.empty()) {
-    deposit(*parameter, grad);
+    parameter->deposit(grad);
   } else {
     check_reducible(*parameter, contract);
     Reduction::current()->add(parameter, grad, /*owned=*/false);
@@ -162,7 +164,7 @@ Tensor reduce_rows(at::TensorList rows, const Tensor& placeholder,
 // Returns fresh memory: a compiler may write to an operator's result.
 Tensor unshard(const Tensor& placeholder, std::string contract) {
   auto parameter = Registry::get().find(placeholder);
-  refresh(*parameter);
+  if (refresh) refresh(parameter->placeholder);
   return gather({parameter})[0];
 }
 
@@ -316,7 +318,7 @@ TORCH_LIBRARY_IMPL(zero3, SparseCUDA, m) { m.impl("reduce_grad", reduce_grad); }
 TORCH_LIBRARY_IMPL(zero3, Autograd, m) { m.impl("unshard", unshard_autograd); }
 
 Tensor read_gathered(const ParameterPtr& parameter) {
-  ZERO3_CHECK(parameter->gathered.is_held(), "'", parameter->fqn, "' is not gathered");
+  ZERO3_CHECK(parameter->gathered.is_unsharded(), "'", parameter->fqn, "' is not gathered");
   parameter->gathered.make_writable();
   return apply_unshard(parameter->placeholder, "", parameter->gathered.full());
 }
@@ -324,5 +326,7 @@ Tensor read_gathered(const ParameterPtr& parameter) {
 Tensor gather_and_read(const ParameterPtr& parameter) {
   return apply_unshard(parameter->placeholder, "", gather({parameter})[0]);
 }
+
+void set_refresh(std::function<void(const Tensor&)> function) { refresh = std::move(function); }
 
 }  // namespace zero3

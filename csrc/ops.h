@@ -1,15 +1,21 @@
 // Functions of the operators that the bindings use.
 #pragma once
 
+#include <functional>
+
 #include "parameter/parameter.h"
 
 namespace zero3 {
 
-// Returns the held full tensor, differentiable like the result of zero3::unshard. For eager code,
-// which is trusted not to write to the tensor; a write is detected when the tensor is freed.
+// Returns the gathered full tensor, differentiable like the result of zero3::unshard. For eager
+// code, which is trusted not to write to the tensor; a write is detected when the tensor is freed.
 at::Tensor read_gathered(const ParameterPtr& parameter);
 
-// Like read_gathered(), for a parameter that is not held: gathers it now.
+// Like read_gathered(), for a parameter that is not gathered: gathers it now.
 at::Tensor gather_and_read(const ParameterPtr& parameter);
+
+// Sets the function that zero3::unshard calls before it gathers. The function sets
+// `Parameter::shard` to the model's present shard.
+void set_refresh(std::function<void(const at::Tensor& placeholder)> function);
 
 }  // namespace zero3

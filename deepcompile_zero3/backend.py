@@ -135,14 +135,14 @@ class CompiledGraph:
             return self._run(*args)
         _C.add_uses([p.handle for p in parameters if p.placeholder.requires_grad], is_whole)
         outputs = self._run(*args)
-        publications = _C.Publications([parameter.handle for parameter in parameters])
+        epochs = _C.ForwardEpochs([parameter.handle for parameter in parameters])
 
-        def expect(_: Any) -> None:
-            publications.invalidate_if_republished()
+        def begin_backward(_: Any) -> None:
+            epochs.begin_backward_of_forward()
 
         for node in _nodes_of(outputs):
             keep_models_alive(node, parameters)
-            node.register_prehook(expect)
+            node.register_prehook(begin_backward)
         return outputs
 
 
@@ -184,9 +184,9 @@ def _facts(
         position: ParameterFacts(
             fqn=parameter.fqn,
             process_group=groups.setdefault(parameter.shard_group_name, len(groups)),
-            gathers_views=parameter.handle.transport.can.gathers_views,
-            publishes=parameter.handle.transport.can.publishes,
-            sends_any_dtype=parameter.handle.transport.can.sends_any_dtype,
+            gathers_views=parameter.handle.can.gathers_views,
+            publishes=parameter.handle.can.publishes,
+            sends_any_dtype=parameter.handle.can.sends_any_dtype,
             uses=uses[inputs[position]][0],
             only_embeds=uses[inputs[position]][1],
             is_spared=inputs[position] in spared,
@@ -194,11 +194,11 @@ def _facts(
             nbytes=parameter.nbytes,
             reshard_after_forward=parameter.reshard_after_forward,
             is_trained=parameter.placeholder.requires_grad,
-            grad_dtype=parameter.settings.grad_dtype,
-            reduce_dtype=parameter.settings.reduce_dtype,
+            grad_dtype=parameter.settings.gradient_dtypes.leaf,
+            reduce_dtype=parameter.settings.gradient_dtypes.wire,
             # By itself, a compiler casts a gradient to the dtype of what it differentiates.
             declares_grad_dtype=parameter.placeholder.requires_grad
-            and parameter.settings.grad_dtype != parameter.compute_dtype,
+            and parameter.settings.gradient_dtypes.leaf != parameter.compute_dtype,
             is_read_as_gathered=parameter.is_read_as_gathered,
         )
         for position, parameter in parameters.items()

@@ -6,8 +6,6 @@ See ``Tensor.grad_dtype`` in
 https://docs.pytorch.org/docs/stable/tensors.html.
 """
 
-from dataclasses import dataclass
-
 import torch
 
 from deepcompile_zero3 import torch_internals
@@ -18,27 +16,12 @@ from deepcompile_zero3.runtime import _C
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True)
-class GradientDtypes:
-    """Dtypes of the gradients of one parameter on their way.
-
-    Attributes:
-        leaf: the contract: gradients are cast to it on arrival; None keeps the dtype they have.
-        wire: dtype in which ranks are summed; None keeps the dtype that ``leaf`` gives.
-        shard: dtype of the sharded ``.grad``; None keeps the dtype on the wire.
-    """
-
-    leaf: torch.dtype | None
-    wire: torch.dtype | None
-    shard: torch.dtype | None
-
-
 def resolve(
     declared: torch.dtype | None,
     dtype: torch.dtype,
     compute_dtype: torch.dtype,
     reduce_dtype: torch.dtype | None,
-) -> GradientDtypes:
+) -> _C.GradientDtypes:
     """Returns the dtypes of a parameter of ``dtype`` with ``grad_dtype=declared``.
 
     The forward of the parameter computes in ``compute_dtype``. Without a ``reduce_dtype``, ranks
@@ -47,10 +30,10 @@ def resolve(
     have no gradient: all attributes are None.
     """
     if compute_dtype not in DTYPES:
-        return GradientDtypes(leaf=None, wire=None, shard=None)
+        return _C.GradientDtypes(leaf=None, wire=None, shard=None)
     wire = declared if reduce_dtype is None else reduce_dtype
     leaf = compute_dtype if declared == dtype else declared
-    return GradientDtypes(leaf=leaf, wire=wire, shard=declared)
+    return _C.GradientDtypes(leaf=leaf, wire=wire, shard=declared)
 
 
 def check(fqn: str, tensor: torch.Tensor) -> None:

@@ -1,14 +1,14 @@
 """A model of ``csrc/transport`` where ranks share memory: :func:`explore` tries all interleavings.
 
 A rank is a list of atomic steps. Each step reads or writes a word of the memory that ranks share:
-words of ``Progress`` and ``Standing``, rows of a copy, and cells of a mailbox or of a ``Ring`` of
+words of ``Progress`` and ``RankState``, rows of a copy, and cells of a mailbox or of a ``Ring`` of
 copies. Data that is not an atomic word in C++ takes two steps to write and is ``TORN`` in between,
 so that a read that comes too early or too late is detected.
 
 A wait is one step, which is possible once its condition holds; :class:`Sleeper` models how a rank
 is woken. A wait may look at several words in one step. The words only grow, so that one look at all
 of them finds the same as looks at one after the other. A rank goes back to an earlier step only
-after it has published or summed something, or after the bell has rung. No run is therefore endless:
+after it has published or summed something, or after a notification. No run is therefore endless:
 if no rank gets stuck, all finish.
 
 Memory is sequentially consistent here. ThreadSanitizer checks in ``test_one_host_random.py`` that
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 TORN = 255
 GRADIENTS = 8  # at most, of a parameter in a backward: 1 << 16 in C++
-CALLS = 2  # at most, in a backward: 1 << 8 in C++
+ROUNDS = 2  # of announcements, at most, in a backward: 1 << 8 in C++
 BACKWARDS = 2  # at most, between two publications: 1 << 12 in C++
 RAISES = 1 << 20  # steps by which a rank that raises goes on: beyond its last
 
@@ -135,7 +135,7 @@ def _way_to(state: Any, came_from: dict[Any, Any], programs: Sequence[Program]) 
 
 
 class Letter(NamedTuple):
-    """A gradient that has been deposited."""
+    """A gradient that has been posted."""
 
     parameter: int
     epoch: int
@@ -192,9 +192,9 @@ class Rank(Program):
         without: str = "",
         may_raise: bool = False,
     ):
-        kinds = ("history", "arrived", "published", "deposited", "description", "consumed")
+        kinds = ("history", "arrived", "published", "posted", "description", "consumed")
         counts = dict.fromkeys(kinds, parameters)
-        counts |= dict.fromkeys(("settled", "said", "called", "heard"), 1)
+        counts |= dict.fromkeys(("oldest_backward", "topic", "announced", "acknowledged"), 1)
         super().__init__(
             Layout(world_size, **counts, rows=ring or parameters, mailbox=cells),
             rank,
@@ -207,12 +207,12 @@ class Rank(Program):
         self._rings = [shared if ring else deque([Turn(p)]) for p in range(parameters)]
         self._turns = [Turn(p, is_over=True) for p in range(parameters)]  # the latest
         self._buckets: dict[tuple[int, ...], Bucket] = {}  # buckets that have been started
-        self._crowded_out: list[Bucket] = []
-        self._epochs = [0] * parameters  # as in Publication
-        self._latest = [0] * parameters  # as in Deposit
+        self._waiting_for_room: list[Bucket] = []
+        self._epochs = [0] * parameters  # as in GatherWords
+        self._latest = [0] * parameters  # as in ReduceWords
         self._publications = 0
         self._latest_backward = 0
-        self._latest_call = 0
+        self._latest_round = 0
         self._running: set[int] = set()
 
     # ---- gathers
@@ -220,11 +220,11 @@ class Rank(Program):
     def start(self, *parameters: int, in_backward: bool = False) -> None:
         """Arrives as far as there is room, and publishes to copies that nobody reads any more."""
         bucket = self._buckets[parameters] = Bucket(parameters, in_backward)
-        if not self._crowded_out or self._without == "line":
+        if not self._waiting_for_room or self._without == "line":
             for p in self._start_some(bucket):
                 self._start_publishing(p)
         if bucket.started < len(parameters):
-            self._crowded_out.append(bucket)
+            self._waiting_for_room.append(bucket)
 
     def _start_some(self, bucket: Bucket, at_least_one: bool = False) -> list[int]:
         arrived = []
@@ -234,7 +234,7 @@ class Rank(Program):
                     break
                 if not bucket.in_backward:
                     self._publications += 1
-                    self._settle()
+                    self._show_oldest()
                 arrived.append(p)
             if self._without != "pins":
                 self._turns[p].pins += 1
@@ -284,8 +284,8 @@ class Rank(Program):
                 self._turns[p].is_viewed = True
             bucket.pinned.clear()
             finished = bucket.started
-        if bucket in self._crowded_out:
-            self._crowded_out.remove(bucket)
+        if bucket in self._waiting_for_room:
+            self._waiting_for_room.remove(bucket)
 
     def _wait(self, under_way: tuple[int, ...]) -> None:
         parts = [
@@ -372,58 +372,62 @@ class Rank(Program):
             else max(number, self._publications * BACKWARDS)
         )
 
-    def _settle(self) -> None:
-        if self._without != "settled":
-            self.store("settled", 0, min(self._running, default=self._next_backward()))
+    def _show_oldest(self) -> None:
+        if self._without != "oldest_backward":
+            self.store("oldest_backward", 0, min(self._running, default=self._next_backward()))
 
     def end(self, backward: int) -> None:
         """Tells the others that this rank reads nothing of the backward any more."""
         self._running.remove(backward)
-        self._settle()
+        self._show_oldest()
 
-    def call(self, backward: int, what: int) -> int:
-        """Tells all ranks ``what`` once they have heard the previous call; returns the new call."""
-        latest = self._latest_call
-        self._latest_call = max(latest, backward * CALLS) + 1
+    def announce(self, backward: int, what: int) -> int:
+        """Announces ``what`` once all ranks have read the previous round; returns the new round."""
+        latest = self._latest_round
+        self._latest_round = max(latest, backward * ROUNDS) + 1
         self._summing(
-            f"wait for hearers of {latest}",
+            f"wait for readers of round {latest}",
             lambda memory, local: (
-                [local] if self._without == "heard" or self._is_heard(memory, latest) else []
+                [local]
+                if self._without == "acknowledged" or self._is_acknowledged(memory, latest)
+                else []
             ),
         )
-        self.store("said", 0, TORN)
-        self.store("said", 0, what)
-        self.store("called", 0, self._latest_call)
-        return self._latest_call
+        self.store("topic", 0, TORN)
+        self.store("topic", 0, what)
+        self.store("announced", 0, self._latest_round)
+        return self._latest_round
 
-    def hear(self, call: int, what: int) -> None:
-        """Waits until all ranks have made the call, and reads what they said."""
-        is_said = self._reached("called", 0, call)
+    def read_announcements(self, round: int, what: int) -> None:
+        """Waits until all ranks have announced, and reads what they have announced."""
+        is_complete = self._reached("announced", 0, round)
         self._summing(
-            f"wait for call {call}",
-            lambda memory, local: [local] if self._without == "called" or is_said(memory) else [],
+            f"wait for round {round}",
+            lambda memory, local: (
+                [local] if self._without == "announced" or is_complete(memory) else []
+            ),
         )
         for other in self._others:
-            self._read_said(other, what)
-        self.forget(call)
+            self._read_topic(other, what)
+        self.acknowledge(round)
 
-    def _read_said(self, other: int, what: int) -> None:
-        index = self.layout.of("said", 0, other)
+    def _read_topic(self, other: int, what: int) -> None:
+        index = self.layout.of("topic", 0, other)
 
         def read(memory: Memory, local: Local):
-            self._expect(f"what {other} says", memory[index], what)
+            self._expect(f"topic of {other}", memory[index], what)
             return [(memory, local, 1)]
 
-        self.add(f"read what {other} says", read)
+        self.add(f"read topic of {other}", read)
 
-    def forget(self, call: int) -> None:
-        """Tells the others that this rank reads nothing of the call any more."""
-        self.store("heard", 0, call)
+    def acknowledge(self, round: int) -> None:
+        """Tells the others that this rank reads nothing of the round any more."""
+        self.store("acknowledged", 0, round)
 
-    def _is_heard(self, memory: Memory, call: int) -> bool:
-        return self._is_over(memory, "heard", 0, call, call // CALLS)
+    def _is_acknowledged(self, memory: Memory, round: int) -> bool:
+        return self._is_over(memory, "acknowledged", 0, round, round // ROUNDS)
 
-    def deposit(self, p: int, backward: int, gradient: int, raises: bool = False) -> None:
+    def post(self, p: int, backward: int, gradient: int, raises: bool = False) -> None:
         """Finds a cell, writes the gradient into it and posts the gradient."""
         latest = self._latest[p]
         first = 0 if self._without == "backward" else backward * GRADIENTS
@@ -443,11 +447,11 @@ class Rank(Program):
         )
         self.store("description", p, TORN)
         self._describe(letter)
-        self.store("deposited", p, epoch)
+        self.store("posted", p, epoch)
         self._poll()
 
     def finish(self, backward: int) -> None:
-        """Sums all gradients that this rank deposited in the backward."""
+        """Sums all gradients that this rank posted in the backward."""
         self._summing(
             f"finish {backward}",
             lambda memory, local: (
@@ -567,16 +571,18 @@ class Rank(Program):
     def _is_over(self, memory: Memory, kind: str, which: int, value: int, backward: int) -> bool:
         """Returns whether each rank's word has reached ``value`` or its backward is over."""
         return all(
-            memory[word] >= value or memory[settled] > backward
-            for word, settled in zip(
-                self.layout.of_all(kind, which), self.layout.of_all("settled", 0), strict=True
+            memory[word] >= value or memory[oldest] > backward
+            for word, oldest in zip(
+                self.layout.of_all(kind, which),
+                self.layout.of_all("oldest_backward", 0),
+                strict=True,
             )
         )
 
     def _is_there(self, memory: Memory, letter: Letter) -> bool:
-        return self._without == "deposited" or self._reached(
-            "deposited", letter.parameter, letter.epoch
-        )(memory)
+        return self._without == "posted" or self._reached("posted", letter.parameter, letter.epoch)(
+            memory
+        )
 
     # ---- both
 
@@ -590,29 +596,29 @@ class Rank(Program):
 
 
 class Sleeper(Program):
-    """The steps of ``Host::ring`` and ``Host::wait``, which must not depend on the wait's naps.
+    """The steps of ``RankWaiter::notify`` and ``wait``, which must not depend on the wait's naps.
 
     ``order`` names two actions that are done in the wrong order.
     """
 
     def __init__(self, rank: int, world_size: int, order: str = ""):
-        layout = Layout(world_size, rung=1, sleepers=1, asleep=1, word=1)
+        layout = Layout(world_size, notified=1, sleepers=1, asleep=1, word=1)
         super().__init__(layout, rank, local=0)
-        self._rung = layout.of("rung", 0, 0)  # the words of other ranks are not used
+        self._notified = layout.of("notified", 0, 0)  # the words of other ranks are not used
         self._sleepers = layout.of("sleepers", 0, 0)
         self._order = order
 
-    def ring(self) -> None:
-        rings_first = self._order != "wakes before it rings"
-        if rings_first:
-            self._count(self._rung, 1)
+    def notify(self) -> None:
+        notifies_first = self._order != "wakes before it notifies"
+        if notifies_first:
+            self._count(self._notified, 1)
         self.add(
             "look for sleepers",
             lambda memory, local: [(memory, local, 1 if memory[self._sleepers] > 0 else 2)],
         )
         self.add("wake", self._wake)
-        if not rings_first:
-            self._count(self._rung, 1)
+        if not notifies_first:
+            self._count(self._notified, 1)
 
     def _wake(self, memory: Memory, local: int):
         for index in self.layout.of_all("asleep", 0):
@@ -626,14 +632,14 @@ class Sleeper(Program):
         listens_first = self._order != "looks before it listens"
 
         def listen(memory: Memory, local: int):
-            return [(memory, memory[self._rung], 1)]
+            return [(memory, memory[self._notified], 1)]
 
         def look(memory: Memory, local: int):
             is_there = all(memory[index] >= value for index in words)
             return [(memory, local, 1 if not is_there else 4 if listens_first else 5)]
 
-        def sleep(memory: Memory, local: int):  # unless the bell has rung
-            return [(with_word(memory, asleep, memory[self._rung] == local), 0, 1)]
+        def sleep(memory: Memory, local: int):  # unless it was notified
+            return [(with_word(memory, asleep, memory[self._notified] == local), 0, 1)]
 
         def wake_up(memory: Memory, local: int):
             return [] if memory[asleep] else [(memory, local, 1)]

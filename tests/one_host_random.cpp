@@ -5,7 +5,7 @@
 // plain memory, so that ThreadSanitizer detects reads and writes that come too early or too late.
 //
 // MISTAKE makes ranks write without waiting for readers: 1 to copies, 2 to mailboxes, 3 to places
-// of copies whose gathers they have started themselves, 4 to the calls at the start of a backward.
+// of copies whose gathers they have started themselves, 4 to presences.
 
 #include <sched.h>
 #include <sys/mman.h>
@@ -23,9 +23,9 @@
 #include <thread>
 
 #include "transport/backwards.h"
-#include "transport/deposit.h"
-#include "transport/host.h"
-#include "transport/publication.h"
+#include "transport/gather_words.h"
+#include "transport/rank_waiter.h"
+#include "transport/reduce_words.h"
 #include "transport/ring.h"
 
 #ifndef MISTAKE
@@ -64,8 +64,8 @@ Element value_of(int64_t rank, int64_t parameter, uint64_t time, int64_t index) 
 // The ranks' shared memory. Some parameters have fewer elements than there are ranks.
 struct Shared {
   explicit Shared(int64_t world_size, Random random) : world_size(world_size) {
-    standings = allocate<Standing>(world_size);
-    bell = allocate<Bell>(1);
+    states = allocate<RankState>(world_size);
+    wake_word = allocate<WakeWord>(1);
     mailboxes = allocate<char>(world_size * kMailbox);
     for (int p = 0; p < kParameters; ++p) {
       sizes.push_back(p < 2 ? 1 + below(random, 5) : 1 + below(random, kMaxElements));
@@ -95,8 +95,8 @@ struct Shared {
   int64_t first(int p, int64_t rank) const { return std::min(rank * chunk(p), sizes[p]); }
 
   int64_t world_size;
-  Standing* standings;
-  Bell* bell;
+  RankState* states;
+  WakeWord* wake_word;
   char* mailboxes;
   std::vector<int64_t> sizes;
   std::vector<Progress*> progress;
@@ -118,7 +118,7 @@ using ViewPtr = std::shared_ptr<View>;
 class Copy {
  public:
   Copy(const Shared& shared, int p, int64_t rank, std::shared_ptr<Ring> ring)
-      : publication(shared.progress[p], rank, shared.world_size),
+      : words(shared.progress[p], rank, shared.world_size),
         shared_(shared),
         p_(p),
         ring_(std::move(ring)) {
@@ -139,7 +139,7 @@ class Copy {
           view->data = view->own.data();
         }
     };
-    publication.arrive(turn_->history);
+    words.arrive(turn_->history);
     return true;
   }
 
@@ -147,12 +147,12 @@ class Copy {
   Element* data() const { return reinterpret_cast<Element*>(shared_.copies[p_] + turn_->begin); }
 
   ViewPtr view() const {
-    auto view = std::make_shared<View>(View{p_, publication.epoch(), data(), {}});
+    auto view = std::make_shared<View>(View{p_, words.epoch(), data(), {}});
     views_->push_back(view);
     return view;
   }
 
-  Publication publication;
+  GatherWords words;
 
  private:
   using Views = std::vector<std::weak_ptr<View>>;
@@ -167,7 +167,7 @@ class Copy {
 struct Bucket {
   std::vector<int> parameters{};
   bool in_backward = false;
-  bool is_crowded_out = false;
+  bool waits_for_room = false;
   size_t started = 0;
   size_t finished = 0;
   std::deque<Ring::Pin> pins{};
@@ -189,17 +189,17 @@ class Rank {
         rank_(rank),
         program_(program),
         own_(program() + rank),
-        host_(shared.bell, shared.standings, rank, std::vector<pid_t>(shared.world_size, getpid()),
-              kTimeout),
-        backwards_(shared.standings, rank),
-        calls_(shared.standings, rank, shared.world_size),
+        waiter_(shared.wake_word, shared.states, rank,
+                std::vector<pid_t>(shared.world_size, getpid()), kTimeout),
+        backwards_(shared.states, rank),
+        announcements_(shared.states, rank, shared.world_size),
         arena_(kMailbox) {
     const auto ring = std::make_shared<Ring>(shared.capacity);
     for (int p = 0; p < kParameters; ++p) {
       copies_.emplace_back(shared, p, rank,
                            p < kInTurns ? ring : std::make_shared<Ring>(shared.nbytes(p)));
-      deposits_.emplace_back(shared.progress[p], shared.standings, rank, shared.world_size,
-                             shared.owner(p));
+      reduce_words_.emplace_back(shared.progress[p], shared.states, rank, shared.world_size,
+                                 shared.owner(p));
     }
   }
 
@@ -256,7 +256,7 @@ class Rank {
   }
 
   void forget_abandoned() {
-    for (auto& bucket : abandoned_) leave_line(bucket);
+    for (auto& bucket : abandoned_) stop_waiting(bucket);
     abandoned_.clear();
   }
 
@@ -282,18 +282,18 @@ class Rank {
   }
 
   void start(Bucket& bucket) {
-    if (crowded_out_ == 0) start_some(bucket, /*at_least_one=*/false);
-    bucket.is_crowded_out = bucket.started < bucket.parameters.size();
-    crowded_out_ += bucket.is_crowded_out;
+    if (waiting_for_room_ == 0) start_some(bucket, /*at_least_one=*/false);
+    bucket.waits_for_room = bucket.started < bucket.parameters.size();
+    waiting_for_room_ += bucket.waits_for_room;
   }
 
-  void leave_line(const Bucket& bucket) { crowded_out_ -= bucket.is_crowded_out; }
+  void stop_waiting(const Bucket& bucket) { waiting_for_room_ -= bucket.waits_for_room; }
 
   std::vector<ViewPtr> finish(Bucket& bucket) {
     std::vector<ViewPtr> views;
     while (bucket.finished < bucket.parameters.size()) {
       start_some(bucket, /*at_least_one=*/bucket.started == bucket.finished);
-      host_.wait([&] { return missing(bucket); });
+      waiter_.wait([&] { return missing(bucket); });
       for (; bucket.finished < bucket.started; ++bucket.finished) {
         if (MISTAKE != 3) {
           if (bucket.pins.front().has_failed()) fail("a turn was over too early");
@@ -302,7 +302,7 @@ class Rank {
         views.push_back(copies_[bucket.parameters[bucket.finished]].view());
       }
     }
-    leave_line(bucket);
+    stop_waiting(bucket);
     return views;
   }
 
@@ -317,18 +317,17 @@ class Rank {
       }
       if (MISTAKE != 3) bucket.pins.push_back(copy.pin());
     }
-    host_.ring();
+    waiter_.notify();
     publish_where_possible(bucket, /*waits=*/false);
   }
 
-  std::optional<Host::Missing> missing(const Bucket& bucket) {
+  std::optional<RankWaiter::Missing> missing(const Bucket& bucket) {
     publish_where_possible(bucket, /*waits=*/true);
     poll(/*all=*/true);
     for (size_t i = bucket.finished; i < bucket.started; ++i) {
-      const Publication& publication = copies_[bucket.parameters[i]].publication;
-      if (!publication.is_published()) return {{publication.readers(), "arrival"}};
-      if (auto writers = publication.writers(); !writers.empty())
-        return {{std::move(writers), "rows"}};
+      const GatherWords& words = copies_[bucket.parameters[i]].words;
+      if (!words.is_published()) return {{words.readers(), "arrival"}};
+      if (auto writers = words.writers(); !writers.empty()) return {{std::move(writers), "rows"}};
     }
     return std::nullopt;
   }
@@ -339,23 +338,23 @@ class Rank {
     bool published = false;
     for (size_t k = bucket.finished; k < bucket.started; ++k) {
       const int p = bucket.parameters[k];
-      Publication& publication = copies_[p].publication;
-      if (publication.is_published()) continue;
+      GatherWords& words = copies_[p].words;
+      if (words.is_published()) continue;
       if (MISTAKE != 1) {
-        if (!publication.readers().empty()) continue;
-        if (!publication.is_at_one_place()) {
+        if (!words.readers().empty()) continue;
+        if (!words.is_at_one_place()) {
           if (waits) fail("a copy is at two places");
           continue;
         }
       }
       linger();
       for (int64_t i = shared_.first(p, rank_); i < shared_.first(p, rank_ + 1); ++i)
-        copies_[p].data()[i] = value_of(rank_, p, publication.epoch(), i);
+        copies_[p].data()[i] = value_of(rank_, p, words.epoch(), i);
       linger();
-      publication.publish();
+      words.publish();
       published = true;
     }
-    if (published) host_.ring();
+    if (published) waiter_.notify();
   }
 
   void read(const View& view) {
@@ -374,20 +373,20 @@ class Rank {
     auto parameters = some_parameters();
     for (int p : some_parameters()) parameters.push_back(p);
     const uint64_t number = backwards_.begin();
-    call(number);
+    announce(number);
     std::vector<LetterPtr> letters;
     gather(parameters, /*in_backward=*/true, [&](const ViewPtr& view) {
       read(*view);
-      if (!letters.empty()) hear();
+      if (!letters.empty()) read_announcements();
       letters.push_back(post(view->parameter, number, /*raises=*/false));
     });
     if (may_nest && below(program_, 4) == 0) backward(/*may_nest=*/false);
-    hear();
+    read_announcements();
     for (auto& letter : letters) finish(letter);
     end(number);
   }
 
-  // Each rank deposits at least one gradient before it raises. A rank's mailbox has room for all of
+  // Each rank posts at least one gradient before it raises. A rank's mailbox has room for all of
   // them, since other ranks may raise before they read.
   void raising_backward() {
     auto parameters = some_parameters();
@@ -395,8 +394,8 @@ class Rank {
     const int64_t count = 1 + below(own_, parameters.size());
     const uint64_t number = backwards_.begin();
     if (below(own_, 2) == 0) {
-      call(number);
-      forget_call();
+      announce(number);
+      acknowledge();
     }
     std::vector<LetterPtr> letters;
     for (size_t i = 0; i < parameters.size(); ++i)
@@ -411,63 +410,63 @@ class Rank {
   void end(uint64_t number) {
     linger();
     backwards_.end(number);
-    host_.ring();
+    waiter_.notify();
   }
 
   // Follows shared_presences.cpp.
-  void call(uint64_t backward) {
-    hear();
+  void announce(uint64_t backward) {
+    read_announcements();
     if (MISTAKE != 4)
-      host_.wait([&]() -> std::optional<Host::Missing> {
+      waiter_.wait([&]() -> std::optional<RankWaiter::Missing> {
         poll(/*all=*/true);
-        auto readers = calls_.readers();
+        auto readers = announcements_.readers();
         if (readers.empty()) return std::nullopt;
-        return {{std::move(readers), "hearing"}};
+        return {{std::move(readers), "reading of announcements"}};
       });
-    call_ = calls_.next(backward);
+    round_ = announcements_.next(backward);
     for (int p = 0; p < kParameters; ++p) {
       linger();
-      shared_.progress[p][rank_].presence.store(presence_of(rank_, p, *call_),
+      shared_.progress[p][rank_].presence.store(presence_of(rank_, p, *round_),
                                                 std::memory_order_relaxed);
     }
-    calls_.say(*call_, value_of(0, 0, *call_, 1));
-    host_.ring();
+    announcements_.announce(*round_, value_of(0, 0, *round_, 1));
+    waiter_.notify();
   }
 
-  void hear() {
-    if (!call_) return;
-    host_.wait([&]() -> std::optional<Host::Missing> {
+  void read_announcements() {
+    if (!round_) return;
+    waiter_.wait([&]() -> std::optional<RankWaiter::Missing> {
       poll(/*all=*/true);
-      auto silent = calls_.silent(*call_);
-      if (silent.empty()) return std::nullopt;
-      return {{std::move(silent), "a call"}};
+      auto unannounced = announcements_.unannounced(*round_);
+      if (unannounced.empty()) return std::nullopt;
+      return {{std::move(unannounced), "an announcement"}};
     });
     for (int64_t rank = 0; rank < shared_.world_size; ++rank) {
-      if (calls_.topic_of(rank) != value_of(0, 0, *call_, 1)) fail("a topic is wrong");
+      if (announcements_.topic_of(rank) != value_of(0, 0, *round_, 1)) fail("a topic is wrong");
       for (int p = 0; p < kParameters; ++p) {
         linger();
         const auto presence = shared_.progress[p][rank].presence.load(std::memory_order_relaxed);
-        if (presence != presence_of(rank, p, *call_)) fail("a presence is wrong");
+        if (presence != presence_of(rank, p, *round_)) fail("a presence is wrong");
       }
     }
-    forget_call();
+    acknowledge();
   }
 
-  void forget_call() {
-    calls_.hear(*call_);
-    call_.reset();
-    host_.ring();
+  void acknowledge() {
+    announcements_.acknowledge(*round_);
+    round_.reset();
+    waiter_.notify();
   }
 
-  static uint8_t presence_of(int64_t rank, int p, uint64_t call) {
-    return static_cast<uint8_t>(value_of(rank, p, call, 0));
+  static uint8_t presence_of(int64_t rank, int p, uint64_t round) {
+    return static_cast<uint8_t>(value_of(rank, p, round, 0));
   }
 
   uint64_t take(int64_t nbytes) {
     poll();
     auto offset = arena_.take(nbytes);
     if (!offset)
-      host_.wait([&]() -> std::optional<Host::Missing> {
+      waiter_.wait([&]() -> std::optional<RankWaiter::Missing> {
         poll(/*all=*/true);
         if ((offset = arena_.take(nbytes))) return std::nullopt;
         if (unread_.empty()) fail("no room");
@@ -482,51 +481,51 @@ class Rank {
     auto* grad = reinterpret_cast<Element*>(mailbox_of(rank_) + offset);
     for (int64_t i = 0; i < shared_.sizes[p]; ++i) grad[i] = value_of(rank_, p, time, i);
     linger();
-    Deposit& deposit = deposits_[p];
-    if (!deposit.readers(deposit.latest()).empty())
-      host_.wait([&]() -> std::optional<Host::Missing> {
+    ReduceWords& words = reduce_words_[p];
+    if (!words.readers(words.latest()).empty())
+      waiter_.wait([&]() -> std::optional<RankWaiter::Missing> {
         poll(/*all=*/true);
-        auto readers = deposit.readers(deposit.latest());
+        auto readers = words.readers(words.latest());
         if (readers.empty()) return std::nullopt;
         return {{std::move(readers), "reading"}};
       });
-    const uint64_t epoch = deposit.next_epoch(backward);
-    deposit.put(epoch, {offset, static_cast<int8_t>(p), static_cast<int8_t>(p)});
+    const uint64_t epoch = words.next_epoch(backward);
+    words.post(epoch, {offset, static_cast<int8_t>(p), static_cast<int8_t>(p)});
     auto letter = std::make_shared<Letter>(Letter{p, epoch, time, raises});
-    if (deposit.is_read_by(rank_))
+    if (words.is_read_by(rank_))
       unsummed_.push_back(letter);
     else
       letter->is_summed = true;
-    unread_.push_back({offset, epoch, &deposit});
-    host_.ring();
+    unread_.push_back({offset, epoch, &words});
+    waiter_.notify();
     linger();
     poll();
     return letter;
   }
 
   void finish(const LetterPtr& letter) {
-    host_.wait([&]() -> std::optional<Host::Missing> {
+    waiter_.wait([&]() -> std::optional<RankWaiter::Missing> {
       poll(/*all=*/true);
       if (letter->is_summed) return std::nullopt;
-      return {{deposits_[letter->parameter].writers(letter->epoch), "a gradient"}};
+      return {{reduce_words_[letter->parameter].writers(letter->epoch), "a gradient"}};
     });
   }
 
   void drop(const LetterPtr& letter) {
     if (std::erase(unsummed_, letter) == 0) return;
     linger();
-    deposits_[letter->parameter].consume(letter->epoch);
-    host_.ring();
+    reduce_words_[letter->parameter].consume(letter->epoch);
+    waiter_.notify();
   }
 
   void poll(bool all = false) {
     bool changed = false;
     for (auto it = unsummed_.begin(); it != unsummed_.end();) {
       Letter& letter = **it;
-      Deposit& deposit = deposits_[letter.parameter];
-      if (deposit.writers(letter.epoch).empty()) {
+      ReduceWords& words = reduce_words_[letter.parameter];
+      if (words.writers(letter.epoch).empty()) {
         sum(letter);
-        deposit.consume(letter.epoch);
+        words.consume(letter.epoch);
         changed = true;
         it = unsummed_.erase(it);
       } else if (all) {
@@ -545,7 +544,7 @@ class Rank {
         break;
       }
     }
-    if (changed) host_.ring();
+    if (changed) waiter_.notify();
   }
 
   void sum(Letter& letter) const {
@@ -555,7 +554,7 @@ class Rank {
                              first);
     std::vector<Element> expected(sum.size());
     for (int64_t rank = 0; rank < shared_.world_size; ++rank) {
-      const auto [offset, dtype, wire_dtype] = deposits_[p].of_rank(rank);
+      const auto [offset, dtype, wire_dtype] = reduce_words_[p].of_rank(rank);
       if (dtype != p || wire_dtype != p) fail("a description is wrong");
       const auto* grad = reinterpret_cast<const Element*>(mailbox_of(rank) + offset);
       for (size_t i = 0; i < sum.size(); ++i) {
@@ -572,23 +571,23 @@ class Rank {
   struct Unread {
     uint64_t offset;
     uint64_t epoch;
-    const Deposit* deposit;
-    std::vector<int64_t> readers() const { return deposit->readers(epoch); }
+    const ReduceWords* words;
+    std::vector<int64_t> readers() const { return words->readers(epoch); }
   };
 
   const Shared& shared_;
   const int64_t rank_;
   Random program_;  // the same on all ranks
   Random own_;
-  Host host_;
+  RankWaiter waiter_;
   std::vector<Copy> copies_;
   std::vector<ViewPtr> kept_;
   std::list<Bucket> abandoned_;
-  int crowded_out_ = 0;
-  std::vector<Deposit> deposits_;
+  int waiting_for_room_ = 0;
+  std::vector<ReduceWords> reduce_words_;
   Backwards backwards_;
-  Calls calls_;
-  std::optional<uint64_t> call_;  // the call that this rank has made and not heard
+  Announcements announcements_;
+  std::optional<uint64_t> round_;  // round that this rank has begun and not acknowledged
   Arena arena_;
   std::list<LetterPtr> unsummed_;
   std::list<Unread> unread_;

@@ -25,7 +25,7 @@ def _shared_mappings():
 def _end(transport, how, orders):
     """Frees the objects of a step in each of ``orders``, with a backward still to come."""
     batch = mine(batch_of(4, 8))
-    models, mappings = len(_C.live_roots()), []
+    models, mappings = len(_C.live_model_numbers()), []
     for order in orders:
         group = dist.new_group()
         mesh = DeviceMesh.from_group(group, "cpu")
@@ -48,7 +48,7 @@ def _end(transport, how, orders):
             gc.collect()
         torch._dynamo.reset()
         gc.collect()
-        assert len(_C.live_roots()) == models, f"a model outlives {order}"
+        assert len(_C.live_model_numbers()) == models, f"a model outlives {order}"
         mappings.append(_shared_mappings())
     # Mappings of a group that torch still remembers are freed when another group is used.
     assert max(mappings[1:]) <= mappings[0], mappings

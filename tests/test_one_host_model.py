@@ -32,7 +32,7 @@ def backward(rank, *parameters, gradient):
     number = rank.begin()
     for i, p in enumerate(parameters):
         rank.read(p)
-        rank.deposit(p, number, gradient + i)
+        rank.post(p, number, gradient + i)
     rank.finish(number)
     rank.end(number)
 
@@ -66,13 +66,13 @@ def accumulation(rank, backwards):
 def nested(rank):
     """Runs a backward inside another, as in activation checkpointing, and a backward after it."""
     outer = rank.begin()
-    rank.deposit(0, outer, gradient=1)
+    rank.post(0, outer, gradient=1)
     inner = rank.begin()
-    rank.deposit(1, inner, gradient=2)
-    rank.deposit(0, inner, gradient=3)
+    rank.post(1, inner, gradient=2)
+    rank.post(0, inner, gradient=3)
     rank.finish(inner)
     rank.end(inner)
-    rank.deposit(0, outer, gradient=4)
+    rank.post(0, outer, gradient=4)
     rank.finish(outer)
     rank.end(outer)
     backward(rank, 1, 0, gradient=10)
@@ -88,7 +88,7 @@ def in_turns(rank, buckets, ahead=1, steps=1):
         again = [bucket[::-1] for bucket in reversed(buckets)]
         for p in gathered(rank, *again, ahead=ahead, in_backward=True):
             rank.read(p)
-            rank.deposit(p, number, gradient=10 * step + p + 1)
+            rank.post(p, number, gradient=10 * step + p + 1)
         rank.finish(number)
         rank.end(number)
 
@@ -128,7 +128,7 @@ def raising(rank, counts, forward_between=True):
     if count != 0 or not forward_between:
         number = rank.begin()
         for p in (0, 1)[:count]:
-            rank.deposit(p, number, p + 1, raises=count is not ALL)
+            rank.post(p, number, p + 1, raises=count is not ALL)
         if count is ALL:
             rank.finish(number)
         else:
@@ -140,34 +140,34 @@ def raising(rank, counts, forward_between=True):
 
 
 def telling(rank, raises=None):
-    """Runs backwards that begin with a call. The first backward has another inside, before which
-    its own call is heard. If ``raises``, rank 1 raises in the first backward, before or after its
-    call, and the other ranks raise after they have heard their calls.
+    """Runs backwards that begin with announcements. The first backward has another inside, before
+    which its own announcements are read. If ``raises``, rank 1 raises in the first backward, before
+    or after it announces, and the other ranks raise after they have read the announcements.
     """
     forward(rank, 0)
     number = rank.begin()
     if raises is None:
-        call = rank.call(number, what=1)
-        rank.deposit(0, number, gradient=1)
-        rank.hear(call, what=1)
+        round = rank.announce(number, what=1)
+        rank.post(0, number, gradient=1)
+        rank.read_announcements(round, what=1)
         inner = rank.begin()
-        rank.hear(rank.call(inner, what=2), what=2)
-        rank.deposit(0, inner, gradient=2)
+        rank.read_announcements(rank.announce(inner, what=2), what=2)
+        rank.post(0, inner, gradient=2)
         rank.finish(inner)
         rank.end(inner)
         rank.finish(number)
     elif rank.rank != 1:
-        call = rank.call(number, what=1)
-        rank.hear(call, what=1)
-    elif raises == "after the call":
-        rank.forget(rank.call(number, what=1))
+        round = rank.announce(number, what=1)
+        rank.read_announcements(round, what=1)
+    elif raises == "after it announces":
+        rank.acknowledge(rank.announce(number, what=1))
     rank.end(number)
     if raises is not None:
         forward(rank, 0)
     for gradient in (3, 4):
         number = rank.begin()
-        rank.hear(rank.call(number, what=gradient), what=gradient)
-        rank.deposit(0, number, gradient=gradient)
+        rank.read_announcements(rank.announce(number, what=gradient), what=gradient)
+        rank.post(0, number, gradient=gradient)
         rank.finish(number)
         rank.end(number)
 
@@ -192,7 +192,7 @@ def states_of_sleepers(world_size, rounds, order=""):
     for rank in ranks:
         for value in range(1, rounds + 1):
             rank.store("word", 0, value)
-            rank.ring()
+            rank.notify()
             rank.wait(value)
     return explore(ranks)
 
@@ -272,14 +272,14 @@ def test_the_backward_after_one_that_raised_is_right(counts, cells, forward_betw
     assert states_of(program, len(counts), parameters=2, cells=cells) > 100
 
 
-@pytest.mark.parametrize("raises", [None, "after the call"])
+@pytest.mark.parametrize("raises", [None, "after it announces"])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_every_rank_hears_what_the_others_say(world_size, raises):
+def test_every_rank_reads_what_the_others_announce(world_size, raises):
     assert states_of(partial(telling, raises=raises), world_size) > 100
 
 
 @pytest.mark.parametrize(("world_size", "rounds"), [(2, 3), (3, 1)])
-def test_nobody_sleeps_through_the_bell(world_size, rounds):
+def test_nobody_sleeps_through_a_notification(world_size, rounds):
     assert states_of_sleepers(world_size, rounds) > 100
 
 
@@ -325,9 +325,9 @@ MISTAKES = {
         "reads rows of",
     ),
     "waits for parameters in an order of its own": (waiting_in_another_order, {}, "deadlock"),
-    "reads before the others have deposited": (
+    "reads before the others have posted": (
         partial(training, steps=1),
-        {"without": "deposited"},
+        {"without": "posted"},
         "reads gradient of",
     ),
     "writes to memory of the mailbox that others read": (
@@ -340,9 +340,9 @@ MISTAKES = {
         {"without": "latest", "cells": 2},
         "reads (gradient|description) of",
     ),
-    "does not settle what raised": (
+    "does not tell which backwards are over": (
         partial(raising, counts=(1, 2)),
-        {"without": "settled", "cells": 2},
+        {"without": "oldest_backward", "cells": 2},
         "deadlock",
     ),
     "counts gradients and not backwards": (
@@ -355,14 +355,18 @@ MISTAKES = {
         {"without": "publications"},
         "reads gradient of",
     ),
-    "reads what the others have not said": (telling, {"without": "called"}, "reads what"),
-    "says anew what the others have not heard": (telling, {"without": "heard"}, "reads what"),
-    "waits for a call of who has raised before it": (
-        partial(telling, raises="before the call"),
+    "reads before the others have announced": (telling, {"without": "announced"}, "reads topic"),
+    "announces while others read what it announced before": (
+        telling,
+        {"without": "acknowledged"},
+        "reads topic",
+    ),
+    "waits for the announcement of a rank that has raised before it": (
+        partial(telling, raises="before it announces"),
         {},
         "deadlock",
     ),
-    "finds no room where others raised before they deposited": (
+    "finds no room where others raised before they posted": (
         partial(raising, counts=(0, 2)),
         {},
         "deadlock",
@@ -377,7 +381,7 @@ def test_a_mistake_is_found(mistake):
         states_of(program, 2, parameters=3, **options)
 
 
-@pytest.mark.parametrize("order", ["wakes before it rings", "looks before it listens"])
-def test_a_bell_that_nobody_hears_is_found(order):
+@pytest.mark.parametrize("order", ["wakes before it notifies", "looks before it listens"])
+def test_a_notification_that_wakes_nobody_is_found(order):
     with pytest.raises(ProtocolError, match="wake up"):
         states_of_sleepers(2, 1, order)

@@ -9,7 +9,7 @@ import pytest
 
 TESTS = Path(__file__).parent
 CSRC = TESTS.parent / "csrc"
-OURS = [CSRC / "transport" / f"{name}.cpp" for name in ("host", "deposit", "ring")]
+OURS = [CSRC / "transport" / f"{name}.cpp" for name in ("rank_waiter", "reduce_words", "ring")]
 SOURCES = [TESTS / "one_host_random.cpp", *OURS, CSRC / "support/error.cpp"]
 FLAGS = ["-std=c++20", "-O1", "-g", "-fsanitize=thread", f"-I{CSRC}"]
 

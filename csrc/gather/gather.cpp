@@ -2,59 +2,28 @@
 
 #include <algorithm>
 
-#include "support/apart.h"
 #include "support/autograd.h"
-#include "support/error.h"
 #include "support/memory.h"
 #include "support/profiler_range.h"
+#include "support/without_user_modes.h"
 #include "transport/transport.h"
 
 namespace zero3 {
-namespace {
-
-std::function<void(const at::Tensor&)> refresh_function;
-
-}  // namespace
-
-GatherBucket::GatherBucket(std::vector<ParameterPtr> parameters)
-    : parameters_(std::move(parameters)) {
-  for (auto& parameter : parameters_)
-    ZERO3_CHECK(!parameter->shard.is_meta() || parameter->device.is_meta(), "'", parameter->fqn,
-                "' is still on the meta device. Materialise the sharded model first: "
-                "model.to_empty(device=...), then initialise it or load a checkpoint.");
-}
-
-Collective GatherBucket::collective() const {
-  const Parameter& first = *parameters_.front();
-  const auto item = static_cast<int64_t>(c10::elementSize(first.compute_dtype));
-  int64_t nbytes = 0;
-  for (auto& parameter : parameters_) nbytes += first.world_size * parameter->chunk_numel() * item;
-  return {"all_gather",     first.compute_dtype,   nbytes,
-          first.world_size, names_of(parameters_), first.device.is_meta()};
-}
-
-void set_refresh(std::function<void(const at::Tensor& placeholder)> function) {
-  refresh_function = std::move(function);
-}
-
-void refresh(const Parameter& parameter) {
-  if (refresh_function) refresh_function(parameter.placeholder);
-}
 
 Gather::Gather(std::vector<ParameterPtr> parameters) : parameters_(std::move(parameters)) {
   start();
 }
 
 void Gather::start() {
-  Apart apart;
+  WithoutUserModes guard;
   is_started_ = true;
-  count_held(parameters_);
+  note_skipped_gathers(parameters_);
   std::vector<ParameterPtr> missing;
   for (auto& parameter : parameters_) {
-    held_.push_back(parameter->gathered.full());
+    unsharded_.push_back(parameter->gathered.full());
     versions_.push_back(parameter->shard_version());
     sources_.push_back(Parameter::source_of(parameter));
-    if (!parameter->gathered.is_held()) missing.push_back(sources_.back());
+    if (!parameter->gathered.is_unsharded()) missing.push_back(sources_.back());
   }
   while (!missing.empty()) {
     const auto first = missing.front();
@@ -65,7 +34,7 @@ void Gather::start() {
     std::vector<ParameterPtr> members;
     std::ranges::copy_if(missing, std::back_inserter(members), alike);
     std::erase_if(missing, alike);
-    buckets_.push_back(first->transport->gather(std::move(members)));
+    buckets_.push_back(first->transport->gather_bucket(std::move(members)));
   }
   for (auto& bucket : buckets_) {  // once every bucket has accepted its parameters
     const ProfilerRange range([&] { return scope_name(bucket->collective(), "start"); });
@@ -74,16 +43,16 @@ void Gather::start() {
 }
 
 void Gather::snapshot() {
-  Apart apart;
+  WithoutUserModes guard;
   for (auto& bucket : buckets_) bucket->snapshot();
 }
 
 std::vector<at::Tensor> Gather::finish(bool fresh) {
   const bool is_recorded = at::GradMode::is_enabled();  // eager code records for a backward
-  Apart apart;
+  WithoutUserModes guard;
   if (!is_started_) start();
   is_started_ = false;
-  auto fulls = std::exchange(held_, {});
+  auto fulls = std::exchange(unsharded_, {});
   const auto versions = std::exchange(versions_, {});
   const auto sources = std::exchange(sources_, {});
   for (auto& bucket : std::exchange(buckets_, {})) {
@@ -91,51 +60,56 @@ std::vector<at::Tensor> Gather::finish(bool fresh) {
     auto gathered = bucket->finish(fresh);
     for (size_t i = 0; i < gathered.size(); ++i) {
       const auto place = std::ranges::find(sources, bucket->parameters()[i]) - sources.begin();
-      const auto& parameter = parameters_[place];
       fulls[place] = gathered[i];
-      if (parameter->after_forward && !in_backward()) {
-        if (is_recorded || parameter->gradients.promised() > 0)
-          parameter->shard_after_forward(gathered[i], versions[place]);
-        else
-          parameter->forget_after_forward();
-      }
-      if (parameter->stays_gathered(in_backward()))
-        parameter->gathered.keep(gathered[i], /*read_only=*/!fresh, versions[place]);
+      retain(*parameters_[place], gathered[i], !fresh, versions[place], is_recorded);
     }
   }
   return fulls;
 }
 
-std::vector<at::Tensor> Gather::finish_apart() {
+void Gather::retain(Parameter& parameter, const at::Tensor& full, bool read_only, uint64_t version,
+                    bool is_recorded) {
+  if (parameter.after_forward && !in_backward()) {
+    if (is_recorded || parameter.gradients.pending_uses() > 0)
+      parameter.shard_after_forward(full, version);
+    else
+      parameter.forget_after_forward();
+  }
+  if (parameter.is_retained_when_gathered(in_backward()))
+    parameter.gathered.retain(full, read_only, version);
+}
+
+std::vector<at::Tensor> Gather::finish_owned() {
   auto fulls = finish(/*fresh=*/true);
-  Apart apart;
+  WithoutUserModes guard;
   for (size_t i = 0; i < fulls.size(); ++i)
     if (parameters_[i]->gathered.full().is_same(fulls[i])) fulls[i] = pooled_copy(fulls[i]);
   return fulls;
 }
 
-void count_held(const std::vector<ParameterPtr>& parameters) {
+void note_skipped_gathers(const std::vector<ParameterPtr>& parameters) {
   if (in_backward()) return;
   for (auto& parameter : parameters)
-    if (parameter->gathered.state() == Gathered::State::kKept) parameter->transport->skip_gather();
+    if (parameter->gathered.state() == Gathered::State::kRetained)
+      parameter->transport->note_skipped_gather();
 }
 
 std::vector<at::Tensor> gather(const std::vector<ParameterPtr>& parameters) {
-  return Gather(parameters).finish_apart();
+  return Gather(parameters).finish_owned();
 }
 
-Publications::Publications(const std::vector<ParameterPtr>& parameters) {
+ForwardEpochs::ForwardEpochs(const std::vector<ParameterPtr>& parameters) {
   for (auto& parameter : parameters)
     if (parameter->transport->can.publishes)
-      publications_.emplace_back(parameter, parameter->transport->publication());
+      epochs_.emplace_back(parameter, parameter->transport->epoch());
 }
 
-bool Publications::invalidate_if_republished() const {
-  bool is_stale = false;
-  for (auto& [weak, publication] : publications_)
+bool ForwardEpochs::begin_backward_of_forward() const {
+  bool publishes = false;
+  for (auto& [weak, epoch] : epochs_)
     if (const auto parameter = weak.lock())
-      is_stale |= parameter->transport->expect(*parameter, publication);
-  return is_stale;
+      publishes |= parameter->transport->begin_backward_of_forward(*parameter, epoch);
+  return publishes;
 }
 
 }  // namespace zero3

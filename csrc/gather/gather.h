@@ -1,16 +1,16 @@
 // Gathers of parameters over any transport.
 #pragma once
 
-#include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
-#include "gather/gather_bucket.h"
 #include "parameter/parameter.h"
+#include "transport/gather_bucket.h"
 
 namespace zero3 {
 
-// A started gather of parameters. Parameters that are not held take one collective for each
+// A started gather of parameters. Those without a full tensor take one collective for each
 // (transport, compute dtype), in order of appearance. Shards are cast before they are sent.
 class Gather {
  public:
@@ -20,43 +20,44 @@ class Gather {
   void snapshot();
 
   // Waits, and returns the full tensors [rows, ...], each in the parameter's compute dtype and
-  // strides. Unless `fresh`, they are views where the transport gathers views. A held parameter
-  // gives the held tensor itself. A second call gathers again.
+  // strides. Unless `fresh`, they are views where the transport gathers views. A parameter that
+  // had a full tensor already gives that tensor. A second call gathers again: an operator may run
+  // more than once on a handle.
   std::vector<at::Tensor> finish(bool fresh);
-  // Returns fresh tensors that are not held. Copies a tensor that is held, or kept by this gather.
-  std::vector<at::Tensor> finish_apart();
+  // Returns tensors that only the caller has. Copies those that `gathered` of a parameter has too.
+  std::vector<at::Tensor> finish_owned();
 
  private:
   void start();
+  // Keeps what later forwards and backwards need of a full tensor gathered just now.
+  static void retain(Parameter& parameter, const at::Tensor& full, bool read_only, uint64_t version,
+                     bool is_recorded);
 
   std::vector<ParameterPtr> parameters_;  // no duplicates
   std::vector<ParameterPtr> sources_;     // for each, the parameter whose shards are gathered
-  std::vector<at::Tensor> held_;          // full tensors of held parameters; else undefined
+  std::vector<at::Tensor> unsharded_;     // full tensors that were there; else undefined
   std::vector<uint64_t> versions_;        // versions of the shards
   std::vector<std::unique_ptr<GatherBucket>> buckets_;
   bool is_started_ = false;
 };
 
-// Notes that a forward reads `parameters`, which may be kept since an earlier backward.
-void count_held(const std::vector<ParameterPtr>& parameters);
+// Notes that a forward reads `parameters`, and skips the gathers of those that are retained.
+void note_skipped_gathers(const std::vector<ParameterPtr>& parameters);
 
-// Starts a gather, and calls finish_apart().
+// Starts a gather, and calls finish_owned().
 std::vector<at::Tensor> gather(const std::vector<ParameterPtr>& parameters);
 
-// The publications of a forward, which its backward reads.
-class Publications {
+// The epochs of the publications that a forward has read.
+class ForwardEpochs {
  public:
-  explicit Publications(const std::vector<ParameterPtr>& parameters);
+  explicit ForwardEpochs(const std::vector<ParameterPtr>& parameters);
 
-  // Call when the backward begins. Returns whether all ranks have to publish a parameter again.
-  bool invalidate_if_republished() const;
+  // Call when the backward of this forward begins. Returns whether a read will publish again, for
+  // which all ranks have to meet.
+  bool begin_backward_of_forward() const;
 
  private:
-  std::vector<std::pair<std::weak_ptr<Parameter>, uint64_t>> publications_;
+  std::vector<std::pair<std::weak_ptr<Parameter>, uint64_t>> epochs_;
 };
-
-// Sets the function called by refresh(). It sets `Parameter::shard` to the model's present shard.
-void set_refresh(std::function<void(const at::Tensor& placeholder)> function);
-void refresh(const Parameter& parameter);
 
 }  // namespace zero3

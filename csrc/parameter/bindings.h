@@ -1,34 +1,27 @@
 // Python bindings of parameters, and of their settings. Included by bindings.cpp alone: pybind11
-// takes ten seconds to read.
+// takes ten seconds to compile.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
 
 #include "parameter/parameter.h"
 #include "parameter/registry.h"
-#include "reduce/reduce.h"
+#include "support/error.h"
 #include "transport/channel.h"
 #include "transport/transport.h"
 
 namespace zero3 {
 
 inline void bind_parameters(pybind11::module_& m) {
+  using Dtype = std::optional<at::ScalarType>;
+  pybind11::class_<GradientDtypes>(m, "GradientDtypes")
+      .def(pybind11::init<Dtype, Dtype, Dtype>(), pybind11::arg("leaf"), pybind11::arg("wire"),
+           pybind11::arg("shard"))
+      .def_readonly("leaf", &GradientDtypes::leaf)
+      .def_readonly("wire", &GradientDtypes::wire)
+      .def_readonly("shard", &GradientDtypes::shard);
   pybind11::class_<Settings>(m, "Settings")
-      .def_property(
-          "grad_dtype", [](const Settings& self) { return self.gradient_dtypes.leaf; },
-          [](Settings& self, std::optional<at::ScalarType> dtype) {
-            self.gradient_dtypes.leaf = dtype;
-          })
-      .def_property(
-          "reduce_dtype", [](const Settings& self) { return self.gradient_dtypes.wire; },
-          [](Settings& self, std::optional<at::ScalarType> dtype) {
-            self.gradient_dtypes.wire = dtype;
-          })
-      .def_property(
-          "shard_grad_dtype", [](const Settings& self) { return self.gradient_dtypes.shard; },
-          [](Settings& self, std::optional<at::ScalarType> dtype) {
-            self.gradient_dtypes.shard = dtype;
-          })
+      .def_readwrite("gradient_dtypes", &Settings::gradient_dtypes)
       .def_readwrite("divide_factor", &Settings::divide_factor)
       .def_readwrite("bucket_bytes", &Settings::bucket_bytes)
       .def_readwrite("requires_gradient_sync", &Settings::requires_gradient_sync)
@@ -63,10 +56,15 @@ inline void bind_parameters(pybind11::module_& m) {
       .def_readonly("placeholder", &Parameter::placeholder)
       .def_readonly("replicas", &Parameter::replicas)
       .def_readwrite("fqn", &Parameter::fqn)
-      .def_readwrite("root", &Parameter::root)
-      .def_readwrite("model", &Parameter::model)
+      .def_readwrite("model_number", &Parameter::model_number)
+      .def_readwrite("presence_id", &Parameter::presence_id)
       .def_property(
           "transport", [](const Parameter& self) { return self.transport; }, &Parameter::connect)
+      .def_property_readonly("can",
+                             [](const Parameter& self) {
+                               ZERO3_CHECK(self.transport, "'", self.fqn, "' has no transport yet");
+                               return self.transport->can;
+                             })
       .def_property_readonly(
           "settings", [](Parameter& self) { return &self.settings; },
           pybind11::return_value_policy::reference_internal)
@@ -77,13 +75,14 @@ inline void bind_parameters(pybind11::module_& m) {
 
       .def_property_readonly("gathered",
                              [](const Parameter& self) -> std::optional<at::Tensor> {
-                               return self.gathered.is_held() ? std::optional(self.gathered.full())
-                                                              : std::nullopt;
+                               return self.gathered.is_unsharded()
+                                          ? std::optional(self.gathered.full())
+                                          : std::nullopt;
                              })
       .def("hold", [](Parameter& self, const at::Tensor& full) { self.gathered.hold(full); })
       .def("reshard", [](Parameter& self) { self.gathered.reshard(); })
-      .def("reshard_kept", [](Parameter& self) { self.gathered.reshard_kept(); })
-      .def("stays_after_forward", &Parameter::stays_after_forward)
+      .def("reshard_retained", [](Parameter& self) { self.gathered.reshard_retained(); })
+      .def("outlives_forward", &Parameter::outlives_forward)
       .def("was_written", [](const Parameter& self) { return self.gathered.was_written(); })
       .def("is_stale",
            [](const Parameter& self) { return self.gathered.is_stale(self.shard_version()); })
@@ -91,7 +90,7 @@ inline void bind_parameters(pybind11::module_& m) {
       .def(
           "has_gradients", [](const Parameter& self) { return !self.gradients.is_empty(); },
           pybind11::call_guard<pybind11::gil_scoped_release>())
-      .def("deposit", &deposit, pybind11::call_guard<pybind11::gil_scoped_release>())
+      .def("deposit", &Parameter::deposit, pybind11::call_guard<pybind11::gil_scoped_release>())
       .def("drop_gradients", &Parameter::drop_gradients,
            pybind11::call_guard<pybind11::gil_scoped_release>())
       .def(

@@ -1,4 +1,4 @@
-// The full tensor of a parameter while it is held.
+// The full tensor of a parameter, while there is one.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,25 +9,26 @@ namespace zero3 {
 class Gathered {
  public:
   enum class State {
-    kResharded,  // not held: initially, and after reshard()
-    kUnsharded,  // read by eager code: after hold(), until the forward ends
-    kKept,       // kept while reshard_after_backward is False: after keep()
+    kResharded,  // there is no full tensor: initially, and after reshard()
+    kHeld,       // for reads of eager code: after hold(), until the forward ends
+    kRetained,   // for later forwards and backwards, which gather nothing: after retain()
   };
 
   State state() const { return state_; }
-  bool is_held() const { return state_ != State::kResharded; }
-  const at::Tensor& full() const { return full_; }  // undefined if not held
+  bool is_unsharded() const { return state_ != State::kResharded; }
+  const at::Tensor& full() const { return full_; }  // undefined unless is_unsharded()
 
   // Holds the full tensor for reads. Its memory may be read-only.
   void hold(const at::Tensor& full, bool read_only = false);
-  // Holds the full tensor for later forwards and backwards. `shard_version` is its shard's version.
-  void keep(const at::Tensor& full, bool read_only, uint64_t shard_version);
+  // Holds the full tensor for later forwards and backwards, as reshard_after_backward=False asks.
+  // `shard_version` is its shard's version.
+  void retain(const at::Tensor& full, bool read_only, uint64_t shard_version);
   void reshard();
-  void reshard_kept();  // only in state kKept
+  void reshard_retained();  // only in state kRetained
 
   bool was_written() const;
   void make_writable();
-  // Whether the kept tensor was gathered from another version of the shard.
+  // Whether the retained tensor was gathered from another version of the shard.
   bool is_stale(uint64_t shard_version) const;
 
  private:
@@ -35,7 +36,7 @@ class Gathered {
   at::Tensor full_;
   int64_t version_ = 0;  // version of `full_` when it was held
   bool is_read_only_ = false;
-  uint64_t shard_version_ = 0;  // shard version of the kept tensor
+  uint64_t shard_version_ = 0;  // shard version of the retained tensor
 };
 
 }  // namespace zero3

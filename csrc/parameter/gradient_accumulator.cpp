@@ -3,38 +3,38 @@
 #include <algorithm>
 #include <utility>
 
-#include "support/apart.h"
 #include "support/memory.h"
+#include "support/without_user_modes.h"
 
 namespace zero3 {
 
-void GradientAccumulator::promise(bool first) {
+void GradientAccumulator::add_use(bool first) {
   std::lock_guard lock(mutex_);
-  promised_ = first ? 1 : promised_ + 1;
+  pending_uses_ = first ? 1 : pending_uses_ + 1;
 }
 
-void GradientAccumulator::forget_promises() {
+void GradientAccumulator::forget_uses() {
   std::lock_guard lock(mutex_);
-  promised_ = 0;
+  pending_uses_ = 0;
 }
 
-int64_t GradientAccumulator::promised() const {
+int64_t GradientAccumulator::pending_uses() const {
   std::lock_guard lock(mutex_);
-  return promised_;
+  return pending_uses_;
 }
 
 void GradientAccumulator::arrived() {
   std::lock_guard lock(mutex_);
-  promised_ = std::max<int64_t>(promised_ - 1, 0);
+  pending_uses_ = std::max<int64_t>(pending_uses_ - 1, 0);
 }
 
 bool GradientAccumulator::awaits_one() const {
   std::lock_guard lock(mutex_);
-  return promised_ <= 1 && !sum_;
+  return pending_uses_ <= 1 && !sum_;
 }
 
 void GradientAccumulator::add(const at::Tensor& raw, const GradientDtypes& dtypes, bool owned) {
-  Apart apart;
+  WithoutUserModes guard;
   const auto dtype = dtypes.normalised(raw);
   const auto grad = raw.to(dtype);
   auto wider = c10::promoteTypes(dtypes.wire.value_or(dtype), dtypes.shard.value_or(dtype));
@@ -115,7 +115,7 @@ std::optional<Nonfinite> GradientAccumulator::take_nonfinite() {
 
 void GradientAccumulator::drop() {
   std::lock_guard lock(mutex_);
-  promised_ = 0;
+  pending_uses_ = 0;
   sum_.reset();
   partial_.reset();
   nonfinite_.reset();

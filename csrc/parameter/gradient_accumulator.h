@@ -39,11 +39,11 @@ struct Nonfinite {
 class GradientAccumulator {
  public:
   // Notes that a forward has used the parameter; `first` forgets earlier uses. Only a hint: if the
-  // gradient never arrives, the others wait until the end of the backward.
-  void promise(bool first);
-  void forget_promises();
-  int64_t promised() const;
-  // Notes that a promised gradient has arrived.
+  // gradient of a use never arrives, the others wait until the end of the backward.
+  void add_use(bool first);
+  void forget_uses();
+  int64_t pending_uses() const;
+  // Notes that the gradient of a use has arrived.
   void arrived();
   // Whether the next gradient is the only one to come. Otherwise all are summed first, so that a
   // backward reduces a parameter once.
@@ -79,7 +79,7 @@ class GradientAccumulator {
 
  private:
   mutable std::mutex mutex_;
-  int64_t promised_ = 0;  // gradients not arrived yet
+  int64_t pending_uses_ = 0;  // uses whose gradients have not arrived
   std::optional<Sum> sum_;
   std::optional<PartialGradient> partial_;
   std::optional<Nonfinite> nonfinite_;

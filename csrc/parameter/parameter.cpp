@@ -50,8 +50,8 @@ uint64_t Parameter::shard_version() const {
          (shard.is_inference() ? 0 : shard._version());
 }
 
-bool Parameter::stays_after_forward() const {
-  return gathered.state() == Gathered::State::kKept &&
+bool Parameter::outlives_forward() const {
+  return gathered.state() == Gathered::State::kRetained &&
          (in_backward() || !settings.reshard_after_forward);
 }
 
@@ -79,7 +79,13 @@ bool Parameter::is_wanted() const {
 }
 
 void Parameter::add_use(bool first) {
-  if (!in_backward()) gradients.promise(first);
+  if (!in_backward()) gradients.add_use(first);
+}
+
+void Parameter::deposit(const at::Tensor& raw) {
+  check_gradient(raw);
+  if (settings.detects_nonfinite) gradients.detect_nonfinite(raw);
+  gradients.add(raw, settings.gradient_dtypes, /*owned=*/false);
 }
 
 void Parameter::drop_gradients() {

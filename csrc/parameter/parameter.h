@@ -66,9 +66,9 @@ struct Parameter : public ParameterSpec {
 
   std::string fqn;               // for users, and for the keys of messages
   int64_t order = 0;             // order of registration: the same on every rank
-  int64_t root = 0;              // its sharded model, whose parameters finish a backward together
-  uint64_t model = 0;            // its number that is the same on all ranks of the transport
-  const at::Tensor placeholder;  // leaf that graphs take: full shape, no memory
+  int64_t model_number = 0;      // number of its ShardedModel; reused once that is deleted
+  uint64_t presence_id = 0;      // tells models of one transport apart in SharedPresences
+  const at::Tensor placeholder;  // tensor that graphs take: full shape, no memory
   const std::shared_ptr<Channel> replicas;
   std::shared_ptr<Transport> transport;  // null until connect()
   Settings settings;
@@ -79,7 +79,7 @@ struct Parameter : public ParameterSpec {
   // Its shard is undefined outside that interval.
   std::shared_ptr<Parameter> after_forward;
 
-  // Gives it its transport, once.
+  // Sets the transport, once.
   void connect(std::shared_ptr<Transport> to);
 
   // Describes this parameter's chunk in the key of a message.
@@ -90,11 +90,12 @@ struct Parameter : public ParameterSpec {
   // Number of changes to the shard that torch's version counters record.
   uint64_t shard_version() const;
 
-  // Whether a full tensor gathered now is kept for the next forward or backward.
-  bool stays_gathered(bool in_backward) const {
+  // Whether a full tensor gathered now is retained for the next forward or backward.
+  bool is_retained_when_gathered(bool in_backward) const {
     return !settings.reshard_after_backward && (in_backward || !settings.reshard_after_forward);
   }
-  bool stays_after_forward() const;
+  // Whether the full tensor is retained beyond the end of a forward.
+  bool outlives_forward() const;
 
   // Keeps this rank's rows of `full`, gathered in a forward, for the backward after it.
   void shard_after_forward(const at::Tensor& full, uint64_t version);
@@ -106,6 +107,8 @@ struct Parameter : public ParameterSpec {
   bool has_others() const { return world_size > 1 || replicas; }
   // Throws unless `raw` can be its full gradient.
   void check_gradient(const at::Tensor& raw) const;
+  // Adds a raw gradient to the unreduced ones.
+  void deposit(const at::Tensor& raw);
   // Whether the backward that computes its gradients reduces them.
   bool is_reduced_now() const { return settings.requires_gradient_sync && !settings.deferred; }
   // Whether the running backward was asked for its gradient. A compiled backward computes all

@@ -45,15 +45,15 @@ std::vector<ParameterPtr> Registry::alive() {
   return result;
 }
 
-std::set<int64_t> Registry::live_roots() {
+std::set<int64_t> Registry::live_model_numbers() {
   std::set<int64_t> result;
-  for (auto& parameter : alive()) result.insert(parameter->root);
+  for (auto& parameter : alive()) result.insert(parameter->model_number);
   return result;
 }
 
-std::vector<ParameterPtr> Registry::of_root(int64_t root) {
+std::vector<ParameterPtr> Registry::of_model(int64_t number) {
   auto result = alive();
-  std::erase_if(result, [root](const ParameterPtr& p) { return p->root != root; });
+  std::erase_if(result, [number](const ParameterPtr& p) { return p->model_number != number; });
   return result;
 }
 

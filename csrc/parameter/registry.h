@@ -23,11 +23,11 @@ class Registry {
   ParameterPtr find(const at::Tensor& placeholder);
   ParameterPtr find_or_null(const at::Tensor& placeholder);
 
-  // The sharded models that have live parameters.
-  std::set<int64_t> live_roots();
+  // Returns the numbers of the sharded models that have live parameters.
+  std::set<int64_t> live_model_numbers();
 
-  // The live parameters of one sharded model, in order of registration.
-  std::vector<ParameterPtr> of_root(int64_t root);
+  // Returns the live parameters of one sharded model, in order of registration.
+  std::vector<ParameterPtr> of_model(int64_t number);
 
  private:
   std::vector<ParameterPtr> alive();  // in order of registration

@@ -7,15 +7,15 @@
 
 #include "parameter/registry.h"
 #include "reduce/all_reduce.h"
-#include "reduce/presence.h"
-#include "reduce/reduce_bucket.h"
-#include "support/apart.h"
+#include "reduce/presence_check.h"
 #include "support/autograd.h"
 #include "support/error.h"
 #include "support/heap.h"
 #include "support/memory.h"
 #include "support/profiler_range.h"
+#include "support/without_user_modes.h"
 #include "transport/channel.h"
+#include "transport/reduce_bucket.h"
 #include "transport/transport.h"
 
 namespace zero3 {
@@ -24,20 +24,14 @@ namespace {
 Deliver deliver;
 
 std::mutex running_mutex;
-std::unordered_map<int, std::weak_ptr<Reduction>> running;  // by the engine's graph task
+std::unordered_map<int, std::weak_ptr<Reduction>> running_reductions;  // by graph task
 
 }  // namespace
 
 void set_deliver(Deliver function) { deliver = std::move(function); }
 
-void deposit(Parameter& parameter, const at::Tensor& raw) {
-  parameter.check_gradient(raw);
-  if (parameter.settings.detects_nonfinite) parameter.gradients.detect_nonfinite(raw);
-  parameter.gradients.add(raw, parameter.settings.gradient_dtypes, /*owned=*/false);
-}
-
 void reduce_deposited(const std::vector<ParameterPtr>& parameters) {
-  c10::InferenceMode lasting(false);  // the user's hooks run in the modes of a backward
+  c10::InferenceMode no_inference_mode(false);  // the user's hooks run in the modes of a backward
   c10::NoGradGuard no_grad;
   std::make_shared<Reduction>()->finish_deposited(parameters);
 }
@@ -46,13 +40,13 @@ std::shared_ptr<Reduction> Reduction::current() {
   const int task = running_backward();
   ZERO3_CHECK(task != -1, "zero3::reduce_grad was called outside of a backward");
   std::lock_guard lock(running_mutex);
-  auto& slot = running[task];
+  auto& slot = running_reductions[task];
   auto reduction = slot.lock();
   if (!reduction) {
-    std::erase_if(running,
+    std::erase_if(running_reductions,
                   [task](auto& item) { return item.first != task && item.second.expired(); });
     reduction = std::make_shared<Reduction>();
-    running[task] = reduction;
+    running_reductions[task] = reduction;
     // The engine's task owns the reduction from here on.
     at_end_of_backward([reduction] { reduction->finish_backward(); });
   }
@@ -62,14 +56,14 @@ std::shared_ptr<Reduction> Reduction::current() {
 Reduction::~Reduction() {
   // After finish(), `arrived_` is empty. Otherwise the backward raised: the sums of its model's
   // parameters are incomplete, and must not leak into the next backward.
-  for (int64_t root : roots())
-    for (auto& parameter : Registry::get().of_root(root)) parameter->drop_gradients();
+  for (int64_t number : model_numbers())
+    for (auto& parameter : Registry::get().of_model(number)) parameter->drop_gradients();
 }
 
 void Reduction::add(const ParameterPtr& parameter, const at::Tensor& raw, bool owned) {
   parameter->check_gradient(raw);
   if (!parameter->is_wanted()) return;
-  Apart apart;
+  WithoutUserModes guard;
   if (parameter->settings.detects_nonfinite) parameter->gradients.detect_nonfinite(raw);
   std::lock_guard lock(mutex_);
   const bool at_once = goes_at_once(*parameter);
@@ -80,14 +74,14 @@ void Reduction::add(const ParameterPtr& parameter, const at::Tensor& raw, bool o
     return;
   }
   parameter->gradients.add(raw, parameter->settings.gradient_dtypes, owned);
-  if (parameter->is_reduced_now() && parameter->gradients.promised() == 0)
+  if (parameter->is_reduced_now() && parameter->gradients.pending_uses() == 0)
     send_accumulated(parameter);
 }
 
 void Reduction::arrives(const ParameterPtr& parameter) {
   if (parameter->device.is_cpu()) keep_heap();
   arrived_.push_back(parameter);
-  if (parameter->is_reduced_now()) begin_presence_checks(parameter->root);
+  if (parameter->is_reduced_now()) begin_presence_checks(parameter->model_number);
   parameter->gradients.arrived();
 }
 
@@ -97,12 +91,12 @@ void Reduction::add_product(const ParameterPtr& parameter, const at::Tensor& lef
   const auto dtype = left.scalar_type();
   const auto& dtypes = parameter->settings.gradient_dtypes;
   const std::array sizes{left.size(0), right.size(1)};
-  const bool is_sent_so = dtypes.normalised(left) == dtype &&
-                          dtypes.wire.value_or(dtype) == dtype &&
-                          !parameter->settings.detects_nonfinite &&
-                          at::IntArrayRef(sizes) == at::IntArrayRef(parameter->sizes);
-  if (is_sent_so) {
-    Apart apart;
+  const bool keeps_dtype = dtypes.normalised(left) == dtype &&
+                           dtypes.wire.value_or(dtype) == dtype &&
+                           !parameter->settings.detects_nonfinite &&
+                           at::IntArrayRef(sizes) == at::IntArrayRef(parameter->sizes);
+  if (keeps_dtype) {
+    WithoutUserModes guard;
     std::lock_guard lock(mutex_);
     if (goes_at_once(*parameter)) {
       arrives(parameter);
@@ -126,7 +120,7 @@ at::Tensor Reduction::empty_for(const Parameter& parameter, at::IntArrayRef size
   if (!goes_at_once(parameter) || !parameter.is_wanted()) return pooled_empty(sizes, options);
   if (parameter.transport->can.empty_waits) {
     // There may be no room while other ranks wait for gradients that this rank lacks.
-    Apart apart;
+    WithoutUserModes guard;
     std::lock_guard lock(mutex_);
     if (has_sent_) finish_presence_checks();
   }
@@ -151,10 +145,10 @@ std::vector<std::unique_ptr<PresenceCheck>> Reduction::presence_checks_of(
   return checks;
 }
 
-void Reduction::begin_presence_checks(int64_t root) {
-  if (std::ranges::find(checked_, root) != checked_.end()) return;
-  checked_.push_back(root);
-  auto parameters = Registry::get().of_root(root);
+void Reduction::begin_presence_checks(int64_t model_number) {
+  if (std::ranges::find(checked_, model_number) != checked_.end()) return;
+  checked_.push_back(model_number);
+  auto parameters = Registry::get().of_model(model_number);
   std::erase_if(parameters, [](auto& parameter) {
     return !parameter->has_others() || !parameter->transport->can.tells_presence;
   });
@@ -167,7 +161,7 @@ void Reduction::finish_presence_checks() {
     auto& check = *presence_checks_[i];
     if (check.is_finished()) continue;
     check.finish();
-    defer_first_if_mixed();
+    move_first_if_mixed();
     for (auto& [parameter, dtype] : check.sums()) parameter->gradients.widen(dtype);
     for (auto& parameter : check.missing()) {
       const auto dtype = check.sum_dtype_of(parameter).value_or(
@@ -177,14 +171,14 @@ void Reduction::finish_presence_checks() {
   }
 }
 
-void Reduction::defer_first_if_mixed() {
+void Reduction::move_first_if_mixed() {
   for (auto* buckets : {&open_, &in_flight_}) {
     const auto bucket = std::ranges::find_if(
         *buckets, [this](auto& other) { return is_mixed(other->parameters().front()); });
     if (bucket == buckets->end()) continue;
-    ZERO3_CHECK(!deferred_first_, "two gradients were sent before ranks had told what they bring");
+    ZERO3_CHECK(!mixed_first_, "two gradients were sent before ranks had told what they bring");
     if (buckets == &open_) (*bucket)->close();
-    deferred_first_ = std::move(*bucket);
+    mixed_first_ = std::move(*bucket);
     buckets->erase(bucket);
   }
 }
@@ -223,7 +217,8 @@ ReduceBucket& Reduction::bucket_for(const ParameterPtr& parameter,
     bucket = open_.end();
   }
   if (bucket == buckets.end()) {
-    buckets.push_back(backward_of(*parameter).reduce(*parameter, wire_dtype, &buckets == &mixed_));
+    buckets.push_back(
+        backward_of(*parameter).reduce_bucket(*parameter, wire_dtype, &buckets == &mixed_));
     bucket = std::prev(buckets.end());
   }
   return **bucket;
@@ -266,11 +261,11 @@ void Reduction::finish_oldest() {
   all_reduces_.start(std::move(parameters), results_);
 }
 
-std::vector<int64_t> Reduction::roots() const {
+std::vector<int64_t> Reduction::model_numbers() const {
   std::vector<int64_t> result;
   for (auto& parameter : arrived_)
-    if (std::ranges::find(result, parameter->root) == result.end())
-      result.push_back(parameter->root);
+    if (std::ranges::find(result, parameter->model_number) == result.end())
+      result.push_back(parameter->model_number);
   return result;
 }
 
@@ -279,13 +274,13 @@ void Reduction::finish_backward() {
   {
     std::lock_guard lock(mutex_);
     // Forgets uses that gave no gradient in this backward.
-    for (auto& parameter : arrived_) parameter->gradients.forget_promises();
+    for (auto& parameter : arrived_) parameter->gradients.forget_uses();
     // Finishes all parameters of their models: micro-batches may have accumulated without sync.
-    for (int64_t root : roots())
-      for (auto& parameter : Registry::get().of_root(root)) parameters.push_back(parameter);
+    for (int64_t number : model_numbers())
+      for (auto& parameter : Registry::get().of_model(number)) parameters.push_back(parameter);
     for (auto& parameter : parameters) {
       parameter->forget_after_forward();
-      if (parameter->settings.reshard_after_backward) parameter->gathered.reshard_kept();
+      if (parameter->settings.reshard_after_backward) parameter->gathered.reshard_retained();
     }
   }
   finish(parameters);
@@ -293,7 +288,7 @@ void Reduction::finish_backward() {
 
 void Reduction::finish_deposited(const std::vector<ParameterPtr>& parameters) {
   {
-    Apart apart;
+    WithoutUserModes guard;
     std::lock_guard lock(mutex_);
     auto with_others = parameters;
     std::erase_if(with_others, [](auto& parameter) { return !parameter->has_others(); });
@@ -302,7 +297,7 @@ void Reduction::finish_deposited(const std::vector<ParameterPtr>& parameters) {
       for (auto& [parameter, dtype] : check->sums()) {
         const auto options = at::TensorOptions(dtype).device(parameter->device);
         const auto zero = pooled_empty({}, options).zero_();
-        if (!parameter->gradients.has_sum()) deposit(*parameter, zero.expand(parameter->sizes));
+        if (!parameter->gradients.has_sum()) parameter->deposit(zero.expand(parameter->sizes));
         parameter->gradients.widen(dtype);
       }
     }
@@ -311,7 +306,7 @@ void Reduction::finish_deposited(const std::vector<ParameterPtr>& parameters) {
 }
 
 void Reduction::finish(const std::vector<ParameterPtr>& parameters) {
-  std::optional<Apart> apart(std::in_place);
+  std::optional<WithoutUserModes> guard(std::in_place);
   std::unique_lock lock(mutex_);
   finish_presence_checks();
   for (auto& parameter : parameters)
@@ -323,7 +318,7 @@ void Reduction::finish(const std::vector<ParameterPtr>& parameters) {
     launch(std::move(bucket));
   }
   while (!in_flight_.empty()) finish_oldest();
-  if (deferred_first_) in_flight_.push_back(std::move(deferred_first_));
+  if (mixed_first_) in_flight_.push_back(std::move(mixed_first_));
   for (auto& bucket : std::exchange(mixed_, {})) launch(std::move(bucket));
   while (!in_flight_.empty()) finish_oldest();
   std::vector<ParameterPtr> synced;
@@ -335,7 +330,7 @@ void Reduction::finish(const std::vector<ParameterPtr>& parameters) {
   backwards_.clear();
   arrived_.clear();
   lock.unlock();
-  apart.reset();  // the user's hooks run now
+  guard.reset();  // the user's hooks run now
   if (deliver) deliver(std::exchange(results_, {}));
 }
 

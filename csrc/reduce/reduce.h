@@ -25,9 +25,6 @@ namespace zero3 {
 using Deliver = std::function<void(const std::vector<ReducedGradient>&)>;
 void set_deliver(Deliver deliver);
 
-// Adds a raw gradient to the unreduced gradients of `parameter`.
-void deposit(Parameter& parameter, const at::Tensor& raw);
-
 // Reduces the deposited gradients of `parameters`, in order, and delivers them. Collective.
 void reduce_deposited(const std::vector<ParameterPtr>& parameters);
 
@@ -64,16 +61,17 @@ class Reduction {
   void arrives(const ParameterPtr& parameter);
   // Whether the next gradient of `parameter` is reduced now, and the only one to come.
   bool goes_at_once(const Parameter& parameter) const;
-  // Lets ranks tell each other which gradients they have: of `parameters`, or once of a model.
+  // Begins checks of `parameters`.
   std::vector<std::unique_ptr<PresenceCheck>> presence_checks_of(
       const std::vector<ParameterPtr>& parameters, Occasion occasion);
-  void begin_presence_checks(int64_t root);
-  // Waits for these checks, and sends zeros for the gradients that only other ranks have.
+  // Begins the checks of a model, once.
+  void begin_presence_checks(int64_t model_number);
+  // Waits for the checks, and sends zeros for the gradients that only other ranks have.
   void finish_presence_checks();
-  bool is_mixed(const ParameterPtr& parameter) const;  // only some ranks have it
-  // Moves the first gradient's bucket to `deferred_first_` if that gradient is mixed: it was sent
+  bool is_mixed(const ParameterPtr& parameter) const;  // only some ranks have its gradient
+  // Moves the first gradient's bucket to `mixed_first_` if that gradient is mixed: it was sent
   // before that was known.
-  void defer_first_if_mixed();
+  void move_first_if_mixed();
   // The backward of the parameter's transport. Begins it on the first call.
   Backward& backward_of(const Parameter& parameter);
   // `through` is the normalised dtype for a raw gradient, and the sum's own dtype for a sum.
@@ -86,7 +84,7 @@ class Reduction {
   void launch(std::unique_ptr<ReduceBucket> bucket);
   void finish_oldest();
   void finish_backward();
-  std::vector<int64_t> roots() const;  // models of the parameters that arrived, in order
+  std::vector<int64_t> model_numbers() const;  // of the parameters that arrived, in order
 
   std::mutex mutex_;  // gradients on two devices arrive on two threads
   // The backward of each transport. Backwards outlive their buckets.
@@ -99,7 +97,7 @@ class Reduction {
   // Buckets of gradients that only some ranks have. Ranks reach them at different times, so nobody
   // waits for them before the end.
   std::vector<std::unique_ptr<ReduceBucket>> mixed_;
-  std::unique_ptr<ReduceBucket> deferred_first_;          // mixed, and already launched
+  std::unique_ptr<ReduceBucket> mixed_first_;             // mixed, and already launched
   std::vector<std::unique_ptr<ReduceBucket>> in_flight_;  // in order of launching
   AllReduces all_reduces_;
   std::vector<ReducedGradient> results_;

@@ -11,18 +11,18 @@ namespace zero3 {
 class ProfilerRange {
  public:
   template <typename MakeName>
-  explicit ProfilerRange(MakeName make_name) : running_(start_if_observed()) {
-    if (running_) name(make_name());
+  explicit ProfilerRange(MakeName make_name) : record_(start_if_observed()) {
+    if (record_) name(make_name());
   }
   ProfilerRange(const ProfilerRange&) = delete;
   ProfilerRange& operator=(const ProfilerRange&) = delete;
 
  private:
-  struct Running;
-  static std::shared_ptr<Running> start_if_observed();
+  struct Record;
+  static std::shared_ptr<Record> start_if_observed();
   void name(const std::string& name);
 
-  std::shared_ptr<Running> running_;
+  std::shared_ptr<Record> record_;
 };
 
 }  // namespace zero3

@@ -1,4 +1,4 @@
-// Backwards of ranks that share memory, and the calls by which the ranks communicate in one.
+// Backwards of ranks that share memory, and the ranks' announcements in a backward.
 #pragma once
 
 #include <algorithm>
@@ -14,12 +14,12 @@ namespace zero3 {
 // some ranks before it began there: the next forward, in which all ranks meet, realigns them.
 class Backwards {
  public:
-  Backwards(Standing* ranks, int64_t rank) : ranks_(ranks), rank_(rank) {}
+  Backwards(RankState* ranks, int64_t rank) : ranks_(ranks), rank_(rank) {}
 
   void count_publication() {
     std::lock_guard lock(mutex_);
     ++publications_;
-    settle();
+    show_oldest();
   }
 
   uint64_t begin() {
@@ -34,19 +34,19 @@ class Backwards {
   void end(uint64_t number) {
     std::lock_guard lock(mutex_);
     running_.erase(number);
-    settle();
+    show_oldest();
   }
 
  private:
   static constexpr int kPublicationShift = 12;  // 4096 backwards per publication suffice
 
   uint64_t next() const { return std::max(latest_ + 1, publications_ << kPublicationShift); }
-  void settle() {
-    const uint64_t settled = running_.empty() ? next() : *running_.begin();
-    ranks_[rank_].settled.store(settled, std::memory_order_release);
+  void show_oldest() {
+    const uint64_t oldest = running_.empty() ? next() : *running_.begin();
+    ranks_[rank_].oldest_backward.store(oldest, std::memory_order_release);
   }
 
-  Standing* ranks_;
+  RankState* ranks_;
   int64_t rank_;
   std::mutex mutex_;  // a thread may be in a forward while another is in a backward
   uint64_t publications_ = 0;
@@ -54,50 +54,53 @@ class Backwards {
   std::set<uint64_t> running_;  // nested ones
 };
 
-// Calls in which each rank announces something and hears the other ranks' announcements. A call's
+// Rounds in which each rank announces something and reads the other ranks' announcements. A round's
 // number contains that of its backward and a count within the backward.
-class Calls {
+class Announcements {
  public:
-  Calls(Standing* ranks, int64_t rank, int64_t world_size)
+  Announcements(RankState* ranks, int64_t rank, int64_t world_size)
       : ranks_(ranks), rank_(rank), world_size_(world_size) {}
 
-  // Ranks that may still read this rank's announcement of its latest call. If there are none, this
-  // rank may write that of its next() call, and then say() so.
+  // Ranks that may still read this rank's announcement of its latest round. If there are none, this
+  // rank may write that of its next() round, and then call announce().
   std::vector<int64_t> readers() const {
-    return those([&](const Standing& standing) {
-      return standing.heard.load(std::memory_order_acquire) < latest_ &&
-             !has_settled(standing, latest_);
+    return those([&](const RankState& state) {
+      return state.acknowledged.load(std::memory_order_acquire) < latest_ &&
+             !has_left(state, latest_);
     });
   }
   uint64_t next(uint64_t backward) {
     return latest_ = std::max(latest_, backward << kBackwardShift) + 1;
   }
-  void say(uint64_t call, uint64_t topic) {
+  void announce(uint64_t round, uint64_t topic) {
     ranks_[rank_].topic.store(topic, std::memory_order_relaxed);
-    ranks_[rank_].called.store(call, std::memory_order_release);
+    ranks_[rank_].announced.store(round, std::memory_order_release);
   }
 
-  // Ranks that have not announced `call`. If none, all announcements can be read until hear().
-  std::vector<int64_t> silent(uint64_t call) const {
-    return those([&](const Standing& standing) {
-      return standing.called.load(std::memory_order_acquire) < call;
+  // Ranks that have not announced in `round`. If there are none, all announcements can be read
+  // until acknowledge().
+  std::vector<int64_t> unannounced(uint64_t round) const {
+    return those([&](const RankState& state) {
+      return state.announced.load(std::memory_order_acquire) < round;
     });
   }
-  // Model of rank r's announcement. Valid once no rank is silent().
+  // Topic of rank r's announcement. Valid once there are no unannounced() ranks.
   uint64_t topic_of(int64_t r) const { return ranks_[r].topic.load(std::memory_order_relaxed); }
-  // Ranks that never will announce `call`.
-  std::vector<int64_t> ranks_gone(uint64_t call) const {
-    return those([&](const Standing& standing) {
-      return has_settled(standing, call) && standing.called.load(std::memory_order_acquire) < call;
+  // The unannounced() ranks that have gone on, and will never announce in `round`.
+  std::vector<int64_t> ranks_gone(uint64_t round) const {
+    return those([&](const RankState& state) {
+      return has_left(state, round) && state.announced.load(std::memory_order_acquire) < round;
     });
   }
-  void hear(uint64_t call) { ranks_[rank_].heard.store(call, std::memory_order_release); }
+  void acknowledge(uint64_t round) {
+    ranks_[rank_].acknowledged.store(round, std::memory_order_release);
+  }
 
  private:
   static constexpr int kBackwardShift = 8;
 
-  static bool has_settled(const Standing& standing, uint64_t call) {
-    return standing.settled.load(std::memory_order_acquire) > call >> kBackwardShift;
+  static bool has_left(const RankState& state, uint64_t round) {
+    return state.oldest_backward.load(std::memory_order_acquire) > round >> kBackwardShift;
   }
 
   template <typename Predicate>
@@ -108,7 +111,7 @@ class Calls {
     return result;
   }
 
-  Standing* ranks_;
+  RankState* ranks_;
   int64_t rank_;
   int64_t world_size_;
   uint64_t latest_ = 0;

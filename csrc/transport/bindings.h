@@ -1,5 +1,5 @@
 // Python bindings of transports. Included by bindings.cpp alone: pybind11 takes ten seconds to
-// read.
+// compile.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -20,7 +20,6 @@ inline void bind_transports(pybind11::module_& m) {
       .def_readonly("bounds_buckets", &Capabilities::bounds_buckets)
       .def_readonly("sends_messages", &Capabilities::sends_messages);
   pybind11::class_<Transport, std::shared_ptr<Transport>>(m, "Transport")
-      .def_property_readonly("can", [](const Transport& self) { return self.can; })
       .def_property_readonly("name", &Transport::name)
       .def_property_readonly("number", &Transport::number);
 
@@ -43,10 +42,10 @@ inline void bind_transports(pybind11::module_& m) {
 
   pybind11::class_<SharedMemory, Transport, std::shared_ptr<SharedMemory>>(m, "SharedMemory")
       .def(pybind11::init([](std::shared_ptr<OneHost> one_host, const Parameter& parameter,
-                             const at::Tensor& progress, std::shared_ptr<Copies> copies,
+                             const at::Tensor& progress, std::shared_ptr<CopyMemory> copy_memory,
                              bool takes_turns) {
         return std::make_shared<SharedMemory>(std::move(one_host), parameter, progress,
-                                              std::move(copies), takes_turns);
+                                              std::move(copy_memory), takes_turns);
       }));
   pybind11::class_<OneHost, std::shared_ptr<OneHost>>(m, "OneHost")
       .def(pybind11::init<const std::string&, int64_t, const std::vector<int64_t>&,
@@ -56,12 +55,13 @@ inline void bind_transports(pybind11::module_& m) {
           "mailbox_bytes",
           [](const OneHost& self) { return self.mailbox ? self.mailbox->capacity() : 0; })
       .def("set_mailboxes", [](OneHost& self, const at::Tensor& memory) {
-        self.mailbox = Mailbox::make(self.host, memory);
+        self.mailbox = Mailbox::make(self.waiter, memory);
       });
-  pybind11::class_<Copies, std::shared_ptr<Copies>>(m, "Copies")
+  pybind11::class_<CopyMemory, std::shared_ptr<CopyMemory>>(m, "CopyMemory")
       .def(pybind11::init<const at::Tensor&, const at::Tensor&>())
-      .def("grow", &Copies::grow)
-      .def_property_readonly("nbytes", [](const Copies& self) { return self.writable.nbytes(); });
+      .def("grow", &CopyMemory::grow)
+      .def_property_readonly("nbytes",
+                             [](const CopyMemory& self) { return self.writable.nbytes(); });
   // Bytes of a parameter's `progress`: a Progress for each rank and each block of the gradient.
   m.def("progress_bytes", [](int64_t rows, int64_t row_bytes, int64_t world_size) {
     return blocks_of(rows, row_bytes, world_size).size() * world_size * sizeof(Progress);

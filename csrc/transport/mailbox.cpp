@@ -25,10 +25,10 @@ std::atomic<int> alive = 0;                     // number of live mailboxes
 
 const Block& Letter::rows() const { return SharedMemory::of(*parameter).blocks[block]; }
 
-Deposit& Letter::deposit() const { return SharedMemory::of(*parameter).deposits[block]; }
+ReduceWords& Letter::words() const { return SharedMemory::of(*parameter).reduce_words[block]; }
 
-std::shared_ptr<Mailbox> Mailbox::make(std::shared_ptr<Host> host, at::Tensor memory) {
-  std::shared_ptr<Mailbox> mailbox(new Mailbox(std::move(host), std::move(memory)));
+std::shared_ptr<Mailbox> Mailbox::make(std::shared_ptr<RankWaiter> waiter, at::Tensor memory) {
+  std::shared_ptr<Mailbox> mailbox(new Mailbox(std::move(waiter), std::move(memory)));
   std::lock_guard lock(mailboxes_mutex);
   std::erase_if(mailboxes, [](auto& other) { return other.expired(); });
   mailboxes.push_back(mailbox);
@@ -47,10 +47,10 @@ void Mailbox::poll_everywhere() {
     if (auto mailbox = weak.lock(); mailbox && mailbox.get() != this) mailbox->poll(/*all=*/true);
 }
 
-Mailbox::Mailbox(std::shared_ptr<Host> host, at::Tensor memory)
-    : host_(std::move(host)),
+Mailbox::Mailbox(std::shared_ptr<RankWaiter> waiter, at::Tensor memory)
+    : waiter_(std::move(waiter)),
       memory_(std::move(memory)),
-      mine_(memory_[host_->rank()].mutable_data_ptr<uint8_t>()),
+      mine_(memory_[waiter_->rank()].mutable_data_ptr<uint8_t>()),
       capacity_(memory_.size(1)),
       arena_(capacity_) {
   ++alive;
@@ -67,7 +67,7 @@ at::Tensor Mailbox::empty(at::IntArrayRef sizes, at::ScalarType dtype, const std
   };
   poll();
   if (!take())
-    host_->wait([&]() -> std::optional<Host::Missing> {
+    waiter_->wait([&]() -> std::optional<RankWaiter::Missing> {
       poll_everywhere();
       if (take()) return std::nullopt;
       auto missing = who_keeps_memory();
@@ -100,39 +100,39 @@ LetterPtr Mailbox::post(const ParameterPtr& parameter, size_t block, const at::T
                         uint64_t backward, at::ScalarType wire_dtype, double divisor,
                         const at::Tensor& shard) {
   auto& shared = SharedMemory::of(*parameter);
-  auto& deposit = shared.deposits[block];
-  host_->wait([&]() -> std::optional<Host::Missing> {
-    if (deposit.readers(deposit.latest()).empty()) return std::nullopt;
+  auto& words = shared.reduce_words[block];
+  waiter_->wait([&]() -> std::optional<RankWaiter::Missing> {
+    if (words.readers(words.latest()).empty()) return std::nullopt;
     poll_everywhere();
-    return who_keeps(deposit, deposit.latest(), parameter->fqn);
+    return who_keeps(words, words.latest(), parameter->fqn);
   });
   const bool is_empty = !grad.defined() || grad.numel() == 0;  // has no memory
   const auto offset = is_empty ? 0 : static_cast<const uint8_t*>(grad.const_data_ptr()) - mine_;
   const auto dtype = grad.defined() ? static_cast<int8_t>(grad.scalar_type()) : kZero;
-  const uint64_t epoch = deposit.next_epoch(backward);
-  deposit.put(epoch, {static_cast<uint64_t>(offset), dtype, static_cast<int8_t>(wire_dtype)});
+  const uint64_t epoch = words.next_epoch(backward);
+  words.post(epoch, {static_cast<uint64_t>(offset), dtype, static_cast<int8_t>(wire_dtype)});
   LetterPtr letter;
-  if (deposit.is_read_by(host_->rank())) {
+  if (words.is_read_by(waiter_->rank())) {
     const auto& [begin, rows, owner] = shared.blocks[block];
-    const int64_t first = host_->rank() * parameter->chunk_rows();
+    const int64_t first = waiter_->rank() * parameter->chunk_rows();
     const auto sum = owner ? shard.narrow(0, begin - first, rows) : shard;
     letter = std::make_shared<Letter>(Letter{parameter, block, epoch, wire_dtype, divisor, sum});
   }
   {
     std::lock_guard lock(mutex_);
     if (letter) unsummed_.push_back(letter);
-    unread_.push_back({grad, epoch, deposit, shared.progress(), parameter->fqn});
+    unread_.push_back({grad, epoch, words, shared.progress(), parameter->fqn});
   }
-  host_->ring();
+  waiter_->notify();
   return letter;
 }
 
 void Mailbox::finish(const LetterPtr& letter) {
-  host_->wait([&]() -> std::optional<Host::Missing> {
+  waiter_->wait([&]() -> std::optional<RankWaiter::Missing> {
     poll_everywhere();
     std::lock_guard lock(mutex_);  // other threads poll too
     if (letter->is_summed) return std::nullopt;
-    return {{letter->deposit().writers(letter->epoch),
+    return {{letter->words().writers(letter->epoch),
              "it has not sent the gradient of '" + letter->parameter->fqn + "'"}};
   });
 }
@@ -142,25 +142,25 @@ void Mailbox::drop(const LetterPtr& letter) {
     std::lock_guard lock(mutex_);
     if (std::erase(unsummed_, letter) == 0) return;
   }
-  letter->deposit().consume(letter->epoch);
-  host_->ring();
+  letter->words().consume(letter->epoch);
+  waiter_->notify();
 }
 
 void Mailbox::poll(bool all) {
   std::list<Unread> read;  // destroyed after the lock is released: give_back() takes it
   bool changed = false;
   const auto tell = c10::make_scope_exit([&] {  // also if a later letter is wrong
-    if (changed) host_->ring();
+    if (changed) waiter_->notify();
   });
   {
     std::lock_guard lock(mutex_);
     for (auto it = unsummed_.begin(); it != unsummed_.end();) {
       Letter& letter = **it;
-      auto& deposit = letter.deposit();
-      if (deposit.writers(letter.epoch).empty()) {
+      auto& words = letter.words();
+      if (words.writers(letter.epoch).empty()) {
         sum(letter);
         letter.is_summed = true;
-        deposit.consume(letter.epoch);
+        words.consume(letter.epoch);
         changed = true;
         it = unsummed_.erase(it);
       } else if (all) {
@@ -172,7 +172,7 @@ void Mailbox::poll(bool all) {
     }
     for (auto it = unread_.begin(); it != unread_.end();) {
       const auto next = std::next(it);
-      if (it->deposit.readers(it->epoch).empty())
+      if (it->words.readers(it->epoch).empty())
         read.splice(read.end(), unread_, it);
       else if (!all)
         break;
@@ -183,7 +183,7 @@ void Mailbox::poll(bool all) {
 
 void Mailbox::check_complete(const Letter& letter) const {
   const auto& parameter = *letter.parameter;
-  const auto ranks_gone = letter.deposit().ranks_gone(letter.epoch);
+  const auto ranks_gone = letter.words().ranks_gone(letter.epoch);
   ZERO3_CHECK(ranks_gone.empty(), "a backward has ended on rank ", ranks_gone.front(),
               " without a gradient of '", parameter.fqn,
               "': it has raised there, or that rank does not use the parameter. All ranks must run "
@@ -192,24 +192,24 @@ void Mailbox::check_complete(const Letter& letter) const {
 
 std::optional<at::Tensor> Mailbox::rows_of(int64_t rank, const Letter& letter) const {
   const Parameter& parameter = *letter.parameter;
-  const auto [offset, dtype, wire_dtype] = letter.deposit().of_rank(rank);
+  const auto [offset, dtype, wire_dtype] = letter.words().of_rank(rank);
   if (dtype == kZero) return std::nullopt;
   const auto wire = static_cast<at::ScalarType>(wire_dtype);
   ZERO3_CHECK(wire == letter.wire_dtype, "ranks disagree on the dtype that the gradient of '",
               parameter.fqn, "' is reduced in: ", wire, " on rank ", rank, " and ",
-              letter.wire_dtype, " on rank ", host_->rank(),
+              letter.wire_dtype, " on rank ", waiter_->rank(),
               ". Give grad_dtype and reduce_dtype the same values on all ranks");
   const auto options = at::TensorOptions(static_cast<at::ScalarType>(dtype));
-  const int64_t first = std::min(host_->rank() * parameter.chunk_rows(), parameter.rows());
+  const int64_t first = std::min(waiter_->rank() * parameter.chunk_rows(), parameter.rows());
   const int64_t skipped = (letter.rows().owner ? 0 : first) * parameter.row_numel() *
                           static_cast<int64_t>(options.dtype().itemsize());
-  auto* box = mine_ + (rank - host_->rank()) * capacity_;
+  auto* box = mine_ + (rank - waiter_->rank()) * capacity_;
   return at::from_blob(box + offset + skipped, letter.sum.sizes(), options);
 }
 
 void Mailbox::sum(Letter& letter) const {
   std::vector<at::Tensor> addends;
-  for (int64_t rank = 0; rank < host_->world_size(); ++rank)
+  for (int64_t rank = 0; rank < waiter_->world_size(); ++rank)
     if (auto rows = rows_of(rank, letter)) addends.push_back(std::move(*rows));
   if (addends.empty()) {
     letter.sum.zero_();
@@ -222,23 +222,24 @@ void Mailbox::sum(Letter& letter) const {
 }
 
 // A rank that has sent its gradient may itself wait for ranks that have not.
-Host::Missing Mailbox::who_keeps(const Deposit& deposit, uint64_t epoch, const std::string& fqn) {
-  if (auto writers = deposit.writers(epoch); !writers.empty())
+RankWaiter::Missing Mailbox::who_keeps(const ReduceWords& words, uint64_t epoch,
+                                       const std::string& fqn) {
+  if (auto writers = words.writers(epoch); !writers.empty())
     return {std::move(writers), "it has not sent the gradient of '" + fqn + "'"};
-  return {deposit.readers(epoch), "it has not read the gradient of '" + fqn + "'"};
+  return {words.readers(epoch), "it has not read the gradient of '" + fqn + "'"};
 }
 
-std::optional<Host::Missing> Mailbox::who_keeps_memory() {
+std::optional<RankWaiter::Missing> Mailbox::who_keeps_memory() {
   std::lock_guard lock(mutex_);
   if (unread_.empty()) return std::nullopt;
   const auto& first = unread_.front();
-  auto missing = who_keeps(first.deposit, first.epoch, first.fqn);
-  if (unread_.size() == 1 || host_->world_size() == 2) return missing;
+  auto missing = who_keeps(first.words, first.epoch, first.fqn);
+  if (unread_.size() == 1 || waiter_->world_size() == 2) return missing;
   missing.needs_all = false;
   missing.what =
       "it keeps a mailbox full, in which the first is the gradient of '" + first.fqn + "'";
-  for (auto& [grad, epoch, deposit, progress, fqn] : unread_)
-    for (int64_t rank : who_keeps(deposit, epoch, fqn).ranks)
+  for (auto& [grad, epoch, words, progress, fqn] : unread_)
+    for (int64_t rank : who_keeps(words, epoch, fqn).ranks)
       if (std::ranges::find(missing.ranks, rank) == missing.ranks.end())
         missing.ranks.push_back(rank);
   return missing;

@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "parameter/parameter.h"
-#include "transport/deposit.h"
-#include "transport/host.h"
+#include "transport/rank_waiter.h"
+#include "transport/reduce_words.h"
 #include "transport/ring.h"
 
 namespace zero3 {
@@ -28,7 +28,7 @@ struct Letter {
   bool is_summed = false;
 
   const Block& rows() const;
-  Deposit& deposit() const;
+  ReduceWords& words() const;
 };
 using LetterPtr = std::shared_ptr<Letter>;
 
@@ -36,7 +36,7 @@ using LetterPtr = std::shared_ptr<Letter>;
 class Mailbox : public std::enable_shared_from_this<Mailbox> {
  public:
   // `memory` is [world, capacity] bytes, shared.
-  static std::shared_ptr<Mailbox> make(std::shared_ptr<Host> host, at::Tensor memory);
+  static std::shared_ptr<Mailbox> make(std::shared_ptr<RankWaiter> waiter, at::Tensor memory);
 
   ~Mailbox();
 
@@ -61,17 +61,17 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
   // one group may be waited for in that of another.
   void poll_everywhere();
   void finish(const LetterPtr& letter);  // waits until this rank has summed it
-  void drop(const LetterPtr& letter);    // this rank never will sum it
+  void drop(const LetterPtr& letter);    // this rank will never sum it
 
  private:
-  Mailbox(std::shared_ptr<Host> host, at::Tensor memory);
+  Mailbox(std::shared_ptr<RankWaiter> waiter, at::Tensor memory);
 
   // A gradient posted by this rank. Holds no parameter: the latest entries stay for long.
   struct Unread {
     at::Tensor grad;
     uint64_t epoch;
-    Deposit deposit;
-    at::Tensor progress;  // the memory behind `deposit`
+    ReduceWords words;
+    at::Tensor progress;  // the memory behind `words`
     std::string fqn;
   };
 
@@ -81,11 +81,12 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
   // The letter's rows in the mailbox of `rank`; nullopt if they are zero.
   std::optional<at::Tensor> rows_of(int64_t rank, const Letter& letter) const;
   void give_back(uint64_t offset);
-  static Host::Missing who_keeps(const Deposit& deposit, uint64_t epoch, const std::string& fqn);
-  // The ranks that keep this rank's mailbox from being free; nullopt if there are none.
-  std::optional<Host::Missing> who_keeps_memory();
+  static RankWaiter::Missing who_keeps(const ReduceWords& words, uint64_t epoch,
+                                       const std::string& fqn);
+  // The ranks that keep this rank's mailbox full; nullopt if there are none.
+  std::optional<RankWaiter::Missing> who_keeps_memory();
 
-  std::shared_ptr<Host> host_;
+  std::shared_ptr<RankWaiter> waiter_;
   at::Tensor memory_;
   uint8_t* mine_;
   int64_t capacity_;

@@ -12,21 +12,24 @@ namespace zero3 {
 class Messages : public Transport {
  public:
   // The two channels have the same ranks, so that no gather waits for a reduction.
-  Messages(std::shared_ptr<Channel> gathers, std::shared_ptr<Channel> reductions);
+  Messages(std::shared_ptr<Channel> gathers, std::shared_ptr<Channel> reductions)
+      : Transport({.sums_in_fp32 = reductions->traits.is_point_to_point,
+                   .tells_presence =
+                       reductions->traits.is_point_to_point && reductions->traits.carries_data}),
+        gathers(std::move(gathers)),
+        reductions(std::move(reductions)) {}
 
   std::string name() const override { return "c10d"; }
-  bool joins(const Transport& other) const override;
-  std::unique_ptr<GatherBucket> gather(std::vector<ParameterPtr> parameters) override;
+  bool joins(const Transport& other) const override {
+    const auto* messages = dynamic_cast<const Messages*>(&other);
+    return messages && is_same(gathers.get(), messages->gathers.get()) &&
+           is_same(reductions.get(), messages->reductions.get());
+  }
+  std::unique_ptr<GatherBucket> gather_bucket(std::vector<ParameterPtr> parameters) override;
   std::unique_ptr<Backward> begin_backward() override;
 
   const std::shared_ptr<Channel> gathers;
   const std::shared_ptr<Channel> reductions;
 };
-
-// Gathers presences between the ranks of `channel`, over tensors on `device`. `key` is the same on
-// Gathers presences over one channel.
-std::unique_ptr<PresenceGather> gather_presences(const Channel& channel,
-                                                 const std::vector<ParameterPtr>& parameters,
-                                                 const Presences& mine, Occasion occasion);
 
 }  // namespace zero3

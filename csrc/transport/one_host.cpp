@@ -28,24 +28,24 @@ bool kernel_never_overcommits() {
 }  // namespace
 
 int64_t OneHost::control_bytes(int64_t world_size) {
-  return sizeof(Bell) + world_size * sizeof(Standing);
+  return sizeof(WakeWord) + world_size * sizeof(RankState);
 }
 
 OneHost::OneHost(const std::string& group_name, int64_t rank, const std::vector<int64_t>& pids,
                  at::Tensor control)
     : group_name(group_name),
       control(std::move(control)),
-      standings(reinterpret_cast<Standing*>(data_of(this->control) + sizeof(Bell))),
-      host(std::make_shared<Host>(reinterpret_cast<Bell*>(data_of(this->control)), standings, rank,
-                                  std::vector<pid_t>(pids.begin(), pids.end()),
-                                  timeout_of(group_name))),
-      backwards(standings, rank),
-      calls(standings, rank, static_cast<int64_t>(pids.size())) {}
+      rank_states(reinterpret_cast<RankState*>(data_of(this->control) + sizeof(WakeWord))),
+      waiter(std::make_shared<RankWaiter>(
+          reinterpret_cast<WakeWord*>(data_of(this->control)), rank_states, rank,
+          std::vector<pid_t>(pids.begin(), pids.end()), timeout_of(group_name))),
+      backwards(rank_states, rank),
+      announcements(rank_states, rank, static_cast<int64_t>(pids.size())) {}
 
-Copies::Copies(at::Tensor writable, at::Tensor readable)
+CopyMemory::CopyMemory(at::Tensor writable, at::Tensor readable)
     : ring(writable.nbytes()), writable(std::move(writable)), readable(std::move(readable)) {}
 
-void Copies::grow(at::Tensor writable, at::Tensor readable) {
+void CopyMemory::grow(at::Tensor writable, at::Tensor readable) {
   ring.grow(writable.nbytes());
   this->writable = std::move(writable);
   this->readable = std::move(readable);
@@ -56,7 +56,7 @@ int new_shared_file(int64_t nbytes) {
   const int file = static_cast<int>(syscall(SYS_memfd_create, "zero3", MFD_CLOEXEC));
   ZERO3_CHECK(file >= 0, "memfd_create failed: ", std::strerror(errno));
   int error = fchmod(file, 0600) == 0 && ftruncate(file, nbytes) == 0 ? 0 : errno;
-  // A page that such a kernel cannot give when it is first touched ends the process with SIGBUS.
+  // If such a kernel has no page when one is first touched, the process ends with SIGBUS.
   if (error == 0 && kernel_never_overcommits()) {
     do error = posix_fallocate(file, 0, nbytes);
     while (error == EINTR);

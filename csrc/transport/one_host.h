@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "transport/backwards.h"
-#include "transport/host.h"
 #include "transport/mailbox.h"
+#include "transport/rank_waiter.h"
 #include "transport/ring.h"
 
 namespace zero3 {
@@ -19,7 +19,7 @@ class SharedPresences;
 
 // The ranks of a process group that live on one host.
 struct OneHost {
-  // `control` is zeroed shared memory: a Bell, and a Standing for each rank.
+  // `control` is zeroed shared memory: a WakeWord, and a RankState for each rank.
   OneHost(const std::string& group_name, int64_t rank, const std::vector<int64_t>& pids,
           at::Tensor control);
 
@@ -28,20 +28,20 @@ struct OneHost {
   static int64_t control_bytes(int64_t world_size);
 
   at::Tensor control;
-  Standing* standings;
-  std::shared_ptr<Host> host;
+  RankState* rank_states;
+  std::shared_ptr<RankWaiter> waiter;
   Backwards backwards;
-  Calls calls;
-  SharedPresences* latest_presences = nullptr;  // latest in `calls`, while it lives
-  std::atomic<int> crowded_out = 0;             // gathers that wait for room; later ones wait too
+  Announcements announcements;
+  SharedPresences* latest_presences = nullptr;  // the latest, while it lives
+  std::atomic<int> waiting_for_room = 0;        // gathers that wait for room; later ones wait too
   uint64_t parameters = 0;                      // number of parameters so far
   std::shared_ptr<Mailbox> mailbox;
 };
 
 // Memory for the gathered copies of one parameter, or of several that take turns in it.
-struct Copies {
+struct CopyMemory {
   // The same shared bytes, mapped twice. Nobody writes to `readable`.
-  Copies(at::Tensor writable, at::Tensor readable);
+  CopyMemory(at::Tensor writable, at::Tensor readable);
 
   // Moves the turns to other memory, from the next gather on.
   void grow(at::Tensor writable, at::Tensor readable);

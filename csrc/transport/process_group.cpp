@@ -20,7 +20,7 @@ using Group = c10d::ProcessGroup;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 // The transfers that an exchange has begun.
-struct Running {
+struct Transfers {
   struct Part {
     WorkPtr work;
     std::string with;  // the other rank
@@ -55,22 +55,22 @@ struct Running {
   }
 };
 
-// Exchanges that nobody waits for any more. gloo never recovers if a message's buffer is gone.
-class Orphans {
+// Transfers that nobody waits for any more. gloo never recovers if a message's buffer is gone.
+class AbandonedTransfers {
  public:
-  static Orphans& get() {
-    static auto& orphans = *new Orphans;  // never destroyed: some come while statics are destroyed
-    return orphans;
+  static AbandonedTransfers& get() {
+    static auto& abandoned = *new AbandonedTransfers;  // never destroyed: statics may add some
+    return abandoned;
   }
 
-  void add(std::unique_ptr<Running> running) {
+  void add(std::unique_ptr<Transfers> transfers) {
     std::lock_guard lock(mutex_);
-    by_group_name_[running->group->getGroupName()].push_back(std::move(running));
+    by_group_name_[transfers->group->getGroupName()].push_back(std::move(transfers));
   }
 
-  // Waits for the orphans of `group`. Drops those of a former group of the same name.
+  // Waits for those of `group`. Drops those of a former group of the same name.
   void wait(const c10::intrusive_ptr<Group>& group) {
-    std::vector<std::unique_ptr<Running>> mine;
+    std::vector<std::unique_ptr<Transfers>> mine;
     {
       std::lock_guard lock(mutex_);
       auto found = by_group_name_.find(group->getGroupName());
@@ -78,13 +78,13 @@ class Orphans {
       mine = std::move(found->second);
       by_group_name_.erase(found);
     }
-    for (auto& running : mine)
-      if (running->group == group) running->wait();
+    for (auto& transfers : mine)
+      if (transfers->group == group) transfers->wait();
   }
 
  private:
   std::mutex mutex_;
-  std::map<std::string, std::vector<std::unique_ptr<Running>>> by_group_name_;
+  std::map<std::string, std::vector<std::unique_ptr<Transfers>>> by_group_name_;
 };
 
 // A Work copies the thread-local state and frees the copy on its own thread, late or never. The
@@ -165,27 +165,28 @@ class ProcessGroupExchange : public Exchange {
   explicit ProcessGroupExchange(const Channel& channel)
       : rank_(channel.rank), by_messages_(channel.traits.is_point_to_point) {
     auto group = group_of(channel.name);
-    Orphans::get().wait(group);
-    running_ = std::make_unique<Running>(Running{std::move(group), {}, {}});
+    AbandonedTransfers::get().wait(group);
+    transfers_ = std::make_unique<Transfers>(Transfers{std::move(group), {}, {}});
   }
 
   ~ProcessGroupExchange() override {
-    if (running_ && !running_->parts.empty()) Orphans::get().add(std::move(running_));
+    if (transfers_ && !transfers_->parts.empty())
+      AbandonedTransfers::get().add(std::move(transfers_));
   }
 
   void gather(const std::vector<Piece>& pieces) override;
   void reduce(const Rows& rows, const std::string& key) override;
 
   void wait() override {
-    auto running = std::exchange(running_, nullptr);
-    ZERO3_CHECK(running, "an exchange was waited for twice");
-    running->wait();
+    auto transfers = std::exchange(transfers_, nullptr);
+    ZERO3_CHECK(transfers, "an exchange was waited for twice");
+    transfers->wait();
   }
 
  private:
   const int64_t rank_;
-  const bool by_messages_;            // sends and receives
-  std::unique_ptr<Running> running_;  // until wait()
+  const bool by_messages_;                // sends and receives
+  std::unique_ptr<Transfers> transfers_;  // until wait()
 };
 
 void ProcessGroupExchange::gather(const std::vector<Piece>& pieces) {
@@ -193,14 +194,14 @@ void ProcessGroupExchange::gather(const std::vector<Piece>& pieces) {
   std::vector<at::Tensor> fulls, shards;
   std::string keys;
   for (auto& [rows, key] : pieces) {
-    running_->tensors.push_back(rows);
+    transfers_->tensors.push_back(rows);
     if (rows.numel() == 0) continue;
     if (by_messages_) {
       start_messages(
-          *running_->group, rank_, rows.size(0), key, [&](int64_t) { return rows[rank_]; },
+          *transfers_->group, rank_, rows.size(0), key, [&](int64_t) { return rows[rank_]; },
           [&](int64_t from) { return rows[from]; },
           [&](int64_t with, auto begin) {
-            running_->start("rank " + std::to_string(with), key, begin);
+            transfers_->start("rank " + std::to_string(with), key, begin);
           });
       continue;
     }
@@ -211,14 +212,15 @@ void ProcessGroupExchange::gather(const std::vector<Piece>& pieces) {
     keys += (keys.empty() ? "" : ", ") + key;
   }
   if (!fulls.empty())
-    running_->start("others", keys, [&] { return all_gather(*running_->group, fulls, shards); });
+    transfers_->start("others", keys,
+                      [&] { return all_gather(*transfers_->group, fulls, shards); });
 }
 
 void ProcessGroupExchange::reduce(const Rows& rows, const std::string& key) {
   WithoutSavedTensorHooks guard;
   Rows& addends = addends_.emplace_back();
   const auto keep = [&](const at::Tensor& tensor) {
-    return running_->tensors.emplace_back(tensor);
+    return transfers_->tensors.emplace_back(tensor);
   };
   const at::Tensor& own = rows[rank_];
   if (by_messages_) {
@@ -227,17 +229,17 @@ void ProcessGroupExchange::reduce(const Rows& rows, const std::string& key) {
       addends.push_back(keep(row.is_same(own) ? own : pooled_empty(own.sizes(), own.options())));
     }
     start_messages(
-        *running_->group, rank_, rows.size(), key, [&](int64_t to) { return rows[to]; },
+        *transfers_->group, rank_, rows.size(), key, [&](int64_t to) { return rows[to]; },
         [&](int64_t from) { return addends[from]; },
         [&](int64_t with, auto begin) {
-          running_->start("rank " + std::to_string(with), key, begin);
+          transfers_->start("rank " + std::to_string(with), key, begin);
         });
   } else {
     auto run = keep(one_run(rows));
     addends.push_back(keep(pooled_empty(own.sizes(), own.options())));
     if (run.numel() > 0)
-      running_->start("others", key,
-                      [&] { return reduce_scatter(*running_->group, addends.front(), run); });
+      transfers_->start("others", key,
+                        [&] { return reduce_scatter(*transfers_->group, addends.front(), run); });
   }
 }
 

@@ -72,7 +72,7 @@ class Arena {
 
  private:
   uint64_t capacity_;
-  std::map<uint64_t, uint64_t> taken_;  // begin to end of each block
+  std::map<uint64_t, uint64_t> taken_;  // begin of each block -> its end
 };
 
 }  // namespace zero3

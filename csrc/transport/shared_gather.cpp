@@ -1,8 +1,8 @@
 // Gathers of ranks that share memory: each rank publishes its rows of a copy.
-#include "gather/gather_bucket.h"
 #include "support/autograd.h"
 #include "support/error.h"
 #include "support/memory.h"
+#include "transport/gather_bucket.h"
 #include "transport/shared_memory.h"
 
 namespace zero3 {
@@ -19,7 +19,7 @@ class SharedGather : public GatherBucket {
   std::vector<at::Tensor> finish(bool fresh) override;
 
  private:
-  // The shard that is published of a parameter.
+  // The shard of a parameter that is published.
   struct Source {
     at::Tensor shard;
     uint64_t version;
@@ -29,28 +29,28 @@ class SharedGather : public GatherBucket {
   // Starts as many parameters as there is room for.
   void start_some(bool at_least_one);
   void publish_where_possible(bool waits);
-  std::optional<Host::Missing> missing();
+  std::optional<RankWaiter::Missing> missing();
 
   std::vector<Source> sources_;  // one for each parameter
   bool in_backward_ = false;
-  bool is_crowded_out_ = false;
+  bool waits_for_room_ = false;
   size_t started_ = 0;
   size_t finished_ = 0;
   std::vector<Ring::Pin> pins_;  // turns of the parameters under way
 };
 
 SharedGather::~SharedGather() {
-  if (is_crowded_out_) --one_host().crowded_out;
+  if (waits_for_room_) --one_host().waiting_for_room;
 }
 
 void SharedGather::start() {
   in_backward_ = in_backward();
   for (auto& parameter : parameters_)
     sources_.push_back({parameter->shard, parameter->shard_version()});
-  one_host().host->begin_anew();
-  if (one_host().crowded_out == 0) start_some(/*at_least_one=*/false);
-  is_crowded_out_ = started_ < parameters_.size();
-  if (is_crowded_out_) ++one_host().crowded_out;
+  one_host().waiter->begin_anew();
+  if (one_host().waiting_for_room == 0) start_some(/*at_least_one=*/false);
+  waits_for_room_ = started_ < parameters_.size();
+  if (waits_for_room_) ++one_host().waiting_for_room;
   record([this] { return collective(); });
 }
 
@@ -58,7 +58,7 @@ void SharedGather::snapshot() {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const auto& parameter = *parameters_[i];
     auto& shard = sources_[i].shard;
-    if (i >= started_ || !SharedMemory::of(parameter).copy.is_published())
+    if (i >= started_ || !SharedMemory::of(parameter).gather_words.is_published())
       shard = shard.to(parameter.compute_dtype, /*non_blocking=*/false, /*copy=*/true);
   }
 }
@@ -72,7 +72,7 @@ std::vector<at::Tensor> SharedGather::finish(bool fresh) {
   while (finished_ < parameters_.size()) {
     // A pinned turn in the way now belongs to a caller that has raised, and will not read it.
     start_some(/*at_least_one=*/started_ == finished_);
-    one_host().host->wait([this] { return missing(); });
+    one_host().waiter->wait([this] { return missing(); });
     for (; finished_ < started_; ++finished_) {
       auto& parameter = *parameters_[finished_];
       auto full = SharedMemory::of(parameter).view(parameter);
@@ -96,7 +96,7 @@ void SharedGather::start_some(bool at_least_one) {
     }
     pins_.push_back(shared.pin());
   }
-  if (arrived) one_host().host->ring();
+  if (arrived) one_host().waiter->notify();
   publish_where_possible(/*waits=*/false);
 }
 
@@ -105,9 +105,9 @@ void SharedGather::publish_where_possible(bool waits) {
   for (size_t i = finished_; i < started_; ++i) {
     auto& parameter = *parameters_[i];
     auto& shared = SharedMemory::of(parameter);
-    const auto& publication = shared.copy;
-    if (publication.is_published() || !publication.readers().empty()) continue;
-    if (!publication.is_at_one_place()) {
+    const auto& words = shared.gather_words;
+    if (words.is_published() || !words.readers().empty()) continue;
+    if (!words.is_at_one_place()) {
       ZERO3_CHECK(!waits, "ranks have gathered different things before '", parameter.fqn,
                   "': something has raised on some of them, or they do not run the same. All ranks "
                   "must run the same forwards and backwards; start them again");
@@ -116,18 +116,18 @@ void SharedGather::publish_where_possible(bool waits) {
     shared.publish(parameter, sources_[i].shard);
     published = true;
   }
-  if (published) one_host().host->ring();
+  if (published) one_host().waiter->notify();
 }
 
-std::optional<Host::Missing> SharedGather::missing() {
+std::optional<RankWaiter::Missing> SharedGather::missing() {
   publish_where_possible(/*waits=*/true);
   one_host().mailbox->poll_everywhere();  // others may wait for it
   for (size_t i = finished_; i < started_; ++i) {
-    const auto& publication = SharedMemory::of(*parameters_[i]).copy;
+    const auto& words = SharedMemory::of(*parameters_[i]).gather_words;
     const auto& fqn = parameters_[i]->fqn;
-    if (!publication.is_published())
-      return {{publication.readers(), "it has not begun to gather '" + fqn + "'"}};
-    if (auto writers = publication.writers(); !writers.empty())
+    if (!words.is_published())
+      return {{words.readers(), "it has not begun to gather '" + fqn + "'"}};
+    if (auto writers = words.writers(); !writers.empty())
       return {{std::move(writers), "it has not published its rows of '" + fqn + "'"}};
   }
   return std::nullopt;
@@ -135,7 +135,7 @@ std::optional<Host::Missing> SharedGather::missing() {
 
 }  // namespace
 
-std::unique_ptr<GatherBucket> SharedMemory::gather(std::vector<ParameterPtr> parameters) {
+std::unique_ptr<GatherBucket> SharedMemory::gather_bucket(std::vector<ParameterPtr> parameters) {
   return std::make_unique<SharedGather>(std::move(parameters));
 }
 

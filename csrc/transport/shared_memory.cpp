@@ -17,7 +17,8 @@ char* data_of(const at::Tensor& tensor) { return static_cast<char*>(tensor.data_
 }  // namespace
 
 SharedMemory::SharedMemory(std::shared_ptr<OneHost> one_host, const ParameterSpec& spec,
-                           at::Tensor progress, std::shared_ptr<Copies> copies, bool takes_turns)
+                           at::Tensor progress, std::shared_ptr<CopyMemory> copy_memory,
+                           bool takes_turns)
     : Transport({.gathers_views = true,
                  .publishes = true,
                  .ranks_meet_in_backward = takes_turns,
@@ -27,16 +28,17 @@ SharedMemory::SharedMemory(std::shared_ptr<OneHost> one_host, const ParameterSpe
                  .sends_messages = false,
                  .empty_waits = true,
                  .tells_presence = true}),
-      copy(reinterpret_cast<Progress*>(data_of(progress)), spec.rank, spec.world_size),
+      gather_words(reinterpret_cast<Progress*>(data_of(progress)), spec.rank, spec.world_size),
       blocks(blocks_of(spec.rows(), spec.nbytes() / spec.rows(), spec.world_size)),
       one_host_(std::move(one_host)),
       number_(one_host_->parameters++),
       progress_(std::move(progress)),
-      copies_(std::move(copies)) {
-  copies_->ring.admit(spec.nbytes());
+      copy_memory_(std::move(copy_memory)) {
+  copy_memory_->ring.admit(spec.nbytes());
   auto* ranks = reinterpret_cast<Progress*>(data_of(progress_));
   for (auto& block : blocks) {
-    deposits.emplace_back(ranks, one_host_->standings, spec.rank, spec.world_size, block.owner);
+    reduce_words.emplace_back(ranks, one_host_->rank_states, spec.rank, spec.world_size,
+                              block.owner);
     ranks += spec.world_size;
   }
 }
@@ -53,13 +55,13 @@ at::Tensor SharedMemory::empty(const Parameter& parameter, at::IntArrayRef sizes
 }
 
 // This forward counts as a publication, since publications number the backwards.
-void SharedMemory::skip_gather() {
-  one_host_->host->begin_anew();
+void SharedMemory::note_skipped_gather() {
+  one_host_->waiter->begin_anew();
   one_host_->backwards.count_publication();
 }
 
-bool SharedMemory::expect(const Parameter& parameter, uint64_t publication) {
-  is_invalid_ = copy.epoch() != publication;
+bool SharedMemory::begin_backward_of_forward(const Parameter& parameter, uint64_t epoch) {
+  is_invalid_ = gather_words.epoch() != epoch;
   return is_stale(parameter);
 }
 
@@ -68,7 +70,7 @@ bool SharedMemory::is_stale(const Parameter& parameter) const {
 }
 
 bool SharedMemory::arrive(const Parameter& parameter, uint64_t version, bool even_if_pinned) {
-  auto turn = copies_->ring.next(parameter.nbytes(), even_if_pinned);
+  auto turn = copy_memory_->ring.next(parameter.nbytes(), even_if_pinned);
   if (!turn) return false;
   turn_ = std::move(turn);
   is_invalid_ = false;
@@ -84,13 +86,13 @@ bool SharedMemory::arrive(const Parameter& parameter, uint64_t version, bool eve
     }
   };
   published_version_ = version;
-  copy.arrive(turn_->history);
+  gather_words.arrive(turn_->history);
   return true;
 }
 
 void SharedMemory::publish(const Parameter& parameter, const at::Tensor& shard) {
   if (const int64_t rows = parameter.shard_rows(); rows > 0) {
-    auto mine = at::from_blob(data_of(copies_->writable) + turn_->begin, parameter.sizes,
+    auto mine = at::from_blob(data_of(copy_memory_->writable) + turn_->begin, parameter.sizes,
                               parameter.strides, at::TensorOptions(parameter.compute_dtype))
                     .narrow(0, parameter.rank * parameter.chunk_rows(), rows);
     const auto nbytes = static_cast<int64_t>(mine.nbytes());
@@ -106,13 +108,13 @@ void SharedMemory::publish(const Parameter& parameter, const at::Tensor& shard) 
       mine.copy_(shard);
     }
   }
-  copy.publish();
+  gather_words.publish();
 }
 
 at::Tensor SharedMemory::view(const Parameter& parameter) {
-  auto view = at::for_blob(data_of(copies_->readable) + turn_->begin, parameter.sizes)
+  auto view = at::for_blob(data_of(copy_memory_->readable) + turn_->begin, parameter.sizes)
                   .strides(parameter.strides)
-                  .deleter([mapped = copies_->readable](void*) {})
+                  .deleter([mapped = copy_memory_->readable](void*) {})
                   .options(at::TensorOptions(parameter.compute_dtype))
                   .make_tensor();
   std::erase_if(*views_, [](auto& weak) { return weak.expired(); });

@@ -6,9 +6,9 @@
 #include <memory>
 #include <vector>
 
-#include "transport/deposit.h"
+#include "transport/gather_words.h"
 #include "transport/one_host.h"
-#include "transport/publication.h"
+#include "transport/reduce_words.h"
 #include "transport/transport.h"
 
 namespace zero3 {
@@ -18,9 +18,9 @@ namespace zero3 {
 class SharedMemory : public Transport {
  public:
   // `progress` is zeroed shared memory: for each block of the gradient, a Progress for each rank.
-  // The parameter either has its own `copies`, or takes turns in them with others of the group.
+  // The parameter either has its own `copy_memory`, or takes turns in it with others of the group.
   SharedMemory(std::shared_ptr<OneHost> one_host, const ParameterSpec& spec, at::Tensor progress,
-               std::shared_ptr<Copies> copies, bool takes_turns);
+               std::shared_ptr<CopyMemory> copy_memory, bool takes_turns);
 
   // The transport of a parameter that has this one.
   static SharedMemory& of(const Parameter& parameter) {
@@ -29,16 +29,16 @@ class SharedMemory : public Transport {
 
   std::string name() const override { return "shared_memory"; }
   bool joins(const Transport& other) const override;
-  std::unique_ptr<GatherBucket> gather(std::vector<ParameterPtr> parameters) override;
+  std::unique_ptr<GatherBucket> gather_bucket(std::vector<ParameterPtr> parameters) override;
   std::unique_ptr<Backward> begin_backward() override;
   at::Tensor empty(const Parameter& parameter, at::IntArrayRef sizes,
                    const at::TensorOptions& options) override;
   // Index among the parameters of the OneHost.
   uint64_t number() const override { return number_; }
 
-  void skip_gather() override;
-  uint64_t publication() const override { return copy.epoch(); }
-  bool expect(const Parameter& parameter, uint64_t publication) override;
+  void note_skipped_gather() override;
+  uint64_t epoch() const override { return gather_words.epoch(); }
+  bool begin_backward_of_forward(const Parameter& parameter, uint64_t epoch) override;
   void invalidate() override { is_invalid_ = true; }
 
   const std::shared_ptr<OneHost>& one_host() const { return one_host_; }
@@ -60,9 +60,9 @@ class SharedMemory : public Transport {
   // Returns the full tensor, read-only, in the parameter's sizes and strides.
   at::Tensor view(const Parameter& parameter);
 
-  Publication copy;
+  GatherWords gather_words;
   const std::vector<Block> blocks;
-  std::vector<Deposit> deposits;  // one for each block
+  std::vector<ReduceWords> reduce_words;  // one for each block
 
  private:
   using Views = std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>>;
@@ -70,7 +70,7 @@ class SharedMemory : public Transport {
   const std::shared_ptr<OneHost> one_host_;
   const uint64_t number_;
   const at::Tensor progress_;
-  const std::shared_ptr<Copies> copies_;
+  const std::shared_ptr<CopyMemory> copy_memory_;
   std::shared_ptr<Ring::Turn> turn_;  // turn of the latest publication
   std::shared_ptr<Views> views_;      // views of that publication
   uint64_t published_version_ = 0;

@@ -1,10 +1,10 @@
-// Presences that ranks sharing memory tell each other when a backward begins.
+// Presences of ranks that share memory.
 #pragma once
 
 #include <memory>
 #include <vector>
 
-#include "reduce/presence.h"
+#include "transport/presences.h"
 #include "transport/shared_memory.h"
 
 namespace zero3 {
@@ -16,21 +16,22 @@ class SharedPresences : public PresenceGather {
   ~SharedPresences() override;
 
   std::vector<Presences> finish() override {
-    hear();
+    read();
     return all_;
   }
 
  private:
-  // Waits for the other ranks, so that this rank may begin another call.
-  void hear();
+  // Waits for the other ranks' announcements and reads them, so that this rank may begin another
+  // round.
+  void read();
   void check_topic_of(int64_t rank) const;
-  void forget();
+  void acknowledge();
   Progress* progress(size_t i) const;
 
   const std::vector<ParameterPtr> parameters_;
   const std::shared_ptr<OneHost> one_host_;
   const uint64_t topic_;
-  uint64_t call_ = 0;
+  uint64_t round_ = 0;
   std::vector<Presences> all_;
 };
 

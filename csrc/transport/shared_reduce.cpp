@@ -2,10 +2,10 @@
 #include <ATen/ops/mm.h>
 
 #include "kernels/copy.h"
-#include "reduce/reduce_bucket.h"
 #include "support/memory.h"
 #include "support/profiler_range.h"
 #include "transport/process_group.h"
+#include "transport/reduce_bucket.h"
 #include "transport/shared_memory.h"
 #include "transport/shared_presences.h"
 
@@ -90,15 +90,15 @@ class SharedBackward : public Backward {
  public:
   explicit SharedBackward(std::shared_ptr<OneHost> one_host)
       : one_host_(std::move(one_host)), number_(one_host_->backwards.begin()) {
-    one_host_->host->begin_anew();
+    one_host_->waiter->begin_anew();
   }
   ~SharedBackward() override {
     one_host_->backwards.end(number_);
-    one_host_->host->ring();
+    one_host_->waiter->notify();
   }
 
-  std::unique_ptr<ReduceBucket> reduce(const Parameter& like, at::ScalarType wire_dtype,
-                                       bool) override {
+  std::unique_ptr<ReduceBucket> reduce_bucket(const Parameter& like, at::ScalarType wire_dtype,
+                                              bool) override {
     return std::make_unique<SharedReduce>(like, wire_dtype, number_);
   }
 
@@ -116,7 +116,7 @@ class SharedBackward : public Backward {
 }  // namespace
 
 std::unique_ptr<Backward> SharedMemory::begin_backward() {
-  check_exists(one_host_->group_name);  // as messages find out by themselves
+  check_exists(one_host_->group_name);  // an exchange of messages checks this itself
   return std::make_unique<SharedBackward>(one_host_);
 }
 

@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "parameter/parameter.h"
-#include "reduce/presence.h"
 #include "support/memory.h"
+#include "transport/presences.h"
 
 namespace zero3 {
 
@@ -20,7 +20,9 @@ class ReduceBucket;
 
 struct Capabilities {
   bool gathers_views = false;  // gathers into memory that nobody owns or may write to
-  bool publishes = false;      // a backward reads its forward's publication, and moves nothing
+  // A backward reads what its forward published, and moves bytes only if that is stale or
+  // overwritten.
+  bool publishes = false;
   bool ranks_meet_in_backward = true;  // a gather in backward needs all ranks
   bool sends_any_dtype = false;  // sends a gradient as it is if the wire dtype holds it exactly
   bool sums_in_fp32 = false;     // or wider, for any wire dtype
@@ -37,8 +39,9 @@ class Backward {
 
   // Returns an empty bucket for gradients like that of `like`. With `in_pieces`, each gradient
   // travels alone.
-  virtual std::unique_ptr<ReduceBucket> reduce(const Parameter& like, at::ScalarType wire_dtype,
-                                               bool in_pieces) = 0;
+  virtual std::unique_ptr<ReduceBucket> reduce_bucket(const Parameter& like,
+                                                      at::ScalarType wire_dtype,
+                                                      bool in_pieces) = 0;
   // Announces `mine`, this rank's presence for each of `parameters`.
   virtual std::unique_ptr<PresenceGather> gather_presences(
       const std::vector<ParameterPtr>& parameters, const Presences& mine, Occasion occasion) = 0;
@@ -59,8 +62,8 @@ class Transport {
   // Whether parameters of both go through the same collectives.
   virtual bool joins(const Transport& other) const = 0;
 
-  // Returns a bucket of parameters whose transports join, not started yet.
-  virtual std::unique_ptr<GatherBucket> gather(std::vector<ParameterPtr> parameters) = 0;
+  // Returns a bucket of parameters whose transports join. Its gather is not started.
+  virtual std::unique_ptr<GatherBucket> gather_bucket(std::vector<ParameterPtr> parameters) = 0;
   virtual std::unique_ptr<Backward> begin_backward() = 0;
 
   // Allocates a gradient that is about to be reduced, in the memory it will be sent from. May wait
@@ -69,19 +72,22 @@ class Transport {
                            const at::TensorOptions& options) {
     return pooled_empty(sizes, options);
   }
-  // A number by which several models can be told apart, the same on all ranks.
+  // A number that tells several models apart, the same on all ranks.
   virtual uint64_t number() const { return 0; }
 
   // ---- transports that publish
 
-  // Notes that a forward computes with the kept tensor, and gathers nothing.
-  virtual void skip_gather() {}
+  // Notes that a forward computes with the retained tensor, and gathers nothing.
+  virtual void note_skipped_gather() {}
   // Number of publications of the parameter so far.
-  virtual uint64_t publication() const { return 0; }
-  // Call when a backward begins whose forward had this `publication`. After a later publication,
-  // the backward publishes the parameter again when it reads it. Returns whether it will publish.
-  virtual bool expect(const Parameter& parameter, uint64_t publication) { return false; }
-  // Makes the next backward that reads the parameter publish it again.
+  virtual uint64_t epoch() const { return 0; }
+  // Call when a backward begins, with the epoch() of its forward. Returns whether a read of the
+  // parameter will publish it again: the shard has changed since, or another forward has run, or
+  // another copy has taken the place.
+  virtual bool begin_backward_of_forward(const Parameter& parameter, uint64_t epoch) {
+    return false;
+  }
+  // Makes the next read in a backward publish the parameter again.
   virtual void invalidate() {}
 };
 

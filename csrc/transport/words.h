@@ -24,17 +24,17 @@ inline uint64_t in_cache_lines(uint64_t nbytes) {
 // the words of gathers and presences.
 struct alignas(kCacheLine) Progress {
   // A gather's epochs count the publications of the parameter.
-  std::atomic<uint64_t> arrived;    // reads no copy of an epoch before this one
-  std::atomic<uint64_t> published;  // has written its rows of this epoch
+  std::atomic<uint64_t> arrived;    // this rank will read no copy of an epoch before this one
+  std::atomic<uint64_t> published;  // this rank has written its rows of this epoch
   std::atomic<uint64_t> history;    // digest of a Ring's turns, up to that of `arrived`
 
   // A reduction's epochs count backwards, and the parameter's gradients within a backward.
-  std::atomic<uint64_t> deposited;  // has its gradient of this epoch in its mailbox, described by:
-  uint64_t offset;                  // in the mailbox, in bytes
+  std::atomic<uint64_t> posted;  // this rank's gradient of this epoch is in its mailbox:
+  uint64_t offset;               // at this place, in bytes
   int8_t dtype;
   int8_t wire_dtype;
-  std::atomic<uint16_t> presence;  // announced in its latest call of Calls
-  std::atomic<uint64_t> consumed;  // reads no gradient of this epoch any more
+  std::atomic<uint16_t> presence;  // announced in this rank's latest round of Announcements
+  std::atomic<uint64_t> consumed;  // this rank will read no gradient up to this epoch
 };
 static_assert(std::atomic<uint64_t>::is_always_lock_free && sizeof(Progress) == kCacheLine);
 
@@ -44,22 +44,23 @@ using Text = std::array<std::atomic<uint64_t>, 32>;
 constexpr int64_t kNobody = -1;
 
 // The state of one rank.
-struct alignas(kCacheLine) Standing {
-  std::atomic<uint64_t> settled;  // reads no gradient of backwards before this one
-  std::atomic<uint64_t> called;   // has announced its presences, up to this call
-  std::atomic<uint64_t> topic;    // what its announcement in that call is about
-  std::atomic<uint64_t> heard;    // has read the others' announcements, up to this call
+struct alignas(kCacheLine) RankState {
+  std::atomic<uint64_t> oldest_backward;  // this rank will read no gradient of an earlier backward
+  std::atomic<uint64_t> announced;        // latest round in which this rank has announced presences
+  std::atomic<uint64_t> topic;            // topic of that announcement
+  std::atomic<uint64_t> acknowledged;     // latest round whose announcements this rank has read
 
   // The rank's latest long wait.
   std::atomic<uint64_t> waits;    // counts begins and ends of long waits: odd while the rank waits
   std::atomic<uint64_t> looks;    // number of looks in vain, in all waits
-  std::atomic<int64_t> for_rank;  // rank that it cannot go on without; or kNobody
-  std::atomic<uint64_t> gave_up;  // `waits` when it found that nobody can go on; else 0
+  std::atomic<int64_t> for_rank;  // rank that this one cannot go on without; or kNobody
+  std::atomic<uint64_t> gave_up;  // `waits` when this rank found that nobody can go on; else 0
   Text what;                      // what the other rank has not done
 };
 
-struct alignas(kCacheLine) Bell {
-  std::atomic<uint32_t> rung;
+// The word on which ranks sleep.
+struct alignas(kCacheLine) WakeWord {
+  std::atomic<uint32_t> notified;  // number of calls of RankWaiter::notify()
   std::atomic<uint32_t> sleepers;
 };
 

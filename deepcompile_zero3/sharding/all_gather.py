@@ -30,11 +30,6 @@ class AllGather:
         return dict(zip(self.parameters, self._gather.finish(fresh=True), strict=True))
 
 
-def in_backward() -> bool:
-    """Returns whether a backward of this process runs now."""
-    return _C.running_backward() != -1
-
-
 def republish_if_recomputing(parameters: Iterable[ShardedParameter]) -> bool:
     """Makes ranks publish ``parameters`` again if a backward recomputes a forward.
 
@@ -43,7 +38,7 @@ def republish_if_recomputing(parameters: Iterable[ShardedParameter]) -> bool:
     Returns:
         Whether a backward runs, which uses parameters outside of a forward only to recompute one.
     """
-    recomputing = in_backward()
+    recomputing = _C.in_backward()
     if recomputing:
         _C.invalidate([parameter.handle for parameter in parameters])
     return recomputing

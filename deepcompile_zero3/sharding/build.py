@@ -55,7 +55,7 @@ def _caught(failures: list[Exception]) -> Iterator[None]:
             failures.append(error)
 
 
-def agree_on_root(
+def agree_on_model_number(
     modules: Sequence[nn.Module], failure: Exception | None, groups: Sequence[dist.ProcessGroup]
 ) -> int:
     """Returns a number for the sharded model that is free on all ranks. Collective.
@@ -66,7 +66,7 @@ def agree_on_root(
         Zero3Error: another rank has a ``failure``. This rank's own failure is raised as it is.
     """
     inner = {g.model.number for each in modules for g in groups_in(each) if g.model}
-    in_use = _C.live_roots() - inner
+    in_use = _C.live_model_numbers() - inner
     me = dist.get_rank()
     failures = {} if failure is None else {me: f"{type(failure).__name__}: {failure}"}
     try:

@@ -13,7 +13,7 @@ from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.sharding import arguments, conversion
 from deepcompile_zero3.sharding.blueprint import Blueprint
-from deepcompile_zero3.sharding.build import agree_on_root, build, process_groups_of
+from deepcompile_zero3.sharding.build import agree_on_model_number, build, process_groups_of
 from deepcompile_zero3.sharding.casts import ForwardCasts
 from deepcompile_zero3.sharding.fsdp_state import FsdpState
 from deepcompile_zero3.sharding.group import ParameterGroup
@@ -154,7 +154,7 @@ def fully_shard(
     }
     built, failure = build(blueprints, connects)
     try:
-        root = agree_on_root(modules, failure, process_groups_of(meshes, new, modules))
+        number = agree_on_model_number(modules, failure, process_groups_of(meshes, new, modules))
     finally:
         failure = None  # its traceback holds this frame and all that was built
     _install(modules, built, ignored)
@@ -164,7 +164,7 @@ def fully_shard(
         each.register_load_state_dict_post_hook(conversion.after_load)
         torch_internals.set_fsdp_state(each, FsdpState(each, group))
         torch_internals.register_forward_hooks(each, group.pre_forward, group.post_forward)
-    _assign_ownership(modules, group, root)
+    _assign_ownership(modules, group, number)
     return module
 
 
@@ -224,7 +224,7 @@ def _install(
                 swap_class(submodule)
 
 
-def _assign_ownership(modules: list[nn.Module], group: ParameterGroup, root: int) -> None:
+def _assign_ownership(modules: list[nn.Module], group: ParameterGroup, number: int) -> None:
     """Makes ``modules`` the outermost sharded modules of all inside them, and names parameters."""
     model_module = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
     groups = groups_in(model_module)
@@ -236,9 +236,9 @@ def _assign_ownership(modules: list[nn.Module], group: ParameterGroup, root: int
     # The first sharded model of a process has plain names. Names in another model begin with its
     # class and number. Numbers follow the order of the fully_shard calls. The number of a deleted
     # model is free again.
-    label = "" if root == 1 else f"{original_class(modules[0]).__name__}:{root}."
+    label = "" if number == 1 else f"{original_class(modules[0]).__name__}:{number}."
     names = {id(tensor): fqn for fqn, tensor in model_module.named_parameters()}
-    model = ShardedModel(root, parameters)
+    model = ShardedModel(number, parameters)
     for child in groups:
         child.model = model
     for parameter in parameters:

@@ -18,7 +18,7 @@ from torch import nn
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.runtime import _C
-from deepcompile_zero3.sharding.all_gather import AllGather, in_backward, republish_if_recomputing
+from deepcompile_zero3.sharding.all_gather import AllGather, republish_if_recomputing
 from deepcompile_zero3.sharding.casts import ForwardCasts
 from deepcompile_zero3.sharding.layout import DataParallel
 from deepcompile_zero3.sharding.model import ShardedModel
@@ -147,8 +147,8 @@ class ParameterGroup:
         self._values.clear()  # reads before this forward have an earlier contract
         for parameter in self.parameters:
             parameter.prepare_forward()  # also unread ones: other ranks may read them
-        _C.count_held([parameter.handle for parameter in self.parameters])
-        if not in_backward():
+        _C.note_skipped_gathers([parameter.handle for parameter in self.parameters])
+        if not _C.in_backward():
             for group in _alive(self.forward_prefetch):
                 group.start_gather()
                 forward.prefetched.append(group)
@@ -232,7 +232,7 @@ class ParameterGroup:
     @torch_internals.disable_dynamo
     def _begin(self) -> None:
         if self.forward is None:
-            recomputes = in_backward()
+            recomputes = _C.in_backward()
             if not recomputes and self.model is not None:
                 _C.forget_uses(self.model.number)
             forward = EagerForward()
@@ -305,8 +305,8 @@ def compiled_forward(parameters: Sequence[ShardedParameter]) -> Iterator[bool]:
         yield True
     finally:
         for parameter in parameters:
-            if not parameter.handle.stays_after_forward():
-                parameter.handle.reshard_kept()
+            if not parameter.handle.outlives_forward():
+                parameter.handle.reshard_retained()
         _reshard_after_forward(unsharded)
 
 
@@ -315,7 +315,7 @@ def _reshard_after_forward(groups: Iterable[ParameterGroup]) -> None:
     written: list[str] = []
     for group in groups:
         handles = ((p, p.handle) for p in group.parameters)
-        leaving = [p for p, h in handles if h.was_written() or not h.stays_after_forward()]
+        leaving = [p for p, h in handles if h.was_written() or not h.outlives_forward()]
         written += group._reshard_parameters(leaving)
     _refuse_writes(written)
 

@@ -32,13 +32,15 @@ class ShardedModel:
             parameter.position = position
             handle = parameter.handle
             assert handle.transport is not None
-            handle.model = first.setdefault(parameter.shard_group_name, handle.transport.number)
+            handle.presence_id = first.setdefault(
+                parameter.shard_group_name, handle.transport.number
+            )
             parameter.update_guard_key()
 
     def retire(self) -> None:
         """Frees the number for another model. This model takes no more steps."""
         for parameter in self.parameters:
-            parameter.handle.root = 0
+            parameter.handle.model_number = 0
         _models.discard(self)
 
 

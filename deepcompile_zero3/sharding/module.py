@@ -141,7 +141,7 @@ class Zero3Module(FSDP2Methods):
         for parameter in self._zero3_parameters_below(recurse):
             parameter.settings.reshard_after_backward = reshard_after_backward
             if reshard_after_backward and not parameter.placeholder.requires_grad:
-                parameter.handle.reshard_kept()  # no backward brings it a gradient
+                parameter.handle.reshard_retained()  # no backward brings it a gradient
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Sets the number that the sum of each gradient over the ranks is divided by.

@@ -134,7 +134,7 @@ class ShardedParameter:
 
     def _connect(self, connection: Connection) -> None:
         self.handle.transport = connection.transport_of(self.handle)
-        self.ranks_meet_in_backward = self.handle.transport.can.ranks_meet_in_backward
+        self.ranks_meet_in_backward = self.handle.can.ranks_meet_in_backward
 
     @property
     def has_run(self) -> bool:
@@ -203,7 +203,7 @@ class ShardedParameter:
         """Makes the parameter one of ``model``, with the name ``fqn``."""
         self._model = weakref.ref(model)
         self.leaf.fqn = self.handle.fqn = fqn
-        self.handle.root = model.number
+        self.handle.model_number = model.number
         self.handle.register()
         self.update_guard_key()
 
@@ -221,10 +221,10 @@ class ShardedParameter:
 
     def update_guard_key(self) -> None:
         """Updates ``guard_key``."""
-        transport = self.handle.transport
+        transport, wire = self.handle.transport, self.settings.gradient_dtypes.wire
         self.guard_key = (
             f"reshard_after_forward={self.reshard_after_forward} group={self.shard_group_name} "
-            f"transport={transport and transport.name} reduce_dtype={self.settings.reduce_dtype} "
+            f"transport={transport and transport.name} reduce_dtype={wire} "
             f"model_nbytes={self.model.nbytes if self.model else 0}"  # limits what is kept
         )
 
@@ -236,7 +236,7 @@ class ShardedParameter:
             return full
         value = self.layout.read(full)
         if value.requires_grad:  # else uses would be summed before they are cast
-            _C.declare_grad_dtype(value, self.settings.grad_dtype)
+            _C.declare_grad_dtype(value, self.settings.gradient_dtypes.leaf)
         return value
 
     def reshard(self) -> bool:
@@ -308,9 +308,7 @@ class ShardedParameter:
         dtypes = grad_dtype.resolve(
             declared, self.leaf.dtype, self.compute_dtype, self._mp_policy.reduce_dtype
         )
-        self.settings.grad_dtype = dtypes.leaf
-        self.settings.reduce_dtype = dtypes.wire
-        self.settings.shard_grad_dtype = dtypes.shard
+        self.settings.gradient_dtypes = dtypes
         self.leaf_contract = _C.contract_name(dtypes.leaf)
         self.update_guard_key()
 

@@ -47,7 +47,7 @@ class _Regather(Generic[_Group]):
     ) -> None:
         self.parameters: dict[ShardedParameter, None] = {}
         self._all = all_parameters
-        self._publications = _C.Publications([parameter.handle for parameter in all_parameters])
+        self._epochs = _C.ForwardEpochs([parameter.handle for parameter in all_parameters])
         self._regathers_by_group = regathers_by_group
         self._following = following
         self._gathering: AllGather | None = None
@@ -60,7 +60,7 @@ class _Regather(Generic[_Group]):
             self._backward = _C.running_backward()
             self._fulls.clear()
             self._gathering = None
-            if self._publications.invalidate_if_republished():
+            if self._epochs.begin_backward_of_forward():
                 self.parameters = dict.fromkeys(self._all)  # in one order on all ranks
         if self._gathering is not None:
             return

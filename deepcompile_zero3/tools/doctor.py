@@ -177,4 +177,4 @@ def _step(rank: int, world_size: int, compile_with: Callable) -> bool:
         assert isinstance(sharded.grad, DTensor)
         torch.testing.assert_close(sharded.grad.full_tensor(), whole.grad)
     parameter = all_parameters_of(model, "doctor")[0]
-    return not parameter.handle.transport.can.sends_messages
+    return not parameter.handle.can.sends_messages

@@ -103,9 +103,7 @@ def report_of(
     return Report(
         model=original_class(model).__name__,
         world_size=max(parameter.handle.world_size for parameter in parameters),
-        is_shared=all(
-            not parameter.handle.transport.can.sends_messages for parameter in parameters
-        ),
+        is_shared=all(not parameter.handle.can.sends_messages for parameter in parameters),
         parameters=len(parameters),
         nbytes=sum(map(nbytes_of_tensor, placeholders)),
         shards=sum(map(nbytes_of_tensor, shards)),

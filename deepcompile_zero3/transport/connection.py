@@ -40,7 +40,7 @@ class Connection:
             self.shared.one_host,
             parameter,
             self.shared.progress,
-            self.shared.copies,
+            self.shared.copy_memory,
             self.shared.takes_turns,
         )
 

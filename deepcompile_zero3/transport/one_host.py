@@ -36,7 +36,7 @@ MAILBOX_BYTES = 32 << 20
 RING_BYTES = 256 << 20
 
 _one_hosts: weakref.WeakKeyDictionary[dist.ProcessGroup, _C.OneHost] = weakref.WeakKeyDictionary()
-_rings: weakref.WeakKeyDictionary[dist.ProcessGroup, _C.Copies] = weakref.WeakKeyDictionary()
+_rings: weakref.WeakKeyDictionary[dist.ProcessGroup, _C.CopyMemory] = weakref.WeakKeyDictionary()
 
 
 class MappedMemory(NamedTuple):
@@ -44,7 +44,7 @@ class MappedMemory(NamedTuple):
 
     one_host: _C.OneHost
     progress: torch.Tensor
-    copies: _C.Copies
+    copy_memory: _C.CopyMemory
     takes_turns: bool
 
 
@@ -211,7 +211,7 @@ class _Segments:
         if "ring" in self._mapped:
             memory = self._mapped["ring"], self._mapped["ring, to read"]
             if self._ring is None:
-                self._ring = _rings[self._group] = _C.Copies(*memory)
+                self._ring = _rings[self._group] = _C.CopyMemory(*memory)
             else:
                 self._ring.grow(*memory)
         progress = self._mapped["progress"][: sum(self._progress_bytes)]
@@ -221,10 +221,10 @@ class _Segments:
             for index in range(len(self._fulls))
         ]
 
-    def _copy(self, index: int) -> _C.Copies:
+    def _copy(self, index: int) -> _C.CopyMemory:
         begin, nbytes = self._offsets[index], self._fulls[index].nbytes
         names = ("copies", "copies, to read")
-        return _C.Copies(*(self._mapped[name][begin : begin + nbytes] for name in names))
+        return _C.CopyMemory(*(self._mapped[name][begin : begin + nbytes] for name in names))
 
 
 def _map(path: str, nbytes: int) -> torch.Tensor:

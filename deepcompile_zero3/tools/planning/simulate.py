@@ -264,7 +264,7 @@ class _Simulation:
             nbytes = packed + sum(map(nbytes_of, memory_of(node)))
             self._compute("pack", 0.0, dtypes.raw, nbytes, (name,))
         parameter = self._parameters[name]
-        dtype = parameter.settings.shard_grad_dtype or dtypes.leaf or dtypes.raw
+        dtype = parameter.settings.gradient_dtypes.shard or dtypes.leaf or dtypes.raw
         self._gradients[name] = parameter.shard.numel() * dtype.itemsize
         meta = torch.device("meta")
         if node.target is ops.reduce_grad.default:

@@ -10,7 +10,7 @@ from deepcompile_zero3.sharding.parameter import ShardedParameter
 
 _PREFIX = "simulated: "
 _UNBOUNDED = 1 << 62
-_SETTINGS = ("grad_dtype", "reduce_dtype", "shard_grad_dtype", "bucket_bytes", "divide_factor")
+_SETTINGS = ("gradient_dtypes", "bucket_bytes", "divide_factor")
 
 
 @contextlib.contextmanager
@@ -22,7 +22,7 @@ def twins_of(
     Their ranks exchange messages, with the buffers that ``backend``, one of c10d, needs. Buckets
     are not bounded where a parameter's own transport does not bound them.
     """
-    root = max(_C.live_roots(), default=0) + 1
+    model_number = max(_C.live_model_numbers(), default=0) + 1
     twins = {}
     try:
         for name, parameter in parameters.items():
@@ -42,10 +42,10 @@ def twins_of(
             twin.transport = _C.Messages(shards, shards)
             for setting in _SETTINGS:
                 setattr(twin.settings, setting, getattr(handle.settings, setting))
-            if not handle.transport.can.bounds_buckets:
+            if not handle.can.bounds_buckets:
                 twin.settings.bucket_bytes = _UNBOUNDED
             twin.shard = torch.empty_like(handle.shard, device="meta")
-            twin.root = root
+            twin.model_number = model_number
             twin.fqn = _PREFIX + name
             twin.register()
             twins[name] = twin

@@ -101,9 +101,7 @@ def _predict(
 
 
 def _share_memory(parameters: Mapping[str, ShardedParameter]) -> bool:
-    return any(
-        not parameter.handle.transport.can.sends_messages for parameter in parameters.values()
-    )
+    return any(not parameter.handle.can.sends_messages for parameter in parameters.values())
 
 
 def _what_ran(
@@ -118,7 +116,7 @@ def _what_ran(
     if profiled is None:
         raise Zero3Error("a profile could not be read")
     events, step = profiled
-    if _C.running_backward() != -1:
+    if _C.in_backward():
         raise Zero3Error("the optimizer steps inside of a backward")
     inside = [event.name for event in events if step.start <= event.start < step.end]
     runs = Counter(

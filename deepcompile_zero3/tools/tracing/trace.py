@@ -211,7 +211,7 @@ def _measure(events: list[Event], step: Event, script: str, predicted: Predictio
         durations=tuple(map(_duration, steps_of(events))),
         duration=_duration(step),
         timeline=timeline_of(events, step),
-        is_sharded=bool(_C.live_roots()),
+        is_sharded=bool(_C.live_model_numbers()),
         compiles=any(
             event.name.endswith(_COMPILES) and step.start <= event.start < step.end
             for event in events

@@ -1,4 +1,4 @@
-#include "reduce/reduce_bucket.h"
+#include "transport/reduce_bucket.h"
 
 #include <ATen/ops/mm.h>
 

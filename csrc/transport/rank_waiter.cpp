@@ -1,4 +1,4 @@
-#include "transport/host.h"
+#include "transport/rank_waiter.h"
 
 #include <fcntl.h>
 #include <linux/futex.h>
@@ -83,74 +83,76 @@ std::string name_of(char state) {
   }
 }
 
-// Counts as a sleeper of the bell while it lives.
+// Counts as a sleeper of the wake word while it lives.
 class Sleeper {
  public:
-  explicit Sleeper(Bell* bell) : bell_(bell) { bell_->sleepers.fetch_add(1); }
-  ~Sleeper() { bell_->sleepers.fetch_sub(1); }
+  explicit Sleeper(WakeWord* wake_word) : wake_word_(wake_word) {
+    wake_word_->sleepers.fetch_add(1);
+  }
+  ~Sleeper() { wake_word_->sleepers.fetch_sub(1); }
   Sleeper(const Sleeper&) = delete;
   Sleeper& operator=(const Sleeper&) = delete;
 
  private:
-  Bell* bell_;
+  WakeWord* wake_word_;
 };
 
 }  // namespace
 
-// A rank's long wait, shown in its Standing.
-class Host::Waiting {
+// A rank's long wait, shown in its RankState.
+class RankWaiter::LongWait {
  public:
-  explicit Waiting(Standing& standing) : standing_(standing) { standing_.waits.fetch_add(1); }
-  ~Waiting() { standing_.waits.fetch_add(1); }
-  Waiting(const Waiting&) = delete;
-  Waiting& operator=(const Waiting&) = delete;
+  explicit LongWait(RankState& state) : state_(state) { state_.waits.fetch_add(1); }
+  ~LongWait() { state_.waits.fetch_add(1); }
+  LongWait(const LongWait&) = delete;
+  LongWait& operator=(const LongWait&) = delete;
 
   void has_looked(const Missing& missing) {
     const bool is_one = missing.needs_all || missing.ranks.size() == 1;
     const int64_t for_rank = is_one ? missing.ranks.front() : kNobody;
-    if (for_rank != standing_.for_rank.load() || missing.what != shown_) {
+    if (for_rank != state_.for_rank.load() || missing.what != shown_) {
       shown_ = missing.what;
       std::string text = shown_.substr(0, sizeof(Text) - 1);
       text.resize(sizeof(Text));
-      for (size_t i = 0; i < standing_.what.size(); ++i) {
+      for (size_t i = 0; i < state_.what.size(); ++i) {
         uint64_t word;
         std::memcpy(&word, text.data() + i * sizeof(word), sizeof(word));
-        standing_.what[i].store(word, std::memory_order_relaxed);
+        state_.what[i].store(word, std::memory_order_relaxed);
       }
-      standing_.for_rank.store(for_rank);
+      state_.for_rank.store(for_rank);
     }
-    standing_.looks.fetch_add(1);
+    state_.looks.fetch_add(1);
   }
 
  private:
-  Standing& standing_;
+  RankState& state_;
   std::string shown_;
 };
 
-Host::Host(Bell* bell, Standing* standings, int64_t rank, std::vector<pid_t> pids,
-           std::chrono::milliseconds timeout)
-    : bell_(bell), standings_(standings), rank_(rank), timeout_(timeout), pid_(getpid()) {
+RankWaiter::RankWaiter(WakeWord* wake_word, RankState* states, int64_t rank,
+                       std::vector<pid_t> pids, std::chrono::milliseconds timeout)
+    : wake_word_(wake_word), states_(states), rank_(rank), timeout_(timeout), pid_(getpid()) {
   for (pid_t pid : pids) {
     const auto status = status_of(pid);
     peers_.push_back({pid, status ? status->started : std::nullopt});
   }
 }
 
-void Host::begin_anew() {
+void RankWaiter::begin_anew() {
   if (getpid() != pid_)
     throw_error("process " + std::to_string(getpid()) + " was forked from rank " +
                 std::to_string(rank_) +
                 " of a sharded model, and cannot compute with it: its memory is shared with the "
                 "other ranks. Fork before fully_shard, or start new processes with \"spawn\"");
-  if (standings_[rank_].gave_up.load() != 0) standings_[rank_].gave_up.store(0);
+  if (states_[rank_].gave_up.load() != 0) states_[rank_].gave_up.store(0);
 }
 
-void Host::ring() {
-  bell_->rung.fetch_add(1);
-  if (bell_->sleepers.load() > 0) futex_wake_all(&bell_->rung);
+void RankWaiter::notify() {
+  wake_word_->notified.fetch_add(1);
+  if (wake_word_->sleepers.load() > 0) futex_wake_all(&wake_word_->notified);
 }
 
-void Host::wait(const std::function<std::optional<Missing>()>& missing) {
+void RankWaiter::wait(const std::function<std::optional<Missing>()>& missing) {
   for (int tries = 0; tries < kSpins + kYields; ++tries) {
     if (!missing()) return;
     if (tries < kSpins)
@@ -161,25 +163,25 @@ void Host::wait(const std::function<std::optional<Missing>()>& missing) {
   using Clock = std::chrono::steady_clock;
   const auto deadline = Clock::now() + timeout_;
   auto next_look = Clock::now() + kNap;
-  const Sleeper sleeper(bell_);
-  Waiting waiting(standings_[rank_]);
+  const Sleeper sleeper(wake_word_);
+  LongWait long_wait(states_[rank_]);
   std::optional<Circle> seen;
   while (true) {
-    const uint32_t rung = bell_->rung.load();
+    const uint32_t notified = wake_word_->notified.load();
     auto now = missing();
     if (!now) return;
     if (now->ranks.empty()) continue;
-    waiting.has_looked(*now);
-    futex_wait(&bell_->rung, rung, std::min(kNap, timeout_));
+    long_wait.has_looked(*now);
+    futex_wait(&wake_word_->notified, notified, std::min(kNap, timeout_));
     if (Clock::now() < next_look) continue;
     next_look = Clock::now() + kNap;
     check_signals();
-    now = missing();  // this rank may have been away for long
+    now = missing();  // this rank may have slept for long
     if (!now) return;
     if (now->ranks.empty()) continue;
-    waiting.has_looked(*now);
+    long_wait.has_looked(*now);
     if (is_one_dead(*now)) {
-      now = missing();  // it may have come before it died
+      now = missing();  // the dead rank may have done its part first
       if (!now) return;
       if (!now->ranks.empty() && is_one_dead(*now)) fail(*now, "cannot go on without");
       continue;
@@ -191,23 +193,23 @@ void Host::wait(const std::function<std::optional<Missing>()>& missing) {
   }
 }
 
-std::optional<Host::Circle> Host::circle() const {
-  Circle circle{bell_->rung.load(), {}};
+std::optional<RankWaiter::Circle> RankWaiter::circle() const {
+  Circle circle{wake_word_->notified.load(), {}};
   int64_t rank = rank_;
   while (true) {
     if (std::ranges::find(circle.links, rank, &Circle::Link::rank) != circle.links.end())
       return circle;
-    const Standing& standing = standings_[rank];
-    circle.links.push_back({rank, standing.waits.load(), standing.looks.load()});
-    rank = standing.for_rank.load();
+    const RankState& state = states_[rank];
+    circle.links.push_back({rank, state.waits.load(), state.looks.load()});
+    rank = state.for_rank.load();
     const bool waits = circle.links.back().waits % 2 == 1;
     if (!waits || rank == kNobody) return std::nullopt;  // it computes, or may go on otherwise
   }
 }
 
-std::optional<Host::Circle> Host::check_circle(std::optional<Circle> seen) {
+std::optional<RankWaiter::Circle> RankWaiter::check_circle(std::optional<Circle> seen) {
   auto now = circle();
-  if (!now || !seen || now->rung != seen->rung || now->links.size() != seen->links.size())
+  if (!now || !seen || now->notified != seen->notified || now->links.size() != seen->links.size())
     return now;
   bool is_stuck = true;
   for (size_t i = 0; i < now->links.size(); ++i) {
@@ -215,33 +217,33 @@ std::optional<Host::Circle> Host::check_circle(std::optional<Circle> seen) {
     if (link.rank != before.rank || link.waits != before.waits) return now;
     is_stuck &= link.looks >= before.looks + 2;  // the second look began after `seen`
   }
-  if (!is_stuck || bell_->rung.load() != seen->rung) return seen;
-  standings_[rank_].gave_up.store(standings_[rank_].waits.load());
+  if (!is_stuck || wake_word_->notified.load() != seen->notified) return seen;
+  states_[rank_].gave_up.store(states_[rank_].waits.load());
   throw_error("ranks wait for each other: " + text_of(*now));
 }
 
-void Host::check_others_go_on(const Missing& missing) const {
+void RankWaiter::check_others_go_on(const Missing& missing) const {
   for (int64_t rank : missing.ranks) {
-    const auto gave_up = standings_[rank].gave_up.load();
-    if (gave_up == 0 || standings_[rank].waits.load() != gave_up + 1) continue;
-    standings_[rank_].gave_up.store(standings_[rank_].waits.load());  // tells its own waiters
+    const auto gave_up = states_[rank].gave_up.load();
+    if (gave_up == 0 || states_[rank].waits.load() != gave_up + 1) continue;
+    states_[rank_].gave_up.store(states_[rank_].waits.load());  // tells its own waiters
     throw_error("rank " + std::to_string(rank) +
                 " has given up, since ranks wait for each other: " +
                 text_of({0, {{rank_, 0, 0}, {rank, 0, 0}}}));
   }
 }
 
-std::string Host::text_of(const Circle& circle) const {
+std::string RankWaiter::text_of(const Circle& circle) const {
   std::string text;
   for (auto& link : circle.links) {
-    const Standing& standing = standings_[link.rank];
+    const RankState& state = states_[link.rank];
     std::array<char, sizeof(Text)> what;
-    for (size_t i = 0; i < standing.what.size(); ++i) {
-      const uint64_t word = standing.what[i].load(std::memory_order_relaxed);
+    for (size_t i = 0; i < state.what.size(); ++i) {
+      const uint64_t word = state.what[i].load(std::memory_order_relaxed);
       std::memcpy(what.data() + i * sizeof(word), &word, sizeof(word));
     }
     what.back() = '\0';
-    const int64_t for_rank = standing.for_rank.load();
+    const int64_t for_rank = state.for_rank.load();
     const auto whom = for_rank == kNobody ? "others" : "rank " + std::to_string(for_rank);
     text += "rank " + std::to_string(link.rank) + " waits for " + whom + ", since " + what.data() +
             "; ";
@@ -249,7 +251,7 @@ std::string Host::text_of(const Circle& circle) const {
   return text + "all ranks must run the same forwards and backwards";
 }
 
-std::string Host::state_of(int64_t rank, bool* is_dead) const {
+std::string RankWaiter::state_of(int64_t rank, bool* is_dead) const {
   const Peer& peer = peers_[rank];
   const auto status = status_of(peer.pid);
   const bool is_another =
@@ -259,7 +261,7 @@ std::string Host::state_of(int64_t rank, bool* is_dead) const {
          (*is_dead ? "dead" : name_of(status->state)) + ")";
 }
 
-bool Host::is_one_dead(const Missing& missing) const {
+bool RankWaiter::is_one_dead(const Missing& missing) const {
   return std::ranges::any_of(missing.ranks, [this](int64_t rank) {
     bool is_dead = false;
     state_of(rank, &is_dead);
@@ -267,7 +269,7 @@ bool Host::is_one_dead(const Missing& missing) const {
   });
 }
 
-void Host::fail(const Missing& missing, const std::string& why) const {
+void RankWaiter::fail(const Missing& missing, const std::string& why) const {
   std::string text = why + " ";
   for (size_t i = 0; i < missing.ranks.size(); ++i) {
     bool is_dead = false;

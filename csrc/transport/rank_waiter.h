@@ -1,4 +1,4 @@
-// How the ranks of one host wait for each other.
+// Waits of the ranks of one host for each other.
 #pragma once
 
 #include <sys/types.h>
@@ -13,24 +13,24 @@
 
 namespace zero3 {
 
-// The ranks of one host, as seen by one rank.
-class Host {
+// Lets one rank wait for the other ranks of its host, and wakes those that wait.
+class RankWaiter {
  public:
-  // `standings` and `pids` have one entry for each rank.
-  Host(Bell* bell, Standing* standings, int64_t rank, std::vector<pid_t> pids,
-       std::chrono::milliseconds timeout);
+  // `states` and `pids` have one entry for each rank.
+  RankWaiter(WakeWord* wake_word, RankState* states, int64_t rank, std::vector<pid_t> pids,
+             std::chrono::milliseconds timeout);
 
   int64_t rank() const { return rank_; }
   int64_t world_size() const { return static_cast<int64_t>(peers_.size()); }
 
   // Tells the other ranks that something they may wait for has changed.
-  void ring();
+  void notify();
 
   // Clears this rank's `gave_up`. Throws in a child that was forked from this process: the child
   // would write its parent's words.
   void begin_anew();
 
-  // The missing ranks, and what they have not done. No ranks: they have done it just now.
+  // The missing ranks, and what they have not done. No ranks: they have done it meanwhile.
   struct Missing {
     std::vector<int64_t> ranks;
     std::string what;
@@ -47,7 +47,7 @@ class Host {
     std::optional<uint64_t> started;  // in the kernel's clock: pids are reused
   };
 
-  class Waiting;
+  class LongWait;
 
   // Ranks from this one on: each waits for the next, and the last for one of them. Also records the
   // counters read meanwhile.
@@ -57,13 +57,13 @@ class Host {
       uint64_t waits;
       uint64_t looks;
     };
-    uint32_t rung;
+    uint32_t notified;
     std::vector<Link> links;
   };
 
   std::optional<Circle> circle() const;
   // Throws if all ranks of a circle have looked in vain since it was `seen`, and nothing has
-  // changed: none of them ever can go on. Otherwise returns the circle to compare with next time.
+  // changed: none of them can ever go on. Otherwise returns the circle to compare with next time.
   std::optional<Circle> check_circle(std::optional<Circle> seen);
   void check_others_go_on(const Missing& missing) const;
   std::string text_of(const Circle& circle) const;
@@ -72,8 +72,8 @@ class Host {
   [[noreturn]] void fail(const Missing& missing, const std::string& why) const;
   bool is_one_dead(const Missing& missing) const;
 
-  Bell* bell_;
-  Standing* standings_;
+  WakeWord* wake_word_;
+  RankState* states_;
   int64_t rank_;
   std::vector<Peer> peers_;
   std::chrono::milliseconds timeout_;

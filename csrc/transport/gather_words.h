@@ -8,10 +8,11 @@
 
 namespace zero3 {
 
-// Gathers of one parameter. Each rank writes its rows of one copy, and all ranks read it.
-class Publication {
+// Words of the gathers of one parameter. Each rank writes its rows of one copy, and all ranks read
+// the copy.
+class GatherWords {
  public:
-  Publication(Progress* ranks, int64_t rank, int64_t world_size)
+  GatherWords(Progress* ranks, int64_t rank, int64_t world_size)
       : ranks_(ranks), rank_(rank), world_size_(world_size) {}
 
   uint64_t epoch() const { return epoch_; }

@@ -2,50 +2,17 @@
 // gradient that only some ranks have is zero on the others.
 #pragma once
 
-#include <cstdint>
 #include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
 
 #include "parameter/parameter.h"
+#include "transport/presences.h"
 
 namespace zero3 {
 
 class Backward;
-
-// Why ranks tell each other what they have.
-enum class Occasion : uint8_t { kBackward, kDeposits };
-
-// State of a parameter's gradient in a backward, on one rank or combined over several.
-enum class Presence : uint8_t {
-  kNothing,
-  kGradient,   // arrives in this backward
-  kSum,        // a sum of earlier backwards, reduced when this one ends
-  kFrozen,     // needs no gradient
-  kWithheld,   // not reduced now
-  kGradients,  // combined: differs between ranks; zeros replace missing ones
-  kConflict,   // combined: an error on all ranks
-};
-
-// One rank's announcement for a parameter.
-struct Announced {
-  Presence presence = Presence::kNothing;
-  int8_t sum_dtype = kNoDtype;  // holds all that arrived, if there is a sum
-
-  static constexpr int8_t kNoDtype = -1;
-};
-
-// One announcement for each parameter.
-using Presences = std::vector<Announced>;
-
-// Gathers the presences of all ranks of one process group. This rank's own are already announced.
-class PresenceGather {
- public:
-  virtual ~PresenceGather() = default;
-  // Waits, and returns the presences of each rank.
-  virtual std::vector<Presences> finish() = 0;
-};
 
 // Compares the gradients that the ranks of one transport, and their replicas, have in a backward.
 class PresenceCheck {

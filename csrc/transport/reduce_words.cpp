@@ -1,4 +1,4 @@
-#include "transport/deposit.h"
+#include "transport/reduce_words.h"
 
 namespace zero3 {
 namespace {

@@ -9,8 +9,9 @@
 
 namespace zero3 {
 
-// Reductions of one block of a parameter. Each rank's gradient stays in its mailbox until read.
-class Deposit {
+// Words of the reductions of one block of a parameter. Each rank's gradient stays in its mailbox
+// until it is read.
+class ReduceWords {
  public:
   struct Description {
     uint64_t offset;
@@ -19,9 +20,9 @@ class Deposit {
   };
 
   // With an `owner`, only that rank reads. Otherwise all ranks do.
-  Deposit(Progress* ranks, const Standing* standings, int64_t rank, int64_t world_size,
-          std::optional<int64_t> owner = std::nullopt)
-      : ranks_(ranks), standings_(standings), rank_(rank), world_size_(world_size), owner_(owner) {}
+  ReduceWords(Progress* ranks, const RankState* states, int64_t rank, int64_t world_size,
+              std::optional<int64_t> owner = std::nullopt)
+      : ranks_(ranks), states_(states), rank_(rank), world_size_(world_size), owner_(owner) {}
 
   bool is_read_by(int64_t r) const { return !owner_ || *owner_ == r; }
 
@@ -30,7 +31,7 @@ class Deposit {
     std::vector<int64_t> result;
     for (int64_t r = 0; r < world_size_; ++r)
       if (is_read_by(r) && ranks_[r].consumed.load(std::memory_order_acquire) < epoch &&
-          !has_settled(r, epoch))
+          !has_left(r, epoch))
         result.push_back(r);
     return result;
   }
@@ -42,28 +43,28 @@ class Deposit {
   }
   uint64_t latest() const { return latest_; }
 
-  void put(uint64_t epoch, const Description& description) {
+  void post(uint64_t epoch, const Description& description) {
     Progress& mine = ranks_[rank_];
     mine.offset = description.offset;
     mine.dtype = description.dtype;
     mine.wire_dtype = description.wire_dtype;
     latest_ = epoch;
-    mine.deposited.store(epoch, std::memory_order_release);
+    mine.posted.store(epoch, std::memory_order_release);
   }
 
-  // Ranks that have not deposited their gradient of `epoch`.
+  // Ranks that have not posted their gradient of `epoch`.
   std::vector<int64_t> writers(uint64_t epoch) const {
     std::vector<int64_t> result;
     for (int64_t r = 0; r < world_size_; ++r)
-      if (ranks_[r].deposited.load(std::memory_order_acquire) < epoch) result.push_back(r);
+      if (ranks_[r].posted.load(std::memory_order_acquire) < epoch) result.push_back(r);
     return result;
   }
 
-  // The writers() that have gone on, and never will deposit their gradient of `epoch`.
+  // The writers() that have gone on, and will never post their gradient of `epoch`.
   std::vector<int64_t> ranks_gone(uint64_t epoch) const {
     std::vector<int64_t> result;
     for (int64_t r = 0; r < world_size_; ++r)
-      if (has_settled(r, epoch) && ranks_[r].deposited.load(std::memory_order_acquire) < epoch)
+      if (has_left(r, epoch) && ranks_[r].posted.load(std::memory_order_acquire) < epoch)
         result.push_back(r);
     return result;
   }
@@ -82,12 +83,12 @@ class Deposit {
  private:
   static constexpr int kBackwardShift = 16;
 
-  bool has_settled(int64_t r, uint64_t epoch) const {
-    return standings_[r].settled.load(std::memory_order_acquire) > epoch >> kBackwardShift;
+  bool has_left(int64_t r, uint64_t epoch) const {
+    return states_[r].oldest_backward.load(std::memory_order_acquire) > epoch >> kBackwardShift;
   }
 
   Progress* ranks_;
-  const Standing* standings_;
+  const RankState* states_;
   int64_t rank_;
   int64_t world_size_;
   std::optional<int64_t> owner_;

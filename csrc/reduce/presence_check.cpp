@@ -1,22 +1,23 @@
-#include "reduce/presence.h"
+#include "reduce/presence_check.h"
 
 #include <algorithm>
 
 #include "support/autograd.h"
 #include "support/error.h"
 #include "support/profiler_range.h"
-#include "transport/messages.h"
+#include "transport/channel.h"
+#include "transport/transport.h"
 
 namespace zero3 {
 namespace {
 
 Announced announce(const Parameter& parameter, Occasion occasion) {
-  const auto& leaf = parameter.placeholder;
+  const auto& placeholder = parameter.placeholder;
   const auto dtype = parameter.gradients.arrived_dtype();
   const auto presence = [&] {
-    if (!leaf.requires_grad()) return Presence::kFrozen;
+    if (!placeholder.requires_grad()) return Presence::kFrozen;
     if (!parameter.is_reduced_now()) return Presence::kWithheld;
-    if (occasion == Occasion::kBackward && is_in_graph(leaf) && is_wanted(leaf))
+    if (occasion == Occasion::kBackward && is_in_graph(placeholder) && is_wanted(placeholder))
       return Presence::kGradient;
     return dtype ? Presence::kSum : Presence::kNothing;
   }();
@@ -89,7 +90,7 @@ std::vector<std::vector<ParameterPtr>> PresenceCheck::groups_of(
   std::vector<std::vector<ParameterPtr>> groups;
   for (auto& parameter : parameters) {
     auto group = std::ranges::find_if(groups, [&](auto& other) {
-      return other.front()->root == parameter->root &&
+      return other.front()->model_number == parameter->model_number &&
              other.front()->transport->joins(*parameter->transport) &&
              is_same(other.front()->replicas.get(), parameter->replicas.get());
     });

@@ -1,0 +1,51 @@
+// Presences that ranks exchange in messages.
+#include <ATen/ops/from_blob.h>
+
+#include "support/memory.h"
+#include "transport/channel.h"
+#include "transport/presences.h"
+
+namespace zero3 {
+namespace {
+
+class MessagePresences : public PresenceGather {
+ public:
+  MessagePresences(const Channel& channel, at::Device device, const Presences& mine,
+                   const std::string& key)
+      : exchange_(channel.exchange()) {
+    const auto nbytes = static_cast<int64_t>(mine.size() * sizeof(Announced));
+    rows_ = pooled_empty({channel.world_size, nbytes}, at::TensorOptions(at::kByte).device(device));
+    auto* first = const_cast<Announced*>(mine.data());
+    rows_[channel.rank].copy_(at::from_blob(first, {nbytes}, at::kByte));
+    exchange_->gather({{rows_, key}});
+  }
+
+  std::vector<Presences> finish() override {
+    exchange_->wait();
+    std::vector<Presences> all;
+    for (auto& row : rows_.cpu().unbind()) {
+      const auto* first = static_cast<const Announced*>(row.const_data_ptr());
+      all.emplace_back(first, first + row.numel() / static_cast<int64_t>(sizeof(Announced)));
+    }
+    return all;
+  }
+
+ private:
+  const std::unique_ptr<Exchange> exchange_;
+  at::Tensor rows_;  // [world, bytes]
+};
+
+}  // namespace
+
+std::unique_ptr<PresenceGather> gather_presences(const Channel& channel,
+                                                 const std::vector<ParameterPtr>& parameters,
+                                                 const Presences& mine, Occasion occasion) {
+  const Parameter& first = *parameters.front();
+  const std::string what = occasion == Occasion::kBackward ? "the gradients of a backward"
+                                                           : "the gradients of defer_reduction";
+  return std::make_unique<MessagePresences>(
+      channel, first.device, mine,
+      what + " from " + first.fqn + " on, " + std::to_string(parameters.size()));
+}
+
+}  // namespace zero3

@@ -1,0 +1,181 @@
+// Reductions of ranks that exchange messages.
+#include "kernels/copy.h"
+#include "kernels/sum.h"
+#include "support/memory.h"
+#include "support/profiler_range.h"
+#include "transport/messages.h"
+#include "transport/reduce_bucket.h"
+
+namespace zero3 {
+namespace {
+
+constexpr int64_t kSlabBytes = 8 << 20;
+
+// The rows that `rank` owns of a full tensor.
+at::Tensor rows_of(const at::Tensor& full, const Parameter& parameter, int64_t rank) {
+  const int64_t start = std::min(rank * parameter.chunk_rows(), parameter.rows());
+  return full.narrow(0, start, parameter.rows_of(rank));
+}
+// Large gradients travel alone, in place if owned. The rest is packed into slabs, rank-major,
+// [world][chunk of p0 | chunk of p1 | ... | free], so that each rank's part is contiguous.
+class MessageReduce : public ReduceBucket {
+ public:
+  MessageReduce(const Channel& channel, const Parameter& like, at::ScalarType wire_dtype,
+                bool in_pieces)
+      : ReduceBucket(like, wire_dtype),
+        in_pieces_(in_pieces),
+        is_point_to_point_(channel.traits.is_point_to_point),
+        exchange_(channel.exchange()) {}
+
+  std::vector<at::Tensor> finish() override {
+    exchange_->wait();
+    std::vector<at::Tensor> shards;
+    std::vector<Copy> copies;  // copies of sums from a collective
+    for (auto& [parameter, shard_dtype, piece, offset, is_alone] : entries_) {
+      const auto sizes = parameter->sizes_with_rows(parameter->shard_rows());
+      const int64_t numel = parameter->shard_rows() * parameter->row_numel();
+      Rows addends;
+      for (auto& addend : exchange_->addends()[*piece])
+        addends.push_back(addend.narrow(0, offset, numel).view(sizes));
+      at::Tensor shard;
+      if (is_alone && world_size_ > 1 && shard_dtype == wire_dtype())
+        shard = addends[addends.size() > 1 && rank_ == 0 ? 1 : 0];  // a received tensor
+      else
+        shard = pooled_empty(sizes, options_.dtype(shard_dtype));
+      if (addends.size() == 1 && !shard.is_cpu()) {
+        const auto& sum = addends.front();
+        const bool is_there = sum.data_ptr() == shard.data_ptr() && divisor_now() == 1;
+        if (!is_there) copies.push_back({shard, sum});
+      } else {
+        sum_and_divide(shard, addends, wire_dtype(), divisor_now());
+      }
+      shards.push_back(shard);
+    }
+    copy_all(copies, wire_dtype(), divisor_now());
+    return shards;
+  }
+
+ private:
+  struct Entry {
+    ParameterPtr parameter;
+    at::ScalarType shard_dtype;
+    std::optional<size_t> piece;  // set once it is sent
+    int64_t offset;               // in a rank's row, in elements
+    bool is_alone;                // alone in its piece, whose memory is ours
+  };
+
+  // Depends only on the parameter: ranks may compute its gradient in different ways.
+  bool goes_alone(const Parameter& parameter) const {
+    if (in_pieces_) return true;
+    const int64_t nbytes = parameter.chunk_numel() * options_.dtype().itemsize();
+    if (is_point_to_point_) return nbytes >= kWorthAMessage;
+    return nbytes * world_size_ >= kSlabBytes && parameter.rows() % world_size_ == 0;
+  }
+
+  void send(const ParameterPtr& parameter, const at::Tensor& grad, at::ScalarType through,
+            at::ScalarType shard_dtype, bool owned) override {
+    if (goes_alone(*parameter)) {
+      const ProfilerRange range([&] { return scope_name(collective_of({parameter}), "send"); });
+      auto full = grad;
+      if (!owned || !grad.is_contiguous() || grad.scalar_type() != wire_dtype() ||
+          through != wire_dtype() || pre_divide_factor_ != 1.0) {
+        full = pooled_empty(parameter->sizes, options_);
+        copy_all({{full, grad}}, through, pre_divide_factor_);
+      }
+      Rows rows;
+      for (int64_t rank = 0; rank < world_size_; ++rank)
+        rows.push_back(rows_of(full, *parameter, rank).view(-1));
+      const auto piece = exchange(rows, parameter->chunk_key());
+      entries_.push_back({parameter, shard_dtype, piece, 0, /*is_alone=*/true});
+      return;
+    }
+    const int64_t numel = aligned(parameter->chunk_numel(), wire_dtype());
+    if (!slab_.defined() || slab_used_ + numel > slab_.size(1)) {
+      send_rest();
+      const int64_t slab_numel = kSlabBytes / world_size_ / options_.dtype().itemsize();
+      const int64_t most = aligned(std::min(capacity_, slab_numel), wire_dtype());
+      slab_ = pooled_empty({world_size_, std::max(most, numel)}, options_);
+    }
+    slab_key_ += " " + parameter->chunk_key();
+    entries_.push_back({parameter, shard_dtype, std::nullopt, slab_used_, /*is_alone=*/false});
+    pack(*parameter, grad, through);
+  }
+
+  // Casts, lays out and copies in one pass over memory.
+  void pack(const Parameter& parameter, const at::Tensor& grad, at::ScalarType through) {
+    std::vector<Copy> copies;
+    for (int64_t rank = 0; rank < world_size_; ++rank) {
+      auto chunk =
+          slab_[rank].narrow(0, slab_used_, aligned(parameter.chunk_numel(), wire_dtype()));
+      auto source = rows_of(grad, parameter, rank);
+      const int64_t owned = source.numel();
+      copies.push_back({chunk.narrow(0, 0, owned).view(source.sizes()), source});
+      copies.push_back({chunk.narrow(0, owned, chunk.numel() - owned), {}});
+    }
+    copy_all(copies, through, pre_divide_factor_);
+    slab_used_ += aligned(parameter.chunk_numel(), wire_dtype());
+  }
+
+  void send_rest() override {
+    if (!slab_.defined()) return;
+    const ProfilerRange range([&] { return scope_name(collective_of(unsent()), "send"); });
+    Rows rows;
+    for (int64_t rank = 0; rank < world_size_; ++rank)
+      rows.push_back(slab_[rank].narrow(0, 0, slab_used_));
+    const auto piece = exchange(rows, std::exchange(slab_key_, {}));
+    for (auto& entry : entries_)
+      if (!entry.piece) entry.piece = piece;
+    slab_.reset();
+    slab_used_ = 0;
+  }
+
+  // The parameters in the slab.
+  std::vector<ParameterPtr> unsent() const {
+    std::vector<ParameterPtr> result;
+    for (auto& entry : entries_)
+      if (!entry.piece) result.push_back(entry.parameter);
+    return result;
+  }
+
+  // Starts the reduction of a piece, and returns its number.
+  size_t exchange(const Rows& rows, const std::string& key) {
+    exchange_->reduce(rows, std::string("reduce ") + c10::toString(wire_dtype()) + " " + key);
+    return pieces_++;
+  }
+
+  const bool in_pieces_;
+  const bool is_point_to_point_;
+  size_t pieces_ = 0;
+  at::Tensor slab_;  // the open slab, [world, n]
+  std::string slab_key_;
+  int64_t slab_used_ = 0;
+  std::vector<Entry> entries_;
+  const std::unique_ptr<Exchange> exchange_;
+};
+
+class MessageBackward : public Backward {
+ public:
+  explicit MessageBackward(std::shared_ptr<Channel> channel) : channel_(std::move(channel)) {}
+
+  std::unique_ptr<ReduceBucket> reduce_bucket(const Parameter& like, at::ScalarType wire_dtype,
+                                              bool in_pieces) override {
+    return std::make_unique<MessageReduce>(*channel_, like, wire_dtype, in_pieces);
+  }
+
+  std::unique_ptr<PresenceGather> gather_presences(const std::vector<ParameterPtr>& parameters,
+                                                   const Presences& mine,
+                                                   Occasion occasion) override {
+    return zero3::gather_presences(*channel_, parameters, mine, occasion);
+  }
+
+ private:
+  const std::shared_ptr<Channel> channel_;
+};
+
+}  // namespace
+
+std::unique_ptr<Backward> Messages::begin_backward() {
+  return std::make_unique<MessageBackward>(reductions);
+}
+
+}  // namespace zero3
