@@ -259,6 +259,16 @@ Tensor unshard_autograd(const Tensor& placeholder, std::string contract) {
   return apply_unshard(placeholder, std::move(contract), std::nullopt);
 }
 
+void register_kernels(torch::Library& m) {
+  m.impl("all_gather_start", all_gather_start);
+  m.impl("all_gather_wait", all_gather_wait);
+  m.impl("all_gather_views", all_gather_views);
+  m.impl("reduce_grad", reduce_grad);
+  m.impl("reduce_mm", reduce_mm);
+  m.impl("reduce_rows", reduce_rows);
+  m.impl("unshard", unshard);
+}
+
 }  // namespace
 
 TORCH_LIBRARY(zero3, m) {
@@ -274,42 +284,22 @@ TORCH_LIBRARY(zero3, m) {
       tags);
   m.def(
       "reduce_grad(Tensor grad, Tensor placeholder, Tensor? after=None, int use=0, "
-      "str contract='') -> "
-      "Tensor",
+      "str contract='') -> Tensor",
       tags);
   // A compiler keeps the strides of tensors in a list, and a factor is often a transposed view.
   m.def(
       "reduce_mm(Tensor[] factors, Tensor placeholder, Tensor? after=None, int use=0, "
-      "str contract='') -> "
-      "Tensor",
+      "str contract='') -> Tensor",
       tags);
   m.def(
       "reduce_rows(Tensor[] rows, Tensor placeholder, Tensor? after=None, int use=0, "
-      "str contract='') -> "
-      "Tensor",
+      "str contract='') -> Tensor",
       tags);
   m.def("unshard(Tensor placeholder, str contract) -> Tensor", tags);
 }
 
-TORCH_LIBRARY_IMPL(zero3, CPU, m) {
-  m.impl("all_gather_start", all_gather_start);
-  m.impl("all_gather_wait", all_gather_wait);
-  m.impl("all_gather_views", all_gather_views);
-  m.impl("reduce_grad", reduce_grad);
-  m.impl("reduce_mm", reduce_mm);
-  m.impl("reduce_rows", reduce_rows);
-  m.impl("unshard", unshard);
-}
-
-TORCH_LIBRARY_IMPL(zero3, CUDA, m) {
-  m.impl("all_gather_start", all_gather_start);
-  m.impl("all_gather_wait", all_gather_wait);
-  m.impl("all_gather_views", all_gather_views);
-  m.impl("reduce_grad", reduce_grad);
-  m.impl("reduce_mm", reduce_mm);
-  m.impl("reduce_rows", reduce_rows);
-  m.impl("unshard", unshard);
-}
+TORCH_LIBRARY_IMPL(zero3, CPU, m) { register_kernels(m); }
+TORCH_LIBRARY_IMPL(zero3, CUDA, m) { register_kernels(m); }
 
 // Registered so that the error for a sparse gradient can name its parameter.
 TORCH_LIBRARY_IMPL(zero3, SparseCPU, m) { m.impl("reduce_grad", reduce_grad); }

@@ -46,13 +46,12 @@ inline void bind_parameters(pybind11::module_& m) {
            pybind11::arg("compute_dtype"), pybind11::arg("device"), pybind11::arg("rank"),
            pybind11::arg("world_size"), pybind11::arg("replicas") = nullptr,
            pybind11::arg("placeholder") = std::nullopt)
-      .def_property_readonly("sizes", [](const Parameter& self) { return self.sizes; })
-      .def_property_readonly("strides", [](const Parameter& self) { return self.strides; })
-      .def_property_readonly("compute_dtype",
-                             [](const Parameter& self) { return self.compute_dtype; })
-      .def_property_readonly("device", [](const Parameter& self) { return self.device; })
-      .def_property_readonly("rank", [](const Parameter& self) { return self.rank; })
-      .def_property_readonly("world_size", [](const Parameter& self) { return self.world_size; })
+      .def_readonly("sizes", &Parameter::sizes)
+      .def_readonly("strides", &Parameter::strides)
+      .def_readonly("compute_dtype", &Parameter::compute_dtype)
+      .def_readonly("device", &Parameter::device)
+      .def_readonly("rank", &Parameter::rank)
+      .def_readonly("world_size", &Parameter::world_size)
       .def_readonly("placeholder", &Parameter::placeholder)
       .def_readonly("replicas", &Parameter::replicas)
       .def_readwrite("fqn", &Parameter::fqn)
@@ -73,12 +72,8 @@ inline void bind_parameters(pybind11::module_& m) {
       .def_readwrite("after_forward", &Parameter::after_forward)
       .def("register", [](const ParameterPtr& self) { Registry::get().add(self); })
 
-      .def_property_readonly("gathered",
-                             [](const Parameter& self) -> std::optional<at::Tensor> {
-                               return self.gathered.is_unsharded()
-                                          ? std::optional(self.gathered.full())
-                                          : std::nullopt;
-                             })
+      // An undefined tensor is None.
+      .def_property_readonly("gathered", [](const Parameter& self) { return self.gathered.full(); })
       .def("hold", [](Parameter& self, const at::Tensor& full) { self.gathered.hold(full); })
       .def("reshard", [](Parameter& self) { self.gathered.reshard(); })
       .def("reshard_retained", [](Parameter& self) { self.gathered.reshard_retained(); })

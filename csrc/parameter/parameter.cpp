@@ -1,5 +1,7 @@
 #include "parameter/parameter.h"
 
+#include <ATen/TensorGeometry.h>
+
 #include "support/autograd.h"
 #include "support/error.h"
 #include "support/grad_dtype.h"
@@ -8,24 +10,14 @@
 namespace zero3 {
 
 int64_t ParameterSpec::row_numel() const {
-  int64_t numel = 1;
-  for (size_t d = 1; d < sizes.size(); ++d) numel *= sizes[d];
-  return numel;
+  return c10::multiply_integers(sizes.begin() + 1, sizes.end());
 }
 
 int64_t ParameterSpec::nbytes() const {
   return rows() * row_numel() * static_cast<int64_t>(c10::elementSize(compute_dtype));
 }
 
-bool ParameterSpec::is_contiguous() const {
-  if (chunk_numel() == 0) return true;
-  int64_t expected = 1;
-  for (size_t d = sizes.size(); d-- > 0;) {
-    if (sizes[d] != 1 && strides[d] != expected) return false;
-    expected *= sizes[d];
-  }
-  return true;
-}
+bool ParameterSpec::is_contiguous() const { return at::geometry_is_contiguous(sizes, strides); }
 
 std::vector<int64_t> ParameterSpec::sizes_with_rows(int64_t rows) const {
   std::vector<int64_t> result = sizes;

@@ -64,9 +64,9 @@ class Announcements {
   // Ranks that may still read this rank's announcement of its latest round. If there are none, this
   // rank may write that of its next() round, and then call announce().
   std::vector<int64_t> readers() const {
-    return those([&](const RankState& state) {
-      return state.acknowledged.load(std::memory_order_acquire) < latest_ &&
-             !has_left(state, latest_);
+    return ranks_where(world_size_, [&](int64_t r) {
+      return ranks_[r].acknowledged.load(std::memory_order_acquire) < latest_ &&
+             !ranks_[r].has_left(latest_ >> kBackwardShift);
     });
   }
   uint64_t next(uint64_t backward) {
@@ -80,16 +80,17 @@ class Announcements {
   // Ranks that have not announced in `round`. If there are none, all announcements can be read
   // until acknowledge().
   std::vector<int64_t> unannounced(uint64_t round) const {
-    return those([&](const RankState& state) {
-      return state.announced.load(std::memory_order_acquire) < round;
+    return ranks_where(world_size_, [&](int64_t r) {
+      return ranks_[r].announced.load(std::memory_order_acquire) < round;
     });
   }
   // Topic of rank r's announcement. Valid once there are no unannounced() ranks.
   uint64_t topic_of(int64_t r) const { return ranks_[r].topic.load(std::memory_order_relaxed); }
   // The unannounced() ranks that have gone on, and will never announce in `round`.
   std::vector<int64_t> ranks_gone(uint64_t round) const {
-    return those([&](const RankState& state) {
-      return has_left(state, round) && state.announced.load(std::memory_order_acquire) < round;
+    return ranks_where(world_size_, [&](int64_t r) {
+      return ranks_[r].has_left(round >> kBackwardShift) &&
+             ranks_[r].announced.load(std::memory_order_acquire) < round;
     });
   }
   void acknowledge(uint64_t round) {
@@ -98,18 +99,6 @@ class Announcements {
 
  private:
   static constexpr int kBackwardShift = 8;
-
-  static bool has_left(const RankState& state, uint64_t round) {
-    return state.oldest_backward.load(std::memory_order_acquire) > round >> kBackwardShift;
-  }
-
-  template <typename Predicate>
-  std::vector<int64_t> those(Predicate predicate) const {
-    std::vector<int64_t> result;
-    for (int64_t r = 0; r < world_size_; ++r)
-      if (predicate(ranks_[r])) result.push_back(r);
-    return result;
-  }
 
   RankState* ranks_;
   int64_t rank_;

@@ -47,10 +47,9 @@ class GatherWords {
 
  private:
   std::vector<int64_t> behind(std::atomic<uint64_t> Progress::* word) const {
-    std::vector<int64_t> result;
-    for (int64_t r = 0; r < world_size_; ++r)
-      if ((ranks_[r].*word).load(std::memory_order_acquire) < epoch_) result.push_back(r);
-    return result;
+    return ranks_where(world_size_, [&](int64_t r) {
+      return (ranks_[r].*word).load(std::memory_order_acquire) < epoch_;
+    });
   }
 
   Progress* ranks_;

@@ -28,12 +28,10 @@ class ReduceWords {
 
   // Ranks that may still read this rank's gradient of `epoch`.
   std::vector<int64_t> readers(uint64_t epoch) const {
-    std::vector<int64_t> result;
-    for (int64_t r = 0; r < world_size_; ++r)
-      if (is_read_by(r) && ranks_[r].consumed.load(std::memory_order_acquire) < epoch &&
-          !has_left(r, epoch))
-        result.push_back(r);
-    return result;
+    return ranks_where(world_size_, [&](int64_t r) {
+      return is_read_by(r) && ranks_[r].consumed.load(std::memory_order_acquire) < epoch &&
+             !states_[r].has_left(epoch >> kBackwardShift);
+    });
   }
 
   // The epoch of the next gradient in this backward. The latest() epoch must have no readers().
@@ -54,19 +52,14 @@ class ReduceWords {
 
   // Ranks that have not posted their gradient of `epoch`.
   std::vector<int64_t> writers(uint64_t epoch) const {
-    std::vector<int64_t> result;
-    for (int64_t r = 0; r < world_size_; ++r)
-      if (ranks_[r].posted.load(std::memory_order_acquire) < epoch) result.push_back(r);
-    return result;
+    return ranks_where(world_size_, [&](int64_t r) { return !has_posted(r, epoch); });
   }
 
   // The writers() that have gone on, and will never post their gradient of `epoch`.
   std::vector<int64_t> ranks_gone(uint64_t epoch) const {
-    std::vector<int64_t> result;
-    for (int64_t r = 0; r < world_size_; ++r)
-      if (has_left(r, epoch) && ranks_[r].posted.load(std::memory_order_acquire) < epoch)
-        result.push_back(r);
-    return result;
+    return ranks_where(world_size_, [&](int64_t r) {  // in this order: a rank posts, then leaves
+      return states_[r].has_left(epoch >> kBackwardShift) && !has_posted(r, epoch);
+    });
   }
 
   // Describes the gradient of rank r. Valid once there are no writers().
@@ -83,8 +76,8 @@ class ReduceWords {
  private:
   static constexpr int kBackwardShift = 16;
 
-  bool has_left(int64_t r, uint64_t epoch) const {
-    return states_[r].oldest_backward.load(std::memory_order_acquire) > epoch >> kBackwardShift;
+  bool has_posted(int64_t r, uint64_t epoch) const {
+    return ranks_[r].posted.load(std::memory_order_acquire) >= epoch;
   }
 
   Progress* ranks_;

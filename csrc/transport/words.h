@@ -10,6 +10,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 namespace zero3 {
 
@@ -56,7 +57,20 @@ struct alignas(kCacheLine) RankState {
   std::atomic<int64_t> for_rank;  // rank that this one cannot go on without; or kNobody
   std::atomic<uint64_t> gave_up;  // `waits` when this rank found that nobody can go on; else 0
   Text what;                      // what the other rank has not done
+
+  bool has_left(uint64_t backward) const {
+    return oldest_backward.load(std::memory_order_acquire) > backward;
+  }
 };
+
+// The ranks for which `predicate` holds.
+template <typename Predicate>
+std::vector<int64_t> ranks_where(int64_t world_size, Predicate predicate) {
+  std::vector<int64_t> result;
+  for (int64_t r = 0; r < world_size; ++r)
+    if (predicate(r)) result.push_back(r);
+  return result;
+}
 
 // The word on which ranks sleep.
 struct alignas(kCacheLine) WakeWord {
