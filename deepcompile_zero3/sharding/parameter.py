@@ -55,8 +55,8 @@ class ShardedParameter:
         settings: settings of ``handle`` that users may change between steps.
         reshard_after_forward: True gathers again in backward. False keeps what forward gathered
             until then. None leaves the choice to the compiler, and gathers again in eager.
-        guard_key: text of all that graphs depend on besides the contract. Parameters that are alike
-            in both and in their placeholders may share compiled graphs.
+        guard_key: text of all that graphs depend on. Parameters that are alike in it and in their
+            placeholders may share compiled graphs.
         declared_grad_dtype: ``grad_dtype`` of the shard when the latest forward began.
         leaf_contract: the leaf's contract in the spelling of ``zero3::unshard``.
     """
@@ -224,7 +224,8 @@ class ShardedParameter:
         transport, wire = self.handle.transport, self.settings.gradient_dtypes.wire
         self.guard_key = (
             f"reshard_after_forward={self.reshard_after_forward} group={self.shard_group_name} "
-            f"transport={transport and transport.name} reduce_dtype={wire} "
+            f"transport={transport and transport.name} "
+            f"leaf_contract={self.leaf_contract} reduce_dtype={wire} "
             f"model_nbytes={self.model.nbytes if self.model else 0}"  # limits what is kept
         )
 

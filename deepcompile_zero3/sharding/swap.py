@@ -34,11 +34,12 @@ def swap_class(module: nn.Module, group: ParameterGroup | None = None) -> None:
     With ``group``, the module gets the methods of ``Zero3Module`` too.
     """
     cls = original_class(module)
-    names = tuple(parameters_of(module))
+    parameters = parameters_of(module).items()
+    reads = tuple((name, parameter.is_read_as_gathered) for name, parameter in parameters)
     bases = (Zero3Module,) if group is not None or isinstance(module, Zero3Module) else ()
     if group is not None:
         module.__dict__["_zero3_group"] = group
-    module.__class__ = _subclass(cls, bases, names)
+    module.__class__ = _subclass(cls, bases, reads)
     torch_internals.forget_flat_weights(module)
 
 
@@ -65,9 +66,12 @@ class _Swapped:
 
 
 @functools.cache
-def _subclass(cls: type, bases: tuple[type, ...], names: tuple[str, ...]) -> type:
-    """Returns one class for all modules of one class and parameter names: compilers guard on it."""
-    body: dict[str, Any] = {name: _property(name) for name in names}
+def _subclass(cls: type, bases: tuple[type, ...], reads: tuple[tuple[str, bool], ...]) -> type:
+    """Returns one class for all modules that are alike: compilers guard on it.
+
+    ``reads`` are the parameters' names, and whether they are read as gathered.
+    """
+    body: dict[str, Any] = {name: _property(name, as_gathered) for name, as_gathered in reads}
     body["_zero3_original"] = cls
     calls = "__call__", "_wrapped_call_impl", "_call_impl"
     body["_zero3_may_skip_call"] = all(getattr(cls, c) is getattr(nn.Module, c) for c in calls)
@@ -79,15 +83,17 @@ def _subclass(cls: type, bases: tuple[type, ...], names: tuple[str, ...]) -> typ
     return type(f"{prefix}{cls.__name__}", (_Swapped, *bases, cls), body)
 
 
-def _property(name: str) -> property:
+def _property(name: str, is_read_as_gathered: bool) -> property:
+    # Dynamo takes a millisecond to trace the read of an attribute.
     @torch_internals.inline_only
     def read(self: Any) -> torch.Tensor:
         parameter: ShardedParameter = self._zero3_parameters[name]
         if torch.compiler.is_dynamo_compiling():  # False where Dynamo's guards call hasattr()
-            _prepare(parameter.placeholder)
+            placeholder = parameter.placeholder
+            leaf_contract = _prepare(placeholder)
             parameter.guard_key == ""  # noqa: B015 (read so that it is guarded)
-            full = ops.unshard.default(parameter.placeholder, parameter.leaf_contract)
-            if parameter.is_read_as_gathered:
+            full = ops.unshard.default(placeholder, leaf_contract)
+            if is_read_as_gathered:
                 return full
             value = parameter.layout.read(full)
         else:
@@ -101,12 +107,14 @@ def _property(name: str) -> property:
 
 
 @torch_internals.assume_constant_result
-def _prepare(placeholder: torch.Tensor) -> None:
-    """Prepares a parameter that is being traced. Runs when Dynamo meets it, not in the graph.
+def _prepare(placeholder: torch.Tensor) -> str:
+    """Prepares a parameter that is being traced, and returns its leaf contract.
 
-    A Zero3Error is left to the graph, which raises it when it runs.
+    Runs when Dynamo meets it, not in the graph. A Zero3Error is left to the graph, which raises it
+    when it runs.
     """
     parameter = parameter_of(placeholder)
-    if parameter is not None:
-        with contextlib.suppress(Zero3Error):
-            parameter.prepare_forward()
+    assert parameter is not None
+    with contextlib.suppress(Zero3Error):
+        parameter.prepare_forward()
+    return parameter.leaf_contract
