@@ -97,8 +97,7 @@ def _compiled(model: nn.Module) -> Callable:
 def try_steps(ways: Mapping[str, Callable]) -> Iterator[Finding]:
     """Yields whether two ranks take a correct step of ``way(model)``, for each way until one fails.
 
-    Args:
-        ways: the ways, by what a finding calls them.
+    The keys are what findings call the ways.
     """
     with tempfile.TemporaryDirectory() as folder:
         problem = _run_ranks(folder, ways)
@@ -148,11 +147,7 @@ def _steps(rank: int, world_size: int, folder: str, ways: Mapping[str, Callable]
 
 
 def _step(rank: int, world_size: int, way: Callable) -> bool:
-    """Compares gradients of a small model with those of one process.
-
-    Returns:
-        Whether the ranks share memory.
-    """
+    """Compares gradients with those of one process, and returns whether the ranks share memory."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
     reference = copy.deepcopy(model)

@@ -83,13 +83,3 @@ def tables_of(timeline: Timeline) -> list[Table]:
     operators = [(name, len(ms), sum(ms)) for name, ms in calls.items()]
     operators.sort(key=itemgetter(2), reverse=True)
     return [*tables, Table("Operators", ("operator", "calls", "ms"), operators)]
-
-
-def and_more(names: Sequence[str]) -> str:
-    """Returns the first name and the number of further names."""
-    return ", ".join(names[:1]) + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-
-
-def mib(nbytes: int) -> str:
-    """Returns a number of MiB, with three decimals if it is small."""
-    return f"{nbytes / 2**20:,.{1 if nbytes >= 10 * 2**20 else 3}f}"

@@ -18,8 +18,7 @@ from deepcompile_zero3.passes.facts import fqns_of
 from deepcompile_zero3.passes.pipeline import saved_outputs
 from deepcompile_zero3.passes.reduce import GradientDtypes
 from deepcompile_zero3.runtime import REDUCTIONS, WAITS, ops
-from deepcompile_zero3.tools.document import and_more, mib
-from deepcompile_zero3.tools.table import Table
+from deepcompile_zero3.tools.table import Table, and_more, mib
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from deepcompile_zero3.tools.table import Table
+from deepcompile_zero3.tools.table import Table, and_more
 from deepcompile_zero3.tools.timeline import LANES, Sample, Span, Timeline
 
 # Approximate width of a time axis in pixels. A lane with more spans, or a curve with more samples,
@@ -152,7 +152,9 @@ def _bars(lane: str, spans: list[Span], duration: float) -> dict[str, Any]:
         "y": [lane] * len(runs),
         "base": [_ms(run[0].start) for run in runs],
         "x": [_ms(run[-1].end - run[0].start) for run in runs],
-        "customdata": ["\n".join(_names_of(run)) for run in runs],
+        "customdata": [
+            "\n".join({n: 0 for s in run for n in (s.name, *s.parameters)}) for run in runs
+        ],
         "hovertext": list(map(_hover, runs)),
         "hoverinfo": "text",
         "marker": {"color": [shades[i % 2] for i in range(len(runs))], "line": {"width": 0}},
@@ -174,15 +176,15 @@ def _runs(spans: list[Span], duration: float) -> Iterator[list[Span]]:
     yield run
 
 
-def _names_of(run: list[Span]) -> dict[str, None]:
+def _searched(run: list[Span]) -> str:
     """Returns the names of operators and parameters, each once."""
-    return dict.fromkeys(name for span in run for name in (span.name, *span.parameters))
+    return "\n".join(dict.fromkeys(name for span in run for name in (span.name, *span.parameters)))
 
 
 def _hover(run: list[Span]) -> str:
     """Returns a bar's hover text: operators, times, bytes and the first parameters."""
     counts = Counter(span.name for span in run).most_common()
-    lines = [_first([f"{n} {name}" if n > 1 else name for name, n in counts], ", ")]
+    lines = [and_more([f"{n} {name}" if n > 1 else name for name, n in counts], _NAMES_SHOWN)]
     start, end = run[0].start, run[-1].end
     within = f" of {_ms(end - start):,.3f} ms" if len(run) > 1 else ""
     busy = sum(span.seconds for span in run)
@@ -190,15 +192,8 @@ def _hover(run: list[Span]) -> str:
     if nbytes := sum(span.nbytes for span in run):
         lines.append(f"{_mib(nbytes):,.3f} MiB")
     if parameters := list(dict.fromkeys(name for span in run for name in span.parameters)):
-        lines.append(_first(parameters, "\n"))
+        lines.append(and_more(parameters, _NAMES_SHOWN, "\n"))
     return _escaped("\n".join(lines)).replace("\n", "<br>")
-
-
-def _first(words: list[str], separator: str) -> str:
-    """Joins the first words and tells how many more there are."""
-    more = len(words) - _NAMES_SHOWN
-    shown = separator.join(words[:_NAMES_SHOWN])
-    return f"{shown}{separator}and {more} more" if more > 0 else shown
 
 
 # ---- memory

@@ -11,9 +11,9 @@ from deepcompile_zero3.graph.capture import CapturedGraphs
 from deepcompile_zero3.graph.size import nbytes_of_tensor
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.sharding.swap import original_class
-from deepcompile_zero3.tools.document import Document, and_more, mib
+from deepcompile_zero3.tools.document import Document
 from deepcompile_zero3.tools.graph_report import Graph, graph_of
-from deepcompile_zero3.tools.table import Cell, Table
+from deepcompile_zero3.tools.table import Cell, Table, and_more, mib
 from deepcompile_zero3.tools.timeline import Timeline
 from deepcompile_zero3.torch_internals import local_tensor
 

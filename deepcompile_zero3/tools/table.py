@@ -1,4 +1,4 @@
-"""A table for texts and for pages."""
+"""Tables for texts and for pages, and how their cells say names and bytes."""
 
 import html
 from collections.abc import Iterable, Sequence
@@ -55,3 +55,14 @@ class Table:
 
 def _text(cell: Cell) -> str:
     return f"{cell:,.3f}" if isinstance(cell, float) else str(cell)
+
+
+def and_more(names: Sequence[str], shown: int = 1, separator: str = ", ") -> str:
+    """Returns the first names and the number of further names."""
+    more = len(names) - shown
+    return separator.join(names[:shown]) + (f" and {more} more" if more > 0 else "")
+
+
+def mib(nbytes: int) -> str:
+    """Returns a number of MiB, with three decimals if it is small."""
+    return f"{nbytes / 2**20:,.{1 if nbytes >= 10 * 2**20 else 3}f}"

@@ -146,15 +146,10 @@ class Machine:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of a collective.
-
-    Attributes:
-        number: the number of ranks.
-        on_host: the number of ranks on each host.
-    """
+    """The ranks of a collective."""
 
     number: int
-    on_host: int
+    on_host: int  # the number of ranks on each host
 
     @property
     def hosts(self) -> int:

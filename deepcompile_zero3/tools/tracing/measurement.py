@@ -4,8 +4,8 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from deepcompile_zero3.tools.document import Document, and_more
-from deepcompile_zero3.tools.table import Cell, Table
+from deepcompile_zero3.tools.document import Document
+from deepcompile_zero3.tools.table import Cell, Table, and_more
 from deepcompile_zero3.tools.timeline import Timeline
 
 _WAITS_SHOWN = 5

@@ -67,11 +67,7 @@ class _Range:
 
 
 def events_of(trace: Mapping[str, Any]) -> list[Event]:
-    """Returns the events that a timeline is made of.
-
-    Args:
-        trace: a trace that ``torch.profiler.profile.export_chrome_trace`` has written.
-    """
+    """Returns the events of a trace that torch's ``export_chrome_trace`` has written."""
     records = trace["traceEvents"]
     launches = {
         record["args"]["correlation"]: record
@@ -189,11 +185,8 @@ def _of_host(
 
 
 def _computation(events: Sequence[Event], waits: Sequence[float]) -> Iterator[Span]:
-    """Yields the outermost operators that compute and do not wait.
-
-    Args:
-        events: events of one thread, in order.
-        waits: times at which waits begin, in order.
+    """Yields the outermost operators of a thread that compute and do not wait, given the times at
+    which waits begin; both are in order.
     """
     busy_until = 0.0
     for event in events:
