@@ -17,12 +17,11 @@ from bench.ranks import Ranks, Training, join
 from bench.workloads import WORKLOADS, Workload
 from deepcompile_zero3 import limit_buffers
 from deepcompile_zero3.options import Options
-from deepcompile_zero3.tools.planning.calibrate import measure_machine
-from deepcompile_zero3.tools.planning.graphs import fake_ranks, trace
+from deepcompile_zero3.tools.planning.graphs import fake_ranks, shard_blocks, trace
 from deepcompile_zero3.tools.planning.kernels import kernels_of
 from deepcompile_zero3.tools.planning.machine import Machine
-from deepcompile_zero3.tools.planning.measure import measure_kernels
-from deepcompile_zero3.tools.planning.plan import plan, shard_blocks
+from deepcompile_zero3.tools.planning.measure import measure_kernels, measure_machine
+from deepcompile_zero3.tools.planning.plan import plan
 from deepcompile_zero3.tools.planning.predicted import Plan
 
 MODE = "zero3-c10d"

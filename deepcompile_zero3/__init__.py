@@ -37,8 +37,9 @@ if TYPE_CHECKING:
     from deepcompile_zero3.sharding.module import Zero3Module
     from deepcompile_zero3.tools.explain import explain
     from deepcompile_zero3.tools.planning.ahead import CompiledAhead, compile_ahead
+    from deepcompile_zero3.tools.planning.graphs import shard_blocks
     from deepcompile_zero3.tools.planning.machine import MACHINES, Link, Machine
-    from deepcompile_zero3.tools.planning.plan import plan, shard_blocks
+    from deepcompile_zero3.tools.planning.plan import plan
     from deepcompile_zero3.tools.planning.predicted import Plan
     from deepcompile_zero3.tools.report import Report
 
@@ -107,7 +108,7 @@ _LATER = {
     "Machine": "deepcompile_zero3.tools.planning.machine",
     "Plan": "deepcompile_zero3.tools.planning.predicted",
     "plan": "deepcompile_zero3.tools.planning.plan",
-    "shard_blocks": "deepcompile_zero3.tools.planning.plan",
+    "shard_blocks": "deepcompile_zero3.tools.planning.graphs",
     "Report": "deepcompile_zero3.tools.report",
     "fully_shard": "deepcompile_zero3.sharding.fully_shard",
     "shard_in_transformers": "deepcompile_zero3.sharding.in_transformers",

@@ -3,8 +3,7 @@
 import random
 
 from deepcompile_zero3.tools.timeline import Span
-from deepcompile_zero3.tools.tracing.chrome_trace import events_of, steps_of
-from deepcompile_zero3.tools.tracing.measured import Event, timeline_of
+from deepcompile_zero3.tools.tracing.profile import Event, events_of, steps_of, timeline_of
 
 STEP = Event("range", "ProfilerStep#3", 100.0, 200.0, 1)
 

@@ -13,8 +13,9 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.wait import WebDriverWait
 
-from deepcompile_zero3.tools.drawing import FOUND, draw
-from deepcompile_zero3.tools.page import Table, save_page
+from deepcompile_zero3.tools.document import tables_of
+from deepcompile_zero3.tools.page import FOUND, draw, save_page
+from deepcompile_zero3.tools.table import Table
 from deepcompile_zero3.tools.timeline import LANES, Span, Timeline
 
 in_browser = pytest.mark.timeout(180)
@@ -138,7 +139,7 @@ def test_a_page_needs_nothing_else(tmp_path):
     elements = _Elements(text.replace(get_plotlyjs(), ""))
     assert len(elements.texts["pre"].splitlines()) == 2
     assert "model.layers.11.mlp.down_proj.weight" in elements.texts["td"]
-    assert json.loads(elements.texts["drawing"]).keys() == {"traces", "layout", "names", "bars"}
+    assert json.loads(elements.texts["drawing"]).keys() == {"data", "layout"}
     for tag, attributes in elements.tags:
         assert tag != "link"
         assert not {"src", "href"} & attributes.keys()
@@ -153,9 +154,10 @@ def test_names_are_no_markup(tmp_path):
     assert not {"a", "b", "i", "img"} & set(tags)
     assert tags.count("script") == 3
     assert elements.texts["h1"] == elements.texts["pre"] == "".join(HARMFUL)
-    drawing = json.loads(elements.texts["drawing"])
-    assert set(drawing["names"]) == set(HARMFUL)
-    shown = json.dumps(drawing["traces"]) + json.dumps(drawing["layout"]["annotations"])
+    figure = json.loads(elements.texts["drawing"])
+    bars, *curves = figure["data"]
+    assert bars.pop("customdata") == ["\n".join(HARMFUL)]
+    shown = json.dumps([bars, *curves]) + json.dumps(figure["layout"]["annotations"])
     assert "</script>" not in shown  # plotly has its own markup
     assert "&lt;/script&gt;" in shown
 
@@ -169,7 +171,7 @@ def test_without_plotly_it_says_what_to_install(tmp_path, monkeypatch):
 def test_a_time_that_is_no_number_is_refused(tmp_path):
     path = tmp_path / "page.html"
     timeline = Timeline("", (Span("compute", "mm", 0.0, float("nan")),))
-    with pytest.raises(ValueError, match="JSON"):
+    with pytest.raises(ValueError, match="a number of seconds, got nan"):
         save_page(path, "", "", [timeline], [])
     assert not path.exists()
 
@@ -183,6 +185,15 @@ def test_numbers_stand_on_the_right(tmp_path):
     assert "<td class='number'>7</td>" in text
 
 
+def test_a_timeline_has_tables_of_its_collectives_waits_and_operators():
+    waits = Span("waiting", "all_gather", 0.25, 0.5, ("a", "b"))
+    operators = (Span("compute", "mm", start, start + 0.125) for start in (0.0, 0.125))
+    collectives, waited, computed = tables_of(Timeline("", (waits, *operators)))
+    assert collectives.rows == []
+    assert waited.rows == [("all_gather", "a, b", 0.0, 250.0, 250.0)]
+    assert computed.rows == [("mm", 2, 250.0)]
+
+
 # ---- what is drawn
 
 
@@ -192,50 +203,50 @@ def test_each_lane_that_has_spans_is_drawn():
         Span("compute", "mm", 0.0, 2e-3),
         Span("compute", "add", 3e-3, 4e-3),
     )
-    drawing = draw([Timeline("predicted", spans), Timeline("measured", spans[1:2])])
-    drawn = [(trace["y"], trace["base"], trace["x"]) for trace in drawing.traces]
+    figure = draw([Timeline("predicted", spans), Timeline("measured", spans[1:2])])
+    drawn = [(bars.y, bars.base, bars.x) for bars in figure.data]
     assert drawn == [
-        (["compute", "compute"], [0.0, 3.0], [2.0, 1.0]),
-        (["reduce"], [2.0], [3.0]),
-        (["compute"], [0.0], [2.0]),
+        (("compute", "compute"), (0.0, 3.0), (2.0, 1.0)),
+        (("reduce",), (2.0,), (3.0,)),
+        (("compute",), (0.0,), (2.0,)),
     ]
-    assert drawing.traces[1]["hovertext"] == [
-        "reduce_scatter<br>3.000 ms, from 2.000 ms on<br>3.000 MiB<br>a<br>b"
-    ]
-    assert [[drawing.names[name] for name in bar] for bar in drawing.bars[1]] == [
-        ["reduce_scatter", "a", "b"]
-    ]
-    axes = [axis for key, axis in drawing.layout.items() if key.startswith("xaxis")]
-    assert [(axis["range"], axis["matches"]) for axis in axes] == [([0, 5.0], "x2")] * 2
+    assert figure.data[1].hovertext == (
+        "reduce_scatter<br>3.000 ms, from 2.000 ms on<br>3.000 MiB<br>a<br>b",
+    )
+    assert figure.data[1].customdata == ("reduce_scatter\na\nb",)
+    axes = [figure.layout.xaxis, figure.layout.xaxis2]
+    assert [axis.range for axis in axes] == [(0, 5.0)] * 2
+    assert axes[0].matches == "x2"
 
 
 def test_memory_is_stacked_to_the_end_of_the_step():
     memory = ((0.0, (MIB, 0)), (1e-3, (MIB, 2 * MIB)))
     span = Span("compute", "mm", 0.0, 4e-3)
-    drawing = draw([Timeline("predicted", (span,), ("shards", "gathered"), memory)] * 2)
-    first, second = drawing.traces[2:4]
-    assert (first["x"], first["y"]) == ([0.0, 1.0, 4.0], [1.0, 1.0, 1.0])
-    assert second["y"] == [0.0, 2.0, 2.0]
-    assert [trace["showlegend"] for trace in drawing.traces[2:]] == [True, True, False, False]
-    assert drawing.layout["annotations"][0]["text"].endswith(": 4.000 ms, at most 3.0 MiB")
+    figure = draw([Timeline("predicted", (span,), ("shards", "gathered"), memory)] * 2)
+    curves = [trace for trace in figure.data if trace.type == "scatter"]
+    first, second = curves[:2]
+    assert (first.x, first.y) == ((0.0, 1.0, 4.0), (1.0, 1.0, 1.0))
+    assert second.y == (0.0, 2.0, 2.0)
+    assert [curve.showlegend for curve in curves] == [True, True, False, False]
+    assert figure.layout.annotations[0].text.endswith(": 4.000 ms, at most 3.0 MiB")
 
 
 def test_nothing_is_drawn_of_nothing():
-    assert draw([]).traces == draw([Timeline("", ())]).traces == []
+    assert draw([]).data == draw([Timeline("", ())]).data == ()
 
 
 def test_many_spans_are_few_bars_which_keep_the_names():
     timeline = long_step()
-    drawing = draw([timeline])
-    lanes = ("compute", "gather", "reduce")
-    for trace, lane in zip(drawing.traces[:-2], lanes, strict=True):
-        spans = [span for span in timeline.spans if span.lane == lane]
-        assert len(trace["x"]) <= 5_000
-        assert min(trace["base"]) == pytest.approx(spans[0].start * 1e3)
-        assert trace["base"][-1] + trace["x"][-1] == pytest.approx(spans[-1].end * 1e3)
+    lanes = draw([timeline]).data[:-2]
+    for bars, lane in zip(lanes, ("compute", "gather", "reduce"), strict=True):
+        spans = timeline.of(lane)
+        assert len(bars.x) <= 5_000
+        assert min(bars.base) == pytest.approx(spans[0].start * 1e3)
+        assert bars.base[-1] + bars.x[-1] == pytest.approx(spans[-1].end * 1e3)
     names = {name for span in timeline.spans for name in (span.name, *span.parameters)}
-    assert {drawing.names[i] for trace in drawing.bars for bar in trace for i in bar} == names
-    merged = next(text for text in drawing.traces[0]["hovertext"] if "mm, " in text)
+    found = {name for bars in lanes for bar in bars.customdata for name in bar.split("\n")}
+    assert found == names
+    merged = next(text for text in lanes[0].hovertext if "mm, " in text)
     assert " of " in merged  # the busy part of the bar
 
 
@@ -243,10 +254,10 @@ def test_a_thinned_curve_keeps_its_peak_and_its_end():
     memory = [(i * 1e-6, (i % 7 * MIB,)) for i in range(30_000)]
     memory[12_345] = (12_345e-6, (100 * MIB,))
     memory[-1] = (1.0, (55 * MIB,))  # the earlier sample lasts most of the step
-    (curve,) = draw([Timeline("", (), ("gathered",), tuple(memory))]).traces
-    assert len(curve["x"]) <= 5_001
-    assert max(curve["y"]) == 100.0
-    assert curve["y"][-3:] == [(29_998 % 7), 55.0, 55.0]
+    (curve,) = draw([Timeline("", (), ("gathered",), tuple(memory))]).data
+    assert len(curve.x) <= 5_001
+    assert max(curve.y) == 100.0
+    assert curve.y[-3:] == ((29_998 % 7), 55.0, 55.0)
 
 
 def test_a_long_step_is_saved_soon(tmp_path):
@@ -339,7 +350,7 @@ def test_a_bar_says_what_it_is_and_timelines_zoom_together(opened):
     assert "model.layers.5.self_attn.q_proj.weight" in text
     ActionChains(driver).click_and_hold().move_by_offset(300, 0).release().perform()
     layout = "document.getElementById('chart')._fullLayout"
-    script = f"return [{layout}.xaxis2.range, {layout}.xaxis3.range]"
+    script = f"return [{layout}.xaxis.range, {layout}.xaxis3.range]"
     WebDriverWait(driver, browser.LIMIT).until(lambda _: driver.execute_script(script)[0][0] > 0)
     first, second = driver.execute_script(script)
     assert first == second

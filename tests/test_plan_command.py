@@ -158,7 +158,6 @@ def test_a_users_own_sharding_is_planned(job):
         ),
         ("build", ("--batch", 2), "--batch, --sequence and --checkpoint are of a config"),
         ("nothing", (), "has no function 'nothing'"),
-        ("build", ("--save", "/nowhere/page.html"), "--save: there is no folder /nowhere"),
         ("broken", (), "this model cannot be planned: code that is not compiled reads"),
     ],
 )
@@ -167,6 +166,12 @@ def test_an_error_in_a_job_is_reported_in_a_line(job, function, options, message
     assert found.returncode == 1
     assert message.format(job=job) in found.stderr
     assert "Traceback" not in found.stderr
+
+
+def test_a_folder_that_is_not_there_is_named_at_once(job):
+    found = _run("plan", f"{job}:build", "--ranks", 4, "--save", "/nowhere/page.html")
+    assert found.returncode == 2
+    assert "--save: there is no folder /nowhere" in found.stderr
 
 
 def test_an_error_of_the_users_own_keeps_its_place(job):

@@ -220,7 +220,7 @@ def test_a_prediction_is_of_the_graphs_that_ran(tmp_path):
     assert f"predicted for h100: {predicted:,.3f} ms, {off} {than} than measured" in ran.stdout
 
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
-    headings = [page.index(f"b>{name}\\u003c/b>") for name in ("measured", "predicted for h100")]
+    headings = [page.index(f"b\\u003e{name}\\u003c") for name in ("measured", "predicted for h100")]
     assert headings == sorted(headings)
 
 

@@ -33,6 +33,10 @@ from deepcompile_zero3.sharding.registered import all_parameters_of
 
 _TIMEOUT = datetime.timedelta(seconds=180)
 _OPTIONAL = ("transformers", "plotly", "matplotlib")  # for plans of configs, pages and pictures
+_SLOW = (
+    "a busy machine needs longer; ranks that wait for each other for ever may use the wrong "
+    "network: GLOO_SOCKET_IFNAME=lo"
+)
 
 
 class Finding(NamedTuple):
@@ -46,50 +50,40 @@ class Finding(NamedTuple):
 def main() -> int:
     """Prints the findings and returns the number of those that need a remedy."""
     print("taking a step of two ranks, eager and compiled: half a minute", file=sys.stderr)
+    ways = {"two ranks, eager": _eager, "two ranks, compiled": _compiled}
+    findings = [*_installed(), *try_steps(ways)]
     table = Table(box=None, pad_edge=False, show_header=False)
     for style in ("bold", "", "red"):
         table.add_column(style=style, overflow="fold")
-    findings = list(_findings())
     for finding in findings:
         table.add_row(*map(escape, finding))
     Console().print(table, highlight=False)
     return sum(bool(finding.remedy) for finding in findings)
 
 
-def _findings() -> Iterator[Finding]:
+def _installed() -> Iterator[Finding]:
     yield Finding("Python", f"{platform.python_version()} on {platform.platform()}")
-    tried = ", ".join(torch_release.TRIED)
-    yield Finding("torch", f"{torch.__version__} (tried: {tried})")
+    yield Finding("torch", f"{torch.__version__} (tried: {', '.join(torch_release.TRIED)})")
     yield Finding("torch's private pieces", "all there")  # else the import above raises
     yield Finding("deepcompile_zero3", deepcompile_zero3.__version__)
-    kernels = "for CPUs and GPUs" if _C.WITH_CUDA else "for CPUs"
-    wants_cuda = torch.cuda.is_available() and not _C.WITH_CUDA
+    lacks_cuda = torch.cuda.is_available() and not _C.WITH_CUDA
     yield Finding(
         "runtime",
-        f"{Path(_C.__file__).name}, {kernels}",
-        "build it with a CUDA toolkit: ZERO3_CUDA=1 CUDA_HOME=..." if wants_cuda else "",
+        f"{Path(_C.__file__).name}, for {'CPUs and GPUs' if _C.WITH_CUDA else 'CPUs'}",
+        "build it with a CUDA toolkit: ZERO3_CUDA=1 CUDA_HOME=..." if lacks_cuda else "",
     )
-    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    yield Finding("GPUs", ", ".join(names) or "none")
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    yield Finding("GPUs", ", ".join(gpus) or "none")
     backends = [name for name in ("gloo", "nccl") if dist.is_backend_available(name)]
-    yield Finding(
-        "process groups", ", ".join(backends), "" if "gloo" in backends else "torch needs gloo"
-    )
+    remedy = "" if "gloo" in backends else "torch needs gloo"
+    yield Finding("process groups", ", ".join(backends), remedy)
     compiler = os.environ.get("CXX", "g++")
     path = shutil.which(shlex.split(compiler)[0])
-    yield Finding(
-        "C++ compiler", path or f"no {compiler}", "" if path else "Inductor needs one: install g++"
-    )
-    versions = [f"{name} {_version_of(name)}" for name in _OPTIONAL]
-    yield Finding("optional", ", ".join(versions))
-    yield from try_steps({"two ranks, eager": _eager, "two ranks, compiled": _compiled})
-
-
-def _version_of(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "not there"
+    remedy = "" if path else "Inductor needs one: install g++"
+    yield Finding("C++ compiler", path or f"no {compiler}", remedy)
+    versions = {each.name: each.version for each in importlib.metadata.distributions()}
+    optional = [f"{name} {versions.get(name, 'not there')}" for name in _OPTIONAL]
+    yield Finding("optional", ", ".join(optional))
 
 
 def _eager(model: nn.Module) -> Callable:
@@ -103,26 +97,10 @@ def _compiled(model: nn.Module) -> Callable:
 def try_steps(ways: Mapping[str, Callable]) -> Iterator[Finding]:
     """Yields whether two ranks take a correct step of ``way(model)``, for each way until one fails.
 
-    Args:
-        ways: the ways, by what a finding calls them.
+    The keys are what findings call the ways.
     """
     with tempfile.TemporaryDirectory() as folder:
-        context = mp.spawn(_steps, args=(2, folder, ways), nprocs=2, join=False)
-        deadline = time.monotonic() + _TIMEOUT.total_seconds()
-        problem = "ended without a step", ""
-        try:
-            while not context.join(timeout=1):
-                if time.monotonic() > deadline:
-                    problem = f"no step in {_TIMEOUT.total_seconds():g} s", _SLOW
-                    break
-        except Exception as error:
-            print(error, file=sys.stderr)
-            causes = re.findall(r"^[\w.]*(?:Error|Exception)\b.*", str(error), re.MULTILINE)
-            problem = "failed", causes[-1] if causes else str(error)
-        finally:
-            for process in context.processes:
-                process.kill()
-                process.join()
+        problem = _run_ranks(folder, ways)
         for what in ways:
             found = Path(folder, what)
             if not found.exists():
@@ -131,10 +109,23 @@ def try_steps(ways: Mapping[str, Callable]) -> Iterator[Finding]:
             yield Finding(what, found.read_text())
 
 
-_SLOW = (
-    "a busy machine needs longer; ranks that wait for each other for ever may use the wrong "
-    "network: GLOO_SOCKET_IFNAME=lo"
-)
+def _run_ranks(folder: str, ways: Mapping[str, Callable]) -> tuple[str, str]:
+    """Runs two ranks, and returns the problem and the remedy of one that did not take a step."""
+    context = mp.spawn(_steps, args=(2, folder, ways), nprocs=2, join=False)
+    deadline = time.monotonic() + _TIMEOUT.total_seconds()
+    try:
+        while not context.join(timeout=1):
+            if time.monotonic() > deadline:
+                return f"no step in {_TIMEOUT.total_seconds():g} s", _SLOW
+        return "ended without a step", ""
+    except Exception as error:
+        print(error, file=sys.stderr)
+        causes = re.findall(r"^[\w.]*(?:Error|Exception)\b.*", str(error), re.MULTILINE)
+        return "failed", causes[-1] if causes else str(error)
+    finally:
+        for process in context.processes:
+            process.kill()
+            process.join()
 
 
 def _steps(rank: int, world_size: int, folder: str, ways: Mapping[str, Callable]) -> None:
@@ -142,13 +133,8 @@ def _steps(rank: int, world_size: int, folder: str, ways: Mapping[str, Callable]
     torch.set_num_threads(1)
     # An empty cache: code that was compiled earlier does not test this machine.
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/compiled"
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=world_size,
-        timeout=_TIMEOUT,
-    )
+    store = dist.FileStore(f"{folder}/store", world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT)
     try:
         for what, way in ways.items():
             shares = _step(rank, world_size, way)
@@ -160,21 +146,16 @@ def _steps(rank: int, world_size: int, folder: str, ways: Mapping[str, Callable]
         dist.destroy_process_group()
 
 
-def _step(rank: int, world_size: int, compile_with: Callable) -> bool:
-    """Compares gradients of a small model with those of one process.
-
-    Returns:
-        Whether the ranks share memory.
-    """
+def _step(rank: int, world_size: int, way: Callable) -> bool:
+    """Compares gradients with those of one process, and returns whether the ranks share memory."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
     reference = copy.deepcopy(model)
     batch = torch.randn(2 * world_size, 16)
     deepcompile_zero3.fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
-    compile_with(model)(batch.chunk(world_size)[rank]).square().mean().backward()
+    way(model)(batch.chunk(world_size)[rank]).square().mean().backward()
     reference(batch).square().mean().backward()
     for sharded, whole in zip(model.parameters(), reference.parameters(), strict=True):
         assert isinstance(sharded.grad, DTensor)
         torch.testing.assert_close(sharded.grad.full_tensor(), whole.grad)
-    parameter = all_parameters_of(model, "doctor")[0]
-    return not parameter.handle.can.sends_messages
+    return not all_parameters_of(model, "doctor")[0].handle.can.sends_messages

@@ -1,88 +1,25 @@
 """The report of a sharded model's step: as data, as text and as a page."""
 
-import io
-import itertools
-import os
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+from torch import nn
 
-from deepcompile_zero3.tools import page
+from deepcompile_zero3.graph.capture import CapturedGraphs
+from deepcompile_zero3.graph.size import nbytes_of_tensor
+from deepcompile_zero3.sharding.parameter import ShardedParameter
+from deepcompile_zero3.sharding.swap import original_class
+from deepcompile_zero3.tools.document import Document
+from deepcompile_zero3.tools.graph_report import Graph, graph_of
+from deepcompile_zero3.tools.table import Cell, Table, and_more, mib
 from deepcompile_zero3.tools.timeline import Timeline
+from deepcompile_zero3.torch_internals import local_tensor
 
 
 @dataclass(frozen=True)
-class GatherBucket:
-    """Parameters that are gathered together.
-
-    Attributes:
-        parameters: FQNs of the parameters, in order.
-        dtypes: dtypes that the parameters are computed with, each once.
-        nbytes: bytes of the full tensors.
-        starts_before: the operator that the gather starts before.
-        needed_by: the operator that waits for the gather.
-        ahead: the number of operators between the start and the wait.
-    """
-
-    parameters: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    nbytes: int
-    starts_before: str
-    needed_by: str
-    ahead: int
-
-
-@dataclass(frozen=True)
-class Gradient:
-    """A gradient that is reduced.
-
-    Attributes:
-        parameter: FQN of the parameter.
-        raw: the dtype that the gradient is computed in.
-        leaf: the gradient dtype of the parameter's contract; "any" keeps the computed dtype.
-        wire: the dtype that the gradient is reduced in.
-        nbytes: bytes of the full gradient on the wire.
-        is_copied: whether the gradient is copied into the send buffer; large products are computed
-            there.
-    """
-
-    parameter: str
-    raw: str
-    leaf: str
-    wire: str
-    nbytes: int
-    is_copied: bool
-
-
-@dataclass(frozen=True)
-class Graph:
-    """A forward or backward graph.
-
-    Attributes:
-        direction: "forward" or "backward".
-        gathers: buckets, in the order in which their gathers start.
-        gradients: gradients, in the order in which they are reduced.
-        kept: FQNs of the parameters that this forward keeps for its backward, and their bytes.
-            The backward does not gather them again.
-        gathered_peak: the planned maximum of bytes of gathered parameters that are alive at once,
-            without memory that ranks share and, in a backward, parameters that its forward kept.
-        saved: bytes of activations that this forward saves for its backward. A data-dependent
-            size counts as 0.
-    """
-
-    direction: str
-    gathers: tuple[GatherBucket, ...]
-    gradients: tuple[Gradient, ...]
-    kept: dict[str, int]
-    gathered_peak: int
-    saved: int
-
-
-@dataclass(frozen=True)
-class Report:
+class Report(Document):
     """The work of each rank in a step of a sharded model. ``print`` it, or see :meth:`to_dict`.
 
     Attributes:
@@ -127,8 +64,7 @@ class Report:
         """Bytes by kind of memory at the timeline's peak, with the optimizer's state. Ranks are
         assumed to exchange messages, even if they share memory.
         """
-        _, nbytes = max(self.timeline.memory, key=lambda point: sum(point[1]), default=(0.0, ()))
-        return dict(zip(self.timeline.kinds, nbytes, strict=True)) if nbytes else {}
+        return self.timeline.peak
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the attributes as numbers, strings, lists and dicts, for JSON."""
@@ -136,90 +72,62 @@ class Report:
         del told["timeline"]
         return told | {"gathered": self.gathered, "reduced": self.reduced, "peak": self.peak}
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a page with the timeline and searchable tables: see :func:`page.save_page`."""
-        tables = tables_of(self, self.timeline)
-        page.save_page(path, self.model, str(self), [self.timeline], tables)
+    def _title(self) -> str:
+        return self.model
 
-    def __str__(self) -> str:
-        return text_of(_parts(self))
+    def _timelines(self) -> tuple[Timeline]:
+        return (self.timeline,)
 
+    def _parts(self) -> Iterator[str | Table]:
+        transport = "in memory that they share" if self.is_shared else "by messages"
+        ranks = f"{self.world_size} ranks" if self.world_size > 1 else "1 rank"
+        yield (
+            f"{self.model}: {self.parameters} parameters of {mib(self.nbytes)} MiB over {ranks}, "
+            f"{transport}"
+        )
+        graphs = "what is compiled" if self.in_eager else "a step"
+        yield (
+            f"at rest {mib(self.shards)} MiB of shards; {graphs} gathers {mib(self.gathered)} MiB "
+            f"and reduces {mib(self.reduced)} MiB"
+        )
+        if self.peak:
+            kinds = ", ".join(f"{kind} {mib(n)}" for kind, n in self.peak.items() if n)
+            where = " by messages" if self.is_shared else ""
+            yield f"predicted peak{where} {mib(sum(self.peak.values()))} MiB: {kinds}"
+        keeps = ", beside what forward kept" if any(graph.kept for graph in self.graphs) else ""
+        numbers: Counter[str] = Counter()
+        for graph in self.graphs:
+            yield ""
+            is_forward = graph.direction == "forward"
+            more = f", {mib(graph.saved)} MiB of activations saved" if is_forward else keeps
+            name = f"{graph.direction} {numbers[graph.direction]}"
+            yield f"{name}: at most {mib(graph.gathered_peak)} MiB gathered at once{more}"
+            yield from graph.parts()
+            numbers[graph.direction] += 1
+        if self.in_eager:
+            yield ""
+            yield f"gathered by eager code, if it reads them: {and_more(self.in_eager)}"
+        for reason in self.breaks:
+            yield ""
+            yield line_of_break(reason)
 
-# ---- as text
-
-
-def text_of(parts: Iterable[Any]) -> str:
-    """Returns the parts as rich prints them, 80 columns wide."""
-    text = io.StringIO()
-    console = Console(file=text, width=80, color_system=None)
-    for part in parts:
-        console.print(part, highlight=False, markup=False)
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
-
-
-def _parts(report: Report) -> Iterator[Any]:
-    transport = "in memory that they share" if report.is_shared else "by messages"
-    ranks = f"{report.world_size} ranks" if report.world_size > 1 else "1 rank"
-    yield (
-        f"{report.model}: {report.parameters} parameters of {_mib(report.nbytes)} over {ranks}, "
-        f"{transport}"
-    )
-    graphs = "what is compiled" if report.in_eager else "a step"
-    yield (
-        f"at rest {_mib(report.shards)} of shards; {graphs} gathers {_mib(report.gathered)} and "
-        f"reduces {_mib(report.reduced)}"
-    )
-    if report.peak:
-        kinds = ", ".join(f"{kind} {_number(n)}" for kind, n in report.peak.items() if n)
-        where = " by messages" if report.is_shared else ""
-        yield f"predicted peak{where} {_mib(sum(report.peak.values()))}: {kinds}"
-    counts = {"forward": itertools.count(), "backward": itertools.count()}
-    for graph in report.graphs:
-        yield ""
-        name = f"{graph.direction} {next(counts[graph.direction])}"
-        peak = f"{name}: at most {_mib(graph.gathered_peak)} gathered at once"
-        if graph.direction == "forward":
-            yield f"{peak}, {_mib(graph.saved)} of activations saved"
-        else:
-            keeps = any(other.kept for other in report.graphs)
-            yield peak + (", beside what forward kept" if keeps else "")
-        if graph.gathers:
-            yield _table(
-                ("gathers", "dtype", "MiB", "starts before", "needed by", "ahead"),
-                (
-                    (
-                        _names(bucket.parameters),
-                        "/".join(bucket.dtypes),
-                        _number(bucket.nbytes),
-                        bucket.starts_before,
-                        bucket.needed_by,
-                        str(bucket.ahead),
-                    )
-                    for bucket in graph.gathers
-                ),
-            )
-        if graph.gradients:
-            yield _table(
-                ("reduces", "raw, leaf, wire", "MiB", "copied"),
-                (
-                    (
-                        _names(tuple(gradient.parameter for gradient in run)),
-                        " -> ".join(_dtypes(run[0])),
-                        _number(sum(gradient.nbytes for gradient in run)),
-                        _number(sum(gradient.nbytes for gradient in run if gradient.is_copied)),
-                    )
-                    for run in _alike(graph.gradients)
-                ),
-            )
-        if graph.kept:
-            total = _mib(sum(graph.kept.values()))
-            yield f"keeps {total} that backward does not gather again: {_names(tuple(graph.kept))}"
-    if report.in_eager:
-        yield ""
-        yield f"gathered by eager code, if it reads them: {_names(report.in_eager)}"
-    for reason in report.breaks:
-        yield ""
-        yield line_of_break(reason)
+    def _tables(self) -> list[Table]:
+        gathers = Counter(
+            (name, graph.direction)
+            for graph in self.graphs
+            for bucket in graph.gathers
+            for name in bucket.parameters
+        )
+        gradients = {g.parameter: g for graph in self.graphs for g in graph.gradients}
+        kept = {name for graph in self.graphs for name in graph.kept}
+        rows: list[tuple[Cell, ...]] = []
+        for name in dict.fromkeys(name for name, _ in gathers):
+            gradient = gradients.get(name)
+            reduced = (gradient.dtypes, gradient.nbytes / 2**20) if gradient else ("", 0.0)
+            counts = gathers[name, "forward"], gathers[name, "backward"]
+            rows.append((name, *counts, "kept" if name in kept else "", *reduced))
+        columns = ("parameter", "gathers forward", "backward", "", "gradient", "MiB")
+        return [Table("Parameters", columns, rows), *super()._tables()]
 
 
 def line_of_break(reason: str) -> str:
@@ -228,77 +136,27 @@ def line_of_break(reason: str) -> str:
     return f"the graph breaks: {first}"
 
 
-def _alike(gradients: Iterable[Gradient]) -> Iterator[tuple[Gradient, ...]]:
-    """Yields runs of neighbouring gradients with the same dtypes."""
-    for _, run in itertools.groupby(gradients, _dtypes):
-        yield tuple(run)
-
-
-def _dtypes(gradient: Gradient) -> tuple[str, str, str]:
-    return gradient.raw, gradient.leaf, gradient.wire
-
-
-def _table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="")
-    for column in columns:
-        numbers = column in ("MiB", "ahead", "copied")
-        if numbers:
-            table.add_column(column, justify="right", no_wrap=True)
-        else:
-            table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def _names(names: tuple[str, ...]) -> str:
-    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-
-
-def _number(nbytes: int) -> str:
-    return f"{nbytes / 2**20:,.{1 if nbytes >= 10 * 2**20 else 3}f}"
-
-
-def _mib(nbytes: int) -> str:
-    return f"{_number(nbytes)} MiB"
-
-
-# ---- as a page
-
-
-def tables_of(report: Report, timeline: Timeline) -> list[page.Table]:
-    """Returns tables of a report's parameters and of a timeline's collectives."""
-    gathers: dict[str, list[int]] = {}
-    for graph in report.graphs:
-        for bucket in graph.gathers:
-            for name in bucket.parameters:
-                gathers.setdefault(name, [0, 0])[graph.direction == "backward"] += 1
-    gradients = {g.parameter: g for graph in report.graphs for g in graph.gradients}
-    kept = {name for graph in report.graphs for name in graph.kept}
-    parameters = tuple(
-        (
-            name,
-            *counts,
-            "kept" if name in kept else "",
-            " -> ".join((g.raw, g.leaf, g.wire)) if (g := gradients.get(name)) else "",
-            g.nbytes / 2**20 if g else 0.0,
-        )
-        for name, counts in gathers.items()
+def report_of(
+    model: nn.Module,
+    parameters: Sequence[ShardedParameter],
+    graphs: CapturedGraphs,
+    breaks: tuple[str, ...],
+    timeline: Timeline,
+) -> Report:
+    """Returns the report of a model whose graphs were captured."""
+    described = [graph_of("forward", graph) for graph in graphs.forward]
+    described += [graph_of("backward", graph) for graph in graphs.backward]
+    buckets = [bucket for graph in described for bucket in graph.gathers]
+    gathered = {name for bucket in buckets for name in bucket.parameters}
+    return Report(
+        model=original_class(model).__name__,
+        world_size=max(p.handle.world_size for p in parameters),
+        is_shared=not any(p.handle.can.sends_messages for p in parameters),
+        parameters=len(parameters),
+        nbytes=sum(nbytes_of_tensor(p.placeholder) for p in parameters),
+        shards=sum(nbytes_of_tensor(local_tensor(p.shard)) for p in parameters),
+        graphs=tuple(described),
+        breaks=breaks,
+        in_eager=tuple(p.fqn for p in parameters if p.fqn not in gathered),
+        timeline=timeline,
     )
-    columns = ("parameter", "gathers forward", "backward", "", "gradient", "MiB")
-    collectives = tuple(
-        (
-            span.name,
-            ", ".join(span.parameters),
-            span.nbytes / 2**20,
-            span.start * 1e3,
-            (span.end - span.start) * 1e3,
-        )
-        for span in timeline.spans
-        if span.lane in ("gather", "reduce")
-    )
-    when = ("collective", "parameters", "MiB", "starts, ms", "takes, ms")
-    return [
-        page.Table("Parameters", columns, parameters),
-        page.Table("Collectives", when, collectives),
-    ]

@@ -1,44 +1,40 @@
 """Compiles the graphs of a step for ranks that do not exist, so that theirs are found stored."""
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import fx, nn
 
 from deepcompile_zero3.backend import CompiledGraph, compile_with_inductor
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.graph.calls import calls_by_region
 from deepcompile_zero3.options import Options
-from deepcompile_zero3.sharding.registered import registered_in
-from deepcompile_zero3.tools.planning.graphs import check_compiled, fake_ranks, zeros_like
-from deepcompile_zero3.tools.planning.plan import ShardModel, retire, sharded
-from deepcompile_zero3.tools.report import text_of
+from deepcompile_zero3.tools.document import Document
+from deepcompile_zero3.tools.planning.graphs import (
+    ShardModel,
+    check_compiled,
+    fake_model,
+    zeros_like,
+)
+from deepcompile_zero3.tools.table import Table
 from deepcompile_zero3.torch_internals import compiler
 
 
 @dataclass(frozen=True)
 class GraphAhead:
-    """One of Dynamo's graphs, compiled with its backward.
+    """One of Dynamo's graphs, compiled with its backward."""
 
-    Attributes:
-        seconds: what it took.
-        parameters: number of its sharded parameters.
-        regions: for each compilation that several blocks share, how many share it.
-        is_stored: whether later processes find it.
-    """
-
-    seconds: float
-    parameters: int
-    regions: Mapping[str, int]
-    is_stored: bool
+    seconds: float  # what it took
+    parameters: int  # number of its sharded parameters
+    regions: Mapping[str, int]  # how many blocks share each compilation that several share
+    is_stored: bool  # whether later processes find it
 
 
 @dataclass
-class CompiledAhead:
+class CompiledAhead(Document):
     """What :func:`compile_ahead` compiled. Printing it gives a table.
 
     Attributes:
@@ -49,25 +45,23 @@ class CompiledAhead:
     folder: str
     graphs: list[GraphAhead] = field(default_factory=list)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the numbers, for JSON."""
-        return asdict(self)
+    def _title(self) -> str:
+        return f"stored in {self.folder}"
 
-    def __str__(self) -> str:
-        table = Table("graph", "seconds", "parameters", "blocks", box=None, pad_edge=False)
+    def _parts(self) -> Iterator[str | Table]:
+        rows = []
         for number, graph in enumerate(self.graphs):
             blocks = ", ".join(f"{calls} x {name}" for name, calls in graph.regions.items())
-            table.add_row(str(number), f"{graph.seconds:.1f}", str(graph.parameters), blocks)
-        missing = [number for number, graph in enumerate(self.graphs) if not graph.is_stored]
-        parts: list[Any] = [table, "", f"stored in {self.folder}"]
-        if missing:
-            numbers = ", ".join(map(str, missing))
-            parts.append(
-                f"NOT stored, and so compiled again by ranks: {numbers}. Nothing is stored while "
-                "logs or a trace of this library are requested. What torch's cache refuses is in "
-                "its logs: TORCH_LOGS=torch._functorch._aot_autograd.autograd_cache"
+            rows.append((number, f"{graph.seconds:.1f}", graph.parameters, blocks))
+        yield Table("", ("graph", "seconds", "parameters", "blocks"), rows)
+        yield ""
+        yield self._title()
+        if missing := [str(n) for n, graph in enumerate(self.graphs) if not graph.is_stored]:
+            yield (
+                f"NOT stored, and so compiled again by ranks: {', '.join(missing)}. Nothing is "
+                "stored while logs or a trace of this library are requested. What torch's cache "
+                "refuses is in its logs: TORCH_LOGS=torch._functorch._aot_autograd.autograd_cache"
             )
-        return text_of(parts)
 
 
 def compile_ahead(
@@ -88,13 +82,7 @@ def compile_ahead(
     code of this process is compiled or loaded again.
 
     Args:
-        build: makes the model; called under ``torch.device("meta")``.
-        call: keyword arguments of a forward on one rank; tensors on the CPU, whose values do not
-            matter.
-        world_size: the number of ranks of all replicas.
-        replicas: the number of replicas of the model (hybrid sharding).
-        shard: shards the model over a mesh; by default :func:`shard_blocks`.
-        options: the options of the backend.
+        build, call, world_size, replicas, shard, options: see :func:`plan`.
 
     Raises:
         TypeError: ``build`` does not return a module, or ``call`` is not a mapping.
@@ -126,13 +114,11 @@ def compile_ahead(
         )
         return lambda *_: [zeros_like(output) for output in outputs]
 
-    with fake_ranks(world_size, replicas) as mesh:
-        model = sharded(build, call, mesh, shard)
+    with fake_model(build, call, world_size, replicas, shard) as model:
         model.to_empty(device="cpu")
         try:
             torch.compile(model, backend=backend)(**call)
         finally:
             torch._dynamo.reset()
-            retire(registered_in(model))
     check_compiled(found.graphs)
     return found

@@ -1,11 +1,10 @@
-"""Traces the graphs of a step: the model has no data, and the ranks need not exist."""
+"""A model without data, sharded over ranks that need not exist, and the graphs of its step."""
 
 import contextlib
 import copy
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -19,48 +18,15 @@ from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.graph.capture import CapturedGraphs, capture_graphs
 from deepcompile_zero3.options import Options
 from deepcompile_zero3.passes.pipeline import Pipeline
+from deepcompile_zero3.sharding.fully_shard import fully_shard
+from deepcompile_zero3.sharding.model import ShardedModel
 from deepcompile_zero3.sharding.parameter import ShardedParameter
-from deepcompile_zero3.sharding.registered import all_parameters_of
+from deepcompile_zero3.sharding.registered import all_parameters_of, registered_in
 from deepcompile_zero3.tools.explain import without_a_trace
 from deepcompile_zero3.tools.report import line_of_break
 from deepcompile_zero3.torch_internals import compiler
 
-
-@dataclass(frozen=True)
-class _Partitioned:
-    """A forward or backward graph before this library's passes."""
-
-    of: Pipeline
-    graph_module: fx.GraphModule
-    is_backward: bool
-
-
-@dataclass(frozen=True)
-class Trace:
-    """A call of a sharded model, partitioned into forward and backward.
-
-    Attributes:
-        model: the sharded model, on the meta device.
-        parameters: the model's sharded parameters, by FQN.
-        breaks: where and why Dynamo broke the graph.
-    """
-
-    model: nn.Module
-    parameters: Mapping[str, ShardedParameter]
-    breaks: tuple[str, ...]
-    _graphs: tuple[_Partitioned, ...]
-
-    def rewrite(self, options: Options) -> CapturedGraphs:
-        """Returns the graphs that the passes rewrite, in the order of compilation."""
-        rewritings: dict[Pipeline, Pipeline] = {}
-        with capture_graphs() as graphs:
-            for graph in self._graphs:
-                inputs = graph.of.inputs
-                parameters = [self.parameters[facts.fqn] for facts in inputs.values()]
-                if graph.of not in rewritings:
-                    rewritings[graph.of] = pipeline_of(parameters, inputs, options)
-                rewritings[graph.of](copy.deepcopy(graph.graph_module), graph.is_backward)
-        return graphs
+ShardModel: TypeAlias = Callable[[nn.Module, DeviceMesh], Any]
 
 
 @contextlib.contextmanager
@@ -96,6 +62,92 @@ def fake_ranks(world_size: int, replicas: int = 1) -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
+@contextlib.contextmanager
+def fake_model(
+    build: Callable[[], nn.Module],
+    call: Mapping[str, Any],
+    world_size: int,
+    replicas: int,
+    shard: ShardModel | None,
+) -> Iterator[nn.Module]:
+    """Yields a sharded model on the meta device, on :func:`fake_ranks`: see :func:`plan`.
+
+    Raises:
+        TypeError: ``build`` does not return a module, or ``call`` is not a mapping.
+    """
+    if isinstance(build, nn.Module):
+        raise TypeError("build is called and makes the model: give its class or a function")
+    if not isinstance(call, Mapping):
+        raise TypeError(f"call is a dict of keyword arguments, got {type(call).__name__}")
+    with fake_ranks(world_size, replicas) as mesh:
+        with torch.device("meta"):
+            model = build()
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"build makes the model and nothing else, got {type(model).__name__}")
+        (shard or shard_blocks)(model, mesh)
+        parameters = registered_in(model)
+        try:
+            yield model
+        finally:  # the models take no more steps, and others may have their numbers
+            for sharded in {parameter.model for parameter in parameters} - {None}:
+                cast(ShardedModel, sharded).retire()
+
+
+def shard_blocks(model: nn.Module, mesh: DeviceMesh, **settings: Any) -> nn.Module:
+    """Shards each module of the model's lists, and the rest with the model.
+
+    Args:
+        model: a model whose blocks are the modules of its outermost ``nn.ModuleList`` and
+            ``nn.Sequential`` containers.
+        mesh: the mesh that parameters are sharded over.
+        settings: further arguments of :func:`fully_shard`.
+
+    Returns:
+        The sharded model.
+    """
+    for block in _blocks(model):
+        fully_shard(block, mesh=mesh, **settings)
+    return fully_shard(model, mesh=mesh, **settings)
+
+
+def _blocks(module: nn.Module) -> list[nn.Module]:
+    if isinstance(module, nn.ModuleList | nn.Sequential):
+        return list(module)
+    return [block for child in module.children() for block in _blocks(child)]
+
+
+def zeros_like(value: Any) -> Any:
+    """Returns zeros of the same shape, in the memory of one element."""
+    if isinstance(value, torch.Tensor):
+        sizes = [int(size) for size in value.shape]
+        return torch.zeros((), dtype=value.dtype).expand(sizes)
+    return int(value) if isinstance(value, torch.SymInt) else value
+
+
+# ---- its graphs
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A call of a sharded model, partitioned into forward and backward."""
+
+    parameters: Mapping[str, ShardedParameter]  # by FQN
+    breaks: tuple[str, ...]  # where and why Dynamo broke the graph
+    # Graphs before this library's passes, and whether they are backwards.
+    partitioned: Sequence[tuple[Pipeline, fx.GraphModule, bool]]
+
+    def rewrite(self, options: Options) -> CapturedGraphs:
+        """Returns the graphs that the passes rewrite, in the order of compilation."""
+        rewritings: dict[Pipeline, Pipeline] = {}
+        with capture_graphs() as graphs:
+            for traced, graph_module, is_backward in self.partitioned:
+                if traced not in rewritings:
+                    parameters = [self.parameters[facts.fqn] for facts in traced.inputs.values()]
+                    rewritings[traced] = pipeline_of(parameters, traced.inputs, options)
+                rewritings[traced](copy.deepcopy(graph_module), is_backward)
+        return graphs
+
+
 def trace(model: nn.Module, call: Mapping[str, Any]) -> Trace:
     """Traces ``model(**call)`` and its backward without computing anything.
 
@@ -109,15 +161,17 @@ def trace(model: nn.Module, call: Mapping[str, Any]) -> Trace:
     """
     parameters = all_parameters_of(model, "plan")
     _materialise(model)
-    graphs: list[_Partitioned] = []
+    partitioned: list[tuple[Pipeline, fx.GraphModule, bool]] = []
+
+    def note(pipeline: Pipeline, gm: fx.GraphModule, _: Any, **settings: Any) -> Callable:
+        noted = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+        partitioned.append((pipeline, noted, bool(settings.get("is_backward"))))
+        outputs: Any = gm.graph.output_node().args[0]
+        results = [node.meta["val"] if isinstance(node, fx.Node) else node for node in outputs]
+        return compiler.make_boxed_func(lambda *_: list(map(zeros_like, results)))
 
     def backend(gm: fx.GraphModule, example_inputs: Any) -> CompiledGraph:
-        return CompiledGraph(
-            gm,
-            example_inputs,
-            Options(regions=False),
-            functools.partial(_note_and_return_zeros, graphs),
-        )
+        return CompiledGraph(gm, example_inputs, Options(regions=False), note)
 
     try:
         with compiler.graph_breaks() as breaks, without_a_trace(model, parameters):
@@ -130,9 +184,9 @@ def trace(model: nn.Module, call: Mapping[str, Any]) -> Trace:
             "have no data here. A break inside of a loop leaves the whole function uncompiled; "
             f"{line_of_break(breaks[0])}"
         ) from error
-    check_compiled(graphs)
+    check_compiled(partitioned)
     by_name = {parameter.fqn: parameter for parameter in parameters}
-    return Trace(model, by_name, tuple(breaks), tuple(graphs))
+    return Trace(by_name, tuple(breaks), partitioned)
 
 
 def check_compiled(graphs: Sequence[Any]) -> None:
@@ -141,37 +195,9 @@ def check_compiled(graphs: Sequence[Any]) -> None:
         raise Zero3Error("no graph was compiled: is torch.compile disabled, or the whole call?")
 
 
-def _note_and_return_zeros(
-    graphs: list[_Partitioned],
-    rewriting: Pipeline,
-    graph_module: fx.GraphModule,
-    example_inputs: Any,
-    **kwargs: Any,
-) -> Callable:
-    is_backward = bool(kwargs.get("is_backward"))
-    noted = fx.GraphModule(graph_module, copy.deepcopy(graph_module.graph))
-    graphs.append(_Partitioned(rewriting, noted, is_backward))
-    outputs: Any = graph_module.graph.output_node().args[0]
-    results = [node.meta["val"] if isinstance(node, fx.Node) else node for node in outputs]
-
-    def run(inputs: list[Any]) -> list[Any]:
-        inputs.clear()
-        return [zeros_like(result) for result in results]
-
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
-
-
-def zeros_like(value: Any) -> Any:
-    """Returns zeros of the same shape, in the memory of one element."""
-    if isinstance(value, torch.Tensor):
-        sizes = [int(size) for size in value.shape]
-        return torch.zeros((), dtype=value.dtype).expand(sizes)
-    return int(value) if isinstance(value, torch.SymInt) else value
-
-
 def _materialise(model: nn.Module) -> None:
-    whole: dict[torch.Tensor, nn.Parameter] = {}  # parameters that are not sharded, once each
+    """Gives memory to buffers, and to parameters that are not sharded, once each."""
+    whole: dict[torch.Tensor, nn.Parameter] = {}
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_meta:

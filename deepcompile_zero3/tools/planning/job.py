@@ -18,125 +18,58 @@ from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_map_only
 
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.tools.planning.ahead import CompiledAhead, compile_ahead
-from deepcompile_zero3.tools.planning.machine import MACHINES, Machine, machine_of
-from deepcompile_zero3.tools.planning.plan import ShardModel, plan, shard_blocks
-from deepcompile_zero3.tools.planning.predicted import Plan
+from deepcompile_zero3.tools.arguments import positive
+from deepcompile_zero3.tools.planning.graphs import ShardModel, shard_blocks
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "as-built": None}
 _RESHARD = {"auto": None, "always": True, "never": False}
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that describe the model, its ranks and the options of the backend."""
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "model",
         help="config.json of transformers, built in fp32, or FILE.py:FUNCTION, which gives a model "
         "that is not sharded yet, a dict of the arguments of its call on one rank, and perhaps a "
         "function that shards it: shard(model, mesh)",
     )
-    add = parser.add_argument
-    add("--ranks", type=_positive, required=True, metavar="N", help="of all replicas together")
-    add("--replicas", type=_positive, default=1, metavar="N", help="copies of the model (HSDP)")
-    add("--batch", type=_positive, help="of a config: sequences a rank (default: 1)")
-    add("--sequence", type=_positive, help="of a config: tokens of each (default: 4096)")
+    add("--ranks", type=positive, required=True, metavar="N", help="of all replicas together")
+    add("--replicas", type=positive, default=1, metavar="N", help="copies of the model (HSDP)")
+    add("--batch", type=positive, help="of a config: sequences a rank (default: 1)")
+    add("--sequence", type=positive, help="of a config: tokens of each (default: 4096)")
     add("--checkpoint", action="store_true", help="of a config: checkpoints each block")
     add("--param-dtype", choices=_DTYPES, help="computed with (default: bf16)")
     add("--reduce-dtype", choices=_DTYPES, help="on the wire (default: bf16)")
     add("--reshard", choices=_RESHARD, help="after forward (default: auto)")
-    add(
-        "--spread",
-        action="store_true",
-        help="shards parameters of fewer rows than ranks over their largest dimension",
-    )
+    spread = "shards parameters of fewer rows than ranks over their largest dimension"
+    add("--spread", action="store_true", help=spread)
     add("--keep-mb", type=float, help="the option keep_mb of the backend")
     add("--gather-bucket-mb", type=float, help="the option gather_bucket_mb of the backend")
 
 
-def add_machine(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments that describe the machine and what a step does beside the model."""
-    add = parser.add_argument
-    add("--machine", default="h100", choices=MACHINES, help="(default: h100)")
-    add_numbers(parser)
-    add(
-        "--optimizer-bytes",
-        type=int,
-        default=8,
-        help="state of each element (default: 8, AdamW in fp32)",
-    )
-    add("--no-prefetch", action="store_true", help="gathers start when they are waited for")
-
-
-def add_numbers(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--set``, for ``Machine.with_numbers(**dict(arguments.set))``."""
-    parser.add_argument(
-        "--set",
-        type=_number,
-        action="append",
-        default=[],
-        metavar="NAME=NUMBER",
-        help="of the machine: flops, bandwidth, remote_bandwidth, ranks_per_host...",
-    )
-
-
-def plan_of(
-    arguments: argparse.Namespace,
-    tell: Callable[[str], object],
-    *,
-    advise: bool = True,
-    **changes: Any,
-) -> Plan:
-    """Returns the plan of the arguments, updated by ``changes``; :func:`plan` gets ``tell``."""
-    asked = argparse.Namespace(**vars(arguments) | changes)
-    build, call, shard = _job(asked)
-    return plan(
-        build,
-        call,
-        world_size=asked.ranks,
-        replicas=asked.replicas,
-        machine=_machine(asked),
-        shard=shard,
-        options=_options(asked),
-        optimizer_bytes=asked.optimizer_bytes,
-        prefetch=not asked.no_prefetch,
-        advise=advise,
-        tell=tell,
-    )
-
-
-def compiled(asked: argparse.Namespace) -> CompiledAhead:
-    """Compiles the graphs of the arguments ahead of time."""
-    build, call, shard = _job(asked)
-    return compile_ahead(
-        build,
-        call,
-        world_size=asked.ranks,
-        replicas=asked.replicas,
-        shard=shard,
-        options=_options(asked),
-    )
-
-
-def _options(asked: argparse.Namespace) -> dict[str, float]:
-    names = ("keep_mb", "gather_bucket_mb")
-    return {name: value for name in names if (value := getattr(asked, name)) is not None}
-
-
-def _machine(asked: argparse.Namespace) -> Machine:
-    return machine_of(asked.machine).with_numbers(**dict(asked.set))
+def job_of(asked: argparse.Namespace) -> dict[str, Any]:
+    """Returns the arguments of :func:`plan` and :func:`compile_ahead`, without the machine."""
+    build, call, shard = _model_of(asked)
+    options = {"keep_mb": asked.keep_mb, "gather_bucket_mb": asked.gather_bucket_mb}
+    return {
+        "build": build,
+        "call": call,
+        "world_size": asked.ranks,
+        "replicas": asked.replicas,
+        "shard": shard,
+        "options": {name: value for name, value in options.items() if value is not None},
+    }
 
 
 def _shard(asked: argparse.Namespace, model: nn.Module, mesh: DeviceMesh) -> None:
-    policy = MixedPrecisionPolicy(
-        param_dtype=_DTYPES[asked.param_dtype or "bf16"],
-        reduce_dtype=_DTYPES[asked.reduce_dtype or "bf16"],
-    )
-    reshard = _RESHARD[asked.reshard or "auto"]
+    param_dtype = _DTYPES[asked.param_dtype or "bf16"]
+    reduce_dtype = _DTYPES[asked.reduce_dtype or "bf16"]
     shard_blocks(
         model,
         mesh,
-        mp_policy=policy,
-        reshard_after_forward=reshard,
+        mp_policy=MixedPrecisionPolicy(param_dtype, reduce_dtype),
+        reshard_after_forward=_RESHARD[asked.reshard or "auto"],
         shard_placement_fn=functools.partial(_widest, mesh.size(-1)) if asked.spread else None,
     )
 
@@ -148,9 +81,10 @@ def _widest(ranks: int, parameter: nn.Parameter) -> Shard | None:
     return Shard(max(range(parameter.dim()), key=parameter.shape.__getitem__))
 
 
-def _job(
+def _model_of(
     asked: argparse.Namespace,
 ) -> tuple[Callable[[], nn.Module], dict[str, Any], ShardModel]:
+    """Returns what builds the model, the arguments of its call, and what shards it."""
     shard: ShardModel = functools.partial(_shard, asked)
     if asked.model.endswith(".json"):
         tokens = torch.zeros(asked.batch or 1, asked.sequence or 4096, dtype=torch.int64)
@@ -245,18 +179,3 @@ def _check_call(what: str, function: Callable, /, *args: Any, **kwargs: Any) -> 
         inspect.signature(function).bind(*args, **kwargs)
     except TypeError as error:
         raise Zero3Error(f"{what}: {error}") from error
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"a positive number, got {text!r}")
-    return int(text)
-
-
-def _number(text: str) -> tuple[str, float]:
-    name, _, value = text.partition("=")
-    try:
-        return name, float(value)
-    except ValueError:
-        message = f"NAME=NUMBER without a unit, as in memory=80e9; got {text!r}"
-        raise argparse.ArgumentTypeError(message) from None

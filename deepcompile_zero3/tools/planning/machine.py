@@ -94,26 +94,23 @@ class Machine:
         Raises:
             ValueError: a machine has no such number, or the number is out of range.
         """
-        machine = self
-        changed: dict[str, Any]
+        changed: dict[str, Any] = {}
         for name, value in numbers.items():
             link, _, number = name.partition("_")
             if name == "flops":
-                machine = replace(machine, flops=dict.fromkeys(machine.flops, value))
+                changed[name] = dict.fromkeys(self.flops, value)
+            elif name in _LINK_NUMBERS:
+                changed[link] = replace(changed.get(link, getattr(self, link)), **{number: value})
             elif name in ("ranks_per_host", "overlap", *_NUMBERS):
-                changed = {name: value}
-                machine = replace(machine, **changed)
-            elif link in ("local", "remote") and number in ("bandwidth", "latency"):
-                changed = {link: replace(getattr(machine, link), **{number: value})}
-                machine = replace(machine, **changed)
+                changed[name] = value
             else:
                 known = ("flops", "ranks_per_host", "overlap", *_NUMBERS, *_LINK_NUMBERS)
                 raise ValueError(f"a machine has no '{name}'; it has {', '.join(known)}")
         if not numbers:
-            return machine
+            return self
         told = ", ".join(f"{name}={value:g}" for name, value in numbers.items())
-        source = f"{machine.source}; by you: {told}".removeprefix("; ")
-        return replace(machine, source=source, compared=_NOT_COMPARED)
+        source = f"{self.source}; by you: {told}".removeprefix("; ")
+        return replace(self, **changed, source=source, compared=_NOT_COMPARED)
 
     def flops_of(self, dtype: torch.dtype) -> float:
         """Returns the FLOP/s of products in ``dtype``, or in fp32 if ``dtype`` is not known."""
@@ -149,15 +146,10 @@ class Machine:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of a collective.
-
-    Attributes:
-        number: the number of ranks.
-        on_host: the number of ranks on each host.
-    """
+    """The ranks of a collective."""
 
     number: int
-    on_host: int
+    on_host: int  # the number of ranks on each host
 
     @property
     def hosts(self) -> int:
@@ -186,31 +178,26 @@ def machine_of(machine: Machine | str) -> Machine:
 _OF_FLOPS, _OF_BANDWIDTH, _OF_LINK = 0.7, 0.85, 0.8
 
 
-def _gpu(
-    name: str,
-    *,
-    low: float,
-    fp32: float,
-    terabytes: float,
-    gigabytes: float,
-    nvlink: float,
-    nic: float,
-    source: str,
-) -> Machine:
-    """Returns a GPU by its data sheet.
+# A GPU by its data sheet: TFLOP/s in 16-bit dtypes, without sparsity, and in fp32; TB/s and GB of
+# its memory; GB/s of its links within the host and of its network adapter, in one direction.
+_SHEETS = {
+    "a100": (312, 19.5, 2.039, 80, 300, 25),
+    "h100": (989, 67, 3.35, 80, 450, 50),
+    "h200": (989, 67, 4.8, 141, 450, 50),
+    "b200": (2250, 75, 7.7, 180, 900, 50),
+}
+_SOURCES = {
+    "a100": "NVIDIA A100 80GB SXM data sheet; a 200 Gb/s adapter a GPU, as DGX A100 has",
+    "h100": "NVIDIA H100 SXM data sheet; a 400 Gb/s adapter a GPU, as DGX H100 has",
+    "h200": "NVIDIA H200 SXM data sheet; a 400 Gb/s adapter a GPU, as DGX H200 has",
+    "b200": "NVIDIA HGX B200 data sheet, a GPU's part; a 400 Gb/s adapter a GPU",
+}
 
-    Args:
-        name: the name of the machine.
-        low: TFLOP/s in 16-bit dtypes, without sparsity.
-        fp32: TFLOP/s in fp32.
-        terabytes: TB/s of device memory.
-        gigabytes: GB of device memory.
-        nvlink: GB/s of a GPU's links within the host, in one direction.
-        nic: GB/s of a GPU's network adapter, in one direction.
-        source: the source of the numbers.
-    """
+
+def _gpu(name: str) -> Machine:
+    low, fp32, terabytes, gigabytes, link, adapter = _SHEETS[name]
     low_flops = low * 1e12 * _OF_FLOPS
-    flops = dict.fromkeys((torch.bfloat16, torch.float16), low_flops)
+    flops = {torch.bfloat16: low_flops, torch.float16: low_flops}
     return Machine(
         name=name,
         flops=flops | {torch.float32: fp32 * 1e12 * _OF_FLOPS},
@@ -219,54 +206,10 @@ def _gpu(
         launch=5e-6,
         memory=gigabytes * 1e9,
         ranks_per_host=8,
-        local=Link(1e-6, nvlink * 1e9 * _OF_LINK),
-        remote=Link(5e-6, nic * 1e9 * _OF_LINK),
-        source=source,
+        local=Link(1e-6, link * 1e9 * _OF_LINK),
+        remote=Link(5e-6, adapter * 1e9 * _OF_LINK),
+        source=_SOURCES[name],
     )
 
 
-MACHINES = {
-    machine.name: machine
-    for machine in (
-        _gpu(
-            "a100",
-            low=312,
-            fp32=19.5,
-            terabytes=2.039,
-            gigabytes=80,
-            nvlink=300,
-            nic=25,
-            source="NVIDIA A100 80GB SXM data sheet; a 200 Gb/s adapter a GPU, as DGX A100 has",
-        ),
-        _gpu(
-            "h100",
-            low=989,
-            fp32=67,
-            terabytes=3.35,
-            gigabytes=80,
-            nvlink=450,
-            nic=50,
-            source="NVIDIA H100 SXM data sheet; a 400 Gb/s adapter a GPU, as DGX H100 has",
-        ),
-        _gpu(
-            "h200",
-            low=989,
-            fp32=67,
-            terabytes=4.8,
-            gigabytes=141,
-            nvlink=450,
-            nic=50,
-            source="NVIDIA H200 SXM data sheet; a 400 Gb/s adapter a GPU, as DGX H200 has",
-        ),
-        _gpu(
-            "b200",
-            low=2250,
-            fp32=75,
-            terabytes=7.7,
-            gigabytes=180,
-            nvlink=900,
-            nic=50,
-            source="NVIDIA HGX B200 data sheet, a GPU's part; a 400 Gb/s adapter a GPU",
-        ),
-    )
-}
+MACHINES = {name: _gpu(name) for name in _SHEETS}

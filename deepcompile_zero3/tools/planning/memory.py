@@ -14,6 +14,7 @@ from deepcompile_zero3.graph.size import nbytes_of
 from deepcompile_zero3.passes.pipeline import saved_outputs
 from deepcompile_zero3.runtime import _C, WAITS
 from deepcompile_zero3.tools.planning.kernels import is_collective, is_inlined
+from deepcompile_zero3.tools.timeline import Sample
 
 KINDS = ("shards", "optimizer", "gradients", "gathered", "activations", "communication")
 
@@ -28,20 +29,12 @@ class _Saved:
 
 
 class Memory:
-    """What is alive, and when that changed.
-
-    Args:
-        clock: returns the seconds since the step began.
-
-    Attributes:
-        alive: bytes by kind.
-        points: the seconds of each change, and the bytes of each of ``KINDS`` after it.
-    """
+    """What is alive, and when that changed: ``clock`` returns the seconds since the step began."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self.alive: Counter[str] = Counter()
-        self.points: list[tuple[float, tuple[int, ...]]] = []
+        self.alive: Counter[str] = Counter()  # bytes by kind
+        self.samples: list[Sample] = []  # a sample for each change, of the bytes of KINDS after it
         self._saved: dict[tuple[int, str], _Saved] = {}  # by graph number and name
         self._results: list[_Saved] = []  # outputs that only the caller reads
         self._gathered: dict[fx.Node, int] = {}  # bytes, with padding
@@ -82,13 +75,11 @@ class Memory:
         by_base: dict[fx.Node, _Saved] = {}
         for node in graph.output_node().all_input_nodes:
             base = base_of(node)
-            kind = _kind(base)
-            if not kind:
-                continue
-            memory = by_base.setdefault(base, _Saved(kind, self._nbytes(base)))
-            if node in saved:
-                memory.names += 1
-                self._saved[number, _saved_as(node)] = memory
+            if kind := _kind(base):
+                memory = by_base.setdefault(base, _Saved(kind, self._nbytes(base)))
+                if node in saved:
+                    memory.names += 1
+                    self._saved[number, _saved_as(node)] = memory
         self._results += [memory for memory in by_base.values() if not memory.names]
 
     def forget_results(self) -> None:
@@ -110,7 +101,7 @@ class Memory:
 
     def _note(self) -> None:
         self.alive["communication"] = max(self._buffers - self.alive["gradients"], 0)
-        self.points.append((self._clock(), tuple(self.alive[kind] for kind in KINDS)))
+        self.samples.append((self._clock(), tuple(self.alive[kind] for kind in KINDS)))
 
 
 def _saved_as(node: fx.Node) -> str:

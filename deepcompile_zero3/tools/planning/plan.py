@@ -1,26 +1,20 @@
 """``plan``: predicts a step of a large model on ranks that need not exist."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, TypeAlias, cast
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from deepcompile_zero3.options import Options
-from deepcompile_zero3.sharding.fully_shard import fully_shard
-from deepcompile_zero3.sharding.model import ShardedModel
-from deepcompile_zero3.sharding.parameter import ShardedParameter
-from deepcompile_zero3.tools.explain import report_of
-from deepcompile_zero3.tools.planning.advice import advice_for
-from deepcompile_zero3.tools.planning.graphs import fake_ranks, trace
+from deepcompile_zero3.tools.planning.graphs import ShardModel, Trace, fake_model, trace
 from deepcompile_zero3.tools.planning.machine import Machine, machine_of
-from deepcompile_zero3.tools.planning.measure import key_of
-from deepcompile_zero3.tools.planning.predicted import Plan, plan_of
-from deepcompile_zero3.tools.planning.simulate import SecondsOf, simulate
+from deepcompile_zero3.tools.planning.predicted import Plan
+from deepcompile_zero3.tools.planning.simulate import simulate
+from deepcompile_zero3.tools.report import line_of_break, report_of
 
-ShardModel: TypeAlias = Callable[[nn.Module, DeviceMesh], Any]
+_WORTH = 0.02  # fraction of a step
 
 
 def plan(
@@ -74,11 +68,12 @@ def plan(
     parsed = Options.parse(options)
     if optimizer_bytes < 0:
         raise ValueError(f"optimizer_bytes is a number of bytes, got {optimizer_bytes}")
-    with fake_ranks(world_size, replicas) as mesh:
-        tell("building and sharding the model")
-        model = sharded(build, call, mesh, shard)
+    tell("building and sharding the model")
+    with fake_model(build, call, world_size, replicas, shard) as model:
         tell("tracing it")
         traced = trace(model, call)
+        parameters = list(traced.parameters.values())
+        tokens = call.get("input_ids")
 
         def predict(options: Options) -> Plan:
             graphs = traced.rewrite(options)
@@ -88,76 +83,85 @@ def plan(
                 machine,
                 optimizer_bytes=optimizer_bytes,
                 prefetch=prefetch,
-                seconds_of=told_by(seconds_by_kernel),
+                seconds_by_kernel=seconds_by_kernel,
             )
-            parameters = list(traced.parameters.values())
-            report = report_of(model, parameters, graphs, traced.breaks, step.timeline)
-            return plan_of(report, machine, world_size, step, _tokens_of(call))
+            timeline = step.timeline
+            return Plan(
+                report=report_of(model, parameters, graphs, traced.breaks, timeline),
+                machine=machine,
+                ranks=world_size,
+                seconds=timeline.seconds("compute", "waiting"),
+                computing=timeline.seconds("compute"),
+                waiting=timeline.seconds("waiting"),
+                flops=step.flops,
+                product_seconds=step.product_seconds,
+                traffic=step.traffic,
+                peak=sum(timeline.peak.values()),
+                memory=timeline.peak,
+                tokens=tokens.numel() if isinstance(tokens, torch.Tensor) else 0,
+            )
 
-        try:
-            tell("taking a step")
-            found = predict(parsed)
-            if advise:
-                tell("taking steps with other options")
-                found = replace(found, advice=advice_for(found, parsed, traced, predict))
+        tell("taking a step")
+        found = predict(parsed)
+        if not advise:
             return found
-        finally:
-            retire(traced.parameters.values())
+        tell("taking steps with other options")
+        breaks, padding = map(line_of_break, traced.breaks), _padding(traced)
+        quicker = _to_be_quicker(found, parsed, predict)
+        return replace(found, advice=(*breaks, *_to_fit(found), *padding, *quicker))
 
 
-def retire(parameters: Iterable[ShardedParameter]) -> None:
-    """Frees the numbers of the models of ``parameters``, which take no more steps."""
-    for model in {parameter.model for parameter in parameters} - {None}:
-        cast(ShardedModel, model).retire()
+# ---- advice that would make a step quicker or smaller: options are tried, not guessed
 
 
-def sharded(
-    build: Callable[[], nn.Module],
-    call: Mapping[str, Any],
-    mesh: DeviceMesh,
-    shard: ShardModel | None,
-) -> nn.Module:
-    """Returns a sharded model on the meta device. Raises TypeError if it cannot be called so."""
-    if isinstance(build, nn.Module):
-        raise TypeError("build is called and makes the model: give its class or a function")
-    if not isinstance(call, Mapping):
-        raise TypeError(f"call is a dict of keyword arguments, got {type(call).__name__}")
-    with torch.device("meta"):
-        model = build()
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"build makes the model and nothing else, got {type(model).__name__}")
-    (shard or shard_blocks)(model, mesh)
-    return model
+def _to_fit(plan: Plan) -> Iterator[str]:
+    if plan.fits:
+        return
+    kind = max(plan.memory, key=plan.memory.__getitem__)
+    remedy = {
+        "activations": "a smaller batch, or activation checkpointing of each block",
+        "gathered": "a smaller gather_bucket_mb and keep_mb, or reshard_after_forward=True",
+        "communication": "smaller parameters: one that is gathered alone is held whole",
+    }.get(kind, "more ranks")
+    yield (
+        f"it does not fit: {plan.memory[kind] / 1e9:.1f} GB are {kind}. What helps there: {remedy}"
+    )
 
 
-def _tokens_of(call: Mapping[str, Any]) -> int:
-    tokens = call.get("input_ids")
-    return tokens.numel() if isinstance(tokens, torch.Tensor) else 0
+def _padding(traced: Trace) -> Iterator[str]:
+    padded = {}
+    for name, parameter in traced.parameters.items():
+        rows, ranks = parameter.handle.sizes[0], parameter.handle.world_size
+        times = -(-rows // ranks) * ranks / rows
+        if times > 1.5 and parameter.placeholder.numel() * (times - 1) > 1 << 20:
+            padded[name] = f"{rows} rows over {ranks} ranks, {times:.1f} times its bytes"
+    if padded:
+        name, what = next(iter(padded.items()))
+        others = f" and {len(padded) - 1} more" if len(padded) > 1 else ""
+        yield (
+            f"padding travels: '{name}'{others} has {what}. Shard another dimension: "
+            "shard_placement_fn"
+        )
 
 
-def told_by(seconds: Mapping[str, float] | None) -> SecondsOf:
-    """Returns a lookup of the seconds that :func:`measure_kernels` found, if any."""
-    return lambda kernel: seconds.get(key_of(kernel)) if seconds else None
-
-
-def shard_blocks(model: nn.Module, mesh: DeviceMesh, **settings: Any) -> nn.Module:
-    """Shards each module of the model's lists, and the rest with the model.
-
-    Args:
-        model: a model whose blocks are the modules of its outermost ``nn.ModuleList`` and
-            ``nn.Sequential`` containers.
-        mesh: the mesh that parameters are sharded over.
-        settings: further arguments of :func:`fully_shard`.
-
-    Returns:
-        The sharded model.
-    """
-    for block in _blocks(model):
-        fully_shard(block, mesh=mesh, **settings)
-    return fully_shard(model, mesh=mesh, **settings)
-
-
-def _blocks(module: nn.Module) -> list[nn.Module]:
-    if isinstance(module, nn.ModuleList | nn.Sequential):
-        return list(module)
-    return [block for child in module.children() for block in _blocks(child)]
+def _to_be_quicker(
+    plan: Plan, options: Options, predict: Callable[[Options], Plan]
+) -> Iterator[str]:
+    if plan.waiting < 5 * _WORTH * plan.seconds:
+        return
+    bucket = 4 * options.gather_bucket_mb
+    plans = {
+        "keep_mb=inf": predict(replace(options, keep_mb=float("inf"))),
+        f"gather_bucket_mb={bucket:g}": predict(replace(options, gather_bucket_mb=bucket)),
+    }
+    for name, other in sorted(plans.items(), key=lambda item: item[1].seconds):
+        saved = 1 - other.seconds / plan.seconds
+        if saved >= _WORTH and other.fits:
+            peak = f"{other.peak / 1e9:.1f} GB at the peak"
+            yield f"the backend's option {name} would save {saved:.0%} of the step: {peak}"
+    if plan.fits:
+        waits = plan.waiting / plan.seconds
+        yield (
+            f"{waits:.0%} of the step waits for collectives, whose bytes do not depend on the "
+            "batch: a larger batch hides them"
+        )

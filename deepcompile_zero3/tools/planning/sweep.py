@@ -1,22 +1,32 @@
 """Plans that differ in one number, side by side."""
 
+import argparse
 from collections.abc import Mapping
 from pathlib import Path
-
-from rich.table import Table
+from typing import Any
 
 from deepcompile_zero3.tools.planning.memory import KINDS
 from deepcompile_zero3.tools.planning.predicted import Plan
+from deepcompile_zero3.tools.table import Table
+
+KNOBS = {"ranks": int, "batch": int, "sequence": int, "keep_mb": float, "gather_bucket_mb": float}
+
+
+def parse(text: str) -> tuple[str, list[float]]:
+    """Returns the name and the values of ``NAME=A,B,...``."""
+    knob, _, values = text.partition("=")
+    if knob not in KNOBS:
+        raise argparse.ArgumentTypeError(f"one of {', '.join(KNOBS)}, got {knob!r}")
+    try:
+        return knob, [KNOBS[knob](value) for value in values.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"NAME=A,B,... of numbers, got {text!r}") from None
 
 
 def table(knob: str, plans: Mapping[float, Plan]) -> Table:
     """Returns a table with a row for each value."""
-    columns = (knob, "ms", "tokens/s", "waits", "FLOP/s", "GB", "fits")
-    result = Table(*columns, box=None, pad_edge=False)
-    for column in result.columns:
-        column.justify = "right"
-    for value, plan in plans.items():
-        result.add_row(
+    rows = [
+        (
             str(value),
             f"{plan.seconds * 1e3:.4g}",
             f"{plan.tokens_per_second:,.0f}" if plan.tokens else "",
@@ -25,7 +35,9 @@ def table(knob: str, plans: Mapping[float, Plan]) -> Table:
             f"{plan.peak / 1e9:.3g}",
             "yes" if plan.fits else "no",
         )
-    return result
+        for value, plan in plans.items()
+    ]
+    return Table("", (knob, "ms", "tokens/s", "waits", "FLOP/s", "GB", "fits"), rows)
 
 
 def draw(title: str, knob: str, plans: Mapping[float, Plan], path: Path) -> None:
@@ -36,23 +48,23 @@ def draw(title: str, knob: str, plans: Mapping[float, Plan], path: Path) -> None
         raise ImportError("a picture needs matplotlib: pip install matplotlib") from error
     names = list(map(str, plans))
     figure = Figure(figsize=(10, 4), layout="constrained")
-    time, memory = figure.subplots(1, 2)
     figure.suptitle(title)
-    computing = [plan.computing for plan in plans.values()]
-    waiting = [plan.waiting for plan in plans.values()]
-    time.bar(names, computing, label="computing", color="#4c78a8")
-    time.bar(names, waiting, bottom=computing, label="waiting", color="#bfbfbf")
-    time.set_ylabel("seconds a step")
-    bottom = [0.0] * len(names)
+    time, memory = figure.subplots(1, 2)
+    bars: list[tuple[Any, str, list[float], str | None]] = [
+        (time, "computing", [plan.computing for plan in plans.values()], "#4c78a8"),
+        (time, "waiting", [plan.waiting for plan in plans.values()], "#bfbfbf"),
+    ]
     for kind in KINDS:
-        heights = [plan.memory[kind] / 1e9 for plan in plans.values()]
-        memory.bar(names, heights, bottom=bottom, label=kind)
-        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+        bars.append((memory, kind, [plan.memory[kind] / 1e9 for plan in plans.values()], None))
+    tops = {panel: [0.0] * len(names) for panel in (time, memory)}
+    for panel, label, heights, color in bars:
+        panel.bar(names, heights, bottom=tops[panel], label=label, color=color)
+        tops[panel] = [top + height for top, height in zip(tops[panel], heights, strict=True)]
     limit = min(plan.machine.memory for plan in plans.values()) / 1e9
-    if limit < 10 * max(bottom):
+    if limit < 10 * max(tops[memory]):
         memory.axhline(limit, color="black", linestyle=":", label="the machine's")
-    memory.set_ylabel("GB at the peak")
-    for panel in (time, memory):
+    for panel, unit in ((time, "seconds a step"), (memory, "GB at the peak")):
+        panel.set_ylabel(unit)
         panel.set_xlabel(knob)
         panel.legend(fontsize="small")
     figure.savefig(path, dpi=110)

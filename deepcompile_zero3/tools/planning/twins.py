@@ -22,11 +22,16 @@ def twins_of(
     Their ranks exchange messages, with the buffers that ``backend``, one of c10d, needs. Buckets
     are not bounded where a parameter's own transport does not bound them.
     """
+
+    def channel(name: str, rank: int, world_size: int) -> _C.Channel:
+        return _C.SimulatedChannel(name, rank, world_size, backend)
+
     model_number = max(_C.live_model_numbers(), default=0) + 1
     twins = {}
     try:
         for name, parameter in parameters.items():
             handle = parameter.handle
+            other = handle.replicas
             twin = _C.Parameter(
                 sizes=handle.sizes,
                 strides=handle.strides,
@@ -34,11 +39,9 @@ def twins_of(
                 device=torch.device("meta"),
                 rank=handle.rank,
                 world_size=handle.world_size,
-                replicas=handle.replicas and _like(handle.replicas, backend),
+                replicas=other and channel(other.name, other.rank, other.world_size),
             )
-            shards = _C.SimulatedChannel(
-                parameter.shard_group_name, handle.rank, handle.world_size, backend
-            )
+            shards = channel(parameter.shard_group_name, handle.rank, handle.world_size)
             twin.transport = _C.Messages(shards, shards)
             for setting in _SETTINGS:
                 setattr(twin.settings, setting, getattr(handle.settings, setting))
@@ -57,7 +60,3 @@ def twins_of(
 def names_in(record: _C.Collective) -> tuple[str, ...]:
     """Returns the FQNs of the parameters of a collective of such copies."""
     return tuple(name.removeprefix(_PREFIX) for name in record.params)
-
-
-def _like(channel: _C.Channel, backend: str) -> _C.Channel:
-    return _C.SimulatedChannel(channel.name, channel.rank, channel.world_size, backend)

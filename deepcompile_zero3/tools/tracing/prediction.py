@@ -11,27 +11,29 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.graph.capture import CapturedGraphs
-from deepcompile_zero3.graph.metadata import fqns_of
+from deepcompile_zero3.graph.capture import CapturedGraph, CapturedGraphs
 from deepcompile_zero3.graph.size import nbytes_of_tensor
-from deepcompile_zero3.runtime import _C, ops
+from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.model import parameters_beside
 from deepcompile_zero3.sharding.parameter import ShardedParameter
-from deepcompile_zero3.tools.planning.calibrate import measure_device, measure_links
 from deepcompile_zero3.tools.planning.kernels import Kernel, kernels_of
 from deepcompile_zero3.tools.planning.machine import MACHINES, Machine
-from deepcompile_zero3.tools.planning.measure import key_of, measure_kernels
-from deepcompile_zero3.tools.planning.plan import told_by
-from deepcompile_zero3.tools.planning.simulate import simulate
+from deepcompile_zero3.tools.planning.measure import (
+    key_of,
+    measure_device,
+    measure_kernels,
+    measure_links,
+)
+from deepcompile_zero3.tools.planning.simulate import gathered_by, simulate
 from deepcompile_zero3.tools.timeline import Timeline
-from deepcompile_zero3.tools.tracing.measured import Event, collectives_of
-from deepcompile_zero3.torch_internals import compiler
+from deepcompile_zero3.tools.tracing.profile import Event, collectives_of
+from deepcompile_zero3.torch_internals import compiler, local_tensor
 from deepcompile_zero3.transport.json_collectives import all_gather_json
 
 _Result = TypeVar("_Result")
 _Profiled: TypeAlias = tuple[Sequence[Event], Event]  # all events, and the range of a step
+_Parameters: TypeAlias = Mapping[str, ShardedParameter]
 
 _BY_MESSAGES = (
     "predicted is a step whose ranks exchange messages; these share memory, and their waits and "
@@ -41,15 +43,10 @@ _BY_MESSAGES = (
 
 @dataclass(frozen=True)
 class Prediction:
-    """The prediction of a step.
-
-    Attributes:
-        timeline: the predicted timeline, or None if no sound prediction can be made.
-        remark: a line on why there is no prediction or what it leaves out, or an empty string.
-    """
+    """The prediction of a step, if a sound one can be made."""
 
     timeline: Timeline | None = None
-    remark: str = ""
+    remark: str = ""  # why there is no prediction, or what it leaves out
 
 
 def predict(
@@ -63,50 +60,39 @@ def predict(
 
     Args:
         captured: all graphs that the process has compiled.
-        machine: the machine that the step is predicted for. If None, the ranks measure their own
-            machine, which takes about a minute and is collective: all ranks of the job call this.
+        machine: if None, the ranks measure their own machine, which takes about a minute and is
+            collective: all ranks of the job call this.
         numbers: numbers that replace the machine's: see :meth:`Machine.with_numbers`.
         profiled: the events and the range of the step, or None if they could not be read.
         optimizers: the optimizers that have stepped.
     """
     try:
-        return _predict(captured, machine, numbers, profiled, optimizers)
+        seconds = None
+        if machine is None:
+            graphs, parameters, mesh, kernels = _on_all_ranks(
+                lambda: _what_to_measure(captured, profiled)
+            )
+            machine, seconds = _measure(mesh, kernels)
+        else:
+            graphs, parameters = _what_ran(captured, profiled)
+        found = simulate(
+            graphs,
+            parameters,
+            machine.with_numbers(**numbers),
+            optimizer_bytes=_optimizer_bytes(optimizers, parameters),
+            seconds_by_kernel=seconds,
+        )
+        return Prediction(found.timeline, _BY_MESSAGES if _share_memory(parameters) else "")
     except Exception as error:  # the measured step is reported anyway
         return Prediction(remark=_line(error))
 
 
-def _predict(
-    captured: CapturedGraphs,
-    machine: Machine | None,
-    numbers: Mapping[str, float],
-    profiled: _Profiled | None,
-    optimizers: Collection[Optimizer],
-) -> Prediction:
-    seconds = None
-    if machine is None:
-        graphs, parameters, mesh, kernels = _on_all_ranks(
-            lambda: _what_to_measure(captured, profiled)
-        )
-        machine, seconds = _measure(mesh, kernels)
-    else:
-        graphs, parameters = _what_ran(captured, profiled)
-    found = simulate(
-        graphs,
-        parameters,
-        machine.with_numbers(**numbers),
-        optimizer_bytes=_optimizer_bytes(optimizers, parameters),
-        seconds_of=told_by(seconds),
-    )
-    return Prediction(found.timeline, _BY_MESSAGES if _share_memory(parameters) else "")
-
-
-def _share_memory(parameters: Mapping[str, ShardedParameter]) -> bool:
-    return any(not parameter.handle.can.sends_messages for parameter in parameters.values())
+# ---- what ran
 
 
 def _what_ran(
     captured: CapturedGraphs, profiled: _Profiled | None
-) -> tuple[CapturedGraphs, dict[str, ShardedParameter]]:
+) -> tuple[CapturedGraphs, _Parameters]:
     """Returns the graphs that ran in the step, and their parameters by FQN.
 
     Raises:
@@ -130,34 +116,16 @@ def _what_ran(
     if not forward:
         raise Zero3Error('no graph of torch.compile(..., backend="zero3") ran in the step')
     for graph in forward:
-        if runs[graph.compile_id] > 1:
-            raise Zero3Error(
-                f"the compiled region {graph.compile_id} ran {runs[graph.compile_id]} times in the "
-                "step, and a plan takes each once"
-            )
-        if graph.number not in {other.number for other in backward}:
-            raise Zero3Error(
-                f"the compiled region {graph.compile_id} ran in the step without a backward"
-            )
-        for node in graph.inlined.graph.find_nodes(op="placeholder"):
-            if isinstance(node.meta.get("val"), torch.SymInt):
-                raise Zero3Error(f"the compiled region {graph.compile_id} is of sizes that change")
-    ran = CapturedGraphs(forward, backward)
-    names = {
-        name
-        for graph in (*forward, *backward)
-        for start in graph.inlined.graph.find_nodes(
-            op="call_function", target=ops.all_gather_start.default
-        )
-        for name in fqns_of(start)
-    }
+        _check_run(graph, runs[graph.compile_id], backward)
+    names = {name for graph in forward + backward for name in gathered_by(graph)}
     parameters = parameters_beside(names)
     if not names or names - parameters.keys():
         raise Zero3Error("no model is sharded whose graphs ran in the step")
     if any(parameter.layout.inner is not None for parameter in parameters.values()):
         raise Zero3Error("ranks that share a tensor's computation are not planned")
+    ran = CapturedGraphs(forward, backward)
     if not _share_memory(parameters):
-        sent = collectives_of(*profiled)
+        sent = collectives_of(events, step)
         traffic = simulate(ran, parameters, MACHINES["h100"]).traffic  # the same on any machine
         planned = {op: (each.number, each.nbytes) for op, each in traffic.items()}
         if sent != planned:
@@ -168,20 +136,33 @@ def _what_ran(
     return ran, parameters
 
 
-def _optimizer_bytes(
-    optimizers: Collection[Optimizer], parameters: Mapping[str, ShardedParameter]
-) -> int:
+def _check_run(forward: CapturedGraph, runs: int, backward: Collection[CapturedGraph]) -> None:
+    """Raises Zero3Error unless a graph ran once, with its backward, at fixed sizes."""
+    region = f"the compiled region {forward.compile_id}"
+    if runs > 1:
+        raise Zero3Error(f"{region} ran {runs} times in the step, and a plan takes each once")
+    if not any(graph.number == forward.number for graph in backward):
+        raise Zero3Error(f"{region} ran in the step without a backward")
+    inputs = forward.inlined.graph.find_nodes(op="placeholder")
+    if any(isinstance(node.meta.get("val"), torch.SymInt) for node in inputs):
+        raise Zero3Error(f"{region} is of sizes that change")
+
+
+def _share_memory(parameters: _Parameters) -> bool:
+    return not all(p.handle.can.sends_messages for p in parameters.values())
+
+
+def _optimizer_bytes(optimizers: Collection[Optimizer], parameters: _Parameters) -> int:
     """Returns the bytes of the optimizers' state for each element of a shard."""
-    trained = [p for p in parameters.values() if p.placeholder.requires_grad]
+    shards = [p.shard for p in parameters.values() if p.placeholder.requires_grad]
     nbytes = sum(
         nbytes_of_tensor(getattr(value, "_local_tensor", value))
-        for parameter in trained
+        for shard in shards
         for optimizer in optimizers
-        for value in optimizer.state.get(parameter.shard, {}).values()
+        for value in optimizer.state.get(shard, {}).values()
         if isinstance(value, torch.Tensor)
     )
-    numel = sum(torch_internals.local_tensor(parameter.shard).numel() for parameter in trained)
-    return round(nbytes / max(numel, 1))
+    return round(nbytes / max(sum(local_tensor(shard).numel() for shard in shards), 1))
 
 
 # ---- the machine at hand
@@ -189,19 +170,20 @@ def _optimizer_bytes(
 
 def _what_to_measure(
     captured: CapturedGraphs, profiled: _Profiled | None
-) -> tuple[CapturedGraphs, dict[str, ShardedParameter], DeviceMesh, dict[str, Kernel]]:
+) -> tuple[CapturedGraphs, _Parameters, DeviceMesh, dict[str, Kernel]]:
     """Returns the graphs, their parameters, the parameters' mesh, and kernels by :func:`key_of`."""
     graphs, parameters = _what_ran(captured, profiled)
-    meshes = {parameter.layout.mesh for parameter in parameters.values()}
-    mesh = meshes.pop()
-    if meshes or mesh.ndim != 1:
+    mesh, *others = {parameter.layout.mesh for parameter in parameters.values()}
+    if others or mesh.ndim != 1:
         raise Zero3Error("the machine at hand is measured over one mesh of one dimension")
+    if mesh.device_type != "cpu":
+        return graphs, parameters, mesh, {}
     kernels = {
         key_of(kernel): kernel
         for graph in (*graphs.forward, *graphs.backward)
         for kernel in kernels_of(graph.inlined.graph)
     }
-    return graphs, parameters, mesh, kernels if mesh.device_type == "cpu" else {}
+    return graphs, parameters, mesh, kernels
 
 
 def _measure(mesh: DeviceMesh, kernels: Mapping[str, Kernel]) -> tuple[Machine, dict[str, float]]:

@@ -18,12 +18,11 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from deepcompile_zero3.graph.capture import CapturedGraphs, capture_graphs
 from deepcompile_zero3.runtime import _C
-from deepcompile_zero3.tools.planning import job
+from deepcompile_zero3.tools.arguments import add_numbers, add_outputs, positive
 from deepcompile_zero3.tools.planning.machine import MACHINES
-from deepcompile_zero3.tools.tracing.chrome_trace import events_of, steps_of
-from deepcompile_zero3.tools.tracing.measured import Event, timeline_of
 from deepcompile_zero3.tools.tracing.measurement import Measurement
 from deepcompile_zero3.tools.tracing.prediction import Prediction, predict
+from deepcompile_zero3.tools.tracing.profile import Event, events_of, steps_of, timeline_of
 from deepcompile_zero3.torch_internals import compiler
 
 _HERE = "here"
@@ -33,16 +32,15 @@ _COMPILES = "(dynamo_timed)"  # suffix of the ranges of torch's compiler
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the command."""
     add = parser.add_argument
-    add("--skip", type=_positive, default=2, help="steps before, which compile (default: 2)")
-    add("--steps", type=_positive, default=3, help="steps that are profiled (default: 3)")
-    add("--save", metavar="HTML", type=os.path.abspath, help="writes the step as a page")
-    add("--json", metavar="FILE", type=os.path.abspath, help="writes the step as data")
+    add("--skip", type=positive, default=2, help="steps before, which compile (default: 2)")
+    add("--steps", type=positive, default=3, help="steps that are profiled (default: 3)")
+    add_outputs(parser)
     add(
         "--machine",
         choices=[*MACHINES, _HERE],
         help="predicts the step for it too; here: measures the one at hand, a minute or so",
     )
-    job.add_numbers(parser)
+    add_numbers(parser)
     add(
         "script",
         help="a training script, which is run as by: python script args... What stands before "
@@ -52,34 +50,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("arguments", nargs=argparse.REMAINDER, metavar="args", help="of the script")
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not above zero")
-    return value
-
-
 def main(args: argparse.Namespace) -> int:
     """Runs the script, reports its median profiled step, and returns the exit status.
 
     Exceptions of the script are passed on.
     """
-    if not os.path.isfile(args.script):
-        return _fail(f"there is no file {args.script}", status=2)
-    if args.save and importlib.util.find_spec("plotly") is None:
-        return _fail('--save needs plotly: pip install "deepcompile_zero3[report]"', status=2)
-
-    for path in (args.save, args.json):
-        if path and not os.path.isdir(os.path.dirname(path)):
-            return _fail(f"there is no folder {os.path.dirname(path)}", status=2)
-    numbers = dict(args.set)
-    if numbers and not args.machine:
-        return _fail("--set is of a --machine", status=2)
+    if wrong := _wrong_in(args):
+        return _fail(wrong, status=2)
     machine = MACHINES.get(args.machine)
-    try:
-        (machine or MACHINES["h100"]).with_numbers(**numbers)
-    except ValueError as error:
-        return _fail(f"--set: {error}", status=2)
     trouble: list[Exception] = []
     steps = Steps()
 
@@ -89,15 +67,16 @@ def main(args: argparse.Namespace) -> int:
         predicted, profiled = Prediction(), None
         try:  # an error must not stop the script, whose other ranks would wait
             events = _events_of(profile)
-            profiled = events, _median(steps_of(events))
+            ordered = sorted(steps_of(events), key=lambda step: step.seconds)
+            profiled = events, ordered[(len(ordered) - 1) // 2]  # the median
         except Exception as error:
             trouble.append(error)
         if args.machine:
-            predicted = predict(graphs, machine, numbers, profiled, list(steps.optimizers))
+            predicted = predict(graphs, machine, dict(args.set), profiled, list(steps.optimizers))
         if profiled is None or _rank() != 0:
             return
         try:
-            _measure(*profiled, args.script, predicted).show(args.save, args.json)
+            _measurement(*profiled, args.script, predicted).show(args.save, args.json)
         except Exception as error:
             trouble.append(error)
 
@@ -122,6 +101,21 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
+def _wrong_in(args: argparse.Namespace) -> str:
+    """Returns what is wrong with the arguments, if anything, before the script is run."""
+    if not os.path.isfile(args.script):
+        return f"there is no file {args.script}"
+    if args.save and importlib.util.find_spec("plotly") is None:
+        return '--save needs plotly: pip install "deepcompile_zero3[report]"'
+    if args.set and not args.machine:
+        return "--set is of a --machine"
+    try:
+        MACHINES.get(args.machine, MACHINES["h100"]).with_numbers(**dict(args.set))
+    except ValueError as error:
+        return f"--set: {error}"
+    return ""
+
+
 class Steps:
     """Counts a script's training steps by the steps of its optimizers.
 
@@ -130,13 +124,13 @@ class Steps:
 
     Attributes:
         ended: the number of training steps that have ended.
-        listeners: functions that are called at the end of each training step.
+        at_end: called at the end of each training step.
         optimizers: live optimizers that have stepped.
     """
 
     def __init__(self) -> None:
         self.ended = 0
-        self.listeners: list[Callable[[], None]] = []
+        self.at_end: Callable[[], None] = lambda: None
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
@@ -146,8 +140,7 @@ class Steps:
         if not self._stepped or optimizer in self._stepped:
             self._stepped.clear()
             self.ended += 1
-            for listener in self.listeners:
-                listener()
+            self.at_end()
         self._stepped.add(optimizer)
 
 
@@ -170,7 +163,7 @@ def _profiled(
                 torch.cuda.synchronize()
             profile.step()
 
-    steps.listeners.append(step)
+    steps.at_end = step
     handle = register_optimizer_step_post_hook(steps)
     try:
         with profile:
@@ -198,31 +191,22 @@ def _events_of(profile: torch.profiler.profile) -> list[Event]:
         return events_of(json.loads(path.read_text(encoding="utf-8")))
 
 
-def _median(steps: list[Event]) -> Event:
-    """Returns the step with the median duration."""
-    return sorted(steps, key=_duration)[(len(steps) - 1) // 2]
-
-
-def _measure(events: list[Event], step: Event, script: str, predicted: Prediction) -> Measurement:
+def _measurement(
+    events: list[Event], step: Event, script: str, predicted: Prediction
+) -> Measurement:
+    inside = (event.name for event in events if step.start <= event.start < step.end)
     return Measurement(
         script=os.path.basename(script),
         rank=_rank(),
         number=int(step.name.partition("#")[2]) + 1,
-        durations=tuple(map(_duration, steps_of(events))),
-        duration=_duration(step),
+        durations=tuple(each.seconds for each in steps_of(events)),
+        duration=step.seconds,
         timeline=timeline_of(events, step),
         is_sharded=bool(_C.live_model_numbers()),
-        compiles=any(
-            event.name.endswith(_COMPILES) and step.start <= event.start < step.end
-            for event in events
-        ),
+        compiles=any(name.endswith(_COMPILES) for name in inside),
         predicted=predicted.timeline,
         remark=predicted.remark,
     )
-
-
-def _duration(event: Event) -> float:
-    return event.end - event.start
 
 
 def _rank() -> int:

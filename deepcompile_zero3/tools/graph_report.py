@@ -1,0 +1,171 @@
+"""What a rewritten graph gathers, keeps and reduces."""
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from torch import fx
+
+from deepcompile_zero3.graph.alias import base_of, views_of
+from deepcompile_zero3.graph.capture import CapturedGraph
+from deepcompile_zero3.graph.metadata import COMMENT, fqns_of
+from deepcompile_zero3.graph.peak import gathered_items
+from deepcompile_zero3.graph.size import nbytes_of, nbytes_of_tensor
+from deepcompile_zero3.graph.text import short_name
+from deepcompile_zero3.passes.pipeline import saved_outputs
+from deepcompile_zero3.passes.reduce import ReductionComment
+from deepcompile_zero3.runtime import REDUCTIONS, WAITS, ops
+from deepcompile_zero3.tools.table import Table, and_more, mib
+
+
+@dataclass(frozen=True)
+class GatherBucket:
+    """Parameters that are gathered together."""
+
+    parameters: tuple[str, ...]  # FQNs, in order
+    dtypes: tuple[str, ...]  # that the parameters are computed with, each once
+    nbytes: int  # of the full tensors
+    starts_before: str  # the operator that the gather starts before
+    needed_by: str  # the operator that waits for the gather
+    ahead: int  # the number of operators between the start and the wait
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """A gradient that is reduced."""
+
+    parameter: str  # FQN
+    raw: str  # the dtype that the gradient is computed in
+    leaf: str  # the dtype of the parameter's contract; "any" keeps the computed dtype
+    wire: str  # the dtype that the gradient is reduced in
+    nbytes: int  # of the full gradient on the wire
+    is_copied: bool  # into the send buffer; large products are computed there
+
+    @property
+    def dtypes(self) -> str:
+        """The raw, the leaf's and the wire dtype, in the order in which the gradient has them."""
+        return " -> ".join((self.raw, self.leaf, self.wire))
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A forward or backward graph."""
+
+    direction: str  # "forward" or "backward"
+    gathers: tuple[GatherBucket, ...]  # in the order in which they start
+    gradients: tuple[Gradient, ...]  # in the order in which they are reduced
+    # FQNs and bytes of what a forward keeps gathered for its backward.
+    kept: dict[str, int]
+    # Most bytes of gathered parameters alive at once, as planned; without memory that ranks share
+    # and, in a backward, what its forward kept.
+    gathered_peak: int
+    saved: int  # bytes of activations that a forward saves; a data-dependent size counts as 0
+
+    def parts(self) -> Iterator[str | Table]:
+        """Yields the tables and lines of a text about the graph."""
+        if self.gathers:
+            columns = ("gathers", "dtype", "MiB", "starts before", "needed by", "ahead")
+            rows = [
+                (
+                    and_more(bucket.parameters),
+                    "/".join(bucket.dtypes),
+                    mib(bucket.nbytes),
+                    bucket.starts_before,
+                    bucket.needed_by,
+                    bucket.ahead,
+                )
+                for bucket in self.gathers
+            ]
+            yield Table("", columns, rows)
+        if self.gradients:
+            alike = [list(run) for _, run in groupby(self.gradients, lambda g: g.dtypes)]
+            reduced = [
+                (
+                    and_more([gradient.parameter for gradient in run]),
+                    run[0].dtypes,
+                    mib(sum(gradient.nbytes for gradient in run)),
+                    mib(sum(gradient.nbytes for gradient in run if gradient.is_copied)),
+                )
+                for run in alike
+            ]
+            yield Table("", ("reduces", "raw, leaf, wire", "MiB", "copied"), reduced)
+        if self.kept:
+            total = mib(sum(self.kept.values()))
+            yield f"keeps {total} MiB that backward does not gather again: {and_more([*self.kept])}"
+
+
+def graph_of(direction: str, captured: CapturedGraph) -> Graph:
+    """Returns what a captured graph gathers, keeps and reduces."""
+    graph = captured.inlined.graph
+    return Graph(
+        direction,
+        gathers=tuple(_gathers(graph)),
+        gradients=tuple(_gradients(graph)),
+        kept=dict(_kept(graph)) if direction == "forward" else {},
+        gathered_peak=captured.gathered_peak,
+        saved=sum(map(nbytes_of, _saved(graph))),
+    )
+
+
+def _gathers(graph: fx.Graph) -> Iterator[GatherBucket]:
+    computation = [node for node in graph.nodes if _computes(node)]
+    order = {node: position for position, node in enumerate(graph.nodes)}
+    for start in graph.find_nodes(op="call_function", target=ops.all_gather_start.default):
+        names = fqns_of(start)
+        wait = next(user for user in start.users if user.target in WAITS and user.args[0] is start)
+        values = wait.meta["val"][: len(names)]
+        between = [node for node in computation if order[start] < order[node] < order[wait]]
+        after = [node for node in computation if order[node] > order[wait]]
+        yield GatherBucket(
+            parameters=tuple(names),
+            dtypes=tuple(dict.fromkeys(short_name(value.dtype) for value in values)),
+            nbytes=sum(map(nbytes_of_tensor, values)),
+            starts_before=_name((between + after)[:1]),
+            needed_by=_name(after[:1]),
+            ahead=len(between),
+        )
+
+
+def _gradients(graph: fx.Graph) -> Iterator[Gradient]:
+    for node in graph.nodes:
+        if node.target not in REDUCTIONS:
+            continue
+        dtypes: ReductionComment = node.meta[COMMENT]
+        yield Gradient(
+            parameter=fqns_of(node)[0],
+            raw=short_name(dtypes.raw),
+            leaf="any" if dtypes.leaf is None else short_name(dtypes.leaf),
+            wire=short_name(dtypes.wire),
+            nbytes=dtypes.numel * dtypes.wire.itemsize,
+            is_copied=node.target is ops.reduce_grad.default,
+        )
+
+
+def _kept(graph: fx.Graph) -> Iterator[tuple[str, int]]:
+    results = saved_outputs(graph)
+    for wait in (node for node in graph.nodes if node.target in WAITS):
+        start: Any = wait.args[0]
+        names = fqns_of(start)
+        for position, item in gathered_items(wait):
+            if results & {item, *views_of(item)}:
+                yield names[position], nbytes_of(item)
+
+
+def _saved(graph: fx.Graph) -> set[fx.Node]:
+    """Returns what a forward saves, without inputs and parameters: a node for each storage."""
+    waits = [node for node in graph.nodes if node.target in WAITS]
+    gathered = {view for wait in waits for view in views_of(wait)}
+    bases = {base_of(node) for node in saved_outputs(graph)}
+    return {node for node in bases if node.op == "call_function"} - gathered
+
+
+def _computes(node: fx.Node) -> bool:
+    ours = (*REDUCTIONS, *WAITS, ops.all_gather_start.default, operator.getitem)
+    return node.op == "call_function" and node.target not in ours
+
+
+def _name(nodes: list[fx.Node]) -> str:
+    """Returns the operator of the first node, such as ``mm``."""
+    return getattr(nodes[0].target, "__name__", "").split(".")[0] if nodes else "the end"
