@@ -1,4 +1,4 @@
-"""Gathers of sharded parameters outside of compiled graphs, and what a recomputation gathers."""
+"""Gathers of sharded parameters outside of compiled graphs, and in recomputed forwards."""
 
 from collections.abc import Iterable, Sequence
 

@@ -44,7 +44,7 @@ def convert(
 
 
 def after_load(module: nn.Module, incompatible_keys: object) -> None:
-    """Follows what ``load_state_dict(assign=True)`` has put into ``module``. Collective."""
+    """Takes over what ``load_state_dict(assign=True)`` has put into ``module``. Collective."""
     group: ParameterGroup = module._zero3_group  # type: ignore[assignment]
     _rebuild_converted(group)
     refresh(group)
