@@ -198,9 +198,7 @@ def fully_shard(
     except Exception as error:
         failure = error
     try:
-        model_number = _agree_on_model_number(
-            modules, failure, _process_groups_of(meshes, names, modules)
-        )
+        number = _agree_on_number(modules, failure, _process_groups_of(meshes, names, modules))
     finally:
         failure = None  # its traceback holds this frame and all that was built
 
@@ -229,7 +227,7 @@ def fully_shard(
         each.register_load_state_dict_post_hook(conversion.after_load)
         torch_internals.set_fsdp_state(each, FsdpState(each, group))
         torch_internals.register_forward_hooks(each, group.pre_forward, group.post_forward)
-    _settle_ownership(modules, group, model_number)
+    _settle_ownership(modules, group, number)
     return module
 
 
@@ -291,7 +289,7 @@ def _process_groups_of(
     return [g for g in dict.fromkeys(groups) if g.size() > 1]
 
 
-def _agree_on_model_number(
+def _agree_on_number(
     modules: Sequence[nn.Module], failure: Exception | None, groups: Sequence[dist.ProcessGroup]
 ) -> int:
     """Returns a number for the sharded model that is free on all ranks. Collective.
