@@ -432,16 +432,15 @@ THROUGH_INDUCTOR = [
 ]
 IN_REGIONS = [  # equal blocks are compiled once
     "GPTNeoXForCausalLM",
-    "BloomForCausalLM",
     "CohereForCausalLM",
-    "MambaForCausalLM",
+    "GPTJForCausalLM",
     "BertForMaskedLM",
     "BartForConditionalGeneration",
     "Dinov2ForImageClassification",
     "HubertForCTC",
     "WhisperForConditionalGeneration",
     "SiglipModel",
-    "ViltModel",
+    "Phi3ForCausalLM",
 ]
 # torch's own backend "aot_eager" fails without sharding, too: softplus_backward's strides are not
 # those that its fake has.
