@@ -34,7 +34,11 @@ def pytest_configure(config):
         os.environ["ZERO3_TRANSPORT"] = transport
         config.add_cleanup(lambda: os.environ.pop("ZERO3_TRANSPORT", None))
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
-        assert "torch._inductor" not in sys.modules, "torch's compiler was imported too early"
+        if "torch._inductor" in sys.modules:
+            raise pytest.UsageError(
+                "a plugin has imported torch's compiler: set the folder of its cache, "
+                "TORCHINDUCTOR_CACHE_DIR"
+            )
         config.stash[_CACHE] = cache = _CompilerCache()
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache.folder)
         config.add_cleanup(lambda: os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None))
@@ -114,8 +118,8 @@ def pytest_collection_modifyitems(config, items):
 
     Rewritten graphs are run op by op with each combination of a test's other parameters, and
     through Inductor, which sees communication as opaque operators, with as many as cover each
-    value, over whichever transport. `make test` runs as many variants of thin tests as cover each
-    value of each parameter or, if there are three parameters or more, each pair of values.
+    value, unless the command line selects tests. `make test` runs as many variants of thin tests as
+    cover each value of each parameter or, if there are three parameters or more, each pair.
     """
     variants, through_inductor = {}, {}
     for item in items:
@@ -124,11 +128,13 @@ def pytest_collection_modifyitems(config, items):
             variants.setdefault(test, []).append((item, item.callspec.params))
         values = item.callspec.params if hasattr(item, "callspec") else {}
         if item.get_closest_marker("long") and values.get("how") == "zero3":
-            others = {k: v for k, v in values.items() if k not in ("how", "transport")}
+            others = {name: value for name, value in values.items() if name != "how"}
             through_inductor.setdefault(test, []).append((item, others))
     for several in variants.values():
         for item in _more_than_cover(several, size=2 if len(several[0][1]) > 2 else 1):
             item.add_marker(pytest.mark.long)
+    if config.option.keyword or any("::" in argument for argument in config.args):
+        return
     omitted = {item for some in through_inductor.values() for item in _more_than_cover(some, 1)}
     config.hook.pytest_deselected(items=list(omitted))
     items[:] = [item for item in items if item not in omitted]

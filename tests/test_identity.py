@@ -30,6 +30,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing import assert_close
 
 from deepcompile_zero3 import capture_graphs, fully_shard, record_collectives
+from deepcompile_zero3.sharding import module
 from deepcompile_zero3.sharding.registered import parameters_of
 
 # ---- equal blocks
@@ -191,11 +192,11 @@ def _twin_of_a_deleted_one(transport):
     x = torch.ones(2, 8, requires_grad=True)
     with capture_graphs() as graphs:
         first(x).sum().backward()
-        known_by = weakref.ref(parameters_of(first.up)["weight"])
+        parameter = weakref.ref(parameters_of(first.up)["weight"])
         del first, block
         gc.collect()
         second(x).sum().backward()
-    assert known_by() is None  # a compiled graph keeps no parameter alive
+    assert parameter() is None  # a compiled graph keeps no parameter alive
     assert second.up.weight.grad is not None
     return len(graphs.forward)
 
@@ -292,3 +293,18 @@ def _partitioned(transport, of, config, budget, keep):
 def test_any_partitioner_knows_whose_a_gradient_is(run_ranks, of, config, budget, keep):
     for transport in ("shared_memory", "c10d"):
         run_ranks(2, _partitioned, transport, of, config, budget, keep)
+
+
+# ---- traces
+
+
+def _compile_and_count_globals():
+    """Compiles a model of 50 parameters; returns how many globals Dynamo left in our module."""
+    model, _ = shard(Stack(width=8, depth=8))
+    before = len(vars(module))
+    compiled(model, "interpreted")(batch_of(2, 8)).sum().backward()
+    return len(vars(module)) - before
+
+
+def test_a_trace_leaves_no_global_for_each_parameter(run_ranks):
+    assert max(run_ranks(2, _compile_and_count_globals)) < 20

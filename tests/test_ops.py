@@ -92,22 +92,22 @@ def test_a_gather_is_as_its_fake(model):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_reduce_grad_is_as_its_fake(model, name):
-    known_by = placeholder(model, name)
-    grad = torch.ones_like(known_by, device="meta")
+    leaf = placeholder(model, name)
+    grad = torch.ones_like(leaf, device="meta")
     grad = torch.empty_strided(grad.shape, grad.stride(), dtype=grad.dtype).fill_(1)
     for after in ((), (torch.empty(0),)):
         in_backward(
-            lambda: assert_fake_is_like_real(ops.reduce_grad.default, grad, known_by, *after)  # noqa: B023
+            lambda: assert_fake_is_like_real(ops.reduce_grad.default, grad, leaf, *after)  # noqa: B023
         )
 
 
 def test_written_gradients_are_as_their_fakes(model):
-    known_by = placeholder(model, "dense")
+    leaf = placeholder(model, "dense")
     factors = [torch.randn(3, 2), torch.randn(2, 4)]
     rows = [torch.tensor([[2], [0]]), torch.randn(2, 1, 4)]
-    in_backward(lambda: assert_fake_is_like_real(ops.reduce_mm.default, factors, known_by))
+    in_backward(lambda: assert_fake_is_like_real(ops.reduce_mm.default, factors, leaf))
     in_backward(
-        lambda: assert_fake_is_like_real(ops.reduce_rows.default, rows, known_by, torch.empty(0))
+        lambda: assert_fake_is_like_real(ops.reduce_rows.default, rows, leaf, torch.empty(0))
     )
 
 
@@ -344,13 +344,13 @@ def test_tensors_that_are_no_placeholder_are_refused(model):
 def test_a_placeholder_stands_for_nothing_when_its_model_is_gone(model):
     other = fully_shard(nn.Linear(2, 2))
     other(torch.ones(1, 2))
-    known_by = placeholder(other, "weight")
-    ops.unshard.default(known_by, "any")
+    leaf = placeholder(other, "weight")
+    ops.unshard.default(leaf, "any")
 
     del other
 
     with pytest.raises(RuntimeError, match="its model was deleted"):
-        ops.unshard.default(known_by, "any")
+        ops.unshard.default(leaf, "any")
     ops.unshard.default(placeholder(model, "dense"), "any")
 
 

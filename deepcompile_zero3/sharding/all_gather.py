@@ -30,15 +30,10 @@ class AllGather:
         return dict(zip(self.parameters, self._gather.finish(fresh=True), strict=True))
 
 
-def republish_if_recomputing(parameters: Iterable[ShardedParameter]) -> bool:
+def republish_if_recomputing(parameters: Iterable[ShardedParameter]) -> None:
     """Makes ranks publish ``parameters`` again if a backward recomputes a forward.
 
     Which forward that is, and whether its publications are still there, is unknown.
-
-    Returns:
-        Whether a backward runs, which uses parameters outside of a forward only to recompute one.
     """
-    recomputing = _C.in_backward()
-    if recomputing:
+    if _C.in_backward():
         _C.invalidate([parameter.handle for parameter in parameters])
-    return recomputing

@@ -69,8 +69,9 @@ def _refresh(placeholder: torch.Tensor) -> None:
     parameter = parameter_of(placeholder)
     if parameter is None:
         return
-    if republish_if_recomputing([parameter]):
+    if _C.in_backward():
         parameter.refresh()
+        republish_if_recomputing([parameter])
         return
     changed = [p.fqn for p in group_of(parameter).parameters if not p.prepare_forward()]
     if changed:

@@ -126,8 +126,9 @@ class ParameterGroup:
             self._enter(forward)
         elif not self.is_unsharded_by_user:
             # Activations may be recomputed; the module itself is not in forward.
-            if torch.is_grad_enabled() and republish_if_recomputing([parameter]):
+            if torch.is_grad_enabled() and _C.in_backward():
                 parameter.refresh()
+                republish_if_recomputing([parameter])
                 return parameter.read(_C.gather_and_read(parameter.handle))
             return parameter.shard
         value = self._values.get(parameter)

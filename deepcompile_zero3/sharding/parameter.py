@@ -9,6 +9,7 @@
 Rows run along the sharded dimension, which comes first here whichever it is: see ``layout``.
 """
 
+import sys
 import weakref
 from collections.abc import Iterable
 from typing import Protocol, cast
@@ -310,7 +311,8 @@ class ShardedParameter:
             declared, self.leaf.dtype, self.compute_dtype, self._mp_policy.reduce_dtype
         )
         self.settings.gradient_dtypes = dtypes
-        self.leaf_contract = _C.contract_name(dtypes.leaf)
+        # Dynamo keeps each string that it meets among the globals of what it traces.
+        self.leaf_contract = sys.intern(_C.contract_name(dtypes.leaf))
         self.update_guard_key()
 
     def check_unchanged(self) -> None:

@@ -114,7 +114,8 @@ def _prepare(placeholder: torch.Tensor) -> str:
     when it runs.
     """
     parameter = parameter_of(placeholder)
-    assert parameter is not None
+    if parameter is None:
+        return ""  # its model was deleted: running the graph tells
     with contextlib.suppress(Zero3Error):
         parameter.prepare_forward()
     return parameter.leaf_contract

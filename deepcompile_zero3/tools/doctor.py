@@ -81,9 +81,14 @@ def _installed() -> Iterator[Finding]:
     path = shutil.which(shlex.split(compiler)[0])
     remedy = "" if path else "Inductor needs one: install g++"
     yield Finding("C++ compiler", path or f"no {compiler}", remedy)
-    versions = {each.name: each.version for each in importlib.metadata.distributions()}
-    optional = [f"{name} {versions.get(name, 'not there')}" for name in _OPTIONAL]
-    yield Finding("optional", ", ".join(optional))
+    yield Finding("optional", ", ".join(f"{name} {_version_of(name)}" for name in _OPTIONAL))
+
+
+def _version_of(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not there"
 
 
 def _eager(model: nn.Module) -> Callable:
@@ -134,6 +139,7 @@ def _steps(rank: int, world_size: int, folder: str, ways: Mapping[str, Callable]
     # An empty cache: code that was compiled earlier does not test this machine.
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/compiled"
     store = dist.FileStore(f"{folder}/store", world_size)
+    store.set_timeout(_TIMEOUT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT)
     try:
         for what, way in ways.items():

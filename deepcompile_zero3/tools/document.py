@@ -69,7 +69,7 @@ def text_of(parts: Iterable[str | Table]) -> str:
 
 def tables_of(timeline: Timeline) -> list[Table]:
     """Returns tables of the collectives, the waits and the operators of a timeline."""
-    columns = ("collective", "parameters", "MiB", "starts, ms", "takes, ms")
+    columns = ("collective", "parameters", "MiB", "starts, ms", "lasts, ms")
     tables = []
     for name, lanes in (("Collectives", ("gather", "reduce")), ("Waits", ("waiting",))):
         rows = [

@@ -1,6 +1,7 @@
 """Tables for texts and for pages, and how their cells say names and bytes."""
 
 import html
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -8,6 +9,8 @@ from typing import TypeAlias
 import rich.table
 
 Cell: TypeAlias = str | int | float
+
+_NUMBER = re.compile(r"([-+]?[\d,.]+(e[-+]?\d+)?%?|inf|nan)?")
 
 
 @dataclass(frozen=True)
@@ -48,9 +51,9 @@ class Table:
         )
 
     def _are_numbers(self) -> list[bool]:
-        """Returns for each column whether its cells have no letters."""
-        texts = ("".join(_text(row[i]) for row in self.rows) for i in range(len(self.columns)))
-        return [not any(map(str.isalpha, text)) for text in texts]
+        """Returns for each column whether it has numbers, and nothing else but empty cells."""
+        columns = ([_text(row[i]) for row in self.rows] for i in range(len(self.columns)))
+        return [any(texts) and all(map(_NUMBER.fullmatch, texts)) for texts in columns]
 
 
 def _text(cell: Cell) -> str:

@@ -51,5 +51,5 @@ class Timeline:
     @property
     def peak(self) -> dict[str, int]:
         """Bytes by kind when the most memory is alive."""
-        most = max((nbytes for _, nbytes in self.memory), key=sum, default=())
-        return dict(zip(self.kinds, most, strict=False))
+        most = max((nbytes for _, nbytes in self.memory), key=sum, default=None)
+        return {} if most is None else dict(zip(self.kinds, most, strict=True))

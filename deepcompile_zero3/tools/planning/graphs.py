@@ -138,13 +138,13 @@ class Trace:
 
     def rewrite(self, options: Options) -> CapturedGraphs:
         """Returns the graphs that the passes rewrite, in the order of compilation."""
-        rewritings: dict[Pipeline, Pipeline] = {}
+        pipelines: dict[Pipeline, Pipeline] = {}
         with capture_graphs() as graphs:
             for traced, graph_module, is_backward in self.partitioned:
-                if traced not in rewritings:
+                if traced not in pipelines:
                     parameters = [self.parameters[facts.fqn] for facts in traced.inputs.values()]
-                    rewritings[traced] = pipeline_of(parameters, traced.inputs, options)
-                rewritings[traced](copy.deepcopy(graph_module), is_backward)
+                    pipelines[traced] = pipeline_of(parameters, traced.inputs, options)
+                pipelines[traced](copy.deepcopy(graph_module), is_backward)
         return graphs
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-import networkx  # which torch requires
+import networkx
 import torch
 from torch import fx
 

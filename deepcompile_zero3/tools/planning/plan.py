@@ -132,7 +132,7 @@ def _padding(traced: Trace) -> Iterator[str]:
     padded = {}
     for name, parameter in traced.parameters.items():
         rows, ranks = parameter.handle.sizes[0], parameter.handle.world_size
-        times = -(-rows // ranks) * ranks / rows
+        times = -(-rows // ranks) * ranks / max(rows, 1)
         if times > 1.5 and parameter.placeholder.numel() * (times - 1) > 1 << 20:
             padded[name] = f"{rows} rows over {ranks} ranks, {times:.1f} times its bytes"
     if padded:
