@@ -110,7 +110,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readonly("dtype", &Collective::dtype)
       .def_readonly("nbytes", &Collective::nbytes)
       .def_readonly("world_size", &Collective::world_size)
-      .def_readonly("params", &Collective::params);
+      .def_readonly("params", &Collective::params)
+      .def("__repr__", [](const py::object& self) {
+        return py::str(
+                   "Collective(op={0.op!r}, dtype={0.dtype}, nbytes={0.nbytes}, "
+                   "world_size={0.world_size}, params={0.params})")
+            .format(self);
+      });
   py::class_<CollectiveLog, std::shared_ptr<CollectiveLog>>(m, "CollectiveLog")
       .def_static("start", &CollectiveLog::start, py::arg("on_meta") = false)
       .def("take", &CollectiveLog::take)

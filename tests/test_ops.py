@@ -146,6 +146,10 @@ def test_the_cast_to_the_compute_dtype_comes_before_the_wire(one_rank):  # noqa:
     assert [(c.op, c.dtype, c.nbytes, c.params) for c in log] == [
         ("all_gather", torch.bfloat16, 2 * (3 * 4 + 3), ["weight", "bias"])
     ]
+    assert repr(log[0]) == (
+        "Collective(op='all_gather', dtype=torch.bfloat16, nbytes=30, world_size=1, "
+        "params=['weight', 'bias'])"
+    )
 
 
 def test_parameters_of_one_dtype_are_gathered_in_one_collective(model):
