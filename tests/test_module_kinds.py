@@ -1,5 +1,8 @@
 """Modules of torch that keep, compute or share weights in their own way train as in one process."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from models import (
@@ -160,3 +163,20 @@ def _trains(kind, how):
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_modules_that_keep_weights_in_their_own_way_train_as_in_one_process(run_ranks, kind, how):
     run_ranks(2, _trains, kind, how)
+
+
+def _lives_of_parametrized_modules():
+    """Returns how many of two modules are alive after all references to them are gone."""
+    models = weakref.WeakSet()
+    for how in ("eager", "interpreted"):
+        model = fully_shard(nn.Sequential(parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))))
+        compiled(model, how)(batch_of(2, WIDTH)).sum().backward()
+        models.add(model[0])  # whose class torch has made for it, with properties that keep it
+        del model
+    torch._dynamo.reset()
+    gc.collect()
+    return len(models)
+
+
+def test_a_parametrized_model_dies_with_its_last_reference(run_ranks):
+    assert run_ranks(2, _lives_of_parametrized_modules) == [0, 0]

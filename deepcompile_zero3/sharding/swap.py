@@ -7,7 +7,7 @@ DTensors, so that ``parameters()``, ``state_dict()`` and optimizers see nothing 
 """
 
 import contextlib
-import functools
+import weakref
 from typing import Any, NoReturn
 
 import torch
@@ -65,12 +65,25 @@ class _Swapped:
         )
 
 
-@functools.cache
+# Weak: torch makes a class for each parametrized module, and the class refers to the module.
+_subclasses: weakref.WeakKeyDictionary[type, weakref.WeakValueDictionary[tuple, type]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
 def _subclass(cls: type, bases: tuple[type, ...], reads: tuple[tuple[str, bool], ...]) -> type:
     """Returns one class for all modules that are alike: compilers guard on it.
 
     ``reads`` are the parameters' names, and whether they are read as gathered.
     """
+    known = _subclasses.setdefault(cls, weakref.WeakValueDictionary())
+    found = known.get((bases, reads))
+    if found is None:
+        found = known[bases, reads] = _new_subclass(cls, bases, reads)
+    return found
+
+
+def _new_subclass(cls: type, bases: tuple[type, ...], reads: tuple[tuple[str, bool], ...]) -> type:
     body: dict[str, Any] = {name: _property(name, as_gathered) for name, as_gathered in reads}
     body["_zero3_original"] = cls
     calls = "__call__", "_wrapped_call_impl", "_call_impl"
