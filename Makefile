@@ -22,7 +22,7 @@ PACKAGE_SOURCES = $(wildcard $(addprefix deepcompile_zero3/,*.py */*.py */*/*.py
 help:
 	@echo 'make train [ARGS="--steps 500 --ranks 4 --model gpt2"]   train a small transformer'
 	@echo 'make test [ARGS="-k gather"]                             run the tests; a quarter of an hour'
-	@echo 'make test-all                                            those that take long too; an hour and a half'
+	@echo 'make test-all                                            those that take long too; about an hour'
 	@echo 'make test-torch TORCH=2.15.0                             smoke-test another torch'
 	@echo 'make check-cuda                                          build for GPUs, with or without one'
 	@echo 'make test-gpu                                            test on the GPU of this machine'
