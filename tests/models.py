@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import fully_shard
@@ -54,6 +55,14 @@ def shard(model, blocks=(), **kwargs):
     for block in blocks:
         fully_shard(block, **kwargs)
     return fully_shard(model, **kwargs), reference
+
+
+def stack_and_state(seed):
+    """Returns a sharded ``Stack`` with random weights, and its state for a checkpoint."""
+    torch.manual_seed(seed)
+    model = Stack()
+    model, _ = shard(model, model.blocks)
+    return model, {"model": get_model_state_dict(model)}
 
 
 # Inductor takes ten times as long as running rewritten graphs op by op. Tests that are not about

@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hypothesis import strategies as st
-from models import Stack, for_all, shard
+from models import for_all, stack_and_state
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -182,15 +181,8 @@ def test_options_and_parameters_are_refused_or_right(run_ranks, world_size):
 # ---- checkpoints
 
 
-def _built(seed):
-    torch.manual_seed(seed)
-    model = Stack()
-    model, _ = shard(model, model.blocks)
-    return model, {"model": get_model_state_dict(model)}
-
-
 def _save(folder):
-    dcp.save(_built(0)[1], checkpoint_id=folder)
+    dcp.save(stack_and_state(0)[1], checkpoint_id=folder)
 
 
 def _values(model):
@@ -199,10 +191,10 @@ def _values(model):
 
 def _load_each(good, folders):
     """Returns, for this rank, whether each checkpoint was loaded or refused."""
-    expected = _values(_built(0)[0])
+    expected = _values(stack_and_state(0)[0])
     outcomes = []
     for folder in folders:
-        model, state = _built(1)
+        model, state = stack_and_state(1)
         try:
             dcp.load(state, checkpoint_id=folder)
         except CheckpointException:

@@ -15,7 +15,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from faults import each_transport, to_death
-from models import Stack, assert_same_step, batch_of, mean_square, mine, optimizers_of, shard
+from models import (
+    Stack,
+    assert_same_step,
+    batch_of,
+    mean_square,
+    mine,
+    optimizers_of,
+    shard,
+    stack_and_state,
+)
 from ranks import RankPool
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -49,34 +58,27 @@ class _Killing(dcp.FileSystemWriter):
         super().finish(metadata, results)
 
 
-def _built(seed):
-    torch.manual_seed(seed)
-    model = Stack()
-    model, _ = shard(model, model.blocks)
-    return model, {"model": get_model_state_dict(model)}
-
-
 def _values(model):
     return [parameter.full_tensor().detach().clone() for parameter in model.parameters()]
 
 
 def _loads(model, state, folder):
-    """Loads a checkpoint of ``_built(0)`` and checks the values."""
+    """Loads a checkpoint of ``stack_and_state(0)`` and checks the values."""
     dcp.load(state, checkpoint_id=folder)
-    torch.testing.assert_close(_values(model), _values(_built(0)[0]), rtol=0, atol=0)
+    torch.testing.assert_close(_values(model), _values(stack_and_state(0)[0]), rtol=0, atol=0)
 
 
 def _save_and_die(folder, moment):
-    _, state = _built(0)
+    _, state = stack_and_state(0)
     dcp.save(state, checkpoint_id=f"{folder}/last")
     dcp.save(state, storage_writer=_Killing(f"{folder}/next", moment))
 
 
 def _load_the_last(folder):
-    model, state = _built(1)
+    model, state = stack_and_state(1)
     with pytest.raises(CheckpointException, match="metadata"):
         dcp.load(state, checkpoint_id=f"{folder}/next")
-    torch.testing.assert_close(_values(model), _values(_built(1)[0]), rtol=0, atol=0)
+    torch.testing.assert_close(_values(model), _values(stack_and_state(1)[0]), rtol=0, atol=0)
     _loads(model, state, f"{folder}/last")
 
 
@@ -92,7 +94,7 @@ def _save_and_die_at(folder, rank, moment):
     """Saves, and kills ``rank`` at a moment. Returns the moment of the first write and the last
     moment. Moments are counted in audit events.
     """
-    _, state = _built(0)
+    _, state = stack_and_state(0)
     target = f"{folder}/{rank} {moment}"
     moments, first = 0, None
 
@@ -114,14 +116,16 @@ def _load_what_is_whole(folder, interrupted):
     """Returns the names of the checkpoints that can be loaded."""
     whole = []
     for name in interrupted:
-        model, state = _built(1)
+        model, state = stack_and_state(1)
         before = _values(model)
         try:
             dcp.load(state, checkpoint_id=f"{folder}/{name}")
         except CheckpointException:
             torch.testing.assert_close(_values(model), before, rtol=0, atol=0)
         else:
-            torch.testing.assert_close(_values(model), _values(_built(0)[0]), rtol=0, atol=0)
+            torch.testing.assert_close(
+                _values(model), _values(stack_and_state(0)[0]), rtol=0, atol=0
+            )
             whole.append(name)
         _loads(model, state, f"{folder}/good")
     return whole
@@ -170,7 +174,7 @@ def test_training_goes_on_after_a_save_to_a_full_disk(run_ranks, tmp_path):
 
 
 def _save(folder):
-    _, state = _built(0)
+    _, state = stack_and_state(0)
     dcp.save(state, checkpoint_id=f"{folder}/good")
     foreign = get_model_state_dict(fully_shard(nn.Linear(8, 8)))
     dcp.save({"model": foreign}, checkpoint_id=f"{folder}/foreign")
@@ -180,7 +184,7 @@ def _save(folder):
 
 def _load_what_is_bad(folder, kind):
     """Returns whether a failed load left the model unchanged, and the error."""
-    model, state = _built(1)
+    model, state = stack_and_state(1)
     before = _values(model)
     with pytest.raises(CheckpointException) as raised:
         dcp.load(state, checkpoint_id=f"{folder}/{kind}")
