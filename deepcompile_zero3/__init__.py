@@ -34,7 +34,10 @@ if TYPE_CHECKING:
     )
     from deepcompile_zero3.sharding.fully_shard import fully_shard
     from deepcompile_zero3.sharding.in_transformers import shard_in_transformers
+    from deepcompile_zero3.sharding.matrix_owners import MatrixOwners
     from deepcompile_zero3.sharding.module import Zero3Module
+    from deepcompile_zero3.sharding.muon import Muon
+    from deepcompile_zero3.sharding.owned import Owned
     from deepcompile_zero3.tools.explain import explain
     from deepcompile_zero3.tools.planning.ahead import CompiledAhead, compile_ahead
     from deepcompile_zero3.tools.planning.graphs import shard_blocks
@@ -55,9 +58,12 @@ __all__ = [
     "MACHINES",
     "Link",
     "Machine",
+    "MatrixOwners",
     "MixedPrecisionPolicy",
+    "Muon",
     "OffloadPolicy",
     "Options",
+    "Owned",
     "Plan",
     "Report",
     "Zero3Error",
@@ -99,6 +105,9 @@ _LATER = {
     "defer_reduction": "deepcompile_zero3.sharding.defer",
     "deposit_grad": "deepcompile_zero3.sharding.defer",
     "Zero3Module": "deepcompile_zero3.sharding.module",
+    "MatrixOwners": "deepcompile_zero3.sharding.matrix_owners",
+    "Muon": "deepcompile_zero3.sharding.muon",
+    "Owned": "deepcompile_zero3.sharding.owned",
     "register_fsdp_forward_method": "deepcompile_zero3.sharding.fsdp_functions",
     "share_comm_ctx": "deepcompile_zero3.sharding.fsdp_functions",
     "CompiledAhead": "deepcompile_zero3.tools.planning.ahead",

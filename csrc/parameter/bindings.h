@@ -35,23 +35,25 @@ inline void bind_parameters(pybind11::module_& m) {
   pybind11::class_<Parameter, ParameterPtr>(m, "Parameter")
       .def(pybind11::init([](std::vector<int64_t> sizes, std::vector<int64_t> strides,
                              at::ScalarType compute_dtype, at::Device device, int64_t rank,
-                             int64_t world_size, std::shared_ptr<Channel> replicas,
+                             int64_t world_size, std::optional<int64_t> owner,
+                             std::shared_ptr<Channel> replicas,
                              const std::optional<at::Tensor>& placeholder) {
              return std::make_shared<Parameter>(
                  ParameterSpec{std::move(sizes), std::move(strides), compute_dtype, device, rank,
-                               world_size},
+                               world_size, owner},
                  std::move(replicas), placeholder.value_or(at::Tensor()));
            }),
            pybind11::kw_only(), pybind11::arg("sizes"), pybind11::arg("strides"),
            pybind11::arg("compute_dtype"), pybind11::arg("device"), pybind11::arg("rank"),
-           pybind11::arg("world_size"), pybind11::arg("replicas") = nullptr,
-           pybind11::arg("placeholder") = std::nullopt)
+           pybind11::arg("world_size"), pybind11::arg("owner") = std::nullopt,
+           pybind11::arg("replicas") = nullptr, pybind11::arg("placeholder") = std::nullopt)
       .def_readonly("sizes", &Parameter::sizes)
       .def_readonly("strides", &Parameter::strides)
       .def_readonly("compute_dtype", &Parameter::compute_dtype)
       .def_readonly("device", &Parameter::device)
       .def_readonly("rank", &Parameter::rank)
       .def_readonly("world_size", &Parameter::world_size)
+      .def_readonly("owner", &Parameter::owner)
       .def_readonly("placeholder", &Parameter::placeholder)
       .def_readonly("replicas", &Parameter::replicas)
       .def_readwrite("fqn", &Parameter::fqn)

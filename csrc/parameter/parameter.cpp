@@ -50,8 +50,7 @@ bool Parameter::outlives_forward() const {
 void Parameter::shard_after_forward(const at::Tensor& full, uint64_t version) {
   auto& there = *after_forward;
   there.fqn = fqn;
-  const auto start = std::min(there.rank * there.chunk_rows(), rows());
-  there.shard = pooled_copy(full.narrow(0, start, there.shard_rows()));
+  there.shard = pooled_copy(full.narrow(0, there.first_row_of(there.rank), there.shard_rows()));
   version_after_forward_ = version;
 }
 

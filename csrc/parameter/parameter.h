@@ -5,13 +5,15 @@
 //   shard        [shard_rows, ...] the rows this rank owns: its chunk without the padding
 //
 // Only the last ranks' chunks are padded, so the gathered chunks end to end are the full tensor
-// followed by padding.
+// followed by padding. If the parameter has an owner, that rank's shard is the full tensor, and
+// the other ranks' have no rows.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -29,17 +31,24 @@ struct ParameterSpec {
   std::vector<int64_t> strides;
   at::ScalarType compute_dtype;
   at::Device device;
-  int64_t rank;        // this rank, among the ranks of the shards
-  int64_t world_size;  // number of these ranks
+  int64_t rank;                                 // this rank, among the ranks of the shards
+  int64_t world_size;                           // number of these ranks
+  std::optional<int64_t> owner = std::nullopt;  // the rank that has all rows, if it is one rank
 
   int64_t rows() const { return sizes[0]; }
-  int64_t chunk_rows() const { return (rows() + world_size - 1) / world_size; }
+  // Most rows that a rank has.
+  int64_t chunk_rows() const { return owner ? rows() : (rows() + world_size - 1) / world_size; }
   int64_t shard_rows() const { return rows_of(rank); }
-  int64_t rows_of(int64_t r) const {
-    return std::clamp<int64_t>(rows() - r * chunk_rows(), 0, chunk_rows());
+  int64_t rows_of(int64_t r) const { return first_row_of(r + 1) - first_row_of(r); }
+  // The first row of rank r; if it has none, the row after those of the ranks before it.
+  int64_t first_row_of(int64_t r) const {
+    if (owner) return r > *owner ? rows() : 0;
+    return std::min(r * chunk_rows(), rows());
   }
   int64_t row_numel() const;
   int64_t chunk_numel() const { return chunk_rows() * row_numel(); }
+  // Elements of the full tensor and its padding.
+  int64_t padded_numel() const { return owner ? chunk_numel() : world_size * chunk_numel(); }
   int64_t nbytes() const;
   bool is_contiguous() const;
   std::vector<int64_t> sizes_with_rows(int64_t rows) const;

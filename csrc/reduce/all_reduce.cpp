@@ -68,7 +68,7 @@ void AllReduce::finish(std::vector<ReducedGradient>& results) {
   const auto replicas = static_cast<double>(channel_->world_size);
   sum_and_divide(mine, exchange_->addends().front(), wire_dtype, sends_means_ ? replicas : 1);
   exchange_ = channel_->exchange();
-  exchange_->gather({{rows_, "gather " + key()}});
+  exchange_->gather({{rows_.unbind(), "gather " + key()}});
   exchange_->wait();
   auto rest = rows_.view(-1);
   for (size_t i = 0; i < partials_.size(); ++i) {

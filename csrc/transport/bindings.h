@@ -63,9 +63,13 @@ inline void bind_transports(pybind11::module_& m) {
       .def_property_readonly("nbytes",
                              [](const CopyMemory& self) { return self.writable.nbytes(); });
   // Bytes of a parameter's `progress`: a Progress for each rank and each block of the gradient.
-  m.def("progress_bytes", [](int64_t rows, int64_t row_bytes, int64_t world_size) {
-    return blocks_of(rows, row_bytes, world_size).size() * world_size * sizeof(Progress);
-  });
+  m.def(
+      "progress_bytes",
+      [](int64_t rows, int64_t row_bytes, int64_t world_size, std::optional<int64_t> owner) {
+        return blocks_of(rows, row_bytes, world_size, owner).size() * world_size * sizeof(Progress);
+      },
+      pybind11::arg("rows"), pybind11::arg("row_bytes"), pybind11::arg("world_size"),
+      pybind11::arg("owner") = std::nullopt);
   m.def("new_shared_file", &new_shared_file, pybind11::arg("nbytes"),
         pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("make_read_only", &make_read_only);

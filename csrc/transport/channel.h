@@ -1,20 +1,25 @@
 // The ranks of a process group, and the exchanges between them.
 //
-//   gather   rows [world, n], with this rank's row written  ->  all rows written
-//   reduce   rows [n], one for each rank                    ->  this rank's row from every rank
+//   gather   rows [n], one for each rank, with this rank's written  ->  all rows written
+//   reduce   rows [n], one for each rank                            ->  this rank's from every rank
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 namespace zero3 {
 
-// Contiguous tensors [n], one for each rank. n may differ between ranks.
+// Contiguous tensors [n], one for each rank. Unless the channel is point to point, all n are equal,
+// or all but that of one rank are zero.
 using Rows = std::vector<at::Tensor>;
+
+// The rank with the only row that is not empty; nullopt if others have one, or there are no others.
+std::optional<int64_t> root_of(const Rows& rows);
 
 constexpr int64_t kWorthAMessage = 64 << 10;  // bytes; smaller tensors share a message
 
@@ -26,14 +31,14 @@ class Exchange {
   virtual ~Exchange() = default;
 
   struct Piece {
-    at::Tensor rows;  // [world, n], contiguous; others must not read it before wait()
+    Rows rows;  // of one run of memory, or of one rank alone; others must not read before wait()
     std::string key;
   };
 
   // Gathers several pieces at once, in one collective if the channel is grouped.
   virtual void gather(const std::vector<Piece>& pieces) = 0;
 
-  // All n are equal unless the channel is point to point. Nobody may write to `rows` before wait().
+  // Nobody may write to `rows` before wait().
   virtual void reduce(const Rows& rows, const std::string& key) = 0;
 
   // Raises, naming the key, if another rank does not take part in time.

@@ -16,7 +16,7 @@ Collective GatherBucket::collective() const {
   const Parameter& first = *parameters_.front();
   const auto item = static_cast<int64_t>(c10::elementSize(first.compute_dtype));
   int64_t nbytes = 0;
-  for (auto& parameter : parameters_) nbytes += first.world_size * parameter->chunk_numel() * item;
+  for (auto& parameter : parameters_) nbytes += parameter->padded_numel() * item;
   return {"all_gather",     first.compute_dtype,   nbytes,
           first.world_size, names_of(parameters_), first.device.is_meta()};
 }

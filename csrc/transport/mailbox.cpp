@@ -114,7 +114,7 @@ LetterPtr Mailbox::post(const ParameterPtr& parameter, size_t block, const at::T
   LetterPtr letter;
   if (words.is_read_by(waiter_->rank())) {
     const auto& [begin, rows, owner] = shared.blocks[block];
-    const int64_t first = waiter_->rank() * parameter->chunk_rows();
+    const int64_t first = parameter->first_row_of(waiter_->rank());
     const auto sum = owner ? shard.narrow(0, begin - first, rows) : shard;
     letter = std::make_shared<Letter>(Letter{parameter, block, epoch, wire_dtype, divisor, sum});
   }
@@ -200,7 +200,7 @@ std::optional<at::Tensor> Mailbox::rows_of(int64_t rank, const Letter& letter) c
               letter.wire_dtype, " on rank ", waiter_->rank(),
               ". Give grad_dtype and reduce_dtype the same values on all ranks");
   const auto options = at::TensorOptions(static_cast<at::ScalarType>(dtype));
-  const int64_t first = std::min(waiter_->rank() * parameter.chunk_rows(), parameter.rows());
+  const int64_t first = parameter.first_row_of(waiter_->rank());
   const int64_t skipped = (letter.rows().owner ? 0 : first) * parameter.row_numel() *
                           static_cast<int64_t>(options.dtype().itemsize());
   auto* box = mine_ + (rank - waiter_->rank()) * capacity_;

@@ -8,8 +8,9 @@
 namespace zero3 {
 namespace {
 
-// Each parameter travels in rows [world, chunk], which end to end are the full tensor followed by
-// padding. Small parameters share rows, one chunk after the other, and are copied out of them.
+// Each parameter travels in memory of its own: the ranks' chunks, which end to end are the full
+// tensor followed by padding, or all of what one rank owns. Small parameters share rows [world, n],
+// one chunk after the other, and are copied out of them.
 class MessageGather : public GatherBucket {
  public:
   MessageGather(std::shared_ptr<Channel> channel, std::vector<ParameterPtr> parameters)
@@ -21,12 +22,15 @@ class MessageGather : public GatherBucket {
     for (auto& parameter : parameters_) {
       const bool is_worth_it =
           parameters_.size() == 1 || parameter->chunk_numel() * item >= kWorthAMessage;
-      const bool alone = parameter->chunk_numel() == 0 ||
+      const bool alone = parameter->chunk_numel() == 0 || parameter->owner ||
                          (may_travel_alone && parameter->is_contiguous() && is_worth_it);
-      own_rows_.push_back(alone ? new_rows(parameter->chunk_numel()) : at::Tensor());
+      alone_.push_back(alone ? empty(parameter->padded_numel()) : at::Tensor());
       if (!alone) shared_numel_ += space_of(*parameter);
     }
-    if (shared_numel_ > 0) shared_rows_ = new_rows(shared_numel_);
+    if (shared_numel_ > 0) {
+      const int64_t world_size = parameters_.front()->world_size;
+      shared_rows_ = empty(world_size * shared_numel_).view({world_size, shared_numel_});
+    }
   }
 
   // Writes this rank's rows, with the cast in the same pass, and starts the gathers: on a CPU each
@@ -46,9 +50,14 @@ class MessageGather : public GatherBucket {
     for (size_t i = 0; i < parameters_.size(); ++i) {
       const Parameter& parameter = *parameters_[i];
       const auto key = " " + parameter.chunk_key();
-      if (own_rows_[i].defined()) {
-        write(parameter, own_rows_[i][first.rank], copies);
-        pieces.push_back({own_rows_[i], kind + key});
+      if (alone_[i].defined()) {
+        auto rows = rows_of(parameter, alone_[i]);
+        if (parameter.owner)
+          copies.push_back({full_of(parameter, alone_[i]).narrow(0, 0, parameter.shard_rows()),
+                            parameter.shard});
+        else
+          write(parameter, rows[first.rank], copies);
+        pieces.push_back({std::move(rows), kind + key});
       } else {
         const int64_t space = space_of(parameter);
         write(parameter, shared_rows_[first.rank].narrow(0, offset, space), copies);
@@ -57,7 +66,7 @@ class MessageGather : public GatherBucket {
       }
       if (first.device.is_cpu()) send();
     }
-    if (shared_numel_ > 0) pieces.push_back({shared_rows_, kind + shared});
+    if (shared_numel_ > 0) pieces.push_back({shared_rows_.unbind(), kind + shared});
     send();
     record([this] { return collective(); });
   }
@@ -70,15 +79,15 @@ class MessageGather : public GatherBucket {
     int64_t offset = 0;
     for (size_t i = 0; i < parameters_.size(); ++i) {
       const Parameter& parameter = *parameters_[i];
-      if (own_rows_[i].defined()) {
-        fulls.push_back(own_rows_[i].as_strided(parameter.sizes, parameter.strides));
+      if (alone_[i].defined()) {
+        fulls.push_back(full_of(parameter, alone_[i]));
         continue;
       }
       auto full = pooled_empty(parameter.sizes, parameter.strides, shared_rows_.options());
       for (int64_t rank = 0; rank < parameter.world_size; ++rank) {
         const int64_t rows = parameter.rows_of(rank);
         if (rows == 0) break;
-        copies.push_back({full.narrow(0, rank * parameter.chunk_rows(), rows),
+        copies.push_back({full.narrow(0, parameter.first_row_of(rank), rows),
                           shared_rows_[rank]
                               .narrow(0, offset, rows * parameter.row_numel())
                               .view(parameter.sizes_with_rows(rows))});
@@ -103,16 +112,29 @@ class MessageGather : public GatherBucket {
     copies.push_back({chunk.narrow(0, owned, chunk.numel() - owned), {}});
   }
 
-  at::Tensor new_rows(int64_t numel) const {
+  // The part of each rank in the memory of a parameter that travels alone.
+  static Rows rows_of(const Parameter& parameter, const at::Tensor& memory) {
+    Rows rows;
+    for (int64_t rank = 0; rank < parameter.world_size; ++rank) {
+      const int64_t n = parameter.owner ? parameter.rows_of(rank) * parameter.row_numel()
+                                        : parameter.chunk_numel();
+      rows.push_back(memory.narrow(0, parameter.owner ? 0 : rank * n, n));
+    }
+    return rows;
+  }
+  static at::Tensor full_of(const Parameter& parameter, const at::Tensor& memory) {
+    return memory.as_strided(parameter.sizes, parameter.strides);
+  }
+
+  at::Tensor empty(int64_t numel) const {
     const Parameter& first = *parameters_.front();
-    return pooled_empty({first.world_size, numel},
-                        at::TensorOptions(first.compute_dtype).device(first.device));
+    return pooled_empty({numel}, at::TensorOptions(first.compute_dtype).device(first.device));
   }
 
   const std::shared_ptr<Channel> channel_;
-  std::vector<at::Tensor> own_rows_;  // rows of each parameter; undefined if it shares
-  at::Tensor shared_rows_;            // [world, shared_numel]
-  int64_t shared_numel_ = 0;          // elements per rank
+  std::vector<at::Tensor> alone_;  // memory of each parameter, flat; undefined if it shares
+  at::Tensor shared_rows_;         // [world, shared_numel]
+  int64_t shared_numel_ = 0;       // elements per rank
   std::unique_ptr<Exchange> exchange_;
 };
 

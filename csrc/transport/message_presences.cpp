@@ -17,7 +17,7 @@ class MessagePresences : public PresenceGather {
     rows_ = pooled_empty({channel.world_size, nbytes}, at::TensorOptions(at::kByte).device(device));
     auto* first = const_cast<Announced*>(mine.data());
     rows_[channel.rank].copy_(at::from_blob(first, {nbytes}, at::kByte));
-    exchange_->gather({{rows_, key}});
+    exchange_->gather({{rows_.unbind(), key}});
   }
 
   std::vector<Presences> finish() override {

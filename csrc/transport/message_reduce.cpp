@@ -13,8 +13,7 @@ constexpr int64_t kSlabBytes = 8 << 20;
 
 // The rows that `rank` owns of a full tensor.
 at::Tensor rows_of(const at::Tensor& full, const Parameter& parameter, int64_t rank) {
-  const int64_t start = std::min(rank * parameter.chunk_rows(), parameter.rows());
-  return full.narrow(0, start, parameter.rows_of(rank));
+  return full.narrow(0, parameter.first_row_of(rank), parameter.rows_of(rank));
 }
 // Large gradients travel alone, in place if owned. The rest is packed into slabs, rank-major,
 // [world][chunk of p0 | chunk of p1 | ... | free], so that each rank's part is contiguous.
@@ -66,7 +65,7 @@ class MessageReduce : public ReduceBucket {
 
   // Depends only on the parameter: ranks may compute its gradient in different ways.
   bool goes_alone(const Parameter& parameter) const {
-    if (in_pieces_) return true;
+    if (in_pieces_ || parameter.owner) return true;
     const int64_t nbytes = parameter.chunk_numel() * options_.dtype().itemsize();
     if (is_point_to_point_) return nbytes >= kWorthAMessage;
     return nbytes * world_size_ >= kSlabBytes && parameter.rows() % world_size_ == 0;

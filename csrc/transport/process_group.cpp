@@ -3,6 +3,7 @@
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/ops/cat.h>
 
+#include <algorithm>
 #include <limits>
 #include <map>
 #include <mutex>
@@ -149,6 +150,19 @@ WorkPtr reduce_scatter(AnyGroup& group, at::Tensor shard, at::Tensor full) {
     return group._reduce_scatter_base(shard, full);
 }
 
+// Options of collectives with one root.
+c10d::BroadcastOptions from(int64_t root) {
+  c10d::BroadcastOptions options;
+  options.rootRank = root;
+  return options;
+}
+
+c10d::ReduceOptions to(int64_t root) {
+  c10d::ReduceOptions options;
+  options.rootRank = root;
+  return options;
+}
+
 c10::intrusive_ptr<Group> group_of(const std::string& name) {
   try {
     return c10d::resolve_process_group(name);
@@ -194,11 +208,10 @@ void ProcessGroupExchange::gather(const std::vector<Piece>& pieces) {
   std::vector<at::Tensor> fulls, shards;
   std::string keys;
   for (auto& [rows, key] : pieces) {
-    transfers_->tensors.push_back(rows);
-    if (rows.numel() == 0) continue;
+    transfers_->tensors.insert(transfers_->tensors.end(), rows.begin(), rows.end());
     if (by_messages_) {
       start_messages(
-          *transfers_->group, rank_, rows.size(0), key, [&](int64_t) { return rows[rank_]; },
+          *transfers_->group, rank_, rows.size(), key, [&](int64_t) { return rows[rank_]; },
           [&](int64_t from) { return rows[from]; },
           [&](int64_t with, auto begin) {
             transfers_->start("rank " + std::to_string(with), key, begin);
@@ -206,9 +219,19 @@ void ProcessGroupExchange::gather(const std::vector<Piece>& pieces) {
       continue;
     }
     // Backends do not know float8.
-    const auto sent = c10::isFloat8Type(rows.scalar_type()) ? rows.view(at::kByte) : rows;
-    fulls.push_back(sent.view(-1));
-    shards.push_back(sent[rank_]);
+    const auto sent = [](const at::Tensor& tensor) {
+      return c10::isFloat8Type(tensor.scalar_type()) ? tensor.view(at::kByte) : tensor;
+    };
+    if (const auto root = root_of(rows)) {
+      std::vector<at::Tensor> row{sent(rows[*root])};
+      transfers_->start("others", key,
+                        [&] { return transfers_->group->broadcast(row, from(*root)); });
+      continue;
+    }
+    const auto run = one_run(rows);
+    if (run.numel() == 0) continue;
+    fulls.push_back(sent(run));
+    shards.push_back(sent(rows[rank_]));
     keys += (keys.empty() ? "" : ", ") + key;
   }
   if (!fulls.empty())
@@ -234,6 +257,11 @@ void ProcessGroupExchange::reduce(const Rows& rows, const std::string& key) {
         [&](int64_t with, auto begin) {
           transfers_->start("rank " + std::to_string(with), key, begin);
         });
+  } else if (const auto root = root_of(rows)) {
+    // A backend may write to the tensor on other ranks too.
+    std::vector<at::Tensor> sum{keep(pooled_copy(rows[*root]))};
+    addends.push_back(rank_ == *root ? sum.front() : own);
+    transfers_->start("others", key, [&] { return transfers_->group->reduce(sum, to(*root)); });
   } else {
     auto run = keep(one_run(rows));
     addends.push_back(keep(pooled_empty(own.sizes(), own.options())));
@@ -247,6 +275,13 @@ void ProcessGroupExchange::reduce(const Rows& rows, const std::string& key) {
 
 Channel::Traits Channel::traits_of(const std::string& backend, bool on_cpu, bool carries_data) {
   return {on_cpu && backend == "gloo", backend == "nccl", carries_data};
+}
+
+std::optional<int64_t> root_of(const Rows& rows) {
+  if (rows.size() < 2) return std::nullopt;
+  const auto is_full = [](auto& row) { return row.numel() > 0; };
+  if (std::ranges::count_if(rows, is_full) != 1) return std::nullopt;
+  return std::ranges::find_if(rows, is_full) - rows.begin();
 }
 
 at::Tensor one_run(const Rows& rows) {

@@ -45,7 +45,7 @@ bool ReduceBucket::accepts(const Parameter& parameter, at::ScalarType wire_dtype
 }
 
 bool ReduceBucket::has_room_for(const Parameter& parameter) const {
-  return parameters_.empty() || used_ + aligned(parameter.chunk_numel(), wire_dtype()) <= capacity_;
+  return parameters_.empty() || used_ + space_of(parameter) <= capacity_;
 }
 
 void ReduceBucket::add(const ParameterPtr& parameter, const at::Tensor& grad,
@@ -76,7 +76,7 @@ void ReduceBucket::send_product(const ParameterPtr& parameter, const at::Tensor&
 }
 
 at::ScalarType ReduceBucket::note(const ParameterPtr& parameter, at::ScalarType normalised_dtype) {
-  used_ += aligned(parameter->chunk_numel(), wire_dtype());
+  used_ += space_of(*parameter);
   parameters_.push_back(parameter);
   auto shard_dtype = parameter->settings.gradient_dtypes.shard.value_or(normalised_dtype);
   shard_dtypes_.push_back(shard_dtype);
@@ -85,13 +85,17 @@ at::ScalarType ReduceBucket::note(const ParameterPtr& parameter, at::ScalarType 
   return shard_dtype;
 }
 
+int64_t ReduceBucket::space_of(const Parameter& parameter) const {
+  return aligned(parameter.padded_numel() / world_size_, wire_dtype());
+}
+
 int64_t ReduceBucket::lowest_order() const {
   return (*std::ranges::min_element(parameters_, {}, [](auto& p) { return p->order; }))->order;
 }
 
 Collective ReduceBucket::collective_of(const std::vector<ParameterPtr>& parameters) const {
   int64_t numel = 0;
-  for (auto& parameter : parameters) numel += parameter->chunk_numel() * world_size_;
+  for (auto& parameter : parameters) numel += parameter->padded_numel();
   const int64_t nbytes = numel * static_cast<int64_t>(options_.dtype().itemsize());
   return {"reduce_scatter", wire_dtype(),         nbytes,
           world_size_,      names_of(parameters), options_.device().is_meta()};

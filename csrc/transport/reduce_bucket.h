@@ -67,6 +67,8 @@ class ReduceBucket {
   const int64_t capacity_;           // elements per rank
 
  private:
+  // Elements of `parameter` per rank, in the mean.
+  int64_t space_of(const Parameter& parameter) const;
   // Notes `parameter`, and returns the dtype of its reduced shard.
   at::ScalarType note(const ParameterPtr& parameter, at::ScalarType normalised_dtype);
 

@@ -94,6 +94,8 @@ struct Block {
   int64_t rows;
   std::optional<int64_t> owner;  // rank that owns the rows; none if they are the whole gradient
 };
-std::vector<Block> blocks_of(int64_t rows, int64_t row_bytes, int64_t world_size);
+// The blocks of [rows, ...], in chunks of `world_size` ranks or all of one `owner`.
+std::vector<Block> blocks_of(int64_t rows, int64_t row_bytes, int64_t world_size,
+                             std::optional<int64_t> owner);
 
 }  // namespace zero3

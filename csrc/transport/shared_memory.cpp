@@ -29,7 +29,7 @@ SharedMemory::SharedMemory(std::shared_ptr<OneHost> one_host, const ParameterSpe
                  .empty_waits = true,
                  .tells_presence = true}),
       gather_words(reinterpret_cast<Progress*>(data_of(progress)), spec.rank, spec.world_size),
-      blocks(blocks_of(spec.rows(), spec.nbytes() / spec.rows(), spec.world_size)),
+      blocks(blocks_of(spec.rows(), spec.nbytes() / spec.rows(), spec.world_size, spec.owner)),
       one_host_(std::move(one_host)),
       number_(one_host_->parameters++),
       progress_(std::move(progress)),
@@ -94,7 +94,7 @@ void SharedMemory::publish(const Parameter& parameter, const at::Tensor& shard) 
   if (const int64_t rows = parameter.shard_rows(); rows > 0) {
     auto mine = at::from_blob(data_of(copy_memory_->writable) + turn_->begin, parameter.sizes,
                               parameter.strides, at::TensorOptions(parameter.compute_dtype))
-                    .narrow(0, parameter.rank * parameter.chunk_rows(), rows);
+                    .narrow(0, parameter.first_row_of(parameter.rank), rows);
     const auto nbytes = static_cast<int64_t>(mine.nbytes());
     const bool past_caches =
         nbytes >= kWorthNontemporal && mine.is_contiguous() && shard.is_contiguous();

@@ -11,7 +11,8 @@ class SimulatedExchange : public Exchange {
       : rank_(channel.rank), by_messages_(channel.traits.is_point_to_point) {}
 
   void gather(const std::vector<Piece>& pieces) override {
-    for (auto& piece : pieces) tensors_.push_back(piece.rows);
+    for (auto& piece : pieces)
+      tensors_.insert(tensors_.end(), piece.rows.begin(), piece.rows.end());
   }
 
   void reduce(const Rows& rows, const std::string& key) override {
@@ -22,7 +23,8 @@ class SimulatedExchange : public Exchange {
       tensors_.insert(tensors_.end(), rows.begin(), rows.end());
       for (auto& row : rows) addends.push_back(row.is_same(own) ? own : received());
     } else {
-      tensors_.push_back(one_run(rows));
+      const auto root = root_of(rows);
+      tensors_.push_back(root ? rows[*root] : one_run(rows));
       addends.push_back(received());
     }
   }

@@ -34,7 +34,8 @@ def build(
             if ranks.replicate_group is not None:
                 check_all_alike(described, ranks.replicate_group)
         with _caught(failures):
-            connections = connect([each.full for each in members], described)
+            owners = [each.layout.owner for each in members]
+            connections = connect([each.full for each in members], owners, described)
             for each, connection in zip(members, connections, strict=True):
                 connection_of[each.parameter] = connection
     built: dict[nn.Parameter, ShardedParameter] = {}

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DeviceMesh, DTensor
 
 from deepcompile_zero3 import grad_dtype
+from deepcompile_zero3.sharding.owned import OwnerMesh
 
 # The process groups that a tensor is sharded over, in the order of its mesh's dimensions.
 _Groups = tuple[dist.ProcessGroup, ...]
@@ -118,6 +119,8 @@ def _sharded_over(parameter: torch.Tensor) -> _Groups:
     if not isinstance(parameter, DTensor):
         return ()
     mesh = parameter.device_mesh
+    if isinstance(mesh, OwnerMesh):
+        return (mesh.shard_group,)
     return tuple(
         mesh.get_group(dim)
         for dim, placement in enumerate(parameter.placements)

@@ -74,7 +74,8 @@ def _rebuild_converted(group: ParameterGroup) -> None:
         ]
         if ranks.replicate_group is not None:
             check_all_alike(described, ranks.replicate_group)
-        connections = connect([full for _, full in members], described)
+        owners = [p.layout.owner for p, _ in members]
+        connections = connect([full for _, full in members], owners, described)
         for (parameter, full), connection in zip(members, connections, strict=True):
             parameter.rebuild(full, connection)
     if group.model is not None:

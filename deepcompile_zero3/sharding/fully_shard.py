@@ -21,6 +21,7 @@ from deepcompile_zero3.sharding.layout import DataParallel, Layout
 from deepcompile_zero3.sharding.model import ShardedModel
 from deepcompile_zero3.sharding.module import groups_in
 from deepcompile_zero3.sharding.parameter import ShardedParameter
+from deepcompile_zero3.sharding.placement import layout_of
 from deepcompile_zero3.sharding.registered import parameters_of
 from deepcompile_zero3.sharding.swap import original_class, swap_class
 from deepcompile_zero3.transport.choice import TransportName, resolve
@@ -79,8 +80,10 @@ def fully_shard(
             each.
         shard_placement_fn: a function that takes a parameter and returns its ``Shard``, or None for
             ``Shard(0)``. The size of the dimension need not be divisible by the number of ranks.
-            From torch 2.13 on, it may also return FSDP2's ``ShardPlacementResult``, which has a
-            mesh for this parameter.
+            It may also return an :class:`Owned`: one rank has the full parameter and gets its full
+            gradient, for optimizers that need matrices; :class:`MatrixOwners` is such a function.
+            From torch 2.13 on, it may return FSDP2's ``ShardPlacementResult``, which has a mesh
+            for this parameter.
         mp_policy: dtypes of computation (``param_dtype``), of gradients on the wire
             (``reduce_dtype``) and of the forward's outputs (``output_dtype``).
         offload_policy: ``CPUOffloadPolicy`` has no effect where the mesh is on the CPU, and is not
@@ -120,9 +123,7 @@ def fully_shard(
             )
     new = _new_parameters(modules, ignored)
     layouts: dict[nn.Parameter, Layout] = {
-        parameter: arguments.layout_of(
-            fqn, parameter, ranks_of_mesh, shard_placement_fn, ranks_of, spmd
-        )
+        parameter: layout_of(fqn, parameter, ranks_of_mesh, shard_placement_fn, ranks_of, spmd)
         for parameter, (fqn, _, _) in new.items()
     }
     # A rank that has nothing to shard over ``mesh`` takes part in the exchange, too.
@@ -136,7 +137,8 @@ def fully_shard(
         described = (
             f"'{fqn}' {list(full.shape)} of {full.dtype}, strides {full.stride()}, "
             f"requires_grad={parameter.requires_grad}, grad_dtype={parameter.grad_dtype}, "
-            f"reduce_dtype={policy.reduce_dtype}, reshard_after_forward={reshard_after_forward}"
+            f"reduce_dtype={policy.reduce_dtype}, reshard_after_forward={reshard_after_forward}, "
+            f"owner={layout.owner}"
         )
         blueprints.append(
             Blueprint(parameter, submodule, attribute, layout, policy, full, reshard, described)

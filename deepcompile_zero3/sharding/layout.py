@@ -15,6 +15,8 @@ row of its own::
     parameter   [*sizes]           a replicated DTensor
 
 The gradient goes to all rows, so that each rank gets the sum over the ranks.
+
+One rank may own all of a parameter: see ``owned``. The others have a shard without rows.
 """
 
 import math
@@ -27,6 +29,13 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Replicate, Sh
 from torch.distributed.tensor.placement_types import Placement
 
 from deepcompile_zero3 import torch_internals
+from deepcompile_zero3.sharding.owned import (
+    Owned,
+    OwnedParameter,
+    OwnedTensor,
+    OwnerMesh,
+    owned,
+)
 
 
 class DataParallel:
@@ -45,6 +54,13 @@ class DataParallel:
         self.replicate_group: dist.ProcessGroup | None = (
             mesh.get_group(0) if mesh.ndim > 1 and mesh.size(0) > 1 else None
         )
+        self._owner_meshes: dict[int, OwnerMesh] = {}
+
+    def owner_mesh(self, owner: int) -> OwnerMesh:
+        """Returns the mesh of the parameters that the rank ``owner`` of ``shard_group`` owns."""
+        if owner not in self._owner_meshes:
+            self._owner_meshes[owner] = OwnerMesh(self.mesh, owner)
+        return self._owner_meshes[owner]
 
     @property
     def process_groups(self) -> tuple[dist.ProcessGroup, ...]:
@@ -134,7 +150,9 @@ class Layout:
         mesh: mesh of the sharded DTensor.
         placements: placements of the sharded DTensor.
         inner: the DTensor that each of ``ranks`` reads, or None if that is a plain tensor.
-        sizes: shape of the local tensor, if ``dim`` is None.
+        sizes: shape of the local tensor, if ``dim`` is None or the parameter has an owner.
+        owner: the rank of ``ranks.shard_group`` that has the full parameter, or None if each has
+            a shard.
     """
 
     ranks: DataParallel
@@ -143,6 +161,14 @@ class Layout:
     placements: tuple[Placement, ...]
     inner: Inner | None = None
     sizes: torch.Size = torch.Size()  # noqa: RUF009 (immutable)
+    owner: int | None = None
+
+    @staticmethod
+    def owned(parameter: torch.Tensor, ranks: DataParallel, placement: Owned) -> "Layout":
+        """Returns the layout of ``parameter`` that one of ``ranks`` owns."""
+        mesh = ranks.owner_mesh(placement.rank)
+        placements = (Replicate(),) * mesh.ndim
+        return Layout(ranks, 0, mesh, placements, None, parameter.shape, placement.rank)
 
     @staticmethod
     def of(parameter: torch.Tensor, ranks: DataParallel, dim: int | None = 0) -> "Layout":
@@ -226,6 +252,18 @@ class Layout:
             and registered.dtype == local.dtype
         )
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether another rank owns the parameter."""
+        return self.owner is not None and self.owner != self.ranks.shard_group.rank()
+
+    def shard_rows(self, local: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's rows [shard_rows, ...] of the DTensor with the local tensor."""
+        if self.is_elsewhere:  # torch gives [0] to ranks that are not in a mesh, on any device
+            device = local.device if local.is_meta else self.ranks.device
+            return local.new_empty((0, *self.sizes[1:]), device=device)
+        return self.rows(local)
+
     def rows(self, local: torch.Tensor) -> torch.Tensor:
         """Returns a view of a local tensor with the sharded dimension first."""
         if self.dim is None:
@@ -241,13 +279,13 @@ class Layout:
     def shard(self, value: torch.Tensor) -> DTensor:
         """Returns a DTensor with a copy of this rank's rows of ``value``, which may be freed."""
         full = self.full(value.detach())
-        group = self.ranks.shard_group
-        chunks = full.chunk(dist.get_world_size(group))
-        rank = dist.get_rank(group)
-        rows = self.local(chunks[rank] if rank < len(chunks) else full[:0])
+        if self.owner is None:
+            rows = self.local(self._chunk_of(full))
+        else:
+            rows = full[:0] if self.is_elsewhere else full
         target = full.device if full.is_meta else self.ranks.device
         local = torch.empty(rows.shape, dtype=full.dtype, device=target).copy_(rows)
-        return DTensor.from_local(
+        shard = DTensor.from_local(
             local,
             self.mesh,
             self.placements,
@@ -255,6 +293,18 @@ class Layout:
             shape=value.shape,
             stride=torch.empty(value.shape, device="meta").stride(),
         )
+        return shard if self.owner is None else owned(shard, OwnedParameter)
+
+    def gradient(self, local: torch.Tensor, shard: DTensor) -> DTensor:
+        """Returns the gradient of ``shard`` whose local tensor is ``local``."""
+        gradient = torch_internals.dtensor_like(local, shard)
+        return gradient if self.owner is None else owned(gradient, OwnedTensor)
+
+    def _chunk_of(self, full: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's rows of ``full``, in the layout of torch.chunk."""
+        group = self.ranks.shard_group
+        chunks = full.chunk(group.size())
+        return chunks[group.rank()] if group.rank() < len(chunks) else full[:0]
 
 
 class _FirstOfEqual(torch.autograd.Function):

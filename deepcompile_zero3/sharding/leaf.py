@@ -111,7 +111,7 @@ class ShardedLeaf:
                 "shape, placement and mesh".format(self.fqn, *mine, *found)
             )
         local = torch_internals.local_tensor(shard)
-        if local.device.type not in ("meta", device.type):
+        if local.device.type not in ("meta", device.type) and not self._layout.is_elsewhere:
             raise Zero3Error(
                 f"the shard of '{self.fqn}' is on {local.device}, but its mesh computes on {device}"
             )
@@ -119,14 +119,14 @@ class ShardedLeaf:
     def accumulate_grad(self, reduced: torch.Tensor) -> None:
         """Adds a reduced gradient, this rank's rows [shard_rows, ...], to ``.grad``."""
         shard = self.shard
-        if not shard.requires_grad:
+        if not shard.requires_grad or self._layout.is_elsewhere:
             return
         reduced = self._layout.local(reduced)
         if shard.grad is None:
-            shard.grad = torch_internals.dtensor_like(reduced.contiguous(), shard)
+            shard.grad = self._layout.gradient(reduced.contiguous(), shard)
             return
         local = torch_internals.local_tensor(cast(DTensor, shard.grad))
         if torch.promote_types(local.dtype, reduced.dtype) == local.dtype:
             local.add_(reduced)
         else:
-            shard.grad = torch_internals.dtensor_like(local + reduced, shard)
+            shard.grad = self._layout.gradient(local + reduced, shard)

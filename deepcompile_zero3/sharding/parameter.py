@@ -97,7 +97,9 @@ class ShardedParameter:
         others = ranks.replicate_group
         replicas = None if others is None else channel_of(others, ranks.device)
         shards = ranks.shard_group
-        self.handle = self._handle(shards.rank(), shards.size(), replicas, self.placeholder)
+        self.handle = self._handle(
+            shards.rank(), shards.size(), self.layout.owner, replicas, self.placeholder
+        )
         self.settings = self.handle.settings
 
     def _shard_after_forward(self, connection: Connection) -> None:
@@ -110,6 +112,7 @@ class ShardedParameter:
         self,
         rank: int,
         world_size: int,
+        owner: int | None = None,
         replicas: _C.Channel | None = None,
         placeholder: torch.Tensor | None = None,
     ) -> _C.Parameter:
@@ -121,6 +124,7 @@ class ShardedParameter:
             device=self.placeholder.device,
             rank=rank,
             world_size=world_size,
+            owner=owner,
             replicas=replicas,
             placeholder=placeholder,
         )
@@ -178,7 +182,7 @@ class ShardedParameter:
     def _follow(self, shard: DTensor) -> None:
         self.leaf.follow(shard)
         self.handle.follow_version(shard)
-        self.handle.shard = self.layout.rows(self.leaf.local)
+        self.handle.shard = self.layout.shard_rows(self.leaf.local)
 
     @property
     def shard_group_name(self) -> str:

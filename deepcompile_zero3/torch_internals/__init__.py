@@ -162,9 +162,16 @@ def spec_of(tensor: DTensor) -> Any:
     return tensor._spec
 
 
-def with_spec(local: torch.Tensor, spec: Any) -> DTensor:
+def with_spec(local: torch.Tensor, spec: Any, kind: type[DTensor] = DTensor) -> DTensor:
     """Returns the DTensor of this local tensor. Not differentiable."""
-    return DTensor(local, spec, requires_grad=False)
+    return kind(local, spec, requires_grad=False)
+
+
+def init_mesh_without_groups(
+    mesh: DeviceMesh, device_type: str, ranks: torch.Tensor, names: tuple[str, ...]
+) -> None:
+    """Calls the constructor of ``mesh``, so that it makes no process groups."""
+    DeviceMesh.__init__(mesh, device_type, ranks, mesh_dim_names=names, _init_backend=False)
 
 
 def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:

@@ -63,6 +63,7 @@ class _Offer(NamedTuple):
 @torch.inference_mode(mode=False)  # else mapped memory could not be written to outside of it
 def share(
     fulls: Sequence[torch.Tensor],
+    owners: Sequence[int | None],
     described: Sequence[str],
     group: dist.ProcessGroup,
     device: str,
@@ -75,6 +76,7 @@ def share(
 
     Args:
         fulls: parameters as they are computed with, [rows, ...] each, on the meta device.
+        owners: for each parameter, the rank of ``group`` that owns it, or None if all have shards.
         described: for each parameter, a description that must be the same on all ranks.
         group: process group of the ranks.
         device: type of the device that the ranks compute on.
@@ -104,7 +106,7 @@ def share(
                 f"{dist.get_backend(group)}, and the mesh is on {device!r}"
             )
         return None  # all ranks know this without an exchange
-    segments = _Segments(fulls, group, take_turns) if fulls else None
+    segments = _Segments(fulls, owners, group, take_turns) if fulls else None
     mine = _offer(transport, described, segments.sizes if segments and rank == 0 else ())
     try:
         offers = [_Offer(*offer) for offer in all_gather_json("fully_shard: memory", mine, group)]
@@ -140,7 +142,11 @@ class _Segments:
     """Segments of memory that some parameters need and their group lacks or has too little of."""
 
     def __init__(
-        self, fulls: Sequence[torch.Tensor], group: dist.ProcessGroup, take_turns: bool
+        self,
+        fulls: Sequence[torch.Tensor],
+        owners: Sequence[int | None],
+        group: dist.ProcessGroup,
+        take_turns: bool,
     ) -> None:
         self._fulls = fulls
         self._group = group
@@ -159,8 +165,8 @@ class _Segments:
         if self._one_host is None or self._one_host.mailbox_bytes < mailbox:
             self._nbytes["mailboxes"] = self._world_size * mailbox
         self._progress_bytes = [
-            _C.progress_bytes(full.shape[0], full.nbytes // full.shape[0], self._world_size)
-            for full in fulls
+            _C.progress_bytes(full.shape[0], full.nbytes // full.shape[0], self._world_size, owner)
+            for full, owner in zip(fulls, owners, strict=True)
         ]
         self._nbytes["progress"] = sum(self._progress_bytes)  # may outlive the parameters
         if take_turns:

@@ -39,6 +39,7 @@ def twins_of(
                 device=torch.device("meta"),
                 rank=handle.rank,
                 world_size=handle.world_size,
+                owner=handle.owner,
                 replicas=other and channel(other.name, other.rank, other.world_size),
             )
             shards = channel(parameter.shard_group_name, handle.rank, handle.world_size)

@@ -1,0 +1,104 @@
+"""``Muon``: torch's, for batches of matrices and on the matrices that each rank has whole."""
+
+from collections.abc import Iterable, MutableMapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from deepcompile_zero3 import torch_internals
+from deepcompile_zero3.errors import Zero3Error
+
+
+class Muon(torch.optim.Muon):
+    """:class:`torch.optim.Muon`, whose parameters may also be batches of matrices.
+
+    Each rank updates the matrices that it has whole, bit for bit as torch's updates each of them,
+    and communicates nothing. A parameter [..., rows, columns] is a batch. A group with
+    ``"matrices": n`` has parameters [rows, columns] that are n matrices of equal size, one below
+    the other, such as the weight of a layer that computes queries, keys and values.
+
+    ::
+
+        experts = [p for p in model.parameters() if p.dim() == 3]  # Shard(0): whole experts
+        qkv = [p for n, p in model.named_parameters() if n.endswith("qkv.weight")]  # see Owned
+        muon = Muon([{"params": experts}, {"params": qkv, "matrices": 3}], lr=0.02)
+
+    Args:
+        params: parameters or groups of them: plain tensors, DTensors with an owner, or DTensors
+            that are sharded on another dimension than the last two.
+        options: the arguments of :class:`torch.optim.Muon`.
+
+    Raises:
+        Zero3Error: a rank would have parts of matrices.
+        ValueError: a parameter is not made of matrices.
+    """
+
+    def __init__(
+        self, params: Iterable[torch.Tensor] | Iterable[dict[str, Any]], **options: Any
+    ) -> None:
+        # torch's constructor checks the options. It takes parameters of two dimensions only.
+        super().__init__([torch.empty(1, 1)], **options)
+        self.param_groups.clear()
+        given: list[Any] = list(params)
+        if not given:
+            raise ValueError("Muon got an empty parameter list")
+        groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+        for group in groups:
+            self.add_param_group({"matrices": 1, **group})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group of parameters; see :meth:`torch.optim.Optimizer.add_param_group`."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for parameter in group["params"]:
+            _check(parameter, group.get("matrices", 1))
+
+    def _init_group(
+        self,
+        group: MutableMapping[str, Any],
+        params_with_grad: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        muon_momentum_bufs: list[torch.Tensor],
+    ) -> bool:
+        parameters: list[torch.Tensor] = []
+        gradients: list[torch.Tensor] = []
+        momenta: list[torch.Tensor] = []
+        has_complex = super()._init_group(group, parameters, gradients, momenta)
+        for wholes, parts in (
+            (parameters, params_with_grad),
+            (gradients, grads),
+            (momenta, muon_momentum_bufs),
+        ):
+            for whole in wholes:
+                parts += _matrices(whole, group.get("matrices", 1))
+        return has_complex
+
+
+def _matrices(tensor: torch.Tensor, in_rows: int) -> list[torch.Tensor]:
+    """Returns views of the matrices of ``tensor`` that this rank has."""
+    local = torch_internals.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    if local.numel() == 0:
+        return []
+    if in_rows > 1:
+        return list(local.chunk(in_rows, dim=-2))
+    return list(local.flatten(0, -3)) if local.dim() > 2 else [local]
+
+
+def _check(parameter: torch.Tensor, in_rows: int) -> None:
+    """Raises unless each matrix of ``parameter`` is whole on the ranks that have any of it."""
+    shape = list(parameter.shape)
+    if len(shape) < 2:
+        raise ValueError(f"Muon updates matrices, got a parameter of shape {shape}: use AdamW")
+    if shape[-2] % in_rows or (in_rows > 1 and len(shape) > 2):
+        raise ValueError(f"a parameter of shape {shape} is not made of {in_rows} equal matrices")
+    if not isinstance(parameter, DTensor):
+        return
+    mesh, placements = parameter.device_mesh, parameter.placements
+    for size, placement in zip(mesh.shape, placements, strict=True):
+        if size > 1 and getattr(placement, "dim", None) in (len(shape) - 2, len(shape) - 1):
+            raise Zero3Error(
+                f"a parameter of shape {shape} is {placements} over {mesh}, so that ranks have "
+                "parts of its matrices: give each matrix to one rank by "
+                "fully_shard(shard_placement_fn=MatrixOwners(model))"
+            )

@@ -1,0 +1,171 @@
+"""Parameters that one rank owns, for optimizers that update whole matrices.
+
+The owner's shard is the full parameter. The other ranks' shards have no rows, and these ranks get
+no gradient. A loop over the parameters that have gradients, as optimizers have it, therefore
+updates each matrix once, on its owner, and communicates nothing.
+"""
+
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DeviceMesh, DTensor, Replicate
+
+from deepcompile_zero3 import torch_internals
+from deepcompile_zero3.errors import Zero3Error
+
+_aten = torch.ops.aten
+# What these return of a parameter is a copy or view of it, as in state dicts and conversions.
+_COPIES = (
+    _aten.detach.default,
+    _aten.alias.default,
+    _aten.clone.default,
+    _aten._to_copy.default,
+    _aten.empty_like.default,
+)
+
+_Owned = TypeVar("_Owned", bound="OwnedTensor")
+
+
+@dataclass(frozen=True)
+class Owned:
+    """The placement of a parameter that one rank has whole: a result of ``shard_placement_fn``.
+
+    Attributes:
+        rank: the owner, counted from 0 among the ranks that parameters are sharded over.
+    """
+
+    rank: int
+
+
+class OwnerMesh(DeviceMesh):
+    """The mesh of an owner and its replicas, [1] or [replicate, 1].
+
+    Other ranks are not in it. Operators on its DTensors compute nothing there, as torch defines it.
+
+    Attributes:
+        whole: the mesh that other parameters are sharded over.
+        owner: the owner's rank in the last dimension of ``whole``.
+    """
+
+    def __init__(self, whole: DeviceMesh, owner: int) -> None:
+        self.whole = whole
+        self.owner = owner
+        self._alone: dist.ProcessGroup | None = None
+        # Meshes of equal ranks and names are equal, and torch takes one for the other.
+        owned_in = f"owned in {self.shard_group.group_name}"
+        torch_internals.init_mesh_without_groups(
+            self,
+            whole.device_type,
+            whole.mesh[..., owner : owner + 1],
+            (owned_in,) if whole.ndim == 1 else ("replicas", owned_in),
+        )
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup:
+        """The process group of the ranks that one of owns the parameter."""
+        return self.whole.get_group(self.whole.ndim - 1)
+
+    def get_group(self, mesh_dim: int | str | None = None) -> dist.ProcessGroup:
+        """Returns the group of a dimension: that of the replicas, or one of this rank alone."""
+        names = self.mesh_dim_names or ()
+        index = names.index(mesh_dim) if isinstance(mesh_dim, str) else mesh_dim or 0
+        if index < self.ndim - 1:
+            return self.whole.get_group(index)
+        if self._alone is None:
+            self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        return self._alone
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_alone": None}  # a process group cannot be pickled
+
+
+class OwnedTensor(DTensor):
+    """A tensor over an :class:`OwnerMesh`: a gradient, or state that an optimizer keeps.
+
+    Only the owner has it. No other rank knows that it exists, and none can take part in a gather.
+    """
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is _aten._amp_foreach_non_finite_check_and_unscale_.default:
+            raise Zero3Error(
+                "a GradScaler skips a step if a gradient is not finite, and only the owner of a "
+                "matrix knows its gradient, so that ranks would skip different steps: compute in "
+                "bfloat16, which needs no scaling, or give matrices shards in place of owners"
+            )
+
+        def unwrapped(value: object) -> object:
+            if not isinstance(value, OwnedTensor):
+                return value
+            return torch_internals.with_spec(
+                torch_internals.local_tensor(value), torch_internals.spec_of(value)
+            )
+
+        kind = next((type(arg) for arg in args if isinstance(arg, OwnedTensor)), None)
+        args, kwargs = torch_internals.tree_map(unwrapped, (args, kwargs or {}))
+        result = func(*args, **kwargs)
+        if kind is not None and func in _COPIES:
+            return owned(result, kind)
+        return owned(result, OwnedTensor) if func is _aten.zeros_like.default else result
+
+    def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """Returns the tensor on its owner, and elsewhere one of its shape on the meta device.
+
+        torch copies a full state dict into the local tensors of all ranks.
+        """
+        if self.device_mesh.get_coordinate() is None:
+            return torch.empty(self.shape, dtype=self.dtype, device="meta")
+        return super().to_local(grad_placements=grad_placements)
+
+    def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """Raises a Zero3Error."""
+        mesh = cast(OwnerMesh, self.device_mesh)
+        raise Zero3Error(
+            f"a gradient or optimizer state of shape {list(self.shape)} is on rank {mesh.owner} of "
+            f"{mesh.whole} alone, which owns its parameter, and cannot be gathered: use to_local() "
+            "there, and save optimizers without full_state_dict (torch.distributed.checkpoint)"
+        )
+
+    def redistribute(
+        self, device_mesh: DeviceMesh | None = None, placements: Any = None, **options: Any
+    ) -> DTensor:
+        """Raises a Zero3Error unless this is a parameter, which all ranks know.
+
+        Returns:
+            The full parameter, replicated over the mesh of all ranks.
+        """
+        whole = cast(OwnerMesh, self.device_mesh).whole
+        if placements is not None and not all(p.is_replicate() for p in placements):
+            raise NotImplementedError(
+                f"a tensor that one rank owns cannot be redistributed to {placements}: "
+                "distribute_tensor its full_tensor()"
+            )
+        replicate = [Replicate()] * whole.ndim
+        return DTensor.from_local(self.full_tensor(), whole, replicate, run_check=False)
+
+
+class OwnedParameter(OwnedTensor):
+    """A parameter that one rank owns, or a copy of it. All ranks can gather it."""
+
+    def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """Returns the full parameter, on all ranks. Collective, and not differentiable."""
+        mesh = cast(OwnerMesh, self.device_mesh)
+        local = torch_internals.local_tensor(self).detach()
+        if local.is_meta:
+            return local.new_empty(self.shape)
+        if mesh.get_coordinate() is None:
+            full = torch.empty(self.shape, dtype=self.dtype, device=mesh.device_type)
+        else:
+            full = local.clone(memory_format=torch.contiguous_format)
+        dist.broadcast(full, group=mesh.shard_group, group_src=mesh.owner)
+        return full
+
+
+def owned(tensor: DTensor, kind: type[_Owned]) -> _Owned:
+    """Returns ``tensor``, which has an :class:`OwnerMesh`, as a tensor of ``kind``."""
+    local, spec = torch_internals.local_tensor(tensor), torch_internals.spec_of(tensor)
+    return cast(_Owned, torch_internals.with_spec(local, spec, kind))
