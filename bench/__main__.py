@@ -7,6 +7,7 @@ python -m bench compile -w A -m floor,zero3              # the first step, cold 
 python -m bench -w B -m zero3-c10d-twice,without-pool    # without one optimisation
 python -m bench primitives                               # of gloo, at some sizes
 python -m bench overhead                                 # a step of 300 small parameters
+python -m bench optimizers                               # a step of Muon on shards
 python -m bench agreement -w B,deep                      # how long ranks take to agree on gradients
 python -m bench gpu                                      # on a GPU: kernels, a step, what overlaps
 python -m bench plan -w A,B --ranks 1 2                  # predicted steps beside measured ones
@@ -32,13 +33,13 @@ import torch.multiprocessing as mp
 from rich.console import Console
 from rich.progress import track
 
-from bench import gpu, planning, report
+from bench import gpu, optimizers, planning, report
 from bench import overhead as small
 from bench import primitives as gloo
 from bench.ablations import ABLATIONS
 from bench.modes import MODES, UNSHARDED
 from bench.ranks import Ranks, Training
-from bench.workloads import LLAMAS, WORKLOADS
+from bench.workloads import WORKLOADS
 
 # glibc's allocator keeps freed memory, so that no page is faulted in twice.
 TUNED_MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "8000000000"}
@@ -152,6 +153,19 @@ def overhead(args: argparse.Namespace) -> None:
         print(f"| {name} | {seconds * 1e3:.2f} | {(seconds - base) / 300 * 1e6:.1f} |")
 
 
+def muon(args: argparse.Namespace) -> None:
+    """Times a step of Muon on a Llama of 4 layers, with and without owners of its matrices."""
+    with tempfile.TemporaryDirectory() as folder, mp.Manager() as manager:
+        results = manager.list()
+        mp.spawn(optimizers.run, (args.ranks, f"{folder}/store", args.rounds, results), args.ranks)
+        rows = list(results)
+    base = rows[0][1]
+    print("| optimizer | ms a step | owners' time over it | collectives |")
+    print("| --- | ---: | ---: | ---: |")
+    for name, seconds, collectives in rows:
+        print(f"| {name} | {seconds * 1e3:.0f} | {base / seconds:.2f} | {collectives} |")
+
+
 def agreement(args: argparse.Namespace) -> None:
     """Times how long ranks take to tell each other which gradients come. The time is that of the
     rank that comes last, which does not wait for others.
@@ -261,6 +275,10 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         )
     part.add_argument("--output", type=Path, default=Path("build/bench"), help="folder of the plot")
     part.set_defaults(run=compile)
+    owned = parts.add_parser("optimizers", help=muon.__doc__)
+    owned.add_argument("--ranks", type=int, default=2)
+    owned.add_argument("--rounds", type=int, default=15, help="steps of each optimizer")
+    owned.set_defaults(run=muon, malloc="default")
     told = parts.add_parser("agreement", help=" ".join(str(agreement.__doc__).split()))
     told.add_argument("-w", "--workloads", type=_names(WORKLOADS), default=["B", "deep"])
     told.add_argument("-m", "--modes", type=_names(modes), default=["zero3", "zero3-c10d"])
@@ -284,53 +302,14 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     raw.add_argument("--malloc", choices=["default", "tuned"], default="default")
     raw.set_defaults(run=primitives)
     parts.add_parser("overhead", help=overhead.__doc__).set_defaults(run=overhead, malloc="default")
-    _add_gpu(parts.add_parser("gpu", help=gpu.run.__doc__, description=gpu.__doc__), modes)
+    on_gpu = parts.add_parser("gpu", help=gpu.run.__doc__, description=gpu.__doc__)
+    gpu.add_arguments(
+        on_gpu, _names(UNSHARDED | modes), _names(dict.fromkeys(["kernels", "steps"]))
+    )
     reread = parts.add_parser("table", help=table.__doc__)
     reread.add_argument("files", type=Path, nargs="+")
     reread.set_defaults(run=table)
     return parser.parse_args(arguments)
-
-
-def _add_gpu(part: argparse.ArgumentParser, modes: dict) -> None:
-    names = [name.removeprefix("llama-") for name in LLAMAS]
-    some = ["plain", "zero3", "zero3-again", "fsdp2-blocks"]
-    part.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    part.add_argument("--model", choices=names, default="1b", help="a Llama of so many parameters")
-    part.add_argument("--layers", type=int, help="in place of the model's own number")
-    part.add_argument("--batch", type=int, help="sequences of a step; what fits, without this")
-    part.add_argument("--sequence", type=int, help="tokens (4096; tiny: 32)")
-    part.add_argument(
-        "-m",
-        "--modes",
-        type=_names(UNSHARDED | modes),
-        default=some,
-        metavar="M,...",
-        help=f"{','.join(some)} without this; others are compared with the first",
-    )
-    part.add_argument("--rounds", type=int, default=3, help="of a process for each mode, in turn")
-    part.add_argument("--steps", type=int, default=12, help="timed in each process")
-    part.add_argument("--warmup", type=int, default=3, help="steps before those, after the first")
-    part.add_argument(
-        "--trace",
-        type=_names(UNSHARDED | modes),
-        default=["zero3", "fsdp2-blocks"],
-        metavar="M,...",
-        help="modes of which a step is profiled in the first round",
-    )
-    part.add_argument(
-        "--parts",
-        type=_names(dict.fromkeys(["kernels", "steps"])),
-        default=["kernels", "steps"],
-        metavar="P,...",
-        help="kernels, steps; both without this",
-    )
-    part.add_argument(
-        "--minutes", type=float, default=8.5, help="nothing begins that would take longer"
-    )
-    part.add_argument(
-        "--output", type=Path, default=Path("build/bench"), help="folder of results (build/bench)"
-    )
-    part.set_defaults(run=gpu.run, malloc="default")
 
 
 _DEFAULT_WORKLOADS = [name for name in WORKLOADS if name != "tiny" and "depth" not in name]

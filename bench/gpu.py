@@ -40,6 +40,53 @@ HEAD = (
 )
 
 
+def add_arguments(
+    part: argparse.ArgumentParser,
+    modes: Callable[[str], list[str]],
+    parts: Callable[[str], list[str]],
+) -> None:
+    """Adds the arguments of :func:`run`. ``modes`` and ``parts`` parse lists of names."""
+    names = [name.removeprefix("llama-") for name in LLAMAS]
+    some = ["plain", "zero3", "zero3-again", "fsdp2-blocks"]
+    part.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    part.add_argument("--model", choices=names, default="1b", help="a Llama of so many parameters")
+    part.add_argument("--layers", type=int, help="in place of the model's own number")
+    part.add_argument("--batch", type=int, help="sequences of a step; what fits, without this")
+    part.add_argument("--sequence", type=int, help="tokens (4096; tiny: 32)")
+    part.add_argument(
+        "-m",
+        "--modes",
+        type=modes,
+        default=some,
+        metavar="M,...",
+        help=f"{','.join(some)} without this; others are compared with the first",
+    )
+    part.add_argument("--rounds", type=int, default=3, help="of a process for each mode, in turn")
+    part.add_argument("--steps", type=int, default=12, help="timed in each process")
+    part.add_argument("--warmup", type=int, default=3, help="steps before those, after the first")
+    part.add_argument(
+        "--trace",
+        type=modes,
+        default=["zero3", "fsdp2-blocks"],
+        metavar="M,...",
+        help="modes of which a step is profiled in the first round",
+    )
+    part.add_argument(
+        "--parts",
+        type=parts,
+        default=["kernels", "steps"],
+        metavar="P,...",
+        help="kernels, steps; both without this",
+    )
+    part.add_argument(
+        "--minutes", type=float, default=8.5, help="nothing begins that would take longer"
+    )
+    part.add_argument(
+        "--output", type=Path, default=Path("build/bench"), help="folder of results (build/bench)"
+    )
+    part.set_defaults(run=run, malloc="default")
+
+
 def run(args: argparse.Namespace) -> None:
     """Benchmarks on a GPU: the copy kernel, steps of some modes, and their overlap."""
     deadline = time.monotonic() + 60 * args.minutes
