@@ -88,6 +88,7 @@ def _updates_batches():
         assert torch.equal(model.get_parameter(name).full_tensor(), expected), name
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("world_size", [2, 4])  # three experts: some ranks have none
 def test_batches_of_matrices_are_updated_one_by_one(run_ranks, world_size):
     run_ranks(world_size, _updates_batches)

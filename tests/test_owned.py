@@ -415,6 +415,7 @@ def _continued(model, optimizers):
     return before, {n: p.full_tensor().detach() for n, p in model.named_parameters()}
 
 
+@pytest.mark.smoke
 def test_a_run_with_owners_goes_on_with_other_ranks_and_with_shards(run_ranks, tmp_path):
     of_owners, of_shards = tmp_path / "owners", tmp_path / "shards"
     saved, _ = run_ranks(2, _save, of_owners, True)
@@ -491,5 +492,6 @@ def _refusals():
             get_optimizer_state_dict(model, optimizer, options=FULL)
 
 
+@pytest.mark.smoke
 def test_what_an_owner_cannot_do_is_refused(run_ranks):
     run_ranks(2, _refusals)
