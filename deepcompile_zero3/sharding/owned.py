@@ -15,15 +15,10 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Replicate
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
 
-_aten = torch.ops.aten
-# What these return of a parameter is a copy or view of it, as in state dicts and conversions.
-_COPIES = (
-    _aten.detach.default,
-    _aten.alias.default,
-    _aten.clone.default,
-    _aten._to_copy.default,
-    _aten.empty_like.default,
-)
+# Functions whose results are new tensors like a parameter, such as an optimizer's state.
+_LIKE = ("zeros_like", "ones_like", "full_like", "rand_like", "randn_like")
+# Functions whose results are copies or views of all of a tensor.
+_COPIES = (*_LIKE, "empty_like", "clone", "detach", "to")
 
 _Owned = TypeVar("_Owned", bound="OwnedTensor")
 
@@ -88,29 +83,26 @@ class OwnedTensor(DTensor):
     """
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if func is _aten._amp_foreach_non_finite_check_and_unscale_.default:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs ``func`` as a DTensor would, and makes its result one of these classes.
+
+        torch 2.11 does not call ``__torch_dispatch__`` of a class that derives from DTensor.
+        """
+        name = getattr(func, "__name__", "")
+        if name == "_amp_foreach_non_finite_check_and_unscale_":
             raise Zero3Error(
                 "a GradScaler skips a step if a gradient is not finite, and only the owner of a "
                 "matrix knows its gradient, so that ranks would skip different steps: compute in "
                 "bfloat16, which needs no scaling, or give matrices shards in place of owners"
             )
-
-        def unwrapped(value: object) -> object:
-            if not isinstance(value, OwnedTensor):
-                return value
-            return torch_internals.with_spec(
-                torch_internals.local_tensor(value), torch_internals.spec_of(value)
-            )
-
-        kind = next((type(arg) for arg in args if isinstance(arg, OwnedTensor)), None)
-        args, kwargs = torch_internals.tree_map(unwrapped, (args, kwargs or {}))
-        result = func(*args, **kwargs)
-        if kind is not None and func in _COPIES:
-            return owned(result, kind)
-        return owned(result, OwnedTensor) if func is _aten.zeros_like.default else result
+        result = torch_internals.without_torch_function(func, types, args, kwargs or {})
+        if type(result) is not DTensor or not isinstance(result.device_mesh, OwnerMesh):
+            return result
+        if result.requires_grad:
+            return result  # part of a graph
+        if name not in _LIKE and any(isinstance(arg, OwnedParameter) for arg in args):
+            return owned(result, OwnedParameter)
+        return owned(result, OwnedTensor) if name in _COPIES else result
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
         """Returns the tensor on its owner, and elsewhere one of its shape on the meta device.

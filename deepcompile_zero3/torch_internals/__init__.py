@@ -48,6 +48,8 @@ _without_functorch = private("torch._functorch.pyfunctorch", "temporarily_clear_
 is_wrapper: Callable[[object], bool] = private(
     "torch.utils._python_dispatch", "is_traceable_wrapper_subclass"
 )
+# Calls a function of torch as if no argument had a ``__torch_function__``.
+without_torch_function: Callable[..., Any] = private("torch._C", "_disabled_torch_function_impl")
 # Attribute of an ``nn.RNNBase``: a list of its weights.
 FLAT_WEIGHTS = "_flat_weights"
 # Operators, as the targets of graph nodes.
