@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from deepcompile_zero3 import MatrixOwners, Muon, Zero3Error, fully_shard
+from deepcompile_zero3 import MatrixOwners, Muon, Owned, Zero3Error, fully_shard
 
 OPTIONS = {"lr": 0.05, "weight_decay": 0.2, "momentum": 0.9}
 
@@ -142,3 +142,25 @@ def test_what_is_no_matrix_is_refused(parameter, group, message):
         Muon([{"params": [nn.Parameter(parameter)], **group}])
     with pytest.raises(ValueError, match="empty parameter list"):
         Muon([])
+
+
+def _compiled_step():
+    model, reference = shard(_Mixture(), shard_placement_fn=lambda p: Owned(1))
+    optimizers = [torch.optim.Muon([m.qkv.weight, m.out.weight]) for m in (model, reference)]
+    steps = [torch.compile(optimizers[0].step, backend="eager"), optimizers[1].step]
+    for seed in range(2):
+        mean_square(model, mine(batch_of(4, 8, seed=seed))).backward()
+        for name in ("qkv.weight", "out.weight"):
+            parameter = model.get_parameter(name)
+            reference.get_parameter(name).grad = _full(parameter, parameter.grad)
+        for step in steps:
+            step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    for name in ("qkv.weight", "out.weight"):
+        value = model.get_parameter(name).full_tensor()
+        assert torch.equal(value, reference.get_parameter(name)), name
+
+
+def test_a_compiled_step_leaves_owned_parameters_to_python(run_ranks):
+    run_ranks(2, _compiled_step)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Replicate
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.transport.process_groups import neighbours
 
 # Functions whose results are new tensors like a parameter, such as an optimizer's state.
 _LIKE = ("zeros_like", "ones_like", "full_like", "rand_like", "randn_like")
@@ -47,33 +48,18 @@ class OwnerMesh(DeviceMesh):
     def __init__(self, whole: DeviceMesh, owner: int) -> None:
         self.whole = whole
         self.owner = owner
-        self._alone: dist.ProcessGroup | None = None
+        shards = self.shard_group
         # Meshes of equal ranks and names are equal, and torch takes one for the other.
-        owned_in = f"owned in {self.shard_group.group_name}"
-        torch_internals.init_mesh_without_groups(
-            self,
-            whole.device_type,
-            whole.mesh[..., owner : owner + 1],
-            (owned_in,) if whole.ndim == 1 else ("replicas", owned_in),
-        )
+        names = ("replicas", f"owned in {shards.group_name}")[-whole.ndim :]
+        replicas = [whole.get_group(dim) for dim in range(whole.ndim - 1)]
+        groups = [*replicas, neighbours(shards, 1)] if owner == shards.rank() else []
+        ranks = whole.mesh[..., owner : owner + 1]
+        torch_internals.init_mesh(self, whole.device_type, ranks, names, groups)
 
     @property
     def shard_group(self) -> dist.ProcessGroup:
         """The process group of the ranks that one of owns the parameter."""
         return self.whole.get_group(self.whole.ndim - 1)
-
-    def get_group(self, mesh_dim: int | str | None = None) -> dist.ProcessGroup:
-        """Returns the group of a dimension: that of the replicas, or one of this rank alone."""
-        names = self.mesh_dim_names or ()
-        index = names.index(mesh_dim) if isinstance(mesh_dim, str) else mesh_dim or 0
-        if index < self.ndim - 1:
-            return self.whole.get_group(index)
-        if self._alone is None:
-            self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        return self._alone
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_alone": None}  # a process group cannot be pickled
 
 
 class OwnedTensor(DTensor):
@@ -95,7 +81,8 @@ class OwnedTensor(DTensor):
                 "matrix knows its gradient, so that ranks would skip different steps: compute in "
                 "bfloat16, which needs no scaling, or give matrices shards in place of owners"
             )
-        result = torch_internals.without_torch_function(func, types, args, kwargs or {})
+        with torch_internals.WithoutTorchFunction():
+            result = func(*args, **(kwargs or {}))
         if type(result) is not DTensor or not isinstance(result.device_mesh, OwnerMesh):
             return result
         if result.requires_grad:
@@ -103,6 +90,11 @@ class OwnedTensor(DTensor):
         if name not in _LIKE and any(isinstance(arg, OwnedParameter) for arg in args):
             return owned(result, OwnedParameter)
         return owned(result, OwnedTensor) if name in _COPIES else result
+
+    def __tensor_flatten__(self) -> Any:
+        """See DTensor. Dynamo leaves a function that reads such a tensor to Python."""
+        torch_internals.refuse_to_be_traced("a tensor that one rank owns")
+        return super().__tensor_flatten__()
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
         """Returns the tensor on its owner, and elsewhere one of its shape on the meta device.

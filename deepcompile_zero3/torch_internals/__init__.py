@@ -48,8 +48,9 @@ _without_functorch = private("torch._functorch.pyfunctorch", "temporarily_clear_
 is_wrapper: Callable[[object], bool] = private(
     "torch.utils._python_dispatch", "is_traceable_wrapper_subclass"
 )
-# Calls a function of torch as if no argument had a ``__torch_function__``.
-without_torch_function: Callable[..., Any] = private("torch._C", "_disabled_torch_function_impl")
+# A context in which no ``__torch_function__`` of a class of tensors is called.
+WithoutTorchFunction: Any = private("torch._C", "DisableTorchFunctionSubclass")
+_try_get_tracing_context: Callable[[], Any] = private("torch._guards", "TracingContext.try_get")
 # Attribute of an ``nn.RNNBase``: a list of its weights.
 FLAT_WEIGHTS = "_flat_weights"
 # Operators, as the targets of graph nodes.
@@ -169,11 +170,27 @@ def with_spec(local: torch.Tensor, spec: Any, kind: type[DTensor] = DTensor) -> 
     return kind(local, spec, requires_grad=False)
 
 
-def init_mesh_without_groups(
-    mesh: DeviceMesh, device_type: str, ranks: torch.Tensor, names: tuple[str, ...]
+def init_mesh(
+    mesh: DeviceMesh,
+    device_type: str,
+    ranks: torch.Tensor,
+    names: tuple[str, ...],
+    groups: list[dist.ProcessGroup],
 ) -> None:
-    """Calls the constructor of ``mesh``, so that it makes no process groups."""
+    """Calls the constructor of ``mesh``, and gives it ``groups`` in place of new ones.
+
+    Args:
+        groups: the process group of each dimension, or none if this rank is not in the mesh.
+    """
     DeviceMesh.__init__(mesh, device_type, ranks, mesh_dim_names=names, _init_backend=False)
+    mesh._dim_group_names = [group.group_name for group in groups]  # type: ignore[attr-defined]
+
+
+def refuse_to_be_traced(what: str) -> None:
+    """Makes Dynamo, if it traces now, leave the frame to Python."""
+    if _try_get_tracing_context() is not None:
+        unsupported = private("torch._dynamo.exc", "Unsupported")  # loaded by now
+        raise unsupported(f"{what} cannot be traced", gb_type=what)
 
 
 def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
