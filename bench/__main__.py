@@ -7,7 +7,7 @@ python -m bench compile -w A -m floor,zero3              # the first step, cold 
 python -m bench -w B -m zero3-c10d-twice,without-pool    # without one optimisation
 python -m bench primitives                               # of gloo, at some sizes
 python -m bench overhead                                 # a step of 300 small parameters
-python -m bench optimizers                               # a step of Muon on shards
+python -m bench optimizers                               # steps of Muon and AdamW on shards
 python -m bench agreement -w B,deep                      # how long ranks take to agree on gradients
 python -m bench gpu                                      # on a GPU: kernels, a step, what overlaps
 python -m bench plan -w A,B --ranks 1 2                  # predicted steps beside measured ones
@@ -153,17 +153,28 @@ def overhead(args: argparse.Namespace) -> None:
         print(f"| {name} | {seconds * 1e3:.2f} | {(seconds - base) / 300 * 1e6:.1f} |")
 
 
-def muon(args: argparse.Namespace) -> None:
-    """Times a step of Muon on a Llama of 4 layers, with and without owners of its matrices."""
-    with tempfile.TemporaryDirectory() as folder, mp.Manager() as manager:
-        results = manager.list()
-        mp.spawn(optimizers.run, (args.ranks, f"{folder}/store", args.rounds, results), args.ranks)
-        rows = list(results)
+def step_optimizers(args: argparse.Namespace) -> None:
+    """Times Muon on a Llama of 4 layers, and AdamW on 1,500 small parameters."""
+
+    def rows_of(run: Callable) -> list:
+        with tempfile.TemporaryDirectory() as folder, mp.Manager() as manager:
+            rows = manager.list()
+            mp.spawn(run, (args.ranks, f"{folder}/store", args.rounds, rows), args.ranks)
+            return list(rows)
+
+    rows = rows_of(optimizers.muon)
     base = rows[0][1]
     print("| optimizer | ms a step | owners' time over it | collectives |")
     print("| --- | ---: | ---: | ---: |")
     for name, seconds, collectives in rows:
         print(f"| {name} | {seconds * 1e3:.0f} | {base / seconds:.2f} | {collectives} |")
+    print("\n| optimizer | parameters | clip, ms | step | zero_grad | over plain |")
+    print("| --- | --- | ---: | ---: | ---: | ---: |")
+    for kind, name, *times in rows_of(optimizers.small):
+        if "plain" in name:
+            base = sum(times)
+        cells = " | ".join(f"{seconds * 1e3:.1f}" for seconds in times)
+        print(f"| {kind} | {name} | {cells} | {sum(times) / base:.2f} |")
 
 
 def agreement(args: argparse.Namespace) -> None:
@@ -275,10 +286,10 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         )
     part.add_argument("--output", type=Path, default=Path("build/bench"), help="folder of the plot")
     part.set_defaults(run=compile)
-    owned = parts.add_parser("optimizers", help=muon.__doc__)
+    owned = parts.add_parser("optimizers", help=step_optimizers.__doc__)
     owned.add_argument("--ranks", type=int, default=2)
     owned.add_argument("--rounds", type=int, default=15, help="steps of each optimizer")
-    owned.set_defaults(run=muon, malloc="default")
+    owned.set_defaults(run=step_optimizers, malloc="default")
     told = parts.add_parser("agreement", help=" ".join(str(agreement.__doc__).split()))
     told.add_argument("-w", "--workloads", type=_names(WORKLOADS), default=["B", "deep"])
     told.add_argument("-m", "--modes", type=_names(modes), default=["zero3", "zero3-c10d"])

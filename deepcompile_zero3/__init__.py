@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     )
     from deepcompile_zero3.sharding.fully_shard import fully_shard
     from deepcompile_zero3.sharding.in_transformers import shard_in_transformers
+    from deepcompile_zero3.sharding.local_step import step_locally
     from deepcompile_zero3.sharding.matrix_owners import MatrixOwners
     from deepcompile_zero3.sharding.module import Zero3Module
     from deepcompile_zero3.sharding.muon import Muon
@@ -86,6 +87,7 @@ __all__ = [
     "shard_blocks",
     "shard_in_transformers",
     "share_comm_ctx",
+    "step_locally",
     "zero3",
 ]
 
@@ -105,6 +107,7 @@ _LATER = {
     "defer_reduction": "deepcompile_zero3.sharding.defer",
     "deposit_grad": "deepcompile_zero3.sharding.defer",
     "Zero3Module": "deepcompile_zero3.sharding.module",
+    "step_locally": "deepcompile_zero3.sharding.local_step",
     "MatrixOwners": "deepcompile_zero3.sharding.matrix_owners",
     "Muon": "deepcompile_zero3.sharding.muon",
     "Owned": "deepcompile_zero3.sharding.owned",

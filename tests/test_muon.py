@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
 from models import batch_of, mean_square, mine, shard
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -58,16 +57,6 @@ def _expected(reference, gradients_of_steps):
     return expected
 
 
-def _full(parameter, tensor):
-    """Returns the full value of the gradient of ``parameter``, on all ranks."""
-    mesh = parameter.device_mesh
-    if not hasattr(mesh, "owner"):
-        return tensor.full_tensor()
-    full = torch.empty(parameter.shape) if tensor is None else tensor.to_local().clone()
-    dist.broadcast(full, mesh.owner)
-    return full
-
-
 def _updates_batches():
     model = _Mixture()
     owners = MatrixOwners(model)
@@ -79,7 +68,7 @@ def _updates_batches():
         mean_square(model, mine(batch_of(4, 8, seed=seed))).backward()
         for name, of_steps in gradients.items():
             parameter = model.get_parameter(name)
-            of_steps.append(_full(parameter, parameter.grad))
+            of_steps.append(parameter.grad.full_tensor())
         with CommDebugMode() as collectives:
             optimizer.step()
         assert collectives.get_total_counts() == 0
@@ -152,7 +141,7 @@ def _compiled_step():
         mean_square(model, mine(batch_of(4, 8, seed=seed))).backward()
         for name in ("qkv.weight", "out.weight"):
             parameter = model.get_parameter(name)
-            reference.get_parameter(name).grad = _full(parameter, parameter.grad)
+            reference.get_parameter(name).grad = parameter.grad.full_tensor()
         for step in steps:
             step()
         for optimizer in optimizers:

@@ -1,17 +1,16 @@
 """Parameters that one rank owns: whole on that rank, gathered and reduced like any other."""
 
 import copy
-import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from hypothesis import strategies as st
 from mesh_models import replicas
 from models import (
     Stack,
+    assert_same_gradients,
     assert_same_parameters,
     batch_of,
     compiled,
@@ -23,18 +22,15 @@ from models import (
     relative_difference,
     shard,
 )
+from owned_models import in_blocks, muon_and_adam, owned
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    get_state_dict,
     set_model_state_dict,
-    set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from deepcompile_zero3 import (
@@ -51,82 +47,31 @@ from deepcompile_zero3 import (
 )
 
 FULL = StateDictOptions(full_state_dict=True)
-
-
-def _gradients(model):
-    """Returns the full gradients by name, on all ranks, of the parameters that have one."""
-    gradients = {}
-    for name, parameter in model.named_parameters():
-        mesh = parameter.device_mesh
-        if not hasattr(mesh, "owner"):
-            gradient = None if parameter.grad is None else parameter.grad.full_tensor()
-        else:
-            is_mine = mesh.get_coordinate() is not None
-            assert is_mine or parameter.grad is None, name
-            gradient = torch.full(parameter.shape, math.nan)
-            if is_mine and parameter.grad is not None:
-                assert parameter.grad.placements == parameter.placements
-                gradient.copy_(parameter.grad.to_local())
-            dist.broadcast(gradient, group=mesh.shard_group, group_src=mesh.owner)
-            gradient = None if gradient.isnan().all() else gradient
-        if gradient is not None:
-            gradients[name] = gradient
-    return gradients
-
-
-def _assert_same_gradients(model, reference, tolerance=1e-5):
-    gradients = _gradients(model)
-    expected = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
-    assert {*gradients} == {*expected}
-    for name, gradient in gradients.items():
-        assert relative_difference(gradient, expected[name]) <= tolerance, name
-
-
-def _in_blocks(name, parameter):
-    return parameter.dim() == 2 and name.startswith("blocks")
-
-
-def _owned(model, mesh=None, **settings):
-    """Returns ``model``, whose blocks' matrices have owners, an unsharded copy, and the owners."""
-    owners = MatrixOwners(model, mesh, is_matrix=_in_blocks)
-    model, reference = shard(model, model.blocks, mesh=mesh, shard_placement_fn=owners, **settings)
-    return model, reference, owners
-
-
-def _muon_and_adam(model, owners):
-    matrices = [p for n, p in model.named_parameters() if n in owners.rank_of]
-    others = [p for n, p in model.named_parameters() if n not in owners.rank_of]
-    return torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)
-
-
-def _step(model, optimizers, batch, run=None):
-    mean_square(model if run is None else run, mine(batch)).backward()
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
+LOAD_FULL = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
 # ---- training
 
 
 def _steps_bit_for_bit(how, transport):
-    model, reference, owners = _owned(Stack(depth=3), transport=transport)
+    model, reference, owners = owned(Stack(depth=3), transport=transport)
     run = compiled(model, how, fullgraph=how != "eager")
-    ours, theirs = _muon_and_adam(model, owners), _muon_and_adam(reference, owners)
+    ours, theirs = muon_and_adam(model, owners), muon_and_adam(reference, owners)
     updated = []
     newton_schulz = torch.optim._muon._zeropower_via_newtonschulz
 
     def counted(grad, *args):
-        updated.append(tuple(grad.shape))
+        if not isinstance(grad, DTensor) or grad.device_mesh.get_coordinate() is not None:
+            updated.append(tuple(grad.shape))  # else torch computes nothing
         return newton_schulz(grad, *args)
 
     for seed in range(3):
         batch = batch_of(8, 8, seed=seed)
         mean_square(run, mine(batch)).backward()
         mean_square(reference, batch).backward()
-        _assert_same_gradients(model, reference, 1e-4 if seed else 1e-5)  # Muon amplifies rounding
-        for name, gradient in _gradients(model).items():
-            reference.get_parameter(name).grad.copy_(gradient)
+        assert_same_gradients(model, reference, 1e-4 if seed else 1e-5)  # Muon amplifies rounding
+        for name, parameter in model.named_parameters():
+            reference.get_parameter(name).grad.copy_(parameter.grad.full_tensor())
         with CommDebugMode() as collectives, pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.optim._muon, "_zeropower_via_newtonschulz", counted)
             for optimizer in ours:
@@ -152,18 +97,18 @@ def test_each_matrix_is_updated_once_as_in_one_process(run_ranks, how, transport
 
 
 def _replicated(transport):
-    model, reference, _ = _owned(Stack(), replicas(), transport=transport)
+    model, reference, _ = owned(Stack(), replicas(), transport=transport)
     optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, reference)]
-    owned = model.blocks[0].up.weight
-    assert owned.device_mesh.shape == (2, 1)
-    assert owned.placements == (Replicate(), Replicate())
+    weight = model.blocks[0].up.weight
+    assert weight.device_mesh.shape == (2, 1)
+    assert weight.placements == (Replicate(), Replicate())
     for micro in range(4):
         model.set_requires_all_reduce(micro % 2 == 1)
         batch = batch_of(8, 8, seed=micro)
         mean_square(model, mine(batch)).backward()
         mean_square(reference, batch).backward()
         if micro % 2:
-            _assert_same_gradients(model, reference)
+            assert_same_gradients(model, reference)
             norms = [clip(m.parameters(), 0.1) for clip, m in _clips(model, reference)]
             torch.testing.assert_close(*norms)
             for optimizer in optimizers:
@@ -182,20 +127,20 @@ def test_replicas_of_an_owner_stay_equal(run_ranks, transport):
 
 
 def _settings(how, transport, **settings):
-    model, reference, _ = _owned(Stack(), transport=transport, **settings)
+    model, reference, _ = owned(Stack(), transport=transport, **settings)
     run = compiled(model, how)
     for micro in range(3):
         model.set_requires_gradient_sync(micro > 0)
         batch = batch_of(8, 8, seed=micro)
         mean_square(run, mine(batch)).backward()
         mean_square(reference, batch).backward()
-    _assert_same_gradients(model, reference)
+    assert_same_gradients(model, reference)
     norms = gradient_norms(model)
     for name, parameter in reference.named_parameters():
         assert norms[name] == pytest.approx(parameter.grad.norm().item(), rel=1e-4)
     totals = [clip(m.parameters(), 0.1) for clip, m in _clips(model, reference)]
     torch.testing.assert_close(*totals)
-    _assert_same_gradients(model, reference)
+    assert_same_gradients(model, reference)
     model.zero_grad()
     reference.zero_grad()
     with defer_reduction(model):
@@ -203,7 +148,7 @@ def _settings(how, transport, **settings):
         deposit_grad(model.blocks[0].up.weight, torch.full((16, 8), 1.0 + dist.get_rank()))
     mean_square(reference, batch_of(8, 8)).backward()
     reference.blocks[0].up.weight.grad += (1 + dist.get_world_size()) / 2
-    _assert_same_gradients(model, reference)
+    assert_same_gradients(model, reference)
 
 
 @pytest.mark.parametrize("how", ["eager", "interpreted"])
@@ -250,7 +195,7 @@ def _differ_in_use(how, transport):
     run(mine(batch), uses[dist.get_rank()]).square().mean().backward()
     for each, rows in zip(uses, batch.chunk(3), strict=True):
         (reference(rows, each).square().mean() / 3).backward()
-    _assert_same_gradients(model, reference)
+    assert_same_gradients(model, reference)
 
 
 @each_way
@@ -264,7 +209,7 @@ def _low_precision(how, transport):
     with torch.device("meta"):
         model = Stack(width=16)
     model.blocks[0].up.weight.grad_dtype = torch.bfloat16
-    owners = MatrixOwners(model, is_matrix=_in_blocks)
+    owners = MatrixOwners(model, is_matrix=in_blocks)
     for block in model.blocks:
         fully_shard(block, shard_placement_fn=owners, mp_policy=policy, transport=transport)
     fully_shard(model, shard_placement_fn=owners, mp_policy=policy, transport=transport)
@@ -277,7 +222,7 @@ def _low_precision(how, transport):
     set_model_state_dict(
         model,
         whole.state_dict() if dist.get_rank() == 0 else {},
-        options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+        options=LOAD_FULL,
     )
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter.full_tensor(), whole.get_parameter(name)), name
@@ -285,13 +230,12 @@ def _low_precision(how, transport):
     mean_square(compiled(model, how), mine(batch)).backward()
     same = copy.deepcopy(whole).bfloat16()
     mean_square(same, batch.bfloat16()).backward()
-    gradients = _gradients(model)
     for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            wanted = torch.bfloat16 if name == "blocks.0.up.weight" else torch.float32
-            assert parameter.grad.dtype == wanted, name
+        wanted = torch.bfloat16 if name == "blocks.0.up.weight" else torch.float32
+        assert parameter.grad.dtype == wanted, name
         expected = same.get_parameter(name).grad.float()
-        assert relative_difference(gradients[name], expected) < 0.05, name
+        gradient = parameter.grad.full_tensor()
+        assert relative_difference(gradient.float(), expected) < 0.05, name
 
 
 @pytest.mark.parametrize("how", ["eager", "interpreted"])
@@ -308,7 +252,7 @@ class _Matrices(nn.Module):
         )
 
     def forward(self, x):
-        return sum((x.unsqueeze(-1) * weight.sum(0).sum()).sum(-1) for weight in self.weights)
+        return sum(x * (weight * batch_of(*weight.shape, seed=7)).sum() for weight in self.weights)
 
 
 def _any_owners(transport):
@@ -322,7 +266,7 @@ def _any_owners(transport):
         for _ in range(2):
             mean_square(model, mine(batch_of(2, 2))).backward()
             mean_square(reference, batch_of(2, 2)).backward()
-        _assert_same_gradients(model, reference)
+        assert_same_gradients(model, reference)
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter.full_tensor(), reference.get_parameter(name))
 
@@ -352,7 +296,7 @@ def _bytes(how, transport):
 
     torch.manual_seed(0)
     whole = Stack(width=12)
-    of_owners = of(_owned(copy.deepcopy(whole), transport=transport)[0])
+    of_owners = of(owned(copy.deepcopy(whole), transport=transport)[0])
     of_shards = of(shard(whole, whole.blocks, transport=transport)[0])
     assert of_owners == of_shards
 
@@ -368,7 +312,7 @@ def _large(transport):
     model, reference = shard(model, shard_placement_fn=lambda p: Owned(1), transport=transport)
     mean_square(model, mine(batch_of(4, 1024))).backward()
     mean_square(reference, batch_of(4, 1024)).backward()
-    _assert_same_gradients(model, reference)
+    assert_same_gradients(model, reference)
 
 
 @either_transport
@@ -376,58 +320,94 @@ def test_a_large_matrix_has_an_owner(run_ranks, transport):
     run_ranks(2, _large, transport)
 
 
-# ---- checkpoints
+# ---- what is done with a DTensor
 
 
-def _built(seed, has_owners):
-    torch.manual_seed(seed)
-    model = Stack()
-    owners = MatrixOwners(model, is_matrix=_in_blocks)
-    fn = owners if has_owners else None
-    model, _ = shard(model, model.blocks, shard_placement_fn=fn)
-    return model, _muon_and_adam(model, owners)
+def _as_a_tensor():
+    weight = batch_of(6, 4)
+    layer = nn.Linear(4, 6)
+    layer.weight = nn.Parameter(weight.clone())
+    layer.weight.grad = weight + 1
+    fully_shard(layer, shard_placement_fn=lambda p: Owned(1) if p.dim() == 2 else None)
+    parameter = layer.weight
+    assert torch.equal(parameter.grad.full_tensor(), weight + 1)
+    for tensor, expected in (
+        (parameter * 2, weight * 2),
+        (parameter.detach().double().t(), weight.double().t()),
+        (torch._foreach_norm([parameter])[0], weight.norm()),
+        (parameter.sum(), weight.sum()),
+        (copy.deepcopy(parameter), weight),
+        (copy.deepcopy(layer.state_dict())["weight"], weight),
+    ):
+        torch.testing.assert_close(tensor.full_tensor().detach(), expected)
+    parameter.grad = None
+    penalty = parameter.full_tensor().square().sum()
+    penalty.backward()
+    torch.testing.assert_close(parameter.grad.full_tensor(), 2 * weight)
+    assert parameter.device.type == "cpu"
+    assert parameter.detach().to("meta").is_meta
 
 
-def _save(folder, has_owners):
-    model, optimizers = _built(1, has_owners)
-    _step(model, optimizers, batch_of(8, 8))
-    values, states = get_state_dict(model, optimizers)
-    dcp.save({"model": values, "optimizer": states}, checkpoint_id=folder)
-    return _continued(model, optimizers)
+def test_an_owned_parameter_is_a_tensor_on_all_ranks(run_ranks):
+    run_ranks(2, _as_a_tensor)
 
 
-def _load(folder, has_owners):
-    model, optimizers = _built(2, has_owners)
-    values, states = get_state_dict(model, optimizers)
-    dcp.load({"model": values, "optimizer": states}, checkpoint_id=folder)
-    set_state_dict(model, optimizers, model_state_dict=values, optim_state_dict=states)
-    return _continued(model, optimizers)
+def _late_step(how, transport, settings):
+    """A step between a forward and its backward, after which all ranks gather again."""
+    model, reference, _ = owned(Stack(), transport=transport, **settings)
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, reference)]
+    run = compiled(model, how)
+    for each in (model, reference):
+        for parameter in each.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+    losses = run(mine(batch_of(8, 8))).square().mean(), reference(batch_of(8, 8)).square().mean()
+    with torch.no_grad():
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    losses[0].backward()
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        reference(batch_of(8, 8)).square().mean().backward()
+    assert_same_gradients(model, reference)
 
 
-def _continued(model, optimizers):
-    """Returns the values now, and after an update by gradients that all numbers of ranks have."""
-    before = copy.deepcopy(get_model_state_dict(model, options=FULL))
-    for seed, (_, parameter) in enumerate(model.named_parameters()):
-        gradient = batch_of(*parameter.shape, seed=seed)
-        parameter.grad = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
+@pytest.mark.parametrize(
+    ("transport", "settings"),
+    [
+        ("shared_memory", {"reshard_after_forward": True}),
+        ("c10d", {"reshard_after_forward": True}),
+        ("c10d", {"reshard_after_forward": 2}),
+    ],
+)
+def test_all_ranks_notice_a_step_between_forward_and_backward(run_ranks, transport, settings):
+    run_ranks(4, _late_step, "eager", transport, settings)
+
+
+def _scaled(overflows):
+    model, reference, owners = owned(Stack())
+    optimizers = muon_and_adam(model, owners)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    before = {n: p.full_tensor().detach() for n, p in model.named_parameters()}
+    scaler.scale(mean_square(model, mine(batch_of(8, 8)))).backward()
+    mean_square(reference, batch_of(8, 8)).backward()
+    if overflows and (owner := owners.rank_of["blocks.0.up.weight"]) == dist.get_rank():
+        model.blocks[0].up.weight.grad.to_local()[0] = float("inf")
+        assert owner in (0, 1)
     for optimizer in optimizers:
-        optimizer.step()
-    return before, {n: p.full_tensor().detach() for n, p in model.named_parameters()}
+        scaler.unscale_(optimizer)
+    if not overflows:
+        assert_same_gradients(model, reference)
+    scaler.step(optimizers[0])
+    scaler.update()
+    for name in owners.rank_of:
+        is_same = torch.equal(model.get_parameter(name).full_tensor(), before[name])
+        assert is_same == overflows, name
+    return scaler.get_scale()
 
 
-@pytest.mark.smoke
-def test_a_run_with_owners_goes_on_with_other_ranks_and_with_shards(run_ranks, tmp_path):
-    of_owners, of_shards = tmp_path / "owners", tmp_path / "shards"
-    saved, _ = run_ranks(2, _save, of_owners, True)
-    for world_size in (4, 1):
-        for loaded in run_ranks(world_size, _load, of_owners, True):
-            torch.testing.assert_close(loaded, saved, rtol=0, atol=0)
-    loaded, _ = run_ranks(2, _load, of_owners, False)
-    torch.testing.assert_close(loaded[0], saved[0], rtol=0, atol=0)
-    saved, _ = run_ranks(2, _save, of_shards, False)
-    loaded, _ = run_ranks(2, _load, of_shards, True)
-    torch.testing.assert_close(loaded[0], saved[0], rtol=0, atol=0)
-    torch.testing.assert_close(loaded[1], saved[1], rtol=1e-2, atol=1e-3)  # torch splits matmuls
+@pytest.mark.parametrize("overflows", [True, False])
+def test_a_scaler_skips_a_step_on_all_ranks_or_on_none(run_ranks, overflows):
+    assert run_ranks(2, _scaled, overflows) == [2.0 if overflows else 4.0] * 2
 
 
 # ---- owners
@@ -471,25 +451,10 @@ def _refusals():
     parallel.weight = nn.Parameter(distribute_tensor(parallel.weight, mesh["tp"], [Shard(0)]))
     with pytest.raises(NotImplementedError, match="'weight' is a DTensor already"):
         fully_shard(parallel, mesh=mesh["dp"], shard_placement_fn=lambda p: Owned(0))
-    fully_shard(model, shard_placement_fn=lambda p: Owned(0))
+    fully_shard(model, shard_placement_fn=lambda p: Owned(0) if p.dim() == 2 else None)
     assert "weight" in str(explain(model, batch_of(2, 4)))
-    optimizer = torch.optim.AdamW(model.parameters())
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(mean_square(model, batch_of(2, 4))).backward()
-    if dist.get_rank() == 0:
-        with pytest.raises(Zero3Error, match="GradScaler"):
-            scaler.unscale_(optimizer)
-        with pytest.raises(Zero3Error, match=r"on rank 0 of .* alone"):
-            model.weight.grad.full_tensor()
-    else:
-        assert model.weight.grad is None
     with pytest.raises(NotImplementedError, match="cannot be redistributed"):
         model.weight.redistribute(placements=[Shard(0)])
-    optimizer.step()
-    assert bool(optimizer.state[model.weight]) == (dist.get_rank() == 0)
-    if dist.get_rank() == 0:
-        with pytest.raises(Zero3Error, match="full_state_dict"):
-            get_optimizer_state_dict(model, optimizer, options=FULL)
 
 
 @pytest.mark.smoke

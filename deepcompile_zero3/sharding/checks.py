@@ -2,14 +2,12 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from deepcompile_zero3.sharding.owned import OwnedParameter, OwnerMesh
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.sharding.registered import all_parameters_of, by_mesh
 from deepcompile_zero3.transport.json_collectives import all_gather_lines, shorten
@@ -95,26 +93,10 @@ def gradient_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, float]
     all_parameters_of(model, "gradient_norms")
     norms = {}
     for name, parameter in model.named_parameters():
-        norm = None
-        if parameter.grad is not None:
-            gradient = parameter.grad.detach()
-            gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-            norm = torch.linalg.vector_norm(gradient, norm_type)
-        if isinstance(
-            parameter, OwnedParameter
-        ):  # on other ranks than its owner it has no gradient
-            norm = _of_owner(norm, cast(OwnerMesh, parameter.device_mesh))
-        elif isinstance(norm, DTensor):
-            norm = norm.full_tensor()
-        if norm is not None:
-            norms[name] = norm.item()
+        if parameter.grad is None:
+            continue
+        gradient = parameter.grad.detach()
+        gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+        norm = torch.linalg.vector_norm(gradient, norm_type)
+        norms[name] = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
     return norms
-
-
-def _of_owner(scalar: torch.Tensor | None, mesh: OwnerMesh) -> torch.Tensor | None:
-    """Returns the owner's ``scalar`` on all ranks, or None if the owner has none. Collective."""
-    told = torch.zeros(2, dtype=torch.float64, device=mesh.device_type)
-    if scalar is not None and mesh.get_coordinate() is not None:
-        told[0], told[1] = 1, cast(DTensor, scalar).to_local()
-    dist.broadcast(told, group=mesh.shard_group, group_src=mesh.owner)
-    return told[1] if told[0] else None

@@ -2,15 +2,16 @@
 
 import functools
 import math
-from collections.abc import Iterable
-from typing import cast
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DeviceMesh, DTensor
+from torch.distributed.tensor.placement_types import Placement
 
-from deepcompile_zero3 import grad_dtype
+from deepcompile_zero3 import grad_dtype, torch_internals
 from deepcompile_zero3.sharding.owned import OwnerMesh
 
 # The process groups that a tensor is sharded over, in the order of its mesh's dimensions.
@@ -56,40 +57,72 @@ def clip_grad_norm_(
         RuntimeError: the norm is not finite, and ``error_if_nonfinite`` asks for an error.
     """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-    # Others, such as quantised weights, have no gradients.
-    parameters = [p for p in parameters if _declared_dtype(p) in grad_dtype.DTYPES]
+    groups_of: dict[Any, _Groups] = {}  # by mesh and placements
+    parts = [
+        _Part(parameter, dtype, groups_of)
+        for parameter in parameters
+        if (dtype := _declared_dtype(parameter)) is not None
+    ]
     norm_type = float(norm_type)
-    total = _total_norm(parameters, norm_type, foreach)
+    total = _total_norm(parts, norm_type, foreach)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"the norm of order {norm_type} of the gradients is {total.item()}, so they cannot be "
             "clipped by it: find the gradient with detect_nonfinite(model), or pass "
             "error_if_nonfinite=False"
         )
-    by_mesh: dict[DeviceMesh | None, list[torch.Tensor]] = {}
-    for parameter in parameters:
-        mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
-        by_mesh.setdefault(mesh, []).append(parameter)
-    for of_mesh in by_mesh.values():
-        nn.utils.clip_grads_with_norm_(of_mesh, max_norm, total, foreach)
+    # torch reads no more of a parameter than its gradient.
+    nn.utils.clip_grads_with_norm_(cast(Any, parts), max_norm, total, foreach)
     return total
 
 
-def _total_norm(
-    parameters: list[torch.Tensor], norm_type: float, foreach: bool | None
-) -> torch.Tensor:
-    """Returns the norm of the gradients of all ``parameters``, each of them full. Collective."""
-    if not parameters:
+class _Part:
+    """This rank's part of a parameter, as torch clips it.
+
+    Attributes:
+        dtype: dtype of the gradient, whether or not there is one.
+        device: the device that the parameter is on.
+        groups: the process groups that the parameter is sharded over.
+        grad: the local tensor of the gradient, or None.
+        summed: the same after partial sums are summed.
+    """
+
+    __slots__ = ("device", "dtype", "grad", "groups", "summed")
+
+    def __init__(
+        self, parameter: torch.Tensor, dtype: torch.dtype, groups_of: dict[Any, _Groups]
+    ) -> None:
+        self.dtype = dtype
+        self.device = parameter.device
+        self.groups: _Groups = ()
+        self.grad = self.summed = parameter.grad
+        if not isinstance(parameter, DTensor):
+            return
+        spec = torch_internals.spec_of(parameter)
+        key = id(spec.mesh), spec.placements
+        if key not in groups_of:
+            groups_of[key] = _groups_of(spec.mesh, spec.placements)
+        self.groups = groups_of[key]
+        if self.grad is not None:
+            self.grad = torch_internals.local_tensor(cast(DTensor, self.grad))
+            self.summed = torch_internals.local_gradient(parameter)
+
+
+def _total_norm(parts: list[_Part], norm_type: float, foreach: bool | None) -> torch.Tensor:
+    """Returns the norm of the gradients of all ``parts``, each of them full. Collective."""
+    if not parts:
         return torch.tensor(0.0)
     # Everything that ranks have to agree on is read from parameters: any gradient may be missing.
-    dtype = functools.reduce(torch.promote_types, map(_declared_dtype, parameters))
-    parts: dict[tuple[torch.device, _Groups], list[torch.Tensor]] = {}
-    for parameter in parameters:
-        key = parameter.device, _sharded_over(parameter)
-        parts.setdefault(key, []).append(_local_gradient(parameter))
+    dtype = functools.reduce(torch.promote_types, {part.dtype for part in parts})
+    gradients: dict[tuple[torch.device, _Groups], list[torch.Tensor]] = {}
+    for part in parts:
+        mine = part.summed
+        if mine is None:
+            mine = torch.empty(0, dtype=part.dtype, device=part.device)
+        gradients.setdefault((part.device, part.groups), []).append(mine)
     norms = {
-        (device, groups): [_local_norms(part, norm_type, foreach).to(device, dtype)]
-        for (device, groups), part in parts.items()
+        (device, groups): [_local_norms(mine, norm_type, foreach).to(device, dtype)]
+        for (device, groups), mine in gradients.items()
     }
     # The norm of norms is the norm of all. The innermost groups come first: what these ranks have
     # together may be sharded over the same group as gradients of another mesh.
@@ -100,45 +133,33 @@ def _total_norm(
             mine = torch.linalg.vector_norm(mine, norm_type).reshape(1)
         joined = norms.setdefault((device, groups[:-1]), [])
         joined.append(_over_ranks(mine, norm_type, groups[-1]))
-    device = parameters[0].device
+    device = parts[0].device
     wholes = [norm.to(device) for of_device in norms.values() for norm in of_device]
     return torch.linalg.vector_norm(torch.cat(wholes), norm_type)
 
 
-def _declared_dtype(parameter: torch.Tensor) -> torch.dtype:
-    """Returns the dtype of the gradient of ``parameter``, whether or not it has one."""
+def _declared_dtype(parameter: torch.Tensor) -> torch.dtype | None:
+    """Returns the dtype of the gradient of ``parameter``, whether or not it has one.
+
+    Returns None if it can have none, as quantised weights.
+    """
     dtype = parameter.grad_dtype if parameter.is_leaf else parameter.dtype
     if dtype is None:
         wide = parameter.dtype in (torch.float64, torch.complex128)
         return torch.float64 if wide else torch.float32
-    return dtype.to_real()
+    dtype = dtype.to_real()
+    return dtype if dtype in grad_dtype.DTYPES else None
 
 
-def _sharded_over(parameter: torch.Tensor) -> _Groups:
-    """Returns the process groups that ``parameter`` is sharded over."""
-    if not isinstance(parameter, DTensor):
-        return ()
-    mesh = parameter.device_mesh
+def _groups_of(mesh: DeviceMesh, placements: Sequence[Placement]) -> _Groups:
+    """Returns the process groups that a DTensor is sharded over."""
     if isinstance(mesh, OwnerMesh):
         return (mesh.shard_group,)
     return tuple(
         mesh.get_group(dim)
-        for dim, placement in enumerate(parameter.placements)
+        for dim, placement in enumerate(placements)
         if not placement.is_replicate() and mesh.size(dim) > 1
     )
-
-
-def _local_gradient(parameter: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's part of the gradient; a missing one has no elements."""
-    gradient = parameter.grad
-    if gradient is None:
-        return torch.empty(0, dtype=_declared_dtype(parameter), device=parameter.device)
-    if not isinstance(gradient, DTensor):
-        return gradient
-    whole = cast(DTensor, parameter)
-    if gradient.placements != whole.placements:  # partial sums, say
-        gradient = gradient.redistribute(whole.device_mesh, whole.placements)
-    return gradient.to_local()
 
 
 def _local_norms(

@@ -31,8 +31,6 @@ def _deliver(gradients: Sequence[tuple[_C.Parameter, torch.Tensor]]) -> None:
     for parameter, reduced in delivered:
         parameter.leaf.accumulate_grad(reduced)
     for parameter in dict.fromkeys(parameter for parameter, _ in delivered):
-        if parameter.layout.is_elsewhere:
-            continue  # no gradient
         shard = parameter.shard
         for hook in torch_internals.post_accumulate_grad_hooks(shard):
             hook(shard)

@@ -29,13 +29,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Replicate, Sh
 from torch.distributed.tensor.placement_types import Placement
 
 from deepcompile_zero3 import torch_internals
-from deepcompile_zero3.sharding.owned import (
-    Owned,
-    OwnedParameter,
-    OwnedTensor,
-    OwnerMesh,
-    owned,
-)
+from deepcompile_zero3.sharding.owned import Owned, OwnerMesh, own
 
 
 class DataParallel:
@@ -259,10 +253,8 @@ class Layout:
 
     def shard_rows(self, local: torch.Tensor) -> torch.Tensor:
         """Returns this rank's rows [shard_rows, ...] of the DTensor with the local tensor."""
-        if self.is_elsewhere:  # torch gives [0] to ranks that are not in a mesh, on any device
-            device = local.device if local.is_meta else self.ranks.device
-            return local.new_empty((0, *self.sizes[1:]), device=device)
-        return self.rows(local)
+        # torch gives [0] to ranks that are not in a mesh. A view has the version of the tensor.
+        return local.view(0, *self.sizes[1:]) if self.is_elsewhere else self.rows(local)
 
     def rows(self, local: torch.Tensor) -> torch.Tensor:
         """Returns a view of a local tensor with the sharded dimension first."""
@@ -293,12 +285,8 @@ class Layout:
             shape=value.shape,
             stride=torch.empty(value.shape, device="meta").stride(),
         )
-        return shard if self.owner is None else owned(shard, OwnedParameter)
-
-    def gradient(self, local: torch.Tensor, shard: DTensor) -> DTensor:
-        """Returns the gradient of ``shard`` whose local tensor is ``local``."""
-        gradient = torch_internals.dtensor_like(local, shard)
-        return gradient if self.owner is None else owned(gradient, OwnedTensor)
+        own(shard)
+        return shard
 
     def _chunk_of(self, full: torch.Tensor) -> torch.Tensor:
         """Returns this rank's rows of ``full``, in the layout of torch.chunk."""

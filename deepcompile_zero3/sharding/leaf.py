@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from deepcompile_zero3 import grad_dtype, torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.sharding.blueprint import Blueprint
+from deepcompile_zero3.sharding.owned import own
 
 
 class ShardedLeaf:
@@ -47,6 +48,7 @@ class ShardedLeaf:
 
     def follow(self, shard: DTensor) -> None:
         """Takes ``shard``, as it is now, for the shard of the parameter."""
+        own(shard)  # torch may have loaded another DTensor
         self.latest = shard
         self.local = torch_internals.local_tensor(shard)
 
@@ -119,14 +121,20 @@ class ShardedLeaf:
     def accumulate_grad(self, reduced: torch.Tensor) -> None:
         """Adds a reduced gradient, this rank's rows [shard_rows, ...], to ``.grad``."""
         shard = self.shard
-        if not shard.requires_grad or self._layout.is_elsewhere:
+        if not shard.requires_grad:
             return
-        reduced = self._layout.local(reduced)
+        reduced = reduced.view(0) if self._layout.is_elsewhere else self._layout.local(reduced)
         if shard.grad is None:
-            shard.grad = self._layout.gradient(reduced.contiguous(), shard)
+            shard.grad = self._gradient(reduced.contiguous(), shard)
             return
         local = torch_internals.local_tensor(cast(DTensor, shard.grad))
         if torch.promote_types(local.dtype, reduced.dtype) == local.dtype:
             local.add_(reduced)
         else:
-            shard.grad = self._layout.gradient(local + reduced, shard)
+            shard.grad = self._gradient(local + reduced, shard)
+
+    @staticmethod
+    def _gradient(local: torch.Tensor, shard: DTensor) -> DTensor:
+        gradient = torch_internals.dtensor_like(local, shard)
+        own(gradient)
+        return gradient

@@ -45,14 +45,15 @@ class Muon(torch.optim.Muon):
             raise ValueError("Muon got an empty parameter list")
         groups = given if given and isinstance(given[0], dict) else [{"params": given}]
         for group in groups:
-            self.add_param_group({"matrices": 1, **group})
+            self.add_param_group(group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters; see :meth:`torch.optim.Optimizer.add_param_group`."""
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        for parameter in group["params"]:
-            _check(parameter, group.get("matrices", 1))
+        parameters = param_group["params"]
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        for parameter in parameters:
+            _check(parameter, param_group.get("matrices", 1))
+        super().add_param_group({"matrices": 1, **param_group, "params": parameters})
 
     def _init_group(
         self,
@@ -82,7 +83,10 @@ def _matrices(tensor: torch.Tensor, in_rows: int) -> list[torch.Tensor]:
         return []
     if in_rows > 1:
         return list(local.chunk(in_rows, dim=-2))
-    return list(local.flatten(0, -3)) if local.dim() > 2 else [local]
+    matrices = [local]
+    for _ in range(local.dim() - 2):  # not flatten(), which may copy
+        matrices = [part for matrix in matrices for part in matrix.unbind()]
+    return matrices
 
 
 def _check(parameter: torch.Tensor, in_rows: int) -> None:

@@ -1,27 +1,21 @@
 """Parameters that one rank owns, for optimizers that update whole matrices.
 
-The owner's shard is the full parameter. The other ranks' shards have no rows, and these ranks get
-no gradient. A loop over the parameters that have gradients, as optimizers have it, therefore
-updates each matrix once, on its owner, and communicates nothing.
+The owner's shard is the full parameter, and the other ranks' shards have no rows. Parameter,
+gradient and the optimizer's state are DTensors over a mesh of the owner alone. torch computes
+nothing with them on the other ranks. An optimizer therefore updates each matrix once, on its owner,
+and communicates nothing.
 """
 
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DeviceMesh, DTensor, Replicate
 
 from deepcompile_zero3 import torch_internals
-from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.transport.process_groups import neighbours
-
-# Functions whose results are new tensors like a parameter, such as an optimizer's state.
-_LIKE = ("zeros_like", "ones_like", "full_like", "rand_like", "randn_like")
-# Functions whose results are copies or views of all of a tensor.
-_COPIES = (*_LIKE, "empty_like", "clone", "detach", "to")
-
-_Owned = TypeVar("_Owned", bound="OwnedTensor")
 
 
 @dataclass(frozen=True)
@@ -51,50 +45,53 @@ class OwnerMesh(DeviceMesh):
         shards = self.shard_group
         # Meshes of equal ranks and names are equal, and torch takes one for the other.
         names = ("replicas", f"owned in {shards.group_name}")[-whole.ndim :]
+        alone = neighbours(shards, 1)  # on all ranks: some backends split a group together
         replicas = [whole.get_group(dim) for dim in range(whole.ndim - 1)]
-        groups = [*replicas, neighbours(shards, 1)] if owner == shards.rank() else []
+        groups = [*replicas, alone] if owner == shards.rank() else []
         ranks = whole.mesh[..., owner : owner + 1]
         torch_internals.init_mesh(self, whole.device_type, ranks, names, groups)
 
     @property
     def shard_group(self) -> dist.ProcessGroup:
-        """The process group of the ranks that one of owns the parameter."""
+        """The process group of the ranks of which one is the owner."""
         return self.whole.get_group(self.whole.ndim - 1)
 
 
 class OwnedTensor(DTensor):
-    """A tensor over an :class:`OwnerMesh`: a gradient, or state that an optimizer keeps.
+    """A parameter that one rank owns, its gradient, or what is computed from these."""
 
-    Only the owner has it. No other rank knows that it exists, and none can take part in a gather.
-    """
+    __slots__ = ()
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs ``func`` as a DTensor would, and makes its result one of these classes.
+        """Runs ``func`` as a DTensor would, and makes its results OwnedTensors.
 
         torch 2.11 does not call ``__torch_dispatch__`` of a class that derives from DTensor.
         """
-        name = getattr(func, "__name__", "")
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         if name == "_amp_foreach_non_finite_check_and_unscale_":
-            raise Zero3Error(
-                "a GradScaler skips a step if a gradient is not finite, and only the owner of a "
-                "matrix knows its gradient, so that ranks would skip different steps: compute in "
-                "bfloat16, which needs no scaling, or give matrices shards in place of owners"
-            )
+            return _unscale(*args, **kwargs)
         with torch_internals.WithoutTorchFunction():
-            result = func(*args, **(kwargs or {}))
-        if type(result) is not DTensor or not isinstance(result.device_mesh, OwnerMesh):
-            return result
-        if result.requires_grad:
-            return result  # part of a graph
-        if name not in _LIKE and any(isinstance(arg, OwnedParameter) for arg in args):
-            return owned(result, OwnedParameter)
-        return owned(result, OwnedTensor) if name in _COPIES else result
+            result = func(*args, **kwargs)
+        for each in result if isinstance(result, list | tuple) else (result,):
+            own(each)
+        if isinstance(result, OwnedTensor) and result.device_mesh.get_coordinate() is None:
+            return _on_device(result, name, args, kwargs)
+        return result
 
     def __tensor_flatten__(self) -> Any:
         """See DTensor. Dynamo leaves a function that reads such a tensor to Python."""
         torch_internals.refuse_to_be_traced("a tensor that one rank owns")
         return super().__tensor_flatten__()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) in memo:
+            return memo[id(self)]
+        copied: Any = self.detach().clone()
+        if isinstance(self, nn.Parameter):
+            copied = nn.Parameter(copied, self.requires_grad)
+        memo[id(self)] = copied
+        return copied
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
         """Returns the tensor on its owner, and elsewhere one of its shape on the meta device.
@@ -106,22 +103,16 @@ class OwnedTensor(DTensor):
         return super().to_local(grad_placements=grad_placements)
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """Raises a Zero3Error."""
-        mesh = cast(OwnerMesh, self.device_mesh)
-        raise Zero3Error(
-            f"a gradient or optimizer state of shape {list(self.shape)} is on rank {mesh.owner} of "
-            f"{mesh.whole} alone, which owns its parameter, and cannot be gathered: use to_local() "
-            "there, and save optimizers without full_state_dict (torch.distributed.checkpoint)"
-        )
+        """Returns the full tensor, on all ranks. Collective.
+
+        Each rank's gradient of it is taken for the gradient, as of other replicated DTensors.
+        """
+        return cast(torch.Tensor, _FromOwner.apply(self))
 
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Any = None, **options: Any
     ) -> DTensor:
-        """Raises a Zero3Error unless this is a parameter, which all ranks know.
-
-        Returns:
-            The full parameter, replicated over the mesh of all ranks.
-        """
+        """Returns the full tensor, replicated over the mesh of all ranks. Collective."""
         whole = cast(OwnerMesh, self.device_mesh).whole
         if placements is not None and not all(p.is_replicate() for p in placements):
             raise NotImplementedError(
@@ -132,24 +123,76 @@ class OwnedTensor(DTensor):
         return DTensor.from_local(self.full_tensor(), whole, replicate, run_check=False)
 
 
-class OwnedParameter(OwnedTensor):
-    """A parameter that one rank owns, or a copy of it. All ranks can gather it."""
+def own(tensor: object) -> None:
+    """Makes ``tensor`` an :class:`OwnedTensor` if it is a DTensor over an :class:`OwnerMesh`."""
+    if type(tensor) is DTensor and isinstance(tensor.device_mesh, OwnerMesh):
+        tensor.__class__ = OwnedTensor
 
-    def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """Returns the full parameter, on all ranks. Collective, and not differentiable."""
-        mesh = cast(OwnerMesh, self.device_mesh)
-        local = torch_internals.local_tensor(self).detach()
-        if local.is_meta:
-            return local.new_empty(self.shape)
-        if mesh.get_coordinate() is None:
-            full = torch.empty(self.shape, dtype=self.dtype, device=mesh.device_type)
-        else:
-            full = local.clone(memory_format=torch.contiguous_format)
-        dist.broadcast(full, group=mesh.shard_group, group_src=mesh.owner)
+
+def _on_device(result: OwnedTensor, name: str, args: Any, kwargs: Any) -> OwnedTensor:
+    """Returns the ``result`` of function ``name`` on its device, on a rank that is not the owner.
+
+    torch puts it on the CPU.
+    """
+    like = next((each for each in args if isinstance(each, OwnedTensor)), result)
+    named = kwargs.get("device") or (name if name in ("cpu", "cuda") else None)
+    if name == "to" and named is None:
+        named = next((each for each in args if isinstance(each, str | torch.device)), None)
+    device = torch.device(named or like.device)
+    if result.device.type == device.type or result.requires_grad:
+        return result
+    local = torch.empty(0, dtype=result.dtype, device=device)
+    moved = torch_internals.with_spec(local, torch_internals.spec_of(result))
+    own(moved)
+    return cast(OwnedTensor, moved)
+
+
+def rows_of(local: torch.Tensor, parameter: DTensor) -> torch.Tensor:
+    """Returns a local tensor of ``parameter``, its gradient or state with all dimensions.
+
+    torch's local tensors are [0] on ranks that are not in a mesh.
+    """
+    is_elsewhere = isinstance(parameter, OwnedTensor) and local.shape == (0,)
+    return local.view(0, *parameter.shape[1:]) if is_elsewhere else local
+
+
+class _FromOwner(torch.autograd.Function):
+    """Broadcasts an :class:`OwnedTensor` from its owner."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: OwnedTensor) -> torch.Tensor:
+        mesh = cast(OwnerMesh, tensor.device_mesh)
+        ctx.spec = torch_internals.spec_of(tensor)
+        local = torch_internals.local_tensor(tensor)
+        is_mine = mesh.get_coordinate() is not None
+        full = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        if is_mine:
+            full.copy_(local)
+        if not full.is_meta:
+            dist.broadcast(full, group=mesh.shard_group, group_src=mesh.owner)
         return full
 
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> DTensor:
+        is_mine = ctx.spec.mesh.get_coordinate() is not None
+        local = gradient if is_mine else gradient.new_empty(0)
+        result = torch_internals.with_spec(local, ctx.spec)
+        own(result)
+        return result
 
-def owned(tensor: DTensor, kind: type[_Owned]) -> _Owned:
-    """Returns ``tensor``, which has an :class:`OwnerMesh`, as a tensor of ``kind``."""
-    local, spec = torch_internals.local_tensor(tensor), torch_internals.spec_of(tensor)
-    return cast(_Owned, torch_internals.with_spec(local, spec, kind))
+
+def _unscale(gradients: list[torch.Tensor], found_inf: torch.Tensor, scale: torch.Tensor) -> None:
+    """Divides gradients by the scale of a GradScaler, and finds out whether all are finite.
+
+    All ranks have the same gradients, as DTensors.
+    """
+    unscale = torch._amp_foreach_non_finite_check_and_unscale_
+    owned = [each for each in gradients if isinstance(each, OwnedTensor)]
+    others = [each for each in gradients if not isinstance(each, OwnedTensor)]
+    mine = [local for each in owned if (local := torch_internals.local_tensor(each)).numel() > 0]
+    for some in (others, mine):
+        if some:
+            unscale(some, found_inf, scale)
+    meshes = dict.fromkeys(cast(OwnerMesh, each.device_mesh).whole for each in owned)
+    for group in dict.fromkeys(mesh.get_group(mesh.ndim - 1) for mesh in meshes):
+        dist.all_reduce(found_inf, dist.ReduceOp.MAX, group)

@@ -155,6 +155,21 @@ def local_tensor(tensor: DTensor) -> torch.Tensor:
     return tensor._local_tensor
 
 
+def local_gradient(parameter: DTensor) -> torch.Tensor | None:
+    """Returns the local tensor of the gradient of ``parameter``, by the parameter's placements.
+
+    Collective if the gradient has others, such as partial sums.
+    """
+    gradient: Any = parameter.grad
+    if gradient is None:
+        return None
+    spec = parameter._spec
+    placements = gradient._spec.placements
+    if placements is not spec.placements and placements != spec.placements:
+        gradient = gradient.redistribute(spec.mesh, spec.placements)
+    return local_tensor(gradient)
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """Returns how often ``tensor`` was written to, or 0 where torch does not count that."""
     return 0 if tensor.is_inference() else tensor._version

@@ -1,0 +1,166 @@
+"""``step_locally``: an optimizer steps local tensors, without DTensor's dispatch of operators."""
+
+import contextlib
+import functools
+import types
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from deepcompile_zero3 import torch_internals
+from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.sharding.owned import OwnedTensor, own, rows_of
+
+# Optimizers of torch that update an element by its own gradient and state.
+_ELEMENTWISE = (
+    torch.optim.ASGD,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+)
+
+_State = dict[str, Any]
+
+
+def step_locally(optimizer: torch.optim.Optimizer, *, is_elementwise: bool = False) -> None:
+    """Makes ``optimizer.step()`` update local tensors, as plain parameters are updated.
+
+    torch's optimizers work on the DTensors of a sharded model, and pay for DTensor's dispatch of
+    each operator on each parameter, which takes longer than the update of a small parameter. After
+    this call, a step sees plain tensors: the local tensors of parameters, gradients and states. Its
+    ``foreach`` and ``fused`` kernels apply. Between steps, ``param_groups`` and ``state`` have
+    DTensors as before, so that state dicts and checkpoints stay the same. Hooks of ``step`` see
+    plain tensors.
+
+    Call it before or after a scheduler of learning rates is made, once.
+
+    Args:
+        optimizer: an optimizer of ``torch.optim`` that updates each element by itself, such as
+            AdamW or SGD, or any optimizer of parameters that one rank owns each.
+        is_elementwise: says that an optimizer of another class does so too.
+
+    Raises:
+        ValueError: the optimizer may need more of a parameter than this rank's elements.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"step_locally takes an optimizer, got {type(optimizer).__name__}")
+    if not (is_elementwise or isinstance(optimizer, _ELEMENTWISE) or _has_owned_only(optimizer)):
+        raise ValueError(
+            f"{type(optimizer).__name__} may need more of a parameter than the elements that a "
+            "rank has; if it updates each element by itself, pass is_elementwise=True"
+        )
+    step, locals_of = optimizer.step, _LocalTensors()
+    if hasattr(step, "_steps_locally"):
+        raise Zero3Error(f"step_locally was called twice on the same {type(optimizer).__name__}")
+    unbound = getattr(step, "__func__", None)  # None if a scheduler has wrapped it
+
+    @functools.wraps(step)
+    def local_step(self: torch.optim.Optimizer, closure: Any = None, **kwargs: Any) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with locals_of.swapped_into(self):
+            step(**kwargs) if unbound is None else unbound(self, **kwargs)
+        return loss
+
+    cast(Any, local_step)._steps_locally = True
+    cast(Any, optimizer).step = types.MethodType(local_step, optimizer)
+
+
+def _has_owned_only(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns whether each rank has all of a parameter, or nothing."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return all(isinstance(p, OwnedTensor) or not isinstance(p, DTensor) for p in parameters)
+
+
+class _LocalTensors:
+    """The local tensors of an optimizer's parameters, as parameters of their own."""
+
+    def __init__(self) -> None:
+        # For each DTensor, its local tensor and a parameter in the same memory.
+        self._known: dict[DTensor, tuple[torch.Tensor, nn.Parameter]] = {}
+
+    @contextlib.contextmanager
+    def swapped_into(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Puts local tensors in place of DTensors, in ``param_groups`` and ``state``."""
+        given = [group["params"] for group in optimizer.param_groups]
+        states = cast(Any, optimizer).state
+        local_states: defaultdict[torch.Tensor, _State] = defaultdict(dict)
+        local_of: list[tuple[DTensor, nn.Parameter]] = []
+        try:
+            for group, parameters in zip(optimizer.param_groups, given, strict=True):
+                group["params"] = []
+                for parameter in parameters:
+                    state = states.get(parameter)
+                    local = parameter
+                    if isinstance(parameter, DTensor):
+                        local = self._local(parameter)
+                        local_of.append((parameter, local))
+                        state = state and _localized(state, parameter)
+                    if state:
+                        local_states[local] = state
+                    group["params"].append(local)
+            cast(Any, optimizer).state = local_states
+            yield
+        finally:
+            for group, parameters in zip(optimizer.param_groups, given, strict=True):
+                group["params"] = parameters
+            cast(Any, optimizer).state = states
+            for parameter, local in local_of:
+                local.grad = None
+                if found := local_states.pop(local, None):
+                    _update(states[parameter], found, parameter, local.shape)
+            states.update(local_states)  # of plain parameters
+
+    def _local(self, parameter: DTensor) -> nn.Parameter:
+        local = torch_internals.local_tensor(parameter)
+        known = self._known.get(parameter)
+        if known is None or known[0] is not local:
+            rows = rows_of(local, parameter)
+            known = local, nn.Parameter(rows, requires_grad=parameter.requires_grad)
+            self._known[parameter] = known
+        mine = known[1]
+        gradient = torch_internals.local_gradient(parameter)
+        if gradient is not None:
+            if gradient.dtype != local.dtype:
+                mine.grad_dtype = parameter.grad_dtype
+            mine.grad = rows_of(gradient, parameter)
+        return mine
+
+
+def _localized(state: _State, parameter: DTensor) -> _State:
+    return {
+        key: rows_of(torch_internals.local_tensor(value), parameter)
+        if isinstance(value, DTensor)
+        else value
+        for key, value in state.items()
+    }
+
+
+def _update(state: _State, local: _State, parameter: DTensor, shape: torch.Size) -> None:
+    """Takes what has changed of the ``local`` state over into that of ``parameter``.
+
+    ``shape`` is that of the local tensor.
+    """
+    for key, value in local.items():
+        known = state.get(key)
+        if known is value or (
+            isinstance(known, DTensor) and torch_internals.local_tensor(known) is value
+        ):
+            continue
+        # A counter of steps is no part of a scalar parameter.
+        is_like = isinstance(value, torch.Tensor) and value.shape == shape and key != "step"
+        state[key] = torch_internals.dtensor_like(value, parameter) if is_like else value
+        own(state[key])
