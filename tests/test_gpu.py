@@ -8,7 +8,7 @@ from one_rank import end, start
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from deepcompile_zero3 import record_collectives
+from deepcompile_zero3 import Owned, record_collectives
 
 pytestmark = [
     pytest.mark.gpu,
@@ -48,6 +48,17 @@ def _train_over_gloo(how):
 @each_way
 def test_two_ranks_share_the_gpu_over_gloo(run_ranks, how):
     run_ranks(2, _train_over_gloo, how, timeout=300)
+
+
+def _train_owned_over_gloo(how):
+    torch.cuda.set_device(0)
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    _train(how, 2, mesh=mesh, shard_placement_fn=lambda p: Owned(1) if p.dim() == 2 else None)
+
+
+@each_way
+def test_a_rank_owns_matrices_on_the_gpu(run_ranks, how):
+    run_ranks(2, _train_owned_over_gloo, how, timeout=300)
 
 
 def _sharded(policy):

@@ -435,6 +435,8 @@ def test_matrices_are_spread_by_cost():
     by_name = MatrixOwners(model, _mesh_of(2), is_matrix=lambda n, p: "embedding" in n, cost=len)
     assert by_name.rank_of == {"embedding.weight": 0}
     assert by_name.costs == [100, 0]
+    with pytest.raises(ValueError, match=r"'layers.0.bias' is no matrix: its shape is \[8\]"):
+        MatrixOwners(model, _mesh_of(2), is_matrix=lambda n, p: n == "layers.0.bias")
 
 
 # ---- errors

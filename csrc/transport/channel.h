@@ -35,7 +35,8 @@ class Exchange {
     std::string key;
   };
 
-  // Gathers several pieces at once, in one collective if the channel is grouped.
+  // Gathers several pieces at once, in one collective if the channel is grouped. Rows of one rank
+  // alone take a broadcast for each piece.
   virtual void gather(const std::vector<Piece>& pieces) = 0;
 
   // Nobody may write to `rows` before wait().

@@ -37,12 +37,16 @@ class MatrixOwners:
         model: the model, before anything in it is sharded. It may be on the meta device.
         mesh: the mesh that it will be sharded over; the default is that of ``fully_shard``.
         is_matrix: whether a rank shall own the parameter of a name. The default is True for
-            weights of two dimensions, but not for those of an ``nn.Embedding``.
+            weights of two dimensions, but not for those of an ``nn.Embedding``. It includes an
+            output head, which is usually left to AdamW.
         cost: relative time to update a parameter; the default is that of Muon.
 
     Attributes:
         rank_of: the owner of each matrix, by the name of the parameter.
         costs: the sum of the costs for each rank.
+
+    Raises:
+        ValueError: ``is_matrix`` is True for a parameter of fewer than two dimensions.
     """
 
     def __init__(
@@ -62,7 +66,13 @@ class MatrixOwners:
 
         mesh = default_mesh() if mesh is None else mesh
         chosen = is_weight if is_matrix is None else is_matrix
-        matrices = [(n, p, cost(p)) for n, p in model.named_parameters() if chosen(n, p)]
+        matrices = []
+        for name, parameter in model.named_parameters():
+            if not chosen(name, parameter):
+                continue
+            if parameter.dim() < 2:
+                raise ValueError(f"'{name}' is no matrix: its shape is {list(parameter.shape)}")
+            matrices.append((name, parameter, cost(parameter)))
         self.rank_of: dict[str, int] = {}
         self.costs = [0.0] * mesh.size(mesh.ndim - 1)
         self._placements = WeakIdKeyDictionary()  # keeps no full parameter alive

@@ -131,6 +131,8 @@ def _to_fit(plan: Plan) -> Iterator[str]:
 def _padding(traced: Trace) -> Iterator[str]:
     padded = {}
     for name, parameter in traced.parameters.items():
+        if parameter.handle.owner is not None:
+            continue
         rows, ranks = parameter.handle.sizes[0], parameter.handle.world_size
         times = -(-rows // ranks) * ranks / max(rows, 1)
         if times > 1.5 and parameter.placeholder.numel() * (times - 1) > 1 << 20:
