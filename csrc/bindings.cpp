@@ -48,11 +48,25 @@ void set_python_refresh(py::function function) {
 
 void set_python_deliver(py::function function) {
   PyObject* callable = function.release().ptr();
-  set_deliver([callable](const std::vector<ReducedGradient>& gradients) {
+  set_deliver([callable](const std::vector<ReducedGradient>& gradients, bool at_end) {
     py::gil_scoped_acquire gil;
     py::list arguments;
     for (auto& [parameter, shard] : gradients) arguments.append(py::make_tuple(parameter, shard));
-    py::reinterpret_borrow<py::function>(callable)(arguments);
+    py::reinterpret_borrow<py::function>(callable)(arguments, at_end);
+  });
+}
+
+void set_python_interrupted(py::function function) {
+  PyObject* callable = function.release().ptr();
+  set_interrupted([callable](const std::vector<ParameterPtr>& parameters) {
+    if (!Py_IsInitialized()) return;
+    py::gil_scoped_acquire gil;
+    py::error_scope scope;  // the error of the backward may be set
+    try {
+      py::reinterpret_borrow<py::function>(callable)(names_of(parameters));
+    } catch (py::error_already_set& error) {
+      error.discard_as_unraisable("a backward that has raised");
+    }
   });
 }
 
@@ -197,4 +211,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_error", &set_python_error);
   m.def("set_refresh", &set_python_refresh);
   m.def("set_deliver", &set_python_deliver);
+  m.def("set_interrupted", &set_python_interrupted);
 }

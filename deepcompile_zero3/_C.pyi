@@ -25,6 +25,7 @@ class Settings:
     reshard_after_backward: bool
     detects_nonfinite: bool
     deferred: bool
+    delivers_early: bool
 
 class Parameter:
     def __init__(
@@ -229,5 +230,6 @@ def copy_all(
 def set_error(error: type[Exception]) -> None: ...  # that ZERO3_CHECK raises
 def set_refresh(refresh: Callable[[torch.Tensor], None]) -> None: ...  # takes a placeholder
 def set_deliver(
-    deliver: Callable[[Sequence[tuple[Parameter, torch.Tensor]]], None],
+    deliver: Callable[[Sequence[tuple[Parameter, torch.Tensor]], bool], None],
 ) -> None: ...
+def set_interrupted(interrupted: Callable[[Sequence[str]], None]) -> None: ...

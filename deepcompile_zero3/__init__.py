@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from deepcompile_zero3.sharding.module import Zero3Module
     from deepcompile_zero3.sharding.muon import Muon
     from deepcompile_zero3.sharding.owned import Owned
+    from deepcompile_zero3.sharding.step_in_backward import step_in_backward
     from deepcompile_zero3.tools.explain import explain
     from deepcompile_zero3.tools.planning.ahead import CompiledAhead, compile_ahead
     from deepcompile_zero3.tools.planning.graphs import shard_blocks
@@ -87,6 +88,7 @@ __all__ = [
     "shard_blocks",
     "shard_in_transformers",
     "share_comm_ctx",
+    "step_in_backward",
     "step_locally",
     "zero3",
 ]
@@ -107,6 +109,7 @@ _LATER = {
     "defer_reduction": "deepcompile_zero3.sharding.defer",
     "deposit_grad": "deepcompile_zero3.sharding.defer",
     "Zero3Module": "deepcompile_zero3.sharding.module",
+    "step_in_backward": "deepcompile_zero3.sharding.step_in_backward",
     "step_locally": "deepcompile_zero3.sharding.local_step",
     "MatrixOwners": "deepcompile_zero3.sharding.matrix_owners",
     "Muon": "deepcompile_zero3.sharding.muon",

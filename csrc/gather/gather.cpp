@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "support/autograd.h"
+#include "support/error.h"
 #include "support/memory.h"
 #include "support/profiler_range.h"
 #include "support/without_user_modes.h"
@@ -20,6 +21,10 @@ void Gather::start() {
   note_skipped_gathers(parameters_);
   std::vector<ParameterPtr> missing;
   for (auto& parameter : parameters_) {
+    ZERO3_CHECK(!in_backward() || parameter->delivered_in != running_backward(), "'",
+                parameter->fqn,
+                "' was stepped in this backward, which needs it again: leave it out of "
+                "step_in_backward");
     unsharded_.push_back(parameter->gathered.full());
     versions_.push_back(parameter->shard_version());
     sources_.push_back(Parameter::source_of(parameter));

@@ -30,7 +30,8 @@ inline void bind_parameters(pybind11::module_& m) {
       .def_readwrite("reshard_after_forward", &Settings::reshard_after_forward)
       .def_readwrite("reshard_after_backward", &Settings::reshard_after_backward)
       .def_readwrite("detects_nonfinite", &Settings::detects_nonfinite)
-      .def_readwrite("deferred", &Settings::deferred);
+      .def_readwrite("deferred", &Settings::deferred)
+      .def_readwrite("delivers_early", &Settings::delivers_early);
 
   pybind11::class_<Parameter, ParameterPtr>(m, "Parameter")
       .def(pybind11::init([](std::vector<int64_t> sizes, std::vector<int64_t> strides,

@@ -12,6 +12,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
+#include <atomic>
 #include <memory>
 #include <optional>
 #include <string>
@@ -65,7 +66,8 @@ struct Settings {
   bool reshard_after_forward = false;           // true only if set explicitly
   bool reshard_after_backward = true;
   bool detects_nonfinite = false;
-  bool deferred = false;  // reduce_deposited() reduces the sums, not a backward
+  bool deferred = false;        // reduce_deposited() reduces the sums, not a backward
+  bool delivers_early = false;  // once its bucket is reduced, not when the backward has ended
 };
 
 // Settings and the shard change under the GIL, between forwards and backwards.
@@ -84,6 +86,7 @@ struct Parameter : public ParameterSpec {
   at::Tensor shard;  // [shard_rows, ...], read at every gather, never written
   Gathered gathered;
   GradientAccumulator gradients;
+  std::atomic<int> delivered_in = -1;  // the backward that has delivered its gradient early
   // This parameter sharded over some of its ranks between forward and backward; null if it is not.
   // Its shard is undefined outside that interval.
   std::shared_ptr<Parameter> after_forward;

@@ -22,6 +22,7 @@ namespace zero3 {
 namespace {
 
 Deliver deliver;
+Interrupted interrupted;
 
 std::mutex running_mutex;
 std::unordered_map<int, std::weak_ptr<Reduction>> running_reductions;  // by graph task
@@ -29,6 +30,7 @@ std::unordered_map<int, std::weak_ptr<Reduction>> running_reductions;  // by gra
 }  // namespace
 
 void set_deliver(Deliver function) { deliver = std::move(function); }
+void set_interrupted(Interrupted function) { interrupted = std::move(function); }
 
 void reduce_deposited(const std::vector<ParameterPtr>& parameters) {
   c10::InferenceMode no_inference_mode(false);  // the user's hooks run in the modes of a backward
@@ -58,14 +60,22 @@ Reduction::~Reduction() {
   // parameters are incomplete, and must not leak into the next backward.
   for (int64_t number : model_numbers())
     for (auto& parameter : Registry::get().of_model(number)) parameter->drop_gradients();
+  if (!delivered_.empty() && interrupted) interrupted(delivered_);
 }
 
 void Reduction::add(const ParameterPtr& parameter, const at::Tensor& raw, bool owned) {
   parameter->check_gradient(raw);
   if (!parameter->is_wanted()) return;
-  WithoutUserModes guard;
-  if (parameter->settings.detects_nonfinite) parameter->gradients.detect_nonfinite(raw);
-  std::lock_guard lock(mutex_);
+  {
+    WithoutUserModes guard;
+    if (parameter->settings.detects_nonfinite) parameter->gradients.detect_nonfinite(raw);
+    std::lock_guard lock(mutex_);
+    add_locked(parameter, raw, owned);
+  }
+  deliver_early();
+}
+
+void Reduction::add_locked(const ParameterPtr& parameter, const at::Tensor& raw, bool owned) {
   const bool at_once = goes_at_once(*parameter);
   arrives(parameter);
   if (at_once) {
@@ -96,19 +106,41 @@ void Reduction::add_product(const ParameterPtr& parameter, const at::Tensor& lef
                            !parameter->settings.detects_nonfinite &&
                            at::IntArrayRef(sizes) == at::IntArrayRef(parameter->sizes);
   if (keeps_dtype) {
-    WithoutUserModes guard;
-    std::lock_guard lock(mutex_);
+    std::optional<WithoutUserModes> guard(std::in_place);
+    std::unique_lock lock(mutex_);
     if (goes_at_once(*parameter)) {
       arrives(parameter);
       auto& bucket = bucket_for(parameter, dtype);
       bucket.add_product(parameter, left, right);
       launch_if_full(bucket);
+      lock.unlock();
+      guard.reset();
+      deliver_early();
       return;
     }
   }
   auto grad = empty_for(*parameter, sizes, left.options());
   at::mm_out(grad, left, right);
   add(parameter, grad, /*owned=*/true);
+}
+
+void Reduction::deliver_early() {
+  std::vector<ReducedGradient> early;
+  {
+    std::lock_guard lock(mutex_);
+    const auto waits = [](auto& result) {
+      const auto& settings = result.parameter->settings;
+      return !settings.delivers_early || settings.detects_nonfinite;
+    };
+    const auto rest = std::ranges::stable_partition(results_, waits);
+    early.assign(rest.begin(), rest.end());
+    results_.erase(rest.begin(), rest.end());
+    for (auto& [parameter, _] : early) {
+      parameter->delivered_in = running_backward();
+      delivered_.push_back(parameter);
+    }
+  }
+  if (!early.empty() && deliver) deliver(early, /*at_end=*/false);
 }
 
 bool Reduction::goes_at_once(const Parameter& parameter) const {
@@ -133,59 +165,6 @@ Backward& Reduction::backward_of(const Parameter& parameter) {
   if (found == backwards_.end())
     found = backwards_.insert(found, {parameter.transport, parameter.transport->begin_backward()});
   return *found->second;
-}
-
-std::vector<std::unique_ptr<PresenceCheck>> Reduction::presence_checks_of(
-    const std::vector<ParameterPtr>& parameters, Occasion occasion) {
-  std::vector<std::unique_ptr<PresenceCheck>> checks;
-  for (auto& group : PresenceCheck::groups_of(parameters)) {
-    auto& backward = backward_of(*group.front());
-    checks.push_back(std::make_unique<PresenceCheck>(std::move(group), backward, occasion));
-  }
-  return checks;
-}
-
-void Reduction::begin_presence_checks(int64_t model_number) {
-  if (std::ranges::find(checked_, model_number) != checked_.end()) return;
-  checked_.push_back(model_number);
-  auto parameters = Registry::get().of_model(model_number);
-  std::erase_if(parameters, [](auto& parameter) {
-    return !parameter->has_others() || !parameter->transport->can.tells_presence;
-  });
-  for (auto& check : presence_checks_of(parameters, Occasion::kBackward))
-    presence_checks_.push_back(std::move(check));
-}
-
-void Reduction::finish_presence_checks() {
-  for (size_t i = 0; i < presence_checks_.size(); ++i) {
-    auto& check = *presence_checks_[i];
-    if (check.is_finished()) continue;
-    check.finish();
-    move_first_if_mixed();
-    for (auto& [parameter, dtype] : check.sums()) parameter->gradients.widen(dtype);
-    for (auto& parameter : check.missing()) {
-      const auto dtype = check.sum_dtype_of(parameter).value_or(
-          parameter->settings.gradient_dtypes.leaf.value_or(parameter->compute_dtype));
-      bucket_for(parameter, dtype).add_zero(parameter, dtype);
-    }
-  }
-}
-
-void Reduction::move_first_if_mixed() {
-  for (auto* buckets : {&open_, &in_flight_}) {
-    const auto bucket = std::ranges::find_if(
-        *buckets, [this](auto& other) { return is_mixed(other->parameters().front()); });
-    if (bucket == buckets->end()) continue;
-    ZERO3_CHECK(!mixed_first_, "two gradients were sent before ranks had told what they bring");
-    if (buckets == &open_) (*bucket)->close();
-    mixed_first_ = std::move(*bucket);
-    buckets->erase(bucket);
-  }
-}
-
-bool Reduction::is_mixed(const ParameterPtr& parameter) const {
-  return std::ranges::any_of(presence_checks_,
-                             [&](auto& check) { return check->is_mixed(parameter); });
 }
 
 void Reduction::send_accumulated(const ParameterPtr& parameter) {
@@ -329,9 +308,10 @@ void Reduction::finish(const std::vector<ParameterPtr>& parameters) {
   presence_checks_.clear();
   backwards_.clear();
   arrived_.clear();
+  delivered_.clear();
   lock.unlock();
   guard.reset();  // the user's hooks run now
-  if (deliver) deliver(std::exchange(results_, {}));
+  if (deliver) deliver(std::exchange(results_, {}), /*at_end=*/true);
 }
 
 }  // namespace zero3

@@ -20,10 +20,15 @@
 
 namespace zero3 {
 
-// Receives the gradients that a backward reduced, in the order in which they were sent. Called
-// without the GIL.
-using Deliver = std::function<void(const std::vector<ReducedGradient>&)>;
+// Receives gradients that a backward reduced, in the order in which they were sent: those that are
+// delivered early when a bucket is reduced, and the rest `at_end` of the backward. Called without
+// the GIL.
+using Deliver = std::function<void(const std::vector<ReducedGradient>&, bool at_end)>;
 void set_deliver(Deliver deliver);
+// Receives the parameters whose gradients were delivered early in a backward that has raised.
+// Called without the GIL. Throws nothing.
+using Interrupted = std::function<void(const std::vector<ParameterPtr>&)>;
+void set_interrupted(Interrupted interrupted);
 
 // Reduces the deposited gradients of `parameters`, in order, and delivers them. Collective.
 void reduce_deposited(const std::vector<ParameterPtr>& parameters);
@@ -57,6 +62,10 @@ class Reduction {
   void finish(const std::vector<ParameterPtr>& parameters);
 
  private:
+  // add() and add_product(), under the lock.
+  void add_locked(const ParameterPtr& parameter, const at::Tensor& raw, bool owned);
+  // Delivers the reduced gradients that need not wait for the end of the backward.
+  void deliver_early();
   // Notes that a gradient of `parameter` arrives.
   void arrives(const ParameterPtr& parameter);
   // Whether the next gradient of `parameter` is reduced now, and the only one to come.
@@ -101,6 +110,7 @@ class Reduction {
   std::vector<std::unique_ptr<ReduceBucket>> in_flight_;  // in order of launching
   AllReduces all_reduces_;
   std::vector<ReducedGradient> results_;
+  std::vector<ParameterPtr> delivered_;  // early
 };
 
 }  // namespace zero3

@@ -30,7 +30,8 @@ ReduceBucket::ReduceBucket(const Parameter& like, at::ScalarType wire_dtype)
       divide_factor_(like.settings.divide_factor),
       pre_divide_factor_(pre_divide_factor(like, wire_dtype)),
       options_(at::TensorOptions(wire_dtype).device(like.device)),
-      capacity_(like.transport->can.bounds_buckets
+      delivers_early_(like.settings.delivers_early),
+      capacity_(like.transport->can.bounds_buckets || delivers_early_
                     ? like.settings.bucket_bytes / world_size_ /
                           static_cast<int64_t>(options_.dtype().itemsize())
                     : std::numeric_limits<int64_t>::max()),
@@ -40,7 +41,8 @@ ReduceBucket::ReduceBucket(const Parameter& like, at::ScalarType wire_dtype)
 bool ReduceBucket::accepts(const Parameter& parameter, at::ScalarType wire_dtype) const {
   return transport_->joins(*parameter.transport) &&
          is_same(replicas_.get(), parameter.replicas.get()) &&
-         divide_factor_ == parameter.settings.divide_factor && this->wire_dtype() == wire_dtype &&
+         divide_factor_ == parameter.settings.divide_factor &&
+         delivers_early_ == parameter.settings.delivers_early && this->wire_dtype() == wire_dtype &&
          options_.device() == parameter.device;
 }
 

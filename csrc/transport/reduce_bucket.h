@@ -64,7 +64,8 @@ class ReduceBucket {
   const double divide_factor_;
   const double pre_divide_factor_;
   const at::TensorOptions options_;  // on the wire
-  const int64_t capacity_;           // elements per rank
+  const bool delivers_early_;
+  const int64_t capacity_;  // elements per rank
 
  private:
   // Elements of `parameter` per rank, in the mean.

@@ -13,6 +13,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from deepcompile_zero3 import grad_dtype, torch_internals
 from deepcompile_zero3.sharding.owned import OwnerMesh
+from deepcompile_zero3.sharding.step_in_backward import check_has_gradients
 
 # The process groups that a tensor is sharded over, in the order of its mesh's dimensions.
 _Groups = tuple[dist.ProcessGroup, ...]
@@ -92,6 +93,7 @@ class _Part:
     def __init__(
         self, parameter: torch.Tensor, dtype: torch.dtype, groups_of: dict[Any, _Groups]
     ) -> None:
+        check_has_gradients(parameter)
         self.dtype = dtype
         self.device = parameter.device
         self.groups: _Groups = ()

@@ -13,27 +13,34 @@ from deepcompile_zero3.sharding.checks import nonfinite_gradients
 from deepcompile_zero3.sharding.group import ParameterGroup, group_of
 from deepcompile_zero3.sharding.parameter import ShardedParameter, parameter_of
 from deepcompile_zero3.sharding.replicas import different_replicas
+from deepcompile_zero3.sharding.step_in_backward import run_early_steps
 
 
 @torch_internals.disable_dynamo
-def _deliver(gradients: Sequence[tuple[_C.Parameter, torch.Tensor]]) -> None:
-    """Adds the reduced gradients of a backward to ``.grad``. The runtime calls this at its end."""
+def _deliver(gradients: Sequence[tuple[_C.Parameter, torch.Tensor]], at_end: bool) -> None:
+    """Adds reduced gradients of a backward to ``.grad``.
+
+    The runtime calls this ``at_end`` of the backward, and before for those of ``step_in_backward``.
+    """
     # A parameter that is missing was deleted during its own backward.
     arrived = [(parameter_of(handle.placeholder), reduced) for handle, reduced in gradients]
     delivered = [(parameter, reduced) for parameter, reduced in arrived if parameter is not None]
-    # Both are collective. Where meshes cross, one rank may find an error that another does not.
-    errors = nonfinite_gradients(delivered), different_replicas(p for p, _ in delivered)
-    if error := errors[0] or errors[1]:
-        raise Zero3Error(error)
+    if at_end:
+        # Both are collective. Where meshes cross, one rank may find an error that another does not.
+        errors = nonfinite_gradients(delivered), different_replicas(p for p, _ in delivered)
+        if error := errors[0] or errors[1]:
+            raise Zero3Error(error)
     for parameter, _ in delivered:
         parameter.check_unchanged()
-    _run_all_reduce_hooks(delivered)
+    if at_end:
+        _run_all_reduce_hooks(delivered)
     for parameter, reduced in delivered:
         parameter.leaf.accumulate_grad(reduced)
     for parameter in dict.fromkeys(parameter for parameter, _ in delivered):
         shard = parameter.shard
         for hook in torch_internals.post_accumulate_grad_hooks(shard):
             hook(shard)
+    run_early_steps([parameter for parameter, _ in delivered], at_end)
 
 
 def _run_all_reduce_hooks(reduced: Sequence[tuple[ShardedParameter, torch.Tensor]]) -> None:

@@ -1,7 +1,7 @@
 """FSDP2's methods that have no effect here, and those that are refused by name."""
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -23,7 +23,13 @@ class FSDP2Methods(FSDPModule):
     """
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Has no effect: every backward ends when its reductions have ended."""
+        """Sets whether the next backwards of the model step parameters (``step_in_backward``).
+
+        Has no other effect: every backward ends when its reductions have ended.
+        """
+        model = cast(Any, self)._zero3_group.model
+        if model is not None:
+            model.is_last_backward = is_last_backward
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True

@@ -16,11 +16,13 @@ class ShardedModel:
         number: number of the model, the same on all ranks.
         parameters: the parameters, in one order on all ranks.
         nbytes: size in bytes of their full tensors in their compute dtypes.
+        is_last_backward: whether ``step_in_backward`` steps in the next backward.
     """
 
     def __init__(self, number: int, parameters: Sequence[ShardedParameter]) -> None:
         self.number = number
         self.parameters = tuple(parameters)
+        self.is_last_backward = True
         self.update()
         _models.add(self)
 

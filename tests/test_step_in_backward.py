@@ -1,0 +1,242 @@
+"""``step_in_backward``: parameters are stepped while the backward computes, with the same bits."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from mesh_models import replicas
+from models import Stack, batch_of, compiled, each_way, either_transport, mean_square, mine
+from owned_models import in_blocks
+from torch import nn
+
+from deepcompile_zero3 import (
+    MatrixOwners,
+    Muon,
+    Zero3Error,
+    clip_grad_norm_,
+    detect_nonfinite,
+    fully_shard,
+    gradient_norms,
+    step_in_backward,
+    step_locally,
+)
+
+ONE_KIB = 1 / 1024  # each parameter has a bucket of its own
+
+OPTIMIZERS = {
+    "adamw": lambda m: torch.optim.AdamW(m.parameters(), 0.01),
+    "sgd": lambda m: torch.optim.SGD(m.parameters(), 0.1, momentum=0.9),
+    "muon": lambda m: Muon([p for p in m.parameters() if hasattr(p.device_mesh, "owner")]),
+}
+
+
+def _models(optimizer, mesh=None, depth=2, **settings):
+    """Returns two equal sharded models and their optimizers, of which the second steps early."""
+    torch.manual_seed(0)
+    whole = Stack(width=16, depth=depth)
+    models, optimizers = [], []
+    for _ in range(2):
+        model = copy.deepcopy(whole)
+        owners = MatrixOwners(model, mesh, is_matrix=in_blocks) if optimizer == "muon" else None
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, shard_placement_fn=owners, **settings)
+        models.append(fully_shard(model, mesh=mesh, shard_placement_fn=owners, **settings))
+        optimizers.append(OPTIMIZERS[optimizer](model))
+    step_in_backward(models[1], optimizers[1], bucket_mb=ONE_KIB)
+    return models, optimizers
+
+
+def _watch(model):
+    """Returns a list that gets the numbers of parameters with a gradient, as gradients come."""
+    alive = []
+    parameters = list(model.parameters())
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(
+            lambda _: alive.append(sum(p.grad is not None for p in parameters))
+        )
+    return alive
+
+
+def _assert_same(models):
+    for (name, ours), theirs in zip(
+        models[0].named_parameters(), models[1].parameters(), strict=True
+    ):
+        assert torch.equal(ours.full_tensor(), theirs.full_tensor()), name
+
+
+def _same_bits(how, transport, optimizer):
+    models, optimizers = _models(optimizer, transport=transport)
+    runs = [compiled(model, how) for model in models]
+    alive = _watch(models[1])
+    for seed in range(3):
+        for run in runs:
+            mean_square(run, mine(batch_of(8, 16, seed=seed))).backward()
+        if optimizer != "muon":
+            assert all(p.grad is None for p in models[1].parameters())
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+        for model in models:
+            model.zero_grad()
+        _assert_same(models)
+    assert optimizers[0].state_dict()["state"].keys() == optimizers[1].state_dict()["state"].keys()
+    return max(alive)
+
+
+@each_way
+@either_transport
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_early_steps_change_the_same_bits(run_ranks, how, transport, optimizer):
+    most = run_ranks(2, _same_bits, how, transport, optimizer)
+    assert optimizer == "muon" or max(most) <= 6  # of 14: those of two buckets
+
+
+def _most_alive(depth):
+    models, _ = _models("adamw", depth=depth)
+    alive = _watch(models[1])
+    mean_square(models[1], mine(batch_of(8, 16))).backward()
+    return max(alive)
+
+
+def test_live_gradients_do_not_grow_with_depth(run_ranks):
+    shallow, deep = (max(run_ranks(2, _most_alive, depth)) for depth in (2, 8))
+    assert deep <= shallow
+
+
+def _micro_batches(way, mesh_of):
+    models, optimizers = _models("adamw", mesh_of() if mesh_of else None)
+    for _ in range(2):
+        for model in models:
+            for micro in range(3):
+                if way == "no sync":
+                    model.set_requires_gradient_sync(micro == 2)
+                else:
+                    model.set_is_last_backward(micro == 2)
+                batch = mine(batch_of(8, 16, seed=micro))
+                if micro == 2:  # some parameters have gradients of earlier micro-batches only
+                    model.blocks[1](batch).square().mean().backward()
+                else:
+                    mean_square(model, batch).backward()
+                    assert micro == 2 or way == "no sync" or model.head.weight.grad is not None
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        _assert_same(models)
+
+
+@pytest.mark.parametrize("way", ["no sync", "is last"])
+@pytest.mark.parametrize("mesh_of", [None, replicas])
+def test_only_the_last_micro_batch_steps(run_ranks, way, mesh_of):
+    run_ranks(4, _micro_batches, way, mesh_of)
+
+
+def _beside_others():
+    """A part of the parameters is stepped, by an optimizer that steps locally and a scheduler."""
+    torch.manual_seed(0)
+    whole = Stack(width=16)
+    models, optimizers, schedulers = [], [], []
+    for early in (False, True):
+        model = copy.deepcopy(whole)
+        fully_shard(model)
+        optimizer = torch.optim.SGD(model.blocks.parameters(), lr=1.0)
+        if early:
+            step_locally(optimizer)
+            step_in_backward(model, optimizer, bucket_mb=ONE_KIB)
+        schedulers.append(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+        models.append(model)
+        optimizers.append(optimizer)
+    for seed in range(3):
+        for model, optimizer, scheduler in zip(models, optimizers, schedulers, strict=True):
+            model.zero_grad()
+            mean_square(model, mine(batch_of(8, 16, seed=seed))).backward()
+            assert model.head.weight.grad is not None
+            optimizer.step()
+            scheduler.step()
+        _assert_same(models)
+    with detect_nonfinite(models[1]):
+        mean_square(models[1], mine(batch_of(8, 16))).backward()
+        assert models[1].blocks[0].up.weight.grad is None
+        bad = torch.full((4, 16), float("nan"))
+        before = [p.full_tensor() for p in models[1].parameters()]
+        with pytest.raises(Zero3Error, match="not finite"):
+            mean_square(models[1], bad).backward()
+    for parameter, value in zip(models[1].parameters(), before, strict=True):
+        assert torch.equal(parameter.full_tensor(), value)
+
+
+def test_other_parameters_schedulers_and_checks_work_as_before(run_ranks):
+    run_ranks(2, _beside_others)
+
+
+class _Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise RuntimeError("a layer")
+
+
+def _interrupted():
+    models, optimizers = _models("sgd", depth=4)
+    model = models[1]
+    before = {n: p.full_tensor().detach() for n, p in model.named_parameters()}
+    x = mine(batch_of(8, 16))
+    for block in model.blocks[:2]:
+        x = block(x)
+    x = _Raises.apply(x)
+    for block in model.blocks[2:]:
+        x = block(x)
+    with (
+        pytest.warns(
+            UserWarning,
+            match=r"had stepped '.*blocks.3.down.bias' and \d+ others .* and not the rest",
+        ),
+        pytest.raises(RuntimeError, match="a layer"),
+    ):
+        x.square().mean().backward()
+    after = {n: p.full_tensor().detach() for n, p in model.named_parameters()}
+    changed = {name for name in after if not torch.equal(after[name], before[name])}
+    assert changed
+    assert all(name.startswith(("blocks.2", "blocks.3")) for name in changed)
+    optimizers[1].zero_grad()
+    mean_square(model, mine(batch_of(8, 16))).backward()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_backward_that_raises_says_what_was_stepped(run_ranks):
+    run_ranks(2, _interrupted)
+
+
+def _refusals():
+    model = Stack()
+    fully_shard(model.blocks[0])
+    fully_shard(model)
+    other = nn.Linear(2, 2)
+    with pytest.raises(Zero3Error, match="no sharded parameter of the model"):
+        step_in_backward(model, torch.optim.SGD(other.parameters()))
+    with pytest.raises(TypeError, match="takes an optimizer, got list"):
+        step_in_backward(model, [])
+    optimizer = torch.optim.SGD(model.parameters())
+    model.blocks[0].set_all_reduce_hook(lambda gradient: None)
+    with pytest.raises(Zero3Error, match=r"set_all_reduce_hook on the group of 'blocks.0"):
+        step_in_backward(model, optimizer)
+    model.blocks[0]._zero3_group.all_reduce_hook = None
+    step_in_backward(model, optimizer)
+    with pytest.raises(Zero3Error, match="stepped in backward already"):
+        step_in_backward(model, optimizer)
+    mean_square(model, mine(batch_of(4, 8))).backward()
+    with pytest.raises(Zero3Error, match="clip_grad_norm_: the backward has stepped"):
+        clip_grad_norm_(model.parameters(), 1.0)
+    assert gradient_norms(model) == {}
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(mean_square(model, mine(batch_of(4, 8)))).backward()
+    with pytest.raises(AssertionError, match="No inf checks"):
+        scaler.step(optimizer)
+    return dist.get_rank()
+
+
+def test_what_needs_all_gradients_is_refused(run_ranks):
+    assert run_ranks(2, _refusals) == [0, 1]
