@@ -48,22 +48,22 @@ void set_python_refresh(py::function function) {
 
 void set_python_deliver(py::function function) {
   PyObject* callable = function.release().ptr();
-  set_deliver([callable](const std::vector<ReducedGradient>& gradients, bool at_end) {
+  set_deliver([callable](const std::vector<ReducedGradient>& gradients, Moment moment) {
     py::gil_scoped_acquire gil;
     py::list arguments;
     for (auto& [parameter, shard] : gradients) arguments.append(py::make_tuple(parameter, shard));
-    py::reinterpret_borrow<py::function>(callable)(arguments, at_end);
+    py::reinterpret_borrow<py::function>(callable)(arguments, moment);
   });
 }
 
 void set_python_interrupted(py::function function) {
   PyObject* callable = function.release().ptr();
-  set_interrupted([callable](const std::vector<ParameterPtr>& parameters) {
+  set_interrupted([callable] {
     if (!Py_IsInitialized()) return;
     py::gil_scoped_acquire gil;
     py::error_scope scope;  // the error of the backward may be set
     try {
-      py::reinterpret_borrow<py::function>(callable)(names_of(parameters));
+      py::reinterpret_borrow<py::function>(callable)();
     } catch (py::error_already_set& error) {
       error.discard_as_unraisable("a backward that has raised");
     }
@@ -210,6 +210,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   set_check_signals(&check_python_signals);
   m.def("set_error", &set_python_error);
   m.def("set_refresh", &set_python_refresh);
+  py::enum_<Moment>(m, "Moment")
+      .value("EARLY", Moment::kEarly)
+      .value("NESTED_END", Moment::kNestedEnd)
+      .value("END", Moment::kEnd);
   m.def("set_deliver", &set_python_deliver);
   m.def("set_interrupted", &set_python_interrupted);
 }

@@ -1,6 +1,8 @@
 """``step_locally``: steps on local tensors change the same bits as steps on DTensors."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -14,14 +16,19 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import Zero3Error, fully_shard, step_locally
+from deepcompile_zero3.sharding.local_step import ELEMENTWISE
 
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, 0.1),
     "adamw, foreach": lambda p: torch.optim.AdamW(p, 0.1, amsgrad=True, foreach=True),
     "adamw, fused": lambda p: torch.optim.AdamW(p, 0.1, fused=True),
     "sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
-    "adagrad": lambda p: torch.optim.Adagrad(p, 0.1),
     "rmsprop": lambda p: torch.optim.RMSprop(p, 0.1, centered=True),
+    **{
+        cls.__name__: cls
+        for cls in ELEMENTWISE
+        if cls not in (torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop, torch.optim.Rprop)
+    },
 }
 
 
@@ -189,6 +196,31 @@ def test_a_shard_that_is_replaced_is_stepped():
         optimizer.step()
         optimizer.zero_grad()
         assert torch.equal(model.scale.to_local(), 1 - gradient)
+
+
+class _Counted(torch.optim.SGD):
+    """Counts its steps, in a state of no parameter."""
+
+    def step(self, closure=None):
+        self.state["steps"] = self.state.get("steps", 0) + 1
+        return super().step(closure)
+
+
+@needs_a_job
+def test_a_state_of_no_parameter_is_kept():
+    model = fully_shard(Stack())
+    optimizer = _Counted(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="_Counted may need more"):
+        step_locally(optimizer)
+    step_locally(optimizer, is_elementwise=True)
+    for _ in range(3):
+        optimizer.step()
+    assert optimizer.state["steps"] == 3
+    alive = weakref.ref(optimizer)
+    gc.disable()
+    del optimizer
+    gc.enable()
+    assert alive() is None
 
 
 class _Centered(torch.optim.Optimizer):

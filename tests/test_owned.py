@@ -446,7 +446,7 @@ def _refusals():
     model = nn.Linear(4, 4)
     with pytest.raises(ValueError, match=r"Owned\(rank=2\) for 'weight', which is sharded over 2"):
         fully_shard(model, shard_placement_fn=lambda p: Owned(2))
-    with pytest.raises(Zero3Error, match="owner=0"):
+    with pytest.raises(Zero3Error, match="owner="):
         fully_shard(model, shard_placement_fn=lambda p: Owned(dist.get_rank()))
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
     parallel = nn.Linear(4, 4)

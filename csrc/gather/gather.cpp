@@ -23,7 +23,7 @@ void Gather::start() {
   for (auto& parameter : parameters_) {
     ZERO3_CHECK(!in_backward() || parameter->delivered_in != running_backward(), "'",
                 parameter->fqn,
-                "' was stepped in this backward, which needs it again: leave it out of "
+                "' may have been stepped in this backward, which needs it again: leave it out of "
                 "step_in_backward");
     unsharded_.push_back(parameter->gathered.full());
     versions_.push_back(parameter->shard_version());

@@ -60,7 +60,7 @@ Reduction::~Reduction() {
   // parameters are incomplete, and must not leak into the next backward.
   for (int64_t number : model_numbers())
     for (auto& parameter : Registry::get().of_model(number)) parameter->drop_gradients();
-  if (!delivered_.empty() && interrupted) interrupted(delivered_);
+  if (has_delivered_ && interrupted) interrupted();
 }
 
 void Reduction::add(const ParameterPtr& parameter, const at::Tensor& raw, bool owned) {
@@ -92,6 +92,10 @@ void Reduction::arrives(const ParameterPtr& parameter) {
   if (parameter->device.is_cpu()) keep_heap();
   arrived_.push_back(parameter);
   if (parameter->is_reduced_now()) begin_presence_checks(parameter->model_number);
+  if (parameter->settings.delivers_early) {
+    delivers_early_ = true;
+    if (parameter->gradients.pending_uses() == 0) unforeseen_.push_back(parameter);
+  }
   parameter->gradients.arrived();
 }
 
@@ -128,19 +132,19 @@ void Reduction::deliver_early() {
   std::vector<ReducedGradient> early;
   {
     std::lock_guard lock(mutex_);
-    const auto waits = [](auto& result) {
+    if (!delivers_early_) return;
+    const auto waits = [this](auto& result) {
       const auto& settings = result.parameter->settings;
-      return !settings.delivers_early || settings.detects_nonfinite;
+      return !settings.delivers_early || settings.detects_nonfinite ||
+             std::ranges::find(unforeseen_, result.parameter) != unforeseen_.end();
     };
     const auto rest = std::ranges::stable_partition(results_, waits);
     early.assign(rest.begin(), rest.end());
     results_.erase(rest.begin(), rest.end());
-    for (auto& [parameter, _] : early) {
-      parameter->delivered_in = running_backward();
-      delivered_.push_back(parameter);
-    }
+    for (auto& result : early) result.parameter->delivered_in = running_backward();
+    has_delivered_ |= !early.empty();
   }
-  if (!early.empty() && deliver) deliver(early, /*at_end=*/false);
+  if (!early.empty() && deliver) deliver(early, Moment::kEarly);
 }
 
 bool Reduction::goes_at_once(const Parameter& parameter) const {
@@ -308,10 +312,12 @@ void Reduction::finish(const std::vector<ParameterPtr>& parameters) {
   presence_checks_.clear();
   backwards_.clear();
   arrived_.clear();
-  delivered_.clear();
+  unforeseen_.clear();
   lock.unlock();
   guard.reset();  // the user's hooks run now
-  if (deliver) deliver(std::exchange(results_, {}), /*at_end=*/true);
+  if (deliver)
+    deliver(std::exchange(results_, {}), is_nested() ? Moment::kNestedEnd : Moment::kEnd);
+  has_delivered_ = false;
 }
 
 }  // namespace zero3

@@ -20,14 +20,16 @@
 
 namespace zero3 {
 
-// Receives gradients that a backward reduced, in the order in which they were sent: those that are
-// delivered early when a bucket is reduced, and the rest `at_end` of the backward. Called without
+// The moment at which gradients are delivered: when their bucket is reduced, at the end of a
+// backward inside of another one, or at the end of any other.
+enum class Moment : uint8_t { kEarly, kNestedEnd, kEnd };
+// Receives gradients that a backward reduced, in the order in which they were sent. Called without
 // the GIL.
-using Deliver = std::function<void(const std::vector<ReducedGradient>&, bool at_end)>;
+using Deliver = std::function<void(const std::vector<ReducedGradient>&, Moment)>;
 void set_deliver(Deliver deliver);
-// Receives the parameters whose gradients were delivered early in a backward that has raised.
-// Called without the GIL. Throws nothing.
-using Interrupted = std::function<void(const std::vector<ParameterPtr>&)>;
+// Called without the GIL when a backward has raised that had delivered gradients early. Throws
+// nothing.
+using Interrupted = std::function<void()>;
 void set_interrupted(Interrupted interrupted);
 
 // Reduces the deposited gradients of `parameters`, in order, and delivers them. Collective.
@@ -110,7 +112,9 @@ class Reduction {
   std::vector<std::unique_ptr<ReduceBucket>> in_flight_;  // in order of launching
   AllReduces all_reduces_;
   std::vector<ReducedGradient> results_;
-  std::vector<ParameterPtr> delivered_;  // early
+  std::vector<ParameterPtr> unforeseen_;  // gradients of no use that a forward noted: more may come
+  bool delivers_early_ = false;           // some parameter that has arrived
+  bool has_delivered_ = false;            // early, in a backward that has not ended
 };
 
 }  // namespace zero3

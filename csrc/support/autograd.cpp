@@ -13,6 +13,8 @@ namespace zero3 {
 
 int running_backward() { return torch::autograd::get_current_graph_task_id(); }
 
+bool is_nested() { return torch::autograd::get_current_node() != nullptr; }
+
 void at_end_of_backward(std::function<void()> function) {
   torch::autograd::Engine::get_default_engine().queue_callback(std::move(function));
 }

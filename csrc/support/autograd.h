@@ -11,6 +11,8 @@ namespace zero3 {
 // Number of the backward that the autograd engine runs on this thread; -1 outside a backward.
 int running_backward();
 inline bool in_backward() { return running_backward() != -1; }
+// At the end of a backward: whether it ran inside of another, as reentrant checkpoints do.
+bool is_nested();
 
 // Calls `function` at the end of the running backward. The backward owns `function` until then.
 void at_end_of_backward(std::function<void()> function);

@@ -17,11 +17,12 @@ from deepcompile_zero3.sharding.step_in_backward import run_early_steps
 
 
 @torch_internals.disable_dynamo
-def _deliver(gradients: Sequence[tuple[_C.Parameter, torch.Tensor]], at_end: bool) -> None:
+def _deliver(gradients: Sequence[tuple[_C.Parameter, torch.Tensor]], moment: _C.Moment) -> None:
     """Adds reduced gradients of a backward to ``.grad``.
 
-    The runtime calls this ``at_end`` of the backward, and before for those of ``step_in_backward``.
+    The runtime calls this at the end of a backward, and before for those of ``step_in_backward``.
     """
+    at_end = moment != _C.Moment.EARLY
     # A parameter that is missing was deleted during its own backward.
     arrived = [(parameter_of(handle.placeholder), reduced) for handle, reduced in gradients]
     delivered = [(parameter, reduced) for parameter, reduced in arrived if parameter is not None]
@@ -40,7 +41,7 @@ def _deliver(gradients: Sequence[tuple[_C.Parameter, torch.Tensor]], at_end: boo
         shard = parameter.shard
         for hook in torch_internals.post_accumulate_grad_hooks(shard):
             hook(shard)
-    run_early_steps([parameter for parameter, _ in delivered], at_end)
+    run_early_steps([parameter for parameter, _ in delivered], moment)
 
 
 def _run_all_reduce_hooks(reduced: Sequence[tuple[ShardedParameter, torch.Tensor]]) -> None:

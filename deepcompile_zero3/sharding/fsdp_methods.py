@@ -7,6 +7,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from deepcompile_zero3 import torch_internals
+from deepcompile_zero3.sharding.step_in_backward import deliver_early_if_possible
 
 
 class _NotForDynamo(property):
@@ -30,6 +31,8 @@ class FSDP2Methods(FSDPModule):
         model = cast(Any, self)._zero3_group.model
         if model is not None:
             model.is_last_backward = is_last_backward
+            for parameter in model.parameters:
+                deliver_early_if_possible(parameter)
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True

@@ -137,8 +137,8 @@ def fully_shard(
         described = (
             f"'{fqn}' {list(full.shape)} of {full.dtype}, strides {full.stride()}, "
             f"requires_grad={parameter.requires_grad}, grad_dtype={parameter.grad_dtype}, "
-            f"reduce_dtype={policy.reduce_dtype}, reshard_after_forward={reshard_after_forward}, "
-            f"owner={layout.owner}"
+            f"reduce_dtype={policy.reduce_dtype}, owner={layout.owner}, "
+            f"reshard_after_forward={reshard_after_forward}"
         )
         blueprints.append(
             Blueprint(parameter, submodule, attribute, layout, policy, full, reshard, described)

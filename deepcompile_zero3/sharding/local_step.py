@@ -2,9 +2,9 @@
 
 import contextlib
 import functools
-import types
+import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -13,10 +13,11 @@ from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.sharding.muon import Muon
 from deepcompile_zero3.sharding.owned import OwnedTensor, own, rows_of
 
 # Optimizers of torch that update an element by its own gradient and state.
-_ELEMENTWISE = (
+ELEMENTWISE = (
     torch.optim.ASGD,
     torch.optim.Adadelta,
     torch.optim.Adagrad,
@@ -29,6 +30,9 @@ _ELEMENTWISE = (
     torch.optim.Rprop,
     torch.optim.SGD,
 )
+
+# Their states that are numbers, whatever the shape of a parameter.
+_NUMBERS = ("step", "eta", "mu", "mu_product")
 
 _State = dict[str, Any]
 
@@ -47,7 +51,7 @@ def step_locally(optimizer: torch.optim.Optimizer, *, is_elementwise: bool = Fal
 
     Args:
         optimizer: an optimizer of ``torch.optim`` that updates each element by itself, such as
-            AdamW or SGD, or any optimizer of parameters that one rank owns each.
+            AdamW or SGD, or Muon of matrices that ranks have whole.
         is_elementwise: says that an optimizer of another class does so too.
 
     Raises:
@@ -55,15 +59,14 @@ def step_locally(optimizer: torch.optim.Optimizer, *, is_elementwise: bool = Fal
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"step_locally takes an optimizer, got {type(optimizer).__name__}")
-    if not (is_elementwise or isinstance(optimizer, _ELEMENTWISE) or _has_owned_only(optimizer)):
+    if not (is_elementwise or type(optimizer) in ELEMENTWISE or is_muon_of_matrices(optimizer)):
         raise ValueError(
             f"{type(optimizer).__name__} may need more of a parameter than the elements that a "
             "rank has; if it updates each element by itself, pass is_elementwise=True"
         )
-    step, locals_of = optimizer.step, _LocalTensors()
-    if hasattr(step, "_steps_locally"):
+    if hasattr(optimizer.step, "_steps_locally"):
         raise Zero3Error(f"step_locally was called twice on the same {type(optimizer).__name__}")
-    unbound = getattr(step, "__func__", None)  # None if a scheduler has wrapped it
+    step, locals_of = _function_of(optimizer.step), _LocalTensors()
 
     @functools.wraps(step)
     def local_step(self: torch.optim.Optimizer, closure: Any = None, **kwargs: Any) -> Any:
@@ -72,17 +75,40 @@ def step_locally(optimizer: torch.optim.Optimizer, *, is_elementwise: bool = Fal
             with torch.enable_grad():
                 loss = closure()
         with locals_of.swapped_into(self):
-            step(**kwargs) if unbound is None else unbound(self, **kwargs)
+            step(self, **kwargs)
         return loss
 
     cast(Any, local_step)._steps_locally = True
-    cast(Any, optimizer).step = types.MethodType(local_step, optimizer)
+    cast(Any, optimizer).step = _WeakMethod(local_step, optimizer)
 
 
-def _has_owned_only(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns whether each rank has all of a parameter, or nothing."""
+def _function_of(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns ``step`` as a function of an optimizer, which it does not keep alive."""
+    if hasattr(step, "__func__"):
+        return cast(Callable[..., Any], step.__func__)
+    return lambda _, **kwargs: step(**kwargs)  # of a scheduler, which has a weak reference
+
+
+class _WeakMethod:
+    """A bound method whose object is not kept alive by it."""
+
+    def __init__(self, function: Callable[..., Any], owner: object) -> None:
+        functools.update_wrapper(self, function)
+        self.__func__ = function
+        self._owner = weakref.ref(owner)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__func__(self._owner(), *args, **kwargs)
+
+
+def is_muon_of_matrices(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns whether this is Muon, of parameters that ranks have whole matrices of, or none."""
+    if type(optimizer) is Muon:
+        return True
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return all(isinstance(p, OwnedTensor) or not isinstance(p, DTensor) for p in parameters)
+    return type(optimizer) is torch.optim.Muon and all(
+        isinstance(p, OwnedTensor) or not isinstance(p, DTensor) for p in parameters
+    )
 
 
 class _LocalTensors:
@@ -97,7 +123,8 @@ class _LocalTensors:
         """Puts local tensors in place of DTensors, in ``param_groups`` and ``state``."""
         given = [group["params"] for group in optimizer.param_groups]
         states = cast(Any, optimizer).state
-        local_states: defaultdict[torch.Tensor, _State] = defaultdict(dict)
+        local_states: defaultdict[Any, Any] = defaultdict(dict)
+        local_states.update((k, v) for k, v in states.items() if not isinstance(k, torch.Tensor))
         local_of: list[tuple[DTensor, nn.Parameter]] = []
         try:
             for group, parameters in zip(optimizer.param_groups, given, strict=True):
@@ -122,7 +149,7 @@ class _LocalTensors:
                 local.grad = None
                 if found := local_states.pop(local, None):
                     _update(states[parameter], found, parameter, local.shape)
-            states.update(local_states)  # of plain parameters
+            states.update(local_states)  # of plain parameters, and of none
 
     def _local(self, parameter: DTensor) -> nn.Parameter:
         local = torch_internals.local_tensor(parameter)
@@ -154,13 +181,16 @@ def _update(state: _State, local: _State, parameter: DTensor, shape: torch.Size)
 
     ``shape`` is that of the local tensor.
     """
+    for key in state.keys() - local.keys():
+        del state[key]
     for key, value in local.items():
         known = state.get(key)
         if known is value or (
             isinstance(known, DTensor) and torch_internals.local_tensor(known) is value
         ):
             continue
-        # A counter of steps is no part of a scalar parameter.
-        is_like = isinstance(value, torch.Tensor) and value.shape == shape and key != "step"
+        # A number of the optimizer's is no part of a scalar parameter.
+        is_number = shape == () and key in _NUMBERS
+        is_like = isinstance(value, torch.Tensor) and value.shape == shape and not is_number
         state[key] = torch_internals.dtensor_like(value, parameter) if is_like else value
         own(state[key])

@@ -52,7 +52,7 @@ class ShardedParameter:
         replicas_are_compared: whether the values of its replicas were compared, or it has none.
         is_read_as_gathered: whether a module reads the gathered tensor as it is.
         group: the ``ParameterGroup`` that gathers it, weakly; see ``group_of``.
-        step_early: steps shards whose gradients have come, in a backward; see ``step_in_backward``.
+        step_early: steps parameters whose gradients have come; see ``step_in_backward``.
         placeholder: the tensor that a traced graph takes in place of the parameter.
         handle: the parameter in the C++ runtime.
         settings: settings of ``handle`` that users may change between steps.
@@ -74,7 +74,7 @@ class ShardedParameter:
         self.is_read_as_gathered = layout.dim == 0 and layout.inner is None  # one guard, not many
         self.declared_grad_dtype: torch.dtype | None = None
         self.leaf_contract = ""
-        self.step_early: Callable[[Sequence[DTensor]], None] | None = None
+        self.step_early: Callable[[Sequence[ShardedParameter]], None] | None = None
         self._shard_of_forward = 0
         self.ranks_meet_in_backward = True
         self.replicas_are_compared = layout.ranks.replicate_group is None

@@ -1,15 +1,15 @@
 """``step_in_backward``: an optimizer steps parameters while the backward still computes."""
 
-import contextlib
+import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.runtime import _C
+from deepcompile_zero3.sharding.local_step import ELEMENTWISE, is_muon_of_matrices
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.sharding.registered import all_parameters_of
 
@@ -18,8 +18,12 @@ _IS_STEPPED = "_zero3_is_stepped_in_backward"
 
 
 def step_in_backward(
-    model: nn.Module, optimizer: torch.optim.Optimizer, *, bucket_mb: float = 64.0
-) -> None:
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    bucket_mb: float = 64.0,
+    is_separate: bool = False,
+) -> "StepsInBackward":
     """Makes backwards of ``model`` step its parameters, bucket by bucket, and free the gradients.
 
     Without it, the shards of all gradients are alive at the end of a backward. With it, a gradient
@@ -27,7 +31,7 @@ def step_in_backward(
     ``register_post_accumulate_grad_hook`` run, ``optimizer`` steps the bucket's parameters, and
     ``.grad`` is None again. ``optimizer.step()`` and ``zero_grad()`` after the backward have
     nothing to do, and may stay in the training loop, as schedulers may. The parameters have the
-    same bits as after a step of all of them.
+    same bits as after a step of all of them. Hooks of ``optimizer.step`` run for each bucket.
 
     The step is no longer all or nothing:
 
@@ -36,24 +40,45 @@ def step_in_backward(
     * Of several micro-batches only the last may step: call
       ``model.set_requires_gradient_sync(False)`` or ``model.set_is_last_backward(False)`` for the
       others.
-    * Nothing sees all gradients before a step: :func:`clip_grad_norm_` raises, torch's finds no
-      gradients, and ``torch.amp.GradScaler`` raises at its step. Clip each gradient in a hook.
-    * Backwards under :func:`detect_nonfinite` step at their end, as the first backward on a mesh
-      with replicas does.
+    * Nothing sees all gradients before a step. :func:`clip_grad_norm_` raises; torch's finds no
+      gradients: clip each gradient in a hook. Do not scale the loss: ``torch.amp.GradScaler`` would
+      come too late.
+    * Some gradients are stepped at the end of the backward: all of the first backward on a mesh
+      with replicas and of those under :func:`detect_nonfinite`, and those that reentrant
+      checkpoints compute. What a reentrant checkpoint alone computes may be left to
+      ``optimizer.step()``.
+
+    Ranks of one host compute gradients in one order, as others have to anyway.
 
     Args:
         model: a module whose parameters are sharded.
-        optimizer: an optimizer of parameters of ``model``. Parameters that it has not are delivered
-            to ``.grad`` at the end of the backward.
-        bucket_mb: size of a bucket of full gradients in MiB. Two are alive at once.
+        optimizer: an optimizer of ``torch.optim`` that updates each parameter by itself, as all do
+            but LBFGS and, over shards, Muon. Parameters that it has not are delivered to ``.grad``
+            at the end of the backward.
+        bucket_mb: size of a bucket of full gradients in MiB, which replaces the default for the
+            parameters of ``optimizer``. Two are alive at once.
+        is_separate: says that an optimizer of another class updates each parameter by itself.
+
+    Returns:
+        An object whose ``remove()`` ends this.
 
     Raises:
-        Zero3Error: ``optimizer`` has no sharded parameter of ``model``, another optimizer steps one
-            in backward already, or a hook of ``set_all_reduce_hook`` waits for all gradients.
+        Zero3Error: ``optimizer`` has no sharded parameter of ``model``, or another optimizer steps
+            one in backward already. A backward raises it if a hook of ``set_all_reduce_hook`` waits
+            for all gradients.
+        ValueError: ``optimizer`` may need several parameters at once, or ``bucket_mb`` is not
+            positive.
         TypeError: ``model`` is not a module, or ``optimizer`` is no optimizer.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"step_in_backward takes an optimizer, got {type(optimizer).__name__}")
+    if not (is_separate or type(optimizer) in ELEMENTWISE or is_muon_of_matrices(optimizer)):
+        raise ValueError(
+            f"{type(optimizer).__name__} may need several parameters at once, or other ranks; if "
+            "it updates each parameter by itself, pass is_separate=True"
+        )
+    if not bucket_mb > 0:
+        raise ValueError(f"bucket_mb is a positive number of MiB, got {bucket_mb!r}")
     given = {id(p) for group in optimizer.param_groups for p in group["params"]}
     found = [p for p in all_parameters_of(model, "step_in_backward") if id(p.shard) in given]
     if not found:
@@ -63,65 +88,111 @@ def step_in_backward(
         )
     for parameter in found:
         if parameter.step_early is not None:
-            raise Zero3Error(f"step_in_backward: '{parameter.fqn}' is stepped in backward already")
-        group = parameter.group and parameter.group()
-        if getattr(group, "all_reduce_hook", None) is not None:
             raise Zero3Error(
-                f"step_in_backward: the hook of set_all_reduce_hook on the group of "
-                f"'{parameter.fqn}' gets all gradients at the end of a backward: remove one of both"
+                f"step_in_backward: '{parameter.fqn}' is stepped in backward already: call "
+                "remove() of what the first call has returned"
             )
-    step = _step_of(optimizer)
-    for parameter in found:
-        parameter.step_early = step
-        setattr(parameter.shard, _IS_STEPPED, True)
-        parameter.settings.bucket_bytes = int(bucket_mb * 2**20)
-        parameter.settings.delivers_early = parameter.replicas_are_compared
+    return StepsInBackward(found, optimizer, bucket_mb)
 
 
-def _step_of(optimizer: torch.optim.Optimizer) -> Callable[[Sequence[DTensor]], None]:
-    def step(parameters: Sequence[DTensor]) -> None:
-        with _only(optimizer, parameters):
-            optimizer.step()
+class StepsInBackward:
+    """The steps of an optimizer in the backwards of a model."""
+
+    def __init__(
+        self,
+        parameters: Sequence[ShardedParameter],
+        optimizer: torch.optim.Optimizer,
+        bucket_mb: float,
+    ) -> None:
+        self._optimizer = optimizer
+        self._lock = threading.RLock()  # gradients on two devices come on two threads
+        self._before = [(each, each.settings.bucket_bytes) for each in parameters]
         for parameter in parameters:
-            parameter.grad = None
+            parameter.step_early = self._step
+            setattr(parameter.shard, _IS_STEPPED, True)
+            parameter.settings.bucket_bytes = int(bucket_mb * 2**20)
+            deliver_early_if_possible(parameter)
 
-    return step
+    def remove(self) -> None:
+        """Leaves all steps to ``optimizer.step()`` again."""
+        for parameter, bucket_bytes in self._before:
+            parameter.step_early = None
+            parameter.settings.bucket_bytes = bucket_bytes
+            if hasattr(parameter.shard, _IS_STEPPED):
+                delattr(parameter.shard, _IS_STEPPED)
+            deliver_early_if_possible(parameter)
+        self._before = []
+
+    def _step(self, parameters: Sequence[ShardedParameter]) -> None:
+        shards = {id(parameter.shard): parameter.shard for parameter in parameters}
+        groups = self._optimizer.param_groups
+        with self._lock:
+            given = [group["params"] for group in groups]
+            chosen = [[p for p in of_group if id(p) in shards] for of_group in given]
+            if sum(map(len, chosen)) != len(shards):
+                there = {id(p) for of_group in chosen for p in of_group}
+                names = [p.fqn for p in parameters if id(p.shard) not in there]
+                raise Zero3Error(
+                    f"step_in_backward: the optimizer does not have '{names[0]}' as it is "
+                    "registered now: call remove(), and step_in_backward with a new optimizer"
+                )
+            _stepped.update(parameter.fqn for parameter in parameters)
+            try:
+                for group, its_parameters in zip(groups, chosen, strict=True):
+                    group["params"] = its_parameters
+                self._optimizer.step()
+            finally:
+                for group, its_parameters in zip(groups, given, strict=True):
+                    group["params"] = its_parameters
+        for shard in shards.values():
+            shard.grad = None
 
 
-@contextlib.contextmanager
-def _only(optimizer: torch.optim.Optimizer, parameters: Sequence[DTensor]) -> Iterator[None]:
-    """Takes all other parameters out of the groups of ``optimizer``."""
-    chosen = {id(parameter) for parameter in parameters}
-    given = [group["params"] for group in optimizer.param_groups]
-    try:
-        for group, its_parameters in zip(optimizer.param_groups, given, strict=True):
-            group["params"] = [p for p in its_parameters if id(p) in chosen]
-        yield
-    finally:
-        for group, its_parameters in zip(optimizer.param_groups, given, strict=True):
-            group["params"] = its_parameters
+# Names of the parameters that backwards have stepped which have not ended.
+_stepped: set[str] = set()
 
 
-def run_early_steps(delivered: Sequence[ShardedParameter], at_end: bool) -> None:
+def deliver_early_if_possible(parameter: ShardedParameter) -> None:
+    """Sets whether the runtime delivers the gradient before the end of a backward."""
+    model = parameter.model
+    parameter.settings.delivers_early = (
+        parameter.step_early is not None
+        and parameter.replicas_are_compared
+        and model is not None
+        and model.is_last_backward
+    )
+
+
+def run_early_steps(delivered: Sequence[ShardedParameter], moment: _C.Moment) -> None:
     """Steps parameters whose gradients were delivered, if this is the last backward of a step.
 
-    ``at_end`` of the backward, parameters are stepped too that have gradients of earlier ones only.
+    At the end of the backward, parameters are stepped too that have gradients of earlier ones only.
     """
     parameters = dict.fromkeys(delivered)
-    if at_end:
+    if moment == _C.Moment.NESTED_END:  # the backward around it may bring more
+        return
+    if moment == _C.Moment.END:
         for model in dict.fromkeys(p.model for p in delivered):
             if model is not None:
                 parameters.update(dict.fromkeys(model.parameters))
-    by_step: dict[Callable[[Sequence[DTensor]], None], list[DTensor]] = {}
+    by_step: dict[Callable[[Sequence[ShardedParameter]], None], list[ShardedParameter]] = {}
     for parameter in parameters:
         model, step = parameter.model, parameter.step_early
         if step is None or model is None or not model.is_last_backward:
             continue
-        parameter.settings.delivers_early = parameter.replicas_are_compared
-        if (shard := parameter.shard).grad is not None:
-            by_step.setdefault(step, []).append(shard)
-    for step, shards in by_step.items():
-        step(shards)
+        deliver_early_if_possible(parameter)
+        group = parameter.group and parameter.group()
+        if getattr(group, "all_reduce_hook", None) is not None:
+            raise Zero3Error(
+                f"step_in_backward: the hook of set_all_reduce_hook on the group of "
+                f"'{parameter.fqn}' gets all gradients at the end of a backward: use one of both"
+            )
+        if parameter.shard.grad is not None:
+            by_step.setdefault(step, []).append(parameter)
+    for step, its_parameters in by_step.items():
+        step(its_parameters)
+    if moment == _C.Moment.END:
+        _stepped.difference_update(parameter.fqn for parameter in parameters)
 
 
 def check_has_gradients(parameter: torch.Tensor) -> None:
@@ -134,14 +205,16 @@ def check_has_gradients(parameter: torch.Tensor) -> None:
         )
 
 
-def _interrupted(fqns: Sequence[str]) -> None:
-    names = list(dict.fromkeys(fqns))
-    others = f" and {len(names) - 1} others" if len(names) > 1 else ""
-    warnings.warn(
-        f"a backward has raised after its optimizer had stepped '{names[0]}'{others} "
-        "(step_in_backward), and not the rest: continue from a checkpoint",
-        stacklevel=2,
-    )
+def _interrupted() -> None:
+    names = sorted(_stepped)
+    _stepped.clear()
+    if names:
+        others = f" and {len(names) - 1} others" if len(names) > 1 else ""
+        warnings.warn(
+            f"a backward has raised after its optimizer had begun to step '{names[0]}'{others} "
+            "(step_in_backward), and not the rest: continue from a checkpoint",
+            stacklevel=2,
+        )
 
 
 _C.set_interrupted(_interrupted)
