@@ -23,8 +23,8 @@ def muon_and_adam(model, owners):
     return torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)
 
 
-def step(model, optimizers, batch, run=None):
-    mean_square(model if run is None else run, mine(batch)).backward()
+def step(model, optimizers, batch):
+    mean_square(model, mine(batch)).backward()
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()

@@ -180,9 +180,9 @@ def spec_of(tensor: DTensor) -> Any:
     return tensor._spec
 
 
-def with_spec(local: torch.Tensor, spec: Any, kind: type[DTensor] = DTensor) -> DTensor:
+def with_spec(local: torch.Tensor, spec: Any) -> DTensor:
     """Returns the DTensor of this local tensor. Not differentiable."""
-    return kind(local, spec, requires_grad=False)
+    return DTensor(local, spec, requires_grad=False)
 
 
 def init_mesh(
