@@ -4,7 +4,7 @@ import contextlib
 import functools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -111,6 +111,22 @@ def is_muon_of_matrices(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
+@contextlib.contextmanager
+def parameters_replaced(
+    optimizer: torch.optim.Optimizer, replacements: Sequence[list[torch.Tensor]]
+) -> Iterator[None]:
+    """Gives each of ``optimizer.param_groups`` other parameters."""
+    groups = optimizer.param_groups
+    given = [group["params"] for group in groups]
+    try:
+        for group, parameters in zip(groups, replacements, strict=True):
+            group["params"] = parameters
+        yield
+    finally:
+        for group, parameters in zip(groups, given, strict=True):
+            group["params"] = parameters
+
+
 class _LocalTensors:
     """The local tensors of an optimizer's parameters, as parameters of their own."""
 
@@ -121,15 +137,15 @@ class _LocalTensors:
     @contextlib.contextmanager
     def swapped_into(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Puts local tensors in place of DTensors, in ``param_groups`` and ``state``."""
-        given = [group["params"] for group in optimizer.param_groups]
         states = cast(Any, optimizer).state
         local_states: defaultdict[Any, Any] = defaultdict(dict)
         local_states.update((k, v) for k, v in states.items() if not isinstance(k, torch.Tensor))
         local_of: list[tuple[DTensor, nn.Parameter]] = []
         try:
-            for group, parameters in zip(optimizer.param_groups, given, strict=True):
-                group["params"] = []
-                for parameter in parameters:
+            locals_of_groups: list[list[torch.Tensor]] = []
+            for group in optimizer.param_groups:
+                locals_of_groups.append([])
+                for parameter in group["params"]:
                     state = states.get(parameter)
                     local = parameter
                     if isinstance(parameter, DTensor):
@@ -138,12 +154,11 @@ class _LocalTensors:
                         state = state and _localized(state, parameter)
                     if state:
                         local_states[local] = state
-                    group["params"].append(local)
+                    locals_of_groups[-1].append(local)
             cast(Any, optimizer).state = local_states
-            yield
+            with parameters_replaced(optimizer, locals_of_groups):
+                yield
         finally:
-            for group, parameters in zip(optimizer.param_groups, given, strict=True):
-                group["params"] = parameters
             cast(Any, optimizer).state = states
             for parameter, local in local_of:
                 local.grad = None

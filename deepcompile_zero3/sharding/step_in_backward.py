@@ -9,7 +9,11 @@ from torch import nn
 
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.runtime import _C
-from deepcompile_zero3.sharding.local_step import ELEMENTWISE, is_muon_of_matrices
+from deepcompile_zero3.sharding.local_step import (
+    ELEMENTWISE,
+    is_muon_of_matrices,
+    parameters_replaced,
+)
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.sharding.registered import all_parameters_of
 
@@ -125,9 +129,8 @@ class StepsInBackward:
 
     def _step(self, parameters: Sequence[ShardedParameter]) -> None:
         shards = {id(parameter.shard): parameter.shard for parameter in parameters}
-        groups = self._optimizer.param_groups
         with self._lock:
-            given = [group["params"] for group in groups]
+            given = [group["params"] for group in self._optimizer.param_groups]
             chosen = [[p for p in of_group if id(p) in shards] for of_group in given]
             if sum(map(len, chosen)) != len(shards):
                 there = {id(p) for of_group in chosen for p in of_group}
@@ -137,13 +140,8 @@ class StepsInBackward:
                     "registered now: call remove(), and step_in_backward with a new optimizer"
                 )
             _stepped.update(parameter.fqn for parameter in parameters)
-            try:
-                for group, its_parameters in zip(groups, chosen, strict=True):
-                    group["params"] = its_parameters
+            with parameters_replaced(self._optimizer, chosen):
                 self._optimizer.step()
-            finally:
-                for group, its_parameters in zip(groups, given, strict=True):
-                    group["params"] = its_parameters
         for shard in shards.values():
             shard.grad = None
 
