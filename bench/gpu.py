@@ -35,8 +35,8 @@ _PEAK_FLOPS = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12}
 
 HEAD = (
     "| mode | ms | over {base} | of rounds | tokens/s | TFLOP/s | of peak | allocated, GB "
-    "| reserved, GB | first step, s |\n"
-    "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
+    "| reserved, GB | first step, s | loss |\n"
+    "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
 )
 
 
@@ -47,7 +47,7 @@ def add_arguments(
 ) -> None:
     """Adds the arguments of :func:`run`. ``modes`` and ``parts`` parse lists of names."""
     names = [name.removeprefix("llama-") for name in LLAMAS]
-    some = ["plain", "zero3", "zero3-again", "fsdp2-blocks"]
+    some = ["plain", "zero3", "fsdp2-blocks", "zero3-again"]
     part.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     part.add_argument("--model", choices=names, default="1b", help="a Llama of so many parameters")
     part.add_argument("--layers", type=int, help="in place of the model's own number")
@@ -82,6 +82,12 @@ def add_arguments(
         "--minutes", type=float, default=8.5, help="nothing begins that would take longer"
     )
     part.add_argument(
+        "--longest", type=float, default=300, help="seconds that a process may take (300)"
+    )
+    part.add_argument(
+        "--cache", type=Path, help="folder of compiled code, which later runs find; none is kept"
+    )
+    part.add_argument(
         "--output", type=Path, default=Path("build/bench"), help="folder of results (build/bench)"
     )
     part.set_defaults(run=run, malloc="default")
@@ -100,7 +106,9 @@ def run(args: argparse.Namespace) -> None:
     _say(f"{results['machine']}, {results['time']}\n")
 
     def save() -> None:
-        (args.output / "gpu.json").write_text(json.dumps(results, indent=1))
+        written = args.output / "gpu.json.new"
+        written.write_text(json.dumps(results, indent=1))
+        written.replace(args.output / "gpu.json")
 
     if "kernels" in args.parts:
         _kernels(args, results, save)
@@ -111,7 +119,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def time_steps(step: Callable, batches: list[torch.Tensor], warmup: int) -> dict:
-    """Returns seconds of the first step and of each step after ``warmup`` more, and GPU memory.
+    """Returns seconds of the first step and of each step after ``warmup`` more, GPU memory, and the
+    last loss.
 
     A step lasts from the end of the previous step to its own end; the host does not wait in
     between. Memory is in bytes.
@@ -129,7 +138,7 @@ def time_steps(step: Callable, batches: list[torch.Tensor], warmup: int) -> dict
         step(batch)
     moments = [clock.mark(device)]
     for batch in batches[1 + warmup :]:
-        step(batch)
+        loss = step(batch)
         moments.append(clock.mark(device))
     clock.wait(device)
     on_gpu = device == "cuda"
@@ -138,6 +147,7 @@ def time_steps(step: Callable, batches: list[torch.Tensor], warmup: int) -> dict
         "steps": [clock.seconds(*both) for both in pairwise(moments)],
         "allocated": torch.cuda.max_memory_allocated() if on_gpu else 0,
         "reserved": torch.cuda.max_memory_reserved() if on_gpu else 0,
+        "loss": float(loss),
     }
 
 
@@ -171,6 +181,7 @@ def table(results: dict) -> str:
             f"{max(each['allocated'] for each in measured) / 1e9:.1f}",
             f"{max(each['reserved'] for each in measured) / 1e9:.1f}",
             ", ".join(f"{each['first']:.0f}" for each in measured),
+            f"{measured[-1]['loss']:.4f}",
         ]
         lines.append(f"| {' | '.join(columns)} |")
     return "\n".join(lines)
@@ -204,15 +215,19 @@ def _kernels(args: argparse.Namespace, results: dict, save: Callable[[], None]) 
 def _steps(
     args: argparse.Namespace, results: dict, save: Callable[[], None], deadline: float
 ) -> None:
-    """Runs as many rounds of all modes as time allows; a mode that failed is not tried again."""
+    """Runs as many rounds of all modes as time allows; a mode that failed is not tried again.
+
+    Every other round runs the modes in the opposite order, since a GPU is coolest at the start.
+    """
     rounds: list[dict] = []
     results |= {"rounds": rounds, "overlap": {}}
     took: dict[str, float] = {}
     failed: set[str] = set()
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        cache = args.cache or Path(folder)
         for number in range(1, args.rounds + 1):
             rounds.append({})
-            for mode in args.modes:
+            for mode in args.modes[:: 1 if number % 2 else -1]:
                 if mode in failed:
                     continue
                 start = time.monotonic()
@@ -220,7 +235,7 @@ def _steps(
                     _say(f"round {number}, {mode}: there is no time for it")
                     continue
                 traced = number == 1 and mode in args.trace
-                rounds[-1][mode] = found = _one(args, mode, f"{cache}/{mode}", traced, deadline)
+                rounds[-1][mode] = found = _one(args, mode, str(cache / mode), traced, deadline)
                 took[mode] = time.monotonic() - start
                 save()
                 if "steps" not in found:
@@ -231,6 +246,7 @@ def _steps(
                     f"round {number}, {mode}: {1e3 * median(found['steps']):.1f} ms a step, "
                     f"{found['first']:.0f} s the first; {took[mode]:.0f} s in all"
                 )
+                took[mode] -= 0.7 * found["first"]  # later rounds find compiled code
                 if traced:
                     _overlap(args, mode, found, results)
                     save()
@@ -242,12 +258,13 @@ def _one(args: argparse.Namespace, mode: str, cache: str, traced: bool, deadline
     """Returns the measurements, or the error, of a new process that trains in one mode."""
     make = partial(Training, f"llama-{args.model}", mode, **_changes(args))
     ranks = Ranks(make, 1, cache)
+    end = min(deadline, time.monotonic() + args.longest)
     found: dict = {}
     try:
-        left = max(deadline - time.monotonic(), 1)
+        left = max(end - time.monotonic(), 1)
         found |= ranks.call("timed", args.warmup, args.steps, timeout=left)[0]
         if traced:
-            left = max(deadline - time.monotonic(), 1)
+            left = max(end - time.monotonic(), 1)
             ranks.call("traced", str(_trace_path(args, mode)), timeout=left)
     except (EOFError, OSError, RuntimeError) as error:  # a TimeoutError is an OSError
         found["error"] = str(error) or "its process ended"

@@ -259,6 +259,8 @@ def _compile(
         if pipeline.inputs:
             other = compiler.custom_partitioner(config)
             config["custom_partitioner_fn"] = Partitioner(pipeline, regions, other)
+            # Captures would read placeholders. Set for all of torch, it is for other graphs.
+            config["triton.cudagraphs"] = False
         if any(facts.dim == 4 for facts in pipeline.inputs.values()):
             # It reorders the 4-D ancestors of a convolution and would read a placeholder.
             config["layout_optimization"] = False

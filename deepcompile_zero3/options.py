@@ -48,6 +48,11 @@ class Options:
             )
         if self.inductor_config and not self.inductor:
             raise ValueError("option 'inductor_config' needs 'inductor': True")
+        if self.inductor_config.get("triton.cudagraphs"):
+            raise NotImplementedError(
+                "option 'inductor_config' has 'triton.cudagraphs': True, but graphs that gather "
+                "parameters are not captured as CUDA graphs: leave it out"
+            )
         for name, least, what in (
             ("gather_bucket_mb", sys.float_info.min, "a positive number"),
             ("keep_mb", 0, "a number of at least 0, or infinity"),

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import collectives
 import pytest
 import torch
 from ranks import RankPool
@@ -20,8 +21,15 @@ ROOT = Path(__file__).parent.parent
 def pytest_addoption(parser):
     parser.addoption(
         "--transport",
-        choices=["shared_memory", "c10d"],
-        help="how ranks gather and reduce where a test leaves that open",
+        choices=["shared_memory", "c10d", "collectives"],
+        help="how ranks gather and reduce where a test leaves that open; collectives: by c10d in "
+        "the way of NCCL, on CPUs",
+    )
+    parser.addoption(
+        "--device",
+        choices=["cpu", "cuda"],
+        default="cpu",
+        help="where tests of one process make their models; cuda omits other tests",
     )
 
 
@@ -31,8 +39,11 @@ def pytest_configure(config):
     The folder is set before torch's compiler is imported, which would set the variable itself.
     """
     if transport := config.getoption("--transport"):
-        os.environ["ZERO3_TRANSPORT"] = transport
-        config.add_cleanup(lambda: os.environ.pop("ZERO3_TRANSPORT", None))
+        variables = {"ZERO3_TRANSPORT": transport}
+        if transport == "collectives":
+            variables = {"ZERO3_TRANSPORT": "c10d", collectives.LIBRARY: collectives.build()}
+        os.environ.update(variables)
+        config.add_cleanup(lambda: [os.environ.pop(name, None) for name in variables])
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
         if "torch._inductor" in sys.modules:
             raise pytest.UsageError(
@@ -106,7 +117,7 @@ def pytest_itemcollected(item):
         item.add_marker(pytest.mark.xdist_group("new ranks"))
     elif "pools" in fixtures:
         item.add_marker(pytest.mark.xdist_group("ranks"))
-    values = item.callspec.params if hasattr(item, "callspec") else {}
+    values = _values(item)
     # `make test` runs pairs of ways to run and to communicate in which each way occurs.
     if (values.get("how"), values.get("transport")) == ("eager", "c10d"):
         item.add_marker(pytest.mark.long)
@@ -126,18 +137,34 @@ def pytest_collection_modifyitems(config, items):
         test = (item.path, item.originalname)
         if item.get_closest_marker("thin") and not item.get_closest_marker("long"):
             variants.setdefault(test, []).append((item, item.callspec.params))
-        values = item.callspec.params if hasattr(item, "callspec") else {}
+        values = _values(item)
         if item.get_closest_marker("long") and values.get("how") == "zero3":
             others = {name: value for name, value in values.items() if name != "how"}
             through_inductor.setdefault(test, []).append((item, others))
     for several in variants.values():
         for item in _more_than_cover(several, size=2 if len(several[0][1]) > 2 else 1):
             item.add_marker(pytest.mark.long)
+    if config.getoption("--device") == "cuda":
+        _omit(config, items, [item for item in items if "one_rank" not in item.fixturenames])
+    if config.getoption("--transport") == "collectives":  # which need ranks on gloo
+        others = [item for item in items if "shared_memory" in _values(item).values()]
+        _omit(config, items, others)
     if config.option.keyword or any("::" in argument for argument in config.args):
         return
-    omitted = {item for some in through_inductor.values() for item in _more_than_cover(some, 1)}
+    _omit(
+        config, items, itertools.chain(*(_more_than_cover(s, 1) for s in through_inductor.values()))
+    )
+
+
+def _omit(config, items, some):
+    omitted = set(some)
     config.hook.pytest_deselected(items=list(omitted))
     items[:] = [item for item in items if item not in omitted]
+
+
+def _values(item):
+    """Returns the values of a test's parameters by name."""
+    return item.callspec.params if hasattr(item, "callspec") else {}
 
 
 def _more_than_cover(variants, size):

@@ -100,8 +100,9 @@ def join_as_torchrun():
 
 
 def batch_of(*shape, seed=0):
-    """Returns random numbers, the same on every rank."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    """Returns random numbers, the same on every rank and device."""
+    batch = torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+    return batch.to(torch.get_default_device())
 
 
 def mine(batch, group=None):
@@ -150,7 +151,7 @@ def assert_same_gradients(model, reference, tolerance=1e-5):
             f"{fqn}: {parameter.grad.placements}"
         )
         assert parameter.grad.to_local().shape == parameter.to_local().shape, fqn
-        difference = relative_difference(parameter.grad.full_tensor(), whole.grad)
+        difference = relative_difference(_full(parameter.grad), whole.grad)
         assert difference <= tolerance, f"{fqn}: gradients differ by {difference:.1e}"
 
 
@@ -159,10 +160,21 @@ def assert_same_parameters(model, reference, tolerance=1e-5):
     for (fqn, parameter), (_, whole) in _pairs(model, reference):
         assert isinstance(parameter, DTensor), f"{fqn} is a {type(parameter).__name__}"
         shard, whole = parameter.detach().double(), whole.detach().double()
-        error = (shard.full_tensor() - whole).norm()
+        error = (_full(shard) - whole).norm()
         # A parameter that began at zero and whose gradient is rounding noise has hardly moved.
         difference = (error / whole.norm().clamp_min(1e-3)).item()
         assert difference <= tolerance, f"{fqn}: parameters differ by {difference:.1e}"
+
+
+def _full(tensor):
+    """Returns ``full_tensor()``. Over gloo, c10d's functional all-gather would read the memory of a
+    GPU as if it were the host's.
+    """
+    if type(tensor) is not DTensor or not tensor.is_cuda or dist.get_backend() != "gloo":
+        return tensor.full_tensor()
+    parts = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, tensor.to_local().cpu())
+    return torch.cat(parts).to(tensor.device)
 
 
 def relative_difference(actual, expected):

@@ -24,8 +24,17 @@ needs_a_job = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.fixture
-def one_rank(tmp_path):
-    """A gloo process group of one rank; sharded models and their names are gone afterwards."""
-    start("gloo", tmp_path)
-    yield
+def one_rank(tmp_path, request):
+    """A process group of one rank; sharded models and their names are gone afterwards.
+
+    With ``--device cuda`` models are made on a GPU, over NCCL.
+    """
+    if request.config.getoption("--device") == "cpu":
+        start("gloo", tmp_path)
+        yield
+    else:
+        torch.cuda.set_device(0)
+        start("nccl", tmp_path, device_id=torch.device("cuda", 0))
+        with torch.device("cuda"):
+            yield
     end()

@@ -24,6 +24,7 @@ from multiprocessing import connection
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from collectives import backend_of_ranks
 from torch.distributed.tensor import DTensor, _random, _redistribute
 
 # Seconds that the other ranks may go on after one has failed: they are likely to wait for it.
@@ -192,7 +193,7 @@ def _serve(pipe, rank, world_size, environment, stack_path):
 
 def _run(function, args, store, rank, world_size, caches):
     dist.init_process_group(
-        "gloo",
+        backend_of_ranks(),
         init_method=f"file://{store}",
         rank=rank,
         world_size=world_size,

@@ -1,6 +1,9 @@
 """Steps on a GPU: NCCL with one rank, and two ranks that share the GPU over gloo."""
 
+import functools
+
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
 from models import Stack, assert_same_step, batch_of, compiled, mean_square, optimizers_of, shard
@@ -9,10 +12,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from deepcompile_zero3 import Owned, record_collectives
+from deepcompile_zero3.runtime import _C
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
+    pytest.mark.skipif(not _C.WITH_CUDA, reason="the runtime was built without CUDA"),
 ]
 each_way = pytest.mark.parametrize("how", ["zero3", "interpreted", "eager"])
 
@@ -23,6 +28,16 @@ def nccl(tmp_path):
     start("nccl", tmp_path, device_id=torch.device("cuda", 0))
     yield
     end()
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    """New interpreters: torch's compiler counts GPUs when it is imported, and no process that is
+    forked afterwards can use one.
+    """
+    pool = ranks.RankPool(2, "spawn")
+    yield functools.partial(pool.run, timeout=300)
+    pool.close()
 
 
 def _train(how, steps, **settings):
@@ -46,8 +61,9 @@ def _train_over_gloo(how):
 
 
 @each_way
-def test_two_ranks_share_the_gpu_over_gloo(run_ranks, how):
-    run_ranks(2, _train_over_gloo, how, timeout=300)
+@pytest.mark.xdist_group("two ranks")
+def test_two_ranks_share_the_gpu_over_gloo(two_ranks, how):
+    two_ranks(_train_over_gloo, how)
 
 
 def _train_owned_over_gloo(how):
@@ -57,8 +73,9 @@ def _train_owned_over_gloo(how):
 
 
 @each_way
-def test_a_rank_owns_matrices_on_the_gpu(run_ranks, how):
-    run_ranks(2, _train_owned_over_gloo, how, timeout=300)
+@pytest.mark.xdist_group("two ranks")
+def test_a_rank_owns_matrices_on_the_gpu(two_ranks, how):
+    two_ranks(_train_owned_over_gloo, how)
 
 
 def _sharded(policy):

@@ -1,8 +1,8 @@
 #include <ATen/Dispatch.h>
-#include <ATen/cuda/CUDAContext.h>
 #include <ATen/ops/full.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
 
 #include "kernels/copy.h"
 #include "kernels/copy_kernel.h"
@@ -22,9 +22,11 @@ template <typename From, typename To>
 void launch(const std::vector<Copy>& copies, at::ScalarType through, double divisor) {
   using Tile = Tiling<From, To>;
   constexpr int64_t kMostTiles = int64_t{1} << 30;  // tiles of one launch
-  const auto stream = at::cuda::getCurrentCUDAStream();
+  const auto stream = c10::cuda::getCurrentCUDAStream();
   CopyBatch batch;
-  batch.through = through;
+  const bool casts_alike = is_exact(c10::CppTypeToScalarType<From>::value, through) ||
+                           (divisor == 1 && through == c10::CppTypeToScalarType<To>::value);
+  if (!casts_alike) batch.through = through;
   batch.multiplies = is_power_of_two(divisor);
   batch.factor = batch.multiplies ? 1 / divisor : divisor;
   int64_t tiles = 0;
@@ -55,6 +57,11 @@ bool is_floating(at::ScalarType dtype) {
 void copy_by_torch(const Copy& copy, at::ScalarType through, double divisor) {
   if (!copy.from.defined()) {
     copy.to.zero_();
+    return;
+  }
+  if (divisor == 1 &&
+      (through == copy.to.scalar_type() || is_exact(copy.from.scalar_type(), through))) {
+    copy.to.copy_(copy.from);
     return;
   }
   const auto from = copy.from.to(through);

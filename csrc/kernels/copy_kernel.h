@@ -12,8 +12,10 @@
 
 #if defined(__CUDACC__)
 #define ZERO3_HOST_DEVICE __host__ __device__
+#define ZERO3_UNROLL _Pragma("unroll")  // so that arrays stay in registers
 #else
 #define ZERO3_HOST_DEVICE
+#define ZERO3_UNROLL
 #endif
 
 namespace zero3 {
@@ -30,7 +32,7 @@ struct CopyBatch {
   Item items[kMost];
   int32_t ends[kMost];  // number of tiles up to and including each item
   int32_t count = 0;
-  c10::ScalarType through = c10::ScalarType::Undefined;  // elements are cast to it first
+  c10::ScalarType through = c10::ScalarType::Undefined;  // cast to it first, if defined
   bool multiplies = false;
   double factor = 1;  // divisor of the elements; with `multiplies`, their factor
 };
@@ -106,9 +108,12 @@ ZERO3_HOST_DEVICE inline void copy_tile(const CopyBatch& batch, int32_t tile, in
     Read read[Tile::kUnroll];
     const auto* sources = reinterpret_cast<const Read*>(from);
     auto* targets = reinterpret_cast<Written*>(to);
+    ZERO3_UNROLL
     for (int k = 0; k < Tile::kUnroll; ++k) read[k] = sources[k * Tile::kThreads + thread];
+    ZERO3_UNROLL
     for (int k = 0; k < Tile::kUnroll; ++k) {
       Written written;
+      ZERO3_UNROLL
       for (int i = 0; i < kVector; ++i) written.values[i] = convert(read[k].values[i]);
       targets[k * Tile::kThreads + thread] = written;
     }

@@ -11,6 +11,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "support/error.h"
+#include "support/grad_dtype.h"
 #include "support/memory.h"
 
 namespace zero3 {
@@ -218,9 +219,9 @@ void ProcessGroupExchange::gather(const std::vector<Piece>& pieces) {
           });
       continue;
     }
-    // Backends do not know float8.
+    // Backends know few other dtypes: not float8 or int16.
     const auto sent = [](const at::Tensor& tensor) {
-      return c10::isFloat8Type(tensor.scalar_type()) ? tensor.view(at::kByte) : tensor;
+      return is_gradient_dtype(tensor.scalar_type()) ? tensor : tensor.view(at::kByte);
     };
     if (const auto root = root_of(rows)) {
       std::vector<at::Tensor> row{sent(rows[*root])};
@@ -258,8 +259,7 @@ void ProcessGroupExchange::reduce(const Rows& rows, const std::string& key) {
           transfers_->start("rank " + std::to_string(with), key, begin);
         });
   } else if (const auto root = root_of(rows)) {
-    // A backend may write to the tensor on other ranks too.
-    std::vector<at::Tensor> sum{keep(pooled_copy(rows[*root]))};
+    std::vector<at::Tensor> sum{keep(rows[*root])};
     addends.push_back(rank_ == *root ? sum.front() : own);
     transfers_->start("others", key, [&] { return transfers_->group->reduce(sum, to(*root)); });
   } else {

@@ -18,7 +18,6 @@ aten, prims = torch.ops.aten, torch.ops.prims
 _WITH_OUT_DTYPE: dict[Any, Any] = {
     aten.mm.default: aten.mm.dtype,
     aten.bmm.default: aten.bmm.dtype,
-    aten.addmm.default: aten.addmm.dtype,
 }
 
 
@@ -72,9 +71,8 @@ def _widen(node: fx.Node) -> None:
     arguments: Any = node.args
     with graph.inserting_before(node):
         if node.meta["val"].device.type == "cuda":
-            *summand, left, right = arguments
             target = _WITH_OUT_DTYPE[target]
-            arguments = (*map(_in_fp32, summand), left, right, torch.float32)
+            arguments = (*arguments, torch.float32)
         else:
             arguments = tuple(map(_in_fp32, arguments))
         wide = graph.create_node(

@@ -64,7 +64,11 @@ def default_mesh() -> DeviceMesh:
             "(under torchrun), or pass mesh="
         )
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return init_device_mesh(accelerator.type if accelerator else "cpu", (dist.get_world_size(),))
+    device_type = accelerator.type if accelerator else "cpu"
+    if accelerator and dist.get_backend() == "gloo":
+        # init_device_mesh would make a group of its own for each call.
+        return DeviceMesh.from_group(cast(dist.ProcessGroup, dist.group.WORLD), device_type)
+    return init_device_mesh(device_type, (dist.get_world_size(),))
 
 
 def check_mesh(mesh: DeviceMesh) -> None:

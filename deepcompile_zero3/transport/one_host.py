@@ -24,7 +24,11 @@ import torch.distributed as dist
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.transport.choice import TransportName
-from deepcompile_zero3.transport.json_collectives import all_gather_json, check_alike
+from deepcompile_zero3.transport.json_collectives import (
+    all_gather_json,
+    check_alike,
+    check_all_alike,
+)
 from deepcompile_zero3.transport.process_groups import exists
 
 # A rank's mailbox holds the largest gradient and this many bytes more.
@@ -105,7 +109,8 @@ def share(
                 f"transport='shared_memory' needs a process group of gloo on CPUs; this one is "
                 f"{dist.get_backend(group)}, and the mesh is on {device!r}"
             )
-        return None  # all ranks know this without an exchange
+        check_all_alike(described, group)
+        return None
     segments = _Segments(fulls, owners, group, take_turns) if fulls else None
     mine = _offer(transport, described, segments.sizes if segments and rank == 0 else ())
     try:
