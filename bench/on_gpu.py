@@ -101,6 +101,7 @@ def main() -> None:
         chosen = args.stages or [s.name for s in group if not done.get(s.name, {}).get("complete")]
         todo = [stage for stage in group if stage.name in chosen and left >= stage.least]
         run(todo, left, done, env)
+        save(done, pack=bool(todo))
         if any(stage.name == "build" for stage in todo) and not done["build"]["complete"]:
             sys.exit((KEPT / "build.log").read_text()[-SHOWN:])
     print(SUMMARY.read_text()[-SHOWN:])
@@ -171,10 +172,10 @@ def run(stages: list[Stage], left: float, done: dict[str, dict], env: dict[str, 
                 "complete": complete and not was_cut,
                 "seconds": round(seconds),
             }
-        save(done, pack=not running)
+        save(done)
 
 
-def save(done: dict[str, dict], pack: bool) -> None:
+def save(done: dict[str, dict], pack: bool = False) -> None:
     """Writes the summary and all logs; with ``pack``, an archive of all results too."""
     written = SUMMARY.with_suffix(".new")
     written.write_text(json.dumps({"stages": done, "numbers": numbers()}, indent=1))

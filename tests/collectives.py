@@ -2,7 +2,9 @@
 
 import importlib.util
 import os
+import sys
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,7 +19,9 @@ def build():
     folder = _SOURCE.parent.parent / "build" / f"like-nccl-torch-{torch.__version__}"
     folder.mkdir(parents=True, exist_ok=True)
     settings = {"extra_cflags": ["-O0", "-g0"], "build_directory": str(folder)}
-    load("like_nccl", [str(_SOURCE)], is_python_module=False, **settings)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # where ninja is
+    with mock.patch.dict(os.environ, PATH=path):
+        load("like_nccl", [str(_SOURCE)], is_python_module=False, **settings)
     return str(folder / "like_nccl.so")
 
 

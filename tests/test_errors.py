@@ -74,6 +74,11 @@ def test_settings_for_inductor_without_inductor_are_refused():
         Options.parse({"inductor": False, "inductor_config": {"max_autotune": True}})
 
 
+def test_cuda_graphs_are_refused():
+    with pytest.raises(NotImplementedError, match=r"'triton.cudagraphs': True.*leave it out"):
+        Options.parse({"inductor_config": {"triton.cudagraphs": True}})
+
+
 def test_a_mode_is_refused_and_the_option_to_use_named(x):
     compiled = torch.compile(nn.Linear(2, 2), backend="zero3", mode="reduce-overhead")
 

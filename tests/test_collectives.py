@@ -1,0 +1,118 @@
+"""Steps by collectives in the way of NCCL, on CPUs: see like_nccl.cpp.
+
+``pytest --transport collectives`` runs other tests in this way too.
+"""
+
+import shutil
+
+import collectives
+import pytest
+import torch
+import torch.distributed as dist
+from mesh_models import replicas
+from models import Stack, assert_same_step, batch_of, compiled, each_way, optimizers_of, shard
+from ranks import RankPool
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from deepcompile_zero3 import Owned, Zero3Error, fully_shard, record_collectives
+
+
+@pytest.fixture(scope="module")
+def run_collectives():
+    """``run_collectives(world_size, function, *args)`` runs ``function(*args)`` on every rank."""
+    if shutil.which("g++") is None:
+        pytest.skip("there is no g++")
+    library = collectives.build()
+    pools = {number: RankPool(number, **{collectives.LIBRARY: library}) for number in (2, 3, 4)}
+    yield lambda number, *call: pools[number].run(*call)
+    for pool in pools.values():
+        pool.close()
+
+
+def _train(how, mesh_of=None, **settings):
+    """Takes steps of a model with tensors that travel alone, and others that share a message."""
+    model = Stack(width=192)
+    mesh = mesh_of and mesh_of()
+    model, reference = shard(model, model.blocks, mesh=mesh, **settings)
+    run, optimizers = compiled(model, how), optimizers_of(model, reference)
+    for seed in range(3):
+        batch = batch_of(12, 192, seed=seed)
+        assert_same_step(model, reference, batch, run=run, optimizers=optimizers)
+
+
+@each_way
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_steps_are_those_of_the_whole_model(run_collectives, how, world_size):
+    run_collectives(world_size, _train, how)
+
+
+@each_way
+def test_replicas_agree(run_collectives, how):
+    run_collectives(4, _train, how, replicas)
+
+
+def _train_owned(how):
+    _train(how, shard_placement_fn=lambda p: Owned(1) if p.dim() == 2 else None)
+
+
+@each_way
+def test_matrices_have_an_owner(run_collectives, how):
+    run_collectives(2, _train_owned, how)
+
+
+class _Coded(nn.Module):
+    """Frozen parameters of dtypes that NCCL does not know."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6))
+        self.small = nn.Parameter(torch.arange(36).view(6, 6).to(torch.int16), requires_grad=False)
+        self.large = nn.Parameter(
+            torch.arange(6 << 16).view(-1, 6).to(torch.int16), requires_grad=False
+        )
+        self.eighth = nn.Parameter(
+            torch.linspace(-1, 1, 36).view(6, 6).to(torch.float8_e4m3fn), requires_grad=False
+        )
+
+    def forward(self, x):
+        of_large = self.large.float().sum(0) / 1e6
+        return x @ self.small.float() * self.scale + x @ self.eighth.float() + of_large
+
+
+def _train_coded(how):
+    model, reference = shard(_Coded())
+    assert_same_step(model, reference, batch_of(4, 6), run=compiled(model, how))
+
+
+@each_way
+def test_parameters_of_any_dtype_are_gathered(run_collectives, how):
+    run_collectives(2, _train_coded, how)
+
+
+def _disagree():
+    model = nn.Linear(4, 4 + dist.get_rank())
+    with pytest.raises(Zero3Error, match="disagree on the module's parameter 0"):
+        fully_shard(model)
+    assert type(model) is nn.Linear
+
+
+def test_ranks_that_disagree_get_an_error(run_collectives):
+    run_collectives(2, _disagree)
+
+
+def _on_the_wire(how):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = shard(Stack(width=192), mp_policy=policy)[0]
+    run = compiled(model, how)
+    with record_collectives() as log:
+        run(batch_of(4, 192)).float().square().mean().backward()
+    assert {(each.op, each.dtype) for each in log} == {
+        ("all_gather", torch.bfloat16),
+        ("reduce_scatter", torch.float32),
+    }
+
+
+@each_way
+def test_the_wire_has_the_dtypes_of_the_policy(run_collectives, how):
+    run_collectives(2, _on_the_wire, how)
