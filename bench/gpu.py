@@ -116,6 +116,8 @@ def run(args: argparse.Namespace) -> None:
         _steps(args, results, save, deadline)
     save()
     _say(f"{args.output}/gpu.json")
+    if results["missing"]:
+        sys.exit(f"not measured: {', '.join(results['missing'])}")
 
 
 def time_steps(step: Callable, batches: list[torch.Tensor], warmup: int) -> dict:
@@ -209,6 +211,7 @@ def _kernels(args: argparse.Namespace, results: dict, save: Callable[[], None]) 
             save()
     except Exception as error:
         _say(f"\nthe copies failed: {type(error).__name__}: {error}")
+        results["missing"].append("copies")
     _say("")
 
 
@@ -233,6 +236,7 @@ def _steps(
                 start = time.monotonic()
                 if deadline - start < took.get(mode, 0):
                     _say(f"round {number}, {mode}: there is no time for it")
+                    results["missing"].append(f"round {number} of {mode}")
                     continue
                 traced = number == 1 and mode in args.trace
                 rounds[-1][mode] = found = _one(args, mode, str(cache / mode), traced, deadline)
@@ -240,13 +244,14 @@ def _steps(
                 save()
                 if "steps" not in found:
                     failed.add(mode)
+                    results["missing"].append(mode)
                     _say(f"round {number}, {mode}: {found['error']}")
                     continue
                 _say(
                     f"round {number}, {mode}: {1e3 * median(found['steps']):.1f} ms a step, "
                     f"{found['first']:.0f} s the first; {took[mode]:.0f} s in all"
                 )
-                took[mode] -= 0.7 * found["first"]  # later rounds find compiled code
+                took[mode] -= 0.7 * found["first"]  # which compiles; later rounds find it on disk
                 if traced:
                     _overlap(args, mode, found, results)
                     save()
@@ -317,6 +322,7 @@ def _about(workload: Workload, args: argparse.Namespace) -> dict:
         "gpu": gpu,
         "workload": shape,
         "modes": args.modes,
+        "missing": [],
         "tokens": workload.batch * workload.sequence,
         "flops": flops(workload),
     }

@@ -59,6 +59,7 @@ def zero3(
 
     Raises:
         ValueError: an option is unknown or not valid, or a mode is given.
+        NotImplementedError: CUDA graphs are asked for.
         Zero3Error: the model was deleted while it was compiled.
     """
     if mode is not None:
@@ -259,8 +260,7 @@ def _compile(
         if pipeline.inputs:
             other = compiler.custom_partitioner(config)
             config["custom_partitioner_fn"] = Partitioner(pipeline, regions, other)
-            # Captures would read placeholders. Set for all of torch, it is for other graphs.
-            config["triton.cudagraphs"] = False
+            compiler.forbid_cuda_graphs(gm, config)
         if any(facts.dim == 4 for facts in pipeline.inputs.values()):
             # It reorders the 4-D ancestors of a convolution and would read a placeholder.
             config["layout_optimization"] = False

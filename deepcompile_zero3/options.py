@@ -69,6 +69,7 @@ class Options:
         Raises:
             ValueError: a key is unknown, and the message lists the known ones; or a value is not
                 valid.
+            NotImplementedError: CUDA graphs are asked for.
         """
         known = [f.name for f in fields(Options)]
         unknown = sorted(set(options or ()) - set(known))

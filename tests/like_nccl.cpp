@@ -1,5 +1,5 @@
-// A backend for CPUs that this library takes for NCCL's: it has NCCL's collectives and conditions,
-// no messages between ranks, and runs over gloo.
+// A backend for CPUs that this library takes for NCCL's: it has collectives and no messages, takes
+// tensors that NCCL takes, and runs over gloo.
 #include <torch/csrc/utils/pybind.h>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -20,6 +20,8 @@ void check(const at::Tensor& tensor, at::ScalarType dtype) {
     case at::kHalf:
     case at::kBFloat16:
     case at::kByte:
+    case at::kChar:
+    case at::kBool:
     case at::kInt:
     case at::kLong:
       return;
@@ -47,6 +49,7 @@ class LikeNccl : public c10d::Backend {
   WorkPtr _allgather_base(at::Tensor& full, at::Tensor& shard,
                           const c10d::AllgatherOptions& options) override {
     check(full, shard.scalar_type());
+    check(shard, shard.scalar_type());
     TORCH_CHECK(full.numel() == getSize() * shard.numel());
     return gloo_->_allgather_base(full, shard, options);
   }
@@ -62,6 +65,7 @@ class LikeNccl : public c10d::Backend {
   WorkPtr _reduce_scatter_base(at::Tensor& shard, at::Tensor& full,
                                const c10d::ReduceScatterOptions& options) override {
     check(full, shard.scalar_type());
+    check(shard, shard.scalar_type());
     TORCH_CHECK(full.numel() == getSize() * shard.numel());
     return gloo_->_reduce_scatter_base(shard, full, options);
   }

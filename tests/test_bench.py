@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from argparse import Namespace
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -141,13 +142,14 @@ class _Ranks:
         pass
 
 
-def _run_steps(tmp_path, monkeypatch, modes, **settings):
+def _run_steps(tmp_path, monkeypatch, modes, missing=None, **settings):
     monkeypatch.setattr(gpu, "Ranks", _Ranks)
     _Ranks.started = []
     args = {"device": "cpu", "model": "tiny", "parts": ["steps"], "trace": [], "rounds": 3}
     args |= {"layers": None, "batch": None, "sequence": None, "warmup": 1, "steps": 3}
     args |= {"longest": 60, "cache": None}
-    gpu.run(Namespace(modes=modes, output=tmp_path, **{"minutes": 1} | args | settings))
+    with pytest.raises(SystemExit, match=missing) if missing else nullcontext():
+        gpu.run(Namespace(modes=modes, output=tmp_path, **{"minutes": 1} | args | settings))
     return json.loads((tmp_path / "gpu.json").read_text())
 
 
@@ -162,7 +164,8 @@ def test_a_ratio_is_the_median_over_rounds(tmp_path, monkeypatch, capsys):
 
 def test_a_mode_that_fails_says_so_and_is_not_tried_again(tmp_path, monkeypatch, capsys):
     modes = ["slow", "plain", "broken"]
-    results = _run_steps(tmp_path, monkeypatch, modes, rounds=2)
+    missing = "^not measured: slow, broken$"
+    results = _run_steps(tmp_path, monkeypatch, modes, missing, rounds=2)
 
     assert _Ranks.started == [*modes, "plain"]  # the others had failed
     assert results["rounds"][0]["slow"] == {"error": "rank 0 did not answer"}
@@ -171,7 +174,8 @@ def test_a_mode_that_fails_says_so_and_is_not_tried_again(tmp_path, monkeypatch,
 
 
 def test_nothing_begins_for_which_there_is_no_time(tmp_path, monkeypatch, capsys):
-    results = _run_steps(tmp_path, monkeypatch, ["plain"], minutes=0)
+    missing = "^not measured: round 1 of plain, round 2 of plain, round 3 of plain$"
+    results = _run_steps(tmp_path, monkeypatch, ["plain"], missing, minutes=0)
 
     assert _Ranks.started == []
     assert results["rounds"] == [{}, {}, {}]

@@ -3,7 +3,9 @@
 ``pytest --transport collectives`` runs other tests in this way too.
 """
 
+import os
 import shutil
+from unittest import mock
 
 import collectives
 import pytest
@@ -24,7 +26,8 @@ def run_collectives():
     if shutil.which("g++") is None:
         pytest.skip("there is no g++")
     library = collectives.build()
-    pools = {number: RankPool(number, **{collectives.LIBRARY: library}) for number in (2, 3, 4)}
+    environment = {collectives.LIBRARY: library, "ZERO3_TRANSPORT": "c10d"}
+    pools = {number: RankPool(number, **environment) for number in (2, 3, 4)}
     yield lambda number, *call: pools[number].run(*call)
     for pool in pools.values():
         pool.close()
@@ -97,8 +100,19 @@ def _disagree():
     assert type(model) is nn.Linear
 
 
-def test_ranks_that_disagree_get_an_error(run_collectives):
-    run_collectives(2, _disagree)
+def _disagree_on_the_transport():
+    with mock.patch.dict(os.environ):
+        del os.environ["ZERO3_TRANSPORT"]
+        transport = "shared_memory" if dist.get_rank() == 0 else "auto"
+        with pytest.raises(Zero3Error, match="ranks disagree on the transport"):
+            fully_shard(nn.Linear(4, 4), transport=transport)
+        with pytest.raises(Zero3Error, match="needs a process group of gloo on CPUs"):
+            fully_shard(nn.Linear(4, 4), transport="shared_memory")
+
+
+@pytest.mark.parametrize("on", ["parameters", "transport"])
+def test_ranks_that_disagree_get_an_error(run_collectives, on):
+    run_collectives(2, _disagree if on == "parameters" else _disagree_on_the_transport)
 
 
 def _on_the_wire(how):

@@ -15,7 +15,8 @@ from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from transformer_models import VOCABULARY, llama
 
-from deepcompile_zero3 import capture_graphs, fully_shard, record_collectives
+from deepcompile_zero3 import backend, capture_graphs, fully_shard, record_collectives
+from deepcompile_zero3.backend import compile_with_inductor
 from deepcompile_zero3.sharding.registered import parameters_of
 
 INTERPRETED = {"inductor": False}
@@ -145,6 +146,22 @@ def test_modes_are_refused_by_name(mode):
     run = torch.compile(fully_shard(nn.Linear(2, 2)), backend="zero3", mode=mode)
     with pytest.raises(BackendCompilerFailed, match=f"no mode '{mode}'.*inductor_config"):
         run(torch.ones(1, 2))
+
+
+@pytest.mark.inductor
+@pytest.mark.usefixtures("one_rank")
+def test_nothing_is_captured_where_torch_captures_all_graphs(monkeypatch):
+    captured = []
+
+    def compile_graph(pipeline, graph, inputs, **settings):
+        captured.append(bool(settings["cudagraphs"]))
+        return compile_with_inductor(pipeline, graph, inputs, **settings)
+
+    monkeypatch.setattr(backend, "compile_with_inductor", compile_graph)
+    run = torch.compile(fully_shard(nn.Linear(2, 2)), backend="zero3")
+    with torch._inductor.config.patch({"triton.cudagraphs": True}):
+        run(torch.ones(1, 2)).sum().backward()
+    assert captured == [False, False]
 
 
 class _Asking(nn.Linear):

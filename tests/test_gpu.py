@@ -32,11 +32,11 @@ def nccl(tmp_path):
 
 @pytest.fixture(scope="module")
 def two_ranks():
-    """New interpreters: torch's compiler counts GPUs when it is imported, and no process that is
-    forked afterwards can use one.
+    """Ranks that are new processes. torch's compiler counts the GPUs when it is imported, and a
+    process that is forked afterwards cannot use them.
     """
     pool = ranks.RankPool(2, "spawn")
-    yield functools.partial(pool.run, timeout=300)
+    yield functools.partial(pool.run, timeout=120)
     pool.close()
 
 

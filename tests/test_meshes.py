@@ -40,6 +40,7 @@ from deepcompile_zero3 import (
     fully_shard,
     record_collectives,
 )
+from deepcompile_zero3.sharding import arguments
 from deepcompile_zero3.sharding.registered import parameters_of
 
 # ---- a group of several modules
@@ -326,3 +327,13 @@ def test_offloading_to_the_cpu_changes_nothing_there():
     model = fully_shard(nn.Linear(2, 2), offload_policy=CPUOffloadPolicy())
     model(torch.ones(1, 2)).sum().backward()
     assert torch.equal(model.weight.grad.full_tensor(), torch.ones(2, 2))
+
+
+@needs_a_job
+def test_blocks_share_a_mesh_over_gloo_on_accelerators(monkeypatch):
+    made = []
+    monkeypatch.setattr(arguments, "_default_meshes", {})
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
+    monkeypatch.setattr(arguments, "init_device_mesh", lambda *mesh: made.append(mesh) or mesh)
+    assert arguments.default_mesh() is arguments.default_mesh()
+    assert made == [("cuda", (1,))]

@@ -1,6 +1,8 @@
-"""``bench/on_gpu.py`` spends a lent machine's minutes, and loses nothing to a kill."""
+"""``bench/on_gpu.py`` goes on after a kill, and leaves nothing running."""
 
 import json
+import os
+import subprocess
 import sys
 import tarfile
 import time
@@ -54,8 +56,8 @@ def test_a_second_run_takes_up_what_is_not_complete(spend, tmp_path):
         [Stage("quick", 10, 0, count + "echo quick as a flash")],
         [
             Stage("slow", 1, 0, count + "sleep 60"),
-            Stage("failing", 10, 0, count + "exit 3"),
-            Stage("cut", 10, 0, count + "echo zero3: there is no time for it"),
+            Stage("failing", 10, 0, count + "exit 1", may_fail=True),
+            Stage("cut", 10, 0, count + "exit 1"),
         ],
     ]
     start = time.monotonic()
@@ -67,7 +69,7 @@ def test_a_second_run_takes_up_what_is_not_complete(spend, tmp_path):
         "failing": True,  # tests that fail fail again
         "cut": False,
     }
-    assert done["failing"]["status"] == 3
+    assert done["failing"]["status"] == 1
     assert "quick as a flash" in (tmp_path / "out" / "log.txt").read_text()
 
     spend(stages)
@@ -76,6 +78,53 @@ def test_a_second_run_takes_up_what_is_not_complete(spend, tmp_path):
 
     spend(stages, "--stages", "quick")
     assert (tmp_path / "kept" / "ran").read_text().split()[-1] == "quick"
+
+
+def test_a_script_that_is_stopped_stops_its_stages(tmp_path):
+    program = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from bench import on_gpu
+on_gpu.KEPT = on_gpu.OUT = Path(sys.argv[2])
+on_gpu.SUMMARY = on_gpu.KEPT / "summary.json"
+on_gpu.environment = lambda: {"PATH": "/usr/bin:/bin"}
+write = f"echo $$ >{sys.argv[2]}/new; mv {sys.argv[2]}/new {sys.argv[2]}/pid"
+on_gpu.STAGES = [[on_gpu.Stage("endless", 60, 0, f"{write}; sleep 60")]]
+sys.argv[1:] = []
+on_gpu.main()
+"""
+    root = str(Path(__file__).parent.parent)
+    process = subprocess.Popen([sys.executable, "-c", program, root, tmp_path], cwd=tmp_path)
+    pid = tmp_path / "pid"
+    deadline = time.monotonic() + 30
+    while not pid.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(10) == 1
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
+
+
+@pytest.mark.parametrize(
+    "stage", [s for group in on_gpu.STAGES for s in group], ids=lambda s: s.name
+)
+def test_the_commands_are_those_of_a_shell(stage):
+    echoed = stage.command.replace("compute-sanitizer", "echo compute-sanitizer")
+    for program in ("nvidia-smi", "nvcc", sys.executable):
+        echoed = echoed.replace(program, f"echo {program}")
+    ran = subprocess.run(
+        ["bash", "-c", echoed],
+        env={"PATH": "/usr/bin:/bin", "NAME": stage.name, "MINUTES": "1.00"},
+        cwd=on_gpu.ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+    if stage.name == "sanitizer":
+        assert f"--kernel-name kns=zero3 {sys.executable} -m pytest" in stage.command
+    assert "-m bench gpu" not in ran.stdout or f"/{stage.name} " in ran.stdout
 
 
 def test_nothing_follows_a_build_that_fails(spend, tmp_path, capsys):

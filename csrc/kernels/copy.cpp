@@ -19,8 +19,8 @@ void copy_divided(const at::Tensor& to, const at::Tensor& from, double divisor) 
 // A cast that needs an intermediate tensor goes by blocks of rows that stay in the cache.
 void copy_through(const at::Tensor& to, const at::Tensor& from, at::ScalarType through,
                   double divisor) {
-  const bool casts_alike = through == to.scalar_type() || is_exact(from.scalar_type(), through);
-  if (divisor == 1.0 ? casts_alike : from.scalar_type() == through) {
+  const bool casts_once = is_one_cast(from.scalar_type(), through, to.scalar_type());
+  if (divisor == 1.0 ? casts_once : from.scalar_type() == through) {
     copy_divided(to, from, divisor);
     return;
   }
@@ -41,6 +41,10 @@ int64_t aligned(int64_t numel, at::ScalarType dtype) {
 }
 
 bool is_exact(at::ScalarType from, at::ScalarType to) { return c10::promoteTypes(from, to) == to; }
+
+bool is_one_cast(at::ScalarType from, at::ScalarType through, at::ScalarType to) {
+  return through == to || is_exact(from, through);
+}
 
 bool is_power_of_two(double value) {
   int exponent;

@@ -24,9 +24,11 @@ void launch(const std::vector<Copy>& copies, at::ScalarType through, double divi
   constexpr int64_t kMostTiles = int64_t{1} << 30;  // tiles of one launch
   const auto stream = c10::cuda::getCurrentCUDAStream();
   CopyBatch batch;
-  const bool casts_alike = is_exact(c10::CppTypeToScalarType<From>::value, through) ||
-                           (divisor == 1 && through == c10::CppTypeToScalarType<To>::value);
-  if (!casts_alike) batch.through = through;
+  constexpr auto from_dtype = c10::CppTypeToScalarType<From>::value;
+  constexpr auto to_dtype = c10::CppTypeToScalarType<To>::value;
+  // A quotient is rounded once more.
+  if (!is_one_cast(from_dtype, through, divisor == 1 ? to_dtype : c10::ScalarType::Undefined))
+    batch.through = through;
   batch.multiplies = is_power_of_two(divisor);
   batch.factor = batch.multiplies ? 1 / divisor : divisor;
   int64_t tiles = 0;
@@ -59,8 +61,7 @@ void copy_by_torch(const Copy& copy, at::ScalarType through, double divisor) {
     copy.to.zero_();
     return;
   }
-  if (divisor == 1 &&
-      (through == copy.to.scalar_type() || is_exact(copy.from.scalar_type(), through))) {
+  if (divisor == 1 && is_one_cast(copy.from.scalar_type(), through, copy.to.scalar_type())) {
     copy.to.copy_(copy.from);
     return;
   }

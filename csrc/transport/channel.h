@@ -39,7 +39,7 @@ class Exchange {
   // alone take a broadcast for each piece.
   virtual void gather(const std::vector<Piece>& pieces) = 0;
 
-  // Nobody may write to `rows` before wait(). A backend may write to them.
+  // Nobody but a backend may write to `rows` before wait(), and nobody read them.
   virtual void reduce(const Rows& rows, const std::string& key) = 0;
 
   // Raises, naming the key, if another rank does not take part in time.

@@ -219,7 +219,7 @@ void ProcessGroupExchange::gather(const std::vector<Piece>& pieces) {
           });
       continue;
     }
-    // Backends know few other dtypes: not float8 or int16.
+    // A gather moves bytes, and NCCL does not know each dtype, such as int16.
     const auto sent = [](const at::Tensor& tensor) {
       return is_gradient_dtype(tensor.scalar_type()) ? tensor : tensor.view(at::kByte);
     };
@@ -260,7 +260,7 @@ void ProcessGroupExchange::reduce(const Rows& rows, const std::string& key) {
         });
   } else if (const auto root = root_of(rows)) {
     std::vector<at::Tensor> sum{keep(rows[*root])};
-    addends.push_back(rank_ == *root ? sum.front() : own);
+    addends.push_back(own);
     transfers_->start("others", key, [&] { return transfers_->group->reduce(sum, to(*root)); });
   } else {
     auto run = keep(one_run(rows));

@@ -26,8 +26,8 @@ class ReduceBucket {
   at::ScalarType wire_dtype() const { return options_.dtype().toScalarType(); }
   Collective collective() const { return collective_of(parameters_); }
 
-  // Adds `grad`, cast to `through` and then to the wire dtype. If `owned`, nobody may write to
-  // `grad` until finish(). Otherwise `grad` may be reused when add() returns.
+  // Adds `grad`, cast to `through` and then to the wire dtype. If `owned`, the bucket takes
+  // over the memory of `grad`. Otherwise `grad` may be reused when add() returns.
   void add(const ParameterPtr& parameter, const at::Tensor& grad, at::ScalarType through,
            at::ScalarType normalised_dtype, bool owned);
   // Adds left @ right, both in the wire dtype.

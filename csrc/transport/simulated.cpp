@@ -25,7 +25,7 @@ class SimulatedExchange : public Exchange {
     } else {
       const auto root = root_of(rows);
       tensors_.push_back(root ? rows[*root] : one_run(rows));
-      addends.push_back(received());
+      addends.push_back(root ? own : received());
     }
   }
 

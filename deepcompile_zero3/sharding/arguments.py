@@ -18,6 +18,7 @@ from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.sharding.layout import DataParallel, SpmdMesh
 from deepcompile_zero3.sharding.module import Zero3Module
 from deepcompile_zero3.sharding.registered import parameters_of
+from deepcompile_zero3.transport.process_groups import exists
 
 
 def resolve_dp_mesh_dims(mesh: DeviceMesh, dp_mesh_dims: Any) -> SpmdMesh | None:
@@ -65,10 +66,19 @@ def default_mesh() -> DeviceMesh:
         )
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     device_type = accelerator.type if accelerator else "cpu"
-    if accelerator and dist.get_backend() == "gloo":
-        # init_device_mesh would make a group of its own for each call.
-        return DeviceMesh.from_group(cast(dist.ProcessGroup, dist.group.WORLD), device_type)
-    return init_device_mesh(device_type, (dist.get_world_size(),))
+    world = cast(dist.ProcessGroup, dist.group.WORLD)
+    if accelerator is None or dist.get_backend() != "gloo":
+        return init_device_mesh(device_type, (world.size(),))
+    for known in list(_default_meshes):
+        if not exists(known):
+            del _default_meshes[known]
+    if world not in _default_meshes:
+        _default_meshes[world] = init_device_mesh(device_type, (world.size(),))
+    return _default_meshes[world]
+
+
+# Over gloo on accelerators, where each call of init_device_mesh makes a process group.
+_default_meshes: dict[dist.ProcessGroup, DeviceMesh] = {}
 
 
 def check_mesh(mesh: DeviceMesh) -> None:

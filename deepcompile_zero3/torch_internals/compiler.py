@@ -93,6 +93,12 @@ def custom_partitioner(config: Mapping[str, Any]) -> Any:
     return _setting(config, "custom_partitioner_fn")
 
 
+def forbid_cuda_graphs(gm: torch.fx.GraphModule, config: dict[str, Any]) -> None:
+    """Makes Inductor capture nothing of ``gm``, also where torch is told to capture all graphs."""
+    config["triton.cudagraphs"] = False
+    gm.meta.pop("cudagraph_annotation", None)  # of torch._dynamo.override_cudagraphs
+
+
 def has_memory_budget(gm: torch.fx.GraphModule) -> bool:
     """Returns whether torch's partitioner computes again what it would save, to save memory.
 

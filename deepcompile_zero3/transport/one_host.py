@@ -24,11 +24,7 @@ import torch.distributed as dist
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.transport.choice import TransportName
-from deepcompile_zero3.transport.json_collectives import (
-    all_gather_json,
-    check_alike,
-    check_all_alike,
-)
+from deepcompile_zero3.transport.json_collectives import all_gather_json, check_alike
 from deepcompile_zero3.transport.process_groups import exists
 
 # A rank's mailbox holds the largest gradient and this many bytes more.
@@ -103,15 +99,10 @@ def share(
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     if world_size == 1:
         return None
-    if device != "cpu" or _C.backend_name(group.group_name, torch.device(device)) != "gloo":
-        if transport == "shared_memory":
-            raise Zero3Error(
-                f"transport='shared_memory' needs a process group of gloo on CPUs; this one is "
-                f"{dist.get_backend(group)}, and the mesh is on {device!r}"
-            )
-        check_all_alike(described, group)
-        return None
-    segments = _Segments(fulls, owners, group, take_turns) if fulls else None
+    is_possible = device == "cpu" and (
+        _C.backend_name(group.group_name, torch.device(device)) == "gloo"
+    )
+    segments = _Segments(fulls, owners, group, take_turns) if fulls and is_possible else None
     mine = _offer(transport, described, segments.sizes if segments and rank == 0 else ())
     try:
         offers = [_Offer(*offer) for offer in all_gather_json("fully_shard: memory", mine, group)]
@@ -120,6 +111,11 @@ def share(
             raise Zero3Error(f"ranks disagree on the transport, {asked}: give all the same")
         for other, offer in enumerate(offers):
             check_alike(described, offer.described, rank, other)
+        if transport == "shared_memory" and not is_possible:
+            raise Zero3Error(
+                f"transport='shared_memory' needs a process group of gloo on CPUs; this one is "
+                f"{dist.get_backend(group)}, and the mesh is on {device!r}"
+            )
         if segments is None or transport == "c10d":
             return None
         troubles = [_trouble(offer, offers[0]) for offer in offers]
