@@ -209,6 +209,7 @@ def _run(function, args, store, rank, world_size, caches):
         _forget_meshes(caches)
         dist.destroy_process_group()
         gc.collect()
+        gc.freeze()  # later collections need not visit what modules imported and caches keep
 
 
 def _forget_meshes(caches):

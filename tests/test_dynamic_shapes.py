@@ -159,7 +159,8 @@ def test_nothing_is_captured_where_torch_captures_all_graphs(monkeypatch):
 
     monkeypatch.setattr(backend, "compile_with_inductor", compile_graph)
     run = torch.compile(fully_shard(nn.Linear(2, 2)), backend="zero3")
-    with torch._inductor.config.patch({"triton.cudagraphs": True}):
+    settings = {"triton.cudagraphs": True, "force_disable_caches": True}
+    with torch._inductor.config.patch(settings):
         run(torch.ones(1, 2)).sum().backward()
     assert captured == [False, False]
 
