@@ -27,6 +27,8 @@ import torch.multiprocessing as mp
 from collectives import backend_of_ranks
 from torch.distributed.tensor import DTensor, _random, _redistribute
 
+from deepcompile_zero3.runtime import _C
+
 # Seconds that the other ranks may go on after one has failed: they are likely to wait for it.
 GRACE_SECONDS = 5.0
 
@@ -209,7 +211,8 @@ def _run(function, args, store, rank, world_size, caches):
         _forget_meshes(caches)
         dist.destroy_process_group()
         gc.collect()
-        gc.freeze()  # later collections need not visit what modules imported and caches keep
+        if not _C.live_model_numbers():  # a later collection may free a model that is alive
+            gc.freeze()  # later collections need not visit what modules imported and caches keep
 
 
 def _forget_meshes(caches):
