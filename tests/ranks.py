@@ -210,6 +210,9 @@ def _run(function, args, store, rank, world_size, caches):
         torch._dynamo.reset()
         _forget_meshes(caches)
         dist.destroy_process_group()
+        # A backward that failed leaves tasks in the queue of its thread, which keep the autograd
+        # graph, and with it a model, until the next backward.
+        torch.zeros((), requires_grad=True).backward()
         gc.collect()
         if not _C.live_model_numbers():  # a later collection may free a model that is alive
             gc.freeze()  # later collections need not visit what modules imported and caches keep
