@@ -22,6 +22,7 @@ class Settings:
     requires_gradient_sync: bool
     requires_all_reduce: bool
     requires_gradient_on_all_ranks: bool
+    reduce_scatter_unused_params: bool
     reshard_after_forward: bool
     reshard_after_backward: bool
     detects_nonfinite: bool

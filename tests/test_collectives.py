@@ -5,14 +5,27 @@
 
 import os
 import shutil
+from functools import partial
 from unittest import mock
 
 import collectives
 import pytest
 import torch
 import torch.distributed as dist
+from experts import FOUR, THREE, TWO, Experts, train_experts
 from mesh_models import replicas
-from models import Stack, assert_same_step, batch_of, compiled, each_way, optimizers_of, shard
+from models import (
+    Stack,
+    assert_same_step,
+    batch_of,
+    compiled,
+    each_way,
+    mean_square,
+    mine,
+    optimizers_of,
+    shard,
+)
+from random_backwards import random_backwards
 from ranks import RankPool
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -79,7 +92,7 @@ class _Coded(nn.Module):
         )
 
     def forward(self, x):
-        of_large = self.large.float().sum(0) / 1e6
+        of_large = self.large.sum(0) / 1e6  # integers: the same in any order
         return x @ self.small.float() * self.scale + x @ self.eighth.float() + of_large
 
 
@@ -130,3 +143,49 @@ def _on_the_wire(how):
 @each_way
 def test_the_wire_has_the_dtypes_of_the_policy(run_collectives, how):
     run_collectives(2, _on_the_wire, how)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("width", [8, 256])  # sent together, and alone
+def test_experts_that_some_ranks_use_are_trained(run_collectives, width, micro_batches):
+    run_collectives(2, train_experts, TWO, width, "c10d", micro_batches, (2,))
+
+
+def test_each_gradient_that_some_ranks_have_may_fill_a_bucket(run_collectives):
+    run_collectives(3, train_experts, THREE, 150, "c10d", 2, (3,), 600)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_experts_that_some_replicas_use_are_trained(run_collectives, micro_batches):
+    run_collectives(4, train_experts, FOUR, 8, "c10d", micro_batches, (2, 2))
+
+
+def test_random_backwards_give_exact_means(run_collectives):
+    raised = run_collectives(2, random_backwards, "c10d", 500)
+    assert raised[0] == raised[1] > 10
+
+
+def _is_refused(message, **settings):
+    """Ranks use other experts."""
+    model = fully_shard(Experts(8))
+    for parameter in model.parameters():
+        parameter.grad_dtype = settings.get("grad_dtype", parameter.dtype)
+    model.set_reduce_scatter_unused_params("grad_dtype" in settings)
+    model.set_requires_gradient_on_all_ranks("grad_dtype" not in settings)
+    with pytest.raises(Zero3Error, match=message):
+        mean_square(lambda x: model(x, [dist.get_rank()]), mine(batch_of(2, 8))).backward()
+    for parameter in model.parameters():
+        assert parameter.grad is None
+        parameter.grad_dtype = parameter.dtype
+    model.set_requires_gradient_on_all_ranks(False)
+    model.set_reduce_scatter_unused_params(True)
+    mean_square(lambda x: model(x, [dist.get_rank()]), mine(batch_of(2, 8))).backward()
+    assert model.experts[1].weight.grad is not None
+
+
+def test_a_gradient_that_only_some_ranks_have_may_be_an_error(run_collectives):
+    run_collectives(2, _is_refused, "has a gradient on rank 0, has no gradient on rank 1")
+
+
+def test_zeros_need_a_dtype_that_all_ranks_know(run_collectives):
+    run_collectives(2, partial(_is_refused, grad_dtype=None), "first.weight' has grad_dtype=None")

@@ -179,7 +179,7 @@ def _some_ranks(transport):
     reference = copy.deepcopy(model)
     of_experts = DeviceMesh("cpu", torch.tensor([[0, 2], [1, 3]]))
     fully_shard(list(model.experts), mesh=of_experts, transport=transport)
-    fully_shard(model, transport=transport)
+    fully_shard(model, transport=transport).set_reduce_scatter_unused_params(True)
     optimizers = optimizers_of(model, reference)
     for seed, choices in enumerate(CHOICES):
         batch = batch_of(8, WIDTH, seed=seed)

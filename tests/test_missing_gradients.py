@@ -1,55 +1,27 @@
-"""Gradients that only some ranks have: they count as zero on the others, or all ranks raise."""
+"""Gradients that only some ranks have: they count as zero on the others, or all ranks raise.
+
+``set_reduce_scatter_unused_params(True)`` has no effect over gloo: over collectives, in which
+test_collectives.py and ``--transport collectives`` run models of these tests, it has.
+"""
 
 import copy
 
 import pytest
 import torch
 import torch.distributed as dist
-from experts import loss_of_all, sharded
+from experts import FOUR, THREE, TWO, loss_of_all, train_experts
 from models import (
     assert_same_gradients,
-    assert_same_parameters,
     batch_of,
     compiled,
     each_way,
     mean_square,
     mine,
-    optimizers_of,
 )
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from deepcompile_zero3 import MixedPrecisionPolicy, Zero3Error, fully_shard
-from deepcompile_zero3.sharding.registered import parameters_of
-
-# The experts that each of two or four ranks uses in a step; no rank uses the last expert.
-TWO = [((0, 1), (1,)), ((), (2, 0)), ((2,), (2,)), ((0,), ())]
-THREE = [((0,), (1,), ()), ((0, 1, 2), (), (1, 2)), ((), (2,), ()), ((1,), (1,), (0, 2))]
-FOUR = [((0,), (0,), (1,), ()), ((), (), (0, 2), (2, 0)), ((1,), (), (), ()), ((), (), (), ())]
-
-
-def _train(steps, width, transport, micro_batches, mesh_shape, bucket_bytes=64 << 20):
-    mesh = init_device_mesh("cpu", mesh_shape)
-    model, reference = sharded(width, transport=transport, mesh=mesh)
-    for module in model.modules():
-        for parameter in parameters_of(module).values():
-            parameter.settings.bucket_bytes = bucket_bytes
-    optimizers = optimizers_of(model, reference)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    for step in range(0, len(steps), micro_batches):
-        for index in range(step, step + micro_batches):
-            choices = steps[index]
-            batch = batch_of(2 * world_size, width, seed=index)
-            model.set_requires_gradient_sync(index == step + micro_batches - 1)
-            mean_square(lambda x, c=choices[rank]: model(x, c), mine(batch)).backward()
-            loss_of_all(reference, batch, choices).backward()
-        assert_same_gradients(model, reference)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        assert_same_parameters(model, reference)
-    assert model.experts[3].weight.grad is None
 
 
 @pytest.mark.thin
@@ -57,20 +29,20 @@ def _train(steps, width, transport, micro_batches, mesh_shape, bucket_bytes=64 <
 @pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
 @pytest.mark.parametrize("width", [8, 256])  # sent together, and alone
 def test_experts_that_some_ranks_use_are_trained(run_ranks, width, transport, micro_batches):
-    run_ranks(2, _train, TWO, width, transport, micro_batches, (2,))
+    run_ranks(2, train_experts, TWO, width, transport, micro_batches, (2,))
 
 
 @pytest.mark.parametrize("width", [8, 150, 256])
 def test_no_bucket_waits_for_what_some_ranks_have(run_ranks, width):
     """Each gradient fills a bucket, and waits for the previous one."""
-    run_ranks(2, _train, TWO, width, "c10d", 1, (2,), 4 * width)
-    run_ranks(3, _train, THREE, width, "c10d", 2, (3,), 4 * width)
+    run_ranks(2, train_experts, TWO, width, "c10d", 1, (2,), 4 * width)
+    run_ranks(3, train_experts, THREE, width, "c10d", 2, (3,), 4 * width)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
 def test_experts_that_some_replicas_use_are_trained(run_ranks, transport, micro_batches):
-    run_ranks(4, _train, FOUR, 8, transport, micro_batches, (2, 2))
+    run_ranks(4, train_experts, FOUR, 8, transport, micro_batches, (2, 2))
 
 
 class TwoHeads(nn.Module):
@@ -88,7 +60,7 @@ def _one_loss(transport, how):
     torch.manual_seed(0)
     model = TwoHeads()
     reference = copy.deepcopy(model)
-    fully_shard(model, transport=transport)
+    fully_shard(model, transport=transport).set_reduce_scatter_unused_params(True)
     run = compiled(model, how, keep_mb=64)
 
     def loss(outputs, rank):
@@ -168,6 +140,7 @@ def _narrow(width, transport):
     policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
     # Backward gathers nothing, since each rank would gather at its own places.
     fully_shard(model, mp_policy=policy, reshard_after_forward=False, transport=transport)
+    model.set_reduce_scatter_unused_params(True)
     batch, choices = batch_of(4, width), (True, False)
     mean_square(lambda x: model(x, choices[dist.get_rank()]), mine(batch)).backward()
     loss_of_all(reference, batch, choices).backward()
@@ -216,6 +189,7 @@ def test_gradients_of_two_dtypes_may_come_in_other_orders(run_ranks, transport):
 
 def _kinds(transport):
     model = fully_shard(Kinds(), transport=transport)
+    model.set_reduce_scatter_unused_params(True)
     model(uses_large=dist.get_rank() == 1).backward()
     for parameter, expected in zip(model.parameters(), (0.5, 1, 1), strict=True):
         assert (parameter.grad.full_tensor() == expected).all()

@@ -101,6 +101,7 @@ def test_scalars_train_as_in_one_process(run_ranks, how, transport):
 def _missing(how):
     """Ranks and micro-batches differ in what they use."""
     model, reference = shard(_Scaled(), mesh=replicas())
+    model.set_reduce_scatter_unused_params(True)
     run = compiled(model, how)
     rank = dist.get_rank()
     optimizers = optimizers_of(model, reference)

@@ -27,6 +27,7 @@ inline void bind_parameters(pybind11::module_& m) {
       .def_readwrite("requires_gradient_sync", &Settings::requires_gradient_sync)
       .def_readwrite("requires_all_reduce", &Settings::requires_all_reduce)
       .def_readwrite("requires_gradient_on_all_ranks", &Settings::requires_gradient_on_all_ranks)
+      .def_readwrite("reduce_scatter_unused_params", &Settings::reduce_scatter_unused_params)
       .def_readwrite("reshard_after_forward", &Settings::reshard_after_forward)
       .def_readwrite("reshard_after_backward", &Settings::reshard_after_backward)
       .def_readwrite("detects_nonfinite", &Settings::detects_nonfinite)

@@ -63,6 +63,7 @@ struct Settings {
   bool requires_gradient_sync = true;
   bool requires_all_reduce = true;              // if the shard is replicated
   bool requires_gradient_on_all_ranks = false;  // false: a missing one counts as zero
+  bool reduce_scatter_unused_params = false;    // even if the host has to wait for other ranks
   bool reshard_after_forward = false;           // true only if set explicitly
   bool reshard_after_backward = true;
   bool detects_nonfinite = false;

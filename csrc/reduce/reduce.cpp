@@ -78,13 +78,14 @@ void Reduction::add(const ParameterPtr& parameter, const at::Tensor& raw, bool o
 void Reduction::add_locked(const ParameterPtr& parameter, const at::Tensor& raw, bool owned) {
   const bool at_once = goes_at_once(*parameter);
   arrives(parameter);
-  if (at_once) {
+  const bool held = is_held(parameter);
+  if (at_once && !held) {
     const auto dtype = parameter->settings.gradient_dtypes.normalised(raw);
     send(parameter, raw, dtype, dtype, owned);
     return;
   }
   parameter->gradients.add(raw, parameter->settings.gradient_dtypes, owned);
-  if (parameter->is_reduced_now() && parameter->gradients.pending_uses() == 0)
+  if (parameter->is_reduced_now() && !held && parameter->gradients.pending_uses() == 0)
     send_accumulated(parameter);
 }
 
@@ -105,11 +106,12 @@ void Reduction::add_product(const ParameterPtr& parameter, const at::Tensor& lef
   const auto dtype = left.scalar_type();
   const auto& dtypes = parameter->settings.gradient_dtypes;
   const std::array sizes{left.size(0), right.size(1)};
+  const bool may_be_held = !parameter->transport->can.reduces_in_any_order;
   const bool keeps_dtype = dtypes.normalised(left) == dtype &&
                            dtypes.wire.value_or(dtype) == dtype &&
                            !parameter->settings.detects_nonfinite &&
                            at::IntArrayRef(sizes) == at::IntArrayRef(parameter->sizes);
-  if (keeps_dtype) {
+  if (keeps_dtype && !may_be_held) {
     std::optional<WithoutUserModes> guard(std::in_place);
     std::unique_lock lock(mutex_);
     if (goes_at_once(*parameter)) {
@@ -175,6 +177,8 @@ void Reduction::send_accumulated(const ParameterPtr& parameter) {
   finish_presence_checks();  // which may widen its dtype
   if (auto sum = parameter->gradients.take_sum())
     send(parameter, sum->grad, sum->grad.scalar_type(), sum->arrived_dtype, /*owned=*/true);
+  else if (is_held(parameter))
+    send_zero(parameter);
 }
 
 void Reduction::send(const ParameterPtr& parameter, const at::Tensor& grad, at::ScalarType through,
@@ -189,8 +193,10 @@ ReduceBucket& Reduction::bucket_for(const ParameterPtr& parameter,
   // The first gradient need not wait for other ranks to begin, unless it shares a message.
   const auto wire_dtype = parameter->settings.gradient_dtypes.wire.value_or(normalised_dtype);
   const auto nbytes = parameter->chunk_numel() * c10::elementSize(wire_dtype);
-  if (std::exchange(has_sent_, true) || nbytes < kWorthAMessage) finish_presence_checks();
-  auto& buckets = is_mixed(parameter) ? mixed_ : open_;
+  const bool in_any_order = parameter->transport->can.reduces_in_any_order;
+  if (std::exchange(has_sent_, true) || nbytes < kWorthAMessage || !in_any_order)
+    finish_presence_checks();
+  auto& buckets = in_any_order && is_mixed(parameter) ? mixed_ : open_;
   auto bucket = std::ranges::find_if(
       buckets, [&](auto& other) { return other->accepts(*parameter, wire_dtype); });
   if (&buckets == &open_ && bucket != open_.end() && !(*bucket)->has_room_for(*parameter)) {

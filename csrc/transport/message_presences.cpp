@@ -1,5 +1,7 @@
 // Presences that ranks exchange in messages.
 #include <ATen/ops/from_blob.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "support/memory.h"
 #include "transport/channel.h"
@@ -8,11 +10,19 @@
 namespace zero3 {
 namespace {
 
+// A stream on which a GPU does what the host waits for, instead of after all that was launched
+// before; nullopt on a CPU.
+std::optional<c10::Stream> side_stream(at::Device device) {
+  if (device.is_cpu()) return std::nullopt;
+  return c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
+}
+
 class MessagePresences : public PresenceGather {
  public:
   MessagePresences(const Channel& channel, at::Device device, const Presences& mine,
                    const std::string& key)
-      : exchange_(channel.exchange()) {
+      : stream_(side_stream(device)), exchange_(channel.exchange()) {
+    const c10::OptionalStreamGuard guard(stream_);
     const auto nbytes = static_cast<int64_t>(mine.size() * sizeof(Announced));
     rows_ = pooled_empty({channel.world_size, nbytes}, at::TensorOptions(at::kByte).device(device));
     auto* first = const_cast<Announced*>(mine.data());
@@ -21,6 +31,7 @@ class MessagePresences : public PresenceGather {
   }
 
   std::vector<Presences> finish() override {
+    const c10::OptionalStreamGuard guard(stream_);
     exchange_->wait();
     std::vector<Presences> all;
     for (auto& row : rows_.cpu().unbind()) {
@@ -31,6 +42,7 @@ class MessagePresences : public PresenceGather {
   }
 
  private:
+  const std::optional<c10::Stream> stream_;
   const std::unique_ptr<Exchange> exchange_;
   at::Tensor rows_;  // [world, bytes]
 };

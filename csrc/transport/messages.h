@@ -14,8 +14,8 @@ class Messages : public Transport {
   // The two channels have the same ranks, so that no gather waits for a reduction.
   Messages(std::shared_ptr<Channel> gathers, std::shared_ptr<Channel> reductions)
       : Transport({.sums_in_fp32 = reductions->traits.is_point_to_point,
-                   .tells_presence =
-                       reductions->traits.is_point_to_point && reductions->traits.carries_data}),
+                   .reduces_in_any_order = reductions->traits.is_point_to_point,
+                   .tells_presence = reductions->traits.carries_data}),
         gathers(std::move(gathers)),
         reductions(std::move(reductions)) {}
 

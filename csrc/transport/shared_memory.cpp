@@ -26,8 +26,7 @@ SharedMemory::SharedMemory(std::shared_ptr<OneHost> one_host, const ParameterSpe
                  .sums_in_fp32 = true,
                  .bounds_buckets = false,  // mailboxes have their own bound
                  .sends_messages = false,
-                 .empty_waits = true,
-                 .tells_presence = true}),
+                 .empty_waits = true}),
       gather_words(reinterpret_cast<Progress*>(data_of(progress)), spec.rank, spec.world_size),
       blocks(blocks_of(spec.rows(), spec.nbytes() / spec.rows(), spec.world_size, spec.owner)),
       one_host_(std::move(one_host)),

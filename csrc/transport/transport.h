@@ -29,7 +29,9 @@ struct Capabilities {
   bool bounds_buckets = true;  // to `bucket_bytes`; false: one bucket takes any number of gradients
   bool sends_messages = true;  // rather than reading other ranks' memory
   bool empty_waits = false;    // empty() may wait until other ranks have read what fills memory
-  bool tells_presence = false;  // when a backward begins, at negligible cost
+  // Ranks may start the reductions of a backward in different orders.
+  bool reduces_in_any_order = true;
+  bool tells_presence = true;  // when a backward begins; at negligible cost if in any order
 };
 
 // A backward that has begun on the ranks of a transport. It ends with this object.

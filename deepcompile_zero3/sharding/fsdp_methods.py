@@ -1,4 +1,4 @@
-"""FSDP2's methods that have no effect here, and those that are refused by name."""
+"""FSDP2's methods that have little or no effect here, and those that are refused by name."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn, cast
@@ -37,11 +37,23 @@ class FSDP2Methods(FSDPModule):
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Has no effect.
+        """Sets whether a gradient that only some ranks have counts as zero on the others, on NCCL.
 
-        A parameter that only some ranks use always has a zero gradient on the others
-        (:meth:`set_requires_gradient_on_all_ranks`). A parameter that no rank uses has no gradient.
+        Over gloo it always does. NCCL's collectives have one order on all ranks, and without this
+        setting ranks with other gradients wait for each other for ever. With it, ranks exchange
+        which gradients they have at the beginning of each backward: the host waits for the other
+        ranks' hosts, and for nothing that GPUs compute. Gradients that only some ranks have are
+        reduced at the end of the backward. A parameter that no rank uses has no gradient.
+
+        A backward raises Zero3Error if a parameter has ``grad_dtype=None`` and no ``reduce_dtype``:
+        ranks could not know the dtype of the zeros. Call it alike on all ranks.
+
+        Args:
+            reduce_scatter_unused_params: whether zeros are reduced.
+            recurse: whether to include the sharded modules inside this one.
         """
+        for parameter in cast(Any, self)._zero3_parameters_below(recurse):
+            parameter.settings.reduce_scatter_unused_params = reduce_scatter_unused_params
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Makes the current stream wait for ``event``, and so the gathers of the next forward.
