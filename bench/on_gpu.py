@@ -1,4 +1,4 @@
-"""Builds, tests and measures on a machine with a GPU that is lent for minutes.
+"""Builds, tests and measures on a machine with a GPU, within minutes.
 
 ``python3 bench/on_gpu.py --minutes 8.7`` builds the runtime in place and runs the stages below, the
 most valuable first. It needs no network. Logs and numbers are in ``$OUT`` (``build/gpu/out``

@@ -1,6 +1,6 @@
 """Trains with the Trainer of transformers: torchrun --nproc-per-node 2 examples/trainer.py
 
-The lines that differ from a script for FSDP2 are marked.
+Needs transformers 5 and accelerate. The lines that differ from a script for FSDP2 are marked.
 """
 
 import argparse

@@ -3,19 +3,21 @@
 ``pytest --transport collectives`` runs other tests in this way too.
 """
 
+import copy
 import os
 import shutil
-from functools import partial
 from unittest import mock
 
 import collectives
 import pytest
 import torch
 import torch.distributed as dist
-from experts import FOUR, THREE, TWO, Experts, train_experts
-from mesh_models import replicas
+from experts import FOUR, THREE, TWO, Experts, loss_of_all, train_experts
+from mesh_models import replicas, step
 from models import (
     Stack,
+    assert_same_gradients,
+    assert_same_parameters,
     assert_same_step,
     batch_of,
     compiled,
@@ -30,7 +32,13 @@ from ranks import RankPool
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from deepcompile_zero3 import Owned, Zero3Error, fully_shard, record_collectives
+from deepcompile_zero3 import (
+    Owned,
+    Zero3Error,
+    fully_shard,
+    record_collectives,
+    step_in_backward,
+)
 
 
 @pytest.fixture(scope="module")
@@ -165,27 +173,80 @@ def test_random_backwards_give_exact_means(run_collectives):
     assert raised[0] == raised[1] > 10
 
 
-def _is_refused(message, **settings):
-    """Ranks use other experts."""
+def _chosen(model):
+    """Returns a loss for which each rank uses an expert of its own."""
+    return mean_square(lambda x: model(x, [dist.get_rank()]), mine(batch_of(2, 8)))
+
+
+def _raises(message, requires_gradient, grad_dtype):
     model = fully_shard(Experts(8))
     for parameter in model.parameters():
-        parameter.grad_dtype = settings.get("grad_dtype", parameter.dtype)
-    model.set_reduce_scatter_unused_params("grad_dtype" in settings)
-    model.set_requires_gradient_on_all_ranks("grad_dtype" not in settings)
+        parameter.grad_dtype = grad_dtype
+    model.set_requires_gradient_on_all_ranks(requires_gradient)
+    model.set_reduce_scatter_unused_params(not requires_gradient)
     with pytest.raises(Zero3Error, match=message):
-        mean_square(lambda x: model(x, [dist.get_rank()]), mine(batch_of(2, 8))).backward()
+        _chosen(model).backward()
     for parameter in model.parameters():
         assert parameter.grad is None
-        parameter.grad_dtype = parameter.dtype
+        parameter.grad_dtype = torch.float32
     model.set_requires_gradient_on_all_ranks(False)
     model.set_reduce_scatter_unused_params(True)
-    mean_square(lambda x: model(x, [dist.get_rank()]), mine(batch_of(2, 8))).backward()
+    _chosen(model).backward()
     assert model.experts[1].weight.grad is not None
 
 
 def test_a_gradient_that_only_some_ranks_have_may_be_an_error(run_collectives):
-    run_collectives(2, _is_refused, "has a gradient on rank 0, has no gradient on rank 1")
+    message = "has a gradient on rank 0, has no gradient on rank 1"
+    run_collectives(2, _raises, message, True, torch.float32)
 
 
 def test_zeros_need_a_dtype_that_all_ranks_know(run_collectives):
-    run_collectives(2, partial(_is_refused, grad_dtype=None), "first.weight' has grad_dtype=None")
+    message = "different gradients of 'experts.0.weight', and .* grad_dtype is None"
+    run_collectives(2, _raises, message, False, None)
+
+
+def _two_models():
+    """Each rank uses an expert of its own in each model; gradients of one model come first."""
+    torch.manual_seed(0)
+    references = [Experts(8), Experts(8)]
+    models = copy.deepcopy(references)
+    for model in models:
+        fully_shard(model).set_reduce_scatter_unused_params(True)
+    batch = batch_of(4, 8)
+    choices = ((0,), (1,))
+
+    def loss(first, second, rows, chosen):
+        return mean_square(lambda x: second(first(x, ()), chosen), rows)
+
+    # On rank 0, the first gradient is one of the second model that the other rank lacks.
+    loss(*models, mine(batch), choices[dist.get_rank()]).backward()
+    parts = zip(batch.chunk(2), choices, strict=True)
+    (sum(loss(*references, rows, chosen) for rows, chosen in parts) / 2).backward()
+    for model, reference in zip(models, references, strict=True):
+        assert_same_gradients(model, reference)
+
+
+def test_several_models_in_one_backward(run_collectives):
+    run_collectives(2, _two_models)
+
+
+def _some_are_owned():
+    """Experts have an owner, and are stepped in the backward."""
+    torch.manual_seed(0)
+    reference = Experts(8)
+    model = fully_shard(
+        copy.deepcopy(reference), shard_placement_fn=lambda p: Owned(1) if p.dim() == 2 else None
+    )
+    model.set_reduce_scatter_unused_params(True)
+    optimizers = optimizers_of(model, reference)
+    step_in_backward(model, optimizers[0])
+    for seed, choices in enumerate(TWO):
+        batch = batch_of(4, 8, seed=seed)
+        mean_square(lambda x, c=choices: model(x, c[dist.get_rank()]), mine(batch)).backward()
+        loss_of_all(reference, batch, choices).backward()
+        step(optimizers[1:])
+        assert_same_parameters(model, reference)
+
+
+def test_experts_may_have_owners_and_be_stepped_in_the_backward(run_collectives):
+    run_collectives(2, _some_are_owned)

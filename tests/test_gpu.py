@@ -6,12 +6,24 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from models import Stack, assert_same_step, batch_of, compiled, mean_square, optimizers_of, shard
+from experts import TWO, loss_of_all, sharded
+from mesh_models import step
+from models import (
+    Stack,
+    assert_same_gradients,
+    assert_same_step,
+    batch_of,
+    compiled,
+    mean_square,
+    mine,
+    optimizers_of,
+    shard,
+)
 from one_rank import end, start
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from deepcompile_zero3 import Owned, record_collectives
+from deepcompile_zero3 import Owned, fully_shard, record_collectives
 from deepcompile_zero3.runtime import _C
 
 pytestmark = [
@@ -76,6 +88,34 @@ def _train_owned_over_gloo(how):
 @pytest.mark.xdist_group("two ranks")
 def test_a_rank_owns_matrices_on_the_gpu(two_ranks, how):
     two_ranks(_train_owned_over_gloo, how)
+
+
+def _train_experts_over_gloo():
+    torch.cuda.set_device(0)
+    model, reference = sharded(256, mesh=init_device_mesh("cuda", (dist.get_world_size(),)))
+    reference.cuda()
+    optimizers = optimizers_of(model, reference)
+    for seed, choices in enumerate(TWO):
+        batch = batch_of(4, 256, seed=seed).cuda()
+        mean_square(lambda x, c=choices: model(x, c[dist.get_rank()]), mine(batch)).backward()
+        loss_of_all(reference, batch, choices).backward()
+        assert_same_gradients(model, reference)
+        step(optimizers)
+
+
+@pytest.mark.xdist_group("two ranks")
+def test_experts_that_some_ranks_use_are_trained(two_ranks):
+    two_ranks(_train_experts_over_gloo)
+
+
+def test_buffers_move_to_the_gpu(nccl):
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.BatchNorm1d(4))
+    mean = model[1].running_mean
+    fully_shard(model[0])
+    fully_shard(model)
+    assert all(buffer.is_cuda for buffer in model.buffers())
+    assert model[1].running_mean is mean
+    model(torch.ones(2, 4).cuda()).sum().backward()
 
 
 def _sharded(policy):

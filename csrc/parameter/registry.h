@@ -26,12 +26,12 @@ class Registry {
   // Returns the numbers of the sharded models that have live parameters.
   std::set<int64_t> live_model_numbers();
 
-  // Returns the live parameters of one sharded model, in order of registration.
+  // Returns the live parameters, in order of registration.
+  std::vector<ParameterPtr> alive();
+  // Returns those of one sharded model, in order of registration.
   std::vector<ParameterPtr> of_model(int64_t number);
 
  private:
-  std::vector<ParameterPtr> alive();  // in order of registration
-
   std::mutex mutex_;
   std::vector<std::weak_ptr<Parameter>> parameters_;
   std::unordered_map<const c10::StorageImpl*, std::weak_ptr<Parameter>> by_placeholder_;

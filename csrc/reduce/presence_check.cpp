@@ -18,7 +18,7 @@ Announced announce(const Parameter& parameter, Occasion occasion) {
     if (!placeholder.requires_grad()) return Presence::kFrozen;
     if (!parameter.is_reduced_now()) return Presence::kWithheld;
     if (occasion == Occasion::kBackward && is_in_graph(placeholder) && is_wanted(placeholder))
-      return Presence::kGradient;
+      return parameter.gradients.pending_uses() > 1 ? Presence::kGradients : Presence::kGradient;
     return dtype ? Presence::kSum : Presence::kNothing;
   }();
   return {presence, dtype ? static_cast<int8_t>(*dtype) : Announced::kNoDtype};
@@ -27,11 +27,15 @@ Announced announce(const Parameter& parameter, Occasion occasion) {
 // Combines the presences of two ranks, or of two sets of ranks.
 Presence combine(Presence one, Presence other) {
   if (one == other) return one;
-  const auto may_be_mixed = [](Presence presence) {
-    return presence == Presence::kNothing || presence == Presence::kGradient ||
-           presence == Presence::kSum || presence == Presence::kGradients;
+  const auto has_some = [](Presence presence) {
+    return presence == Presence::kGradient || presence == Presence::kGradients ||
+           presence == Presence::kSum || presence == Presence::kOnAll;
   };
-  if (may_be_mixed(one) && may_be_mixed(other)) return Presence::kGradients;
+  if (has_some(one) && has_some(other)) return Presence::kOnAll;
+  const auto may_lack = [&](Presence presence) {
+    return has_some(presence) || presence == Presence::kNothing || presence == Presence::kOnSome;
+  };
+  if (may_lack(one) && may_lack(other)) return Presence::kOnSome;
   const auto has_none = [](Presence presence) {
     return presence == Presence::kNothing || presence == Presence::kFrozen;
   };
@@ -57,6 +61,8 @@ const char* name_of(Presence presence) {
   switch (presence) {
     case Presence::kGradient:
       return "has a gradient";
+    case Presence::kGradients:
+      return "has several gradients";
     case Presence::kSum:
       return "has a sum that is not reduced yet";
     case Presence::kFrozen:
@@ -71,8 +77,8 @@ const char* name_of(Presence presence) {
 // "'fqn' has a gradient on rank 0, 2 and is frozen on rank 1"
 std::string describe(const std::string& fqn, const std::vector<Presences>& ranks, size_t i) {
   std::string text = "'" + fqn + "'";
-  for (auto presence : {Presence::kGradient, Presence::kSum, Presence::kNothing, Presence::kFrozen,
-                        Presence::kWithheld}) {
+  for (auto presence : {Presence::kGradient, Presence::kGradients, Presence::kSum,
+                        Presence::kNothing, Presence::kFrozen, Presence::kWithheld}) {
     std::string which;
     for (size_t rank = 0; rank < ranks.size(); ++rank)
       if (ranks[rank][i].presence == presence)
@@ -111,6 +117,7 @@ PresenceCheck::PresenceCheck(std::vector<ParameterPtr> parameters, Backward& bac
 void PresenceCheck::finish() {
   const ProfilerRange range([&] { return scope_name("presence wait", parameters_); });
   const bool is_replicated = parameters_.front()->replicas != nullptr;
+  const bool is_ordered = !parameters_.front()->transport->can.reduces_in_any_order;
   const auto ranks = std::exchange(gather_, nullptr)->finish();
   auto all = combine(ranks);
   if (is_replicated)
@@ -122,15 +129,13 @@ void PresenceCheck::finish() {
     const bool has_sums = sum_dtype != Announced::kNoDtype;
     if (has_sums) sums_.emplace_back(parameter, static_cast<at::ScalarType>(sum_dtype));
     // A parameter that was frozen since has its sum reduced all the same.
-    const bool is_mixed = presence == Presence::kGradients || presence == Presence::kConflict ||
-                          (presence == Presence::kFrozen && has_sums);
+    const bool is_mixed = presence == Presence::kOnAll || presence == Presence::kOnSome ||
+                          presence == Presence::kConflict ||
+                          (presence == Presence::kFrozen && has_sums) ||
+                          (presence == Presence::kGradients && is_ordered);
     if (!is_mixed) continue;
-    const auto has_none = [i](const Presences& of_rank) {
-      return of_rank[i].presence == Presence::kNothing;
-    };
-    const bool is_strict = presence == Presence::kGradients &&
-                           parameter->settings.requires_gradient_on_all_ranks &&
-                           (is_replicated || std::ranges::any_of(ranks, has_none));
+    const bool is_strict = presence == Presence::kOnSome &&
+                           parameter->settings.requires_gradient_on_all_ranks;
     ZERO3_CHECK(presence != Presence::kConflict && !is_strict,
                 "ranks disagree on a gradient: ", describe(parameter->fqn, ranks, i),
                 is_replicated ? " (of those with other shards; replicas may differ too)" : "",
@@ -138,8 +143,14 @@ void PresenceCheck::finish() {
                     ? "; set_requires_gradient_on_all_ranks(False) lets it count as zero there"
                     : "; let all ranks do the same");
     mixed_.push_back(parameter);
-    if (mine_[i].presence != Presence::kGradient && mine_[i].sum_dtype == Announced::kNoDtype)
-      missing_.push_back(parameter);
+    const auto& dtypes = parameter->settings.gradient_dtypes;
+    ZERO3_CHECK(!is_ordered || dtypes.leaf || dtypes.wire,
+                "ranks bring different gradients of '", parameter->fqn,
+                "', and cannot know each other's dtypes, since its grad_dtype is None: set "
+                "grad_dtype, or reduce_dtype of MixedPrecisionPolicy");
+    const bool arrives = mine_[i].presence == Presence::kGradient ||
+                         mine_[i].presence == Presence::kGradients;
+    if (!arrives && mine_[i].sum_dtype == Announced::kNoDtype) missing_.push_back(parameter);
   }
 }
 

@@ -29,7 +29,8 @@ class PresenceCheck {
   // Waits. Throws, on all ranks, if they disagree in a way that zeros cannot repair.
   void finish();
 
-  // After finish(): whether only some ranks have a gradient of `parameter`.
+  // After finish(): whether ranks send their gradients of `parameter` at different times. Only some
+  // have one, or the numbers of gradients that arrive may differ.
   bool is_mixed(const ParameterPtr& parameter) const;
   // Mixed parameters of which this rank has no gradient, in order of registration.
   const std::vector<ParameterPtr>& missing() const { return missing_; }

@@ -78,6 +78,7 @@ void Reduction::add(const ParameterPtr& parameter, const at::Tensor& raw, bool o
 void Reduction::add_locked(const ParameterPtr& parameter, const at::Tensor& raw, bool owned) {
   const bool at_once = goes_at_once(*parameter);
   arrives(parameter);
+  if (!parameter->transport->can.reduces_in_any_order) finish_presence_checks();
   const bool held = is_held(parameter);
   if (at_once && !held) {
     const auto dtype = parameter->settings.gradient_dtypes.normalised(raw);
@@ -92,7 +93,7 @@ void Reduction::add_locked(const ParameterPtr& parameter, const at::Tensor& raw,
 void Reduction::arrives(const ParameterPtr& parameter) {
   if (parameter->device.is_cpu()) keep_heap();
   arrived_.push_back(parameter);
-  if (parameter->is_reduced_now()) begin_presence_checks(parameter->model_number);
+  if (parameter->is_reduced_now()) begin_presence_checks(*parameter);
   if (parameter->settings.delivers_early) {
     delivers_early_ = true;
     if (parameter->gradients.pending_uses() == 0) unforeseen_.push_back(parameter);
@@ -106,7 +107,7 @@ void Reduction::add_product(const ParameterPtr& parameter, const at::Tensor& lef
   const auto dtype = left.scalar_type();
   const auto& dtypes = parameter->settings.gradient_dtypes;
   const std::array sizes{left.size(0), right.size(1)};
-  const bool may_be_held = !parameter->transport->can.reduces_in_any_order;
+  const bool may_be_held = !parameter->transport->can.reduces_in_any_order;  // computed alone then
   const bool keeps_dtype = dtypes.normalised(left) == dtype &&
                            dtypes.wire.value_or(dtype) == dtype &&
                            !parameter->settings.detects_nonfinite &&
@@ -175,9 +176,12 @@ Backward& Reduction::backward_of(const Parameter& parameter) {
 
 void Reduction::send_accumulated(const ParameterPtr& parameter) {
   finish_presence_checks();  // which may widen its dtype
+  const bool held = is_held(parameter);
+  if (const auto dtype = dtype_on_all_ranks(parameter); held && dtype)
+    parameter->gradients.widen(*dtype);
   if (auto sum = parameter->gradients.take_sum())
     send(parameter, sum->grad, sum->grad.scalar_type(), sum->arrived_dtype, /*owned=*/true);
-  else if (is_held(parameter))
+  else if (held)
     send_zero(parameter);
 }
 
@@ -262,11 +266,12 @@ void Reduction::finish_backward() {
   std::vector<ParameterPtr> parameters;
   {
     std::lock_guard lock(mutex_);
-    // Forgets uses that gave no gradient in this backward.
-    for (auto& parameter : arrived_) parameter->gradients.forget_uses();
     // Finishes all parameters of their models: micro-batches may have accumulated without sync.
     for (int64_t number : model_numbers())
       for (auto& parameter : Registry::get().of_model(number)) parameters.push_back(parameter);
+    std::ranges::sort(parameters, {}, [](auto& parameter) { return parameter->order; });
+    // Forgets uses that gave no gradient in this backward.
+    for (auto& parameter : is_nested() ? arrived_ : parameters) parameter->gradients.forget_uses();
     for (auto& parameter : parameters) {
       parameter->forget_after_forward();
       if (parameter->settings.reshard_after_backward) parameter->gathered.reshard_retained();

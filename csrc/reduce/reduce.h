@@ -13,6 +13,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "parameter/parameter.h"
@@ -75,16 +76,20 @@ class Reduction {
   // Begins checks of `parameters`.
   std::vector<std::unique_ptr<PresenceCheck>> presence_checks_of(
       const std::vector<ParameterPtr>& parameters, Occasion occasion);
-  // Begins the checks of a model, once.
-  void begin_presence_checks(int64_t model_number);
+  // Begins the checks of a parameter's model, once. If its ranks reduce in one order, begins those
+  // of all such models in this backward.
+  void begin_presence_checks(const Parameter& parameter);
   // Waits for the checks, and sends zeros for the gradients that only other ranks have, unless
   // they are held.
   void finish_presence_checks();
   void send_zero(const ParameterPtr& parameter);
-  bool is_mixed(const ParameterPtr& parameter) const;  // only some ranks have its gradient
-  // Whether its gradient is sent at the end of the backward, where all ranks have one order: it is
-  // mixed, and ranks have to start reductions in one order. Waits for the checks then.
-  bool is_held(const ParameterPtr& parameter);
+  // After the checks: whether ranks send the parameter's gradients at different times.
+  bool is_mixed(const ParameterPtr& parameter) const;
+  // After the checks: whether its gradient is sent at the end of the backward, where all ranks have
+  // one order: it is mixed, and ranks have to start reductions in one order.
+  bool is_held(const ParameterPtr& parameter) const;
+  // A dtype that holds what the ranks have of a mixed parameter; nullopt: as it arrives.
+  std::optional<at::ScalarType> dtype_on_all_ranks(const ParameterPtr& parameter) const;
   // Moves the first gradient's bucket to `mixed_first_` if that gradient is mixed: it was sent
   // before that was known.
   void move_first_if_mixed();
@@ -110,8 +115,8 @@ class Reduction {
   std::vector<std::unique_ptr<PresenceCheck>> presence_checks_;
   bool has_sent_ = false;
   std::vector<std::unique_ptr<ReduceBucket>> open_;  // in order of opening
-  // Buckets of gradients that only some ranks have and that are not held. Ranks reach them at
-  // different times, so nobody waits for them before the end.
+  // Buckets of mixed gradients that are not held. Ranks reach them at different times, so nobody
+  // waits for them before the end.
   std::vector<std::unique_ptr<ReduceBucket>> mixed_;
   std::unique_ptr<ReduceBucket> mixed_first_;             // mixed, and already launched
   std::vector<std::unique_ptr<ReduceBucket>> in_flight_;  // in order of launching

@@ -1,7 +1,10 @@
 // The part of a reduction in which ranks tell each other which gradients they bring.
+#include <set>
+
 #include "parameter/registry.h"
 #include "reduce/presence_check.h"
 #include "reduce/reduce.h"
+#include "support/autograd.h"
 #include "support/error.h"
 #include "transport/reduce_bucket.h"
 #include "transport/transport.h"
@@ -31,23 +34,23 @@ std::vector<std::unique_ptr<PresenceCheck>> Reduction::presence_checks_of(
   return checks;
 }
 
-void Reduction::begin_presence_checks(int64_t model_number) {
-  if (std::ranges::find(checked_, model_number) != checked_.end()) return;
-  checked_.push_back(model_number);
-  auto parameters = Registry::get().of_model(model_number);
-  std::erase_if(parameters, [](auto& parameter) { return !is_told(*parameter); });
-  for (auto& parameter : parameters) {
-    const auto& dtypes = parameter->settings.gradient_dtypes;
-    const bool is_known = dtypes.leaf || dtypes.wire || !parameter->placeholder.requires_grad();
-    ZERO3_CHECK(
-        is_known || parameter->transport->can.reduces_in_any_order, "'", parameter->fqn,
-        "' has grad_dtype=None, so that ranks cannot know in which dtype a gradient that "
-        "they lack is reduced: set its grad_dtype, or reduce_dtype of MixedPrecisionPolicy, "
-        "or call set_reduce_scatter_unused_params(False) and "
-        "set_requires_gradient_on_all_ranks(False)");
+void Reduction::begin_presence_checks(const Parameter& parameter) {
+  if (std::ranges::find(checked_, parameter.model_number) != checked_.end()) return;
+  std::set<int64_t> numbers{parameter.model_number};
+  const auto is_ordered = [](const Parameter& p) { return !p.transport->can.reduces_in_any_order; };
+  if (is_ordered(parameter))
+    for (auto& other : Registry::get().alive())
+      if (other->transport && is_ordered(*other) && is_told(*other) &&
+          is_in_graph(other->placeholder))
+        numbers.insert(other->model_number);
+  for (const int64_t number : numbers) {
+    if (std::ranges::find(checked_, number) != checked_.end()) continue;
+    checked_.push_back(number);
+    auto parameters = Registry::get().of_model(number);
+    std::erase_if(parameters, [](auto& other) { return !is_told(*other); });
+    for (auto& check : presence_checks_of(parameters, Occasion::kBackward))
+      presence_checks_.push_back(std::move(check));
   }
-  for (auto& check : presence_checks_of(parameters, Occasion::kBackward))
-    presence_checks_.push_back(std::move(check));
 }
 
 void Reduction::finish_presence_checks() {
@@ -56,24 +59,30 @@ void Reduction::finish_presence_checks() {
     if (check.is_finished()) continue;
     check.finish();
     move_first_if_mixed();
-    for (auto& [parameter, dtype] : check.sums()) parameter->gradients.widen(dtype);
+    for (auto& [parameter, dtype] : check.sums())
+      parameter->gradients.widen(*dtype_on_all_ranks(parameter));
     for (auto& parameter : check.missing())
       if (parameter->transport->can.reduces_in_any_order) send_zero(parameter);
   }
 }
 
+std::optional<at::ScalarType> Reduction::dtype_on_all_ranks(const ParameterPtr& parameter) const {
+  auto dtype = parameter->settings.gradient_dtypes.leaf;
+  for (auto& check : presence_checks_)
+    if (const auto of_sums = check->sum_dtype_of(parameter))
+      dtype = c10::promoteTypes(dtype.value_or(*of_sums), *of_sums);
+  return dtype;
+}
+
 void Reduction::send_zero(const ParameterPtr& parameter) {
-  auto dtype = parameter->settings.gradient_dtypes.leaf.value_or(parameter->compute_dtype);
-  for (auto& check : presence_checks_) dtype = check->sum_dtype_of(parameter).value_or(dtype);
+  const auto dtype = dtype_on_all_ranks(parameter).value_or(parameter->compute_dtype);
   auto& bucket = bucket_for(parameter, dtype);
   bucket.add_zero(parameter, dtype);
   launch_if_full(bucket);
 }
 
-bool Reduction::is_held(const ParameterPtr& parameter) {
-  if (parameter->transport->can.reduces_in_any_order) return false;
-  finish_presence_checks();
-  return is_mixed(parameter);
+bool Reduction::is_held(const ParameterPtr& parameter) const {
+  return !parameter->transport->can.reduces_in_any_order && is_mixed(parameter);
 }
 
 void Reduction::move_first_if_mixed() {

@@ -3,6 +3,9 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <mutex>
+#include <unordered_map>
+
 #include "support/memory.h"
 #include "transport/channel.h"
 #include "transport/presences.h"
@@ -10,11 +13,19 @@
 namespace zero3 {
 namespace {
 
-// A stream on which a GPU does what the host waits for, instead of after all that was launched
+// The stream on which a GPU does what the host waits for, instead of after all that was launched
 // before; nullopt on a CPU.
 std::optional<c10::Stream> side_stream(at::Device device) {
   if (device.is_cpu()) return std::nullopt;
-  return c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
+  static std::mutex mutex;
+  static auto& streams = *new std::unordered_map<at::Device, c10::Stream>;
+  std::lock_guard lock(mutex);
+  auto found = streams.find(device);
+  if (found == streams.end()) {
+    const c10::impl::VirtualGuardImpl of_device(device.type());
+    found = streams.emplace(device, of_device.getStreamFromGlobalPool(device)).first;
+  }
+  return found->second;
 }
 
 class MessagePresences : public PresenceGather {
@@ -30,8 +41,20 @@ class MessagePresences : public PresenceGather {
     exchange_->gather({{rows_.unbind(), key}});
   }
 
+  // The side stream must not reuse the memory of rows that a dropped exchange still writes.
+  ~MessagePresences() override {
+    if (is_finished_ || !stream_) return;
+    const c10::OptionalStreamGuard guard(stream_);
+    try {
+      exchange_->wait();  // on a GPU, the stream and not the host
+    } catch (const std::exception&) {
+      // The process group is broken.
+    }
+  }
+
   std::vector<Presences> finish() override {
     const c10::OptionalStreamGuard guard(stream_);
+    is_finished_ = true;
     exchange_->wait();
     std::vector<Presences> all;
     for (auto& row : rows_.cpu().unbind()) {
@@ -45,6 +68,7 @@ class MessagePresences : public PresenceGather {
   const std::optional<c10::Stream> stream_;
   const std::unique_ptr<Exchange> exchange_;
   at::Tensor rows_;  // [world, bytes]
+  bool is_finished_ = false;
 };
 
 }  // namespace

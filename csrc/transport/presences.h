@@ -18,10 +18,12 @@ enum class Occasion : uint8_t { kBackward, kDeposits };
 enum class Presence : uint8_t {
   kNothing,
   kGradient,   // arrives in this backward
+  kGradients,  // several arrive in this backward, or fewer than the forwards have led to expect
   kSum,        // a sum of earlier backwards, reduced when this one ends
   kFrozen,     // needs no gradient
   kWithheld,   // not reduced now
-  kGradients,  // combined: differs between ranks; zeros replace missing ones
+  kOnAll,      // combined: all ranks have something, in different ways
+  kOnSome,     // combined: some ranks have nothing, for which zeros stand
   kConflict,   // combined: an error on all ranks
 };
 

@@ -37,16 +37,19 @@ class FSDP2Methods(FSDPModule):
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Sets whether a gradient that only some ranks have counts as zero on the others, on NCCL.
+        """Sets whether a gradient that only some ranks have counts as zero on the others.
 
-        Over gloo it always does. NCCL's collectives have one order on all ranks, and without this
-        setting ranks with other gradients wait for each other for ever. With it, ranks exchange
-        which gradients they have at the beginning of each backward: the host waits for the other
-        ranks' hosts, and for nothing that GPUs compute. Gradients that only some ranks have are
-        reduced at the end of the backward. A parameter that no rank uses has no gradient.
+        On CPUs over gloo it always does. NCCL's collectives, and all on GPUs, have one order on all
+        ranks: without this setting, ranks with different gradients wait for each other for ever.
+        With it, ranks exchange which gradients they have when a backward begins, for which the host
+        waits. Gradients that only some ranks have, or of parameters with several uses, are kept in
+        full until they are reduced at the end of the backward. A parameter that no rank uses has no
+        gradient.
 
-        A backward raises Zero3Error if a parameter has ``grad_dtype=None`` and no ``reduce_dtype``:
-        ranks could not know the dtype of the zeros. Call it alike on all ranks.
+        Each rank needs a gradient of the model in the backward, and all ranks run the forwards of
+        the modules that ``fully_shard`` was called on. Call it alike on all ranks. A backward
+        raises Zero3Error if ranks have different gradients of a parameter with ``grad_dtype=None``
+        and no ``reduce_dtype``: they cannot know the dtype of the zeros.
 
         Args:
             reduce_scatter_unused_params: whether zeros are reduced.

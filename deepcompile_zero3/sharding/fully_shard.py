@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
@@ -66,9 +67,10 @@ def fully_shard(
     all ranks of the mesh make it, in one order.
 
     Args:
-        module: a block or model. Ranks must hold the same values. A list of modules makes one group
-            of all their parameters. Within the forward of an enclosing sharded module, eager code
-            frees these parameters when the last module of the list has run.
+        module: a block or model. Ranks must hold the same values. Buffers move to the mesh's
+            device, unless they are on the meta device. A list of modules makes one group of all
+            their parameters. Within the forward of an enclosing sharded module, eager code frees
+            these parameters when the last module of the list has run.
         mesh: a 1-D mesh, or a 2-D mesh whose last dimension shards and whose first dimension
             replicates. The default is all ranks of the job, on the accelerator if there is one,
             else on the CPU.
@@ -159,7 +161,7 @@ def fully_shard(
         number = agree_on_model_number(modules, failure, process_groups_of(meshes, new, modules))
     finally:
         failure = None  # its traceback holds this frame and all that was built
-    _install(modules, built, ignored)
+    _install(modules, built, ignored, ranks_of_mesh.device)
     group = ParameterGroup(list(built.values()), ForwardCasts(mp_policy), connects, len(modules))
     for each in modules:
         swap_class(each, group)
@@ -205,8 +207,12 @@ def _install(
     modules: Sequence[nn.Module],
     built: Mapping[nn.Parameter, ShardedParameter],
     ignored: set[nn.Parameter],
+    device: torch.device,
 ) -> None:
-    """Puts the shards into the modules in place of the parameters, which may be tied to others."""
+    """Puts the shards into the modules in place of the parameters, which may be tied to others.
+
+    Buffers move to ``device``.
+    """
     for _, submodule in arguments.unsharded_modules(modules):
         sharded: dict[str, ShardedParameter] = dict(parameters_of(submodule))
         for attribute, parameter in list(submodule._parameters.items()):
@@ -224,6 +230,9 @@ def _install(
             submodule.__dict__["_zero3_parameters"] = sharded
             if submodule not in modules:
                 swap_class(submodule)
+        for buffer in submodule._buffers.values():
+            if buffer is not None and not buffer.is_meta and buffer.device != device:
+                buffer.data = buffer.to(device)
 
 
 def _assign_ownership(modules: list[nn.Module], group: ParameterGroup, number: int) -> None:

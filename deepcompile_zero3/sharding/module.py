@@ -260,8 +260,8 @@ class Zero3Module(FSDP2Methods):
 
         If True, a backward raises where some ranks have a gradient of a parameter and others have
         none. If False, the default, a missing gradient counts as zero: for example, that of an
-        expert without tokens (:meth:`set_reduce_scatter_unused_params`). The ranks exchange which
-        gradients they have at the beginning of each backward; over NCCL only if this is set.
+        expert without tokens. The ranks exchange which gradients they have at the beginning of each
+        backward; on GPUs only with this setting or :meth:`set_reduce_scatter_unused_params`.
 
         Args:
             requires_gradient_on_all_ranks: whether to raise.
