@@ -252,6 +252,21 @@ def test_checkpoints_and_shared_weights_are_stepped_once(run_ranks, use_reentran
     run_ranks(2, _shared, use_reentrant, transport)
 
 
+def _recomputed_after_its_step():
+    model = _Shared(use_reentrant=True)
+    model.last.weight = model.blocks[0].weight  # whose gradient in `last` comes first
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    step_in_backward(model, torch.optim.SGD(model.parameters(), 0.1), bucket_mb=ONE_KIB)
+    with pytest.raises(Zero3Error, match="stepped in this backward, which needs it again"):
+        mean_square(model, mine(batch_of(4, 16))).backward()
+
+
+def test_a_backward_does_not_recompute_with_what_it_has_stepped(run_ranks):
+    run_ranks(2, _recomputed_after_its_step)
+
+
 def _removed():
     models, optimizers = _models("sgd")
     with pytest.raises(Zero3Error, match="stepped in backward already: call remove"):

@@ -21,8 +21,7 @@ void Gather::start() {
   note_skipped_gathers(parameters_);
   std::vector<ParameterPtr> missing;
   for (auto& parameter : parameters_) {
-    ZERO3_CHECK(!in_backward() || parameter->delivered_in != running_backward(), "'",
-                parameter->fqn,
+    ZERO3_CHECK(!in_backward() || !parameter->is_delivered_early, "'", parameter->fqn,
                 "' may have been stepped in this backward, which needs it again: leave it out of "
                 "step_in_backward");
     unsharded_.push_back(parameter->gathered.full());

@@ -87,7 +87,8 @@ struct Parameter : public ParameterSpec {
   at::Tensor shard;  // [shard_rows, ...], read at every gather, never written
   Gathered gathered;
   GradientAccumulator gradients;
-  std::atomic<int> delivered_in = -1;  // the backward that has delivered its gradient early
+  // Whether a backward that has not ended has delivered its gradient early.
+  std::atomic<bool> is_delivered_early = false;
   // This parameter sharded over some of its ranks between forward and backward; null if it is not.
   // Its shard is undefined outside that interval.
   std::shared_ptr<Parameter> after_forward;

@@ -74,7 +74,7 @@ const char* name_of(Presence presence) {
   }
 }
 
-// "'fqn' has a gradient on rank 0, 2 and is frozen on rank 1"
+// "'fqn' has a gradient on rank 0, 2, is frozen (requires_grad=False) on rank 1"
 std::string describe(const std::string& fqn, const std::vector<Presences>& ranks, size_t i) {
   std::string text = "'" + fqn + "'";
   for (auto presence : {Presence::kGradient, Presence::kGradients, Presence::kSum,

@@ -60,7 +60,8 @@ Reduction::~Reduction() {
   // parameters are incomplete, and must not leak into the next backward.
   for (int64_t number : model_numbers())
     for (auto& parameter : Registry::get().of_model(number)) parameter->drop_gradients();
-  if (has_delivered_ && interrupted) interrupted();
+  if (!delivered_.empty() && interrupted) interrupted();
+  forget_delivered();
 }
 
 void Reduction::add(const ParameterPtr& parameter, const at::Tensor& raw, bool owned) {
@@ -144,10 +145,16 @@ void Reduction::deliver_early() {
     const auto rest = std::ranges::stable_partition(results_, waits);
     early.assign(rest.begin(), rest.end());
     results_.erase(rest.begin(), rest.end());
-    for (auto& result : early) result.parameter->delivered_in = running_backward();
-    has_delivered_ |= !early.empty();
+    for (auto& result : early) {
+      result.parameter->is_delivered_early = true;
+      delivered_.push_back(result.parameter);
+    }
   }
   if (!early.empty() && deliver) deliver(early, Moment::kEarly);
+}
+
+void Reduction::forget_delivered() {
+  for (auto& parameter : std::exchange(delivered_, {})) parameter->is_delivered_early = false;
 }
 
 bool Reduction::goes_at_once(const Parameter& parameter) const {
@@ -328,7 +335,7 @@ void Reduction::finish(const std::vector<ParameterPtr>& parameters) {
   guard.reset();  // the user's hooks run now
   if (deliver)
     deliver(std::exchange(results_, {}), is_nested() ? Moment::kNestedEnd : Moment::kEnd);
-  has_delivered_ = false;
+  forget_delivered();
 }
 
 }  // namespace zero3

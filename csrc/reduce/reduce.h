@@ -1,11 +1,13 @@
 // Reduces raw full gradients to shards.
 //
-//   raw -> grad_dtype -> bucket by (process group, wire dtype, divide factor, device) -> pack
-//       -> reduce-scatter -> scale -> all-reduce over replicas, if there are any
+//   raw -> grad_dtype
+//       -> bucket by (transport, replicas, wire dtype, divide factor, device, early delivery)
+//       -> pack -> reduce-scatter -> scale -> all-reduce over replicas, if there are any
 //       -> hand the shard to the parameter's `.grad`
 //
 // A reduction belongs to one backward of the autograd engine: it begins with the first gradient
-// that arrives and ends in a callback which the engine runs when that backward has ended. A
+// that arrives and ends in a callback which the engine runs when that backward has ended. That
+// callback delivers the gradients, unless a parameter's is delivered when its bucket is reduced. A
 // backward that raises never runs the callback; its reduction is dropped with the engine's graph
 // task, and the next backward starts clean.
 #pragma once
@@ -69,6 +71,7 @@ class Reduction {
   void add_locked(const ParameterPtr& parameter, const at::Tensor& raw, bool owned);
   // Delivers the reduced gradients that need not wait for the end of the backward.
   void deliver_early();
+  void forget_delivered();
   // Notes that a gradient of `parameter` arrives.
   void arrives(const ParameterPtr& parameter);
   // Whether the next gradient of `parameter` is reduced now, and the only one to come.
@@ -122,9 +125,10 @@ class Reduction {
   std::vector<std::unique_ptr<ReduceBucket>> in_flight_;  // in order of launching
   AllReduces all_reduces_;
   std::vector<ReducedGradient> results_;
-  std::vector<ParameterPtr> unforeseen_;  // gradients of no use that a forward noted: more may come
-  bool delivers_early_ = false;           // some parameter that has arrived
-  bool has_delivered_ = false;            // early, in a backward that has not ended
+  // Parameters with a gradient of a use that no forward has noted: more may come.
+  std::vector<ParameterPtr> unforeseen_;
+  bool delivers_early_ = false;  // some parameter that has arrived
+  std::vector<ParameterPtr> delivered_;  // early
 };
 
 }  // namespace zero3

@@ -54,16 +54,17 @@ void Reduction::begin_presence_checks(const Parameter& parameter) {
 }
 
 void Reduction::finish_presence_checks() {
-  for (size_t i = 0; i < presence_checks_.size(); ++i) {
-    auto& check = *presence_checks_[i];
-    if (check.is_finished()) continue;
-    check.finish();
+  std::vector<ParameterPtr> missing;
+  for (auto& check : presence_checks_) {
+    if (check->is_finished()) continue;
+    check->finish();
     move_first_if_mixed();
-    for (auto& [parameter, dtype] : check.sums())
+    for (auto& [parameter, dtype] : check->sums())
       parameter->gradients.widen(*dtype_on_all_ranks(parameter));
-    for (auto& parameter : check.missing())
-      if (parameter->transport->can.reduces_in_any_order) send_zero(parameter);
+    std::ranges::copy_if(check->missing(), std::back_inserter(missing),
+                         [this](auto& parameter) { return !is_held(parameter); });
   }
+  for (auto& parameter : missing) send_zero(parameter);  // with all checks finished
 }
 
 std::optional<at::ScalarType> Reduction::dtype_on_all_ranks(const ParameterPtr& parameter) const {
