@@ -5,7 +5,6 @@ test_collectives.py and ``--transport collectives`` run models of these tests, i
 """
 
 import copy
-import functools
 
 import pytest
 import torch
@@ -78,38 +77,6 @@ def _one_loss(transport, how):
 @pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
 def test_a_loss_may_leave_a_head_out(run_ranks, transport, how):
     run_ranks(2, _one_loss, transport, how)
-
-
-# The heads of which each of two ranks takes a loss: one of each forward, of its first forwards.
-HEADS = [((0, 1), (0,)), ((0, 1), (0, 1)), ((1, 1, 0), (1, 0))]
-
-
-def _some_forwards(transport):
-    """Each rank runs three forwards, and takes a loss of some of them."""
-    torch.manual_seed(0)
-    model = TwoHeads()
-    reference = copy.deepcopy(model)
-    # Backward gathers nothing, since each rank would gather at its own places.
-    fully_shard(model, transport=transport, reshard_after_forward=False)
-    model.set_reduce_scatter_unused_params(True)
-
-    def loss(run, rows, heads):
-        forwards = [run(rows) for _ in range(3)]
-        return sum(forwards[i][head].square().mean() for i, head in enumerate(heads))
-
-    for seed, heads in enumerate(HEADS):
-        batch = batch_of(4, 8, seed=seed)
-        loss(model, mine(batch), heads[dist.get_rank()]).backward()
-        losses = map(functools.partial(loss, reference), batch.chunk(2), heads)
-        (sum(losses) / 2).backward()
-        assert_same_gradients(model, reference)
-        model.zero_grad()
-        reference.zero_grad()
-
-
-@pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
-def test_a_loss_may_leave_forwards_out(run_ranks, transport):
-    run_ranks(2, _some_forwards, transport, timeout=60)
 
 
 def _two_models(transport):

@@ -18,7 +18,7 @@ Announced announce(const Parameter& parameter, Occasion occasion) {
     if (!placeholder.requires_grad()) return Presence::kFrozen;
     if (!parameter.is_reduced_now()) return Presence::kWithheld;
     if (occasion == Occasion::kBackward && is_in_graph(placeholder) && is_wanted(placeholder))
-      return parameter.gradients.pending_uses() > 1 ? Presence::kGradients : Presence::kGradient;
+      return Presence::kGradient;
     return dtype ? Presence::kSum : Presence::kNothing;
   }();
   return {presence, dtype ? static_cast<int8_t>(*dtype) : Announced::kNoDtype};
@@ -28,8 +28,8 @@ Announced announce(const Parameter& parameter, Occasion occasion) {
 Presence combine(Presence one, Presence other) {
   if (one == other) return one;
   const auto has_some = [](Presence presence) {
-    return presence == Presence::kGradient || presence == Presence::kGradients ||
-           presence == Presence::kSum || presence == Presence::kOnAll;
+    return presence == Presence::kGradient || presence == Presence::kSum ||
+           presence == Presence::kOnAll;
   };
   if (has_some(one) && has_some(other)) return Presence::kOnAll;
   const auto may_lack = [&](Presence presence) {
@@ -61,8 +61,6 @@ const char* name_of(Presence presence) {
   switch (presence) {
     case Presence::kGradient:
       return "has a gradient";
-    case Presence::kGradients:
-      return "has several gradients";
     case Presence::kSum:
       return "has a sum that is not reduced yet";
     case Presence::kFrozen:
@@ -77,8 +75,8 @@ const char* name_of(Presence presence) {
 // "'fqn' has a gradient on rank 0, 2, is frozen (requires_grad=False) on rank 1"
 std::string describe(const std::string& fqn, const std::vector<Presences>& ranks, size_t i) {
   std::string text = "'" + fqn + "'";
-  for (auto presence : {Presence::kGradient, Presence::kGradients, Presence::kSum,
-                        Presence::kNothing, Presence::kFrozen, Presence::kWithheld}) {
+  for (auto presence : {Presence::kGradient, Presence::kSum, Presence::kNothing, Presence::kFrozen,
+                        Presence::kWithheld}) {
     std::string which;
     for (size_t rank = 0; rank < ranks.size(); ++rank)
       if (ranks[rank][i].presence == presence)
@@ -131,11 +129,10 @@ void PresenceCheck::finish() {
     // A parameter that was frozen since has its sum reduced all the same.
     const bool is_mixed = presence == Presence::kOnAll || presence == Presence::kOnSome ||
                           presence == Presence::kConflict ||
-                          (presence == Presence::kFrozen && has_sums) ||
-                          (presence == Presence::kGradients && is_ordered);
+                          (presence == Presence::kFrozen && has_sums);
     if (!is_mixed) continue;
-    const bool is_strict = presence == Presence::kOnSome &&
-                           parameter->settings.requires_gradient_on_all_ranks;
+    const bool is_strict =
+        presence == Presence::kOnSome && parameter->settings.requires_gradient_on_all_ranks;
     ZERO3_CHECK(presence != Presence::kConflict && !is_strict,
                 "ranks disagree on a gradient: ", describe(parameter->fqn, ranks, i),
                 is_replicated ? " (of those with other shards; replicas may differ too)" : "",
@@ -144,13 +141,12 @@ void PresenceCheck::finish() {
                     : "; let all ranks do the same");
     mixed_.push_back(parameter);
     const auto& dtypes = parameter->settings.gradient_dtypes;
-    ZERO3_CHECK(!is_ordered || dtypes.leaf || dtypes.wire,
-                "ranks bring different gradients of '", parameter->fqn,
+    ZERO3_CHECK(!is_ordered || dtypes.leaf || dtypes.wire, "ranks bring different gradients of '",
+                parameter->fqn,
                 "', and cannot know each other's dtypes, since its grad_dtype is None: set "
                 "grad_dtype, or reduce_dtype of MixedPrecisionPolicy");
-    const bool arrives = mine_[i].presence == Presence::kGradient ||
-                         mine_[i].presence == Presence::kGradients;
-    if (!arrives && mine_[i].sum_dtype == Announced::kNoDtype) missing_.push_back(parameter);
+    if (mine_[i].presence != Presence::kGradient && mine_[i].sum_dtype == Announced::kNoDtype)
+      missing_.push_back(parameter);
   }
 }
 

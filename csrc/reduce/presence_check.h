@@ -29,8 +29,8 @@ class PresenceCheck {
   // Waits. Throws, on all ranks, if they disagree in a way that zeros cannot repair.
   void finish();
 
-  // After finish(): whether ranks send their gradients of `parameter` at different times. Only some
-  // have one, or the numbers of gradients that arrive may differ.
+  // After finish(): whether ranks send their gradients of `parameter` at different times, since
+  // some have none, or a sum of earlier backwards.
   bool is_mixed(const ParameterPtr& parameter) const;
   // Mixed parameters of which this rank has no gradient, in order of registration.
   const std::vector<ParameterPtr>& missing() const { return missing_; }

@@ -273,12 +273,12 @@ void Reduction::finish_backward() {
   std::vector<ParameterPtr> parameters;
   {
     std::lock_guard lock(mutex_);
+    // Forgets uses that gave no gradient in this backward.
+    for (auto& parameter : arrived_) parameter->gradients.forget_uses();
     // Finishes all parameters of their models: micro-batches may have accumulated without sync.
     for (int64_t number : model_numbers())
       for (auto& parameter : Registry::get().of_model(number)) parameters.push_back(parameter);
     std::ranges::sort(parameters, {}, [](auto& parameter) { return parameter->order; });
-    // Forgets uses that gave no gradient in this backward.
-    for (auto& parameter : is_nested() ? arrived_ : parameters) parameter->gradients.forget_uses();
     for (auto& parameter : parameters) {
       parameter->forget_after_forward();
       if (parameter->settings.reshard_after_backward) parameter->gathered.reshard_retained();

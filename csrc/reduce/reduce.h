@@ -127,7 +127,7 @@ class Reduction {
   std::vector<ReducedGradient> results_;
   // Parameters with a gradient of a use that no forward has noted: more may come.
   std::vector<ParameterPtr> unforeseen_;
-  bool delivers_early_ = false;  // some parameter that has arrived
+  bool delivers_early_ = false;          // some parameter that has arrived
   std::vector<ParameterPtr> delivered_;  // early
 };
 

@@ -18,7 +18,6 @@ enum class Occasion : uint8_t { kBackward, kDeposits };
 enum class Presence : uint8_t {
   kNothing,
   kGradient,   // arrives in this backward
-  kGradients,  // several arrive in this backward, or fewer than the forwards have led to expect
   kSum,        // a sum of earlier backwards, reduced when this one ends
   kFrozen,     // needs no gradient
   kWithheld,   // not reduced now

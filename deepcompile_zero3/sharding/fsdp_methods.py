@@ -42,9 +42,8 @@ class FSDP2Methods(FSDPModule):
         On CPUs over gloo it always does. NCCL's collectives, and all on GPUs, have one order on all
         ranks: without this setting, ranks with different gradients wait for each other for ever.
         With it, ranks exchange which gradients they have when a backward begins, for which the host
-        waits. Gradients that only some ranks have, or of parameters with several uses, are kept in
-        full until they are reduced at the end of the backward. A parameter that no rank uses has no
-        gradient.
+        waits. Gradients that only some ranks have are kept in full, and reduced at the end of the
+        backward. A parameter that no rank uses has no gradient.
 
         Each rank needs a gradient of the model in the backward, and all ranks run the forwards of
         the modules that ``fully_shard`` was called on. Call it alike on all ranks. A backward
