@@ -252,15 +252,26 @@ def test_checkpoints_and_shared_weights_are_stepped_once(run_ranks, use_reentran
     run_ranks(2, _shared, use_reentrant, transport)
 
 
+class _Early(nn.Module):
+    """A weight whose last use comes first in backward, and is in a checkpoint with its first."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(4))
+        self.layers[3].weight = self.layers[0].weight
+
+    def forward(self, x):
+        x = checkpoint(self.layers[0], x, use_reentrant=True)
+        for layer in self.layers[1:]:
+            x = torch.tanh(layer(x))
+        return x
+
+
 def _recomputed_after_its_step():
-    model = _Shared(use_reentrant=True)
-    model.last.weight = model.blocks[0].weight  # whose gradient in `last` comes first
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
-    step_in_backward(model, torch.optim.SGD(model.parameters(), 0.1), bucket_mb=ONE_KIB)
+    model = fully_shard(_Early())
+    step_in_backward(model, torch.optim.SGD(model.parameters(), 0.1), bucket_mb=ONE_KIB / 4)
     with pytest.raises(Zero3Error, match="stepped in this backward, which needs it again"):
-        mean_square(model, mine(batch_of(4, 16))).backward()
+        mean_square(model, mine(batch_of(4, 16)).requires_grad_()).backward()
 
 
 def test_a_backward_does_not_recompute_with_what_it_has_stepped(run_ranks):
