@@ -129,14 +129,14 @@ class ParameterGroup:
             if torch.is_grad_enabled() and _C.in_backward():
                 parameter.refresh()
                 republish_if_recomputing([parameter])
-                return parameter.read(_C.gather_and_read(parameter.handle))
+                return parameter.value_of(_C.gather_and_read(parameter.handle))
             return parameter.shard
         value = self._values.get(parameter)
         differentiable = parameter.placeholder.requires_grad and torch.is_grad_enabled()
         if value is None or value.requires_grad != differentiable:
             parameter.prepare_forward()
             self.wait_for_gather()
-            value = parameter.read(_C.read_gathered(parameter.handle))
+            value = parameter.value_of(_C.read_gathered(parameter.handle))
             self._values[parameter] = value
         return value
 
@@ -330,14 +330,18 @@ def _refuse_writes(fqns: list[str]) -> None:
         )
 
 
+def group_or_none(parameter: ShardedParameter) -> ParameterGroup | None:
+    """Returns the group that gathers ``parameter``, or None if its module was deleted."""
+    return None if parameter.group is None else parameter.group()
+
+
 def group_of(parameter: ShardedParameter) -> ParameterGroup:
     """Returns the group that gathers ``parameter``.
 
     Raises:
         Zero3Error: its module was deleted.
     """
-    group = None if parameter.group is None else parameter.group()
-    if not isinstance(group, ParameterGroup):
+    if (group := group_or_none(parameter)) is None:
         raise Zero3Error(f"the sharded module that '{parameter.fqn}' belongs to was deleted")
     return group
 

@@ -121,7 +121,7 @@ class SpmdMesh:
 
 
 class Inner(NamedTuple):
-    """The DTensor that each data-parallel rank has of a parameter, as of tensor parallelism.
+    """The DTensor of a parameter on each data-parallel rank, such as one of tensor parallelism.
 
     ``grad_placements`` are those of gradients that the runtime takes, if they are not like
     ``placements``.
@@ -210,7 +210,7 @@ class Layout:
         dtype = dtype if parameter.is_floating_point() else None
         return torch.empty_like(self.full(parameter.detach()), dtype=dtype, device="meta")
 
-    def read(self, full: torch.Tensor) -> torch.Tensor:
+    def value_of(self, full: torch.Tensor) -> torch.Tensor:
         """Returns the value that a module reads, from the gathered ``full``. Differentiable."""
         # Either is a single node of autograd, which keeps the leaf's contract.
         value = _FirstOfEqual.apply(full, self.sizes) if self.dim is None else self.local(full)
