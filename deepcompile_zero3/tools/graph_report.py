@@ -1,4 +1,4 @@
-"""What a rewritten graph gathers, keeps and reduces."""
+"""Describes the gathers, kept parameters and reductions of a rewritten graph."""
 
 import operator
 from collections.abc import Iterator

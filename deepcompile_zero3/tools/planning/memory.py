@@ -29,7 +29,7 @@ class _Saved:
 
 
 class Memory:
-    """What is alive, and when that changed: ``clock`` returns the seconds since the step began."""
+    """Bytes that are alive, and their changes. ``clock`` returns seconds since the step began."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -58,7 +58,7 @@ class Memory:
         self.change("gathered", nbytes)
 
     def free(self, node: fx.Node, number: int) -> None:
-        """Frees the memory of a node of a graph or, if it is an input, of what was saved for it."""
+        """Frees the memory of ``node`` or, for a graph's input, the saved tensor behind it."""
         if node.op != "placeholder":
             if kind := _kind(node):
                 self.change(kind, -self._nbytes(node))
