@@ -191,7 +191,7 @@ def _new_parameters(
 ) -> dict[nn.Parameter, tuple[str, nn.Module, str]]:
     """Returns the parameters that no earlier call took, each once.
 
-    With each come its first name, the module that registers it, and its name there.
+    Each has its first name, the module that registers it, and its name there.
     """
     new: dict[nn.Parameter, tuple[str, nn.Module, str]] = {}
     for prefix, submodule in unsharded_modules(modules):

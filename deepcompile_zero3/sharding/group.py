@@ -197,7 +197,7 @@ class ParameterGroup:
         return [parameter.fqn for parameter in parameters if parameter.reshard()]
 
     def start_gather(self) -> None:
-        """Starts to gather what is not held. A wait, or the end of a forward, ends the gather."""
+        """Starts to gather parameters that are not held, until a wait or the end of a forward."""
         if self._gathering is None:
             missing = [p for p in self.parameters if p.handle.gathered is None]
             if missing:
@@ -277,7 +277,7 @@ class ParameterGroup:
     def _end_outermost(self) -> list["ParameterGroup"]:
         """Ends the forward that began with this group, if any, and returns the groups to reshard.
 
-        These are this one and those that were read, also if their own modules did not run.
+        The groups are this one and all that were read, even if their own modules did not run.
         """
         forward, self._forward = self._forward, None
         if forward is None:
@@ -292,7 +292,7 @@ class ParameterGroup:
 def compiled_forward(parameters: Sequence[ShardedParameter]) -> Iterator[bool]:
     """Enters and leaves a forward of a compiled graph, which gathers for itself.
 
-    Yields whether the graph is the whole forward. In an eager one, that frees what is held.
+    Yields whether the graph is the whole forward. An eager forward around it frees what it holds.
     """
     republish_if_recomputing(parameters)
     groups = dict.fromkeys(map(group_of, parameters))  # in one order

@@ -84,7 +84,7 @@ class ShardedParameter:
         self._set_grad_dtype(blueprint.parameter.grad_dtype)
 
     def _build(self, full: torch.Tensor, requires_grad: bool) -> None:
-        """Creates the placeholder and the runtime's parameter, of the kind of ``full``."""
+        """Creates the placeholder and the runtime's parameter for a full tensor like ``full``."""
         ranks = self.layout.ranks
         self.compute_dtype = full.dtype
         self.placeholder = nn.Parameter(

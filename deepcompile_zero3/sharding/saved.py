@@ -181,7 +181,7 @@ class SavedTensors(Generic[_Group]):
         return True
 
     def unwatch(self, group: _Group) -> None:
-        """Stops watching what was gathered for ``group``."""
+        """Stops watching the gathered tensors of ``group``."""
         for storage in self._storages.pop(group, ()):
             del self._watched[storage]
 

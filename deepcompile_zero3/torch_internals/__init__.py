@@ -144,7 +144,7 @@ def is_in_transform() -> bool:
 
 
 def outside_transforms() -> contextlib.AbstractContextManager[Any]:
-    """Makes what is computed in the context constant to running ``torch.func`` transforms."""
+    """Makes results of the context constants for the ``torch.func`` transforms that run."""
     return _without_functorch()
 
 
@@ -224,7 +224,7 @@ def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
 
 
 def placement_on_mesh(result: Any) -> tuple[Any, DeviceMesh, tuple[int | None, int | None]] | None:
-    """Returns what a ``ShardPlacementResult`` of torch's FSDP2 says, or None for anything else.
+    """Returns the parts of a ``ShardPlacementResult`` of torch's FSDP2, or None for other objects.
 
     Returns:
         The placement or None, the mesh, and its dimensions that replicate and that shard.
@@ -290,7 +290,7 @@ def set_fsdp_state(module: nn.Module, state: object) -> None:
 
 
 def fsdp_state_of(module: nn.Module) -> Any:
-    """Returns what ``set_fsdp_state`` was given."""
+    """Returns the state that ``set_fsdp_state`` has stored."""
     return module.__dict__[_STATE_KEY][_fully_shard]
 
 

@@ -84,7 +84,7 @@ def _widest(ranks: int, parameter: nn.Parameter) -> Shard | None:
 def _model_of(
     asked: argparse.Namespace,
 ) -> tuple[Callable[[], nn.Module], dict[str, Any], ShardModel]:
-    """Returns what builds the model, the arguments of its call, and what shards it."""
+    """Returns a function that builds the model, the arguments of its call, and one that shards."""
     shard: ShardModel = functools.partial(_shard, asked)
     if asked.model.endswith(".json"):
         tokens = torch.zeros(asked.batch or 1, asked.sequence or 4096, dtype=torch.int64)
