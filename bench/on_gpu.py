@@ -71,15 +71,24 @@ STAGES = [
     [Stage("build", 200, 30, _BUILD)],
     [
         Stage(
-            "tests", 170, 60, f"{_ONE_THREAD}0; {_PYTEST}150 -n 6 --dist loadgroup {_TESTS}", True
+            "tests",
+            most=170,
+            least=60,
+            command=f"{_ONE_THREAD}0; {_PYTEST}150 -n 6 --dist loadgroup {_TESTS}",
+            may_fail=True,
         ),
         Stage(
-            *("sanitizer", 120, 60),
-            f"{_ONE_THREAD}1; {_SANITIZER}{_PYTEST}100 -p no:xdist tests/test_copy.py -m gpu",
+            "sanitizer",
+            most=120,
+            least=60,
+            command=f"{_ONE_THREAD}1; {_SANITIZER}{_PYTEST}100 -p no:xdist tests/test_copy.py "
+            "-m gpu",
         ),
         Stage(
-            *("one-process", 170, 60),
-            f"{_ONE_THREAD}0; {_PYTEST}150 -n 5 --device cuda -m 'not long' {_ONE_PROCESS}",
+            "one-process",
+            most=170,
+            least=60,
+            command=f"{_ONE_THREAD}0; {_PYTEST}150 -n 5 --device cuda -m 'not long' {_ONE_PROCESS}",
             may_fail=True,
         ),
     ],
@@ -143,7 +152,7 @@ def environment() -> dict[str, str]:
         "CPATH": f"{wheel}/include",
         "LIBRARY_PATH": f"{links}:{wheel}/lib",
         "ZERO3_CUDA": "1",
-        "TORCH_CUDA_ARCH_LIST": "9.0",
+        "TORCH_CUDA_ARCH_LIST": "9.0",  # H100 and H200
         "TORCHINDUCTOR_CACHE_DIR": f"{KEPT}/compiled/tests",
         "NCCL_SOCKET_IFNAME": "lo",
         "HF_HUB_OFFLINE": "1",

@@ -37,10 +37,10 @@ at::Tensor make_placeholder(std::vector<int64_t> sizes, std::vector<int64_t> str
   return tensor;
 }
 
-// Both functions live as long as the process: Python may be gone before statics are destroyed.
-void set_python_refresh(py::function function) {
+// These functions live as long as the process: Python may be gone before statics are destroyed.
+void set_python_prepare_unshard(py::function function) {
   PyObject* callable = function.release().ptr();
-  set_refresh([callable](const at::Tensor& placeholder) {
+  set_prepare_unshard([callable](const at::Tensor& placeholder) {
     py::gil_scoped_acquire gil;
     py::reinterpret_borrow<py::function>(callable)(placeholder);
   });
@@ -209,7 +209,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   set_check_signals(&check_python_signals);
   m.def("set_error", &set_python_error);
-  m.def("set_refresh", &set_python_refresh);
+  m.def("set_prepare_unshard", &set_python_prepare_unshard);
   py::enum_<Moment>(m, "Moment")
       .value("EARLY", Moment::kEarly)
       .value("NESTED_END", Moment::kNestedEnd)

@@ -28,7 +28,7 @@ namespace {
 
 using at::Tensor;
 
-std::function<void(const Tensor& placeholder)> refresh;
+std::function<void(const Tensor& placeholder)> prepare_unshard;
 
 // An op that starts a collective takes the output of the previous one, a handle or a token, so that
 // no scheduler can swap two of them on one rank.
@@ -164,7 +164,7 @@ Tensor reduce_rows(at::TensorList rows, const Tensor& placeholder,
 // Returns fresh memory: a compiler may write to an operator's result.
 Tensor unshard(const Tensor& placeholder, std::string contract) {
   auto parameter = Registry::get().find(placeholder);
-  if (refresh) refresh(parameter->placeholder);
+  if (prepare_unshard) prepare_unshard(parameter->placeholder);
   return gather({parameter})[0];
 }
 
@@ -317,6 +317,8 @@ Tensor gather_and_read(const ParameterPtr& parameter) {
   return apply_unshard(parameter->placeholder, "", gather({parameter})[0]);
 }
 
-void set_refresh(std::function<void(const Tensor&)> function) { refresh = std::move(function); }
+void set_prepare_unshard(std::function<void(const Tensor&)> function) {
+  prepare_unshard = std::move(function);
+}
 
 }  // namespace zero3

@@ -15,7 +15,7 @@ at::Tensor read_gathered(const ParameterPtr& parameter);
 at::Tensor gather_and_read(const ParameterPtr& parameter);
 
 // Sets the function that zero3::unshard calls before it gathers. The function sets
-// `Parameter::shard` to the model's present shard.
-void set_refresh(std::function<void(const at::Tensor& placeholder)> function);
+// `Parameter::shard` to the model's present shard and, in a forward, fixes the settings.
+void set_prepare_unshard(std::function<void(const at::Tensor& placeholder)> function);
 
 }  // namespace zero3

@@ -230,7 +230,9 @@ def copy_all(
     divisor: float,
 ) -> None: ...
 def set_error(error: type[Exception]) -> None: ...  # that ZERO3_CHECK raises
-def set_refresh(refresh: Callable[[torch.Tensor], None]) -> None: ...  # takes a placeholder
+def set_prepare_unshard(
+    prepare: Callable[[torch.Tensor], None],  # takes a placeholder
+) -> None: ...
 
 class Moment(enum.Enum):
     EARLY = ...

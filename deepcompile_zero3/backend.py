@@ -126,8 +126,9 @@ class CompiledGraph:
         self, args: tuple, parameters: list[ShardedParameter], as_traced: bool, is_whole: bool
     ) -> Any:
         if not as_traced:
-            # requires_grad or grad_dtype changed after the guards of this call were checked. What
-            # the guards read is updated now, so the next call recompiles. This call runs in eager.
+            # requires_grad or grad_dtype changed after the guards of this call were checked. The
+            # values behind the guards are updated now, so the next call recompiles. This call runs
+            # in eager.
             outputs = self._eager(*args)
             for node in _nodes_of(outputs):
                 keep_models_alive(node, parameters)

@@ -19,9 +19,9 @@ def graph_key(
 ) -> str | None:
     """Returns a key that graphs share if compilers make the same code of them.
 
-    It is for telling graphs apart, not for finding compiled code: torch's own keys are finer.
-    Graphs on two GPUs have two keys, as they do there. Returns None if a setting of a compiler
-    cannot be pickled, and so not be compared between processes.
+    The key tells graphs apart. It does not find compiled code: torch's own keys are finer. Graphs
+    on two GPUs have two keys, as in torch's caches. Returns None if a setting of a compiler cannot
+    be pickled, and so not be compared between processes.
 
     Args:
         gm: the graph that AOTAutograd will trace.
@@ -52,7 +52,7 @@ def first_alone(key: str, patience: float = PATIENCE) -> Iterator[None]:
     and so does a later process, without waiting.
 
     Args:
-        key: of the graph.
+        key: the graph's key.
         patience: seconds after which a process that waits compiles too.
     """
     compiled = compiler.cache_folder() / "zero3" / f"{key}.compiled"

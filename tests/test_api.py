@@ -1,5 +1,6 @@
 """The interface beside training: signatures, names, the backend's name, captured graphs."""
 
+import gc
 import inspect
 import os
 import subprocess
@@ -15,7 +16,13 @@ from torch.distributed.fsdp import FSDPModule, share_comm_ctx
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from deepcompile_zero3 import Zero3Module, capture_graphs, fully_shard, record_collectives
+from deepcompile_zero3 import (
+    Zero3Error,
+    Zero3Module,
+    capture_graphs,
+    fully_shard,
+    record_collectives,
+)
 
 
 def in_new_process(program, **environment):
@@ -145,6 +152,17 @@ def test_a_module_given_to_fully_shard_is_an_fsdp_module():
     share_comm_ctx([model, model])
     with pytest.raises(NotImplementedError, match="_training_state of FSDP2's private state"):
         model._get_fsdp_state()._training_state  # noqa: B018
+
+
+@needs_a_job
+def test_a_schedule_cannot_end_the_micro_batches_of_a_deleted_module():
+    model = fully_shard(nn.Sequential(nn.Linear(2, 3)))
+    state = model._get_fsdp_state()
+    del model
+    gc.collect()
+
+    with pytest.raises(Zero3Error, match="a sharded module that was deleted"):
+        state._root_post_backward_final_callback()
 
 
 @needs_a_job

@@ -10,8 +10,8 @@
 
 namespace zero3 {
 
-// A started gather of parameters. Those without a full tensor take one collective for each
-// (transport, compute dtype), in order of appearance. Shards are cast before they are sent.
+// A started gather of parameters. It has one collective for each (transport, compute dtype) of the
+// parameters without a full tensor, in order of appearance. Shards are cast before they are sent.
 class Gather {
  public:
   explicit Gather(std::vector<ParameterPtr> parameters);

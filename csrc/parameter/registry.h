@@ -28,7 +28,7 @@ class Registry {
 
   // Returns the live parameters, in order of registration.
   std::vector<ParameterPtr> alive();
-  // Returns those of one sharded model, in order of registration.
+  // Returns the live parameters of one sharded model, in order of registration.
   std::vector<ParameterPtr> of_model(int64_t number);
 
  private:

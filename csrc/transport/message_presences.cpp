@@ -13,8 +13,8 @@
 namespace zero3 {
 namespace {
 
-// The stream on which a GPU does what the host waits for, instead of after all that was launched
-// before; nullopt on a CPU.
+// Returns a stream for the exchange that the host waits for, so that a GPU does not first run all
+// kernels that were launched before; nullopt on a CPU.
 std::optional<c10::Stream> side_stream(at::Device device) {
   if (device.is_cpu()) return std::nullopt;
   static std::mutex mutex;

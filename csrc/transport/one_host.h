@@ -40,7 +40,7 @@ struct OneHost {
 
 // Memory for the gathered copies of one parameter, or of several that take turns in it.
 struct CopyMemory {
-  // The same shared bytes, mapped twice. Nobody writes to `readable`.
+  // Both tensors are one range of shared bytes, mapped twice. Nobody writes to `readable`.
   CopyMemory(at::Tensor writable, at::Tensor readable);
 
   // Moves the turns to other memory, from the next gather on.

@@ -1,4 +1,4 @@
-// What ranks tell each other about their gradients: on which occasion, and how it travels.
+// Announcements that ranks exchange about their gradients: occasions, states, and transfers.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ namespace zero3 {
 
 class Channel;
 
-// Why ranks tell each other what they have.
+// The occasion on which ranks exchange presences.
 enum class Occasion : uint8_t { kBackward, kDeposits };
 
 // State of a parameter's gradient in a backward, on one rank or combined over several.

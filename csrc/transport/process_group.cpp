@@ -70,7 +70,7 @@ class AbandonedTransfers {
     by_group_name_[transfers->group->getGroupName()].push_back(std::move(transfers));
   }
 
-  // Waits for those of `group`. Drops those of a former group of the same name.
+  // Waits for the transfers of `group`. Drops the transfers of a former group of the same name.
   void wait(const c10::intrusive_ptr<Group>& group) {
     std::vector<std::unique_ptr<Transfers>> mine;
     {

@@ -26,7 +26,7 @@ std::string backend_name(const std::string& group_name, at::Device device);
 // Raises if the group was destroyed.
 void check_exists(const std::string& group_name);
 
-// How long ranks of this group wait for each other.
+// Returns the time after which ranks of this group give up waiting for each other.
 std::chrono::milliseconds timeout_of(const std::string& group_name);
 
 }  // namespace zero3

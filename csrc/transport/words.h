@@ -21,8 +21,8 @@ inline uint64_t in_cache_lines(uint64_t nbytes) {
   return (std::max<uint64_t>(nbytes, 1) + kCacheLine - 1) / kCacheLine * kCacheLine;
 }
 
-// Progress of one rank with one block of a parameter's gradient. That of the first block also has
-// the words of gathers and presences.
+// Progress of one rank with one block of a parameter's gradient. The first block's progress also
+// has the words of gathers and presences.
 struct alignas(kCacheLine) Progress {
   // A gather's epochs count the publications of the parameter.
   std::atomic<uint64_t> arrived;    // this rank will read no copy of an epoch before this one

@@ -39,7 +39,8 @@ def is_view(node: fx.Node) -> bool:
         return True
     if not isinstance(node.target, torch_internals.OpOverload) or node.target.namespace == "zero3":
         return False
-    return any(result.alias_info is not None for result in node.target._schema.returns)
+    returns = torch_internals.schema_of(node.target).returns
+    return any(result.alias_info is not None for result in returns)
 
 
 def untransposed(node: fx.Node) -> fx.Node:

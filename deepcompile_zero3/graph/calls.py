@@ -1,4 +1,4 @@
-"""Calls of subgraphs: of regions, which are compiled once for all of their calls, and others."""
+"""Finds the subgraphs that a graph calls: regions, compiled once for all calls, and others."""
 
 import copy
 from collections.abc import Iterator

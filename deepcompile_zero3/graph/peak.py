@@ -30,7 +30,7 @@ def gathered_peak(graph: fx.Graph) -> int:
 
 
 def gathered_items(wait: fx.Node) -> Iterator[tuple[int, fx.Node]]:
-    """Yields the position and node of each full tensor that is taken from a wait, not the token."""
+    """Yields position and node of each full tensor that a wait returns. Skips the token."""
     placeholders: Any = wait.args[1]
     for item in wait.users:
         position: Any = item.args[1]

@@ -11,18 +11,19 @@ from deepcompile_zero3.runtime import ops
 from deepcompile_zero3.torch_internals import compiler
 
 
-def declare_grad_dtypes(gm: fx.GraphModule, inputs: Mapping[int, ParameterFacts]) -> None:
-    """Declares the leaf's dtype on each input (by position) that has a contract of its own.
+def declare_grad_dtypes(gm: fx.GraphModule, parameters: Mapping[int, ParameterFacts]) -> None:
+    """Declares the leaf's dtype on each of ``parameters`` that has a contract of its own.
 
-    What a module reads in place of the input has the same contract: its uses are summed first.
+    ``parameters`` are keyed by position of the graph input. A value that a module reads in place of
+    the input has the same contract: its uses are summed first.
     """
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    for position, facts in inputs.items():
+    inputs = gm.graph.find_nodes(op="placeholder")
+    for position, facts in parameters.items():
         if not facts.declares_grad_dtype:
             continue
-        places = {placeholders[position]: placeholders[-1]}
+        places = {inputs[position]: inputs[-1]}
         if not facts.is_read_as_gathered:
-            places |= {read: read for read in _reads(gm, placeholders[position])}
+            places |= {read: read for read in _reads(gm, inputs[position])}
         for node, place in places.items():
             with node.graph.inserting_after(place):
                 node.graph.call_function(grad_dtype.declare, (node, facts.grad_dtype))
@@ -31,15 +32,18 @@ def declare_grad_dtypes(gm: fx.GraphModule, inputs: Mapping[int, ParameterFacts]
         nested.recompile()
 
 
-def _reads(gm: fx.GraphModule, placeholder: fx.Node) -> Iterator[fx.Node]:
-    """Yields what modules read in place of an input of ``gm``, inside of checkpoints too."""
-    for user in list(placeholder.users):
+def _reads(gm: fx.GraphModule, node: fx.Node) -> Iterator[fx.Node]:
+    """Yields the values that modules read in place of an input ``node`` of ``gm``.
+
+    Includes those that are read inside of checkpoints.
+    """
+    for user in list(node.users):
         match user.target:
-            case compiler.autograd_function_apply:  # that of a scalar
+            case compiler.autograd_function_apply:  # the read of a scalar
                 yield from user.users
             case compiler.tag_activation_checkpoint:
                 for body in bodies_of(gm, user):
-                    for read in inputs_of(body, user, placeholder):
+                    for read in inputs_of(body, user, node):
                         yield from _reads(body, read)
             case torch_internals.HigherOrderOperator():
                 continue  # autograd sees only what it returns

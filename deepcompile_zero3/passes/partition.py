@@ -69,8 +69,8 @@ def recompute_functions_of_parameters(
 ) -> tuple[set[fx.Node], list[fx.Node]]:
     """Tags nodes of a joint graph so that no function of ``parameters`` alone is saved.
 
-    The rows that are looked up in parameters, where this is their only use, are saved. So is what
-    is computed of spared parameters and activations, if backward needs it.
+    Rows that are looked up in parameters without other uses are saved. Results computed from spared
+    parameters and activations are saved too, if backward needs them.
 
     Returns the nodes that depend on the tangents, and those that are computed of spared parameters
     and others.
@@ -173,7 +173,7 @@ def _save_for_backward(
     if position is None or not (placeholders or results):
         return {}
     output = outputs[position]
-    # As early as the output: a partitioner sorts what is ahead of the last one by position.
+    # Inserted as early as the output: a partitioner sorts nodes ahead of the last output.
     inputs = graph.find_nodes(op="placeholder")
     place = max([inputs[-1] if output.op == "placeholder" else output, *results])
     with graph.inserting_after(place):

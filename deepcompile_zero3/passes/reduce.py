@@ -59,7 +59,8 @@ def insert_reduces(
     output = graph.output_node()
     results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
     order = {node: position for position, node in enumerate(graph.nodes)}
-    place = graph.find_nodes(op="placeholder")[-1]  # the node that the latest reduction follows
+    inputs = graph.find_nodes(op="placeholder")
+    place = inputs[-1]  # the node that the latest reduction follows
     last = place
     sent = []
     for position, facts in gradients.items():

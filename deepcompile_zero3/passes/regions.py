@@ -199,9 +199,10 @@ def _writes(node: fx.Node) -> bool:
     if node.op not in _CALLS:
         return False
     if isinstance(target, torch_internals.OpOverload):
-        return target._schema.is_mutable
+        return torch_internals.schema_of(target).is_mutable
     if isinstance(target, torch_internals.OpOverloadPacket):
-        return any(getattr(target, name)._schema.is_mutable for name in target.overloads())
+        overloads = (getattr(target, name) for name in target.overloads())
+        return any(torch_internals.schema_of(each).is_mutable for each in overloads)
     if target in _IN_PLACE:
         return True
     name = target if isinstance(target, str) else getattr(target, "__name__", "")

@@ -17,9 +17,9 @@ def separate_results(gm: fx.GraphModule) -> None:
     """Makes regions return tensors that share no memory, with each other or with arguments.
 
     Inductor takes each result of a call for memory of its own, which it reuses when the result is
-    dead. What a region returned as a view is a view of a result or of an argument in the graph
-    around it. In particular, what a region's forward saves and was an argument does not go through
-    the region, and the graph sees which of these are parameters.
+    dead. The graph around a region takes over the views that the region returned: it makes them of
+    results or arguments. In particular, an argument that a region's forward saves does not go
+    through the region, and the graph sees whether it is a parameter.
     """
     for name, calls in calls_by_region(gm).items():
         region = region_named(gm, name)

@@ -33,7 +33,7 @@ class AllGather:
 def republish_if_recomputing(parameters: Iterable[ShardedParameter]) -> None:
     """Makes ranks publish ``parameters`` again if a backward recomputes a forward.
 
-    Which forward that is, and whether its publications are still there, is unknown.
+    Neither that forward nor the state of its publications is known.
     """
     if _C.in_backward():
         _C.invalidate([parameter.handle for parameter in parameters])

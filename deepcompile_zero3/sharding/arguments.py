@@ -1,8 +1,7 @@
 """Checks and resolves the arguments of ``fully_shard``."""
 
 import dataclasses
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -17,12 +16,20 @@ from deepcompile_zero3 import grad_dtype, torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.sharding.layout import DataParallel, SpmdMesh
 from deepcompile_zero3.sharding.module import Zero3Module
-from deepcompile_zero3.sharding.registered import parameters_of
+from deepcompile_zero3.sharding.registered import parameters_of, unsharded_modules
 from deepcompile_zero3.transport.process_groups import exists
 
 
 def resolve_dp_mesh_dims(mesh: DeviceMesh, dp_mesh_dims: Any) -> SpmdMesh | None:
-    """Returns ``mesh`` and the dimensions that ``dp_mesh_dims`` names; None if it is None."""
+    """Returns ``mesh`` with the dimensions that ``dp_mesh_dims`` names, or None if none are given.
+
+    Raises:
+        TypeError: ``mesh`` is no mesh, or ``dp_mesh_dims`` is no ``DataParallelMeshDims``.
+        ValueError: ``dp_mesh_dims`` names a dimension twice or one that ``mesh`` lacks; or it is
+            None, and ``mesh`` has neither one nor two dimensions.
+        NotImplementedError: this release of torch has no such argument, or ``dp_mesh_dims`` names
+            no dimension to shard over.
+    """
     if dp_mesh_dims is None:
         check_mesh(mesh)
         return None
@@ -41,20 +48,6 @@ def resolve_dp_mesh_dims(mesh: DeviceMesh, dp_mesh_dims: Any) -> SpmdMesh | None
     if len({*named}) < len(named) or not {*named} <= {*(mesh.mesh_dim_names or ())}:
         raise ValueError(f"{dp_mesh_dims!r} has to name dimensions of {mesh}, each once")
     return SpmdMesh(mesh, shard, replicate)
-
-
-def unsharded_modules(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """Returns ``named_modules()``, each once, without those in blocks that are sharded already."""
-    result: dict[nn.Module, str] = {}
-    sharded: set[nn.Module] = set()
-    for name, submodule in itertools.chain(*(module.named_modules() for module in modules)):
-        if submodule in sharded:
-            continue
-        if isinstance(submodule, Zero3Module):
-            sharded.update(cast(nn.Module, submodule).modules())
-        else:
-            result.setdefault(submodule, name)
-    return [(name, submodule) for submodule, name in result.items()]
 
 
 def default_mesh() -> DeviceMesh:

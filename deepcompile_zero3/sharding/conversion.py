@@ -47,10 +47,10 @@ def after_load(module: nn.Module, incompatible_keys: object) -> None:
     """Takes over what ``load_state_dict(assign=True)`` has put into ``module``. Collective."""
     group: ParameterGroup = module._zero3_group  # type: ignore[assignment]
     _rebuild_converted(group)
-    refresh(group)
+    follow_registered_shards(group)
 
 
-def refresh(group: ParameterGroup) -> None:
+def follow_registered_shards(group: ParameterGroup) -> None:
     """Makes the parameters of ``group`` use the shards that are registered now, where possible."""
     for parameter in group.parameters:
         with contextlib.suppress(Zero3Error):  # the next forward raises it

@@ -1,4 +1,4 @@
-"""The runtime's callbacks: delivery of gradients to ``.grad``, and refresh before a gather."""
+"""The runtime's callbacks: delivery of gradients to ``.grad``, and preparation of an unshard."""
 
 from collections.abc import Callable, Sequence
 from typing import cast
@@ -10,7 +10,7 @@ from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.all_gather import republish_if_recomputing
 from deepcompile_zero3.sharding.checks import nonfinite_gradients
-from deepcompile_zero3.sharding.group import ParameterGroup, group_of
+from deepcompile_zero3.sharding.group import ParameterGroup, group_of, group_or_none
 from deepcompile_zero3.sharding.parameter import ShardedParameter, parameter_of
 from deepcompile_zero3.sharding.replicas import different_replicas
 from deepcompile_zero3.sharding.step_in_backward import run_early_steps
@@ -50,29 +50,30 @@ def _run_all_reduce_hooks(reduced: Sequence[tuple[ShardedParameter, torch.Tensor
     Hooks may communicate: all ranks call them in one order, with parameters in one order.
     """
     hooked = [
-        (parameter.position, group, shard)
-        for parameter, shard in reduced
-        if isinstance(group := parameter.group and parameter.group(), ParameterGroup)
-        and group.all_reduce_hook is not None
+        (parameter.position, group, gradient)
+        for parameter, gradient in reduced
+        if (group := group_or_none(parameter)) is not None and group.all_reduce_hook is not None
     ]
     by_hook: dict[tuple[ParameterGroup, torch.dtype], list[torch.Tensor]] = {}
     # Gradients arrive in other orders on ranks that compute them differently.
-    for _, group, shard in sorted(hooked, key=lambda each: each[0]):
-        by_hook.setdefault((group, shard.dtype), []).append(shard)
-    for (group, _), shards in by_hook.items():
+    for _, group, gradient in sorted(hooked, key=lambda each: each[0]):
+        by_hook.setdefault((group, gradient.dtype), []).append(gradient)
+    for (group, _), gradients in by_hook.items():
         hook = cast(Callable[[torch.Tensor], None], group.all_reduce_hook)
         with torch.no_grad():
-            flat = torch.cat([shard.reshape(-1) for shard in shards])
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
             hook(flat)
-            for shard, part in zip(shards, flat.split([s.numel() for s in shards]), strict=True):
-                shard.copy_(part.view_as(shard))
+            parts = flat.split([gradient.numel() for gradient in gradients])
+            for gradient, part in zip(gradients, parts, strict=True):
+                gradient.copy_(part.view_as(gradient))
 
 
 @torch_internals.disable_dynamo
-def _refresh(placeholder: torch.Tensor) -> None:
-    """Refreshes a parameter before a gather for an op that ran none of our Python code.
+def _prepare_unshard(placeholder: torch.Tensor) -> None:
+    """Prepares ``zero3::unshard`` of a parameter where no property of ours ran.
 
-    The runtime calls it.
+    Follows the shard and, in a forward, fixes the settings of the parameter's group. The runtime
+    calls it.
     """
     parameter = parameter_of(placeholder)
     if parameter is None:
@@ -90,4 +91,4 @@ def _refresh(placeholder: torch.Tensor) -> None:
 
 
 _C.set_deliver(_deliver)
-_C.set_refresh(_refresh)
+_C.set_prepare_unshard(_prepare_unshard)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from deepcompile_zero3.sharding.module import Zero3Module, groups_of
+from deepcompile_zero3.sharding.module import Zero3Module, weak_groups_of
 
 
 def share_comm_ctx(modules: Iterable[Zero3Module]) -> None:
@@ -18,7 +18,7 @@ def share_comm_ctx(modules: Iterable[Zero3Module]) -> None:
     Raises:
         ValueError: a module is not sharded.
     """
-    groups_of(modules)
+    weak_groups_of(modules)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

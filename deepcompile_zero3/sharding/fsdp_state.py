@@ -8,8 +8,8 @@ import weakref
 from typing import Any, NoReturn
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
+from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.sharding.defer import defer_reduction
 from deepcompile_zero3.sharding.group import ParameterGroup
 
@@ -19,16 +19,16 @@ class _NotSupportedError(NotImplementedError, AttributeError):
 
 
 class FsdpState:
-    """The state of a module that ``fully_shard`` was called on, in the names that torch uses."""
+    """State of a module that ``fully_shard`` was called on, under the names that torch uses."""
 
     _fsdp_param_groups = ()  # nothing is left to do for a group after a backward
     _fsdp_param_group = None  # likewise, in torch 2.11
 
     def __init__(self, module: nn.Module, group: ParameterGroup) -> None:
-        self._module = weakref.ref(module)  # which has this state
+        self._module: weakref.ref[Any] = weakref.ref(module)  # which has this state
         self._group = group
-        # Context of share_comm_ctx. A pipeline asks whether stages have one together; the runtime's
-        # streams are shared, and nobody has to wait for another stage.
+        # Pipelines compare this context to learn whether stages share communication. The runtime's
+        # streams are shared anyway, so each state has its own.
         self._comm_ctx = object()
 
     def _pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -50,13 +50,17 @@ class FsdpState:
 
     @property
     def all_states(self) -> "tuple[FsdpState, ...]":
-        """The states that a pipeline's schedule ends the micro-batches of, with this one."""
+        """The states whose micro-batches a pipeline's schedule ends together: this one alone."""
         return (self,)
 
     def _root_post_backward_final_callback(self) -> None:
         """Reduces the sums of the module's micro-batches, of which no backward was the last."""
         module = self._module()
-        assert isinstance(module, FSDPModule)  # it is being trained
+        if module is None:
+            raise Zero3Error(
+                "a schedule ends the micro-batches of a sharded module that was deleted: keep the "
+                "stage's module until the schedule's step has ended"
+            )
         if self._group.is_finalized_manually:
             module.finalize_backward()
             return

@@ -22,8 +22,8 @@ from deepcompile_zero3.sharding.layout import DataParallel, Layout
 from deepcompile_zero3.sharding.model import ShardedModel
 from deepcompile_zero3.sharding.module import groups_in
 from deepcompile_zero3.sharding.parameter import ShardedParameter
-from deepcompile_zero3.sharding.placement import layout_of
-from deepcompile_zero3.sharding.registered import parameters_of
+from deepcompile_zero3.sharding.placement import resolve_layout
+from deepcompile_zero3.sharding.registered import parameters_of, unsharded_modules
 from deepcompile_zero3.sharding.swap import original_class, swap_class
 from deepcompile_zero3.transport.choice import TransportName, resolve
 from deepcompile_zero3.transport.connection import Connect, connect
@@ -125,7 +125,7 @@ def fully_shard(
             )
     new = _new_parameters(modules, ignored)
     layouts: dict[nn.Parameter, Layout] = {
-        parameter: layout_of(fqn, parameter, ranks_of_mesh, shard_placement_fn, ranks_of, spmd)
+        parameter: resolve_layout(fqn, parameter, ranks_of_mesh, shard_placement_fn, ranks_of, spmd)
         for parameter, (fqn, _, _) in new.items()
     }
     # A rank that has nothing to shard over ``mesh`` takes part in the exchange, too.
@@ -191,10 +191,10 @@ def _new_parameters(
 ) -> dict[nn.Parameter, tuple[str, nn.Module, str]]:
     """Returns the parameters that no earlier call took, each once.
 
-    With each come its first name, the module that registers it, and its name there.
+    Each has its first name, the module that registers it, and its name there.
     """
     new: dict[nn.Parameter, tuple[str, nn.Module, str]] = {}
-    for prefix, submodule in arguments.unsharded_modules(modules):
+    for prefix, submodule in unsharded_modules(modules):
         for attribute, parameter in submodule._parameters.items():
             if parameter is None or parameter in ignored or hasattr(parameter, _SHARDED_AS):
                 continue
@@ -213,7 +213,7 @@ def _install(
 
     Buffers move to ``device``.
     """
-    for _, submodule in arguments.unsharded_modules(modules):
+    for _, submodule in unsharded_modules(modules):
         sharded: dict[str, ShardedParameter] = dict(parameters_of(submodule))
         for attribute, parameter in list(submodule._parameters.items()):
             if parameter is None or parameter in ignored or attribute in sharded:

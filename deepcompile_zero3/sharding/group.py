@@ -129,14 +129,14 @@ class ParameterGroup:
             if torch.is_grad_enabled() and _C.in_backward():
                 parameter.refresh()
                 republish_if_recomputing([parameter])
-                return parameter.read(_C.gather_and_read(parameter.handle))
+                return parameter.value_of(_C.gather_and_read(parameter.handle))
             return parameter.shard
         value = self._values.get(parameter)
         differentiable = parameter.placeholder.requires_grad and torch.is_grad_enabled()
         if value is None or value.requires_grad != differentiable:
             parameter.prepare_forward()
             self.wait_for_gather()
-            value = parameter.read(_C.read_gathered(parameter.handle))
+            value = parameter.value_of(_C.read_gathered(parameter.handle))
             self._values[parameter] = value
         return value
 
@@ -197,7 +197,7 @@ class ParameterGroup:
         return [parameter.fqn for parameter in parameters if parameter.reshard()]
 
     def start_gather(self) -> None:
-        """Starts to gather what is not held. A wait, or the end of a forward, ends the gather."""
+        """Starts to gather parameters that are not held, until a wait or the end of a forward."""
         if self._gathering is None:
             missing = [p for p in self.parameters if p.handle.gathered is None]
             if missing:
@@ -277,7 +277,7 @@ class ParameterGroup:
     def _end_outermost(self) -> list["ParameterGroup"]:
         """Ends the forward that began with this group, if any, and returns the groups to reshard.
 
-        These are this one and those that were read, also if their own modules did not run.
+        The groups are this one and all that were read, even if their own modules did not run.
         """
         forward, self._forward = self._forward, None
         if forward is None:
@@ -292,7 +292,7 @@ class ParameterGroup:
 def compiled_forward(parameters: Sequence[ShardedParameter]) -> Iterator[bool]:
     """Enters and leaves a forward of a compiled graph, which gathers for itself.
 
-    Yields whether the graph is the whole forward. In an eager one, that frees what is held.
+    Yields whether the graph is the whole forward. An eager forward around it frees what it holds.
     """
     republish_if_recomputing(parameters)
     groups = dict.fromkeys(map(group_of, parameters))  # in one order
@@ -330,14 +330,18 @@ def _refuse_writes(fqns: list[str]) -> None:
         )
 
 
+def group_or_none(parameter: ShardedParameter) -> ParameterGroup | None:
+    """Returns the group that gathers ``parameter``, or None if its module was deleted."""
+    return None if parameter.group is None else parameter.group()
+
+
 def group_of(parameter: ShardedParameter) -> ParameterGroup:
     """Returns the group that gathers ``parameter``.
 
     Raises:
         Zero3Error: its module was deleted.
     """
-    group = None if parameter.group is None else parameter.group()
-    if not isinstance(group, ParameterGroup):
+    if (group := group_or_none(parameter)) is None:
         raise Zero3Error(f"the sharded module that '{parameter.fqn}' belongs to was deleted")
     return group
 

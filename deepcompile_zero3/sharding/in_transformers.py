@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.sharding.conversion import refresh
+from deepcompile_zero3.sharding.conversion import follow_registered_shards
 from deepcompile_zero3.sharding.fully_shard import fully_shard
 from deepcompile_zero3.sharding.module import Zero3Module
 
@@ -60,4 +60,4 @@ def shard_in_transformers() -> Iterator[None]:
     # Loading has replaced the shards. A forward of experts may hide them: see `is_local_part`.
     for module in sharded:
         if isinstance(module, Zero3Module):  # not if it lies inside another of its list
-            refresh(module._zero3_group)
+            follow_registered_shards(module._zero3_group)

@@ -2,9 +2,9 @@
 
 ::
 
-    value       [*sizes]           what a module reads: a plain tensor, or a DTensor over ``inner``
+    value       [*sizes]           read by a module: a plain tensor, or a DTensor over ``inner``
     full        [rows, ...]        this rank's part of the value, the sharded dimension first
-    shard       [shard_rows, ...]  this rank's rows of that, in the layout of torch.chunk
+    shard       [shard_rows, ...]  this rank's rows of ``full``, in the layout of torch.chunk
     parameter   [*sizes]           a DTensor over all ranks, whose local tensor is a shard
 
 A scalar has no rows to shard, nor has a parameter without elements. Each rank has all of it, as a
@@ -121,9 +121,9 @@ class SpmdMesh:
 
 
 class Inner(NamedTuple):
-    """The DTensor that each data-parallel rank has of a parameter, as of tensor parallelism.
+    """The DTensor of a parameter on each data-parallel rank, such as one of tensor parallelism.
 
-    ``grad_placements`` are those of gradients that the runtime takes, if they are not like
+    ``grad_placements`` are the placements of gradients that the runtime takes, if they differ from
     ``placements``.
     """
 
@@ -202,7 +202,7 @@ class Layout:
         return rows if self.dim is not None else rows.expand(self.ranks.shard_group.size(), -1)
 
     def full_like(self, parameter: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-        """Returns the tensor [rows, ...] that is computed with for ``parameter``, on meta.
+        """Returns a meta tensor like the full one [rows, ...] that ``parameter`` has in a forward.
 
         It has strides in the order of the parameter's dimensions, without its gaps, and ``dtype``
         if that is given and the parameter is of a floating dtype.
@@ -210,7 +210,7 @@ class Layout:
         dtype = dtype if parameter.is_floating_point() else None
         return torch.empty_like(self.full(parameter.detach()), dtype=dtype, device="meta")
 
-    def read(self, full: torch.Tensor) -> torch.Tensor:
+    def value_of(self, full: torch.Tensor) -> torch.Tensor:
         """Returns the value that a module reads, from the gathered ``full``. Differentiable."""
         # Either is a single node of autograd, which keeps the leaf's contract.
         value = _FirstOfEqual.apply(full, self.sizes) if self.dim is None else self.local(full)

@@ -84,7 +84,7 @@ class ShardedLeaf:
         return shard.dtype
 
     def inherit_grad_dtype(self, shard: DTensor, declared: torch.dtype | None) -> None:
-        """Gives ``shard``, which takes the place of the latest, what was declared for that.
+        """Gives ``shard`` the ``grad_dtype`` of the latest shard, which it replaces.
 
         Args:
             shard: the new shard. A ``grad_dtype`` that was set on it stays.

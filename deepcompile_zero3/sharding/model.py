@@ -27,15 +27,13 @@ class ShardedModel:
         _models.add(self)
 
     def update(self) -> None:
-        """Updates sums and numbers: before the parameters join, and when some were converted."""
+        """Recomputes ``nbytes``, positions and presence ids: when built, and after a conversion."""
         self.nbytes = sum(parameter.nbytes for parameter in self.parameters)
         first: dict[str, int] = {}  # the model's number in each process group, whoever is alive
         for position, parameter in enumerate(self.parameters):
             parameter.position = position
-            handle = parameter.handle
-            assert handle.transport is not None
-            handle.presence_id = first.setdefault(
-                parameter.shard_group_name, handle.transport.number
+            parameter.handle.presence_id = first.setdefault(
+                parameter.shard_group_name, parameter.transport_number
             )
             parameter.update_guard_key()
 

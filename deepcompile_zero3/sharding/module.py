@@ -172,14 +172,14 @@ class Zero3Module(FSDP2Methods):
         Raises:
             ValueError: a module is not sharded.
         """
-        self._zero3_group.forward_prefetch[:] = groups_of(modules)
+        self._zero3_group.forward_prefetch[:] = weak_groups_of(modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Sets the modules that an eager backward prefetches after this module.
 
         The backward must come to ``modules`` too. See :meth:`set_modules_to_forward_prefetch`.
         """
-        self._zero3_group.backward_prefetch[:] = groups_of(modules)
+        self._zero3_group.backward_prefetch[:] = weak_groups_of(modules)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Sets whether :meth:`finalize_backward` reduces gradients, in place of each backward.
@@ -335,7 +335,7 @@ for _name, _method in vars(FSDPModule).items():
         setattr(Zero3Module, _name, refused(_name, "not there yet"))
 
 
-def groups_of(modules: Iterable[Any]) -> list[weakref.ref[ParameterGroup]]:
+def weak_groups_of(modules: Iterable[Any]) -> list[weakref.ref[ParameterGroup]]:
     """Returns the groups of ``modules``. Raises ValueError if one of them is not sharded."""
     modules = list(modules)
     for module in modules:

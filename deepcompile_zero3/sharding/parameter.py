@@ -12,7 +12,7 @@ Rows run along the sharded dimension, which comes first here whichever it is: se
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -26,19 +26,14 @@ from deepcompile_zero3.sharding.blueprint import Blueprint
 from deepcompile_zero3.sharding.leaf import ShardedLeaf
 from deepcompile_zero3.transport.connection import Connection, channel_of
 
+if TYPE_CHECKING:  # both import this module
+    from deepcompile_zero3.sharding.group import ParameterGroup
+    from deepcompile_zero3.sharding.model import ShardedModel
+
 # Attribute of a placeholder: a weak reference to its parameter.
 _PLACEHOLDER_OF = "_zero3_placeholder_of"
 # Metadata key of an autograd node: the models whose parameters it brings gradients.
 _MODELS = "zero3_models"
-
-
-class _Model(Protocol):
-    """The part of ``ShardedModel`` that its parameters and their users need."""
-
-    number: int
-    nbytes: int
-    parameters: "tuple[ShardedParameter, ...]"
-    is_last_backward: bool
 
 
 class ShardedParameter:
@@ -48,10 +43,11 @@ class ShardedParameter:
         leaf: the shard, and where it is registered.
         position: position among the parameters of its model.
         layout: where the parts of the parameter are.
+        transport_number: number of the transport, the same on all ranks.
         ranks_meet_in_backward: whether all ranks take part when one gathers again in backward.
         replicas_are_compared: whether the values of its replicas were compared, or it has none.
         is_read_as_gathered: whether a module reads the gathered tensor as it is.
-        group: the ``ParameterGroup`` that gathers it, weakly; see ``group_of``.
+        group: the group that gathers it, weakly; see ``group_of``.
         step_early: steps parameters whose gradients have come; see ``step_in_backward``.
         placeholder: the tensor that a traced graph takes in place of the parameter.
         handle: the parameter in the C++ runtime.
@@ -67,8 +63,8 @@ class ShardedParameter:
     def __init__(self, blueprint: Blueprint, connection: Connection) -> None:
         layout = blueprint.layout
         self.leaf = ShardedLeaf(blueprint)
-        self.group: weakref.ref[object] | None = None
-        self._model: weakref.ref[_Model] | None = None
+        self.group: weakref.ref[ParameterGroup] | None = None
+        self._model: weakref.ref[ShardedModel] | None = None
         self.position = 0
         self.layout = layout
         self.is_read_as_gathered = layout.dim == 0 and layout.inner is None  # one guard, not many
@@ -76,6 +72,7 @@ class ShardedParameter:
         self.leaf_contract = ""
         self.step_early: Callable[[Sequence[ShardedParameter]], None] | None = None
         self._shard_of_forward = 0
+        self.transport_number = 0
         self.ranks_meet_in_backward = True
         self.replicas_are_compared = layout.ranks.replicate_group is None
         self._connection: Connection | None = connection
@@ -83,11 +80,11 @@ class ShardedParameter:
         self._build(blueprint.full, blueprint.parameter.requires_grad)
         self.settings.divide_factor = layout.ranks.mesh.size()
         self.set_reshard_after_forward(blueprint.reshard_after_forward)
-        self._shard_after_forward(connection)
+        self._connect_after_forward(connection)
         self._set_grad_dtype(blueprint.parameter.grad_dtype)
 
     def _build(self, full: torch.Tensor, requires_grad: bool) -> None:
-        """Creates the placeholder and the runtime's parameter, of the kind of ``full``."""
+        """Creates the placeholder and the runtime's parameter for a full tensor like ``full``."""
         ranks = self.layout.ranks
         self.compute_dtype = full.dtype
         self.placeholder = nn.Parameter(
@@ -105,7 +102,8 @@ class ShardedParameter:
         )
         self.settings = self.handle.settings
 
-    def _shard_after_forward(self, connection: Connection) -> None:
+    def _connect_after_forward(self, connection: Connection) -> None:
+        """Creates the runtime's parameter for fewer ranks, if forwards reshard to fewer."""
         if connection.after_forward is not None:
             channel, messages = connection.after_forward
             self.handle.after_forward = self._handle(channel.rank, channel.world_size)
@@ -141,7 +139,8 @@ class ShardedParameter:
         return shard
 
     def _connect(self, connection: Connection) -> None:
-        self.handle.transport = connection.transport_of(self.handle)
+        transport = self.handle.transport = connection.transport_of(self.handle)
+        self.transport_number = transport.number
         self.ranks_meet_in_backward = self.handle.can.ranks_meet_in_backward
 
     @property
@@ -175,7 +174,7 @@ class ShardedParameter:
             if not name.startswith("_"):
                 setattr(self.settings, name, getattr(old.settings, name))
         if old.after_forward is not None:
-            self._shard_after_forward(connection)
+            self._connect_after_forward(connection)
         self._connect(connection)
         self._set_grad_dtype(shard.grad_dtype)
         self._follow(shard)
@@ -203,11 +202,11 @@ class ShardedParameter:
         return self.leaf.fqn
 
     @property
-    def model(self) -> _Model | None:
-        """The ``ShardedModel`` of the parameter, or None if nothing owns it any more."""
+    def model(self) -> "ShardedModel | None":
+        """The model that the parameter is in, or None if nothing owns the model any more."""
         return self._model() if self._model is not None else None
 
-    def join(self, model: _Model, fqn: str) -> None:
+    def join(self, model: "ShardedModel", fqn: str) -> None:
         """Makes the parameter one of ``model``, with the name ``fqn``."""
         self._model = weakref.ref(model)
         self.leaf.fqn = self.handle.fqn = fqn
@@ -221,7 +220,7 @@ class ShardedParameter:
         return self.placeholder.numel() * self.placeholder.element_size()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool | None) -> None:
-        """Sets ``reshard_after_forward``, for the runtime too."""
+        """Sets ``reshard_after_forward``. Ends the sharding over fewer ranks that an int set."""
         self.reshard_after_forward = reshard_after_forward
         self.settings.reshard_after_forward = reshard_after_forward is True
         self.handle.after_forward = None
@@ -237,13 +236,13 @@ class ShardedParameter:
             f"model_nbytes={self.model.nbytes if self.model else 0}"  # limits what is kept
         )
 
-    def read(self, full: torch.Tensor) -> torch.Tensor:
-        """Returns the value that a module reads, from the gathered ``full``."""
+    def value_of(self, full: torch.Tensor) -> torch.Tensor:
+        """Returns the value that a module reads, from the gathered ``full``. Differentiable."""
         if full.grad_fn is not None:
             keep_models_alive(full.grad_fn, [self])
         if self.is_read_as_gathered:
             return full
-        value = self.layout.read(full)
+        value = self.layout.value_of(full)
         if value.requires_grad:  # else uses would be summed before they are cast
             _C.declare_grad_dtype(value, self.settings.gradient_dtypes.leaf)
         return value

@@ -14,7 +14,7 @@ from deepcompile_zero3.sharding.layout import DataParallel, Layout, SpmdMesh
 from deepcompile_zero3.sharding.owned import Owned
 
 
-def layout_of(
+def resolve_layout(
     fqn: str,
     parameter: nn.Parameter,
     ranks: DataParallel,

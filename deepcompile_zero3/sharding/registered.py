@@ -1,6 +1,7 @@
-"""Finds the sharded parameters of a module, and sorts parameters by mesh."""
+"""Finds the sharded parameters and the unsharded modules in a module; sorts parameters by mesh."""
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 
 import torch.distributed as dist
 from torch import nn
@@ -39,6 +40,20 @@ def all_parameters_of(model: nn.Module, caller: str) -> list[ShardedParameter]:
             )
         raise Zero3Error(f"{caller}: no parameter of the {name} is sharded")
     return parameters
+
+
+def unsharded_modules(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
+    """Returns ``named_modules()``, each once, without those in blocks that are sharded already."""
+    result: dict[nn.Module, str] = {}
+    sharded: set[nn.Module] = set()
+    for name, submodule in itertools.chain(*(module.named_modules() for module in modules)):
+        if submodule in sharded:
+            continue
+        if "_zero3_group" in vars(submodule):  # fully_shard was called on it
+            sharded.update(submodule.modules())
+        else:
+            result.setdefault(submodule, name)
+    return [(name, submodule) for submodule, name in result.items()]
 
 
 def by_mesh(

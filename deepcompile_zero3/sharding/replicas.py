@@ -19,9 +19,9 @@ _ODD = -0x61C8864680B583EB  # 2**64 divided by the golden ratio, an odd int64: s
 def different_replicas(delivered: Iterable[ShardedParameter]) -> str:
     """Returns an error message if replicas of parameters differ, or "".
 
-    Collective if ``delivered`` has parameters whose replicas were not compared. All parameters are
-    compared, until they are equal once, that are in a model and on a mesh with one of these: only
-    here do all ranks of a mesh meet after a model has got its values.
+    Collective if ``delivered`` has parameters whose replicas were not compared. Compares all
+    parameters that share a model and a mesh with one of these, until they are equal once: only here
+    do all ranks of a mesh meet after a model has got its values.
     """
     uncompared = {parameter for parameter in delivered if not parameter.replicas_are_compared}
     meshes = {(parameter.model, parameter.layout.ranks.process_groups) for parameter in uncompared}
@@ -65,7 +65,7 @@ def _differences(parameters: Sequence[ShardedParameter], replicas: dist.ProcessG
 
 
 def _checksum_or_error(parameter: ShardedParameter) -> int | str | None:
-    """Returns the checksum of the shard, or why it cannot be used: other ranks wait for either."""
+    """Returns the checksum of the shard, or an error message: other ranks wait for either."""
     try:
         return _checksum(torch_internals.local_tensor(parameter.refresh()))
     except Zero3Error as error:
@@ -96,7 +96,7 @@ def _checksum(shard: torch.Tensor) -> int | None:
 def _bits(values: torch.Tensor) -> torch.Tensor:
     """Returns integers that are equal for equal ``values``, for both zeros and for all NaNs.
 
-    Of dtypes in which no gradient can be, they are the bytes.
+    For dtypes that gradients cannot have, the integers are the bytes.
     """
     if values.dtype not in grad_dtype.DTYPES:
         return values.view(torch.uint8)

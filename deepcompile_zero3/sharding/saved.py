@@ -31,12 +31,12 @@ _Group = TypeVar("_Group", bound=Hashable)  # that gathers parameters together
 
 
 class _Regather(Generic[_Group]):
-    """The parameters of one forward of a group, gathered when backward needs the first.
+    """Gathers the parameters of one forward of a group again, when backward needs the first.
 
-    These are the parameters that the forward saved. Where ranks have to meet for a gather, they are
-    all parameters of the group, since ranks may save different ones. Ranks also have to meet if
-    what the forward published is gone. After a gather, it starts the gathers of the groups in
-    ``following``.
+    It gathers the parameters that the forward saved. Where ranks have to meet for a gather, it
+    gathers all parameters of the group, since ranks may save different ones. Ranks also have to
+    meet if what the forward published is gone. After its gather it starts the gathers of the groups
+    in ``following``.
     """
 
     def __init__(
@@ -100,7 +100,10 @@ class _SavedView:
 
 @dataclass
 class _SavedTensor:
-    """Any other tensor, detached: an output, saved as it is, would keep its own node alive."""
+    """A saved tensor that is no view of a gathered one.
+
+    Detached: an output would keep its own node alive.
+    """
 
     tensor: torch.Tensor
     version: int
@@ -178,7 +181,7 @@ class SavedTensors(Generic[_Group]):
         return True
 
     def unwatch(self, group: _Group) -> None:
-        """Stops watching what was gathered for ``group``."""
+        """Stops watching the gathered tensors of ``group``."""
         for storage in self._storages.pop(group, ()):
             del self._watched[storage]
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.runtime import ops
+from deepcompile_zero3.sharding.flat_weights import ReadsFlatWeights, forget_flat_weights
 from deepcompile_zero3.sharding.group import ParameterGroup, group_of
 from deepcompile_zero3.sharding.module import Zero3Module
 from deepcompile_zero3.sharding.parameter import ShardedParameter, parameter_of
@@ -40,7 +41,7 @@ def swap_class(module: nn.Module, group: ParameterGroup | None = None) -> None:
     if group is not None:
         module.__dict__["_zero3_group"] = group
     module.__class__ = _subclass(cls, bases, reads)
-    torch_internals.forget_flat_weights(module)
+    forget_flat_weights(module)
 
 
 class _Swapped:
@@ -92,7 +93,7 @@ def _new_subclass(cls: type, bases: tuple[type, ...], reads: tuple[tuple[str, bo
     body["__doc__"] = cls.__doc__
     prefix = "FSDP" if bases else "Zero3"  # FSDP2's prefix, which frameworks strip from names
     if issubclass(cls, nn.RNNBase):
-        bases = (*bases, torch_internals.ReadsFlatWeights)
+        bases = (*bases, ReadsFlatWeights)
     return type(f"{prefix}{cls.__name__}", (_Swapped, *bases, cls), body)
 
 
@@ -108,7 +109,7 @@ def _property(name: str, is_read_as_gathered: bool) -> property:
             full = ops.unshard.default(placeholder, leaf_contract)
             if is_read_as_gathered:
                 return full
-            value = parameter.layout.read(full)
+            value = parameter.layout.value_of(full)
         else:
             value = group_of(parameter).read(parameter)
         # A local tensor is registered while code computes with local tensors: `is_local_part`.

@@ -1,4 +1,4 @@
-"""What a tool has found: as text, as JSON and as a page."""
+"""The findings of a tool, as text, as JSON and as a page."""
 
 import io
 import json
@@ -20,7 +20,7 @@ _Path: TypeAlias = str | os.PathLike[str]
 
 
 class Document:
-    """What a tool has found, as a dataclass. ``print`` it, save it, or see :meth:`to_dict`.
+    """The findings of a tool, as a dataclass. ``print`` it, save it, or see :meth:`to_dict`.
 
     A subclass has its text, and the title, the timelines and perhaps more tables of its page.
     """

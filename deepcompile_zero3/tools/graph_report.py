@@ -1,4 +1,4 @@
-"""What a rewritten graph gathers, keeps and reduces."""
+"""Describes the gathers, kept parameters and reductions of a rewritten graph."""
 
 import operator
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ class GatherBucket:
     """Parameters that are gathered together."""
 
     parameters: tuple[str, ...]  # FQNs, in order
-    dtypes: tuple[str, ...]  # that the parameters are computed with, each once
+    dtypes: tuple[str, ...]  # the compute dtypes of the parameters, each once
     nbytes: int  # of the full tensors
     starts_before: str  # the operator that the gather starts before
     needed_by: str  # the operator that waits for the gather
@@ -56,7 +56,7 @@ class Graph:
     direction: str  # "forward" or "backward"
     gathers: tuple[GatherBucket, ...]  # in the order in which they start
     gradients: tuple[Gradient, ...]  # in the order in which they are reduced
-    # FQNs and bytes of what a forward keeps gathered for its backward.
+    # FQNs and bytes of the parameters that a forward keeps gathered for its backward.
     kept: dict[str, int]
     # Most bytes of gathered parameters alive at once, as planned; without memory that ranks share
     # and, in a backward, what its forward kept.
@@ -154,7 +154,7 @@ def _kept(graph: fx.Graph) -> Iterator[tuple[str, int]]:
 
 
 def _saved(graph: fx.Graph) -> set[fx.Node]:
-    """Returns what a forward saves, without inputs and parameters: a node for each storage."""
+    """Returns the nodes that a forward saves, one a storage, without inputs and parameters."""
     waits = [node for node in graph.nodes if node.target in WAITS]
     gathered = {view for wait in waits for view in views_of(wait)}
     bases = {base_of(node) for node in saved_outputs(graph)}

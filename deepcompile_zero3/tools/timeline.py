@@ -17,7 +17,7 @@ class Span:
     name: str  # the operator, or "all_gather", "reduce_scatter", "all_reduce"
     start: float
     end: float
-    parameters: tuple[str, ...] = ()  # FQNs of what is gathered, reduced or waited for
+    parameters: tuple[str, ...] = ()  # FQNs of the parameters in the collective
     nbytes: int = 0  # of the full tensors that are gathered or reduced
 
     @property

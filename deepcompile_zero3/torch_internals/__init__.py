@@ -61,6 +61,7 @@ OpOverloadPacket: Any = private("torch._ops", "OpOverloadPacket")
 tree_flatten: Callable[[Any], Any] = private("torch.utils._pytree", "tree_flatten")
 tree_leaves: Callable[[Any], list[Any]] = private("torch.utils._pytree", "tree_leaves")
 tree_map: Callable[[Callable, Any], Any] = private("torch.utils._pytree", "tree_map")
+tree_map_only: Callable[..., Any] = private("torch.utils._pytree", "tree_map_only")
 tree_unflatten: Callable[..., Any] = private("torch.utils._pytree", "tree_unflatten")
 _TracingContext: Any = private("torch._guards", "TracingContext")
 # Where a module keeps the states of torch's composable APIs, by the function that made each.
@@ -143,7 +144,7 @@ def is_in_transform() -> bool:
 
 
 def outside_transforms() -> contextlib.AbstractContextManager[Any]:
-    """Makes what is computed in the context constant to running ``torch.func`` transforms."""
+    """Makes results of the context constants for the ``torch.func`` transforms that run."""
     return _without_functorch()
 
 
@@ -223,7 +224,7 @@ def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
 
 
 def placement_on_mesh(result: Any) -> tuple[Any, DeviceMesh, tuple[int | None, int | None]] | None:
-    """Returns what a ``ShardPlacementResult`` of torch's FSDP2 says, or None for anything else.
+    """Returns the parts of a ``ShardPlacementResult`` of torch's FSDP2, or None for other objects.
 
     Returns:
         The placement or None, the mesh, and its dimensions that replicate and that shard.
@@ -289,7 +290,7 @@ def set_fsdp_state(module: nn.Module, state: object) -> None:
 
 
 def fsdp_state_of(module: nn.Module) -> Any:
-    """Returns what ``set_fsdp_state`` was given."""
+    """Returns the state that ``set_fsdp_state`` has stored."""
     return module.__dict__[_STATE_KEY][_fully_shard]
 
 
@@ -305,32 +306,9 @@ def storage_address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-class ReadsFlatWeights:
-    """Base of sharded ``nn.RNNBase`` modules: weights are read when a forward asks for them.
-
-    torch keeps the weights in a list of the module too, where full tensors would stay and go stale.
-    """
-
-    _flat_weights_names: list[str]
-
-    @property
-    def _flat_weights(self) -> list[torch.Tensor]:
-        return [getattr(self, name) for name in self._flat_weights_names]
-
-    @_flat_weights.setter
-    def _flat_weights(self, weights: list[torch.Tensor]) -> None:
-        pass
-
-    def _update_flat_weights(self) -> None:
-        pass
-
-    def flatten_parameters(self) -> None:
-        """Does nothing: cuDNN may not move gathered weights, and copies them instead."""
-
-
-def forget_flat_weights(module: torch.nn.Module) -> None:
-    """Frees the list of weights of a module that has become one of :class:`ReadsFlatWeights`."""
-    module.__dict__.pop(FLAT_WEIGHTS, None)
+def schema_of(op: Any) -> Any:
+    """Returns the schema of an ``OpOverload``: its arguments and results, and what it writes to."""
+    return op._schema
 
 
 def has_grad_dtype(tensor: torch.Tensor) -> bool:

@@ -206,7 +206,7 @@ def may_be_stored(function: Callable, config: Mapping[str, Any]) -> dict[str, An
         function: a function at the top of a module.
         config: changes to the settings.
     """
-    name = "unsafe_marked_cacheable_functions"  # to the hash of what they do beside
+    name = "unsafe_marked_cacheable_functions"  # maps names to keys of versions
     return {name: {**_setting(config, name), f"{function.__module__}.{function.__qualname__}": ""}}
 
 

@@ -15,17 +15,18 @@ from deepcompile_zero3.transport.process_groups import group_for_reductions, nei
 
 @dataclass(frozen=True)
 class Connection:
-    """The parts of a parameter's transport, which is built once all ranks have their parts.
+    """Memory or messages, from which :meth:`transport_of` builds the transport of one parameter.
+
+    The transport is built once all ranks have their connections.
 
     Attributes:
-        shared: the memory that ranks share, or None if they exchange messages.
-        messages: the transport by messages, one for all parameters of a group, or None.
+        medium: the memory that ranks share, or the transport by messages, which is one for all
+            parameters of a group.
         after_forward: the ranks that a parameter is sharded over between forward and backward, if
             they are others, and the messages between them.
     """
 
-    shared: MappedMemory | None
-    messages: _C.Messages | None
+    medium: MappedMemory | _C.Messages
     after_forward: tuple[_C.Channel, _C.Messages] | None = None
 
     def transport_of(self, parameter: _C.Parameter) -> _C.Transport:
@@ -33,15 +34,14 @@ class Connection:
 
         All ranks call this for their parameters in the same order.
         """
-        if self.shared is None:
-            assert self.messages is not None
-            return self.messages
+        if not isinstance(self.medium, MappedMemory):
+            return self.medium
         return _C.SharedMemory(
-            self.shared.one_host,
+            self.medium.one_host,
             parameter,
-            self.shared.progress,
-            self.shared.copy_memory,
-            self.shared.takes_turns,
+            self.medium.progress,
+            self.medium.copy_memory,
+            self.medium.takes_turns,
         )
 
 
@@ -80,7 +80,7 @@ def connect(
     """
     parts = share(fulls, owners, described, group, device.type, transport, take_turns)
     if parts is not None:
-        return [Connection(part, None) for part in parts]
+        return [Connection(part) for part in parts]
     # All ranks make groups of our own before one of them may fail.
     reductions = channel_of(group_for_reductions(group), device)
     messages = _C.Messages(channel_of(group, device), reductions)
@@ -88,7 +88,7 @@ def connect(
     if after_forward is not None:
         channel = channel_of(neighbours(group, after_forward), device)
         there = channel, _C.Messages(channel, reductions)
-    return [Connection(None, messages, there)] * len(fulls)
+    return [Connection(messages, there)] * len(fulls)
 
 
 def channel_of(group: dist.ProcessGroup, device: torch.device) -> _C.Channel:

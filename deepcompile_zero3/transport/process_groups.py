@@ -22,14 +22,14 @@ _own_groups: list[_OwnGroup] = []
 def group_for_reductions(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Returns a second group of the same ranks, for reductions.
 
-    No order between gathers and reductions is then needed. The place where a backward needs its
-    parameters may depend on the batch, and differ from rank to rank.
+    Gathers and reductions then need no common order. Where a backward gathers may depend on the
+    batch, and so differ between ranks.
     """
     return _own_group(group, dist.get_process_group_ranks(group), "reductions")
 
 
 def neighbours(group: dist.ProcessGroup, world_size: int) -> dist.ProcessGroup:
-    """Returns the group of this rank and those next to it in ``group``, ``world_size`` of them."""
+    """Returns the group of ``world_size`` consecutive ranks of ``group`` that has this rank."""
     first = group.rank() // world_size * world_size
     ranks = dist.get_process_group_ranks(group)[first : first + world_size]
     return _own_group(group, ranks, f"{first} to {first + world_size - 1}")

@@ -27,15 +27,15 @@ from deepcompile_zero3.torch_internals import compiler
 class GraphAhead:
     """One of Dynamo's graphs, compiled with its backward."""
 
-    seconds: float  # what it took
+    seconds: float  # of its compilation
     parameters: int  # number of its sharded parameters
-    regions: Mapping[str, int]  # how many blocks share each compilation that several share
+    regions: Mapping[str, int]  # number of blocks that share each region's compilation
     is_stored: bool  # whether later processes find it
 
 
 @dataclass
 class CompiledAhead(Document):
-    """What :func:`compile_ahead` compiled. Printing it gives a table.
+    """The graphs that :func:`compile_ahead` compiled. Printing it gives a table.
 
     Attributes:
         folder: where the graphs are stored.
@@ -119,6 +119,6 @@ def compile_ahead(
         try:
             torch.compile(model, backend=backend)(**call)
         finally:
-            torch._dynamo.reset()
+            torch.compiler.reset()
     check_compiled(found.graphs)
     return found

@@ -102,7 +102,7 @@ def _compile(arguments: argparse.Namespace) -> int:
 
 
 def _planned(arguments: argparse.Namespace, advise: bool = True, **changes: float) -> Plan:
-    """Returns a plan of changed arguments, and shows its progress on a terminal."""
+    """Returns the plan for ``arguments`` with ``changes``, and shows its progress on a terminal."""
     asked = argparse.Namespace(**vars(arguments) | changes)
     changed = "".join(f"{name}={value}: " for name, value in changes.items())
     with Console(stderr=True).status("") as status:

@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
-from torch.utils._pytree import tree_map_only
 
+from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.tools.arguments import positive
 from deepcompile_zero3.tools.planning.graphs import ShardModel, shard_blocks
@@ -84,7 +84,7 @@ def _widest(ranks: int, parameter: nn.Parameter) -> Shard | None:
 def _model_of(
     asked: argparse.Namespace,
 ) -> tuple[Callable[[], nn.Module], dict[str, Any], ShardModel]:
-    """Returns what builds the model, the arguments of its call, and what shards it."""
+    """Returns a function that builds the model, the arguments of its call, and one that shards."""
     shard: ShardModel = functools.partial(_shard, asked)
     if asked.model.endswith(".json"):
         tokens = torch.zeros(asked.batch or 1, asked.sequence or 4096, dtype=torch.int64)
@@ -119,7 +119,8 @@ def _model_of(
                 f"and gave {names}"
             )
     _check_call(f"the dict of {asked.model} is the model's arguments", model.forward, **call)
-    call = tree_map_only(torch.Tensor, lambda t: torch.zeros_like(t, device="cpu"), call)
+    on_cpu = functools.partial(torch.zeros_like, device="cpu")
+    call = torch_internals.tree_map_only(torch.Tensor, on_cpu, call)
     return lambda: model, call, shard
 
 

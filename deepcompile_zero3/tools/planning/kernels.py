@@ -10,6 +10,7 @@ import networkx
 import torch
 from torch import fx
 
+from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.graph.alias import base_of, is_view
 from deepcompile_zero3.graph.metadata import COMMENT, PARAMETER
@@ -133,7 +134,7 @@ def _parts(graph: fx.Graph) -> list[list[fx.Node]]:
 
 def _is_fused(node: fx.Node) -> bool:
     target = node.target
-    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+    if node.op != "call_function" or not isinstance(target, torch_internals.OpOverload):
         return False
     packet = target.overloadpacket
     if target.namespace not in ("aten", "prims") or packet in _APART or is_view(node):
@@ -197,7 +198,7 @@ def _bytes_read(nodes: list[fx.Node]) -> int:
 
 def _flops(node: fx.Node) -> float:
     """Returns the FLOPs of a matrix product, a convolution or attention, and 0 for other nodes."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, torch_internals.OpOverload):
         return 0.0
     packet = node.target.overloadpacket
     arguments: Any = fx.map_arg(node.args, _value)
@@ -211,7 +212,7 @@ def _flops(node: fx.Node) -> float:
     if formula is None or compiler.free_unbacked_symbols((arguments, _value(node))):
         return 0.0
     flops = float(_int(formula(*arguments, **keywords, out_val=_value(node))))
-    names = [argument.name for argument in node.target._schema.arguments]
+    names = [argument.name for argument in torch_internals.schema_of(node.target).arguments]
     given = dict(zip(names, node.args, strict=False)) | node.kwargs
     return flops / 2 if given.get("is_causal") else flops  # which computes half of all pairs
 

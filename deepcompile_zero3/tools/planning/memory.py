@@ -29,7 +29,7 @@ class _Saved:
 
 
 class Memory:
-    """What is alive, and when that changed: ``clock`` returns the seconds since the step began."""
+    """Bytes that are alive, and their changes. ``clock`` returns seconds since the step began."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -58,7 +58,7 @@ class Memory:
         self.change("gathered", nbytes)
 
     def free(self, node: fx.Node, number: int) -> None:
-        """Frees the memory of a node of a graph or, if it is an input, of what was saved for it."""
+        """Frees the memory of ``node`` or, for a graph's input, the saved tensor behind it."""
         if node.op != "placeholder":
             if kind := _kind(node):
                 self.change(kind, -self._nbytes(node))
@@ -68,7 +68,7 @@ class Memory:
                 self.change(memory.kind, -memory.nbytes)
 
     def end_graph(self, graph: fx.Graph, number: int) -> None:
-        """Keeps what a graph returns, and frees what was saved for it and never read."""
+        """Keeps the results of a graph, and frees memory that was saved for it and never read."""
         for node in graph.find_nodes(op="placeholder"):
             self.free(node, number)
         saved = saved_outputs(graph)
@@ -83,7 +83,7 @@ class Memory:
         self._results += [memory for memory in by_base.values() if not memory.names]
 
     def forget_results(self) -> None:
-        """Frees what graphs returned to the caller."""
+        """Frees the results that graphs returned to the caller."""
         for memory in self._results:
             self.change(memory.kind, -memory.nbytes)
         self._results = []

@@ -43,10 +43,15 @@ _BY_MESSAGES = (
 
 @dataclass(frozen=True)
 class Prediction:
-    """The prediction of a step, if a sound one can be made."""
+    """A predicted step, or the reason why there is none.
+
+    Attributes:
+        timeline: the predicted step.
+        remark: the reason why there is no timeline, or how it differs from the measured step.
+    """
 
     timeline: Timeline | None = None
-    remark: str = ""  # why there is no prediction, or what it leaves out
+    remark: str = ""
 
 
 def predict(
@@ -171,7 +176,12 @@ def _optimizer_bytes(optimizers: Collection[Optimizer], parameters: _Parameters)
 def _what_to_measure(
     captured: CapturedGraphs, profiled: _Profiled | None
 ) -> tuple[CapturedGraphs, _Parameters, DeviceMesh, dict[str, Kernel]]:
-    """Returns the graphs, their parameters, the parameters' mesh, and kernels by :func:`key_of`."""
+    """Returns the graphs, their parameters, the parameters' mesh, and kernels by :func:`key_of`.
+
+    Raises:
+        Zero3Error: parameters lie on several meshes, or on one of two dimensions; or the measured
+            step cannot be predicted.
+    """
     graphs, parameters = _what_ran(captured, profiled)
     mesh, *others = {parameter.layout.mesh for parameter in parameters.values()}
     if others or mesh.ndim != 1:

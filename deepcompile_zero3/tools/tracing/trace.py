@@ -102,7 +102,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _wrong_in(args: argparse.Namespace) -> str:
-    """Returns what is wrong with the arguments, if anything, before the script is run."""
+    """Returns the error in the arguments, if any, before the script is run."""
     if not os.path.isfile(args.script):
         return f"there is no file {args.script}"
     if args.save and importlib.util.find_spec("plotly") is None:
