@@ -17,13 +17,13 @@ enum class Occasion : uint8_t { kBackward, kDeposits };
 // State of a parameter's gradient in a backward, on one rank or combined over several.
 enum class Presence : uint8_t {
   kNothing,
-  kGradient,   // arrives in this backward
-  kSum,        // a sum of earlier backwards, reduced when this one ends
-  kFrozen,     // needs no gradient
-  kWithheld,   // not reduced now
-  kOnAll,      // combined: all ranks have something, in different ways
-  kOnSome,     // combined: some ranks have nothing, for which zeros stand
-  kConflict,   // combined: an error on all ranks
+  kGradient,  // arrives in this backward
+  kSum,       // a sum of earlier backwards, reduced when this one ends
+  kFrozen,    // needs no gradient
+  kWithheld,  // not reduced now
+  kOnAll,     // combined: all ranks have something, in different ways
+  kOnSome,    // combined: some ranks have nothing, for which zeros stand
+  kConflict,  // combined: an error on all ranks
 };
 
 // One rank's announcement for a parameter.
