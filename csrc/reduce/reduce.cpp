@@ -60,7 +60,7 @@ Reduction::~Reduction() {
   // parameters are incomplete, and must not leak into the next backward.
   for (int64_t number : model_numbers())
     for (auto& parameter : Registry::get().of_model(number)) parameter->drop_gradients();
-  if (has_delivered_ && interrupted) interrupted();
+  if (!delivered_models_.empty() && interrupted) interrupted(delivered_models_);
 }
 
 void Reduction::add(const ParameterPtr& parameter, const at::Tensor& raw, bool owned) {
@@ -145,9 +145,15 @@ void Reduction::deliver_early() {
     early.assign(rest.begin(), rest.end());
     results_.erase(rest.begin(), rest.end());
     for (auto& result : early) result.parameter->delivered_in = running_backward();
-    has_delivered_ |= !early.empty();
+    note_delivered(early);
   }
-  if (!early.empty() && deliver) deliver(early, Moment::kEarly);
+  if (!early.empty() && deliver) deliver(early, Moment::kEarly, {});
+}
+
+void Reduction::note_delivered(const std::vector<ReducedGradient>& gradients) {
+  for (auto& [parameter, shard] : gradients)
+    if (std::ranges::find(delivered_models_, parameter->model_number) == delivered_models_.end())
+      delivered_models_.push_back(parameter->model_number);
 }
 
 bool Reduction::goes_at_once(const Parameter& parameter) const {
@@ -324,11 +330,13 @@ void Reduction::finish(const std::vector<ParameterPtr>& parameters) {
   backwards_.clear();
   arrived_.clear();
   unforeseen_.clear();
+  note_delivered(results_);
   lock.unlock();
   guard.reset();  // the user's hooks run now
   if (deliver)
-    deliver(std::exchange(results_, {}), is_nested() ? Moment::kNestedEnd : Moment::kEnd);
-  has_delivered_ = false;
+    deliver(std::exchange(results_, {}), is_nested() ? Moment::kNestedEnd : Moment::kEnd,
+            delivered_models_);
+  delivered_models_.clear();
 }
 
 }  // namespace zero3

@@ -24,13 +24,15 @@ namespace zero3 {
 // The moment at which gradients are delivered: when their bucket is reduced, at the end of a
 // backward inside of another one, or at the end of any other.
 enum class Moment : uint8_t { kEarly, kNestedEnd, kEnd };
-// Receives gradients that a backward reduced, in the order in which they were sent. Called without
-// the GIL.
-using Deliver = std::function<void(const std::vector<ReducedGradient>&, Moment)>;
+// Receives gradients that a backward reduced, in the order in which they were sent, and at an end
+// the numbers of all models that the backward has delivered gradients of, earlier ones too. Called
+// without the GIL.
+using Deliver = std::function<void(const std::vector<ReducedGradient>&, Moment,
+                                   const std::vector<int64_t>& model_numbers)>;
 void set_deliver(Deliver deliver);
-// Called without the GIL when a backward has raised that had delivered gradients early. Throws
-// nothing.
-using Interrupted = std::function<void()>;
+// Called without the GIL when a backward has raised that had delivered gradients of these models.
+// Throws nothing.
+using Interrupted = std::function<void(const std::vector<int64_t>& model_numbers)>;
 void set_interrupted(Interrupted interrupted);
 
 // Reduces the deposited gradients of `parameters`, in order, and delivers them. Collective.
@@ -69,6 +71,7 @@ class Reduction {
   void add_locked(const ParameterPtr& parameter, const at::Tensor& raw, bool owned);
   // Delivers the reduced gradients that need not wait for the end of the backward.
   void deliver_early();
+  void note_delivered(const std::vector<ReducedGradient>& gradients);
   // Notes that a gradient of `parameter` arrives.
   void arrives(const ParameterPtr& parameter);
   // Whether the next gradient of `parameter` is reduced now, and the only one to come.
@@ -124,7 +127,7 @@ class Reduction {
   std::vector<ReducedGradient> results_;
   std::vector<ParameterPtr> unforeseen_;  // gradients of no use that a forward noted: more may come
   bool delivers_early_ = false;           // some parameter that has arrived
-  bool has_delivered_ = false;            // early, in a backward that has not ended
+  std::vector<int64_t> delivered_models_;  // that gradients were delivered of, until the end
 };
 
 }  // namespace zero3
