@@ -48,22 +48,23 @@ void set_python_prepare_unshard(py::function function) {
 
 void set_python_deliver(py::function function) {
   PyObject* callable = function.release().ptr();
-  set_deliver([callable](const std::vector<ReducedGradient>& gradients, Moment moment) {
+  set_deliver([callable](const std::vector<ReducedGradient>& gradients, Moment moment,
+                         const std::vector<int64_t>& model_numbers) {
     py::gil_scoped_acquire gil;
     py::list arguments;
     for (auto& [parameter, shard] : gradients) arguments.append(py::make_tuple(parameter, shard));
-    py::reinterpret_borrow<py::function>(callable)(arguments, moment);
+    py::reinterpret_borrow<py::function>(callable)(arguments, moment, model_numbers);
   });
 }
 
 void set_python_interrupted(py::function function) {
   PyObject* callable = function.release().ptr();
-  set_interrupted([callable] {
+  set_interrupted([callable](const std::vector<int64_t>& model_numbers) {
     if (!Py_IsInitialized()) return;
     py::gil_scoped_acquire gil;
     py::error_scope scope;  // the error of the backward may be set
     try {
-      py::reinterpret_borrow<py::function>(callable)();
+      py::reinterpret_borrow<py::function>(callable)(model_numbers);
     } catch (py::error_already_set& error) {
       error.discard_as_unraisable("a backward that has raised");
     }

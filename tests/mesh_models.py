@@ -1,5 +1,7 @@
 """Shared parts of the tests of meshes: models, meshes, and a step beside one process."""
 
+import importlib
+
 import pytest
 import torch.distributed as dist
 from models import assert_same_gradients, assert_same_parameters, mean_square, mine
@@ -25,6 +27,11 @@ def mesh_dims(*args, **kwargs):
     if kind is None:
         pytest.skip("this torch has no DataParallelMeshDims")
     return kind(*args, **kwargs)
+
+
+def fsdp2_common():
+    """Returns the module that has FSDP2's ``ShardPlacementResult``."""
+    return importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_common")
 
 
 def replicas(number=2):

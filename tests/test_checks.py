@@ -1,9 +1,12 @@
 """Non-finite gradients are named on every rank; norms are norms of full gradients."""
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
 from models import Stack, assert_same_step, batch_of, compiled, each_way, mean_square, mine, shard
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from deepcompile_zero3 import (
@@ -40,14 +43,18 @@ def _nan_in_one(rank, how, transport, mesh_shape):
 @each_way
 def test_a_nan_is_traced_to_its_rank(run_ranks, how, transport):
     for told in run_ranks(2, _nan_in_one, 1, how, transport, (2,)):
-        assert told.startswith("gradients are not finite. rank 1: that of '"), told
+        assert told.startswith("gradients are not finite. rank 1: the gradient of '"), told
         assert "before it was reduced, has " in told.split(";")[0]
-        assert "rank 0: that of '" not in told.split("once it was reduced")[0]
+        assert told.endswith(
+            "; the gradients of this backward were dropped: skip the batch, or "
+            "lower the learning rate or the loss scale"
+        )
+        assert "rank 0: the gradient of '" not in told.split("once it was reduced")[0]
 
 
 def test_a_nan_of_a_replica_is_reported_to_the_others(run_ranks):
     for told in run_ranks(4, _nan_in_one, 2, "eager", "shared_memory", (2, 2)):
-        assert "rank 2: that of '" in told, told
+        assert "rank 2: the gradient of '" in told, told
 
 
 def _deposits():
@@ -67,7 +74,7 @@ def test_a_deposit_is_looked_at_too(run_ranks):
     for told in run_ranks(2, _deposits):
         for rank in (0, 1):
             found = "before it was reduced, has 1 NaN and 2 infinite of 8 elements"
-            assert f"rank {rank}: that of 'head.bias', {found}" in told
+            assert f"rank {rank}: the gradient of 'head.bias', {found}" in told
 
 
 def _deposit_on_a_small_mesh():
@@ -89,7 +96,7 @@ def _deposit_on_a_small_mesh():
 
 def test_a_nan_on_a_small_mesh_is_reported_on_a_larger_one(run_ranks):
     for told in run_ranks(4, _deposit_on_a_small_mesh):
-        assert "rank 0: that of 'head.bias', before it was reduced, has 8 NaN" in told
+        assert "rank 0: the gradient of 'head.bias', before it was reduced, has 8 NaN" in told
 
 
 def test_an_unsharded_model_cannot_be_looked_at():
@@ -115,3 +122,18 @@ def _norms(how):
 
 def test_norms_are_those_of_one_process(run_ranks):
     run_ranks(2, _norms, "eager")
+
+
+def _norms_of_one_row():
+    model, reference = shard(nn.Linear(8, 1))
+    assert_same_step(model, reference, batch_of(4, 8))
+    for norm_type in (0, 1, -1, math.inf, -math.inf):
+        expected = {
+            name: torch.linalg.vector_norm(p.grad, norm_type).item()
+            for name, p in reference.named_parameters()
+        }
+        assert gradient_norms(model, norm_type) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_rank_without_rows_takes_part_in_norms_of_any_order(run_ranks):
+    run_ranks(2, _norms_of_one_row, timeout=30)

@@ -4,6 +4,8 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
+from mesh_models import fsdp2_common
 from models import (
     assert_same_gradients,
     batch_of,
@@ -12,12 +14,14 @@ from models import (
     either_transport,
     optimizers_of,
 )
+from one_rank import needs_a_job, one_rank  # noqa: F401
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import Zero3Error, fully_shard, record_collectives
+from deepcompile_zero3.sharding.registered import registered_in
 
 
 def _model(tied=True):
@@ -82,6 +86,48 @@ def test_a_module_may_be_converted_until_its_first_forward(run_ranks, how, trans
 
 def test_replicas_may_be_converted(run_ranks):
     run_ranks(2, _converted, "interpreted", "c10d", (2, 1))
+
+
+def _to_different_dtypes(transport):
+    model = fully_shard(_model(), transport=transport)
+    told = (
+        r"'0\.weight' converted from torch\.float32 to .*; convert the module to one dtype on all "
+        "ranks"
+    )
+    with pytest.raises(Zero3Error, match=told):
+        model.to((torch.bfloat16, torch.float16)[dist.get_rank()])
+    model.bfloat16()
+    model(batch_of(4, 8).bfloat16()).sum().backward()
+    assert model[0].weight.grad.dtype == torch.bfloat16
+
+
+@either_transport
+def test_ranks_that_convert_to_different_dtypes_get_an_error(run_ranks, transport):
+    run_ranks(2, _to_different_dtypes, transport)
+
+
+def _out_of_memory(*args):
+    raise MemoryError
+
+
+@needs_a_job
+def test_a_conversion_that_fails_on_one_mesh_changes_no_parameter(monkeypatch):
+    fsdp2 = fsdp2_common()
+    other = init_device_mesh("cpu", (1,), mesh_dim_names=("other",))
+    on_other = fsdp2.ShardPlacementResult(None, fsdp2.FSDPMeshInfo(other, shard_mesh_dim=0))
+    model = nn.Linear(8, 5)
+    fully_shard(model, shard_placement_fn=lambda p: on_other if p.dim() == 1 else None)
+    connects = model._zero3_group.connect
+    assert len(connects) == 2
+    handles = [parameter.handle for parameter in registered_in(model)]
+    with monkeypatch.context() as patch:
+        patch.setitem(connects, [*connects][1], _out_of_memory)
+        with pytest.raises(MemoryError):
+            model.bfloat16()
+    assert [parameter.handle for parameter in registered_in(model)] == handles
+    model.bfloat16()
+    model(batch_of(4, 8).bfloat16()).sum().backward()
+    assert model.bias.grad.dtype == torch.bfloat16
 
 
 def _loaded(how):

@@ -99,9 +99,20 @@ def test_a_deferred_backward_that_raises_is_not_forgotten():
         with defer_reduction(model), contextlib.suppress(ZeroDivisionError):
             raise_in_backward()
 
-    with pytest.raises(Zero3Error, match="a backward in the block raised"):
+    told = r"a backward in the block raised, and the gradients of the model of '.*' .* are lost:"
+    with pytest.raises(Zero3Error, match=told):
         block()
     assert model.late.grad is None
+
+
+@needs_a_job
+def test_gradients_may_be_given_up_within_a_deferred_block():
+    model = fully_shard(Experts())
+    with defer_reduction(model):
+        deposit_grad(model.late, torch.ones(8, 8))
+        model.reset_iter_state()
+        deposit_grad(model.late, torch.full((8, 8), 2.0))
+    assert torch.equal(model.late.grad.full_tensor(), torch.full((8, 8), 2.0))
 
 
 @needs_a_job

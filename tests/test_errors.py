@@ -284,6 +284,24 @@ def test_a_value_that_is_no_choice_for_reshard_after_forward_is_refused():
         fully_shard(nn.Linear(2, 2)).set_reshard_after_forward("never")
 
 
+@needs_a_job
+@pytest.mark.parametrize(
+    "name",
+    [
+        "set_is_last_backward",
+        "set_manual_backward_finalization",
+        "set_reduce_scatter_unused_params",
+        "set_requires_all_reduce",
+        "set_requires_gradient_on_all_ranks",
+        "set_requires_gradient_sync",
+        "set_reshard_after_backward",
+    ],
+)
+def test_a_setting_that_is_no_bool_is_refused(name):
+    with pytest.raises(ValueError, match="must be a bool, got 'last'"):
+        getattr(fully_shard(nn.Linear(2, 2)), name)("last")
+
+
 # ---- a sharded model
 
 

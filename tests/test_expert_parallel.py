@@ -1,7 +1,6 @@
 """Experts on meshes of their own, beside dense layers on others, compared with one process."""
 
 import copy
-import importlib
 
 import experts
 import pytest
@@ -9,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformer_models
-from mesh_models import mean_of, needs_a_job, replicas, step
+from mesh_models import fsdp2_common, mean_of, needs_a_job, replicas, step
 from models import (
     assert_same_gradients,
     assert_same_parameters,
@@ -247,13 +246,8 @@ def test_experts_may_register_their_local_tensors_while_they_compute(run_ranks, 
 # ---- a mesh for each parameter of one call
 
 
-def _fsdp2():
-    """Returns the module that has FSDP2's ``ShardPlacementResult``."""
-    return importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_common")
-
-
 def _placed(how, transport):
-    fsdp2 = _fsdp2()
+    fsdp2 = fsdp2_common()
     whole = init_device_mesh("cpu", (4,))
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
     model = _model()
@@ -299,7 +293,7 @@ def test_each_parameter_of_a_call_may_have_a_mesh(run_ranks, how, transport):
 @needs_a_job
 def test_a_mesh_that_shards_another_dimension_than_its_last_is_refused():
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("shard", "replicate"))
-    fsdp2 = _fsdp2()
+    fsdp2 = fsdp2_common()
     other = fsdp2.HSDPMeshInfo(mesh, shard_mesh_dim=0, replicate_mesh_dim=1)
     model = _model()
     with pytest.raises(ValueError, match=r"'0\.weight', replicating over dimension 1 and"):

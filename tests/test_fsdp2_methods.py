@@ -1,5 +1,6 @@
 """The methods that a sharded module shares with FSDP2."""
 
+import dataclasses
 import inspect
 import re
 
@@ -31,6 +32,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp import (
     register_fsdp_forward_method as torch_register_fsdp_forward_method,
 )
+from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
@@ -392,6 +394,27 @@ def test_a_method_can_be_registered_whether_or_not_its_module_is_sharded():
     fully_shard(model)
     with pytest.raises(ValueError, match="FSDPEncoder has no method 'decode'"):
         register_fsdp_forward_method(model, "decode")
+
+
+@dataclasses.dataclass
+class Single:
+    """An input that is of single precision."""
+
+    x: torch.Tensor
+
+    def __post_init__(self):
+        if self.x.dtype != torch.float32:
+            raise ValueError(f"a Single of {self.x.dtype}")
+
+
+@needs_a_job
+def test_a_registered_method_whose_inputs_cannot_be_cast_leaves_no_forward_open():
+    model = fully_shard(Encoder(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.float64))
+    register_fsdp_forward_method(model, "encode")
+    with pytest.raises(ValueError, match=r"a Single of torch\.float64"):
+        model.encode(Single(batch_of(2, 8)))
+    assert isinstance(model.up.weight, DTensor)
+    assert model.encode(batch_of(2, 8)).dtype == torch.float64
 
 
 # ---- methods that ask for what is done always

@@ -1,6 +1,7 @@
 """``fully_shard`` acts alike on all ranks: it shards all of a model or nothing, under one name."""
 
 import gc
+import json
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from deepcompile_zero3 import Zero3Error, fully_shard, torch_internals
 from deepcompile_zero3.sharding.layout import Layout
 from deepcompile_zero3.sharding.registered import parameters_of
+from deepcompile_zero3.transport import json_collectives
 
 each_transport = pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
 
@@ -130,6 +132,31 @@ def test_a_model_has_one_name_whatever_was_collected(run_apart, transport, how):
     one, other = run_apart(_collected_on_one_rank, transport, how)
     assert one == other
     assert all(name.startswith("Stack:2.") for name in one)
+
+
+def _exchanged():
+    """Returns the numbers of characters that ranks exchange to find out whether they agree."""
+    sent, gather = [], json_collectives.all_gather_json
+
+    def noted(what, value, group):
+        sent.append(len(json.dumps(value)))
+        return gather(what, value, group)
+
+    described = ["a parameter"] * 1000
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_collectives, "all_gather_json", noted)
+        json_collectives.check_all_alike("a test", described, dist.group.WORLD, remedy="")
+        described[999] = f"another on {dist.get_rank()}"
+        with pytest.raises(Zero3Error, match=r"parameter 999: it is another .*; take the same"):
+            json_collectives.check_all_alike(
+                "a test", described, dist.group.WORLD, remedy="take the same"
+            )
+    return sent
+
+
+def test_ranks_exchange_descriptions_only_if_they_differ(run_ranks):
+    for alike, different, texts in run_ranks(2, _exchanged):
+        assert alike == different < 100 < texts
 
 
 def _agree_on_meta():

@@ -252,6 +252,37 @@ def test_an_optimizer_that_may_need_more_than_its_elements_is_refused():
         step_locally(optimizer)
 
 
+@needs_a_job
+def test_a_grad_dtype_may_change_between_steps():
+    model = fully_shard(Stack())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step_locally(optimizer)
+    weight = model.head.weight
+    for dtype in (torch.bfloat16, torch.float32, None):
+        for parameter in model.parameters():
+            parameter.grad_dtype = dtype
+        mean_square(model, batch_of(4, 8)).backward()
+        assert weight.grad.dtype == (dtype or torch.float32)
+        expected = weight.to_local() - 0.1 * weight.grad.to_local().float()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.testing.assert_close(weight.to_local(), expected)
+
+
+@needs_a_job
+def test_a_parameter_that_leaves_the_optimizer_is_freed():
+    model = fully_shard(Stack())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step_locally(optimizer)
+    mean_square(model, batch_of(4, 8)).backward()
+    optimizer.step()
+    weight = weakref.ref(model.head.weight)
+    optimizer.param_groups.clear()
+    del model
+    gc.collect()
+    assert weight() is None
+
+
 def _lower_gradients():
     """Gradients of another dtype than that of their parameters."""
     torch.manual_seed(0)

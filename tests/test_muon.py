@@ -4,9 +4,11 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import batch_of, mean_square, mine, shard
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from deepcompile_zero3 import MatrixOwners, Muon, Owned, Zero3Error, fully_shard
@@ -121,9 +123,11 @@ def test_matrices_that_are_split_are_refused(run_ranks):
 @pytest.mark.parametrize(
     ("parameter", "group", "message"),
     [
-        (torch.ones(3), {}, r"got a parameter of shape \[3\]: use AdamW"),
-        (torch.ones(4, 2), {"matrices": 3}, r"\[4, 2\] is not made of 3 equal matrices"),
-        (torch.ones(2, 4, 2), {"matrices": 2}, r"\[2, 4, 2\] is not made of 2 equal"),
+        (torch.ones(3), {}, r"a parameter of shape \[3\] is no matrix.* use AdamW"),
+        (torch.ones(4, 2), {"matrices": 3}, r"\[4, 2\] is not made of 3 .* to a divisor of 4"),
+        (torch.ones(4, 2), {"matrices": 0}, r"\[4, 2\] is not made of 0 equal matrices"),
+        (torch.ones(4, 2), {"matrices": 2.0}, r"\[4, 2\] is not made of 2.0 equal matrices"),
+        (torch.ones(2, 4, 2), {"matrices": 2}, r"\[2, 4, 2\] is a batch .* leave out matrices"),
     ],
 )
 def test_what_is_no_matrix_is_refused(parameter, group, message):
@@ -131,6 +135,41 @@ def test_what_is_no_matrix_is_refused(parameter, group, message):
         Muon([{"params": [nn.Parameter(parameter)], **group}])
     with pytest.raises(ValueError, match="empty parameter list"):
         Muon([])
+
+
+def test_parameters_may_come_with_their_names():
+    model = _Mixture()
+    matrices = {name: p for name, p in model.named_parameters() if p.dim() > 1}
+    optimizer = Muon(matrices.items())
+    assert optimizer.param_groups[0]["param_names"] == [*matrices]
+    with pytest.raises(ValueError, match=r"^'qkv\.bias' of shape \[24\] is no matrix"):
+        Muon(model.named_parameters())
+
+
+def test_parameters_without_an_order_are_refused():
+    with pytest.raises(TypeError, match="ordered collections"):
+        Muon([{"params": {nn.Parameter(torch.ones(2, 2))}}])
+    with pytest.raises(TypeError, match="one of the params is int"):
+        Muon([3])
+
+
+def _partial_sums():
+    mesh = init_device_mesh("cpu", (2,))
+    whole = batch_of(4, 6)
+    weight = nn.Parameter(distribute_tensor(whole, mesh, [Replicate()]))
+    reference = nn.Parameter(whole.clone())
+    optimizers = [Muon([each], **OPTIONS) for each in (weight, reference)]
+    for seed in range(2):
+        part = batch_of(4, 6, seed=2 * seed + dist.get_rank())
+        weight.grad = DTensor.from_local(part, mesh, [Partial()])
+        reference.grad = weight.grad.full_tensor()
+        for optimizer in optimizers:
+            optimizer.step()
+        assert torch.equal(weight.to_local(), reference)
+
+
+def test_a_gradient_of_partial_sums_is_summed_first(run_ranks):
+    run_ranks(2, _partial_sums)
 
 
 def _compiled_step():

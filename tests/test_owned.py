@@ -352,6 +352,23 @@ def test_an_owned_parameter_is_a_tensor_on_all_ranks(run_ranks):
     run_ranks(2, _as_a_tensor)
 
 
+def _copied():
+    layer = nn.Linear(4, 6)
+    layer.weight.label = "up"
+    layer.weight.grad_dtype = torch.bfloat16
+    layer.weight.grad = batch_of(6, 4).bfloat16()
+    fully_shard(layer, shard_placement_fn=lambda p: Owned(1) if p.dim() == 2 else None)
+    copied = copy.deepcopy(layer.weight)
+    assert isinstance(copied, nn.Parameter)
+    assert (copied.label, copied.grad_dtype) == ("up", torch.bfloat16)
+    assert torch.equal(copied.grad.full_tensor(), batch_of(6, 4).bfloat16())
+    assert copied.grad is not layer.weight.grad
+
+
+def test_a_copy_of_an_owned_parameter_has_its_gradient_and_attributes(run_ranks):
+    run_ranks(2, _copied)
+
+
 def _late_step(how, transport, settings):
     """A step between a forward and its backward, after which all ranks gather again."""
     model, reference, _ = owned(Stack(), transport=transport, **settings)
@@ -435,8 +452,14 @@ def test_matrices_are_spread_by_cost():
     by_name = MatrixOwners(model, _mesh_of(2), is_matrix=lambda n, p: "embedding" in n, cost=len)
     assert by_name.rank_of == {"embedding.weight": 0}
     assert by_name.costs == [100, 0]
-    with pytest.raises(ValueError, match=r"'layers.0.bias' is no matrix: its shape is \[8\]"):
+    told = r"'layers.0.bias' is no matrix: its shape is \[8\]; is_matrix has to return False for it"
+    with pytest.raises(ValueError, match=told):
         MatrixOwners(model, _mesh_of(2), is_matrix=lambda n, p: n == "layers.0.bias")
+    model.to_empty(device="cpu")
+    with pytest.raises(
+        ValueError, match=r"not know a parameter of shape \[8, 8\].* after to_empty"
+    ):
+        owners(model.layers[0].weight)
 
 
 # ---- errors
@@ -457,6 +480,8 @@ def _refusals():
     assert "weight" in str(explain(model, batch_of(2, 4)))
     with pytest.raises(NotImplementedError, match="cannot be redistributed"):
         model.weight.redistribute(placements=[Shard(0)])
+    with pytest.raises(NotImplementedError, match=r"can be redistributed over .* only, not"):
+        model.weight.redistribute(mesh["tp"], [Replicate()])
 
 
 @pytest.mark.smoke

@@ -1,12 +1,14 @@
 """``step_in_backward``: parameters are stepped while the backward computes, with the same bits."""
 
 import copy
+import threading
 
 import pytest
 import torch
 import torch.distributed as dist
 from mesh_models import replicas
 from models import Stack, batch_of, compiled, each_way, either_transport, mean_square, mine
+from one_rank import needs_a_job, one_rank  # noqa: F401
 from owned_models import in_blocks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -211,6 +213,77 @@ def test_a_backward_that_raises_says_what_was_stepped(run_ranks):
     run_ranks(2, _interrupted)
 
 
+def _two_models_in_one_backward():
+    """All gradients of the first model, and its steps, come before those of the second."""
+    (first, optimizers), (second, _) = _models("sgd"), _models("sgd", depth=4)
+    x = mine(batch_of(8, 16))
+    for model in first:
+        model.set_is_last_backward(False)
+        mean_square(model, x).backward()
+        model.set_is_last_backward(True)
+    for after, before in zip(first, second, strict=True):
+        after.blocks[1](before(x)).square().mean().backward()
+    assert all(p.grad is None for p in first[1].parameters())
+    optimizers[0].step()
+    _assert_same(first)
+
+    block = second[1].blocks[3]
+    with (
+        pytest.warns(UserWarning, match=r"had begun to step '.*blocks.3[^']*' and [1-5] others"),
+        pytest.raises(RuntimeError, match="a layer"),
+    ):
+        block(_Raises.apply(x.clone().requires_grad_())).square().mean().backward()
+
+
+def test_a_backward_of_two_models_steps_both_and_forgets_them(run_ranks):
+    run_ranks(2, _two_models_in_one_backward)
+
+
+class _Calls(torch.autograd.Function):
+    """Calls a function in backward."""
+
+    @staticmethod
+    def forward(ctx, x, function):
+        ctx.function = function
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.function()
+        return grad, None
+
+
+def _raise():
+    raise RuntimeError("a layer")
+
+
+@needs_a_job
+def test_backwards_that_raise_on_two_threads_name_what_each_has_stepped():
+    models = [fully_shard(Stack(width=16)) for _ in range(2)]
+    for model in models:
+        step_in_backward(model, OPTIMIZERS["sgd"](model), bucket_mb=ONE_KIB)
+
+    def backward(model, in_its_middle):
+        x = _Calls.apply(batch_of(4, 16).requires_grad_(), in_its_middle)
+        mean_square(model, x).backward()
+
+    def raise_on_another_thread():
+        with pytest.raises(RuntimeError, match="a layer"):
+            backward(models[1], _raise)
+
+    def run_the_other():
+        thread = threading.Thread(target=raise_on_another_thread)
+        thread.start()
+        thread.join()
+        _raise()
+
+    with pytest.warns(UserWarning, match="to step") as warned, pytest.raises(RuntimeError):
+        backward(models[0], run_the_other)
+    told = [str(each.message) for each in warned]
+    assert ["to step 'Stack:2." in each for each in told] == [True, False], told
+    assert "to step 'blocks.0." in told[1]
+
+
 class _Shared(nn.Module):
     """Blocks in checkpoints, one of them twice, and a weight that two layers share."""
 
@@ -317,16 +390,21 @@ def _refusals():
     with pytest.raises(ValueError, match="_Lars may need several"):
         step_in_backward(model, _Lars(model.parameters()))
     optimizer = torch.optim.SGD(model.parameters())
-    with pytest.raises(ValueError, match="bucket_mb is a positive number of MiB, got 0"):
-        step_in_backward(model, optimizer, bucket_mb=0)
-    step_in_backward(model, optimizer)
+    for bucket_mb in (0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=f"positive number of MiB .* got {bucket_mb}"):
+            step_in_backward(model, optimizer, bucket_mb=bucket_mb)
+    early = step_in_backward(model, optimizer)
     mean_square(model, mine(batch_of(4, 8))).backward()
-    with pytest.raises(Zero3Error, match="clip_grad_norm_: the backward has stepped"):
+    with pytest.raises(Zero3Error, match=r"clip_grad_norm_: backwards step 'blocks\.0\.norm"):
         clip_grad_norm_(model.parameters(), 1.0)
     assert gradient_norms(model) == {}
+    with pytest.raises(Zero3Error, match=r"set_all_reduce_hook: backwards step 'blocks\.0\.norm"):
+        model.blocks[0].set_all_reduce_hook(lambda gradient: None)
+    mean_square(model, mine(batch_of(4, 8))).backward()
+    early.remove()
     model.blocks[0].set_all_reduce_hook(lambda gradient: None)
     with pytest.raises(Zero3Error, match=r"set_all_reduce_hook on the group of 'blocks.0"):
-        mean_square(model, mine(batch_of(4, 8))).backward()
+        step_in_backward(model, optimizer)
     return dist.get_rank()
 
 

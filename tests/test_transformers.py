@@ -5,6 +5,8 @@ import math
 import os
 import pathlib
 import runpy
+import threading
+import types
 
 import pytest
 import torch
@@ -124,6 +126,59 @@ def test_a_loader_may_give_a_part_of_the_model_another_dtype():
         model(torch.ones(1, 4))
     model.to(torch.bfloat16)(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
     assert model.weight.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_loader_may_shard_several_modules_in_one_call():
+    layers = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    with shard_in_transformers():
+        transformers.distributed.fsdp.fully_shard(layers)
+    assert all(isinstance(layer, Zero3Module) for layer in layers)
+
+
+class _ReadAtOnce(types.ModuleType):
+    """A module whose ``fully_shard`` two threads first read at the same time."""
+
+    def __init__(self):
+        super().__init__("fsdp")
+        self.value = torch_fully_shard
+        self.barrier, self.readers = threading.Barrier(2), set()
+
+    @property
+    def fully_shard(self):
+        value = self.value
+        if threading.get_ident() not in self.readers:
+            self.readers.add(threading.get_ident())
+            self.barrier.wait(10)
+        return value
+
+    @fully_shard.setter
+    def fully_shard(self, value):
+        self.value = value
+
+
+def test_of_two_threads_only_one_shards_in_transformers(monkeypatch):
+    module, refused, outcomes = _ReadAtOnce(), threading.Event(), []
+    monkeypatch.setattr(transformers.distributed, "fsdp", module)
+
+    def load():
+        try:
+            with shard_in_transformers():
+                outcomes.append("loaded")
+                refused.wait(5)
+        except Zero3Error as error:
+            outcomes.append(str(error))
+            refused.set()
+
+    threads = [threading.Thread(target=load) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    loaded, told = sorted(outcomes)
+    assert loaded == "loaded"
+    assert "runs already, here or in another thread" in told
+    assert module.value is torch_fully_shard
 
 
 def _train_on_a_mesh(folder, how, **settings):

@@ -27,6 +27,15 @@ Interrupted interrupted;
 std::mutex running_mutex;
 std::unordered_map<int, std::weak_ptr<Reduction>> running_reductions;  // by graph task
 
+// Returns the numbers of the models of `parameters`, in order of appearance.
+std::vector<int64_t> model_numbers_of(const std::vector<ParameterPtr>& parameters) {
+  std::vector<int64_t> result;
+  for (auto& parameter : parameters)
+    if (std::ranges::find(result, parameter->model_number) == result.end())
+      result.push_back(parameter->model_number);
+  return result;
+}
+
 }  // namespace
 
 void set_deliver(Deliver function) { deliver = std::move(function); }
@@ -58,9 +67,9 @@ std::shared_ptr<Reduction> Reduction::current() {
 Reduction::~Reduction() {
   // After finish(), `arrived_` is empty. Otherwise the backward raised: the sums of its model's
   // parameters are incomplete, and must not leak into the next backward.
-  for (int64_t number : model_numbers())
+  for (int64_t number : model_numbers_of(arrived_))
     for (auto& parameter : Registry::get().of_model(number)) parameter->drop_gradients();
-  if (!delivered_.empty() && interrupted) interrupted();
+  if (!delivered_.empty() && interrupted) interrupted(model_numbers_of(delivered_));
   forget_delivered();
 }
 
@@ -150,7 +159,7 @@ void Reduction::deliver_early() {
       delivered_.push_back(result.parameter);
     }
   }
-  if (!early.empty() && deliver) deliver(early, Moment::kEarly);
+  if (!early.empty() && deliver) deliver(early, Moment::kEarly, {});
 }
 
 void Reduction::forget_delivered() {
@@ -261,14 +270,6 @@ void Reduction::finish_oldest() {
   all_reduces_.start(std::move(parameters), results_);
 }
 
-std::vector<int64_t> Reduction::model_numbers() const {
-  std::vector<int64_t> result;
-  for (auto& parameter : arrived_)
-    if (std::ranges::find(result, parameter->model_number) == result.end())
-      result.push_back(parameter->model_number);
-  return result;
-}
-
 void Reduction::finish_backward() {
   std::vector<ParameterPtr> parameters;
   {
@@ -276,7 +277,7 @@ void Reduction::finish_backward() {
     // Forgets uses that gave no gradient in this backward.
     for (auto& parameter : arrived_) parameter->gradients.forget_uses();
     // Finishes all parameters of their models: micro-batches may have accumulated without sync.
-    for (int64_t number : model_numbers())
+    for (int64_t number : model_numbers_of(arrived_))
       for (auto& parameter : Registry::get().of_model(number)) parameters.push_back(parameter);
     std::ranges::sort(parameters, {}, [](auto& parameter) { return parameter->order; });
     for (auto& parameter : parameters) {
@@ -331,10 +332,12 @@ void Reduction::finish(const std::vector<ParameterPtr>& parameters) {
   backwards_.clear();
   arrived_.clear();
   unforeseen_.clear();
+  for (auto& result : results_) delivered_.push_back(result.parameter);
   lock.unlock();
   guard.reset();  // the user's hooks run now
   if (deliver)
-    deliver(std::exchange(results_, {}), is_nested() ? Moment::kNestedEnd : Moment::kEnd);
+    deliver(std::exchange(results_, {}), is_nested() ? Moment::kNestedEnd : Moment::kEnd,
+            model_numbers_of(delivered_));
   forget_delivered();
 }
 

@@ -26,13 +26,15 @@ namespace zero3 {
 // The moment at which gradients are delivered: when their bucket is reduced, at the end of a
 // backward inside of another one, or at the end of any other.
 enum class Moment : uint8_t { kEarly, kNestedEnd, kEnd };
-// Receives gradients that a backward reduced, in the order in which they were sent. Called without
-// the GIL.
-using Deliver = std::function<void(const std::vector<ReducedGradient>&, Moment)>;
+// Receives gradients that a backward reduced, in the order in which they were sent, and at an end
+// the numbers of all models that the backward has delivered gradients of, earlier ones too. Called
+// without the GIL.
+using Deliver = std::function<void(const std::vector<ReducedGradient>&, Moment,
+                                   const std::vector<int64_t>& model_numbers)>;
 void set_deliver(Deliver deliver);
-// Called without the GIL when a backward has raised that had delivered gradients early. Throws
-// nothing.
-using Interrupted = std::function<void()>;
+// Called without the GIL when a backward has raised that had delivered gradients of these models.
+// Throws nothing.
+using Interrupted = std::function<void(const std::vector<int64_t>& model_numbers)>;
 void set_interrupted(Interrupted interrupted);
 
 // Reduces the deposited gradients of `parameters`, in order, and delivers them. Collective.
@@ -108,7 +110,6 @@ class Reduction {
   void launch(std::unique_ptr<ReduceBucket> bucket);
   void finish_oldest();
   void finish_backward();
-  std::vector<int64_t> model_numbers() const;  // of the parameters that arrived, in order
 
   std::mutex mutex_;  // gradients on two devices arrive on two threads
   // The backward of each transport. Backwards outlive their buckets.
@@ -128,7 +129,7 @@ class Reduction {
   // Parameters with a gradient of a use that no forward has noted: more may come.
   std::vector<ParameterPtr> unforeseen_;
   bool delivers_early_ = false;          // some parameter that has arrived
-  std::vector<ParameterPtr> delivered_;  // early
+  std::vector<ParameterPtr> delivered_;  // until the end
 };
 
 }  // namespace zero3

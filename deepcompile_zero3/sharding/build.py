@@ -32,10 +32,11 @@ def build(
         described = [each.described for each in members]
         with _caught(failures):
             if ranks.replicate_group is not None:
-                check_all_alike(described, ranks.replicate_group)
+                _check_all_alike(described, ranks.replicate_group)
         with _caught(failures):
+            _check_all_alike(described, ranks.shard_group)
             owners = [each.layout.owner for each in members]
-            connections = connect([each.full for each in members], owners, described)
+            connections = connect([each.full for each in members], owners)
             for each, connection in zip(members, connections, strict=True):
                 connection_of[each.parameter] = connection
     built: dict[nn.Parameter, ShardedParameter] = {}
@@ -44,6 +45,17 @@ def build(
             for each in blueprints:
                 built[each.parameter] = ShardedParameter(each, connection_of[each.parameter])
     return built, failures.pop() if failures else None
+
+
+def _check_all_alike(described: Sequence[str], group: dist.ProcessGroup) -> None:
+    """Raises Zero3Error unless all ranks of ``group`` shard the same parameters. Collective."""
+    check_all_alike(
+        "fully_shard: parameters",
+        described,
+        group,
+        remedy="build the same model with the same mp_policy, shard_placement_fn and "
+        "reshard_after_forward on all ranks",
+    )
 
 
 @contextlib.contextmanager

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from deepcompile_zero3.sharding.norms import gradient_norm
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.sharding.registered import all_parameters_of, by_mesh
 from deepcompile_zero3.transport.json_collectives import all_gather_lines, shorten
@@ -56,7 +56,7 @@ def nonfinite_gradients(reduced: Sequence[tuple[ShardedParameter, torch.Tensor]]
         if not parameter.settings.detects_nonfinite:
             continue
         mine = found.setdefault(parameter, [])
-        what = f"rank {dist.get_rank()}: that of '{parameter.fqn}'"
+        what = f"rank {dist.get_rank()}: the gradient of '{parameter.fqn}'"
         if nonfinite := parameter.handle.take_nonfinite():
             mine.append(_described(f"{what}, before it was reduced,", *nonfinite))
         elif not torch.isfinite(shard).all():
@@ -68,7 +68,12 @@ def nonfinite_gradients(reduced: Sequence[tuple[ShardedParameter, torch.Tensor]]
         told = all_gather_lines("detect_nonfinite", told + lines, groups)
     # A reduced gradient is not finite because one that arrived was not: causes come first.
     first = sorted(told, key=lambda each: _REDUCED in each)
-    return f"gradients are not finite. {shorten(first)}" if told else ""
+    if not told:
+        return ""
+    return (
+        f"gradients are not finite. {shorten(first)}; the gradients of this backward were dropped: "
+        "skip the batch, or lower the learning rate or the loss scale"
+    )
 
 
 def _described(what: str, nans: int, infinities: int, numel: int) -> str:
@@ -93,10 +98,6 @@ def gradient_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, float]
     all_parameters_of(model, "gradient_norms")
     norms = {}
     for name, parameter in model.named_parameters():
-        if parameter.grad is None:
-            continue
-        gradient = parameter.grad.detach()
-        gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-        norm = torch.linalg.vector_norm(gradient, norm_type)
-        norms[name] = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+        if parameter.grad is not None:
+            norms[name] = gradient_norm(parameter, float(norm_type)).item()
     return norms

@@ -1,7 +1,7 @@
 """Conversions of a sharded module: ``module.to(dtype)``, ``load_state_dict(assign=True)``.
 
-Until the first forward, parameters may take another dtype. What the runtime has of them is then
-built anew. A ``grad_dtype`` that was set holds on.
+Until the first forward, parameters may take another dtype. The runtime's state of them is then
+rebuilt. A ``grad_dtype`` that was set stays.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.sharding.group import ParameterGroup
 from deepcompile_zero3.sharding.parameter import ShardedParameter
+from deepcompile_zero3.transport.connection import Connection
 from deepcompile_zero3.transport.json_collectives import check_all_alike
 
 
@@ -58,13 +59,17 @@ def follow_registered_shards(group: ParameterGroup) -> None:
 
 
 def _rebuild_converted(group: ParameterGroup) -> None:
-    """Builds anew the parameters of ``group`` that have another dtype now."""
+    """Rebuilds the parameters of ``group`` that have another dtype now: all of them, or none.
+
+    Collective.
+    """
     if group.model is not None and any(p.has_run for p in group.model.parameters):
         return  # the next forward refuses the dtype, on all ranks
     converted = [(p, full) for p in group.parameters if (full := p.full_of_converted()) is not None]
     if not converted:
         return
     group.reshard()
+    connected: list[tuple[ShardedParameter, torch.Tensor, Connection]] = []
     for ranks, connect in group.connect.items():
         members = [(p, full) for p, full in converted if p.layout.ranks is ranks]
         if not members:
@@ -72,11 +77,18 @@ def _rebuild_converted(group: ParameterGroup) -> None:
         described = [
             f"'{p.fqn}' converted from {p.leaf.dtype} to {p.shard.dtype}" for p, _ in members
         ]
-        if ranks.replicate_group is not None:
-            check_all_alike(described, ranks.replicate_group)
+        for process_group in ranks.process_groups:
+            check_all_alike(
+                "conversion of a sharded module",
+                described,
+                process_group,
+                remedy="convert the module to one dtype on all ranks",
+            )
         owners = [p.layout.owner for p, _ in members]
-        connections = connect([full for _, full in members], owners, described)
+        connections = connect([full for _, full in members], owners)
         for (parameter, full), connection in zip(members, connections, strict=True):
-            parameter.rebuild(full, connection)
+            connected.append((parameter, full, connection))
+    for parameter, full, connection in connected:
+        parameter.rebuild(full, connection)
     if group.model is not None:
         group.model.update()

@@ -127,8 +127,8 @@ def reduce_deferred(parameters: Sequence[ShardedParameter], what: str) -> None:
         dropped = [p.fqn for p in parameters if p.handle.take_dropped()]
         if dropped:
             raise Zero3Error(
-                f"{what} raised, and the gradients of {dropped[0]!r} and others that had come "
-                "before it are lost"
+                f"{what} raised, and the gradients of the model of {dropped[0]!r} that had come "
+                "before are lost: compute the step again, on all ranks"
             )
         for parameter in parameters:
             parameter.prepare_reduction()  # frozen or thawed meanwhile

@@ -17,7 +17,11 @@ from deepcompile_zero3.sharding.step_in_backward import run_early_steps
 
 
 @torch_internals.disable_dynamo
-def _deliver(gradients: Sequence[tuple[_C.Parameter, torch.Tensor]], moment: _C.Moment) -> None:
+def _deliver(
+    gradients: Sequence[tuple[_C.Parameter, torch.Tensor]],
+    moment: _C.Moment,
+    model_numbers: Sequence[int],
+) -> None:
     """Adds reduced gradients of a backward to ``.grad``.
 
     The runtime calls this at the end of a backward, and before for those of ``step_in_backward``.
@@ -41,7 +45,7 @@ def _deliver(gradients: Sequence[tuple[_C.Parameter, torch.Tensor]], moment: _C.
         shard = parameter.shard
         for hook in torch_internals.post_accumulate_grad_hooks(shard):
             hook(shard)
-    run_early_steps([parameter for parameter, _ in delivered], moment)
+    run_early_steps([parameter for parameter, _ in delivered], moment, model_numbers)
 
 
 def _run_all_reduce_hooks(reduced: Sequence[tuple[ShardedParameter, torch.Tensor]]) -> None:

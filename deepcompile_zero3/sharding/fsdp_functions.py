@@ -4,6 +4,7 @@ import functools
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 from deepcompile_zero3.sharding.module import Zero3Module, weak_groups_of
@@ -43,11 +44,13 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     @functools.wraps(method)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = group.pre_forward(module, args, kwargs)
+        depth = 0 if torch.compiler.is_compiling() else group.depth
         try:
+            args, kwargs = group.pre_forward(module, args, kwargs)
             output = method(*args, **kwargs)
         except BaseException:
-            group.post_forward(module, args, None)
+            if not torch.compiler.is_compiling():
+                group.abort_forward(depth)
             raise
         return group.post_forward(module, args, output)
 

@@ -1,12 +1,15 @@
 """FSDP2's methods that have little or no effect here, and those that are refused by name."""
 
-from collections.abc import Callable
-from typing import Any, NoReturn, cast
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 
 from deepcompile_zero3 import torch_internals
+from deepcompile_zero3.errors import check_bool
+from deepcompile_zero3.sharding.group import ParameterGroup
+from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.sharding.step_in_backward import deliver_early_if_possible
 
 
@@ -23,12 +26,18 @@ class FSDP2Methods(FSDPModule):
     None of the base class's own methods is called: each is replaced here or in ``Zero3Module``.
     """
 
+    _zero3_group: ParameterGroup
+
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Sets whether the next backwards of the model step parameters (``step_in_backward``).
 
         Has no other effect: every backward ends when its reductions have ended.
+
+        Raises:
+            ValueError: ``is_last_backward`` is not a bool.
         """
-        model = cast(Any, self)._zero3_group.model
+        check_bool("is_last_backward", is_last_backward)
+        model = self._zero3_group.model
         if model is not None:
             model.is_last_backward = is_last_backward
             for parameter in model.parameters:
@@ -53,9 +62,11 @@ class FSDP2Methods(FSDPModule):
         Args:
             reduce_scatter_unused_params: whether zeros are reduced.
             recurse: whether to include the sharded modules inside this one.
+
+        Raises:
+            ValueError: ``reduce_scatter_unused_params`` is not a bool.
         """
-        for parameter in cast(Any, self)._zero3_parameters_below(recurse):
-            parameter.settings.reduce_scatter_unused_params = reduce_scatter_unused_params
+        self._zero3_set("reduce_scatter_unused_params", reduce_scatter_unused_params, recurse)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Makes the current stream wait for ``event``, and so the gathers of the next forward.
@@ -91,6 +102,18 @@ class FSDP2Methods(FSDPModule):
     def _get_fsdp_state(self) -> Any:
         """Returns what torch's own functions for FSDP modules use."""
         return torch_internals.fsdp_state_of(self)  # type: ignore[arg-type]
+
+    def _zero3_set(self, name: str, value: bool, recurse: bool) -> None:
+        """Sets the setting ``name`` of this module's parameters, and of those inside it."""
+        check_bool(name, value)
+        for parameter in self._zero3_parameters_below(recurse):
+            setattr(parameter.settings, name, value)
+
+    def _zero3_parameters_below(self, recurse: bool) -> Iterator[ShardedParameter]:
+        modules = self.modules() if recurse else (self,)  # type: ignore[attr-defined]
+        for module in modules:
+            if isinstance(module, FSDP2Methods):
+                yield from module._zero3_group.parameters
 
 
 def refused(name: str, why: str) -> Callable[..., NoReturn]:

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
@@ -55,15 +56,17 @@ def step_locally(optimizer: torch.optim.Optimizer, *, is_elementwise: bool = Fal
         is_elementwise: says that an optimizer of another class does so too.
 
     Raises:
+        TypeError: ``optimizer`` is no optimizer.
         ValueError: the optimizer may need more of a parameter than this rank's elements.
+        Zero3Error: the call is the second for ``optimizer``.
     """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"step_locally takes an optimizer, got {type(optimizer).__name__}")
-    if not (is_elementwise or type(optimizer) in ELEMENTWISE or is_muon_of_matrices(optimizer)):
-        raise ValueError(
-            f"{type(optimizer).__name__} may need more of a parameter than the elements that a "
-            "rank has; if it updates each element by itself, pass is_elementwise=True"
-        )
+    check_optimizer(
+        "step_locally",
+        optimizer,
+        is_elementwise,
+        "may need more of a parameter than the elements that a rank has; if it updates each "
+        "element by itself, pass is_elementwise=True",
+    )
     if hasattr(optimizer.step, "_steps_locally"):
         raise Zero3Error(f"step_locally was called twice on the same {type(optimizer).__name__}")
     step, locals_of = _function_of(optimizer.step), _LocalTensors()
@@ -101,8 +104,29 @@ class _WeakMethod:
         return self.__func__(self._owner(), *args, **kwargs)
 
 
-def is_muon_of_matrices(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns whether this is Muon, of parameters that ranks have whole matrices of, or none."""
+def check_optimizer(caller: str, optimizer: object, is_trusted: bool, doubt: str) -> None:
+    """Raises unless ``optimizer`` updates each element, or each matrix of a rank, by itself.
+
+    Args:
+        caller: name of the function that takes the optimizer.
+        optimizer: the optimizer.
+        is_trusted: whether the user says so, of an optimizer of any class.
+        doubt: what an optimizer of another class may do, and the remedy.
+
+    Raises:
+        TypeError: ``optimizer`` is no optimizer.
+        ValueError: its class is none of torch's that do so.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"{caller} takes an optimizer, got {type(optimizer).__name__}")
+    if not (is_trusted or type(optimizer) in ELEMENTWISE or _is_muon_of_matrices(optimizer)):
+        raise ValueError(f"{type(optimizer).__name__} {doubt}")
+
+
+def _is_muon_of_matrices(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns whether ``optimizer`` is Muon and each rank has whole matrices of its parameters,
+    or none.
+    """
     if type(optimizer) is Muon:
         return True
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -115,7 +139,7 @@ def is_muon_of_matrices(optimizer: torch.optim.Optimizer) -> bool:
 def parameters_replaced(
     optimizer: torch.optim.Optimizer, replacements: Sequence[list[torch.Tensor]]
 ) -> Iterator[None]:
-    """Gives each of ``optimizer.param_groups`` other parameters."""
+    """Replaces the parameters of each group in the block, and restores them at its end."""
     groups = optimizer.param_groups
     given = [group["params"] for group in groups]
     try:
@@ -131,8 +155,9 @@ class _LocalTensors:
     """The local tensors of an optimizer's parameters, as parameters of their own."""
 
     def __init__(self) -> None:
-        # For each DTensor, its local tensor and a parameter in the same memory.
-        self._known: dict[DTensor, tuple[torch.Tensor, nn.Parameter]] = {}
+        # For each local tensor, a parameter in the same memory. Not for each DTensor: one with weak
+        # references cannot be swapped, as to_empty() does.
+        self._parameters = WeakIdKeyDictionary()
 
     @contextlib.contextmanager
     def swapped_into(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
@@ -168,15 +193,14 @@ class _LocalTensors:
 
     def _local(self, parameter: DTensor) -> nn.Parameter:
         local = torch_internals.local_tensor(parameter)
-        known = self._known.get(parameter)
-        if known is None or known[0] is not local:
+        mine: nn.Parameter | None = self._parameters.get(local)
+        if mine is None:
             rows = rows_of(local, parameter)
-            known = local, nn.Parameter(rows, requires_grad=parameter.requires_grad)
-            self._known[parameter] = known
-        mine = known[1]
+            mine = nn.Parameter(rows, requires_grad=parameter.requires_grad)
+            self._parameters[local] = mine
         gradient = torch_internals.local_gradient(parameter)
         if gradient is not None:
-            if gradient.dtype != local.dtype:
+            if mine.grad_dtype != parameter.grad_dtype:  # which may change between steps
                 mine.grad_dtype = parameter.grad_dtype
             mine.grad = rows_of(gradient, parameter)
         return mine

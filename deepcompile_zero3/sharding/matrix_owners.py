@@ -6,7 +6,7 @@ from typing import cast
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DeviceMesh
+from torch.distributed.tensor import DeviceMesh, DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from deepcompile_zero3.sharding.arguments import default_mesh
@@ -34,7 +34,8 @@ class MatrixOwners:
         muon = torch.optim.Muon([p for n, p in model.named_parameters() if n in owners.rank_of])
 
     Args:
-        model: the model, before anything in it is sharded. It may be on the meta device.
+        model: the model, before anything in it is sharded. It may be on the meta device. Until it
+            is sharded, nothing may replace its parameters, as ``to_empty()`` does.
         mesh: the mesh that it will be sharded over; the default is that of ``fully_shard``.
         is_matrix: whether a rank shall own the parameter of a name. The default is True for
             weights of two dimensions, but not for those of an ``nn.Embedding``. It includes an
@@ -46,7 +47,8 @@ class MatrixOwners:
         costs: the sum of the costs for each rank.
 
     Raises:
-        ValueError: ``is_matrix`` is True for a parameter of fewer than two dimensions.
+        ValueError: ``is_matrix`` is True for a parameter of fewer than two dimensions. A call with
+            a parameter raises it if ``model`` did not have the parameter.
     """
 
     def __init__(
@@ -66,16 +68,21 @@ class MatrixOwners:
 
         mesh = default_mesh() if mesh is None else mesh
         chosen = is_weight if is_matrix is None else is_matrix
+        self._placements = WeakIdKeyDictionary()  # keeps no full parameter alive
         matrices = []
         for name, parameter in model.named_parameters():
+            if not isinstance(parameter, DTensor):  # with weak references it could not be swapped
+                self._placements[parameter] = None
             if not chosen(name, parameter):
                 continue
             if parameter.dim() < 2:
-                raise ValueError(f"'{name}' is no matrix: its shape is {list(parameter.shape)}")
+                raise ValueError(
+                    f"'{name}' is no matrix: its shape is {list(parameter.shape)}; is_matrix has "
+                    "to return False for it"
+                )
             matrices.append((name, parameter, cost(parameter)))
         self.rank_of: dict[str, int] = {}
         self.costs = [0.0] * mesh.size(mesh.ndim - 1)
-        self._placements = WeakIdKeyDictionary()  # keeps no full parameter alive
         for name, parameter, its_cost in sorted(matrices, key=lambda each: -each[2]):
             rank = min(range(len(self.costs)), key=self.costs.__getitem__)
             self.costs[rank] += its_cost
@@ -84,4 +91,10 @@ class MatrixOwners:
 
     def __call__(self, parameter: nn.Parameter) -> Owned | None:
         """Returns the placement of ``parameter``, or None for the default."""
+        if parameter not in self._placements and not isinstance(parameter, DTensor):
+            raise ValueError(
+                f"MatrixOwners does not know a parameter of shape {list(parameter.shape)}: make it "
+                "of the model as it is sharded, after to_empty() or anything else that replaces "
+                "parameters"
+            )
         return cast(Owned | None, self._placements.get(parameter))

@@ -1,7 +1,7 @@
 """An outermost sharded module, as the runtime and autograd graphs know it."""
 
 import weakref
-from collections.abc import Sequence, Set
+from collections.abc import Collection, Sequence, Set
 
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 
@@ -45,6 +45,11 @@ class ShardedModel:
 
 
 _models: weakref.WeakSet[ShardedModel] = weakref.WeakSet()
+
+
+def models_numbered(numbers: Collection[int]) -> list[ShardedModel]:
+    """Returns the live models with one of ``numbers``, in the order of their numbers."""
+    return sorted((m for m in list(_models) if m.number in numbers), key=lambda m: m.number)
 
 
 def parameters_beside(fqns: Set[str]) -> dict[str, ShardedParameter]:

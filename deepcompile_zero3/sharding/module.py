@@ -1,7 +1,7 @@
 """``Zero3Module``: the methods that ``fully_shard`` adds to the module it is called on."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -17,12 +17,12 @@ from deepcompile_zero3.sharding.group import ParameterGroup
 from deepcompile_zero3.sharding.handles import GatherHandle, GradientReductionHandle
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.sharding.registered import registered_in
+from deepcompile_zero3.sharding.step_in_backward import refuse_if_stepped_in_backward
 
 
 class Zero3Module(FSDP2Methods):
     """The methods that ``fully_shard`` adds to the module it is called on."""
 
-    _zero3_group: ParameterGroup
     _zero3_may_skip_call: bool  # whether the module's class has the __call__ of nn.Module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -97,9 +97,7 @@ class Zero3Module(FSDP2Methods):
         Raises:
             ValueError: ``requires_gradient_sync`` is not a bool.
         """
-        check_bool("requires_gradient_sync", requires_gradient_sync)
-        for parameter in self._zero3_parameters_below(recurse):
-            parameter.settings.requires_gradient_sync = requires_gradient_sync
+        self._zero3_set("requires_gradient_sync", requires_gradient_sync, recurse)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Sets whether backward gathers again (True), or forward keeps what it gathered (False).
@@ -191,9 +189,11 @@ class Zero3Module(FSDP2Methods):
             enabled: whether the caller finalizes.
 
         Raises:
+            ValueError: ``enabled`` is not a bool.
             Zero3Error: this module lies inside another sharded one, or gradients of it wait for
                 their reduction.
         """
+        check_bool("enabled", enabled)
         group, parameters = self._zero3_outermost("set_manual_backward_finalization")
         if enabled == group.is_finalized_manually:
             return
@@ -249,9 +249,11 @@ class Zero3Module(FSDP2Methods):
         Args:
             requires_all_reduce: whether to all-reduce.
             recurse: whether to include the sharded modules inside this one.
+
+        Raises:
+            ValueError: ``requires_all_reduce`` is not a bool.
         """
-        for parameter in self._zero3_parameters_below(recurse):
-            parameter.settings.requires_all_reduce = requires_all_reduce
+        self._zero3_set("requires_all_reduce", requires_all_reduce, recurse)
 
     def set_requires_gradient_on_all_ranks(
         self, requires_gradient_on_all_ranks: bool, *, recurse: bool = True
@@ -266,9 +268,11 @@ class Zero3Module(FSDP2Methods):
         Args:
             requires_gradient_on_all_ranks: whether to raise.
             recurse: whether to include the sharded modules inside this one.
+
+        Raises:
+            ValueError: ``requires_gradient_on_all_ranks`` is not a bool.
         """
-        for parameter in self._zero3_parameters_below(recurse):
-            parameter.settings.requires_gradient_on_all_ranks = requires_gradient_on_all_ranks
+        self._zero3_set("requires_gradient_on_all_ranks", requires_gradient_on_all_ranks, recurse)
 
     def reset_iter_state(self) -> None:
         """Gives up a sequence of micro-batches, for example after a forward or backward has raised.
@@ -277,11 +281,10 @@ class Zero3Module(FSDP2Methods):
         frees gathered parameters. Call it after an interruption too. All ranks call it, outside
         forwards.
         """
-        *_, outermost = self._zero3_group.ancestry()
         for parameter in self._zero3_parameters_below(recurse=True):
             parameter.handle.drop_gradients()
-            if outermost.is_finalized_manually:
-                parameter.handle.take_dropped()  # finalize_backward need not tell of it
+            if parameter.settings.deferred:
+                parameter.handle.take_dropped()  # the deferred reduction need not tell of it
         for module in self.modules():  # type: ignore[attr-defined]
             if isinstance(module, Zero3Module):
                 module._zero3_group.abort_forward()
@@ -302,12 +305,15 @@ class Zero3Module(FSDP2Methods):
         Raises:
             TypeError: ``hook`` is no function.
             ValueError: ``stream`` is given on a 2-D mesh.
+            Zero3Error: a backward steps a parameter of the group, see :func:`step_in_backward`.
         """
         if not callable(hook):
             raise TypeError(f"hook is a function of a tensor, got {hook!r}")
         replicated = any(p.layout.ranks.replicate_group for p in self._zero3_group.parameters)
         if stream is not None and replicated:
             raise ValueError("stream cannot be given on a mesh with replicas")
+        for parameter in self._zero3_group.parameters:
+            refuse_if_stepped_in_backward(parameter.shard, "set_all_reduce_hook")
         self._zero3_group.all_reduce_hook = hook
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -321,12 +327,6 @@ class Zero3Module(FSDP2Methods):
                 "module: call it on the outermost one"
             )
         return self._zero3_group, list(self._zero3_parameters_below(recurse=True))
-
-    def _zero3_parameters_below(self, recurse: bool) -> Iterator[ShardedParameter]:
-        modules = self.modules() if recurse else (self,)  # type: ignore[attr-defined]
-        for module in modules:
-            if isinstance(module, Zero3Module):
-                yield from module._zero3_group.parameters
 
 
 for _name, _method in vars(FSDPModule).items():

@@ -6,6 +6,7 @@ nothing with them on the other ranks. An optimizer therefore updates each matrix
 and communicates nothing.
 """
 
+import copy
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DeviceMesh, DTensor, Replicate
 
-from deepcompile_zero3 import torch_internals
+from deepcompile_zero3 import grad_dtype, torch_internals
 from deepcompile_zero3.transport.process_groups import neighbours
 
 
@@ -58,7 +59,9 @@ class OwnerMesh(DeviceMesh):
 
 
 class OwnedTensor(DTensor):
-    """A parameter that one rank owns, its gradient, or what is computed from these."""
+    """A DTensor over an OwnerMesh: a parameter that one rank owns, its gradient, or a result
+    computed from them.
+    """
 
     __slots__ = ()
 
@@ -91,6 +94,10 @@ class OwnedTensor(DTensor):
         if isinstance(self, nn.Parameter):
             copied = nn.Parameter(copied, self.requires_grad)
         memo[id(self)] = copied
+        if self.is_leaf:
+            grad_dtype.carry_over(self, copied)
+            copied.grad = copy.deepcopy(self.grad, memo)
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return copied
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
@@ -105,15 +112,30 @@ class OwnedTensor(DTensor):
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
         """Returns the full tensor, on all ranks. Collective.
 
-        Each rank's gradient of it is taken for the gradient, as of other replicated DTensors.
+        In backward, each rank's gradient of the result counts as the gradient, as for other
+        replicated DTensors.
         """
         return cast(torch.Tensor, _FromOwner.apply(self))
 
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Any = None, **options: Any
     ) -> DTensor:
-        """Returns the full tensor, replicated over the mesh of all ranks. Collective."""
+        """Returns the full tensor, replicated over the mesh of all ranks. Collective.
+
+        Args:
+            device_mesh: that mesh, or the tensor's own: torch passes it for a full state dict.
+            placements: ``Replicate()`` for each dimension.
+            options: have no effect.
+
+        Raises:
+            NotImplementedError: another mesh or placement.
+        """
         whole = cast(OwnerMesh, self.device_mesh).whole
+        if device_mesh not in (None, whole, self.device_mesh):
+            raise NotImplementedError(
+                f"a tensor that one rank owns can be redistributed over {whole} only, not "
+                f"{device_mesh}: distribute_tensor its full_tensor()"
+            )
         if placements is not None and not all(p.is_replicate() for p in placements):
             raise NotImplementedError(
                 f"a tensor that one rank owns cannot be redistributed to {placements}: "
@@ -135,7 +157,9 @@ def _on_device(result: OwnedTensor, name: str, args: Any, kwargs: Any) -> OwnedT
     torch puts it on the CPU.
     """
     like = next((each for each in args if isinstance(each, OwnedTensor)), result)
-    named = kwargs.get("device") or (name if name in ("cpu", "cuda") else None)
+    accelerator = torch.accelerator.current_accelerator()
+    methods = ("cpu", accelerator.type if accelerator else "cpu")
+    named = kwargs.get("device") or (name if name in methods else None)
     if name == "to" and named is None:
         named = next((each for each in args if isinstance(each, str | torch.device)), None)
     device = torch.device(named or like.device)

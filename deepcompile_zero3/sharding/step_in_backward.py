@@ -9,16 +9,14 @@ from torch import nn
 
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.runtime import _C
-from deepcompile_zero3.sharding.local_step import (
-    ELEMENTWISE,
-    is_muon_of_matrices,
-    parameters_replaced,
-)
+from deepcompile_zero3.sharding.group import group_of
+from deepcompile_zero3.sharding.local_step import check_optimizer, parameters_replaced
+from deepcompile_zero3.sharding.model import models_numbered
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.sharding.registered import all_parameters_of
 
-# Attribute of a parameter that has no gradient after a backward.
-_IS_STEPPED = "_zero3_is_stepped_in_backward"
+# Attribute of a shard that backwards step: the FQN.
+_STEPPED_AS = "_zero3_stepped_in_backward_as"
 
 
 def step_in_backward(
@@ -57,32 +55,32 @@ def step_in_backward(
     Args:
         model: a module whose parameters are sharded.
         optimizer: an optimizer of ``torch.optim`` that updates each parameter by itself, as all do
-            but LBFGS and, over shards, Muon. Parameters that it has not are delivered to ``.grad``
-            at the end of the backward.
-        bucket_mb: size of a bucket of full gradients in MiB, which replaces the default for the
-            parameters of ``optimizer``. Two are alive at once.
+            but LBFGS and, over shards, Muon. Parameters that it does not have are delivered to
+            ``.grad`` at the end of the backward.
+        bucket_mb: size of a bucket of full gradients in MiB, below 2**40, which replaces the
+            default for the parameters of ``optimizer``. Two are alive at once.
         is_separate: says that an optimizer of another class updates each parameter by itself.
 
     Returns:
         An object whose ``remove()`` ends this.
 
     Raises:
-        Zero3Error: ``optimizer`` has no sharded parameter of ``model``, or another optimizer steps
-            one in backward already. A backward raises it if a hook of ``set_all_reduce_hook`` waits
-            for all gradients.
+        Zero3Error: ``optimizer`` has no sharded parameter of ``model``, another optimizer steps
+            one in backward already, or a hook of ``set_all_reduce_hook`` waits for all gradients of
+            its group.
         ValueError: ``optimizer`` may need several parameters at once, or ``bucket_mb`` is not
-            positive.
+            positive or too large.
         TypeError: ``model`` is not a module, or ``optimizer`` is no optimizer.
     """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"step_in_backward takes an optimizer, got {type(optimizer).__name__}")
-    if not (is_separate or type(optimizer) in ELEMENTWISE or is_muon_of_matrices(optimizer)):
-        raise ValueError(
-            f"{type(optimizer).__name__} may need several parameters at once, or other ranks; if "
-            "it updates each parameter by itself, pass is_separate=True"
-        )
-    if not bucket_mb > 0:
-        raise ValueError(f"bucket_mb is a positive number of MiB, got {bucket_mb!r}")
+    check_optimizer(
+        "step_in_backward",
+        optimizer,
+        is_separate,
+        "may need several parameters at once, or other ranks; if it updates each parameter by "
+        "itself, pass is_separate=True",
+    )
+    if not 0 < bucket_mb < 2**40:
+        raise ValueError(f"bucket_mb is a positive number of MiB below 2**40, got {bucket_mb!r}")
     given = {id(p) for group in optimizer.param_groups for p in group["params"]}
     found = [p for p in all_parameters_of(model, "step_in_backward") if id(p.shard) in given]
     if not found:
@@ -96,7 +94,12 @@ def step_in_backward(
                 f"step_in_backward: '{parameter.fqn}' is stepped in backward already: call "
                 "remove() of what the first call has returned"
             )
-    return StepsInBackward(found, optimizer, bucket_mb)
+        if group_of(parameter).all_reduce_hook is not None:
+            raise Zero3Error(
+                f"step_in_backward: the hook of set_all_reduce_hook on the group of "
+                f"'{parameter.fqn}' gets all gradients at the end of a backward: use one of both"
+            )
+    return StepsInBackward(found, optimizer, int(bucket_mb * 2**20))
 
 
 class StepsInBackward:
@@ -106,15 +109,15 @@ class StepsInBackward:
         self,
         parameters: Sequence[ShardedParameter],
         optimizer: torch.optim.Optimizer,
-        bucket_mb: float,
+        bucket_bytes: int,
     ) -> None:
         self._optimizer = optimizer
         self._lock = threading.RLock()  # gradients on two devices come on two threads
         self._before = [(each, each.settings.bucket_bytes) for each in parameters]
         for parameter in parameters:
             parameter.step_early = self._step
-            setattr(parameter.shard, _IS_STEPPED, True)
-            parameter.settings.bucket_bytes = int(bucket_mb * 2**20)
+            setattr(parameter.shard, _STEPPED_AS, parameter.fqn)
+            parameter.settings.bucket_bytes = bucket_bytes
             deliver_early_if_possible(parameter)
 
     def remove(self) -> None:
@@ -122,8 +125,8 @@ class StepsInBackward:
         for parameter, bucket_bytes in self._before:
             parameter.step_early = None
             parameter.settings.bucket_bytes = bucket_bytes
-            if hasattr(parameter.shard, _IS_STEPPED):
-                delattr(parameter.shard, _IS_STEPPED)
+            if hasattr(parameter.shard, _STEPPED_AS):
+                delattr(parameter.shard, _STEPPED_AS)
             deliver_early_if_possible(parameter)
         self._before = []
 
@@ -139,15 +142,16 @@ class StepsInBackward:
                     f"step_in_backward: the optimizer does not have '{names[0]}' as it is "
                     "registered now: call remove(), and step_in_backward with a new optimizer"
                 )
-            _stepped.update(parameter.fqn for parameter in parameters)
+            for parameter in parameters:
+                _stepped.setdefault(parameter.handle.model_number, set()).add(parameter.fqn)
             with parameters_replaced(self._optimizer, chosen):
                 self._optimizer.step()
         for shard in shards.values():
             shard.grad = None
 
 
-# Names of the parameters that backwards have stepped which have not ended.
-_stepped: set[str] = set()
+# Names of the parameters that backwards have stepped which have not ended, by number of the model.
+_stepped: dict[int, set[str]] = {}
 
 
 def deliver_early_if_possible(parameter: ShardedParameter) -> None:
@@ -161,51 +165,53 @@ def deliver_early_if_possible(parameter: ShardedParameter) -> None:
     )
 
 
-def run_early_steps(delivered: Sequence[ShardedParameter], moment: _C.Moment) -> None:
+def run_early_steps(
+    delivered: Sequence[ShardedParameter], moment: _C.Moment, model_numbers: Sequence[int]
+) -> None:
     """Steps parameters whose gradients were delivered, if this is the last backward of a step.
 
     At the end of the backward, parameters are stepped too that have gradients of earlier ones only.
+
+    Args:
+        delivered: parameters whose gradients were delivered now.
+        moment: the moment of the backward.
+        model_numbers: at the end, the models of which the backward has delivered gradients,
+            perhaps all of them before.
     """
     parameters = dict.fromkeys(delivered)
     if moment == _C.Moment.NESTED_END:  # the backward around it may bring more
         return
     if moment == _C.Moment.END:
-        for model in dict.fromkeys(p.model for p in delivered):
-            if model is not None:
-                parameters.update(dict.fromkeys(model.parameters))
+        for each in models_numbered(model_numbers):
+            parameters.update(dict.fromkeys(each.parameters))
     by_step: dict[Callable[[Sequence[ShardedParameter]], None], list[ShardedParameter]] = {}
     for parameter in parameters:
         model, step = parameter.model, parameter.step_early
         if step is None or model is None or not model.is_last_backward:
             continue
         deliver_early_if_possible(parameter)
-        group = parameter.group and parameter.group()
-        if getattr(group, "all_reduce_hook", None) is not None:
-            raise Zero3Error(
-                f"step_in_backward: the hook of set_all_reduce_hook on the group of "
-                f"'{parameter.fqn}' gets all gradients at the end of a backward: use one of both"
-            )
         if parameter.shard.grad is not None:
             by_step.setdefault(step, []).append(parameter)
     for step, its_parameters in by_step.items():
         step(its_parameters)
     if moment == _C.Moment.END:
-        _stepped.difference_update(parameter.fqn for parameter in parameters)
+        for number in model_numbers:
+            _stepped.pop(number, None)
 
 
-def check_has_gradients(parameter: torch.Tensor) -> None:
-    """Raises a Zero3Error if a backward steps ``parameter``, which has no gradient afterwards."""
-    if hasattr(parameter, _IS_STEPPED):
+def refuse_if_stepped_in_backward(parameter: torch.Tensor, caller: str) -> None:
+    """Raises a Zero3Error if backwards step ``parameter``, which has no gradient after them."""
+    fqn = getattr(parameter, _STEPPED_AS, None)
+    if fqn is not None:
         raise Zero3Error(
-            "clip_grad_norm_: the backward has stepped these parameters (step_in_backward) before "
-            "the norm of all gradients was known: clip each gradient in a hook of "
-            "register_post_accumulate_grad_hook, or step after the backward"
+            f"{caller}: backwards step '{fqn}' (step_in_backward) before all gradients are known: "
+            "change each gradient in a hook of register_post_accumulate_grad_hook, or call "
+            "remove() and step after the backward"
         )
 
 
-def _interrupted() -> None:
-    names = sorted(_stepped)
-    _stepped.clear()
+def _interrupted(model_numbers: Sequence[int]) -> None:
+    names = sorted(name for number in model_numbers for name in _stepped.pop(number, ()))
     if names:
         others = f" and {len(names) - 1} others" if len(names) > 1 else ""
         warnings.warn(

@@ -45,16 +45,13 @@ class Connection:
         )
 
 
-# ``connect`` with all arguments but the first three.
-Connect: TypeAlias = Callable[
-    [Sequence[torch.Tensor], Sequence[int | None], Sequence[str]], list[Connection]
-]
+# ``connect`` with all arguments but the first two.
+Connect: TypeAlias = Callable[[Sequence[torch.Tensor], Sequence[int | None]], list[Connection]]
 
 
 def connect(
     fulls: Sequence[torch.Tensor],
     owners: Sequence[int | None],
-    described: Sequence[str],
     group: dist.ProcessGroup,
     device: torch.device,
     transport: TransportName,
@@ -62,12 +59,11 @@ def connect(
     take_turns: bool,
     after_forward: int | None,
 ) -> list[Connection]:
-    """Connects the parameters ``fulls`` with those of the other ranks. Collective.
+    """Connects the parameters ``fulls``, the same on all ranks. Collective.
 
     Args:
         fulls: parameters as they are computed with, [rows, ...] each, on the meta device.
         owners: for each parameter, the rank of ``group`` that owns it, or None if all have shards.
-        described: for each parameter, a description that must be the same on all ranks.
         group: process group of the ranks.
         device: the device that this rank computes on.
         transport: the result of :func:`choice.resolve`.
@@ -78,7 +74,7 @@ def connect(
     Raises:
         Zero3Error: see :func:`one_host.share`.
     """
-    parts = share(fulls, owners, described, group, device.type, transport, take_turns)
+    parts = share(fulls, owners, group, device.type, transport, take_turns)
     if parts is not None:
         return [Connection(part) for part in parts]
     # All ranks make groups of our own before one of them may fail.

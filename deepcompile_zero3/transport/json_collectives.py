@@ -1,5 +1,6 @@
 """Exchanges plain values between ranks, as JSON. Nothing is unpickled."""
 
+import hashlib
 import itertools
 import json
 from collections.abc import Sequence
@@ -46,10 +47,11 @@ def _gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
     padded[: mine.numel()] = mine
     rows = torch.zeros(world_size, padded.numel(), dtype=torch.uint8, device=device)
     dist.all_gather(list(rows), padded.to(device), group=group)
-    return [
-        json.loads(bytes(row[:size].tolist()))
-        for row, size in zip(rows.cpu(), sizes.flatten().tolist(), strict=True)
-    ]
+    texts = bytearray(rows.numel())
+    torch.frombuffer(texts, dtype=torch.uint8).copy_(rows.flatten())
+    starts = range(0, rows.numel(), padded.numel())
+    ends = [start + size for start, size in zip(starts, sizes.flatten().tolist(), strict=True)]
+    return [json.loads(texts[start:end]) for start, end in zip(starts, ends, strict=True)]
 
 
 def all_gather_lines(
@@ -57,7 +59,8 @@ def all_gather_lines(
 ) -> list[str]:
     """Returns the ``lines`` of all ranks of a mesh, each once. Collective over its ``groups``.
 
-    The result for a small mesh among the lines for a larger one reaches all ranks of that.
+    To report on meshes of several sizes, go from small to large and pass the result for one mesh
+    among the lines of the next.
     """
     for group in groups:  # first the shards' group, then the replicas': these get complete lines
         of_ranks = all_gather_json(what, lines, group)
@@ -71,21 +74,26 @@ def shorten(lines: Sequence[str]) -> str:
     return "; ".join(lines[:8]) + more
 
 
-def check_all_alike(described: Sequence[str], group: dist.ProcessGroup) -> None:
-    """Raises Zero3Error unless all ranks of ``group`` describe their parameters alike.
+def check_all_alike(
+    what: str, described: Sequence[str], group: dist.ProcessGroup, *, remedy: str
+) -> None:
+    """Raises Zero3Error unless all ranks of ``group`` describe their parameters alike. Collective.
 
-    Collective.
+    Ranks exchange a hash, and the descriptions only if hashes differ.
+
+    Args:
+        what: the call, in which all ranks are.
+        described: for each parameter, a description.
+        group: process group of the ranks.
+        remedy: end of the message.
     """
-    for other, theirs in enumerate(all_gather_json("fully_shard: parameters", described, group)):
-        check_alike(described, theirs, dist.get_rank(group), other)
-
-
-def check_alike(mine: Sequence[str], others: Sequence[str], rank: int, other: int) -> None:
-    """Raises Zero3Error unless two ranks describe their parameters alike."""
-    for position, (one, another) in enumerate(itertools.zip_longest(mine, others)):
-        if one != another:
-            raise Zero3Error(
-                f"ranks disagree on the module's parameter {position}: it is {one} on rank {rank} "
-                f"and {another} on rank {other}; build the same model with the same mp_policy, "
-                "shard_placement_fn and reshard_after_forward on all ranks"
-            )
+    mine = hashlib.sha256(json.dumps(described).encode()).hexdigest()
+    if len(set(all_gather_json(what, mine, group))) == 1:
+        return
+    for other, theirs in enumerate(all_gather_json(what, described, group)):
+        for position, (one, another) in enumerate(itertools.zip_longest(described, theirs)):
+            if one != another:
+                raise Zero3Error(
+                    f"ranks disagree on the module's parameter {position}: it is {one} on rank "
+                    f"{dist.get_rank(group)} and {another} on rank {other}; {remedy}"
+                )

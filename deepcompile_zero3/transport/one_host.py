@@ -24,7 +24,7 @@ import torch.distributed as dist
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.transport.choice import TransportName
-from deepcompile_zero3.transport.json_collectives import all_gather_json, check_alike
+from deepcompile_zero3.transport.json_collectives import all_gather_json
 from deepcompile_zero3.transport.process_groups import exists
 
 # A rank's mailbox holds the largest gradient and this many bytes more.
@@ -54,7 +54,6 @@ class _Offer(NamedTuple):
     transport: TransportName
     host: str
     pid: int
-    described: Sequence[str]  # one for each parameter
     files: Sequence[int] = ()  # descriptors of the segments, from the first rank
     nonce: str = ""  # at the end of each of them
     trouble: str = ""
@@ -64,7 +63,6 @@ class _Offer(NamedTuple):
 def share(
     fulls: Sequence[torch.Tensor],
     owners: Sequence[int | None],
-    described: Sequence[str],
     group: dist.ProcessGroup,
     device: str,
     transport: TransportName,
@@ -77,7 +75,6 @@ def share(
     Args:
         fulls: parameters as they are computed with, [rows, ...] each, on the meta device.
         owners: for each parameter, the rank of ``group`` that owns it, or None if all have shards.
-        described: for each parameter, a description that must be the same on all ranks.
         group: process group of the ranks.
         device: type of the device that the ranks compute on.
         transport: the transport that is asked for.
@@ -88,9 +85,8 @@ def share(
         The memory of each parameter, or None if ranks exchange messages.
 
     Raises:
-        Zero3Error: ``transport`` or the parameters differ between ranks, or ``transport`` is
-            ``"shared_memory"`` and that is not possible. A single rank has no other rank to share
-            with, which is no error.
+        Zero3Error: ``transport`` differs between ranks, or is ``"shared_memory"`` and that is not
+            possible. A single rank has no other rank to share with, which is no error.
     """
     for memory in (_one_hosts, _rings):
         for known in list(memory):
@@ -103,14 +99,12 @@ def share(
         _C.backend_name(group.group_name, torch.device(device)) == "gloo"
     )
     segments = _Segments(fulls, owners, group, take_turns) if fulls and is_possible else None
-    mine = _offer(transport, described, segments.sizes if segments and rank == 0 else ())
+    mine = _offer(transport, segments.sizes if segments and rank == 0 else ())
     try:
         offers = [_Offer(*offer) for offer in all_gather_json("fully_shard: memory", mine, group)]
         if len({offer.transport for offer in offers}) > 1:
             asked = {rank: offer.transport for rank, offer in enumerate(offers)}
             raise Zero3Error(f"ranks disagree on the transport, {asked}: give all the same")
-        for other, offer in enumerate(offers):
-            check_alike(described, offer.described, rank, other)
         if transport == "shared_memory" and not is_possible:
             raise Zero3Error(
                 f"transport='shared_memory' needs a process group of gloo on CPUs; this one is "
@@ -250,13 +244,13 @@ def _new_file(nbytes: int, nonce: str) -> int:
     return file
 
 
-def _offer(transport: TransportName, described: Sequence[str], sizes: Sequence[int]) -> _Offer:
+def _offer(transport: TransportName, sizes: Sequence[int]) -> _Offer:
     """Returns this rank's offer, with a file for each of ``sizes``."""
     pid = os.getpid()
     if transport == "c10d":
-        return _Offer(transport, "", pid, described)
+        return _Offer(transport, "", pid)
     if sys.platform != "linux":
-        return _Offer(transport, "", pid, described, trouble=f"{sys.platform} has no memfd_create")
+        return _Offer(transport, "", pid, trouble=f"{sys.platform} has no memfd_create")
     files: list[int] = []
     nonce = secrets.token_hex(16)
     try:
@@ -269,8 +263,8 @@ def _offer(transport: TransportName, described: Sequence[str], sizes: Sequence[i
     except Exception as error:  # any error: other ranks wait for this rank's offer
         for file in files:
             os.close(file)
-        return _Offer(transport, "", pid, described, trouble=f"no memory to share: {error}")
-    return _Offer(transport, host, pid, described, files, nonce)
+        return _Offer(transport, "", pid, trouble=f"no memory to share: {error}")
+    return _Offer(transport, host, pid, files, nonce)
 
 
 @functools.cache

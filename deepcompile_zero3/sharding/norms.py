@@ -1,0 +1,146 @@
+"""Norms of gradients of which ranks have parts, over any meshes."""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DeviceMesh, DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+from deepcompile_zero3 import torch_internals
+from deepcompile_zero3.sharding.owned import OwnerMesh
+
+# The process groups that a tensor is sharded over, in the order of its mesh's dimensions.
+ProcessGroups = tuple[dist.ProcessGroup, ...]
+
+
+class GradientPart:
+    """This rank's part of a parameter's gradient, as torch clips it.
+
+    Attributes:
+        dtype: dtype of the gradient, whether or not there is one.
+        device: the device that the parameter is on.
+        groups: the process groups that the parameter is sharded over.
+        grad: the local tensor of the gradient, or None.
+        summed: the same after partial sums are summed.
+    """
+
+    __slots__ = ("device", "dtype", "grad", "groups", "summed")
+
+    def __init__(
+        self, parameter: torch.Tensor, dtype: torch.dtype, groups_of: dict[Any, ProcessGroups]
+    ) -> None:
+        """Collective if the gradient is a partial sum.
+
+        Args:
+            parameter: a parameter.
+            dtype: see the attribute.
+            groups_of: the process groups that are known, by mesh and placements. Others are added.
+        """
+        self.dtype = dtype
+        self.device = parameter.device
+        self.groups: ProcessGroups = ()
+        self.grad = self.summed = parameter.grad
+        if not isinstance(parameter, DTensor):
+            return
+        spec = torch_internals.spec_of(parameter)
+        key = id(spec.mesh), spec.placements
+        if key not in groups_of:
+            groups_of[key] = _groups_of(spec.mesh, spec.placements)
+        self.groups = groups_of[key]
+        if self.grad is not None:
+            self.grad = torch_internals.local_tensor(cast(DTensor, self.grad))
+            self.summed = torch_internals.local_gradient(parameter)
+
+
+def total_norm(
+    parts: Sequence[GradientPart], norm_type: float, foreach: bool | None
+) -> torch.Tensor:
+    """Returns the norm of the gradients of all ``parts``, each of them full. Collective.
+
+    Order 0 counts the gradients that are not zero.
+    """
+    if not parts:
+        return torch.tensor(0.0)
+    return torch.linalg.vector_norm(_full_norms(parts, norm_type, foreach), norm_type)
+
+
+def gradient_norm(parameter: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """Returns the norm of the full gradient of ``parameter``, in float32 or wider. Collective.
+
+    Order 0 counts the elements that are not zero. All ranks have the gradient.
+    """
+    gradient = cast(torch.Tensor, parameter.grad)
+    dtype = torch.promote_types(gradient.dtype, torch.float32)
+    part = GradientPart(parameter, dtype.to_real(), {})
+    part.summed = cast(torch.Tensor, part.summed).detach().to(dtype)
+    return _full_norms([part], norm_type, None)[0]
+
+
+def _full_norms(
+    parts: Sequence[GradientPart], norm_type: float, foreach: bool | None
+) -> torch.Tensor:
+    """Returns norms whose norm is that of all ``parts``, or with order 0 the norm of each part.
+
+    They are on the device of the first part, in the dtype that all promote to. Collective.
+    """
+    # Everything that ranks have to agree on is read from parameters: any gradient may be missing.
+    dtype = functools.reduce(torch.promote_types, {part.dtype for part in parts})
+    gradients: dict[tuple[torch.device, ProcessGroups], list[torch.Tensor]] = {}
+    for part in parts:
+        mine = part.summed
+        if mine is None:
+            mine = torch.empty(0, dtype=part.dtype, device=part.device)
+        gradients.setdefault((part.device, part.groups), []).append(mine)
+    norms = {
+        (device, groups): [_local_norms(mine, norm_type, foreach).to(device, dtype)]
+        for (device, groups), mine in gradients.items()
+    }
+    # The norm of norms is the norm of all. The innermost groups come first: what these ranks have
+    # together may be sharded over the same group as gradients of another mesh.
+    while (innermost := max(norms, key=lambda key: len(key[1])))[1]:
+        device, groups = innermost
+        mine = torch.cat(norms.pop(innermost))
+        if norm_type != 0.0:
+            mine = torch.linalg.vector_norm(mine, norm_type).reshape(1)
+        joined = norms.setdefault((device, groups[:-1]), [])
+        joined.append(_over_ranks(mine, norm_type, groups[-1]))
+    device = parts[0].device
+    return torch.cat([norm.to(device) for of_device in norms.values() for norm in of_device])
+
+
+def _groups_of(mesh: DeviceMesh, placements: Sequence[Placement]) -> ProcessGroups:
+    """Returns the process groups that a DTensor is sharded over."""
+    if isinstance(mesh, OwnerMesh):
+        return (mesh.shard_group,)
+    return tuple(
+        mesh.get_group(dim)
+        for dim, placement in enumerate(placements)
+        if not placement.is_replicate() and mesh.size(dim) > 1
+    )
+
+
+def _local_norms(
+    tensors: list[torch.Tensor], norm_type: float, foreach: bool | None
+) -> torch.Tensor:
+    """Returns the norm of all ``tensors``, [1], or with order 0 of each, [tensors]."""
+    if norm_type == 0.0:  # counts the tensors that are not zero, which ranks may have parts of
+        return torch.stack([torch.linalg.vector_norm(t, 0.0) for t in tensors])
+    tensors_with_rows = [t for t in tensors if t.numel() > 0]  # others have no infinity norm
+    if not tensors_with_rows:
+        return tensors[0].new_full([1], math.inf if norm_type < 0 else 0.0)
+    return nn.utils.get_total_norm(tensors_with_rows, norm_type, foreach=foreach).reshape(1)
+
+
+def _over_ranks(norms: torch.Tensor, norm_type: float, group: dist.ProcessGroup) -> torch.Tensor:
+    """Returns the norms of what all ranks of ``group`` have. Collective.
+
+    An all-reduce to the maximum would lose NaNs.
+    """
+    rows = norms.new_empty(group.size(), norms.numel())
+    dist.all_gather(list(rows), norms, group)
+    return torch.linalg.vector_norm(rows, norm_type or 1.0, dim=0)
