@@ -22,7 +22,15 @@ from deepcompile_zero3.transport.process_groups import exists
 
 
 def resolve_dp_mesh_dims(mesh: DeviceMesh, dp_mesh_dims: Any) -> SpmdMesh | None:
-    """Returns ``mesh`` and the dimensions that ``dp_mesh_dims`` names; None if it is None."""
+    """Returns ``mesh`` with the dimensions that ``dp_mesh_dims`` names, or None if that is None.
+
+    Raises:
+        TypeError: ``mesh`` is no DeviceMesh, or ``dp_mesh_dims`` no DataParallelMeshDims of torch.
+        ValueError: ``dp_mesh_dims`` names a dimension twice, or one that ``mesh`` does not have. If
+            it is None, ``mesh`` has not one or two dimensions.
+        NotImplementedError: ``dp_mesh_dims`` names no dimension to shard over, or torch is older
+            than 2.13.
+    """
     if dp_mesh_dims is None:
         check_mesh(mesh)
         return None

@@ -27,7 +27,7 @@ class ShardedModel:
         _models.add(self)
 
     def update(self) -> None:
-        """Recomputes nbytes, positions and presence ids: at construction, after a conversion."""
+        """Recomputes nbytes, positions, presence ids: at construction, and after a conversion."""
         self.nbytes = sum(parameter.nbytes for parameter in self.parameters)
         first: dict[str, int] = {}  # the model's number in each process group, whoever is alive
         for position, parameter in enumerate(self.parameters):

@@ -15,7 +15,7 @@ from deepcompile_zero3.transport.process_groups import group_for_reductions, nei
 
 @dataclass(frozen=True)
 class Connection:
-    """The parts that ``transport_of`` makes a parameter's transport of, once all ranks have them.
+    """Parts from which ``transport_of`` builds a parameter's transport, once all ranks have them.
 
     Attributes:
         shared: the memory that ranks share, or None if they exchange messages.
