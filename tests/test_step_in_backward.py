@@ -134,6 +134,20 @@ def test_only_the_last_micro_batch_steps(run_ranks, way, mesh_of):
     run_ranks(4, _micro_batches, way, mesh_of)
 
 
+@needs_a_job
+def test_a_backward_without_sync_steps_no_earlier_gradient():
+    model = fully_shard(Stack(width=16))
+    step_in_backward(model, OPTIMIZERS["sgd"](model), bucket_mb=ONE_KIB)
+    for is_last in (False, True):
+        model.set_is_last_backward(is_last)
+        model.set_requires_gradient_sync(not is_last)
+        mean_square(model, batch_of(4, 16)).backward()
+        assert all(p.grad is not None for p in model.parameters())
+    model.set_requires_gradient_sync(True)
+    mean_square(model, batch_of(4, 16)).backward()
+    assert all(p.grad is None for p in model.parameters())
+
+
 def _beside_others():
     """A part of the parameters is stepped, by an optimizer that steps locally and a scheduler."""
     torch.manual_seed(0)
