@@ -52,16 +52,16 @@ def nonfinite_gradients(reduced: Sequence[tuple[ShardedParameter, torch.Tensor]]
     Collective if ``reduced`` has gradients of parameters that detect this.
     """
     found: dict[ShardedParameter, list[str]] = {}
-    for parameter, shard in reduced:
+    for parameter, gradient in reduced:
         if not parameter.settings.detects_nonfinite:
             continue
         mine = found.setdefault(parameter, [])
         what = f"rank {dist.get_rank()}: the gradient of '{parameter.fqn}'"
         if nonfinite := parameter.handle.take_nonfinite():
             mine.append(_described(f"{what}, before it was reduced,", *nonfinite))
-        elif not torch.isfinite(shard).all():
-            nans, infinities = int(shard.isnan().sum()), int(shard.isinf().sum())
-            mine.append(_described(f"{what}, {_REDUCED},", nans, infinities, shard.numel()))
+        elif not torch.isfinite(gradient).all():
+            nans, infinities = int(gradient.isnan().sum()), int(gradient.isinf().sum())
+            mine.append(_described(f"{what}, {_REDUCED},", nans, infinities, gradient.numel()))
     told: list[str] = []
     for groups, members in by_mesh(found).items():
         lines = [each for parameter in members for each in found[parameter]]

@@ -82,7 +82,7 @@ class FSDP2Methods(FSDPModule):
         """Has no effect: an eager backward gathers a group only if it uses what was saved of it."""
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Has no effect: ranks are always summed, and the sum is divided afterwards."""
+        """Has no effect: gradients are always summed over the ranks, and then divided."""
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True

@@ -2,7 +2,9 @@
 
 import weakref
 from collections.abc import Collection, Sequence, Set
+from typing import cast
 
+from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 
 
@@ -32,8 +34,9 @@ class ShardedModel:
         first: dict[str, int] = {}  # the model's number in each process group, whoever is alive
         for position, parameter in enumerate(self.parameters):
             parameter.position = position
+            transport = cast(_C.Transport, parameter.handle.transport)  # parameters are installed
             parameter.handle.presence_id = first.setdefault(
-                parameter.shard_group_name, parameter.transport_number
+                parameter.shard_group_name, transport.number
             )
             parameter.update_guard_key()
 

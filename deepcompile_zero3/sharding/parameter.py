@@ -12,7 +12,7 @@ Rows run along the sharded dimension, which comes first here whichever it is: se
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import Protocol, cast
 
 import torch
 from torch import nn
@@ -26,14 +26,19 @@ from deepcompile_zero3.sharding.blueprint import Blueprint
 from deepcompile_zero3.sharding.leaf import ShardedLeaf
 from deepcompile_zero3.transport.connection import Connection, channel_of
 
-if TYPE_CHECKING:  # both import this module
-    from deepcompile_zero3.sharding.group import ParameterGroup
-    from deepcompile_zero3.sharding.model import ShardedModel
-
 # Attribute of a placeholder: a weak reference to its parameter.
 _PLACEHOLDER_OF = "_zero3_placeholder_of"
 # Metadata key of an autograd node: the models whose parameters it brings gradients.
 _MODELS = "zero3_models"
+
+
+class _Model(Protocol):
+    """The part of ``ShardedModel`` that its parameters and their users need."""
+
+    number: int
+    nbytes: int
+    parameters: "tuple[ShardedParameter, ...]"
+    is_last_backward: bool
 
 
 class ShardedParameter:
@@ -43,11 +48,10 @@ class ShardedParameter:
         leaf: the shard, and where it is registered.
         position: position among the parameters of its model.
         layout: where the parts of the parameter are.
-        transport_number: number of the transport, the same on all ranks.
         ranks_meet_in_backward: whether all ranks take part when one gathers again in backward.
         replicas_are_compared: whether the values of its replicas were compared, or it has none.
         is_read_as_gathered: whether a module reads the gathered tensor as it is.
-        group: the group that gathers it, weakly; see ``group_of``.
+        group: the ``ParameterGroup`` that gathers it, weakly; see ``group_of``.
         step_early: steps parameters whose gradients have come; see ``step_in_backward``.
         placeholder: the tensor that a traced graph takes in place of the parameter.
         handle: the parameter in the C++ runtime.
@@ -63,8 +67,8 @@ class ShardedParameter:
     def __init__(self, blueprint: Blueprint, connection: Connection) -> None:
         layout = blueprint.layout
         self.leaf = ShardedLeaf(blueprint)
-        self.group: weakref.ref[ParameterGroup] | None = None
-        self._model: weakref.ref[ShardedModel] | None = None
+        self.group: weakref.ref[object] | None = None
+        self._model: weakref.ref[_Model] | None = None
         self.position = 0
         self.layout = layout
         self.is_read_as_gathered = layout.dim == 0 and layout.inner is None  # one guard, not many
@@ -72,7 +76,6 @@ class ShardedParameter:
         self.leaf_contract = ""
         self.step_early: Callable[[Sequence[ShardedParameter]], None] | None = None
         self._shard_of_forward = 0
-        self.transport_number = 0
         self.ranks_meet_in_backward = True
         self.replicas_are_compared = layout.ranks.replicate_group is None
         self._connection: Connection | None = connection
@@ -139,8 +142,7 @@ class ShardedParameter:
         return shard
 
     def _connect(self, connection: Connection) -> None:
-        transport = self.handle.transport = connection.transport_of(self.handle)
-        self.transport_number = transport.number
+        self.handle.transport = connection.transport_of(self.handle)
         self.ranks_meet_in_backward = self.handle.can.ranks_meet_in_backward
 
     @property
@@ -202,11 +204,11 @@ class ShardedParameter:
         return self.leaf.fqn
 
     @property
-    def model(self) -> "ShardedModel | None":
-        """The model that the parameter is in, or None if nothing owns the model any more."""
+    def model(self) -> _Model | None:
+        """The ``ShardedModel`` of the parameter, or None if nothing owns it any more."""
         return self._model() if self._model is not None else None
 
-    def join(self, model: "ShardedModel", fqn: str) -> None:
+    def join(self, model: _Model, fqn: str) -> None:
         """Makes the parameter one of ``model``, with the name ``fqn``."""
         self._model = weakref.ref(model)
         self.leaf.fqn = self.handle.fqn = fqn
