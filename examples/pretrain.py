@@ -1,11 +1,12 @@
 """A training loop in torchtitan's style: torchrun --nproc-per-node 2 examples/pretrain.py
 
 Blocks are checkpointed, compiled and sharded while the model is on the meta device; weights are
-initialised in shards. Called again with the same --folder, the loop goes on from its checkpoint.
-The lines that differ from a script for FSDP2 are marked.
+initialised in shards. Called again with the same --folder, the loop goes on from the checkpoint
+that it saved last. The lines that differ from a script for FSDP2 are marked.
 """
 
 import argparse
+import glob
 import os
 from typing import Any
 
@@ -231,22 +232,31 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
+def latest(folder: str) -> str | None:
+    """Returns the path of the last complete checkpoint in ``folder``, or None."""
+    complete = glob.glob(os.path.join(folder, "step-*", ".metadata"))  # torch writes this file last
+    paths = map(os.path.dirname, complete)
+    return max(paths, key=lambda path: int(path.rpartition("-")[2]), default=None)
+
+
 def main() -> None:
-    """Trains for some steps, and saves."""
+    """Trains for some steps, and saves to a new folder."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--folder", default="checkpoint", help="of the checkpoint")
+    parser.add_argument("--folder", default="checkpoints", help="of the checkpoints")
     parser.add_argument("--no-inductor", action="store_true", help="run the graphs op by op")
     arguments = parser.parse_args()
     dist.init_process_group("gloo")
     training = Training(compiled={"options": {"inductor": not arguments.no_inductor}})
-    if os.path.exists(os.path.join(arguments.folder, ".metadata")):
-        dcp.load(training.parts(), checkpoint_id=arguments.folder)
+    if (path := latest(arguments.folder)) is not None:
+        dcp.load(training.parts(), checkpoint_id=path)
     for _ in range(arguments.steps):
         loss = training.step()
         if dist.get_rank() == 0:
             print(f"step {training.done}: loss {loss:.4f}")
-    dcp.save(training.parts(), checkpoint_id=arguments.folder)
+    dcp.save(
+        training.parts(), checkpoint_id=os.path.join(arguments.folder, f"step-{training.done}")
+    )
     dist.destroy_process_group()
 
 
