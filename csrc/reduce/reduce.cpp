@@ -193,8 +193,8 @@ Backward& Reduction::backward_of(const Parameter& parameter) {
 void Reduction::send_accumulated(const ParameterPtr& parameter) {
   finish_presence_checks();  // which may widen its dtype
   const bool held = is_held(parameter);
-  if (const auto dtype = dtype_on_all_ranks(parameter); held && dtype)
-    parameter->gradients.widen(*dtype);
+  if (held)
+    if (const auto dtype = dtype_on_all_ranks(parameter)) parameter->gradients.widen(*dtype);
   if (auto sum = parameter->gradients.take_sum())
     send(parameter, sum->grad, sum->grad.scalar_type(), sum->arrived_dtype, /*owned=*/true);
   else if (held)

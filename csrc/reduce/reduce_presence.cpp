@@ -59,8 +59,10 @@ void Reduction::finish_presence_checks() {
     if (check->is_finished()) continue;
     check->finish();
     move_first_if_mixed();
-    for (auto& [parameter, dtype] : check->sums())
-      parameter->gradients.widen(*dtype_on_all_ranks(parameter));
+    for (auto& [parameter, dtype] : check->sums()) {
+      const auto leaf = parameter->settings.gradient_dtypes.leaf.value_or(dtype);
+      parameter->gradients.widen(c10::promoteTypes(leaf, dtype));
+    }
     std::ranges::copy_if(check->missing(), std::back_inserter(missing),
                          [this](auto& parameter) { return !is_held(parameter); });
   }

@@ -5,6 +5,7 @@
 
 #include <mutex>
 #include <unordered_map>
+#include <utility>
 
 #include "support/memory.h"
 #include "transport/channel.h"
@@ -43,7 +44,7 @@ class MessagePresences : public PresenceGather {
 
   // The side stream must not reuse the memory of rows that a dropped exchange still writes.
   ~MessagePresences() override {
-    if (is_finished_ || !stream_) return;
+    if (!exchange_ || !stream_) return;
     const c10::OptionalStreamGuard guard(stream_);
     try {
       exchange_->wait();  // on a GPU, the stream and not the host
@@ -54,8 +55,7 @@ class MessagePresences : public PresenceGather {
 
   std::vector<Presences> finish() override {
     const c10::OptionalStreamGuard guard(stream_);
-    is_finished_ = true;
-    exchange_->wait();
+    std::exchange(exchange_, nullptr)->wait();
     std::vector<Presences> all;
     for (auto& row : rows_.cpu().unbind()) {
       const auto* first = static_cast<const Announced*>(row.const_data_ptr());
@@ -66,9 +66,8 @@ class MessagePresences : public PresenceGather {
 
  private:
   const std::optional<c10::Stream> stream_;
-  const std::unique_ptr<Exchange> exchange_;
-  at::Tensor rows_;  // [world, bytes]
-  bool is_finished_ = false;
+  std::unique_ptr<Exchange> exchange_;  // until finish()
+  at::Tensor rows_;                     // [world, bytes]
 };
 
 }  // namespace
