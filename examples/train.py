@@ -54,7 +54,7 @@ def parse_arguments() -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--model", choices=["llama", "gpt2"], default="llama", help="architecture")
-    parser.add_argument("--steps", type=positive(int), default=200, help="optimizer steps")
+    parser.add_argument("--steps", type=positive(int), default=150, help="optimizer steps")
     parser.add_argument("--ranks", type=positive(int), default=2, help="processes to launch")
     parser.add_argument("--batch", type=positive(int), default=4, help="windows a rank and step")
     parser.add_argument("--seq-len", type=positive(int), default=128, help="bytes a window")
