@@ -32,6 +32,7 @@ _PYTHON = sys.executable
 _CHECK = (
     "import torch, importlib.metadata as m; from deepcompile_zero3.runtime import _C; "
     "assert _C.WITH_CUDA and torch.cuda.is_available(); "
+    "assert b'libstdc++.so' in open(_C.__file__, 'rb').read(), 'it is not the one that torch uses'; "
     "assert 'zero3' in m.entry_points(group='torch_dynamo_backends').names"
 )
 _BUILD = f'{_PYTHON} setup.py egg_info build_ext --inplace && {_PYTHON} -c "{_CHECK}"'
@@ -153,6 +154,8 @@ def environment() -> dict[str, str]:
         "CUDA_HOME": str(home),
         "CPATH": f"{wheel}/include",
         "LIBRARY_PATH": f"{links}:{wheel}/lib",
+        # Some compilers come with a static library only, and a second one crashes beside torch's.
+        "LDFLAGS": "-Wl,--push-state,--no-as-needed,-l:libstdc++.so.6,--pop-state",
         "ZERO3_CUDA": "1",
         "TORCH_CUDA_ARCH_LIST": "9.0",  # H100 and H200
         "TORCHINDUCTOR_CACHE_DIR": f"{KEPT}/compiled/tests",

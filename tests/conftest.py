@@ -145,7 +145,8 @@ def pytest_collection_modifyitems(config, items):
         for item in _more_than_cover(several, size=2 if len(several[0][1]) > 2 else 1):
             item.add_marker(pytest.mark.long)
     if config.getoption("--device") == "cuda":
-        _omit(config, items, [item for item in items if "one_rank" not in item.fixturenames])
+        of_one = [i for i in items if {"one_rank", "pools"} & {*i.fixturenames} == {"one_rank"}]
+        _omit(config, items, set(items) - set(of_one))
     if config.getoption("--transport") == "collectives":  # which need ranks on gloo
         others = [item for item in items if "shared_memory" in _values(item).values()]
         _omit(config, items, others)

@@ -15,7 +15,6 @@
 namespace {
 
 using c10::ScalarType;
-using zero3::CopyBatch;
 
 constexpr unsigned char kUntouched = 0xA5;
 
@@ -91,7 +90,7 @@ bool check(std::mt19937& random, ScalarType through, double divisor) {
       sources[i].data()[k] =
           static_cast<From>(static_cast<float>(std::normal_distribution<double>(0, 3)(random)));
   }
-  CopyBatch batch;
+  zero3::CopyBatch<zero3::kFewCopies> batch;
   batch.through = through;
   int exponent;
   batch.multiplies = std::frexp(divisor, &exponent) == 0.5;

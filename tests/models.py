@@ -197,6 +197,7 @@ def in_little_memory(function, *args):
 def in_backward(function):
     """Returns the result of ``function()``, called by the autograd engine."""
     results = []
+    device = torch.get_default_device()  # of this thread; a GPU's backward has another
 
     class Call(torch.autograd.Function):
         @staticmethod
@@ -205,7 +206,8 @@ def in_backward(function):
 
         @staticmethod
         def backward(ctx, grad):
-            results.append(function())
+            with device:
+                results.append(function())
             return grad
 
     Call.apply(torch.ones((), requires_grad=True)).backward()

@@ -270,7 +270,10 @@ def _event(category, name, start, end, **args):
     return begin | {"ts": 5e9 + 1e3 * start, "dur": 1e3 * (end - start), "args": args}
 
 
-_COPY = "void zero3::(anonymous namespace)::copy_kernel<float, c10::BFloat16>(zero3::CopyBatch)"
+_COPY = (
+    "void zero3::(anonymous namespace)::copy_kernel<float, c10::BFloat16, 128>"
+    "(zero3::CopyBatch<128>)"
+)
 _EVENTS = [
     {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "python"}},
     _event("user_annotation", "one step", -1, 10),

@@ -83,7 +83,7 @@ def test_a_contract_survives_the_meta_device():
         model = nn.Sequential(nn.Linear(8, 8).bfloat16())
     model[0].weight.grad_dtype = torch.float32
     fully_shard(model)
-    model.to_empty(device="cpu")
+    model.to_empty(device=torch.get_default_device())
     nn.init.ones_(model[0].weight)
     nn.init.ones_(model[0].bias)
     model(torch.ones(2, 8).bfloat16()).sum().backward()

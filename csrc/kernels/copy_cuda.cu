@@ -11,19 +11,19 @@
 namespace zero3 {
 namespace {
 
-template <typename From, typename To>
+template <typename From, typename To, int kMost>
 __global__ void __launch_bounds__(Tiling<From, To>::kThreads)
-    copy_kernel(const __grid_constant__ CopyBatch batch) {
+    copy_kernel(const __grid_constant__ CopyBatch<kMost> batch) {
   copy_tile<From, To>(batch, static_cast<int32_t>(blockIdx.x), static_cast<int>(threadIdx.x));
 }
 
 // All `copies` have these dtypes, are contiguous, and are not empty.
-template <typename From, typename To>
+template <typename From, typename To, int kMost>
 void launch(const std::vector<Copy>& copies, at::ScalarType through, double divisor) {
   using Tile = Tiling<From, To>;
   constexpr int64_t kMostTiles = int64_t{1} << 30;  // tiles of one launch
   const auto stream = c10::cuda::getCurrentCUDAStream();
-  CopyBatch batch;
+  CopyBatch<kMost> batch;
   constexpr auto from_dtype = c10::CppTypeToScalarType<From>::value;
   constexpr auto to_dtype = c10::CppTypeToScalarType<To>::value;
   // A quotient is rounded once more.
@@ -34,14 +34,15 @@ void launch(const std::vector<Copy>& copies, at::ScalarType through, double divi
   int64_t tiles = 0;
   const auto flush = [&] {
     if (batch.count == 0) return;
-    copy_kernel<From, To><<<static_cast<uint32_t>(tiles), Tile::kThreads, 0, stream>>>(batch);
+    copy_kernel<From, To, kMost>
+        <<<static_cast<uint32_t>(tiles), Tile::kThreads, 0, stream>>>(batch);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
     batch.count = 0;
     tiles = 0;
   };
   for (auto& [to, from] : copies) {
     const int64_t own_tiles = (to.numel() + Tile::kTile - 1) / Tile::kTile;
-    if (batch.count == CopyBatch::kMost || tiles + own_tiles > kMostTiles) flush();
+    if (batch.count == kMost || tiles + own_tiles > kMostTiles) flush();
     tiles += own_tiles;
     batch.ends[batch.count] = static_cast<int32_t>(tiles);
     batch.items[batch.count++] = {from.defined() ? from.const_data_ptr() : nullptr,
@@ -109,8 +110,12 @@ void copy_all_on_cuda(const std::vector<Copy>& copies, at::ScalarType through, d
     });
     AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, first_from, "zero3 copy", [&] {
       using from_t = scalar_t;
-      AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, first_to, "zero3 copy",
-                                      [&] { launch<from_t, scalar_t>(alike, through, divisor); });
+      AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, first_to, "zero3 copy", [&] {
+        if (alike.size() <= kFewCopies)
+          launch<from_t, scalar_t, kFewCopies>(alike, through, divisor);
+        else
+          launch<from_t, scalar_t, kManyCopies>(alike, through, divisor);
+      });
     });
   }
 }

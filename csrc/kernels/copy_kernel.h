@@ -20,14 +20,14 @@
 
 namespace zero3 {
 
-// Many copies, cut into tiles. Passed as the kernel's argument, of at most 4 KiB.
+// At most kMost copies, cut into tiles. Passed as the kernel's argument.
+template <int kMost>
 struct CopyBatch {
   struct Item {
     const void* from;  // null: zeros
     void* to;
     int64_t numel;
   };
-  static constexpr int kMost = 128;
 
   Item items[kMost];
   int32_t ends[kMost];  // number of tiles up to and including each item
@@ -36,20 +36,24 @@ struct CopyBatch {
   bool multiplies = false;
   double factor = 1;  // divisor of the elements; with `multiplies`, their factor
 };
-static_assert(sizeof(CopyBatch) <= 4096);
+// A launch takes some microseconds however little it copies. A large batch takes longer to pass.
+constexpr int kFewCopies = 128;
+constexpr int kManyCopies = 1024;
+static_assert(sizeof(CopyBatch<kManyCopies>) <= 32764);  // an argument's limit from sm_70 on
 
-// A thread reads 16 bytes of the narrower dtype at once. It issues kUnroll reads before it uses the
-// first, to hide the memory's latency.
+// A thread reads or writes 16 bytes of the wider dtype at once: neighbours then touch memory
+// without gaps. It issues kUnroll reads, of 64 bytes, before it uses the first, to hide the
+// memory's latency.
 template <typename From, typename To>
 struct Tiling {
   static constexpr int kThreads = 256;
-  static constexpr int kVector = 16 / std::min(sizeof(From), sizeof(To));
-  static constexpr int kUnroll = 4;
+  static constexpr int kVector = 16 / std::max(sizeof(From), sizeof(To));
+  static constexpr int kUnroll = 64 / (kVector * sizeof(From));
   static constexpr int64_t kTile = int64_t{kThreads} * kVector * kUnroll;
 };
 
 template <typename T, int N>
-struct alignas(16) Vector {
+struct alignas(sizeof(T) * N) Vector {
   T values[N];
 };
 
@@ -67,8 +71,8 @@ ZERO3_HOST_DEVICE inline Math rounded(Math value, c10::ScalarType dtype) {
   }
 }
 
-template <typename From, typename To>
-ZERO3_HOST_DEVICE inline void copy_tile(const CopyBatch& batch, int32_t tile, int thread) {
+template <typename From, typename To, int kMost>
+ZERO3_HOST_DEVICE inline void copy_tile(const CopyBatch<kMost>& batch, int32_t tile, int thread) {
   using Tile = Tiling<From, To>;
   constexpr bool is_double = std::is_same_v<From, double> || std::is_same_v<To, double>;
   using Math = std::conditional_t<is_double, double, float>;
@@ -101,8 +105,8 @@ ZERO3_HOST_DEVICE inline void copy_tile(const CopyBatch& batch, int32_t tile, in
     const Math exact = rounded(static_cast<Math>(value), batch.through);
     return static_cast<To>(batch.multiplies ? exact * factor : exact / factor);
   };
-  const bool is_aligned =
-      (reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(to)) % 16 == 0;
+  const bool is_aligned = reinterpret_cast<uintptr_t>(from) % alignof(Read) == 0 &&
+                          reinterpret_cast<uintptr_t>(to) % alignof(Written) == 0;
   int64_t done = 0;
   if (is_aligned && numel == Tile::kTile) {
     Read read[Tile::kUnroll];

@@ -94,7 +94,7 @@ def clone_returned_views(gm: fx.GraphModule, saved: Set[int]) -> None:
             with graph.inserting_before(output):
                 results[position] = graph.call_function(torch.ops.aten.clone.default, (value,))
             results[position].meta["val"] = torch.empty_like(value.meta["val"])
-    output.args = (tuple(results),)
+    compiler.set_results(graph, results)
     gm.recompile()
 
 

@@ -32,7 +32,11 @@ from deepcompile_zero3.passes.partition import (
 )
 from deepcompile_zero3.passes.reduce import insert_reduces
 from deepcompile_zero3.passes.regions import RegionFacts, region_of
-from deepcompile_zero3.passes.results import move_products_out, separate_results
+from deepcompile_zero3.passes.results import (
+    keep_strides_of_arguments,
+    move_products_out,
+    separate_results,
+)
 from deepcompile_zero3.passes.widen import widen_weight_gradients
 from deepcompile_zero3.torch_internals import compiler
 
@@ -97,6 +101,7 @@ class Pipeline:
         insert_gathers(graph_module, nodes, self._bucket_bytes, keep)
         drop_saved_markers(graph_module)
         clone_returned_views(graph_module, _saved_positions(graph_module.graph.output_node()))
+        keep_strides_of_arguments(graph_module)
 
     def _rewrite_backward(self, graph_module: fx.GraphModule) -> None:
         nodes, gradients = _describe(graph_module, self.inputs)

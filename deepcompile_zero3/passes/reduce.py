@@ -13,6 +13,7 @@ from deepcompile_zero3.graph.metadata import COMMENT
 from deepcompile_zero3.graph.text import short_name
 from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.runtime import _C, ops
+from deepcompile_zero3.torch_internals import compiler
 
 _LARGE = 64 << 10  # bytes of a gradient that is computed where it is sent from
 _CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
@@ -56,8 +57,7 @@ def insert_reduces(
         placeholders: the graph's inputs by FQN, which tell the runtime whose gradient it gets.
     """
     graph = gm.graph
-    output = graph.output_node()
-    results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    results: list[Any] = list(graph.output_node().args[0])  # type: ignore[arg-type]
     order = {node: position for position, node in enumerate(graph.nodes)}
     inputs = graph.find_nodes(op="placeholder")
     place = inputs[-1]  # the node that the latest reduction follows
@@ -85,7 +85,7 @@ def insert_reduces(
         last.meta[COMMENT] = _comment_on(grad.meta["val"], facts)
         results[position] = None
         sent.append(grad)
-    output.args = (tuple(results),)
+    compiler.set_results(graph, results)
     for grad in sent:
         _erase_unread(grad)
     graph.lint()

@@ -9,8 +9,9 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
-from deepcompile_zero3.graph.alias import is_view, untransposed
+from deepcompile_zero3.graph.alias import base_of, is_view, untransposed
 from deepcompile_zero3.graph.calls import arguments_of, calls_by_region, region_named, results_of
+from deepcompile_zero3.torch_internals import compiler
 
 
 def separate_results(gm: fx.GraphModule) -> None:
@@ -75,6 +76,24 @@ def move_products_out(gm: fx.GraphModule, gradients: Iterable[int]) -> None:
         _return(region, results, calls)
     gm.graph.lint()
     gm.recompile()
+
+
+def keep_strides_of_arguments(gm: fx.GraphModule) -> None:
+    """Makes Inductor keep the strides of what a forward saves of its regions' arguments.
+
+    The calls of a region in backward then get tensors of the same strides.
+    """
+    arguments = {
+        base_of(argument)
+        for calls in calls_by_region(gm).values()
+        for call in calls
+        for argument in arguments_of(call)
+        if isinstance(argument, fx.Node)
+    }
+    saved = (
+        i for i, r in enumerate(_results(gm)) if isinstance(r, fx.Node) and base_of(r) in arguments
+    )
+    compiler.keep_strides(gm.graph, saved)
 
 
 @dataclass(frozen=True)
@@ -161,7 +180,7 @@ def _results(gm: fx.GraphModule) -> list[Any]:
 
 def _return(region: fx.GraphModule, results: list[Any], calls: Iterable[fx.Node]) -> None:
     """Makes a region return ``results``."""
-    region.graph.output_node().args = (tuple(results),)
+    compiler.set_results(region.graph, results)
     region.graph.output_node().meta.pop("desc", None)
     region.graph.eliminate_dead_code()
     region.recompile()

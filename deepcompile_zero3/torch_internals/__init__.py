@@ -258,9 +258,10 @@ def register_forward_hooks(module: nn.Module, pre_hook: Callable, hook: Callable
     Dynamo guards on the ids of hooks. torch gives each hook an id of its own, with which equal
     blocks would share no compilation; these have one id in all modules.
     """
-    pre_hooks: Any = module._forward_pre_hooks  # an OrderedDict
-    pre_hooks[_FORWARD_HOOK] = pre_hook
-    pre_hooks.move_to_end(_FORWARD_HOOK, last=False)
+    # Dynamo of torch 2.11 reads the keys by dict.keys, which does not see what move_to_end did.
+    others = list(module._forward_pre_hooks.items())
+    module._forward_pre_hooks.clear()
+    module._forward_pre_hooks.update([(_FORWARD_HOOK, pre_hook), *others])
     module._forward_pre_hooks_with_kwargs[_FORWARD_HOOK] = True
     module._forward_hooks[_FORWARD_HOOK] = hook
     module._forward_hooks_always_called[_FORWARD_HOOK] = True

@@ -10,7 +10,7 @@ import pathlib
 import pickle
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -110,6 +110,7 @@ def has_memory_budget(gm: torch.fx.GraphModule) -> bool:
     )
 
 
+_KEEPS_STRIDES = "user_visible_output_idxs"  # in the meta of an output
 _MEMORY_BUDGET = "_region_activation_memory_budget"  # of torch.fx.traceback, from 2.13
 _FOLLOWS = "step_unsupported"  # a frame broke because a frame it calls did, and told why
 _BRANCH = "Data-dependent branching"  # Dynamo's reason in frames that other frames call
@@ -263,6 +264,26 @@ def without_donated_buffers() -> contextlib.AbstractContextManager[None]:
     same positions for them.
     """
     return _functorch_config.patch(donated_buffer=False)
+
+
+def set_results(graph: torch.fx.Graph, results: Sequence[torch.fx.Node | None]) -> None:
+    """Makes a graph return ``results``. Those at new positions keep their strides.
+
+    Inductor has noted the outputs that keep their strides, by position, and expects nodes there. It
+    may pad the rows of others on a GPU.
+    """
+    output = graph.output_node()
+    previous: Any = output.args[0]
+    output.args = (tuple(results),)
+    keep_strides(graph, range(len(previous), len(results)))
+
+
+def keep_strides(graph: torch.fx.Graph, positions: Iterable[int]) -> None:
+    """Makes Inductor keep the strides of more of a graph's outputs."""
+    output = graph.output_node()
+    results: Any = output.args[0]
+    keep = {*output.meta.get(_KEEPS_STRIDES, ()), *positions}
+    output.meta[_KEEPS_STRIDES] = [i for i, r in enumerate(results) if i in keep and r is not None]
 
 
 def rename(node: torch.fx.Node, name: str) -> None:
