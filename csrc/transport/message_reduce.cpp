@@ -36,15 +36,14 @@ class MessageReduce : public ReduceBucket {
       Rows addends;
       for (auto& addend : exchange_->addends()[*piece])
         addends.push_back(addend.narrow(0, offset, numel).view(sizes));
-      at::Tensor shard;
-      if (is_alone && world_size_ > 1 && shard_dtype == wire_dtype())
-        shard = addends[addends.size() > 1 && rank_ == 0 ? 1 : 0];  // a received tensor
-      else
-        shard = pooled_empty(sizes, options_.dtype(shard_dtype));
-      if (addends.size() == 1 && !shard.is_cpu()) {
-        const auto& sum = addends.front();
-        const bool is_there = sum.data_ptr() == shard.data_ptr() && divisor_now() == 1;
-        if (!is_there) copies.push_back({shard, sum});
+      const bool takes_over = is_alone && shard_dtype == wire_dtype();
+      // Of several addends, the first is this rank's own, unless this is the first rank.
+      const auto& ours = addends[addends.size() > 1 && rank_ == 0 ? 1 : 0];
+      auto shard = takes_over ? ours : pooled_empty(sizes, options_.dtype(shard_dtype));
+      if (addends.size() == 1 && takes_over && divisor_now() == 1) {
+        // It is there.
+      } else if (addends.size() == 1 && !shard.is_cpu()) {
+        copies.push_back({shard, addends.front()});
       } else {
         sum_and_divide(shard, addends, wire_dtype(), divisor_now());
       }

@@ -230,7 +230,7 @@ void ProcessGroupExchange::gather(const std::vector<Piece>& pieces) {
       continue;
     }
     const auto run = one_run(rows);
-    if (run.numel() == 0) continue;
+    if (run.numel() == 0 || rows.size() == 1) continue;
     fulls.push_back(sent(run));
     shards.push_back(sent(rows[rank_]));
     keys += (keys.empty() ? "" : ", ") + key;
@@ -258,6 +258,8 @@ void ProcessGroupExchange::reduce(const Rows& rows, const std::string& key) {
         [&](int64_t with, auto begin) {
           transfers_->start("rank " + std::to_string(with), key, begin);
         });
+  } else if (rows.size() == 1) {
+    addends.push_back(own);
   } else if (const auto root = root_of(rows)) {
     std::vector<at::Tensor> sum{keep(rows[*root])};
     addends.push_back(own);
