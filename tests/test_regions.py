@@ -335,6 +335,18 @@ def test_inductor_reuses_no_memory_that_a_region_shares(one_rank, settings):  # 
     _assert_equal(left, expected)
 
 
+@pytest.mark.inductor
+def test_calls_of_a_region_get_the_same_strides_where_inductor_pads(one_rank):  # noqa: F811
+    model = Stack(width=1040, depth=3)  # rows of 130 * 32 bytes, which are padded to 128
+    model, reference = shard(model, model.blocks)
+    config = {"disable_padding_cpu": False}  # as on a GPU
+    run = torch.compile(model, backend="zero3", options={"inductor_config": config})
+    padded = metrics.num_comprehensive_padding
+    batch = batch_of(2, 1040)
+    assert_same_step(model, reference, batch, run=run, optimizers=optimizers_of(model, reference))
+    assert metrics.num_comprehensive_padding > padded
+
+
 @pytest.mark.parametrize("regions", [True, False])
 def test_regions_that_the_user_marks_gather_again(one_rank, regions):  # noqa: F811
     left, found = _step(regions, [_Marked] * 3)

@@ -39,14 +39,12 @@ class MessageReduce : public ReduceBucket {
       const bool takes_over = is_alone && shard_dtype == wire_dtype();
       // Of several addends, the first is this rank's own, unless this is the first rank.
       const auto& ours = addends[addends.size() > 1 && rank_ == 0 ? 1 : 0];
-      auto shard = takes_over ? ours : pooled_empty(sizes, options_.dtype(shard_dtype));
-      if (addends.size() == 1 && takes_over && divisor_now() == 1) {
-        // It is there.
-      } else if (addends.size() == 1 && !shard.is_cpu()) {
+      const auto shard = takes_over ? ours : pooled_empty(sizes, options_.dtype(shard_dtype));
+      const bool is_there = takes_over && addends.size() == 1 && divisor_now() == 1;
+      if (!is_there && addends.size() == 1 && !shard.is_cpu())
         copies.push_back({shard, addends.front()});
-      } else {
+      else if (!is_there)
         sum_and_divide(shard, addends, wire_dtype(), divisor_now());
-      }
       shards.push_back(shard);
     }
     copy_all(copies, wire_dtype(), divisor_now());
