@@ -117,7 +117,12 @@ class Channel:
 
 class ProcessGroupChannel(Channel):
     def __init__(
-        self, group_name: str, rank: int, world_size: int, device: torch.device
+        self,
+        group_name: str,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        sends_to_itself: bool,
     ) -> None: ...
 
 class SimulatedChannel(Channel):

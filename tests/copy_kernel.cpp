@@ -75,14 +75,15 @@ template <typename From, typename To>
 bool check(std::mt19937& random, ScalarType through, double divisor) {
   using Tile = zero3::Tiling<From, To>;
   const auto below = [&](int64_t n) { return static_cast<int64_t>(random() % n); };
-  const int count = 1 + static_cast<int>(below(5));
+  const bool many = below(8) == 0;
+  const int count = 1 + static_cast<int>(below(many ? zero3::kManyCopies : 5));
   std::vector<Tensor<From>> sources;
   std::vector<Tensor<To>> targets;
   std::vector<bool> zeros;
   for (int i = 0; i < count; ++i) {
     const int64_t sizes[] = {1 + below(40), Tile::kTile, Tile::kTile + 1 + below(100),
                              2 * Tile::kTile};
-    const int64_t numel = sizes[below(4)];
+    const int64_t numel = sizes[many && below(100) != 0 ? 0 : below(4)];
     sources.emplace_back(numel, below(3) == 0 ? 1 : 0);
     targets.emplace_back(numel, below(3) == 0 ? 1 : 0);
     zeros.push_back(below(4) == 0);
@@ -90,7 +91,7 @@ bool check(std::mt19937& random, ScalarType through, double divisor) {
       sources[i].data()[k] =
           static_cast<From>(static_cast<float>(std::normal_distribution<double>(0, 3)(random)));
   }
-  zero3::CopyBatch<zero3::kFewCopies> batch;
+  zero3::CopyBatch<zero3::kManyCopies> batch;
   batch.through = through;
   int exponent;
   batch.multiplies = std::frexp(divisor, &exponent) == 0.5;

@@ -5,6 +5,7 @@ and every rank takes an equal part of the batch. The mean of the ranks' gradient
 gradient of the whole batch.
 """
 
+import contextlib
 import copy
 import itertools
 import os
@@ -197,7 +198,9 @@ def in_little_memory(function, *args):
 def in_backward(function):
     """Returns the result of ``function()``, called by the autograd engine."""
     results = []
-    device = torch.get_default_device()  # of this thread; a GPU's backward has another
+    on_cpu = torch.get_default_device().type == "cpu"
+    # A default device holds for its thread, and backwards on GPUs have their own.
+    default = contextlib.nullcontext() if on_cpu else torch.get_default_device()
 
     class Call(torch.autograd.Function):
         @staticmethod
@@ -206,7 +209,7 @@ def in_backward(function):
 
         @staticmethod
         def backward(ctx, grad):
-            with device:
+            with default:
                 results.append(function())
             return grad
 

@@ -30,6 +30,7 @@ from models import (
 from random_backwards import random_backwards
 from ranks import RankPool
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from deepcompile_zero3 import (
@@ -48,7 +49,7 @@ def run_collectives():
         pytest.skip("there is no g++")
     library = collectives.build()
     environment = {collectives.LIBRARY: library, "ZERO3_TRANSPORT": "c10d"}
-    pools = {number: RankPool(number, **environment) for number in (2, 3, 4)}
+    pools = {number: RankPool(number, **environment) for number in (1, 2, 3, 4)}
     yield lambda number, *call: pools[number].run(*call)
     for pool in pools.values():
         pool.close()
@@ -74,6 +75,30 @@ def test_steps_are_those_of_the_whole_model(run_collectives, how, world_size):
 @each_way
 def test_replicas_agree(run_collectives, how):
     run_collectives(4, _train, how, replicas)
+
+
+def _train_where_shards_are_whole(transport, factor):
+    with mock.patch.dict(os.environ):
+        del os.environ["ZERO3_TRANSPORT"]
+        names = ("replicate", "shard")
+        mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=names)
+        model = nn.Linear(1500, 1500)  # the weight's gradient travels alone
+        model, reference = shard(model, mesh=mesh, transport=transport)
+    model.set_gradient_divide_factor(factor)
+    batch = batch_of(4, 1500)
+    for _ in range(2):
+        mean_square(model, mine(batch)).backward()
+        (mean_square(reference, batch) * dist.get_world_size() / factor).backward()
+    assert_same_gradients(model, reference)
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0, 3.0])
+@pytest.mark.parametrize("transport", ["auto", "c10d"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_rank_that_has_all_rows_need_not_send_them(
+    run_collectives, world_size, transport, factor
+):
+    run_collectives(world_size, _train_where_shards_are_whole, transport, factor)
 
 
 def _train_owned(how):

@@ -51,10 +51,11 @@ def test_copies_are_cast_through_a_dtype_and_divided(device, divisor):
 
 
 @pytest.mark.gpu
-def test_more_copies_than_one_launch_takes(device):
+@pytest.mark.parametrize("count", [128, 129, 1024, 2100])
+def test_copies_fill_launches(device, count):
     if device == "cpu":
         pytest.skip("a CPU launches nothing")
-    sizes = [70_000 if n % 100 == 0 else n % 50 + 1 for n in range(1000)]
+    sizes = [70_000 if n % 100 == 0 else n % 50 + 1 for n in range(count)]
     sources = [torch.randn(size, device=device) for size in sizes]
     targets = [torch.empty_like(source, dtype=torch.bfloat16) for source in sources]
     _C.copy_all(targets, sources, torch.float32, 2)

@@ -62,9 +62,10 @@ def _train(how, steps, **settings):
 
 
 @each_way
+@pytest.mark.parametrize("transport", ["auto", "c10d"])  # nothing is sent, or all by NCCL
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_steps_are_those_of_the_whole_model(nccl, how, reshard_after_forward):
-    _train(how, 3, reshard_after_forward=reshard_after_forward)
+def test_steps_are_those_of_the_whole_model(nccl, how, transport, reshard_after_forward):
+    _train(how, 3, transport=transport, reshard_after_forward=reshard_after_forward)
 
 
 def _train_over_gloo(how):
@@ -120,7 +121,7 @@ def test_buffers_move_to_the_gpu(nccl):
 
 def _sharded(policy):
     model = Stack(width=256, depth=3).cuda()
-    return shard(model, model.blocks, mp_policy=policy)[0]
+    return shard(model, model.blocks, mp_policy=policy, transport="c10d")[0]
 
 
 @each_way

@@ -57,7 +57,7 @@ def _results(run, model):
 @pytest.mark.parametrize("when", ["before fully_shard", "after it", "after the first step"])
 @pytest.mark.parametrize("kind", HOOKS)
 def test_a_hook_changes_compiled_code_as_it_changes_eager_code(kind, when):
-    if kind == "pre, first" and torch.__version__ < "2.13":
+    if kind == "pre, first" and when != "before fully_shard" and torch.__version__ < "2.13":
         pytest.skip("Dynamo of torch 2.11 takes another hook for one that was moved to the front")
     model = nn.Sequential(Block(8), Block(8))
     handles = [HOOKS[kind](model[0])] if when == "before fully_shard" else []

@@ -36,10 +36,11 @@ struct CopyBatch {
   bool multiplies = false;
   double factor = 1;  // divisor of the elements; with `multiplies`, their factor
 };
+
 // A launch takes some microseconds however little it copies. A large batch takes longer to pass.
 constexpr int kFewCopies = 128;
 constexpr int kManyCopies = 1024;
-static_assert(sizeof(CopyBatch<kManyCopies>) <= 32764);  // an argument's limit from sm_70 on
+static_assert(sizeof(CopyBatch<kManyCopies>) <= 32764);  // limit of sm_70 on and CUDA 12.1 on
 
 // A thread reads or writes 16 bytes of the wider dtype at once: neighbours then touch memory
 // without gaps. It issues kUnroll reads, of 64 bytes, before it uses the first, to hide the

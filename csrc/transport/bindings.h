@@ -29,7 +29,7 @@ inline void bind_transports(pybind11::module_& m) {
       .def_property_readonly("world_size", [](const Channel& self) { return self.world_size; });
   pybind11::class_<ProcessGroupChannel, Channel, std::shared_ptr<ProcessGroupChannel>>(
       m, "ProcessGroupChannel")
-      .def(pybind11::init<const std::string&, int64_t, int64_t, at::Device>());
+      .def(pybind11::init<const std::string&, int64_t, int64_t, at::Device, bool>());
   pybind11::class_<SimulatedChannel, Channel, std::shared_ptr<SimulatedChannel>>(m,
                                                                                  "SimulatedChannel")
       .def(pybind11::init<const std::string&, int64_t, int64_t, const std::string&>());

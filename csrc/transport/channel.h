@@ -76,6 +76,9 @@ class Channel {
   const Traits traits;
 };
 
+// An exchange of a rank that is alone: nothing moves.
+std::unique_ptr<Exchange> exchange_of_one();
+
 // Concatenates `rows`. Copies nothing if they are adjacent already.
 at::Tensor one_run(const Rows& rows);
 

@@ -37,9 +37,10 @@ class MessageReduce : public ReduceBucket {
       for (auto& addend : exchange_->addends()[*piece])
         addends.push_back(addend.narrow(0, offset, numel).view(sizes));
       const bool takes_over = is_alone && shard_dtype == wire_dtype();
-      // Of several addends, the first is this rank's own, unless this is the first rank.
-      const auto& ours = addends[addends.size() > 1 && rank_ == 0 ? 1 : 0];
-      const auto shard = takes_over ? ours : pooled_empty(sizes, options_.dtype(shard_dtype));
+      // A received addend's memory: this rank's own addend, the first on the first rank, may be
+      // rows of the whole gradient.
+      const auto& memory = addends[addends.size() > 1 && rank_ == 0 ? 1 : 0];
+      const auto shard = takes_over ? memory : pooled_empty(sizes, options_.dtype(shard_dtype));
       const bool is_there = takes_over && addends.size() == 1 && divisor_now() == 1;
       if (!is_there && addends.size() == 1 && !shard.is_cpu())
         copies.push_back({shard, addends.front()});

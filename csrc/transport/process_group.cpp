@@ -230,7 +230,7 @@ void ProcessGroupExchange::gather(const std::vector<Piece>& pieces) {
       continue;
     }
     const auto run = one_run(rows);
-    if (run.numel() == 0 || rows.size() == 1) continue;
+    if (run.numel() == 0) continue;
     fulls.push_back(sent(run));
     shards.push_back(sent(rows[rank_]));
     keys += (keys.empty() ? "" : ", ") + key;
@@ -258,8 +258,6 @@ void ProcessGroupExchange::reduce(const Rows& rows, const std::string& key) {
         [&](int64_t with, auto begin) {
           transfers_->start("rank " + std::to_string(with), key, begin);
         });
-  } else if (rows.size() == 1) {
-    addends.push_back(own);
   } else if (const auto root = root_of(rows)) {
     std::vector<at::Tensor> sum{keep(rows[*root])};
     addends.push_back(own);
@@ -273,7 +271,16 @@ void ProcessGroupExchange::reduce(const Rows& rows, const std::string& key) {
   }
 }
 
+class ExchangeOfOne : public Exchange {
+ public:
+  void gather(const std::vector<Piece>& pieces) override {}
+  void reduce(const Rows& rows, const std::string& key) override { addends_.push_back(rows); }
+  void wait() override {}
+};
+
 }  // namespace
+
+std::unique_ptr<Exchange> exchange_of_one() { return std::make_unique<ExchangeOfOne>(); }
 
 Channel::Traits Channel::traits_of(const std::string& backend, bool on_cpu, bool carries_data) {
   return {on_cpu && backend == "gloo", backend == "nccl", carries_data};
@@ -314,11 +321,15 @@ std::chrono::milliseconds timeout_of(const std::string& group_name) {
 }
 
 ProcessGroupChannel::ProcessGroupChannel(const std::string& group_name, int64_t rank,
-                                         int64_t world_size, at::Device device)
+                                         int64_t world_size, at::Device device,
+                                         bool sends_to_itself)
     : Channel(group_name, rank, world_size,
-              traits_of(backend_name(group_name, device), device.is_cpu(), true)) {}
+              traits_of(backend_name(group_name, device), device.is_cpu(), true)),
+      moves_nothing_(world_size == 1 && !sends_to_itself) {}
 
 std::unique_ptr<Exchange> ProcessGroupChannel::exchange() const {
+  check_exists(name);
+  if (moves_nothing_) return exchange_of_one();
   return std::make_unique<ProcessGroupExchange>(*this);
 }
 

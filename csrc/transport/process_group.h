@@ -15,9 +15,13 @@ namespace zero3 {
 // next exchange of its group waits for it: either all ranks have dropped it, or a rank is gone.
 class ProcessGroupChannel : public Channel {
  public:
+  // With `sends_to_itself`, a rank that is alone calls the backend's collectives as others do.
   ProcessGroupChannel(const std::string& group_name, int64_t rank, int64_t world_size,
-                      at::Device device);
+                      at::Device device, bool sends_to_itself);
   std::unique_ptr<Exchange> exchange() const override;
+
+ private:
+  const bool moves_nothing_;
 };
 
 // c10d's name of the backend for a device: "gloo", "nccl".

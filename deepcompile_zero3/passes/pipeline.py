@@ -33,7 +33,7 @@ from deepcompile_zero3.passes.partition import (
 from deepcompile_zero3.passes.reduce import insert_reduces
 from deepcompile_zero3.passes.regions import RegionFacts, region_of
 from deepcompile_zero3.passes.results import (
-    keep_strides_of_arguments,
+    keep_strides_of_regions,
     move_products_out,
     separate_results,
 )
@@ -83,6 +83,7 @@ class Pipeline:
             self._rewrite_backward(graph_module)
         else:
             self._rewrite_forward(graph_module)
+        keep_strides_of_regions(graph_module)
         chain_reductions(graph_module)
         if not is_backward:
             self._number = next(forward_numbers)
@@ -101,7 +102,6 @@ class Pipeline:
         insert_gathers(graph_module, nodes, self._bucket_bytes, keep)
         drop_saved_markers(graph_module)
         clone_returned_views(graph_module, _saved_positions(graph_module.graph.output_node()))
-        keep_strides_of_arguments(graph_module)
 
     def _rewrite_backward(self, graph_module: fx.GraphModule) -> None:
         nodes, gradients = _describe(graph_module, self.inputs)

@@ -78,11 +78,14 @@ def move_products_out(gm: fx.GraphModule, gradients: Iterable[int]) -> None:
     gm.recompile()
 
 
-def keep_strides_of_arguments(gm: fx.GraphModule) -> None:
-    """Makes Inductor keep the strides of what a forward saves of its regions' arguments.
+def keep_strides_of_regions(gm: fx.GraphModule) -> None:
+    """Makes Inductor keep the strides of regions' results, and of the arguments that are saved.
 
-    The calls of a region in backward then get tensors of the same strides.
+    All calls of a region, also in backward, then get tensors of the same strides.
     """
+    for name in calls_by_region(gm):
+        region = region_named(gm, name)
+        compiler.keep_strides(region.graph, range(len(_results(region))))
     arguments = {
         base_of(argument)
         for calls in calls_by_region(gm).values()

@@ -96,8 +96,9 @@ def fully_shard(
             are read as such: ``Replicate()`` on the named dimensions. ``mesh`` may have more.
         transport: the means of gathers and reductions. ``"shared_memory"``: memory that ranks
             share, which must all be on one host and compute on its CPU. ``"c10d"``: messages of
-            the process group. ``"auto"``: shared memory where possible, unless the environment
-            variable ``ZERO3_TRANSPORT`` names another transport. See ``docs/one_host.md``.
+            the process group, also to itself if a rank is alone. ``"auto"``: shared memory where
+            possible, unless the environment variable ``ZERO3_TRANSPORT`` names another transport.
+            See ``docs/one_host.md``.
 
     Returns:
         ``module``, which is now a :class:`Zero3Module` too.

@@ -259,9 +259,9 @@ def register_forward_hooks(module: nn.Module, pre_hook: Callable, hook: Callable
     blocks would share no compilation; these have one id in all modules.
     """
     # Dynamo of torch 2.11 reads the keys by dict.keys, which does not see what move_to_end did.
-    others = list(module._forward_pre_hooks.items())
+    others = dict(module._forward_pre_hooks)
     module._forward_pre_hooks.clear()
-    module._forward_pre_hooks.update([(_FORWARD_HOOK, pre_hook), *others])
+    module._forward_pre_hooks.update({_FORWARD_HOOK: pre_hook} | others)
     module._forward_pre_hooks_with_kwargs[_FORWARD_HOOK] = True
     module._forward_hooks[_FORWARD_HOOK] = hook
     module._forward_hooks_always_called[_FORWARD_HOOK] = True

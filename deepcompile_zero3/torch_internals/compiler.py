@@ -267,15 +267,13 @@ def without_donated_buffers() -> contextlib.AbstractContextManager[None]:
 
 
 def set_results(graph: torch.fx.Graph, results: Sequence[torch.fx.Node | None]) -> None:
-    """Makes a graph return ``results``. Those at new positions keep their strides.
+    """Makes a graph return ``results``.
 
     Inductor has noted the outputs that keep their strides, by position, and expects nodes there. It
     may pad the rows of others on a GPU.
     """
-    output = graph.output_node()
-    previous: Any = output.args[0]
-    output.args = (tuple(results),)
-    keep_strides(graph, range(len(previous), len(results)))
+    graph.output_node().args = (tuple(results),)
+    keep_strides(graph, ())
 
 
 def keep_strides(graph: torch.fx.Graph, positions: Iterable[int]) -> None:

@@ -78,8 +78,9 @@ def connect(
     if parts is not None:
         return [Connection(part) for part in parts]
     # All ranks make groups of our own before one of them may fail.
-    reductions = channel_of(group_for_reductions(group), device)
-    messages = _C.Messages(channel_of(group, device), reductions)
+    asked = transport == "c10d"
+    reductions = channel_of(group_for_reductions(group), device, sends_to_itself=asked)
+    messages = _C.Messages(channel_of(group, device, sends_to_itself=asked), reductions)
     there = None
     if after_forward is not None:
         channel = channel_of(neighbours(group, after_forward), device)
@@ -87,6 +88,13 @@ def connect(
     return [Connection(messages, there)] * len(fulls)
 
 
-def channel_of(group: dist.ProcessGroup, device: torch.device) -> _C.Channel:
-    """Returns the channel between the ranks of ``group``, which compute on such a device."""
-    return _C.ProcessGroupChannel(group.group_name, group.rank(), group.size(), device)
+def channel_of(
+    group: dist.ProcessGroup, device: torch.device, *, sends_to_itself: bool = False
+) -> _C.Channel:
+    """Returns the channel between the ranks of ``group``, which compute on such a device.
+
+    With ``sends_to_itself``, a rank that is alone calls collectives as others do.
+    """
+    return _C.ProcessGroupChannel(
+        group.group_name, group.rank(), group.size(), device, sends_to_itself
+    )
