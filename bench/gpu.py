@@ -1,7 +1,7 @@
 """Benchmarks on one GPU: the copy kernel, training steps of some modes, and their overlap.
 
 All modes compute in bf16, reduce in fp32 and run fused AdamW over fp32 tensors, on a single rank.
-The rank gathers, packs and reduces by NCCL as any rank would, but sends nothing.
+The rank calls no collective; ``zero3-c10d`` gathers and reduces by NCCL to itself.
 
 ``plain`` is not sharded: torch.compile compiles the whole model, which is in bf16. Gradients are
 cast to fp32 for AdamW, and the updated parameters are cast to bf16, as the other modes' reductions

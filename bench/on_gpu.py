@@ -96,7 +96,7 @@ STAGES = [
     ],
     [Stage("kernels", 60, 25, _BENCH + "kernels")],
     [Stage("1b", 290, 60, _STEPS + "2")],
-    [Stage("3b", 290, 100, _STEPS + "2 --model 3b --steps 8")],
+    [Stage("3b", 290, 190, _STEPS + "2 --model 3b --steps 8")],
     [Stage("regions", 90, 60, _OTHERS + "zero3,without-regions --layers 8 --steps 2")],
     [Stage("1b-others", 240, 70, _OTHERS + "plain,zero3-blocks,fsdp2-model,zero3-again")],
 ]
