@@ -35,7 +35,7 @@ def fsdp2_common():
 
 
 def replicas(number=2):
-    """Returns the mesh of four ranks with ``number`` replicas of each shard."""
+    """Returns the mesh of all ranks with ``number`` replicas of each shard."""
     return init_device_mesh(
         "cpu", (number, dist.get_world_size() // number), mesh_dim_names=("replicate", "shard")
     )

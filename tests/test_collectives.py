@@ -30,7 +30,6 @@ from models import (
 from random_backwards import random_backwards
 from ranks import RankPool
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from deepcompile_zero3 import (
@@ -80,9 +79,8 @@ def test_replicas_agree(run_collectives, how):
 def _train_where_shards_are_whole(transport, factor):
     with mock.patch.dict(os.environ):
         del os.environ["ZERO3_TRANSPORT"]
-        names = ("replicate", "shard")
-        mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=names)
         model = nn.Linear(1500, 1500)  # the weight's gradient travels alone
+        mesh = replicas(dist.get_world_size())
         model, reference = shard(model, mesh=mesh, transport=transport)
     model.set_gradient_divide_factor(factor)
     batch = batch_of(4, 1500)

@@ -328,8 +328,10 @@ ProcessGroupChannel::ProcessGroupChannel(const std::string& group_name, int64_t 
       moves_nothing_(world_size == 1 && !sends_to_itself) {}
 
 std::unique_ptr<Exchange> ProcessGroupChannel::exchange() const {
-  check_exists(name);
-  if (moves_nothing_) return exchange_of_one();
+  if (moves_nothing_) {
+    check_exists(name);
+    return exchange_of_one();
+  }
   return std::make_unique<ProcessGroupExchange>(*this);
 }
 

@@ -83,16 +83,12 @@ def keep_strides_of_regions(gm: fx.GraphModule) -> None:
 
     All calls of a region, also in backward, then get tensors of the same strides.
     """
-    for name in calls_by_region(gm):
+    arguments = set()
+    for name, calls in calls_by_region(gm).items():
         region = region_named(gm, name)
         compiler.keep_strides(region.graph, range(len(_results(region))))
-    arguments = {
-        base_of(argument)
-        for calls in calls_by_region(gm).values()
-        for call in calls
-        for argument in arguments_of(call)
-        if isinstance(argument, fx.Node)
-    }
+        given = (argument for call in calls for argument in arguments_of(call))
+        arguments |= {base_of(each) for each in given if isinstance(each, fx.Node)}
     saved = (
         i for i, r in enumerate(_results(gm)) if isinstance(r, fx.Node) and base_of(r) in arguments
     )
