@@ -26,7 +26,7 @@ help:
 	@echo 'make test-torch TORCH=2.15.0                             smoke-test another torch'
 	@echo 'make check-cuda                                          build for GPUs, with or without one'
 	@echo 'make test-gpu                                            test on the GPU of this machine'
-	@echo 'make sanitize [ARGS="-k tied"]                            look for memory errors in csrc/'
+	@echo 'make sanitize [SANITIZERS=thread]                        look for memory errors, or races, in csrc/'
 	@echo 'make bench [ARGS="-w A -m floor,zero3"]                  compare with others; under an hour'
 	@echo 'make bench-gpu [ARGS="--model 3b"]                       measure on a GPU; under 9 minutes'
 	@echo 'make lint                                                check style and types'
@@ -85,21 +85,25 @@ test-gpu: $(VENV)/.installed $(VENV)/.extra-test
 	    $(BIN)/python -m pytest tests/test_copy.py -m gpu || exit; \
 	done
 
-# A runtime that AddressSanitizer and UndefinedBehaviorSanitizer watch, in an environment of its own.
-# Python was not built with them, so they are loaded ahead of it. What they cannot tell here: a leak,
-# since Python and torch never free some memory; memory that one C++ library allocates with new and
-# another frees, which torch's wheels do; and whether two libraries define the same thing, which
-# those of torch do.
+# A runtime that sanitizers watch, in an environment of its own: AddressSanitizer together with
+# UndefinedBehaviorSanitizer, or SANITIZERS=thread. Python was not built with them, so they are loaded
+# ahead of it. What they cannot tell here: a leak, since Python and torch never free some memory;
+# memory that one C++ library allocates with new and another frees, which torch's wheels do; whether
+# two libraries define the same thing, which those of torch do; and races within torch.
 SANITIZERS = address,undefined
-SANITIZER_LIBRARIES = $(foreach name,asan ubsan,$(shell g++ -print-file-name=lib$(name).so))
-SANITIZED_TESTS = test_contract.py test_sizes.py test_missing_gradients.py \
+SANITIZER_LIBRARIES = $(patsubst address,asan,$(patsubst undefined,ubsan,$(patsubst thread,tsan,\
+  $(subst $(COMMA), ,$(SANITIZERS)))))
+COMMA = ,
+SANITIZED_TESTS = test_contract.py test_sizes.py test_missing_gradients.py test_threads.py \
   test_disagreements.py test_large_gradients.py test_one_host.py test_reduction_stress.py test_fuzz.py
-sanitize: VENV = .venv-sanitize
+sanitize: VENV = .venv-sanitize-$(SANITIZERS)
 sanitize:
 	ZERO3_SANITIZE=$(SANITIZERS) $(MAKE) VENV=$(VENV) $(VENV)/.installed-copy
-	cd tests && LD_PRELOAD="$(SANITIZER_LIBRARIES)" OMP_NUM_THREADS=1 \
+	cd tests && OMP_NUM_THREADS=1 \
+	  LD_PRELOAD="$(foreach name,$(SANITIZER_LIBRARIES),$$(g++ -print-file-name=lib$(name).so))" \
 	  ASAN_OPTIONS=detect_leaks=0:alloc_dealloc_mismatch=0:detect_odr_violation=0:abort_on_error=1 \
 	  UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1:abort_on_error=1 \
+	  TSAN_OPTIONS=halt_on_error=1 \
 	  ../$(BIN)/pytest $(SANITIZED_TESTS) $(ARGS)
 
 bench: $(VENV)/.installed $(VENV)/.extra-bench
