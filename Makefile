@@ -103,7 +103,7 @@ sanitize:
 	  LD_PRELOAD="$(foreach name,$(SANITIZER_LIBRARIES),$$(g++ -print-file-name=lib$(name).so))" \
 	  ASAN_OPTIONS=detect_leaks=0:alloc_dealloc_mismatch=0:detect_odr_violation=0:abort_on_error=1 \
 	  UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1:abort_on_error=1 \
-	  TSAN_OPTIONS=halt_on_error=1 \
+	  TSAN_OPTIONS=halt_on_error=1:ignore_noninstrumented_modules=1 \
 	  ../$(BIN)/pytest $(SANITIZED_TESTS) $(ARGS)
 
 bench: $(VENV)/.installed $(VENV)/.extra-bench
