@@ -62,8 +62,10 @@ std::vector<at::Tensor> Gather::finish(bool fresh) {
   for (auto& bucket : std::exchange(buckets_, {})) {
     const ProfilerRange range([&] { return scope_name(bucket->collective(), "wait"); });
     auto gathered = bucket->finish(fresh);
+    auto source = sources.begin();  // those of a bucket are in the same order
     for (size_t i = 0; i < gathered.size(); ++i) {
-      const auto place = std::ranges::find(sources, bucket->parameters()[i]) - sources.begin();
+      source = std::find(source, sources.end(), bucket->parameters()[i]);
+      const auto place = source - sources.begin();
       fulls[place] = gathered[i];
       retain(*parameters_[place], gathered[i], !fresh, versions[place], is_recorded);
     }

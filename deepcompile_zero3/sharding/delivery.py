@@ -35,14 +35,12 @@ def _deliver(
         errors = nonfinite_gradients(delivered), different_replicas(p for p, _ in delivered)
         if error := errors[0] or errors[1]:
             raise Zero3Error(error)
-    for parameter, _ in delivered:
-        parameter.check_unchanged()
+    shards = [parameter.unchanged_shard() for parameter, _ in delivered]
     if at_end:
         _run_all_reduce_hooks(delivered)
-    for parameter, reduced in delivered:
-        parameter.leaf.accumulate_grad(reduced)
-    for parameter in dict.fromkeys(parameter for parameter, _ in delivered):
-        shard = parameter.shard
+    for (parameter, reduced), shard in zip(delivered, shards, strict=True):
+        parameter.leaf.accumulate_grad(shard, reduced)
+    for shard in dict.fromkeys(shards):
         for hook in torch_internals.post_accumulate_grad_hooks(shard):
             hook(shard)
     run_early_steps([parameter for parameter, _ in delivered], moment, model_numbers)

@@ -305,9 +305,7 @@ def compiled_forward(parameters: Sequence[ShardedParameter]) -> Iterator[bool]:
     try:
         yield True
     finally:
-        for parameter in parameters:
-            if not parameter.handle.outlives_forward():
-                parameter.handle.reshard_retained()
+        _C.reshard_after_forward([parameter.handle for parameter in parameters])
         _reshard_after_forward(unsharded)
 
 

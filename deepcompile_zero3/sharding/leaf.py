@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from deepcompile_zero3 import grad_dtype, torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.sharding.blueprint import Blueprint
-from deepcompile_zero3.sharding.owned import own
+from deepcompile_zero3.sharding.owned import OwnedTensor, own
 
 
 class ShardedLeaf:
@@ -118,9 +118,8 @@ class ShardedLeaf:
                 f"the shard of '{self.fqn}' is on {local.device}, but its mesh computes on {device}"
             )
 
-    def accumulate_grad(self, reduced: torch.Tensor) -> None:
-        """Adds a reduced gradient, this rank's rows [shard_rows, ...], to ``.grad``."""
-        shard = self.shard
+    def accumulate_grad(self, shard: DTensor, reduced: torch.Tensor) -> None:
+        """Adds a reduced gradient, this rank's rows [shard_rows, ...], to ``shard.grad``."""
         if not shard.requires_grad:
             return
         reduced = reduced.view(0) if self._layout.is_elsewhere else self._layout.local(reduced)
@@ -136,5 +135,6 @@ class ShardedLeaf:
     @staticmethod
     def _gradient(local: torch.Tensor, shard: DTensor) -> DTensor:
         gradient = torch_internals.dtensor_like(local, shard)
-        own(gradient)
+        if isinstance(shard, OwnedTensor):
+            own(gradient)
         return gradient

@@ -278,14 +278,15 @@ class ShardedParameter:
             not, they are updated now.
         """
         shard = self.refresh()
-        if self.handle.is_stale() and self.settings.reshard_after_backward:
-            self.handle.reshard()  # its last backward raised and has not resharded it
         if self.handle.is_stale():
-            raise Zero3Error(
-                f"'{self.fqn}' has changed since it was gathered, and set_reshard_after_backward("
-                "False) said to compute with that again: set it to True before the last backward "
-                "of a step, or call reshard() before the next forward"
-            )
+            if not self.settings.reshard_after_backward:
+                raise Zero3Error(
+                    f"'{self.fqn}' has changed since it was gathered, and "
+                    "set_reshard_after_backward(False) said to compute with that again: set it to "
+                    "True before the last backward of a step, or call reshard() before the next "
+                    "forward"
+                )
+            self.handle.reshard()  # its last backward raised and has not resharded it
         self._shard_of_forward = id(shard)
         as_traced = True
         if self.placeholder.requires_grad != shard.requires_grad:
@@ -323,8 +324,12 @@ class ShardedParameter:
         self.leaf_contract = sys.intern(_C.contract_name(dtypes.leaf))
         self.update_guard_key()
 
-    def check_unchanged(self) -> None:
-        """Raises Zero3Error if the shard is not the one of the forward, or has another contract."""
+    def unchanged_shard(self) -> DTensor:
+        """Returns the shard.
+
+        Raises:
+            Zero3Error: it is not the one of the forward, or has another contract.
+        """
         shard = self.refresh()
         if self._was_replaced(shard):
             raise Zero3Error(
@@ -335,6 +340,7 @@ class ShardedParameter:
                 f"grad_dtype of '{self.fqn}' was {self.declared_grad_dtype} in forward and is "
                 f"{shard.grad_dtype} after its backward: set it before the forward"
             )
+        return shard
 
 
 def parameter_of(placeholder: object) -> ShardedParameter | None:

@@ -243,8 +243,10 @@ def flat_submesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
     """Returns a DTensor of the shape and placements of ``like`` whose local tensor is ``local``."""
     spec = like._spec
-    meta = _TensorMeta(like.shape, like.stride(), local.dtype)
-    return with_spec(local, _DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta))
+    if local.dtype != like.dtype:
+        meta = _TensorMeta(like.shape, like.stride(), local.dtype)
+        spec = _DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
+    return with_spec(local, spec)
 
 
 def post_accumulate_grad_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
