@@ -86,17 +86,20 @@ test-gpu: $(VENV)/.installed $(VENV)/.extra-test
 	done
 
 # A runtime that sanitizers watch, in an environment of its own: AddressSanitizer together with
-# UndefinedBehaviorSanitizer, or SANITIZERS=thread. Python was not built with them, so they are loaded
-# ahead of it. What they cannot tell here: a leak, since Python and torch never free some memory;
-# memory that one C++ library allocates with new and another frees, which torch's wheels do; whether
-# two libraries define the same thing, which those of torch do; and races within torch.
-SANITIZERS = address,undefined
+# UndefinedBehaviorSanitizer, or with SANITIZERS=thread, ThreadSanitizer. Python was not built with
+# them, so they are loaded ahead of it. What they cannot tell here: a leak, since Python and torch
+# never free some memory; memory that one C++ library allocates with new and another frees, which
+# torch's wheels do; whether two libraries define the same thing, which those of torch do; races on
+# memory that only torch or Python touches, or between processes (tests/one_host_random.cpp looks for
+# those). ThreadSanitizer slows compilers down: ARGS='-k "not zero3"' leaves Inductor out. If it ends
+# with "unexpected memory mapping", run make under setarch -R.
+SANITIZERS ?= address,undefined
 SANITIZER_LIBRARIES = $(patsubst address,asan,$(patsubst undefined,ubsan,$(patsubst thread,tsan,\
   $(subst $(COMMA), ,$(SANITIZERS)))))
 COMMA = ,
 SANITIZED_TESTS = test_contract.py test_sizes.py test_missing_gradients.py test_threads.py \
   test_disagreements.py test_large_gradients.py test_one_host.py test_reduction_stress.py test_fuzz.py
-sanitize: VENV = .venv-sanitize-$(SANITIZERS)
+sanitize: VENV = .venv-sanitize-$(subst $(COMMA),-,$(SANITIZERS))
 sanitize:
 	ZERO3_SANITIZE=$(SANITIZERS) $(MAKE) VENV=$(VENV) $(VENV)/.installed-copy
 	cd tests && OMP_NUM_THREADS=1 \
@@ -120,7 +123,7 @@ lint: $(VENV)/.installed $(VENV)/.extra-dev
 	$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES) $(CXX_TESTS)
 
 clean:
-	rm -rf .venv .venv-torch-* .venv-cuda .venv-sanitize build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-torch-* .venv-cuda .venv-sanitize-* build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -f deepcompile_zero3/*.so
 	find deepcompile_zero3 tests examples bench -name __pycache__ -prune -exec rm -rf {} +
 

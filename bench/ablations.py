@@ -1,4 +1,4 @@
-"""Modes that lack one optimisation each: zero3 by messages, gathering twice.
+"""Modes that lack one optimisation each, most of zero3 by messages, gathering twice.
 
 Each patch applies to the process of a rank that trains in this mode only.
 """
@@ -7,7 +7,10 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import fx
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
 
 from bench.modes import Mode, Step, zero3
 from bench.workloads import Workload
@@ -33,6 +36,12 @@ def _without_prefetch() -> None:
     pipeline.insert_gathers = insert_late  # type: ignore[assignment]
 
 
+def _marked(workload: Workload) -> Step:
+    for cls in (LlamaDecoderLayer, Qwen3MoeDecoderLayer):
+        cls.forward = torch.compiler.nested_compile_region(cls.forward)  # type: ignore[method-assign]
+    return zero3(workload)
+
+
 _twice = partial(zero3, transport="c10d", reshard_after_forward=True)
 
 
@@ -45,6 +54,7 @@ ABLATIONS = {
     "without-regions": Mode(
         "zero3, each of several equal blocks compiled", partial(zero3, options={"regions": False})
     ),
+    "zero3-marked": Mode("zero3, blocks marked by nested_compile_region", _marked),
     "without-pool": Mode(
         "zero3-c10d-twice, every buffer allocated anew",
         partial(_build, remove=partial(limit_buffers, 0)),

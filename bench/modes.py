@@ -117,17 +117,11 @@ def zero3(
 
 
 def _compiled(model: nn.Module, what: str, **settings: Any) -> nn.Module:
-    """Returns the model to call, compiled as ``what`` says: "model", its "blocks" or "no".
-
-    The blocks of a "marked" model are regions of the user's, which Dynamo traces once.
-    """
+    """Returns the model to call, compiled as ``what`` says: "model", its "blocks" or "no"."""
     if what == "blocks":
         for block in model.model.layers:
             block.compile(**settings)
-    if what == "marked":
-        cls = type(model.model.layers[0])
-        cls.forward = torch.compiler.nested_compile_region(cls.forward)
-    return torch.compile(model, **settings) if what in ("model", "marked") else model
+    return torch.compile(model, **settings) if what == "model" else model
 
 
 def _fsdp2(workload: Workload, *, compiled: str) -> Step:
@@ -230,9 +224,6 @@ MODES = {
     "zero3-again": Mode(
         "ours, compiled, all gathered again in backward, in bounded memory",
         partial(zero3, reshard_after_forward=True),
-    ),
-    "zero3-marked": Mode(
-        "ours, compiled, blocks marked by nested_compile_region", partial(zero3, compiled="marked")
     ),
     "zero3-blocks": Mode("ours, each block compiled", partial(zero3, compiled="blocks")),
     "zero3-blocks-again": Mode(

@@ -142,10 +142,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     for (auto& parameter : parameters) parameter->add_use(first);
   });
   m.def("note_skipped_gathers", &note_skipped_gathers);
-  m.def("reshard_after_forward", [](const std::vector<ParameterPtr>& parameters) {
-    for (auto& parameter : parameters)
-      if (!parameter->outlives_forward()) parameter->gathered.reshard_retained();
-  });
+  m.def("reshard_retained_after_forward", &reshard_retained_after_forward);
   m.def("reduce_deposited", &reduce_deposited, py::call_guard<py::gil_scoped_release>());
   m.def(
       "reduce",

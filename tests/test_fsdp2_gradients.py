@@ -177,6 +177,19 @@ def test_a_hook_may_sum_gradients_over_more_ranks(run_ranks, how):
     run_ranks(2, _hooked, how)
 
 
+def _replaced_by_a_hook():
+    model, _ = shard(nn.Linear(8, 4))
+    model.set_all_reduce_hook(
+        lambda flat: setattr(model, "weight", nn.Parameter(model.weight.detach().clone()))
+    )
+    with pytest.raises(Zero3Error, match="'weight' was replaced by another parameter"):
+        mean_square(model, batch_of(4, 8)).backward()
+
+
+def test_a_hook_that_replaces_a_parameter_loses_no_gradient(run_ranks):
+    run_ranks(1, _replaced_by_a_hook)
+
+
 # ---- reset_iter_state
 
 

@@ -1,8 +1,8 @@
 """Two models of one process, each trained by a thread and over a process group of its own."""
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
 import torch
 import torch.distributed as dist
 from models import (
@@ -10,43 +10,57 @@ from models import (
     assert_same_parameters,
     batch_of,
     compiled,
+    each_way,
+    either_transport,
     mean_square,
     mine,
     optimizers_of,
-    shard,
 )
 from torch.distributed.device_mesh import DeviceMesh
 
-_BATCHES = [batch_of(4, 512, seed=seed) for seed in range(8)]  # gradients in several blocks
+from deepcompile_zero3 import fully_shard
+
+_BATCHES = [batch_of(4, 1024, seed=seed) for seed in range(8)]
 
 
-def _train(run, optimizer, batches):
+def _train(run, optimizer, batches, barrier=None):
     for batch in batches:
+        if barrier is not None:
+            barrier.wait()
         mean_square(run, batch).backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
+def _sharded_and_trained(name, seed, transport):
+    """Returns a sharded model, which has not trained, and an unsharded one that has."""
+    torch.manual_seed(seed)
+    # Gradients of 8 MiB are reduced in two blocks. A mesh with the other's names would equal it.
+    model, reference = Stack(1024), Stack(1024)
+    reference.load_state_dict(model.state_dict())
+    mesh = DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=(name,))
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, transport=transport)
+    _train(reference, *optimizers_of(reference), _BATCHES)
+    return model, reference
+
+
 def _train_in_two_threads(how, transport):
-    trained = []
-    for seed in range(2):
-        torch.manual_seed(seed)
-        mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
-        model, reference = shard(Stack(512), mesh=mesh, transport=transport)
-        optimizer, of_reference = optimizers_of(model, reference)
-        _train(reference, of_reference, _BATCHES)
-        run = compiled(model, how)
-        batches = [mine(batch) for batch in _BATCHES]
+    pairs = [_sharded_and_trained(*arguments, transport) for arguments in (("a", 0), ("b", 1))]
+    batches = [mine(batch) for batch in _BATCHES]
+    runs = [(compiled(model, how), *optimizers_of(model)) for model, _ in pairs]
+    for run, optimizer in runs:
         _train(run, optimizer, batches[:1])  # compiles: torch lets one thread at a time do so
-        trained.append((model, reference, run, optimizer, batches[1:]))
-    with ThreadPoolExecutor() as threads:
-        for thread in [threads.submit(_train, *arguments) for _, _, *arguments in trained]:
-            thread.result()
-    for model, reference, *_ in trained:
+    barrier = threading.Barrier(2, timeout=60)
+    with ThreadPoolExecutor(2) as threads:
+        results = [threads.submit(_train, *each, batches[1:], barrier) for each in runs]
+        for result in results:
+            result.result()
+    for model, reference in pairs:
         assert_same_parameters(model, reference)
 
 
-@pytest.mark.parametrize("transport", ["auto", "c10d"])
-@pytest.mark.parametrize("how", ["eager", "interpreted"])
+@either_transport
+@each_way
 def test_two_threads_train_two_models(run_ranks, how, transport):
     run_ranks(2, _train_in_two_threads, how, transport)

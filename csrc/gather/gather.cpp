@@ -19,28 +19,31 @@ void Gather::start() {
   WithoutUserModes guard;
   is_started_ = true;
   note_skipped_gathers(parameters_);
-  std::vector<ParameterPtr> missing;
+  std::vector<ParameterPtr> sources;  // for each parameter, the one whose shards are gathered
+  std::vector<size_t> missing;        // places among `parameters_`
   for (auto& parameter : parameters_) {
     ZERO3_CHECK(!in_backward() || !parameter->is_delivered_early, "'", parameter->fqn,
                 "' may have been stepped in this backward, which needs it again: leave it out of "
                 "step_in_backward");
     unsharded_.push_back(parameter->gathered.full());
     versions_.push_back(parameter->shard_version());
-    sources_.push_back(Parameter::source_of(parameter));
-    if (!parameter->gathered.is_unsharded()) missing.push_back(sources_.back());
+    if (!parameter->gathered.is_unsharded()) missing.push_back(sources.size());
+    sources.push_back(Parameter::source_of(parameter));
   }
   while (!missing.empty()) {
-    const auto first = missing.front();
-    const auto alike = [&](auto& other) {
-      return other->compute_dtype == first->compute_dtype &&
-             other->transport->joins(*first->transport);
+    const auto& first = *sources[missing.front()];
+    const auto alike = [&](size_t place) {
+      const auto& other = *sources[place];
+      return other.compute_dtype == first.compute_dtype && other.transport->joins(*first.transport);
     };
-    std::vector<ParameterPtr> members;
-    std::ranges::copy_if(missing, std::back_inserter(members), alike);
+    std::vector<size_t> places;
+    std::ranges::copy_if(missing, std::back_inserter(places), alike);
     std::erase_if(missing, alike);
-    buckets_.push_back(first->transport->gather_bucket(std::move(members)));
+    std::vector<ParameterPtr> members;
+    for (auto place : places) members.push_back(sources[place]);
+    buckets_.push_back({std::move(places), first.transport->gather_bucket(std::move(members))});
   }
-  for (auto& bucket : buckets_) {  // once every bucket has accepted its parameters
+  for (auto& [_, bucket] : buckets_) {  // once every bucket has accepted its parameters
     const ProfilerRange range([&] { return scope_name(bucket->collective(), "start"); });
     bucket->start();
   }
@@ -48,7 +51,7 @@ void Gather::start() {
 
 void Gather::snapshot() {
   WithoutUserModes guard;
-  for (auto& bucket : buckets_) bucket->snapshot();
+  for (auto& [_, bucket] : buckets_) bucket->snapshot();
 }
 
 std::vector<at::Tensor> Gather::finish(bool fresh) {
@@ -58,14 +61,11 @@ std::vector<at::Tensor> Gather::finish(bool fresh) {
   is_started_ = false;
   auto fulls = std::exchange(unsharded_, {});
   const auto versions = std::exchange(versions_, {});
-  const auto sources = std::exchange(sources_, {});
-  for (auto& bucket : std::exchange(buckets_, {})) {
+  for (auto& [places, bucket] : std::exchange(buckets_, {})) {
     const ProfilerRange range([&] { return scope_name(bucket->collective(), "wait"); });
     auto gathered = bucket->finish(fresh);
-    auto source = sources.begin();  // those of a bucket are in the same order
     for (size_t i = 0; i < gathered.size(); ++i) {
-      source = std::find(source, sources.end(), bucket->parameters()[i]);
-      const auto place = source - sources.begin();
+      const auto place = places[i];
       fulls[place] = gathered[i];
       retain(*parameters_[place], gathered[i], !fresh, versions[place], is_recorded);
     }
@@ -98,6 +98,11 @@ void note_skipped_gathers(const std::vector<ParameterPtr>& parameters) {
   for (auto& parameter : parameters)
     if (parameter->gathered.state() == Gathered::State::kRetained)
       parameter->transport->note_skipped_gather();
+}
+
+void reshard_retained_after_forward(const std::vector<ParameterPtr>& parameters) {
+  for (auto& parameter : parameters)
+    if (!parameter->outlives_forward()) parameter->gathered.reshard_retained();
 }
 
 std::vector<at::Tensor> gather(const std::vector<ParameterPtr>& parameters) {

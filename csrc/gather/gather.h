@@ -33,16 +33,23 @@ class Gather {
   static void retain(Parameter& parameter, const at::Tensor& full, bool read_only, uint64_t version,
                      bool is_recorded);
 
+  struct Started {
+    std::vector<size_t> places;  // of the bucket's parameters among `parameters_`
+    std::unique_ptr<GatherBucket> bucket;
+  };
+
   std::vector<ParameterPtr> parameters_;  // no duplicates
-  std::vector<ParameterPtr> sources_;     // for each, the parameter whose shards are gathered
   std::vector<at::Tensor> unsharded_;     // full tensors that were there; else undefined
   std::vector<uint64_t> versions_;        // versions of the shards
-  std::vector<std::unique_ptr<GatherBucket>> buckets_;
+  std::vector<Started> buckets_;
   bool is_started_ = false;
 };
 
 // Notes that a forward reads `parameters`, and skips the gathers of those that are retained.
 void note_skipped_gathers(const std::vector<ParameterPtr>& parameters);
+
+// Reshards those of `parameters` that are retained and do not outlive the forward that ends.
+void reshard_retained_after_forward(const std::vector<ParameterPtr>& parameters);
 
 // Starts a gather, and calls finish_owned().
 std::vector<at::Tensor> gather(const std::vector<ParameterPtr>& parameters);

@@ -35,9 +35,9 @@ def _deliver(
         errors = nonfinite_gradients(delivered), different_replicas(p for p, _ in delivered)
         if error := errors[0] or errors[1]:
             raise Zero3Error(error)
-    shards = [parameter.unchanged_shard() for parameter, _ in delivered]
     if at_end:
         _run_all_reduce_hooks(delivered)
+    shards = [parameter.unchanged_shard() for parameter, _ in delivered]
     for (parameter, reduced), shard in zip(delivered, shards, strict=True):
         parameter.leaf.accumulate_grad(shard, reduced)
     for shard in dict.fromkeys(shards):

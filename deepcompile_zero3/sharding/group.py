@@ -305,7 +305,7 @@ def compiled_forward(parameters: Sequence[ShardedParameter]) -> Iterator[bool]:
     try:
         yield True
     finally:
-        _C.reshard_after_forward([parameter.handle for parameter in parameters])
+        _C.reshard_retained_after_forward([parameter.handle for parameter in parameters])
         _reshard_after_forward(unsharded)
 
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from deepcompile_zero3 import grad_dtype, torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.sharding.blueprint import Blueprint
-from deepcompile_zero3.sharding.owned import OwnedTensor, own
+from deepcompile_zero3.sharding.owned import own
 
 
 class ShardedLeaf:
@@ -135,6 +135,5 @@ class ShardedLeaf:
     @staticmethod
     def _gradient(local: torch.Tensor, shard: DTensor) -> DTensor:
         gradient = torch_internals.dtensor_like(local, shard)
-        if isinstance(shard, OwnedTensor):
-            own(gradient)
+        own(gradient)
         return gradient

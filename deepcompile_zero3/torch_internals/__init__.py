@@ -241,10 +241,14 @@ def flat_submesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 
 
 def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
-    """Returns a DTensor of the shape and placements of ``like`` whose local tensor is ``local``."""
+    """Returns a DTensor of the shape and placements of ``like`` whose local tensor is ``local``.
+
+    Both have one spec if the dtype is the same: torch replaces specs, and does not change them.
+    """
     spec = like._spec
-    if local.dtype != like.dtype:
-        meta = _TensorMeta(like.shape, like.stride(), local.dtype)
+    meta = spec.tensor_meta
+    if local.dtype != meta.dtype:
+        meta = _TensorMeta(meta.shape, meta.stride, local.dtype)
         spec = _DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
     return with_spec(local, spec)
 
