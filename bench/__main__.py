@@ -1,6 +1,6 @@
 """``python -m bench``: compares modes of training, whose steps alternate.
 
-python -m bench                                          # every workload, every mode
+python -m bench                                          # most workloads and modes
 python -m bench -w A -m floor,zero3,fsdp2-blocks         # parts
 python -m bench -w B --malloc tuned                      # without the allocator's page faults
 python -m bench compile -w A -m floor,zero3              # the first step, cold and warm
@@ -275,7 +275,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
             type=_names(modes),
             default=list(MODES),
             metavar="M,...",
-            help="all without this",
+            help="by default all but variants of zero3",
         )
         part.add_argument("--ranks", type=int, default=2, help="processes of each mode")
         part.add_argument(

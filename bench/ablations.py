@@ -1,6 +1,6 @@
-"""Modes that lack one optimisation each, most of zero3 by messages, gathering twice.
+"""Variants of zero3, most of them ``zero3-c10d-twice`` without one optimisation.
 
-Each patch applies to the process of a rank that trains in this mode only.
+Each patch applies only to processes of ranks that train in its mode.
 """
 
 import sys

@@ -91,7 +91,7 @@ STAGES = [
             command=f"{_ONE_THREAD}0; {_PYTEST}150 -n 5 --device cuda -m 'not long' {_ONE_PROCESS}",
             may_fail=True,
         ),
-        # What the next steps find compiled; its times are those of a machine that tests too.
+        # Compiles what the next stages load. Tests run beside it, so its times do not count.
         Stage("compile", 230, 60, _STEPS + "1 --steps 1 --warmup 1 --trace plain"),
     ],
     [Stage("kernels", 60, 25, _BENCH + "kernels")],

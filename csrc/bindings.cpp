@@ -108,7 +108,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   py::class_<ForwardEpochs>(m, "ForwardEpochs")
       .def(py::init<const std::vector<ParameterPtr>&>())
-      .def("begin_backward_of_forward", &ForwardEpochs::begin_backward_of_forward);
+      .def("begin_backward", &ForwardEpochs::begin_backward);
   m.def("invalidate", [](const std::vector<ParameterPtr>& parameters) {
     for (auto& parameter : parameters) parameter->transport->invalidate();
   });

@@ -66,7 +66,9 @@ class StartedGathers {
     std::lock_guard lock(mutex_);
     auto found = gathers_.find(number);
     auto gather = found == gathers_.end() ? nullptr : found->second.lock();
-    ZERO3_CHECK(gather, "zero3::all_gather_wait takes what zero3::all_gather_start returned");
+    ZERO3_CHECK(gather,
+                "zero3::all_gather_wait and zero3::all_gather_views take what "
+                "zero3::all_gather_start returned");
     return gather;
   }
 

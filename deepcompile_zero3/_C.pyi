@@ -1,4 +1,4 @@
-# Types of the C++ runtime. See csrc/; a name that is a lambda in bindings.cpp has its comment here.
+# Types of the C++ runtime. See csrc/ for comments; names that have none there may have one here.
 import enum
 from collections.abc import Callable, Sequence
 
@@ -152,7 +152,7 @@ class Gather:
 
 class ForwardEpochs:
     def __init__(self, parameters: Sequence[Parameter]) -> None: ...
-    def begin_backward_of_forward(self) -> bool: ...
+    def begin_backward(self) -> bool: ...
 
 # Makes the next reads in a backward publish these parameters again.
 def invalidate(parameters: Sequence[Parameter]) -> None: ...

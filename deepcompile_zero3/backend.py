@@ -140,7 +140,7 @@ class CompiledGraph:
         epochs = _C.ForwardEpochs([parameter.handle for parameter in parameters])
 
         def begin_backward(_: Any) -> None:
-            epochs.begin_backward_of_forward()
+            epochs.begin_backward()
 
         for node in _nodes_of(outputs):
             keep_models_alive(node, parameters)
@@ -196,8 +196,8 @@ def _facts(
             nbytes=parameter.nbytes,
             reshard_after_forward=parameter.reshard_after_forward,
             is_trained=parameter.placeholder.requires_grad,
-            grad_dtype=parameter.settings.gradient_dtypes.leaf,
-            reduce_dtype=parameter.settings.gradient_dtypes.wire,
+            leaf_dtype=parameter.settings.gradient_dtypes.leaf,
+            wire_dtype=parameter.settings.gradient_dtypes.wire,
             # By itself, a compiler casts a gradient to the dtype of what it differentiates.
             declares_grad_dtype=parameter.placeholder.requires_grad
             and parameter.settings.gradient_dtypes.leaf != parameter.compute_dtype,

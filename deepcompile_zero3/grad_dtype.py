@@ -1,9 +1,12 @@
-"""The leaf dtype contract: which dtype a gradient has when it reaches its parameter.
+"""The leaf dtype contract: the dtype that the gradient of each use is cast to.
 
 In eager PyTorch the autograd engine casts the gradient of each use of a leaf to ``leaf.grad_dtype``
 before it sums the uses. If ``leaf.grad_dtype`` is None, gradients keep the dtype they arrive in.
 See ``Tensor.grad_dtype`` in
 https://docs.pytorch.org/docs/stable/tensors.html.
+
+The *leaf* here is the full tensor that a model computes with. The shard's ``.grad`` may have
+another dtype: see ``GradientDtypes``.
 """
 
 import torch

@@ -264,5 +264,5 @@ def test_computing_with_other_parameters_is_refused(how):
     model = fully_shard(nn.Sequential(nn.Linear(4, 4)))
     run = compiled(model, how)
     others = {name: parameter * 3 for name, parameter in model.named_parameters()}
-    with pytest.raises(Exception, match=r"'0\.weight' is no leaf now"):
+    with pytest.raises(Exception, match=r"'0\.weight' is not a leaf now"):
         torch.func.functional_call(run, others, (torch.randn(2, 4),))

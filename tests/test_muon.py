@@ -123,7 +123,7 @@ def test_matrices_that_are_split_are_refused(run_ranks):
 @pytest.mark.parametrize(
     ("parameter", "group", "message"),
     [
-        (torch.ones(3), {}, r"a parameter of shape \[3\] is no matrix.* use AdamW"),
+        (torch.ones(3), {}, r"a parameter of shape \[3\] is not a matrix.* use AdamW"),
         (torch.ones(4, 2), {"matrices": 3}, r"\[4, 2\] is not made of 3 .* to a divisor of 4"),
         (torch.ones(4, 2), {"matrices": 0}, r"\[4, 2\] is not made of 0 equal matrices"),
         (torch.ones(4, 2), {"matrices": 2.0}, r"\[4, 2\] is not made of 2.0 equal matrices"),
@@ -142,7 +142,7 @@ def test_parameters_may_come_with_their_names():
     matrices = {name: p for name, p in model.named_parameters() if p.dim() > 1}
     optimizer = Muon(matrices.items())
     assert optimizer.param_groups[0]["param_names"] == [*matrices]
-    with pytest.raises(ValueError, match=r"^'qkv\.bias' of shape \[24\] is no matrix"):
+    with pytest.raises(ValueError, match=r"^'qkv\.bias' of shape \[24\] is not a matrix"):
         Muon(model.named_parameters())
 
 

@@ -452,7 +452,7 @@ def test_matrices_are_spread_by_cost():
     by_name = MatrixOwners(model, _mesh_of(2), is_matrix=lambda n, p: "embedding" in n, cost=len)
     assert by_name.rank_of == {"embedding.weight": 0}
     assert by_name.costs == [100, 0]
-    told = r"'layers.0.bias' is no matrix: its shape is \[8\]; is_matrix has to return False for it"
+    told = r"'layers.0.bias' is not a matrix: its shape is \[8\]; is_matrix has to return False"
     with pytest.raises(ValueError, match=told):
         MatrixOwners(model, _mesh_of(2), is_matrix=lambda n, p: n == "layers.0.bias")
     model.to_empty(device="cpu")

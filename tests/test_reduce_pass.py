@@ -142,7 +142,7 @@ def test_the_cast_to_the_leafs_dtype_is_left_to_the_runtime():
 
     gm = make_fx(backward)(torch.ones(4, 4), torch.ones(4, 4))
 
-    contracts = {"grad_dtype": torch.float32, "reduce_dtype": torch.bfloat16}
+    contracts = {"leaf_dtype": torch.float32, "wire_dtype": torch.bfloat16}
     reduce(gm, {0: facts("a", **contracts), 1: facts("b", **contracts)})
 
     assert_text(
@@ -252,8 +252,8 @@ def _product(x, tangent):
     ("backward", "changes"),
     [
         (_product, {"nbytes": 64}),
-        (_product, {"grad_dtype": torch.bfloat16}),
-        (_product, {"reduce_dtype": torch.bfloat16}),
+        (_product, {"leaf_dtype": torch.bfloat16}),
+        (_product, {"wire_dtype": torch.bfloat16}),
         (lambda x, tangent: (torch.ops.aten.mm(x, tangent).neg(),), {}),
         (lambda x, tangent: (product := torch.ops.aten.mm(x, tangent), product.relu()), {}),
         (lambda x, tangent: (product := torch.ops.aten.mm(x, tangent), product), {}),
@@ -300,7 +300,7 @@ def test_a_matmul_that_computes_a_gradient_alone_is_widened(device):
     with FakeTensorMode():
         inputs = [torch.empty(4, 4, dtype=torch.bfloat16, device=device) for _ in range(3)]
         gm = make_fx(linear_backward)(*inputs)
-    gradients = {1: facts("weight", grad_dtype=torch.float32), 2: facts("bias", grad_dtype=None)}
+    gradients = {1: facts("weight", leaf_dtype=torch.float32), 2: facts("bias", leaf_dtype=None)}
 
     widen_weight_gradients(gm, gradients)
 
@@ -342,7 +342,7 @@ def test_a_matmul_that_computes_a_gradient_alone_is_widened(device):
 def test_a_matmul_whose_gradient_is_cast_otherwise_is_not_widened(grad_dtype):
     gm = make_fx(lambda x, t: [(x.t() @ t).to(grad_dtype)])(*torch.ones(2, 4, 4).bfloat16())
     before = graph_text(gm)
-    widen_weight_gradients(gm, {0: facts("weight", grad_dtype=grad_dtype)})
+    widen_weight_gradients(gm, {0: facts("weight", leaf_dtype=grad_dtype)})
     assert graph_text(gm) == before
 
 
@@ -353,7 +353,7 @@ def test_a_matmul_that_others_read_too_is_not_widened():
 
     gm = make_fx(backward)(*torch.ones(2, 4, 4).bfloat16())
     before = graph_text(gm)
-    widen_weight_gradients(gm, {0: facts("weight", grad_dtype=None)})
+    widen_weight_gradients(gm, {0: facts("weight", leaf_dtype=None)})
     assert graph_text(gm) == before
 
 

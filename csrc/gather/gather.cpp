@@ -115,11 +115,11 @@ ForwardEpochs::ForwardEpochs(const std::vector<ParameterPtr>& parameters) {
       epochs_.emplace_back(parameter, parameter->transport->epoch());
 }
 
-bool ForwardEpochs::begin_backward_of_forward() const {
+bool ForwardEpochs::begin_backward() const {
   bool publishes = false;
   for (auto& [weak, epoch] : epochs_)
     if (const auto parameter = weak.lock())
-      publishes |= parameter->transport->begin_backward_of_forward(*parameter, epoch);
+      publishes |= parameter->transport->expect_epoch(*parameter, epoch);
   return publishes;
 }
 

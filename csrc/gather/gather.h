@@ -24,7 +24,8 @@ class Gather {
   // had a full tensor already gives that tensor. A second call gathers again: an operator may run
   // more than once on a handle.
   std::vector<at::Tensor> finish(bool fresh);
-  // Returns tensors that only the caller has. Copies those that `gathered` of a parameter has too.
+  // Like finish(/*fresh=*/true), but copies the tensors that `gathered` of a parameter has too, so
+  // that only the caller has the results.
   std::vector<at::Tensor> finish_owned();
 
  private:
@@ -45,7 +46,8 @@ class Gather {
   bool is_started_ = false;
 };
 
-// Notes that a forward reads `parameters`, and skips the gathers of those that are retained.
+// Tells the transports of those `parameters` that are retained that a forward reads them without a
+// gather.
 void note_skipped_gathers(const std::vector<ParameterPtr>& parameters);
 
 // Reshards those of `parameters` that are retained and do not outlive the forward that ends.
@@ -61,7 +63,7 @@ class ForwardEpochs {
 
   // Call when the backward of this forward begins. Returns whether a read will publish again, for
   // which all ranks have to meet.
-  bool begin_backward_of_forward() const;
+  bool begin_backward() const;
 
  private:
   std::vector<std::pair<std::weak_ptr<Parameter>, uint64_t>> epochs_;

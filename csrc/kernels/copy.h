@@ -27,7 +27,8 @@ int64_t aligned(int64_t numel, at::ScalarType dtype);
 // Whether a cast from `from` to `to` is lossless.
 bool is_exact(at::ScalarType from, at::ScalarType to);
 
-// Whether a cast from `from` to `through`, and from there to `to`, is a cast from `from` to `to`.
+// Whether casting from `from` to `through` and then to `to` gives what casting to `to` directly
+// gives.
 bool is_one_cast(at::ScalarType from, at::ScalarType through, at::ScalarType to);
 
 // Multiplying by the reciprocal of a power of two equals dividing by it, and is faster.

@@ -37,7 +37,7 @@ struct ParameterSpec {
   std::optional<int64_t> owner = std::nullopt;  // the rank that has all rows, if it is one rank
 
   int64_t rows() const { return sizes[0]; }
-  // Most rows that a rank has.
+  // Maximum number of rows of a rank.
   int64_t chunk_rows() const { return owner ? rows() : (rows() + world_size - 1) / world_size; }
   int64_t shard_rows() const { return rows_of(rank); }
   int64_t rows_of(int64_t r) const { return first_row_of(r + 1) - first_row_of(r); }

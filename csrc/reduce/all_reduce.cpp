@@ -12,7 +12,7 @@ AllReduce::AllReduce(const Parameter& like, const PartialGradient& partial)
       options_(at::TensorOptions(partial.wire_dtype).device(like.device)),
       capacity_(like.settings.bucket_bytes / static_cast<int64_t>(options_.dtype().itemsize())),
       sends_means_(partial.wire_dtype == at::kHalf && channel_->traits.is_point_to_point),
-      shards_(static_cast<double>(like.world_size)) {}
+      shard_ranks_(static_cast<double>(like.world_size)) {}
 
 bool AllReduce::accepts(const Parameter& parameter, const PartialGradient& partial) const {
   return is_same(channel_.get(), parameter.replicas.get()) &&
@@ -48,7 +48,7 @@ void AllReduce::start() {
     const int64_t count = partial.shard.numel();
     const Copy copy{rest.narrow(0, 0, count).view(partial.shard.sizes()), partial.shard};
     if (sends_means_)
-      copy_all({copy}, at::kDouble, mean_of_shards(partial.divisor));
+      copy_all({copy}, at::kDouble, divisor_over_shards(partial.divisor));
     else
       copies.push_back(copy);
     rest = rest.narrow(0, count, rest.numel() - count);
@@ -75,7 +75,7 @@ void AllReduce::finish(std::vector<ReducedGradient>& results) {
     auto& [shard, _, shard_dtype, divisor] = partials_[i];
     const int64_t count = shard.numel();
     const double rest_of_divisor =
-        sends_means_ ? divisor / (mean_of_shards(divisor) * replicas) : divisor;
+        sends_means_ ? divisor / (divisor_over_shards(divisor) * replicas) : divisor;
     if (shard.scalar_type() != shard_dtype)
       shard = pooled_empty(shard.sizes(), shard.options().dtype(shard_dtype));
     sum_and_divide(shard, {rest.narrow(0, 0, count).view(shard.sizes())}, wire_dtype,

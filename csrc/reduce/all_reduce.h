@@ -14,7 +14,7 @@
 
 namespace zero3 {
 
-// Most buckets, and most all-reduces, in flight at once: a further one waits for the oldest.
+// Maximum number of buckets, and of all-reduces, in flight: a further one waits for the oldest.
 // Bounds communication memory.
 constexpr size_t kMostInFlight = 1;
 
@@ -44,11 +44,11 @@ class AllReduce {
   const std::shared_ptr<Channel> channel_;
   const at::TensorOptions options_;  // on the wire
   const int64_t capacity_;           // elements
-  // In fp16 the wire carries means, first over the shards' ranks and then over the replicas: sums
-  // may overflow.
+  // In fp16 and on a point-to-point channel the wire carries means, over the shards' ranks and then
+  // over the replicas: sums may overflow.
   const bool sends_means_;
-  const double shards_;
-  double mean_of_shards(double divisor) const { return std::min(shards_, divisor); }
+  const double shard_ranks_;
+  double divisor_over_shards(double divisor) const { return std::min(shard_ranks_, divisor); }
   int64_t numel_ = 0;
   std::vector<ParameterPtr> parameters_;
   std::vector<PartialGradient> partials_;

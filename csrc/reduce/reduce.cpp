@@ -117,7 +117,8 @@ void Reduction::add_product(const ParameterPtr& parameter, const at::Tensor& lef
   const auto dtype = left.scalar_type();
   const auto& dtypes = parameter->settings.gradient_dtypes;
   const std::array sizes{left.size(0), right.size(1)};
-  const bool may_be_held = !parameter->transport->can.reduces_in_any_order;  // computed alone then
+  const bool may_be_held =
+      !parameter->transport->can.reduces_in_any_order;  // then computed by itself
   const bool keeps_dtype = dtypes.normalised(left) == dtype &&
                            dtypes.wire.value_or(dtype) == dtype &&
                            !parameter->settings.detects_nonfinite &&

@@ -26,13 +26,13 @@ namespace zero3 {
 // The moment at which gradients are delivered: when their bucket is reduced, at the end of a
 // backward inside of another one, or at the end of any other.
 enum class Moment : uint8_t { kEarly, kNestedEnd, kEnd };
-// Receives gradients that a backward reduced, in the order in which they were sent, and at an end
-// the numbers of all models that the backward has delivered gradients of, earlier ones too. Called
-// without the GIL.
+// Receives the gradients that a backward has reduced, in the order in which they were sent. At the
+// end of a backward, also receives the numbers of all models whose gradients it has delivered,
+// early ones included. Called without the GIL.
 using Deliver = std::function<void(const std::vector<ReducedGradient>&, Moment,
                                    const std::vector<int64_t>& model_numbers)>;
 void set_deliver(Deliver deliver);
-// Called without the GIL when a backward has raised that had delivered gradients of these models.
+// Called without the GIL when a backward that has delivered gradients of these models raises.
 // Throws nothing.
 using Interrupted = std::function<void(const std::vector<int64_t>& model_numbers)>;
 void set_interrupted(Interrupted interrupted);
@@ -69,7 +69,7 @@ class Reduction {
   void finish(const std::vector<ParameterPtr>& parameters);
 
  private:
-  // add() and add_product(), under the lock.
+  // The part of add() that needs the lock.
   void add_locked(const ParameterPtr& parameter, const at::Tensor& raw, bool owned);
   // Delivers the reduced gradients that need not wait for the end of the backward.
   void deliver_early();

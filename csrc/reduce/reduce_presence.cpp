@@ -17,9 +17,9 @@ namespace {
 bool is_told(const Parameter& parameter) {
   const auto& can = parameter.transport->can;
   const auto& settings = parameter.settings;
-  const bool is_wanted =
+  const bool is_asked_for =
       settings.reduce_scatter_unused_params || settings.requires_gradient_on_all_ranks;
-  return parameter.has_others() && can.tells_presence && (can.reduces_in_any_order || is_wanted);
+  return parameter.has_others() && can.tells_presence && (can.reduces_in_any_order || is_asked_for);
 }
 
 }  // namespace

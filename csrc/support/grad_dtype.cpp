@@ -31,7 +31,7 @@ std::optional<at::ScalarType> contract_dtype(const std::string& name) {
   if (name == "any") return std::nullopt;
   for (auto& [known, dtype] : kNames)
     if (name == known) return dtype;
-  ZERO3_CHECK(false, "'", name, "' is no gradient dtype");
+  ZERO3_CHECK(false, "'", name, "' is not a gradient dtype");
 }
 
 }  // namespace zero3

@@ -22,7 +22,7 @@ namespace {
 constexpr size_t kLargestMapped = 32 << 20;
 // Size of the block held at the end of the heap: too large for most holes below it.
 constexpr size_t kStop = 128 << 10;
-constexpr uintptr_t kNear = 2 << 20;  // most bytes between this block and the end
+constexpr uintptr_t kNear = 2 << 20;  // maximum bytes between this block and the end
 constexpr size_t kMostHoles = 1024;
 
 struct Free {

@@ -17,7 +17,7 @@ namespace zero3 {
 namespace {
 
 constexpr int64_t kSmall = 64 << 10;  // bytes; malloc itself keeps smaller blocks
-constexpr double kMostWaste = 1.125;  // most size of a block, relative to the request
+constexpr double kMostWaste = 1.125;  // maximum size of a block, relative to the request
 
 struct Block {
   c10::DataPtr memory;

@@ -7,7 +7,7 @@
 
 namespace zero3 {
 
-// While an instance lives, autograd records nothing and new tensors are no inference tensors, even
+// While an instance lives, autograd records nothing and new tensors are not inference tensors, even
 // in the user's inference mode. The user's modes, such as selective checkpoints, see no operators.
 class WithoutUserModes {
   c10::InferenceMode no_inference_mode_{false};  // also enables gradients

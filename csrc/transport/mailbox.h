@@ -17,7 +17,7 @@
 
 namespace zero3 {
 
-// A block of a gradient that this rank sums.
+// A sum that this rank computes: of its rows of one block, over the mailboxes of all ranks.
 struct Letter {
   ParameterPtr parameter;
   size_t block;

@@ -15,7 +15,9 @@ constexpr int64_t kSlabBytes = 8 << 20;
 at::Tensor rows_of(const at::Tensor& full, const Parameter& parameter, int64_t rank) {
   return full.narrow(0, parameter.first_row_of(rank), parameter.rows_of(rank));
 }
-// Large gradients travel alone, in place if owned. The rest is packed into slabs, rank-major,
+
+// Large gradients travel alone, in their own memory if the bucket may take it over. Others are
+// packed into slabs, rank-major,
 // [world][chunk of p0 | chunk of p1 | ... | free], so that each rank's part is contiguous.
 class MessageReduce : public ReduceBucket {
  public:

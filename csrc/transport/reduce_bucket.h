@@ -36,8 +36,8 @@ class ReduceBucket {
   void add_zero(const ParameterPtr& parameter, at::ScalarType normalised_dtype);
   void close();  // no gradients are added after this
 
-  // Divisor still to be applied to the sum over all ranks. Where shards are replicated, it is
-  // applied after the sum over replicas.
+  // Divisor still to be applied to the sum over all ranks. Where shards are replicated, AllReduce
+  // applies it.
   double divisor() const { return divide_factor_ / pre_divide_factor_; }
 
   // Waits, and returns the reduced and scaled shard of each of parameters(), in its dtype of
@@ -68,7 +68,7 @@ class ReduceBucket {
   const int64_t capacity_;  // elements per rank
 
  private:
-  // Elements of `parameter` per rank, in the mean.
+  // Elements of `parameter` per rank, on average.
   int64_t space_of(const Parameter& parameter) const;
   // Notes `parameter`, and returns the dtype of its reduced shard.
   at::ScalarType note(const ParameterPtr& parameter, at::ScalarType normalised_dtype);

@@ -59,7 +59,7 @@ void SharedMemory::note_skipped_gather() {
   one_host_->backwards.count_publication();
 }
 
-bool SharedMemory::begin_backward_of_forward(const Parameter& parameter, uint64_t epoch) {
+bool SharedMemory::expect_epoch(const Parameter& parameter, uint64_t epoch) {
   is_invalid_ = gather_words.epoch() != epoch;
   return is_stale(parameter);
 }

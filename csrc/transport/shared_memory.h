@@ -38,7 +38,7 @@ class SharedMemory : public Transport {
 
   void note_skipped_gather() override;
   uint64_t epoch() const override { return gather_words.epoch(); }
-  bool begin_backward_of_forward(const Parameter& parameter, uint64_t epoch) override;
+  bool expect_epoch(const Parameter& parameter, uint64_t epoch) override;
   void invalidate() override { is_invalid_ = true; }
 
   const std::shared_ptr<OneHost>& one_host() const { return one_host_; }

@@ -20,8 +20,8 @@ class ReduceBucket;
 
 struct Capabilities {
   bool gathers_views = false;  // gathers into memory that nobody owns or may write to
-  // A backward reads what its forward published, and moves bytes only if that is stale or
-  // overwritten.
+  // To publish is to write this rank's rows to a copy that all ranks of the host read. A backward
+  // reads what its forward published, and moves bytes only if that is stale or overwritten.
   bool publishes = false;
   bool ranks_meet_in_backward = true;  // a gather in backward needs all ranks
   bool sends_any_dtype = false;  // sends a gradient as it is if the wire dtype holds it exactly
@@ -31,7 +31,9 @@ struct Capabilities {
   bool empty_waits = false;    // empty() may wait until other ranks have read what fills memory
   // Ranks may start the reductions of a backward in different orders.
   bool reduces_in_any_order = true;
-  bool tells_presence = true;  // when a backward begins; at negligible cost if in any order
+  // Ranks tell each other their presence when a backward begins; the cost is negligible if
+  // reduces_in_any_order.
+  bool tells_presence = true;
 };
 
 // A backward that has begun on the ranks of a transport. It ends with this object.
@@ -74,7 +76,8 @@ class Transport {
                            const at::TensorOptions& options) {
     return pooled_empty(sizes, options);
   }
-  // A number that tells several models apart, the same on all ranks.
+  // Index of the parameter among those of its process group, the same on all ranks; 0 if they all
+  // share this transport. That of a model's first parameter tells models apart: see presence_id.
   virtual uint64_t number() const { return 0; }
 
   // ---- transports that publish
@@ -86,9 +89,7 @@ class Transport {
   // Call when a backward begins, with the epoch() of its forward. Returns whether a read of the
   // parameter will publish it again: the shard has changed since, or another forward has run, or
   // another copy has taken the place.
-  virtual bool begin_backward_of_forward(const Parameter& parameter, uint64_t epoch) {
-    return false;
-  }
+  virtual bool expect_epoch(const Parameter& parameter, uint64_t epoch) { return false; }
   // Makes the next read in a backward publish the parameter again.
   virtual void invalidate() {}
 };

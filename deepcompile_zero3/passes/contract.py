@@ -26,7 +26,7 @@ def declare_grad_dtypes(gm: fx.GraphModule, parameters: Mapping[int, ParameterFa
             places |= {read: read for read in _reads(gm, inputs[position])}
         for node, place in places.items():
             with node.graph.inserting_after(place):
-                node.graph.call_function(grad_dtype.declare, (node, facts.grad_dtype))
+                node.graph.call_function(grad_dtype.declare, (node, facts.leaf_dtype))
     gm.graph.lint()
     for nested in graph_modules(gm):
         nested.recompile()

@@ -26,9 +26,9 @@ class ParameterFacts:
         is_spared: whether backward does without it (see ``spare``).
         reshard_after_forward: False keeps what forward gathered until backward has used it. None
             leaves the choice open: passes treat it as True, except the one that chooses.
-        grad_dtype: dtype of the leaf's contract; None keeps whatever arrives.
+        leaf_dtype: dtype of the leaf's contract; None keeps whatever arrives.
         is_trained: whether it needs a gradient.
-        reduce_dtype: dtype of its gradient on the wire; None keeps that of the contract.
+        wire_dtype: dtype of its gradient on the wire; None keeps that of the contract.
         declares_grad_dtype: whether the contract must be declared to AOTAutograd.
         is_read_as_gathered: whether modules read the gathered tensor itself, not one made of it.
     """
@@ -44,9 +44,9 @@ class ParameterFacts:
     only_embeds: bool = False
     is_spared: bool = False
     reshard_after_forward: bool | None = True
-    grad_dtype: torch.dtype | None = None
+    leaf_dtype: torch.dtype | None = None
     is_trained: bool = False
-    reduce_dtype: torch.dtype | None = None
+    wire_dtype: torch.dtype | None = None
     declares_grad_dtype: bool = False
     is_read_as_gathered: bool = True
 

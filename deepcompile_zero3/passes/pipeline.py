@@ -93,7 +93,7 @@ class Pipeline:
             log_graph(graph_module, direction, self._number, kept)
 
     def _rewrite_forward(self, graph_module: fx.GraphModule) -> None:
-        nodes = _sorted(_describe(graph_module, self.inputs)[0], in_forward_order)
+        nodes = _sorted(_find_parameters(graph_module, self.inputs)[0], in_forward_order)
         _name_placeholders(nodes, self._prefix)
         # Only these may be kept: the runtime knows a gradient by its parameter's placeholder.
         known = {n: f for n, f in nodes.items() if is_saved_for_backward(n) or not f.is_trained}
@@ -104,7 +104,7 @@ class Pipeline:
         clone_returned_views(graph_module, _saved_positions(graph_module.graph.output_node()))
 
     def _rewrite_backward(self, graph_module: fx.GraphModule) -> None:
-        nodes, gradients = _describe(graph_module, self.inputs)
+        nodes, gradients = _find_parameters(graph_module, self.inputs)
         kept = {node: facts for node, facts in nodes.items() if facts.fqn in self._kept}
         for node, facts in kept.items():
             node.meta[KEPT_OF] = facts.fqn
@@ -161,7 +161,7 @@ class Partitioner(compiler.CustomPartitionerFn):  # type: ignore[misc]
             )
             return partition(gm, joint_inputs, **kwargs)
         separate_results(gm)
-        nodes, _ = _describe(gm, self._inputs)
+        nodes, _ = _find_parameters(gm, self._inputs)
         tangents = [
             node for node in inputs if isinstance(node.meta.get("desc"), compiler.TangentAOTInput)
         ]
@@ -236,12 +236,12 @@ def _saved_positions(output: fx.Node) -> set[int]:
     }
 
 
-def _describe(
+def _find_parameters(
     gm: fx.GraphModule, inputs: Mapping[int, ParameterFacts]
 ) -> tuple[dict[fx.Node, ParameterFacts], dict[int, ParameterFacts]]:
-    """Returns the inputs that are placeholders, and the outputs that are their gradients.
+    """Returns the inputs that are parameters, and the outputs that are their gradients.
 
-    Records in the meta of these inputs whose placeholder they are.
+    Records the facts of each parameter in the meta of its input.
     """
     nodes = {}
     for node in gm.graph.find_nodes(op="placeholder"):

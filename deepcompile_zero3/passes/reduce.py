@@ -67,7 +67,7 @@ def insert_reduces(
         grad = results[position]
         if grad is None:
             continue
-        if is_cast_to(grad, facts.grad_dtype):
+        if is_cast_to(grad, facts.leaf_dtype):
             # The runtime casts too, and no compiler can fuse its cast with another one.
             grad = grad.args[0]
         if order[grad] > order[place]:
@@ -78,7 +78,7 @@ def insert_reduces(
                 "call_function",
                 op.default,
                 (source, placeholders[facts.fqn]),
-                {"contract": _C.contract_name(facts.grad_dtype)},
+                {"contract": _C.contract_name(facts.leaf_dtype)},
                 name=op.__name__,
             )
         last.meta["val"] = grad.meta["val"].new_empty(0)
@@ -109,8 +109,8 @@ def _reduction_of(grad: fx.Node, facts: ParameterFacts, results: list[Any]) -> t
     it and it is sent in its own dtype.
     """
     dtype = grad.meta["val"].dtype
-    leaf = facts.grad_dtype or dtype
-    wire = facts.reduce_dtype or leaf
+    leaf = facts.leaf_dtype or dtype
+    wire = facts.wire_dtype or leaf
     is_read = len(grad.users) > 1 or results.count(grad) > 1
     if facts.sends_any_dtype and torch.promote_types(dtype, wire) == wire:
         wire = dtype
@@ -152,5 +152,5 @@ def is_cast_to(node: fx.Node, dtype: torch.dtype | None) -> bool:
 
 
 def _comment_on(grad: torch.Tensor, facts: ParameterFacts) -> ReductionComment:
-    wire = facts.reduce_dtype or facts.grad_dtype or grad.dtype
-    return ReductionComment(grad.dtype, facts.grad_dtype, wire, grad.numel())
+    wire = facts.wire_dtype or facts.leaf_dtype or grad.dtype
+    return ReductionComment(grad.dtype, facts.leaf_dtype, wire, grad.numel())

@@ -31,7 +31,7 @@ def widen_weight_gradients(gm: fx.GraphModule, gradients: Mapping[int, Parameter
     results: Any = gm.graph.output_node().args[0]
     for position, facts in gradients.items():
         node = results[position]
-        if facts.grad_dtype not in (torch.float32, None) or results.count(node) != 1:
+        if facts.leaf_dtype not in (torch.float32, None) or results.count(node) != 1:
             continue
         passed = []
         while isinstance(node, fx.Node) and len(node.users) == 1 and _keeps_values(node):

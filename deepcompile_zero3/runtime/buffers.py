@@ -13,7 +13,8 @@ def release_buffers() -> int:
     again. On other devices nothing is kept.
 
     A backward also keeps glibc from trimming the end of its heap. After this call the heap may be
-    trimmed again, until the next backward. What lies there is freed by others and not counted.
+    trimmed again, until the next backward. Memory there is freed by its owners and is not
+    counted.
 
     Returns:
         The size of the freed buffers in bytes.

@@ -31,9 +31,10 @@ class AllGather:
 
 
 def republish_if_recomputing(parameters: Iterable[ShardedParameter]) -> None:
-    """Makes ranks publish ``parameters`` again if a backward recomputes a forward.
+    """Makes ranks that share memory write ``parameters`` again if a backward recomputes a forward.
 
-    Neither that forward nor the state of its publications is known.
+    The shared copies may be those of another forward. Has no effect on ranks that exchange
+    messages.
     """
     if _C.in_backward():
         _C.invalidate([parameter.handle for parameter in parameters])

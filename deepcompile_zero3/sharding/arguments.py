@@ -24,7 +24,7 @@ def resolve_dp_mesh_dims(mesh: DeviceMesh, dp_mesh_dims: Any) -> SpmdMesh | None
     """Returns ``mesh`` with the dimensions that ``dp_mesh_dims`` names, or None if none are given.
 
     Raises:
-        TypeError: ``mesh`` is no mesh, or ``dp_mesh_dims`` is no ``DataParallelMeshDims``.
+        TypeError: ``mesh`` is not a mesh, or ``dp_mesh_dims`` is not a ``DataParallelMeshDims``.
         ValueError: ``dp_mesh_dims`` names a dimension twice or one that ``mesh`` lacks; or it is
             None, and ``mesh`` has neither one nor two dimensions.
         NotImplementedError: this release of torch has no such argument, or ``dp_mesh_dims`` names
@@ -123,7 +123,7 @@ def resolve_reshard(
 
 
 def check_policy(policy: MixedPrecisionPolicy) -> None:
-    """Raises if ``policy`` is no policy, or has dtypes that gradients cannot have."""
+    """Raises if ``policy`` is not a policy, or has dtypes that gradients cannot have."""
     if not isinstance(policy, MixedPrecisionPolicy):
         raise TypeError(
             f"mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, got {policy!r}; to "

@@ -24,18 +24,17 @@ def _deliver(
 ) -> None:
     """Adds reduced gradients of a backward to ``.grad``.
 
-    The runtime calls this at the end of a backward, and before for those of ``step_in_backward``.
+    The runtime calls this at the end of a backward, and earlier for parameters that
+    ``step_in_backward`` steps.
     """
-    at_end = moment != _C.Moment.EARLY
     # A parameter that is missing was deleted during its own backward.
     arrived = [(parameter_of(handle.placeholder), reduced) for handle, reduced in gradients]
     delivered = [(parameter, reduced) for parameter, reduced in arrived if parameter is not None]
-    if at_end:
+    if moment != _C.Moment.EARLY:
         # Both are collective. Where meshes cross, one rank may find an error that another does not.
         errors = nonfinite_gradients(delivered), different_replicas(p for p, _ in delivered)
         if error := errors[0] or errors[1]:
             raise Zero3Error(error)
-    if at_end:
         _run_all_reduce_hooks(delivered)
     shards = [parameter.unchanged_shard() for parameter, _ in delivered]
     for (parameter, reduced), shard in zip(delivered, shards, strict=True):

@@ -11,7 +11,7 @@ from deepcompile_zero3.sharding.module import Zero3Module, weak_groups_of
 
 
 def share_comm_ctx(modules: Iterable[Zero3Module]) -> None:
-    """Has no effect: models whose ranks are the same share their communication always.
+    """Has no effect: models on the same ranks always share their communication.
 
     Args:
         modules: sharded modules, such as the stages of a pipeline on this rank.

@@ -65,12 +65,12 @@ class ParameterGroup:
         parameters: list[ShardedParameter],
         casts: ForwardCasts,
         connect: Mapping[DataParallel, Connect],
-        modules: int = 1,
+        num_modules: int = 1,
     ) -> None:
         self.parameters = parameters
         self.casts = casts
         self.connect = connect
-        self._modules = modules  # number of modules that have this group
+        self._num_modules = num_modules  # that have this group
         self.model: ShardedModel | None = None
         self.forward_prefetch: list[weakref.ref[ParameterGroup]] = []
         self.backward_prefetch: list[weakref.ref[ParameterGroup]] = []
@@ -135,14 +135,14 @@ class ParameterGroup:
         differentiable = parameter.placeholder.requires_grad and torch.is_grad_enabled()
         if value is None or value.requires_grad != differentiable:
             parameter.prepare_forward()
-            self.wait_for_gather()
+            self.gather()
             value = parameter.value_of(_C.read_gathered(parameter.handle))
             self._values[parameter] = value
         return value
 
     def _enter(self, forward: EagerForward) -> None:
         """Gathers the group for a forward, if this is the first read of it there."""
-        self.wait_for_gather()
+        self.gather()
         if not forward.saved.watch(self, self.parameters, _alive(self.backward_prefetch)):
             return
         self._values.clear()  # reads before this forward have an earlier contract
@@ -170,7 +170,7 @@ class ParameterGroup:
         self._unshard_called = True
         self.start_gather()
         if not async_op:
-            self.wait_for_gather()
+            self.gather()
         elif self._gathering is not None:
             self._gathering.snapshot()
 
@@ -205,8 +205,8 @@ class ParameterGroup:
                 self._gathering = AllGather(missing)
 
     @torch_internals.disable_dynamo
-    def wait_for_gather(self) -> None:
-        """Waits for the gather, and holds the full tensors for reads."""
+    def gather(self) -> None:
+        """Gathers, or waits for a gather that has started, and holds the full tensors for reads."""
         self.start_gather()
         if self._gathering is not None:
             gathering, self._gathering = self._gathering, None
@@ -258,7 +258,7 @@ class ParameterGroup:
         if forward is not None and forward is not self._forward:
             run = forward.modules_run.setdefault(self, set())
             run.add(id(module))
-            if len(run) < self._modules:
+            if len(run) < self._num_modules:
                 return  # other modules of the group may read them
             run.clear()
         _reshard_after_forward(self._end_outermost())
@@ -267,7 +267,8 @@ class ParameterGroup:
     def abort_forward(self, depth: int = 0) -> None:
         """Ends forwards of the group's module but ``depth`` of them; with none left, reshards.
 
-        torch calls no hook after a BaseException that is no Exception, such as a KeyboardInterrupt.
+        torch calls no hook after a BaseException that is not an Exception, such as a
+        KeyboardInterrupt.
         """
         self.depth = depth
         if depth == 0:
@@ -301,7 +302,7 @@ def compiled_forward(parameters: Sequence[ShardedParameter]) -> Iterator[bool]:
         return
     unsharded = [group for group in groups if group.is_unsharded_by_user]
     for group in unsharded:
-        group.wait_for_gather()
+        group.gather()
     try:
         yield True
     finally:

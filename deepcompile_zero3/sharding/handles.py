@@ -26,4 +26,4 @@ class GatherHandle(UnshardHandle):
     def wait(self) -> None:
         """Waits for the gather, if it has not ended."""
         if self._group.is_unsharded_by_user:
-            self._group.wait_for_gather()
+            self._group.gather()

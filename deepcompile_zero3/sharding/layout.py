@@ -234,7 +234,7 @@ class Layout:
         parameter that is read as a DTensor has one.
 
         Args:
-            registered: the object that the module registers, which is no DTensor.
+            registered: the object that the module registers, which is not a DTensor.
             local: the local tensor of the shard.
         """
         return (

@@ -56,7 +56,7 @@ def step_locally(optimizer: torch.optim.Optimizer, *, is_elementwise: bool = Fal
         is_elementwise: says that an optimizer of another class does so too.
 
     Raises:
-        TypeError: ``optimizer`` is no optimizer.
+        TypeError: ``optimizer`` is not an optimizer.
         ValueError: the optimizer may need more of a parameter than this rank's elements.
         Zero3Error: the call is the second for ``optimizer``.
     """
@@ -114,7 +114,7 @@ def check_optimizer(caller: str, optimizer: object, is_trusted: bool, doubt: str
         doubt: what an optimizer of another class may do, and the remedy.
 
     Raises:
-        TypeError: ``optimizer`` is no optimizer.
+        TypeError: ``optimizer`` is not an optimizer.
         ValueError: its class is none of torch's that do so.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -228,7 +228,7 @@ def _update(state: _State, local: _State, parameter: DTensor, shape: torch.Size)
             isinstance(known, DTensor) and torch_internals.local_tensor(known) is value
         ):
             continue
-        # A number of the optimizer's is no part of a scalar parameter.
+        # A number of the optimizer's is not a part of a scalar parameter.
         is_number = shape == () and key in _NUMBERS
         is_like = isinstance(value, torch.Tensor) and value.shape == shape and not is_number
         state[key] = torch_internals.dtensor_like(value, parameter) if is_like else value

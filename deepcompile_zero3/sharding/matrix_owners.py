@@ -77,8 +77,8 @@ class MatrixOwners:
                 continue
             if parameter.dim() < 2:
                 raise ValueError(
-                    f"'{name}' is no matrix: its shape is {list(parameter.shape)}; is_matrix has "
-                    "to return False for it"
+                    f"'{name}' is not a matrix: its shape is {list(parameter.shape)}; is_matrix "
+                    "has to return False for it"
                 )
             matrices.append((name, parameter, cost(parameter)))
         self.rank_of: dict[str, int] = {}

@@ -303,7 +303,7 @@ class Zero3Module(FSDP2Methods):
             stream: has no effect: the function runs on the current stream.
 
         Raises:
-            TypeError: ``hook`` is no function.
+            TypeError: ``hook`` is not a function.
             ValueError: ``stream`` is given on a 2-D mesh.
             Zero3Error: a backward steps a parameter of the group, see :func:`step_in_backward`.
         """

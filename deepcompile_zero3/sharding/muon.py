@@ -58,7 +58,7 @@ class Muon(torch.optim.Muon):
         given = param_group["params"]
         if isinstance(given, torch.Tensor):
             given = [given]
-        elif not isinstance(given, set):  # which torch refuses, like what is no tensor
+        elif not isinstance(given, set):  # which torch refuses, like what is not a tensor
             given = list(given)
         for each in given:
             fqn, parameter = each if isinstance(each, tuple) else (None, each)
@@ -116,7 +116,7 @@ def _check(fqn: str | None, parameter: torch.Tensor, in_rows: int) -> None:
     shape = list(parameter.shape)
     what = f"{'a parameter' if fqn is None else repr(fqn)} of shape {shape}"
     if len(shape) < 2:
-        raise ValueError(f"{what} is no matrix, and Muon updates matrices: use AdamW")
+        raise ValueError(f"{what} is not a matrix, and Muon updates matrices: use AdamW")
     if not isinstance(in_rows, int) or in_rows < 1 or shape[-2] % in_rows:
         raise ValueError(
             f"{what} is not made of {in_rows} equal matrices: set matrices to a divisor of "

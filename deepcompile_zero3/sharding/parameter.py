@@ -75,7 +75,7 @@ class ShardedParameter:
         self.declared_grad_dtype: torch.dtype | None = None
         self.leaf_contract = ""
         self.step_early: Callable[[Sequence[ShardedParameter]], None] | None = None
-        self._shard_of_forward = 0
+        self._forward_shard_id = 0
         self.ranks_meet_in_backward = True
         self.replicas_are_compared = layout.ranks.replicate_group is None
         self._connection: Connection | None = connection
@@ -148,7 +148,7 @@ class ShardedParameter:
     @property
     def has_run(self) -> bool:
         """Whether a forward has used the parameter."""
-        return self._shard_of_forward != 0
+        return self._forward_shard_id != 0
 
     def full_of_converted(self) -> torch.Tensor | None:
         """Returns ``Layout.full_like`` of a shard that was converted to another dtype, else None.
@@ -260,8 +260,8 @@ class ShardedParameter:
         shard = self.shard
         if not shard.is_leaf:
             raise Zero3Error(
-                f"'{self.fqn}' is no leaf now: a sharded model computes with its own parameters, "
-                "and functional_call with others that are computed is not supported"
+                f"'{self.fqn}' is not a leaf now: a sharded model computes with its own "
+                "parameters, and functional_call with others that are computed is not supported"
             )
         if torch_internals.local_tensor(shard) is not self.leaf.local:
             self.leaf.check_replacement(shard, self.handle.device)
@@ -287,7 +287,7 @@ class ShardedParameter:
                     "forward"
                 )
             self.handle.reshard()  # its last backward raised and has not resharded it
-        self._shard_of_forward = id(shard)
+        self._forward_shard_id = id(shard)
         as_traced = True
         if self.placeholder.requires_grad != shard.requires_grad:
             self.placeholder.requires_grad_(shard.requires_grad)
@@ -312,7 +312,7 @@ class ShardedParameter:
             self.prepare_forward()
 
     def _was_replaced(self, shard: DTensor) -> bool:
-        return self._shard_of_forward not in (0, id(shard))
+        return self._forward_shard_id not in (0, id(shard))
 
     def _set_grad_dtype(self, declared: torch.dtype | None) -> None:
         self.declared_grad_dtype = declared

@@ -60,7 +60,7 @@ class _Regather(Generic[_Group]):
             self._backward = _C.running_backward()
             self._fulls.clear()
             self._gathering = None
-            if self._epochs.begin_backward_of_forward():
+            if self._epochs.begin_backward():
                 self.parameters = dict.fromkeys(self._all)  # in one order on all ranks
         if self._gathering is not None:
             return
@@ -100,7 +100,7 @@ class _SavedView:
 
 @dataclass
 class _SavedTensor:
-    """A saved tensor that is no view of a gathered one.
+    """A saved tensor that is not a view of a gathered one.
 
     Detached: an output would keep its own node alive.
     """

@@ -70,7 +70,7 @@ def step_in_backward(
             its group.
         ValueError: ``optimizer`` may need several parameters at once, or ``bucket_mb`` is not
             positive or too large.
-        TypeError: ``model`` is not a module, or ``optimizer`` is no optimizer.
+        TypeError: ``model`` is not a module, or ``optimizer`` is not an optimizer.
     """
     check_optimizer(
         "step_in_backward",
@@ -97,7 +97,8 @@ def step_in_backward(
         if group_of(parameter).all_reduce_hook is not None:
             raise Zero3Error(
                 f"step_in_backward: the hook of set_all_reduce_hook on the group of "
-                f"'{parameter.fqn}' gets all gradients at the end of a backward: use one of both"
+                f"'{parameter.fqn}' gets all gradients at the end of a backward: use only one of "
+                "them"
             )
     return StepsInBackward(found, optimizer, int(bucket_mb * 2**20))
 
@@ -150,7 +151,7 @@ class StepsInBackward:
             shard.grad = None
 
 
-# Names of the parameters that backwards have stepped which have not ended, by number of the model.
+# Names of the parameters stepped by backwards that have not ended, by number of the model.
 _stepped: dict[int, set[str]] = {}
 
 
@@ -170,7 +171,8 @@ def run_early_steps(
 ) -> None:
     """Steps parameters whose gradients were delivered, if this is the last backward of a step.
 
-    At the end of the backward, parameters are stepped too that have gradients of earlier ones only.
+    At the end of the backward, parameters that only have gradients of earlier backwards are stepped
+    too.
 
     Args:
         delivered: parameters whose gradients were delivered now.

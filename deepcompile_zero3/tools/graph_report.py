@@ -58,8 +58,8 @@ class Graph:
     gradients: tuple[Gradient, ...]  # in the order in which they are reduced
     # FQNs and bytes of the parameters that a forward keeps gathered for its backward.
     kept: dict[str, int]
-    # Most bytes of gathered parameters alive at once, as planned; without memory that ranks share
-    # and, in a backward, what its forward kept.
+    # Maximum bytes of gathered parameters alive at once, as planned; without memory that ranks
+    # share and, in a backward, what its forward kept.
     gathered_peak: int
     saved: int  # bytes of activations that a forward saves; a data-dependent size counts as 0
 

@@ -246,7 +246,7 @@ def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
     Both have one spec if the dtype is the same: torch replaces specs, and does not change them.
     """
     spec = like._spec
-    meta = spec.tensor_meta
+    meta: Any = spec.tensor_meta
     if local.dtype != meta.dtype:
         meta = _TensorMeta(meta.shape, meta.stride, local.dtype)
         spec = _DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)

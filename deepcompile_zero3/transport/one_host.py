@@ -86,7 +86,7 @@ def share(
 
     Raises:
         Zero3Error: ``transport`` differs between ranks, or is ``"shared_memory"`` and that is not
-            possible. A single rank has no other rank to share with, which is no error.
+            possible. A single rank has no other rank to share with, which is not an error.
     """
     for memory in (_one_hosts, _rings):
         for known in list(memory):

@@ -142,9 +142,9 @@ def _from_config(asked: argparse.Namespace) -> nn.Module:
     try:
         values = json.loads(Path(asked.model).read_text())
     except json.JSONDecodeError as error:
-        raise Zero3Error(f"{asked.model} is no JSON: {error}") from error
+        raise Zero3Error(f"{asked.model} is not JSON: {error}") from error
     if "model_type" not in values:
-        raise Zero3Error(f"{asked.model} has no 'model_type': it is no config of transformers")
+        raise Zero3Error(f"{asked.model} has no 'model_type': it is not a config of transformers")
     try:
         config = AutoConfig.for_model(**values | {"use_cache": False})
     except ValueError as error:
