@@ -54,6 +54,7 @@ ABLATIONS = {
     "without-regions": Mode(
         "zero3, each of several equal blocks compiled", partial(zero3, options={"regions": False})
     ),
+    "zero3-local": Mode("zero3, with step_locally", partial(zero3, steps_locally=True)),
     "zero3-marked": Mode("zero3, blocks marked by nested_compile_region", _marked),
     "without-pool": Mode(
         "zero3-c10d-twice, every buffer allocated anew",

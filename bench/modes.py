@@ -104,6 +104,7 @@ def zero3(
     compiled: str = "model",
     options: dict[str, Any] | None = None,
     reduce_bucket_mb: float | None = None,
+    steps_locally: bool = False,
     **settings: Any,
 ) -> Step:
     """Trains with zero3; ``options`` go to the backend, ``settings`` to ``fully_shard``."""
@@ -112,8 +113,11 @@ def zero3(
         for module in model.modules():
             for parameter in parameters_of(module).values():
                 parameter.settings.bucket_bytes = int(reduce_bucket_mb * 2**20)
+    optimizer = _adamw(model.parameters())
+    if steps_locally:
+        deepcompile_zero3.step_locally(optimizer)
     run = _compiled(model, compiled, backend="zero3", options=options)
-    return _step(run, _adamw(model.parameters()))
+    return _step(run, optimizer)
 
 
 def _compiled(model: nn.Module, what: str, **settings: Any) -> nn.Module:

@@ -186,8 +186,8 @@ def test_a_contract_is_declared_before_its_input_is_used():
         gm,
         {
             1: facts("plain"),
-            2: facts("kept", grad_dtype=None, declares_grad_dtype=True),
-            3: facts("fp32", grad_dtype=torch.float32, declares_grad_dtype=True),
+            2: facts("kept", leaf_dtype=None, declares_grad_dtype=True),
+            3: facts("fp32", leaf_dtype=torch.float32, declares_grad_dtype=True),
         },
     )
 

@@ -10,7 +10,6 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
@@ -155,9 +154,9 @@ class _LocalTensors:
     """The local tensors of an optimizer's parameters, as parameters of their own."""
 
     def __init__(self) -> None:
-        # For each local tensor, a parameter in the same memory. Not for each DTensor: one with weak
-        # references cannot be swapped, as to_empty() does.
-        self._parameters = WeakIdKeyDictionary()
+        # A parameter in the memory of each local tensor, by the tensor's id, while it lives. Not of
+        # each DTensor: one with weak references cannot be swapped, as to_empty() does.
+        self._parameters: dict[int, tuple[weakref.ref[torch.Tensor], nn.Parameter]] = {}
 
     @contextlib.contextmanager
     def swapped_into(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
@@ -193,17 +192,24 @@ class _LocalTensors:
 
     def _local(self, parameter: DTensor) -> nn.Parameter:
         local = torch_internals.local_tensor(parameter)
-        mine: nn.Parameter | None = self._parameters.get(local)
-        if mine is None:
+        reference, mine = self._parameters.get(id(local), (None, None))
+        if reference is None or mine is None or reference() is not local:
             rows = rows_of(local, parameter)
             mine = nn.Parameter(rows, requires_grad=parameter.requires_grad)
-            self._parameters[local] = mine
+            forget = functools.partial(_forget, self._parameters, id(local))
+            self._parameters[id(local)] = weakref.ref(local, forget), mine
         gradient = torch_internals.local_gradient(parameter)
         if gradient is not None:
             if mine.grad_dtype != parameter.grad_dtype:  # which may change between steps
                 mine.grad_dtype = parameter.grad_dtype
             mine.grad = rows_of(gradient, parameter)
         return mine
+
+
+def _forget(references: dict[int, Any], key: int, reference: weakref.ref) -> None:
+    """Removes ``reference``, which has died, and not one that has its key by now."""
+    if references.get(key, (None,))[0] is reference:
+        del references[key]
 
 
 def _localized(state: _State, parameter: DTensor) -> _State:
@@ -220,7 +226,7 @@ def _update(state: _State, local: _State, parameter: DTensor, shape: torch.Size)
 
     ``shape`` is that of the local tensor.
     """
-    for key in state.keys() - local.keys():
+    for key in [key for key in state if key not in local]:
         del state[key]
     for key, value in local.items():
         known = state.get(key)

@@ -49,9 +49,10 @@ class GradientPart:
             return
         spec = torch_internals.spec_of(parameter)
         key = id(spec.mesh), spec.placements
-        if key not in groups_of:
-            groups_of[key] = _groups_of(spec.mesh, spec.placements)
-        self.groups = groups_of[key]
+        groups = groups_of.get(key)  # once: hashing placements takes time
+        if groups is None:
+            groups = groups_of[key] = _groups_of(spec.mesh, spec.placements)
+        self.groups = groups
         if self.grad is not None:
             self.grad = torch_internals.local_tensor(cast(DTensor, self.grad))
             self.summed = torch_internals.local_gradient(parameter)
