@@ -68,7 +68,7 @@ check-cuda:
 	cd tests && ../$(BIN)/pytest -m "smoke or cuda_build" $(ARGS)
 
 # The sanitizer watches our kernels only, and each tensor has memory of its own, past which it sees.
-# Calls that torch makes to learn what a driver can do are no errors.
+# Calls that torch makes to learn what a driver can do are not errors.
 GPU_SANITIZER_FLAGS = --error-exitcode 1 --report-api-errors no --kernel-name kns=zero3
 test-gpu: $(VENV)/.installed $(VENV)/.extra-test
 	$(BIN)/python -c 'import sys, torch; from deepcompile_zero3.runtime import _C; \
@@ -91,7 +91,8 @@ test-gpu: $(VENV)/.installed $(VENV)/.extra-test
 # never free some memory; memory that one C++ library allocates with new and another frees, which
 # torch's wheels do; whether two libraries define the same thing, which those of torch do; races on
 # memory that only torch or Python touches, or between processes (tests/one_host_random.cpp looks for
-# those). ThreadSanitizer slows compilers down: ARGS='-k "not zero3"' leaves Inductor out. If it ends
+# those). ThreadSanitizer slows compilers down: ARGS='-m "not inductor and not long"' leaves
+# most of Inductor out. If it ends
 # with "unexpected memory mapping", run make under setarch -R.
 SANITIZERS ?= address,undefined
 SANITIZER_LIBRARIES = $(patsubst address,asan,$(patsubst undefined,ubsan,$(patsubst thread,tsan,\

@@ -275,7 +275,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
             type=_names(modes),
             default=list(MODES),
             metavar="M,...",
-            help="by default all but variants of zero3",
+            help="by default all but those of bench/ablations.py",
         )
         part.add_argument("--ranks", type=int, default=2, help="processes of each mode")
         part.add_argument(

@@ -93,7 +93,7 @@ def _loss(outputs):
 
 
 def _matches(outputs):
-    """Returns how ill images and texts match. A contrastive loss would be no mean over rows."""
+    """Returns how ill images and texts match. A contrastive loss would not be a mean over rows."""
     return -outputs.logits_per_image.diagonal().mean()
 
 
@@ -337,7 +337,7 @@ def _task_of(name):
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         if isinstance(module, nn.BatchNorm2d):
-            module.eval()  # statistics of a batch are no mean over its rows
+            module.eval()  # statistics of a batch are not a mean over its rows
     names = architecture.blocks.split() or model._no_split_modules
     blocks = [each for each in model.modules() if type(each).__name__ in names]
     return Task(model, blocks[::-1], architecture.batch)  # inner blocks first

@@ -186,7 +186,7 @@ def _replaced_by_a_hook():
         mean_square(model, batch_of(4, 8)).backward()
 
 
-def test_a_hook_that_replaces_a_parameter_loses_no_gradient(run_ranks):
+def test_a_hook_that_replaces_a_parameter_is_refused(run_ranks):
     run_ranks(1, _replaced_by_a_hook)
 
 

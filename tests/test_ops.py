@@ -112,7 +112,7 @@ def test_written_gradients_are_as_their_fakes(model):
 
 
 def test_a_wait_takes_the_handle_of_a_start(model):
-    with pytest.raises(RuntimeError, match="takes what zero3::all_gather_start returned"):
+    with pytest.raises(RuntimeError, match="take what zero3::all_gather_start returned"):
         ops.all_gather_wait.default(
             torch.zeros(1, dtype=torch.int64), [placeholder(model, "dense")]
         )

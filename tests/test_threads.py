@@ -32,6 +32,14 @@ def _train(run, optimizer, batches, barrier=None):
         optimizer.zero_grad()
 
 
+def _train_beside(run, optimizer, batches, barrier):
+    try:
+        _train(run, optimizer, batches, barrier)
+    except BaseException:
+        barrier.abort()
+        raise
+
+
 def _sharded_and_trained(name, seed, transport):
     """Returns a sharded model, which has not trained, and an unsharded one that has."""
     torch.manual_seed(seed)
@@ -53,9 +61,10 @@ def _train_in_two_threads(how, transport):
         _train(run, optimizer, batches[:1])  # compiles: torch lets one thread at a time do so
     barrier = threading.Barrier(2, timeout=60)
     with ThreadPoolExecutor(2) as threads:
-        results = [threads.submit(_train, *each, batches[1:], barrier) for each in runs]
-        for result in results:
-            result.result()
+        results = [threads.submit(_train_beside, *each, batches[1:], barrier) for each in runs]
+        errors = [error for result in results if (error := result.exception()) is not None]
+    for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
+        raise error  # the cause, not that the other thread waited in vain
     for model, reference in pairs:
         assert_same_parameters(model, reference)
 

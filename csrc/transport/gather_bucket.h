@@ -17,7 +17,6 @@ class GatherBucket {
   explicit GatherBucket(std::vector<ParameterPtr> parameters);
   virtual ~GatherBucket() = default;
 
-  const std::vector<ParameterPtr>& parameters() const { return parameters_; }
   Collective collective() const;
 
   virtual void start() = 0;

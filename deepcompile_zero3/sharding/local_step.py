@@ -154,8 +154,8 @@ class _LocalTensors:
     """The local tensors of an optimizer's parameters, as parameters of their own."""
 
     def __init__(self) -> None:
-        # A parameter in the memory of each local tensor, by the tensor's id, while it lives. Not of
-        # each DTensor: one with weak references cannot be swapped, as to_empty() does.
+        # For each local tensor that lives, by its id, a parameter in the same memory. Not for each
+        # DTensor: one with weak references cannot be swapped, as to_empty() does.
         self._parameters: dict[int, tuple[weakref.ref[torch.Tensor], nn.Parameter]] = {}
 
     @contextlib.contextmanager
@@ -196,7 +196,7 @@ class _LocalTensors:
         if reference is None or mine is None or reference() is not local:
             rows = rows_of(local, parameter)
             mine = nn.Parameter(rows, requires_grad=parameter.requires_grad)
-            forget = functools.partial(_forget, self._parameters, id(local))
+            forget = functools.partial(_forget, weakref.ref(self), id(local))
             self._parameters[id(local)] = weakref.ref(local, forget), mine
         gradient = torch_internals.local_gradient(parameter)
         if gradient is not None:
@@ -206,10 +206,13 @@ class _LocalTensors:
         return mine
 
 
-def _forget(references: dict[int, Any], key: int, reference: weakref.ref) -> None:
-    """Removes ``reference``, which has died, and not one that has its key by now."""
-    if references.get(key, (None,))[0] is reference:
-        del references[key]
+def _forget(
+    owner: "weakref.ref[_LocalTensors]", key: int, reference: "weakref.ref[torch.Tensor]"
+) -> None:
+    """Removes the parameter of ``reference``, which has died, unless another tensor has its id."""
+    tensors = owner()
+    if tensors is not None and tensors._parameters.get(key, (None,))[0] is reference:
+        del tensors._parameters[key]
 
 
 def _localized(state: _State, parameter: DTensor) -> _State:

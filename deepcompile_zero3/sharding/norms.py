@@ -49,7 +49,7 @@ class GradientPart:
             return
         spec = torch_internals.spec_of(parameter)
         key = id(spec.mesh), spec.placements
-        groups = groups_of.get(key)  # once: hashing placements takes time
+        groups = groups_of.get(key)  # one lookup: hashing placements takes time
         if groups is None:
             groups = groups_of[key] = _groups_of(spec.mesh, spec.placements)
         self.groups = groups

@@ -243,7 +243,7 @@ def flat_submesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
     """Returns a DTensor of the shape and placements of ``like`` whose local tensor is ``local``.
 
-    Both have one spec if the dtype is the same: torch replaces specs, and does not change them.
+    Both share one spec if the dtype is the same: torch replaces specs and does not change them.
     """
     spec = like._spec
     meta: Any = spec.tensor_meta

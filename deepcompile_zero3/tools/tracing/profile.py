@@ -202,7 +202,7 @@ def _computation(events: Sequence[Event], waits: Sequence[float]) -> Iterator[Sp
 
 
 def _computes(event: Event) -> bool | None:
-    """Returns whether all inside an event is computation; None if parts of it may be."""
+    """Returns True if all of an event is computation, False if nothing, None if parts may be."""
     if event.kind != "operator":
         ours = _range(event)
         return False if ours and ours.phase != "send" else None
