@@ -26,7 +26,7 @@ help:
 	@echo 'make test-torch TORCH=2.15.0                             smoke-test another torch'
 	@echo 'make check-cuda                                          build for GPUs, with or without one'
 	@echo 'make test-gpu                                            test on the GPU of this machine'
-	@echo 'make sanitize [SANITIZERS=thread]                        look for memory errors, or races, in csrc/'
+	@echo 'make sanitize [SANITIZERS=thread]                        look for memory errors or races in csrc/'
 	@echo 'make bench [ARGS="-w A -m floor,zero3"]                  compare with others; under an hour'
 	@echo 'make bench-gpu [ARGS="--model 3b"]                       measure on a GPU; under 9 minutes'
 	@echo 'make lint                                                check style and types'
@@ -91,9 +91,8 @@ test-gpu: $(VENV)/.installed $(VENV)/.extra-test
 # never free some memory; memory that one C++ library allocates with new and another frees, which
 # torch's wheels do; whether two libraries define the same thing, which those of torch do; races on
 # memory that only torch or Python touches, or between processes (tests/one_host_random.cpp looks for
-# those). ThreadSanitizer slows compilers down: ARGS='-m "not inductor and not long"' leaves
-# most of Inductor out. If it ends
-# with "unexpected memory mapping", run make under setarch -R.
+# those). ThreadSanitizer slows compilers down: ARGS='-m "not inductor and not long"' leaves most of
+# Inductor out. If it ends with "unexpected memory mapping", run make under setarch -R.
 SANITIZERS ?= address,undefined
 SANITIZER_LIBRARIES = $(patsubst address,asan,$(patsubst undefined,ubsan,$(patsubst thread,tsan,\
   $(subst $(COMMA), ,$(SANITIZERS)))))

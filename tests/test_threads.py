@@ -15,10 +15,9 @@ from models import (
     mean_square,
     mine,
     optimizers_of,
+    shard,
 )
 from torch.distributed.device_mesh import DeviceMesh
-
-from deepcompile_zero3 import fully_shard
 
 _BATCHES = [batch_of(4, 1024, seed=seed) for seed in range(8)]
 
@@ -44,11 +43,9 @@ def _sharded_and_trained(name, seed, transport):
     """Returns a sharded model, which has not trained, and an unsharded one that has."""
     torch.manual_seed(seed)
     # Gradients of 8 MiB are reduced in two blocks. A mesh with the other's names would equal it.
-    model, reference = Stack(1024), Stack(1024)
-    reference.load_state_dict(model.state_dict())
     mesh = DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=(name,))
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh, transport=transport)
+    model = Stack(1024)
+    model, reference = shard(model, model.blocks, mesh=mesh, transport=transport)
     _train(reference, *optimizers_of(reference), _BATCHES)
     return model, reference
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
@@ -154,9 +155,9 @@ class _LocalTensors:
     """The local tensors of an optimizer's parameters, as parameters of their own."""
 
     def __init__(self) -> None:
-        # For each local tensor that lives, by its id, a parameter in the same memory. Not for each
-        # DTensor: one with weak references cannot be swapped, as to_empty() does.
-        self._parameters: dict[int, tuple[weakref.ref[torch.Tensor], nn.Parameter]] = {}
+        # For each local tensor, a parameter in the same memory. Not for each DTensor: one with weak
+        # references cannot be swapped, as to_empty() does.
+        self._parameters = WeakIdKeyDictionary()
 
     @contextlib.contextmanager
     def swapped_into(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
@@ -192,27 +193,17 @@ class _LocalTensors:
 
     def _local(self, parameter: DTensor) -> nn.Parameter:
         local = torch_internals.local_tensor(parameter)
-        reference, mine = self._parameters.get(id(local), (None, None))
-        if reference is None or mine is None or reference() is not local:
+        mine: nn.Parameter | None = self._parameters.get(local)
+        if mine is None:
             rows = rows_of(local, parameter)
             mine = nn.Parameter(rows, requires_grad=parameter.requires_grad)
-            forget = functools.partial(_forget, weakref.ref(self), id(local))
-            self._parameters[id(local)] = weakref.ref(local, forget), mine
+            self._parameters[local] = mine
         gradient = torch_internals.local_gradient(parameter)
         if gradient is not None:
             if mine.grad_dtype != parameter.grad_dtype:  # which may change between steps
                 mine.grad_dtype = parameter.grad_dtype
             mine.grad = rows_of(gradient, parameter)
         return mine
-
-
-def _forget(
-    owner: "weakref.ref[_LocalTensors]", key: int, reference: "weakref.ref[torch.Tensor]"
-) -> None:
-    """Removes the parameter of ``reference``, which has died, unless another tensor has its id."""
-    tensors = owner()
-    if tensors is not None and tensors._parameters.get(key, (None,))[0] is reference:
-        del tensors._parameters[key]
 
 
 def _localized(state: _State, parameter: DTensor) -> _State:
@@ -229,7 +220,7 @@ def _update(state: _State, local: _State, parameter: DTensor, shape: torch.Size)
 
     ``shape`` is that of the local tensor.
     """
-    for key in [key for key in state if key not in local]:
+    for key in state.keys() - local.keys():
         del state[key]
     for key, value in local.items():
         known = state.get(key)

@@ -278,15 +278,14 @@ class ShardedParameter:
             not, they are updated now.
         """
         shard = self.refresh()
-        if self.handle.is_stale():
-            if not self.settings.reshard_after_backward:
-                raise Zero3Error(
-                    f"'{self.fqn}' has changed since it was gathered, and "
-                    "set_reshard_after_backward(False) said to compute with that again: set it to "
-                    "True before the last backward of a step, or call reshard() before the next "
-                    "forward"
-                )
+        if (is_stale := self.handle.is_stale()) and self.settings.reshard_after_backward:
             self.handle.reshard()  # its last backward raised and has not resharded it
+        elif is_stale:
+            raise Zero3Error(
+                f"'{self.fqn}' has changed since it was gathered, and set_reshard_after_backward("
+                "False) said to compute with that again: set it to True before the last backward "
+                "of a step, or call reshard() before the next forward"
+            )
         self._forward_shard_id = id(shard)
         as_traced = True
         if self.placeholder.requires_grad != shard.requires_grad:
@@ -325,11 +324,7 @@ class ShardedParameter:
         self.update_guard_key()
 
     def unchanged_shard(self) -> DTensor:
-        """Returns the shard.
-
-        Raises:
-            Zero3Error: it is not the one of the forward, or has another contract.
-        """
+        """Returns the shard. Raises Zero3Error if it or its contract is not the forward's."""
         shard = self.refresh()
         if self._was_replaced(shard):
             raise Zero3Error(
