@@ -102,7 +102,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_parameters(m);
 
   py::class_<Gather>(m, "Gather")
-      .def(py::init<std::vector<ParameterPtr>>(), py::call_guard<py::gil_scoped_release>())
+      .def(py::init([](std::vector<ParameterPtr> parameters, const std::string& formats) {
+             auto parsed = parse_formats(formats, parameters.size());
+             return std::make_unique<Gather>(std::move(parameters), std::move(parsed));
+           }),
+           py::arg("parameters"), py::arg("formats") = "", py::call_guard<py::gil_scoped_release>())
       .def("snapshot", &Gather::snapshot, py::call_guard<py::gil_scoped_release>())
       .def("finish", &Gather::finish, py::arg("fresh"), py::call_guard<py::gil_scoped_release>());
 
@@ -192,6 +196,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("limit_buffers", &limit_pool, py::call_guard<py::gil_scoped_release>());
   m.def("make_placeholder", &make_placeholder);
   m.def("declare_grad_dtype", &declare_grad_dtype);
+  m.def("quantize", [](const at::Tensor& rows, const std::string& format) {
+    return quantize(rows, parse_formats(format, 1).front().value());
+  });
+  m.def("dequantize",
+        [](const at::Tensor& rows, const at::Tensor& quantized, const std::string& format) {
+          dequantize(rows, quantized, parse_formats(format, 1).front().value());
+        });
   m.def("copy_all",
         [](const std::vector<at::Tensor>& to, const std::vector<std::optional<at::Tensor>>& from,
            at::ScalarType through, double divisor) {

@@ -90,10 +90,12 @@ Tensor token_after(at::TensorList placeholders) {
   return token(placeholders[0]);
 }
 
-Tensor all_gather_start(at::TensorList placeholders, const std::optional<Tensor>& after) {
+Tensor all_gather_start(at::TensorList placeholders, const std::optional<Tensor>& after,
+                        std::string formats) {
   std::vector<ParameterPtr> parameters;
   for (auto& placeholder : placeholders) parameters.push_back(Registry::get().find(placeholder));
-  return StartedGathers::get().add(std::make_unique<Gather>(std::move(parameters)));
+  return StartedGathers::get().add(
+      std::make_unique<Gather>(std::move(parameters), parse_formats(formats, placeholders.size())));
 }
 
 // Returns fresh memory: a compiler may write to it after its last use.
@@ -276,7 +278,8 @@ void register_kernels(torch::Library& m) {
 TORCH_LIBRARY(zero3, m) {
   // A replayed CUDA graph would not gather or reduce.
   const std::vector<at::Tag> tags{at::Tag::cudagraph_unsafe};
-  m.def("all_gather_start(Tensor[] placeholders, Tensor? after=None) -> Tensor", tags);
+  m.def("all_gather_start(Tensor[] placeholders, Tensor? after=None, str formats='') -> Tensor",
+        tags);
   m.def("all_gather_wait(Tensor handle, Tensor[] placeholders, Tensor? after=None) -> Tensor[]",
         tags);
   // The results alias an input, so that no compiler writes to them.

@@ -17,6 +17,7 @@ from torch import fx
 
 from deepcompile_zero3.compile_once import first_alone, graph_key
 from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.gather_format import gather_format
 from deepcompile_zero3.grad_dtype import declare
 from deepcompile_zero3.graph.capture import is_capturing
 from deepcompile_zero3.graph.log import logs_are_requested
@@ -97,7 +98,9 @@ class CompiledGraph:
                 "placeholder of a live one: its model was deleted while it was compiled"
             )
         self._positions = tuple(parameters)
-        facts = _facts(parameters, gm)
+        facts = _facts(parameters, gm, options)
+        self._formats = [facts[position].gather_format for position in self._positions]
+        self._options = options
         regions = _regions(gm, facts, options)
         pipeline = pipeline_of(parameters.values(), facts, options)
         self._run = _compile(gm, example_inputs, pipeline, regions, options, compile_graph)
@@ -117,10 +120,23 @@ class CompiledGraph:
         # The graph was compiled for distinct parameters. If two of them are tied by now, it would
         # bring one parameter two gradients.
         as_traced = len(set(parameters)) == len(parameters)
+        if callable(self._options.gather_dtype):
+            self._check_formats(parameters)
         for parameter in parameters:
             as_traced &= parameter.prepare_forward()
         with compiled_forward(parameters) as is_whole:
             return self._forward(args, parameters, as_traced, is_whole)
+
+    def _check_formats(self, parameters: Sequence[ShardedParameter]) -> None:
+        """Raises Zero3Error if the function ``gather_dtype`` tells twins of modules apart."""
+        for parameter, traced in zip(parameters, self._formats, strict=True):
+            asked = gather_format(parameter, self._options)
+            if asked != traced:
+                raise Zero3Error(
+                    f"gather_dtype says {asked or None} of '{parameter.fqn}', and {traced or None} "
+                    "of the parameter in whose place a compiled graph takes it: equal modules that "
+                    "are compiled one by one share a graph. Compile the model as a whole"
+                )
 
     def _forward(
         self, args: tuple, parameters: list[ShardedParameter], as_traced: bool, is_whole: bool
@@ -176,8 +192,9 @@ def _sharded_inputs(example_inputs: Sequence[Any]) -> dict[int, ShardedParameter
 
 
 def _facts(
-    parameters: Mapping[int, ShardedParameter], lifted: fx.GraphModule
+    parameters: Mapping[int, ShardedParameter], lifted: fx.GraphModule, options: Options
 ) -> dict[int, ParameterFacts]:
+    formats = {position: gather_format(each, options) for position, each in parameters.items()}
     groups: dict[str, int] = {}  # numbered by appearance: graphs hold nothing run-specific
     inputs = lifted.graph.find_nodes(op="placeholder")
     uses = uses_of(lifted.graph)
@@ -186,8 +203,8 @@ def _facts(
         position: ParameterFacts(
             fqn=parameter.fqn,
             process_group=groups.setdefault(parameter.shard_group_name, len(groups)),
-            gathers_views=parameter.handle.can.gathers_views,
-            publishes=parameter.handle.can.publishes,
+            gathers_views=parameter.handle.can.gathers_views and not formats[position],
+            publishes=parameter.handle.can.publishes and not formats[position],
             sends_any_dtype=parameter.handle.can.sends_any_dtype,
             uses=uses[inputs[position]][0],
             only_embeds=uses[inputs[position]][1],
@@ -202,6 +219,7 @@ def _facts(
             declares_grad_dtype=parameter.placeholder.requires_grad
             and parameter.settings.gradient_dtypes.leaf != parameter.compute_dtype,
             is_read_as_gathered=parameter.is_read_as_gathered,
+            gather_format=formats[position],
         )
         for position, parameter in parameters.items()
     }

@@ -1,11 +1,16 @@
 """The options of the ``zero3`` backend."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import torch
+from torch import nn
+
 from deepcompile_zero3.errors import check_bool
+
+GATHER_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,14 @@ class Options:
         regions: whether equal blocks, which are modules that ``fully_shard`` was called on, are
             compiled once for all of them. None means if Inductor compiles them: op by op there is
             nothing to share. Ignored with ``fp32_weight_grads``.
+        gather_dtype: dtype in which floating-point parameters of two or more dimensions are
+            gathered, or a function that returns it, or None, for the name and the shard of one of
+            them. The dtypes are float8_e4m3fn, float8_e5m2 and int8: shards are quantised before
+            they are sent, with a scale for each block. The graphs compute with the rounded values,
+            and optimizers step the shards as they are. None quantises nothing.
+        gather_block: number of elements in a block, which must divide a row: the elements behind
+            one index of the sharded dimension. None takes 128 where that divides a row, or else
+            the whole row.
     """
 
     inductor: bool = True
@@ -36,12 +49,21 @@ class Options:
     keep_mb: float = 64.0
     fp32_weight_grads: bool = False
     regions: bool | None = None
+    gather_dtype: torch.dtype | Callable[[str, nn.Parameter], torch.dtype | None] | None = None
+    gather_block: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("inductor", "fp32_weight_grads"):
             check_bool(f"option '{name}'", getattr(self, name))
         if not isinstance(self.regions, bool | None):
             raise ValueError(f"option 'regions' must be a bool or None, got {self.regions!r}")
+        if self.gather_dtype is not None and not callable(self.gather_dtype):
+            check_gather_dtype("option 'gather_dtype'", self.gather_dtype)
+        block = self.gather_block
+        if block is not None and (type(block) is not int or block < 1):
+            raise ValueError(f"option 'gather_block' must be an int of at least 1, got {block!r}")
+        if block is not None and self.gather_dtype is None:
+            raise ValueError("option 'gather_block' needs 'gather_dtype'")
         if not isinstance(self.inductor_config, Mapping):
             raise ValueError(
                 f"option 'inductor_config' must be a dict, got {self.inductor_config!r}"
@@ -79,3 +101,11 @@ class Options:
                 f"the options are {', '.join(map(repr, known))}"
             )
         return Options(**(options or {}))
+
+
+def check_gather_dtype(what: str, dtype: object) -> None:
+    """Raises ValueError unless parameters can be gathered in ``dtype``."""
+    if dtype not in GATHER_DTYPES:
+        raise ValueError(
+            f"{what} must be one of {', '.join(map(str, GATHER_DTYPES))}, got {dtype!r}"
+        )

@@ -11,7 +11,10 @@
 
 namespace zero3 {
 
-Gather::Gather(std::vector<ParameterPtr> parameters) : parameters_(std::move(parameters)) {
+Gather::Gather(std::vector<ParameterPtr> parameters, std::vector<Format> formats)
+    : parameters_(std::move(parameters)),
+      formats_(formats.empty() ? std::vector<Format>(parameters_.size()) : std::move(formats)),
+      is_quantized_(parameters_.size()) {
   start();
 }
 
@@ -22,13 +25,18 @@ void Gather::start() {
   std::vector<ParameterPtr> sources;  // for each parameter, the one whose shards are gathered
   std::vector<size_t> missing;        // places among `parameters_`
   for (auto& parameter : parameters_) {
-    ZERO3_CHECK(!in_backward() || !parameter->is_delivered_early, "'", parameter->fqn,
+    ZERO3_CHECK(!in_backward() || !parameter->gradients.is_delivered_early, "'", parameter->fqn,
                 "' may have been stepped in this backward, which needs it again: leave it out of "
                 "step_in_backward");
     unsharded_.push_back(parameter->gathered.full());
     versions_.push_back(parameter->shard_version());
-    if (!parameter->gathered.is_unsharded()) missing.push_back(sources.size());
+    const size_t place = sources.size();
     sources.push_back(Parameter::source_of(parameter));
+    const auto& format = formats_[place];
+    is_quantized_[place] = format && sources[place] == parameter;
+    if (parameter->gathered.is_unsharded()) continue;
+    missing.push_back(place);
+    if (is_quantized_[place]) sources[place] = parameter->quantized(*format);
   }
   while (!missing.empty()) {
     const auto& first = *sources[missing.front()];
@@ -66,11 +74,20 @@ std::vector<at::Tensor> Gather::finish(bool fresh) {
     auto gathered = bucket->finish(fresh);
     for (size_t i = 0; i < gathered.size(); ++i) {
       const auto place = places[i];
-      fulls[place] = gathered[i];
-      retain(*parameters_[place], gathered[i], !fresh, versions[place], is_recorded);
+      fulls[place] = full_of(place, gathered[i]);
+      retain(*parameters_[place], fulls[place], !fresh, versions[place], is_recorded);
     }
   }
   return fulls;
+}
+
+at::Tensor Gather::full_of(size_t place, const at::Tensor& gathered) const {
+  if (!is_quantized_[place]) return gathered;
+  const Parameter& parameter = *parameters_[place];
+  auto full = pooled_empty(parameter.sizes, parameter.strides,
+                           gathered.options().dtype(parameter.compute_dtype));
+  dequantize(full, gathered, *formats_[place]);
+  return full;
 }
 
 void Gather::retain(Parameter& parameter, const at::Tensor& full, bool read_only, uint64_t version,

@@ -5,16 +5,21 @@
 #include <utility>
 #include <vector>
 
+#include "kernels/quantize.h"
 #include "parameter/parameter.h"
 #include "transport/gather_bucket.h"
 
 namespace zero3 {
 
 // A started gather of parameters. It has one collective for each (transport, compute dtype) of the
-// parameters without a full tensor, in order of appearance. Shards are cast before they are sent.
+// parameters without a full tensor, in order of appearance. Shards are cast before they are sent,
+// or quantised.
 class Gather {
  public:
-  explicit Gather(std::vector<ParameterPtr> parameters);
+  using Format = std::optional<QuantizedFormat>;
+
+  // `formats` of the shards on the wire, one for each of `parameters`; none if it is empty.
+  explicit Gather(std::vector<ParameterPtr> parameters, std::vector<Format> formats = {});
 
   // Lets the shards change before finish(), which still gathers their old values.
   void snapshot();
@@ -30,6 +35,8 @@ class Gather {
 
  private:
   void start();
+  // Returns the full tensor of a bucket's result: that result, unless it is quantised.
+  at::Tensor full_of(size_t place, const at::Tensor& gathered) const;
   // Keeps what later forwards and backwards need of a full tensor gathered just now.
   static void retain(Parameter& parameter, const at::Tensor& full, bool read_only, uint64_t version,
                      bool is_recorded);
@@ -40,8 +47,10 @@ class Gather {
   };
 
   std::vector<ParameterPtr> parameters_;  // no duplicates
-  std::vector<at::Tensor> unsharded_;     // full tensors that were there; else undefined
-  std::vector<uint64_t> versions_;        // versions of the shards
+  const std::vector<Format> formats_;
+  std::vector<bool> is_quantized_;     // for each parameter, whether its bytes are gathered
+  std::vector<at::Tensor> unsharded_;  // full tensors that were there; else undefined
+  std::vector<uint64_t> versions_;     // versions of the shards
   std::vector<Started> buckets_;
   bool is_started_ = false;
 };

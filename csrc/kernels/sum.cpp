@@ -8,18 +8,12 @@
 
 #include "kernels/copy.h"
 #include "kernels/nontemporal_copy.h"
+#include "kernels/vectorised.h"
 
 namespace zero3 {
 namespace {
 
 constexpr int64_t kBlock = 128;  // elements; their sums stay in registers, or nearly so
-
-// Also compiled for AVX2, which is selected at run time: bfloat16 is four times faster.
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__)
-#define ZERO3_VECTORISED __attribute__((target_clones("avx2", "default")))
-#else
-#define ZERO3_VECTORISED
-#endif
 
 template <typename Addend, typename Out>
 ZERO3_VECTORISED void sum_on_cpu(Out* out, const std::vector<const Addend*>& addends, int64_t numel,

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
 #include <mutex>
 #include <optional>
 
@@ -71,6 +72,9 @@ class GradientAccumulator {
   // Counts the nonfinite elements of a gradient that has arrived.
   void detect_nonfinite(const at::Tensor& raw);
   std::optional<Nonfinite> take_nonfinite();
+
+  // Whether a backward that has not ended has delivered the gradient early.
+  std::atomic<bool> is_delivered_early = false;
 
   // Drops everything, after a backward that raised.
   void drop();

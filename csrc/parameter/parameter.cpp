@@ -65,6 +65,26 @@ ParameterPtr Parameter::source_of(const ParameterPtr& parameter) {
   return is_there ? there : parameter;
 }
 
+ParameterPtr Parameter::quantized(const QuantizedFormat& format) {
+  auto found = std::ranges::find(quantized_, format, &Quantized::format);
+  if (found == quantized_.end()) {
+    const auto row_bytes = format.row_bytes(row_numel());
+    auto bytes = std::make_shared<Parameter>(
+        ParameterSpec{
+            {rows(), row_bytes}, {row_bytes, 1}, at::kByte, device, rank, world_size, owner},
+        nullptr, at::Tensor());
+    bytes->fqn = fqn;
+    bytes->connect(quantized_transport_ ? quantized_transport_ : transport);
+    found = quantized_.insert(quantized_.end(), {format, std::move(bytes), 0});
+  }
+  auto& [_, bytes, version] = *found;
+  if (!in_backward() || !bytes->shard.defined() || version != shard_version()) {
+    bytes->shard = quantize(shard, format);
+    version = shard_version();
+  }
+  return bytes;
+}
+
 bool Parameter::is_wanted() const {
   return !placeholder.defined() || zero3::is_wanted(placeholder);
 }

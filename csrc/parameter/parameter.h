@@ -12,12 +12,12 @@
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
-#include <atomic>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "kernels/quantize.h"
 #include "parameter/gathered.h"
 #include "parameter/gradient_accumulator.h"
 
@@ -87,14 +87,14 @@ struct Parameter : public ParameterSpec {
   at::Tensor shard;  // [shard_rows, ...], read at every gather, never written
   Gathered gathered;
   GradientAccumulator gradients;
-  // Whether a backward that has not ended has delivered its gradient early.
-  std::atomic<bool> is_delivered_early = false;
   // This parameter sharded over some of its ranks between forward and backward; null if it is not.
   // Its shard is undefined outside that interval.
   std::shared_ptr<Parameter> after_forward;
 
   // Sets the transport, once.
   void connect(std::shared_ptr<Transport> to);
+  // Sets the transport of quantised shards, if it is another one.
+  void connect_quantized(std::shared_ptr<Transport> to) { quantized_transport_ = std::move(to); }
 
   // Describes this parameter's chunk in the key of a message.
   std::string chunk_key() const { return fqn + "[" + std::to_string(chunk_numel()) + "]"; }
@@ -117,6 +117,10 @@ struct Parameter : public ParameterSpec {
   // The parameter whose shards are gathered now: `parameter` or its `after_forward`.
   static std::shared_ptr<Parameter> source_of(const std::shared_ptr<Parameter>& parameter);
 
+  // A parameter of bytes, whose shard is this one's rows quantised as they are now. A backward may
+  // get them as of its forward, if torch's version counters record no change.
+  std::shared_ptr<Parameter> quantized(const QuantizedFormat& format);
+
   // Whether other ranks add to its gradients.
   bool has_others() const { return world_size > 1 || replicas; }
   // Throws unless `raw` can be its full gradient.
@@ -135,6 +139,13 @@ struct Parameter : public ParameterSpec {
  private:
   c10::VariableVersion version_;
   uint64_t version_after_forward_ = 0;  // version of the shard behind `after_forward`
+  struct Quantized {
+    QuantizedFormat format;
+    std::shared_ptr<Parameter> parameter;
+    uint64_t version;  // version of the shard that is quantised
+  };
+  std::vector<Quantized> quantized_;  // one for each format that was asked for
+  std::shared_ptr<Transport> quantized_transport_;
 };
 
 using ParameterPtr = std::shared_ptr<Parameter>;

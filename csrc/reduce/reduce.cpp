@@ -156,7 +156,7 @@ void Reduction::deliver_early() {
     early.assign(rest.begin(), rest.end());
     results_.erase(rest.begin(), rest.end());
     for (auto& result : early) {
-      result.parameter->is_delivered_early = true;
+      result.parameter->gradients.is_delivered_early = true;
       delivered_.push_back(result.parameter);
     }
   }
@@ -164,7 +164,8 @@ void Reduction::deliver_early() {
 }
 
 void Reduction::forget_delivered() {
-  for (auto& parameter : std::exchange(delivered_, {})) parameter->is_delivered_early = false;
+  for (auto& parameter : std::exchange(delivered_, {}))
+    parameter->gradients.is_delivered_early = false;
 }
 
 bool Reduction::goes_at_once(const Parameter& parameter) const {

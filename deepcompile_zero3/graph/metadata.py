@@ -14,6 +14,13 @@ KEPT_OF = "zero3_kept_of"
 COMMENT = "zero3_comment"
 
 
+def formats_of(start: fx.Node) -> list[str]:
+    """Returns the formats of the parameters of a gather's start; empty if not quantised."""
+    placeholders: Any = start.args[0]
+    formats: Any = start.args[2] if len(start.args) > 2 else ""
+    return formats.split(",") if formats else [""] * len(placeholders)
+
+
 def fqns_of(collective: fx.Node) -> list[str]:
     """Returns the FQNs of the parameters of a gather's start or of a reduction in a graph."""
     starts = collective.target is ops.all_gather_start.default

@@ -31,6 +31,8 @@ class ParameterFacts:
         wire_dtype: dtype of its gradient on the wire; None keeps that of the contract.
         declares_grad_dtype: whether the contract must be declared to AOTAutograd.
         is_read_as_gathered: whether modules read the gathered tensor itself, not one made of it.
+        gather_format: how its shards are quantised before they are gathered (see
+            ``gather_format``); empty: not at all.
     """
 
     fqn: str
@@ -49,6 +51,7 @@ class ParameterFacts:
     wire_dtype: torch.dtype | None = None
     declares_grad_dtype: bool = False
     is_read_as_gathered: bool = True
+    gather_format: str = ""
 
     @property
     def may_be_kept(self) -> bool:

@@ -60,7 +60,7 @@ def insert_gathers(
         with graph.inserting_before(place):
             ahead = []
             for bucket in [] if number == len(batches) else batches[number][1]:
-                after = _start(graph, bucket, after)
+                after = _start(graph, bucket, [parameters[n].gather_format for n in bucket], after)
                 ahead.append(after)
             for start, bucket in zip(started, batch, strict=True):
                 gathers_views = parameters[bucket[0]].gathers_views
@@ -130,8 +130,12 @@ def _batches(
     return batches
 
 
-def _start(graph: fx.Graph, bucket: list[fx.Node], after: fx.Node | None) -> fx.Node:
-    arguments = (bucket,) if after is None else (bucket, after)
+def _start(
+    graph: fx.Graph, bucket: list[fx.Node], formats: list[str], after: fx.Node | None
+) -> fx.Node:
+    arguments: tuple = (bucket,) if after is None else (bucket, after)
+    if any(formats):
+        arguments = (bucket, after, ",".join(formats))
     start = graph.create_node(
         "call_function", ops.all_gather_start.default, arguments, name="all_gather"
     )

@@ -2,7 +2,7 @@
 
 ========================================================  ========================================
 ``zero3::unshard(placeholder, contract)``                 returns the full tensor
-``zero3::all_gather_start(placeholders, after)``          starts a gather, returns a handle
+``zero3::all_gather_start(placeholders, after, ...)``     starts a gather, returns a handle
 ``zero3::all_gather_wait(handle, placeholders, after)``   returns full tensors and a token
 ``zero3::all_gather_views(handle, placeholders, after)``  likewise, as views that no graph owns
 ``zero3::reduce_grad(grad, placeholder, after, ...)``     takes a full gradient, returns a token
@@ -16,8 +16,10 @@ Rewritten graphs contain gathers and reductions in place of ``unshard``. The gra
 A *placeholder* has the full shape, compute dtype and strides of a parameter, and zero bytes of
 storage. The runtime finds the parameter by the address of that storage. A *token* is an empty
 tensor. An op that starts or waits for a collective takes the handle or token of the one before it
-as ``after``, so that no scheduler swaps two. Reductions also take ``use`` and ``contract``:
-*contract* is the leaf's dtype as text; *use* tells equal gradients of two uses apart.
+as ``after``, so that no scheduler swaps two. ``all_gather_start`` also takes ``formats``: how each
+shard is quantised before it is sent (see ``gather_format``), if any is. Reductions also take
+``use`` and ``contract``: *contract* is the leaf's dtype as text; *use* tells equal gradients of two
+uses apart.
 """
 
 from collections.abc import Sequence
@@ -35,7 +37,9 @@ def _(placeholder: torch.Tensor, contract: str) -> torch.Tensor:
 
 
 @torch.library.register_fake("zero3::all_gather_start")
-def _(placeholders: Sequence[torch.Tensor], after: torch.Tensor | None = None) -> torch.Tensor:
+def _(
+    placeholders: Sequence[torch.Tensor], after: torch.Tensor | None = None, formats: str = ""
+) -> torch.Tensor:
     return torch.empty(1, dtype=torch.int64, device="cpu")
 
 

@@ -143,6 +143,7 @@ class ShardedParameter:
 
     def _connect(self, connection: Connection) -> None:
         self.handle.transport = connection.transport_of(self.handle)
+        self.handle.connect_quantized(connection.quantized)
         self.ranks_meet_in_backward = self.handle.can.ranks_meet_in_backward
 
     @property

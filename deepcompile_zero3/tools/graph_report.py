@@ -10,7 +10,7 @@ from torch import fx
 
 from deepcompile_zero3.graph.alias import base_of, views_of
 from deepcompile_zero3.graph.capture import CapturedGraph
-from deepcompile_zero3.graph.metadata import COMMENT, fqns_of
+from deepcompile_zero3.graph.metadata import COMMENT, formats_of, fqns_of
 from deepcompile_zero3.graph.peak import gathered_items
 from deepcompile_zero3.graph.size import nbytes_of, nbytes_of_tensor
 from deepcompile_zero3.graph.text import short_name
@@ -30,6 +30,7 @@ class GatherBucket:
     starts_before: str  # the operator that the gather starts before
     needed_by: str  # the operator that waits for the gather
     ahead: int  # the number of operators between the start and the wait
+    formats: dict[str, str]  # of the parameters that are quantised; see ``gather_format``
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,7 @@ def _gathers(graph: fx.Graph) -> Iterator[GatherBucket]:
             starts_before=_name((between + after)[:1]),
             needed_by=_name(after[:1]),
             ahead=len(between),
+            formats={name: f for name, f in zip(names, formats_of(start), strict=True) if f},
         )
 
 

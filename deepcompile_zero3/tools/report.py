@@ -13,6 +13,7 @@ from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.sharding.swap import original_class
 from deepcompile_zero3.tools.document import Document
 from deepcompile_zero3.tools.graph_report import Graph, graph_of
+from deepcompile_zero3.tools.quantized import Quantized, quantized, table_of
 from deepcompile_zero3.tools.table import Cell, Table, and_more, mib
 from deepcompile_zero3.tools.timeline import Timeline
 from deepcompile_zero3.torch_internals import local_tensor
@@ -33,6 +34,7 @@ class Report(Document):
         graphs: forwards, then backwards, each in the order of compilation.
         breaks: Dynamo's messages of where and why it broke the graph; code between two graphs runs
             eagerly.
+        quantized: the parameters whose shards are quantised before they are gathered.
         in_eager: FQNs of parameters that no graph gathers; eager code that reads them gathers them.
         timeline: the predicted timeline of a step that runs each graph once.
     """
@@ -45,6 +47,7 @@ class Report(Document):
     shards: int
     graphs: tuple[Graph, ...]
     breaks: tuple[str, ...]
+    quantized: tuple[Quantized, ...]
     in_eager: tuple[str, ...]
     timeline: Timeline = field(repr=False, compare=False)
 
@@ -104,6 +107,9 @@ class Report(Document):
             yield f"{name}: at most {mib(graph.gathered_peak)} MiB gathered at once{more}"
             yield from graph.parts()
             numbers[graph.direction] += 1
+        if self.quantized:
+            yield ""
+            yield table_of(self.quantized)
         if self.in_eager:
             yield ""
             yield f"gathered by eager code, if it reads them: {and_more(self.in_eager)}"
@@ -157,6 +163,7 @@ def report_of(
         shards=sum(nbytes_of_tensor(local_tensor(p.shard)) for p in parameters),
         graphs=tuple(described),
         breaks=breaks,
+        quantized=quantized(parameters, {k: f for b in buckets for k, f in b.formats.items()}),
         in_eager=tuple(p.fqn for p in parameters if p.fqn not in gathered),
         timeline=timeline,
     )

@@ -22,11 +22,14 @@ class Connection:
     Attributes:
         medium: the memory that ranks share, or the transport by messages, which is one for all
             parameters of a group.
+        quantized: the transport of quantised shards: always messages, since no rank computes with
+            what it would read in shared memory.
         after_forward: the ranks that a parameter is sharded over between forward and backward, if
             they are others, and the messages between them.
     """
 
     medium: MappedMemory | _C.Messages
+    quantized: _C.Messages
     after_forward: tuple[_C.Channel, _C.Messages] | None = None
 
     def transport_of(self, parameter: _C.Parameter) -> _C.Transport:
@@ -75,17 +78,19 @@ def connect(
         Zero3Error: see :func:`one_host.share`.
     """
     parts = share(fulls, owners, group, device.type, transport, take_turns)
-    if parts is not None:
-        return [Connection(part) for part in parts]
-    # All ranks make groups of our own before one of them may fail.
     asked = transport == "c10d"
+    gathers = channel_of(group, device, sends_to_itself=asked)
+    if parts is not None:
+        quantized = _C.Messages(gathers, gathers)
+        return [Connection(part, quantized) for part in parts]
+    # All ranks make groups of our own before one of them may fail.
     reductions = channel_of(group_for_reductions(group), device, sends_to_itself=asked)
-    messages = _C.Messages(channel_of(group, device, sends_to_itself=asked), reductions)
+    messages = _C.Messages(gathers, reductions)
     there = None
     if after_forward is not None:
         channel = channel_of(neighbours(group, after_forward), device)
         there = channel, _C.Messages(channel, reductions)
-    return [Connection(messages, there)] * len(fulls)
+    return [Connection(messages, messages, there)] * len(fulls)
 
 
 def channel_of(

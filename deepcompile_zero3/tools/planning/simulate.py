@@ -14,7 +14,7 @@ from torch import fx
 
 from deepcompile_zero3.graph.alias import base_of
 from deepcompile_zero3.graph.capture import CapturedGraph, CapturedGraphs
-from deepcompile_zero3.graph.metadata import COMMENT, fqns_of
+from deepcompile_zero3.graph.metadata import COMMENT, formats_of, fqns_of
 from deepcompile_zero3.graph.peak import gathered_items
 from deepcompile_zero3.graph.size import nbytes_of
 from deepcompile_zero3.passes.reduce import ReductionComment
@@ -192,7 +192,8 @@ class _Simulation:
         names = fqns_of(start)
         shards = sum(self.parameters[name].shard.nbytes for name in names)
         self._compute("cast", 2 * shards, names)
-        gather = _C.Gather([self.parameters[name] for name in names])
+        formats = ",".join(formats_of(start))
+        gather = _C.Gather([self.parameters[name] for name in names], formats)
         self.memory.follow_buffers()
         return gather, [self._launch("gather", record) for record in self.log.take()]
 

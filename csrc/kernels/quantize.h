@@ -1,0 +1,39 @@
+// Quantisation of rows by blocks: a code of one byte for each element, and a scale for each block.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace zero3 {
+
+struct QuantizedFormat {
+  at::ScalarType dtype;  // of the codes: float8_e4m3fn, float8_e5m2 or int8
+  int64_t block;         // elements of a row that share a scale
+
+  bool operator==(const QuantizedFormat&) const = default;
+
+  // Bytes of a row of `row_numel` elements, a multiple of `block`: the codes, zeros up to a
+  // multiple of four bytes, and the scales in fp32.
+  int64_t row_bytes(int64_t row_numel) const;
+};
+
+// Reads formats of several parameters, such as "float8_e4m3fn/128,,int8/64": empty for one that is
+// not quantised. An empty text is for any number of those.
+std::vector<std::optional<QuantizedFormat>> parse_formats(const std::string& text, size_t count);
+
+// Quantises each row of `rows` [n, ...], in a floating dtype, and returns uint8 [n, row_bytes].
+at::Tensor quantize(const at::Tensor& rows, const QuantizedFormat& format);
+
+// Writes to `rows` [n, ...] what `quantized` [n, row_bytes] stands for.
+void dequantize(const at::Tensor& rows, const at::Tensor& quantized, const QuantizedFormat& format);
+
+// These on a GPU, for contiguous tensors. Only defined with ZERO3_WITH_CUDA.
+void quantize_on_cuda(const at::Tensor& quantized, const at::Tensor& rows,
+                      const QuantizedFormat& format);
+void dequantize_on_cuda(const at::Tensor& rows, const at::Tensor& quantized,
+                        const QuantizedFormat& format);
+
+}  // namespace zero3
