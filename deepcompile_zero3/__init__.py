@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from deepcompile_zero3.sharding.module import Zero3Module
     from deepcompile_zero3.sharding.muon import Muon
     from deepcompile_zero3.sharding.owned import Owned
+    from deepcompile_zero3.sharding.quantized_gradients import quantize_gradients
     from deepcompile_zero3.sharding.step_in_backward import step_in_backward
     from deepcompile_zero3.tools.explain import explain
     from deepcompile_zero3.tools.planning.ahead import CompiledAhead, compile_ahead
@@ -82,6 +83,7 @@ __all__ = [
     "gradient_norms",
     "limit_buffers",
     "plan",
+    "quantize_gradients",
     "record_collectives",
     "register_fsdp_forward_method",
     "release_buffers",
@@ -114,6 +116,7 @@ _LATER = {
     "MatrixOwners": "deepcompile_zero3.sharding.matrix_owners",
     "Muon": "deepcompile_zero3.sharding.muon",
     "Owned": "deepcompile_zero3.sharding.owned",
+    "quantize_gradients": "deepcompile_zero3.sharding.quantized_gradients",
     "register_fsdp_forward_method": "deepcompile_zero3.sharding.fsdp_functions",
     "share_comm_ctx": "deepcompile_zero3.sharding.fsdp_functions",
     "CompiledAhead": "deepcompile_zero3.tools.planning.ahead",

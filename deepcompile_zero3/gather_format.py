@@ -1,20 +1,13 @@
-"""Chooses how the shards of parameters are quantised before they are gathered.
-
-A *format* is text, such as ``float8_e4m3fn/128``: the dtype of the codes, and the number of
-elements in a block, which share a scale. Blocks lie within a row of the runtime, so that the
-rounded values do not depend on the number of ranks. Empty text stands for no quantisation.
-"""
+"""Chooses how the shards of parameters are quantised before they are gathered."""
 
 import math
 from typing import cast
 
 from torch import nn
 
-from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.options import Options, check_gather_dtype
+from deepcompile_zero3.options import Options
+from deepcompile_zero3.quantized_format import can_be_quantised, check_dtype, format_of
 from deepcompile_zero3.sharding.parameter import ShardedParameter
-
-_BLOCK = 128
 
 
 def gather_format(parameter: ShardedParameter, options: Options) -> str:
@@ -26,20 +19,14 @@ def gather_format(parameter: ShardedParameter, options: Options) -> str:
     """
     dtype = options.gather_dtype
     name, shard = parameter.fqn, cast(nn.Parameter, parameter.shard)
-    if shard.ndim < 2 or not shard.is_floating_point() or shard.numel() == 0:
+    if not can_be_quantised(shard):
         return ""
     if callable(dtype):
         dtype = dtype(name, shard)
         if dtype is not None:
-            check_gather_dtype(f"gather_dtype of '{name}'", dtype)
+            check_dtype(f"gather_dtype of '{name}'", dtype)
     if dtype is None:
         return ""
-    row = math.prod(parameter.placeholder.shape[1:])
-    block = options.gather_block or (_BLOCK if row % _BLOCK == 0 else row)
-    if row % block:
-        raise Zero3Error(
-            f"option 'gather_block' is {block}, which does not divide a row of '{name}' "
-            f"{list(shard.shape)}, {row} elements: choose a divisor of {row}, leave gather_block "
-            "out, or give a function as gather_dtype that returns None for this parameter"
-        )
-    return f"{str(dtype).removeprefix('torch.')}/{block}"
+    row = math.prod(parameter.handle.sizes[1:])
+    what = "option 'gather_block'"
+    return format_of(dtype, options.gather_block, what, name, shard.shape, row)

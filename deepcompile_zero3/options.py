@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from deepcompile_zero3.errors import check_bool
-
-GATHER_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+from deepcompile_zero3.quantized_format import check_block, check_dtype
 
 
 @dataclass(frozen=True)
@@ -58,11 +57,9 @@ class Options:
         if not isinstance(self.regions, bool | None):
             raise ValueError(f"option 'regions' must be a bool or None, got {self.regions!r}")
         if self.gather_dtype is not None and not callable(self.gather_dtype):
-            check_gather_dtype("option 'gather_dtype'", self.gather_dtype)
-        block = self.gather_block
-        if block is not None and (type(block) is not int or block < 1):
-            raise ValueError(f"option 'gather_block' must be an int of at least 1, got {block!r}")
-        if block is not None and self.gather_dtype is None:
+            check_dtype("option 'gather_dtype'", self.gather_dtype)
+        check_block("option 'gather_block'", self.gather_block)
+        if self.gather_block is not None and self.gather_dtype is None:
             raise ValueError("option 'gather_block' needs 'gather_dtype'")
         if not isinstance(self.inductor_config, Mapping):
             raise ValueError(
@@ -101,11 +98,3 @@ class Options:
                 f"the options are {', '.join(map(repr, known))}"
             )
         return Options(**(options or {}))
-
-
-def check_gather_dtype(what: str, dtype: object) -> None:
-    """Raises ValueError unless parameters can be gathered in ``dtype``."""
-    if dtype not in GATHER_DTYPES:
-        raise ValueError(
-            f"{what} must be one of {', '.join(map(str, GATHER_DTYPES))}, got {dtype!r}"
-        )

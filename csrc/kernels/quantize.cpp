@@ -7,6 +7,7 @@
 #include <charconv>
 #include <cstring>
 
+#include "kernels/copy.h"
 #include "kernels/quantize_dispatch.h"
 #include "kernels/vectorised.h"
 #include "support/error.h"
@@ -22,18 +23,6 @@ constexpr std::pair<const char*, at::ScalarType> kNames[] = {
     {"float8_e5m2", at::kFloat8_e5m2},
     {"int8", at::kChar},
 };
-
-QuantizedFormat parse_format(const std::string& text) {
-  const auto slash = std::min(text.find('/'), text.size());
-  const auto named = std::ranges::find_if(
-      kNames, [&](auto& item) { return text.compare(0, slash, item.first) == 0; });
-  int64_t block = 0;
-  if (slash < text.size())
-    std::from_chars(text.data() + slash + 1, text.data() + text.size(), block);
-  ZERO3_CHECK(named != std::end(kNames) && block > 0, "'", text,
-              "' is no format such as float8_e4m3fn/128");
-  return {named->second, block};
-}
 
 template <typename Code, typename From>
 ZERO3_VECTORISED void quantize_row(uint8_t* to, const From* from, int64_t numel, int64_t block) {
@@ -65,7 +54,46 @@ ZERO3_VECTORISED void dequantize_row(To* to, const uint8_t* from, int64_t numel,
   }
 }
 
+template <typename Code, typename To>
+ZERO3_VECTORISED void sum_row(To* to, const std::vector<const uint8_t*>& addends, int64_t numel,
+                              int64_t block, float divisor) {
+  float sums[kPart];
+  for (int64_t first = 0; first < numel; first += block) {
+    for (int64_t part = 0; part < block; part += kPart) {
+      const int64_t count = std::min(kPart, block - part);
+      for (size_t k = 0; k < addends.size(); ++k) {
+        float scale;
+        std::memcpy(&scale, addends[k] + scale_offset(numel, first / block), sizeof(scale));
+        const uint8_t* codes = addends[k] + first + part;
+        if (k == 0)
+          for (int64_t i = 0; i < count; ++i) sums[i] = Code::decode(codes[i]) * scale;
+        else
+          for (int64_t i = 0; i < count; ++i) sums[i] += Code::decode(codes[i]) * scale;
+      }
+      To* target = to + first + part;
+      for (int64_t i = 0; i < count; ++i) target[i] = static_cast<To>(sums[i] / divisor);
+    }
+  }
+}
+
 }  // namespace
+
+QuantizedFormat QuantizedFormat::parse(const std::string& text) {
+  const auto slash = std::min(text.find('/'), text.size());
+  const auto named = std::ranges::find_if(
+      kNames, [&](auto& item) { return text.compare(0, slash, item.first) == 0; });
+  int64_t block = 0;
+  if (slash < text.size())
+    std::from_chars(text.data() + slash + 1, text.data() + text.size(), block);
+  ZERO3_CHECK(named != std::end(kNames) && block > 0, "'", text,
+              "' is no format such as float8_e4m3fn/128");
+  return {named->second, block};
+}
+
+std::string QuantizedFormat::text() const {
+  const auto named = std::ranges::find(kNames, dtype, [](auto& item) { return item.second; });
+  return std::string(named->first) + "/" + std::to_string(block);
+}
 
 int64_t QuantizedFormat::row_bytes(int64_t row_numel) const {
   ZERO3_CHECK(row_numel > 0 && row_numel % block == 0, "rows of ", row_numel,
@@ -79,7 +107,8 @@ std::vector<std::optional<QuantizedFormat>> parse_formats(const std::string& tex
     for (size_t begin = 0; begin <= text.size();) {
       const auto end = std::min(text.find(',', begin), text.size());
       const auto format = text.substr(begin, end - begin);
-      formats.push_back(format.empty() ? std::nullopt : std::optional(parse_format(format)));
+      formats.push_back(format.empty() ? std::nullopt
+                                       : std::optional(QuantizedFormat::parse(format)));
       begin = end + 1;
     }
   ZERO3_CHECK(formats.empty() || formats.size() == count, "there are ", formats.size(),
@@ -140,6 +169,35 @@ void dequantize(const at::Tensor& rows, const at::Tensor& quantized,
                 rows.mutable_data_ptr<scalar_t>() + row * numel,
                 quantized.const_data_ptr<uint8_t>() + row * row_bytes, numel, format.block);
         });
+  });
+}
+
+void sum_quantized(const at::Tensor& rows, const std::vector<at::Tensor>& addends,
+                   const QuantizedFormat& format, double divisor) {
+  if (rows.is_meta() || rows.numel() == 0) return;
+  if (!rows.is_cpu()) {
+    auto sum = pooled_empty(rows.sizes(), rows.options().dtype(at::kFloat));
+    auto addend = pooled_empty(rows.sizes(), sum.options());
+    dequantize(sum, addends.front(), format);
+    for (size_t k = 1; k < addends.size(); ++k) {
+      dequantize(addend, addends[k], format);
+      sum.add_(addend);
+    }
+    copy_all({{rows, sum}}, at::kFloat, divisor);
+    return;
+  }
+  const int64_t numel = c10::multiply_integers(rows.sizes().slice(1));
+  const int64_t row_bytes = format.row_bytes(numel);
+  with_code(format.dtype, [&](auto code) {
+    AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, rows.scalar_type(), "sum", [&] {
+      std::vector<const uint8_t*> sources;
+      for (auto& addend : addends) sources.push_back(addend.const_data_ptr<uint8_t>());
+      for (int64_t row = 0; row < rows.size(0); ++row) {
+        sum_row<decltype(code), scalar_t>(rows.mutable_data_ptr<scalar_t>() + row * numel, sources,
+                                          numel, format.block, static_cast<float>(divisor));
+        for (auto& source : sources) source += row_bytes;
+      }
+    });
   });
 }
 

@@ -15,6 +15,10 @@ struct QuantizedFormat {
 
   bool operator==(const QuantizedFormat&) const = default;
 
+  // Reads a text such as "float8_e4m3fn/128".
+  static QuantizedFormat parse(const std::string& text);
+  std::string text() const;
+
   // Bytes of a row of `row_numel` elements, a multiple of `block`: the codes, zeros up to a
   // multiple of four bytes, and the scales in fp32.
   int64_t row_bytes(int64_t row_numel) const;
@@ -29,6 +33,10 @@ at::Tensor quantize(const at::Tensor& rows, const QuantizedFormat& format);
 
 // Writes to `rows` [n, ...] what `quantized` [n, row_bytes] stands for.
 void dequantize(const at::Tensor& rows, const at::Tensor& quantized, const QuantizedFormat& format);
+
+// Sets `rows` to the sum of what `addends` stand for, in fp32 and in their order, over `divisor`.
+void sum_quantized(const at::Tensor& rows, const std::vector<at::Tensor>& addends,
+                   const QuantizedFormat& format, double divisor);
 
 // These on a GPU, for contiguous tensors. Only defined with ZERO3_WITH_CUDA.
 void quantize_on_cuda(const at::Tensor& quantized, const at::Tensor& rows,

@@ -15,11 +15,33 @@ namespace zero3 {
 inline void bind_parameters(pybind11::module_& m) {
   using Dtype = std::optional<at::ScalarType>;
   pybind11::class_<GradientDtypes>(m, "GradientDtypes")
-      .def(pybind11::init<Dtype, Dtype, Dtype>(), pybind11::arg("leaf"), pybind11::arg("wire"),
-           pybind11::arg("shard"))
+      .def(pybind11::init([](Dtype leaf, Dtype wire, Dtype shard) {
+             return GradientDtypes{leaf, wire, shard};
+           }),
+           pybind11::arg("leaf"), pybind11::arg("wire"), pybind11::arg("shard"))
       .def_readonly("leaf", &GradientDtypes::leaf)
       .def_readonly("wire", &GradientDtypes::wire)
-      .def_readonly("shard", &GradientDtypes::shard);
+      .def_readonly("shard", &GradientDtypes::shard)
+      .def_property_readonly("quantized",
+                             [](const GradientDtypes& self) {
+                               return self.quantized ? self.quantized->text() : std::string();
+                             })
+      .def_readonly("feeds_error_back", &GradientDtypes::feeds_error_back)
+      .def("quantized_like",
+           [](GradientDtypes self, const GradientDtypes& other) {
+             self.quantized = other.quantized;
+             self.feeds_error_back = other.feeds_error_back;
+             return self;
+           })
+      .def(
+          "with_quantized",
+          [](GradientDtypes self, const std::string& format, bool feeds_error_back) {
+            self.quantized =
+                format.empty() ? std::nullopt : std::optional(QuantizedFormat::parse(format));
+            self.feeds_error_back = feeds_error_back;
+            return self;
+          },
+          pybind11::arg("format"), pybind11::arg("feeds_error_back"));
   pybind11::class_<Settings>(m, "Settings")
       .def_readwrite("gradient_dtypes", &Settings::gradient_dtypes)
       .def_readwrite("divide_factor", &Settings::divide_factor)
@@ -93,6 +115,9 @@ inline void bind_parameters(pybind11::module_& m) {
       .def("deposit", &Parameter::deposit, pybind11::call_guard<pybind11::gil_scoped_release>())
       .def("drop_gradients", &Parameter::drop_gradients,
            pybind11::call_guard<pybind11::gil_scoped_release>())
+      .def(
+          "forget_error", [](Parameter& self) { self.gradients.take_error(); },
+          pybind11::call_guard<pybind11::gil_scoped_release>())
       .def(
           "take_dropped", [](Parameter& self) { return self.gradients.take_dropped(); },
           pybind11::call_guard<pybind11::gil_scoped_release>())

@@ -74,6 +74,16 @@ void GradientAccumulator::widen(at::ScalarType dtype) {
   if (sum_) sum_->arrived_dtype = c10::promoteTypes(sum_->arrived_dtype, dtype);
 }
 
+at::Tensor GradientAccumulator::take_error() {
+  std::lock_guard lock(mutex_);
+  return std::exchange(error_, {});
+}
+
+void GradientAccumulator::keep_error(at::Tensor error) {
+  std::lock_guard lock(mutex_);
+  error_ = std::move(error);
+}
+
 void GradientAccumulator::add_partial(PartialGradient added) {
   std::lock_guard lock(mutex_);
   if (partial_) {

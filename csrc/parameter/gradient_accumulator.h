@@ -7,6 +7,8 @@
 #include <mutex>
 #include <optional>
 
+#include "kernels/quantize.h"
+
 namespace zero3 {
 
 // The dtypes of a gradient at each stage.
@@ -14,6 +16,8 @@ struct GradientDtypes {
   std::optional<at::ScalarType> leaf;   // the leaf's contract; nullopt: as it arrives
   std::optional<at::ScalarType> wire;   // nullopt: the normalised dtype
   std::optional<at::ScalarType> shard;  // the optimizer's; nullopt: the normalised dtype
+  std::optional<QuantizedFormat> quantized = std::nullopt;  // on the wire, in place of `wire`
+  bool feeds_error_back = false;  // adds what quantising one gradient has lost to the next
 
   // Dtype to which `raw` is cast first.
   at::ScalarType normalised(const at::Tensor& raw) const {
@@ -65,6 +69,10 @@ class GradientAccumulator {
   // Widens the sum's `arrived_dtype` as if a gradient of `dtype` had arrived on this rank.
   void widen(at::ScalarType dtype);
 
+  // What quantising the latest gradient has lost, of the full shape in fp32; undefined before it.
+  at::Tensor take_error();
+  void keep_error(at::Tensor error);
+
   void add_partial(PartialGradient partial);
   std::optional<PartialGradient> take_partial();
   bool is_empty() const;  // neither a sum nor a partial
@@ -87,6 +95,7 @@ class GradientAccumulator {
   std::optional<Sum> sum_;
   std::optional<PartialGradient> partial_;
   std::optional<Nonfinite> nonfinite_;
+  at::Tensor error_;
   bool dropped_ = false;
 };
 

@@ -1,7 +1,9 @@
 // The ranks of a process group, and the exchanges between them.
 //
 //   gather   rows [n], one for each rank, with this rank's written  ->  all rows written
-//   reduce   rows [n], one for each rank                            ->  this rank's from every rank
+//   reduce   rows [n], one for each rank                            ->  this rank's from every
+//   rank,
+//                                                                       or their sum
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -41,6 +43,9 @@ class Exchange {
 
   // Nobody but a backend may write to `rows` before wait(), and nobody read them.
   virtual void reduce(const Rows& rows, const std::string& key) = 0;
+
+  // Like reduce(), but addends() has all ranks' rows whatever the backend sums.
+  virtual void collect(const Rows& rows, const std::string& key) = 0;
 
   // Raises, naming the key, if another rank does not take part in time.
   virtual void wait() = 0;

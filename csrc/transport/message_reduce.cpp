@@ -1,5 +1,9 @@
 // Reductions of ranks that exchange messages.
+#include <ATen/ops/empty.h>
+#include <ATen/ops/sub.h>
+
 #include "kernels/copy.h"
+#include "kernels/quantize.h"
 #include "kernels/sum.h"
 #include "support/memory.h"
 #include "support/profiler_range.h"
@@ -34,10 +38,17 @@ class MessageReduce : public ReduceBucket {
     std::vector<Copy> copies;  // copies of sums from a collective
     for (auto& [parameter, shard_dtype, piece, offset, is_alone] : entries_) {
       const auto sizes = parameter->sizes_with_rows(parameter->shard_rows());
-      const int64_t numel = parameter->shard_rows() * parameter->row_numel();
+      const int64_t numel = parameter->shard_rows() * sent_row(*parameter);
       Rows addends;
       for (auto& addend : exchange_->addends()[*piece])
-        addends.push_back(addend.narrow(0, offset, numel).view(sizes));
+        addends.push_back(addend.narrow(0, offset, numel));
+      if (is_quantized_) {
+        shards.push_back(pooled_empty(sizes, options_.dtype(shard_dtype)));
+        const auto& format = *parameter->settings.gradient_dtypes.quantized;
+        sum_quantized(shards.back(), addends, format, divisor_now());
+        continue;
+      }
+      for (auto& addend : addends) addend = addend.view(sizes);
       const bool takes_over = is_alone && shard_dtype == wire_dtype();
       // A received addend's memory: this rank's own addend, the first on the first rank, may be
       // rows of the whole gradient.
@@ -66,7 +77,7 @@ class MessageReduce : public ReduceBucket {
   // Depends only on the parameter: ranks may compute its gradient in different ways.
   bool goes_alone(const Parameter& parameter) const {
     if (in_pieces_ || parameter.owner) return true;
-    const int64_t nbytes = parameter.chunk_numel() * options_.dtype().itemsize();
+    const int64_t nbytes = sent_chunk(parameter) * c10::elementSize(sent_dtype());
     if (is_point_to_point_) return nbytes >= kWorthAMessage;
     return nbytes * world_size_ >= kSlabBytes && parameter.rows() % world_size_ == 0;
   }
@@ -76,8 +87,10 @@ class MessageReduce : public ReduceBucket {
     if (goes_alone(*parameter)) {
       const ProfilerRange range([&] { return scope_name(collective_of({parameter}), "send"); });
       auto full = grad;
-      if (!owned || !grad.is_contiguous() || grad.scalar_type() != wire_dtype() ||
-          through != wire_dtype() || pre_divide_factor_ != 1.0) {
+      if (is_quantized_) {
+        full = quantized(*parameter, grad, through);
+      } else if (!owned || !grad.is_contiguous() || grad.scalar_type() != wire_dtype() ||
+                 through != wire_dtype() || pre_divide_factor_ != 1.0) {
         full = pooled_empty(parameter->sizes, options_);
         copy_all({{full, grad}}, through, pre_divide_factor_);
       }
@@ -88,31 +101,50 @@ class MessageReduce : public ReduceBucket {
       entries_.push_back({parameter, shard_dtype, piece, 0, /*is_alone=*/true});
       return;
     }
-    const int64_t numel = aligned(parameter->chunk_numel(), wire_dtype());
+    const int64_t numel = aligned(sent_chunk(*parameter), sent_dtype());
     if (!slab_.defined() || slab_used_ + numel > slab_.size(1)) {
       send_rest();
-      const int64_t slab_numel = kSlabBytes / world_size_ / options_.dtype().itemsize();
-      const int64_t most = aligned(std::min(capacity_, slab_numel), wire_dtype());
-      slab_ = pooled_empty({world_size_, std::max(most, numel)}, options_);
+      const int64_t slab_numel = kSlabBytes / world_size_ / c10::elementSize(sent_dtype());
+      const int64_t most = aligned(std::min(capacity_, slab_numel), sent_dtype());
+      slab_ = pooled_empty({world_size_, std::max(most, numel)}, options_.dtype(sent_dtype()));
     }
     slab_key_ += " " + parameter->chunk_key();
     entries_.push_back({parameter, shard_dtype, std::nullopt, slab_used_, /*is_alone=*/false});
-    pack(*parameter, grad, through);
+    if (is_quantized_)
+      pack(*parameter, quantized(*parameter, grad, through), at::kByte);
+    else
+      pack(*parameter, grad, through);
+  }
+
+  // Returns the gradient's codes and scales, uint8 [rows, row_bytes].
+  static at::Tensor quantized(const Parameter& parameter, const at::Tensor& grad,
+                              at::ScalarType through) {
+    const auto& dtypes = parameter.settings.gradient_dtypes;
+    auto values = grad.to(through);
+    if (!dtypes.feeds_error_back) return quantize(values, *dtypes.quantized);
+    values = values.to(at::kFloat);
+    auto& gradients = const_cast<GradientAccumulator&>(parameter.gradients);
+    if (const auto error = gradients.take_error(); error.defined()) values = values.add(error);
+    auto codes = quantize(values, *dtypes.quantized);
+    auto error = at::empty(values.sizes(), values.options());
+    dequantize(error, codes, *dtypes.quantized);
+    gradients.keep_error(at::sub_out(error, values, error));
+    return codes;
   }
 
   // Casts, lays out and copies in one pass over memory.
   void pack(const Parameter& parameter, const at::Tensor& grad, at::ScalarType through) {
     std::vector<Copy> copies;
+    const int64_t numel = aligned(sent_chunk(parameter), sent_dtype());
     for (int64_t rank = 0; rank < world_size_; ++rank) {
-      auto chunk =
-          slab_[rank].narrow(0, slab_used_, aligned(parameter.chunk_numel(), wire_dtype()));
+      auto chunk = slab_[rank].narrow(0, slab_used_, numel);
       auto source = rows_of(grad, parameter, rank);
       const int64_t owned = source.numel();
       copies.push_back({chunk.narrow(0, 0, owned).view(source.sizes()), source});
       copies.push_back({chunk.narrow(0, owned, chunk.numel() - owned), {}});
     }
     copy_all(copies, through, pre_divide_factor_);
-    slab_used_ += aligned(parameter.chunk_numel(), wire_dtype());
+    slab_used_ += numel;
   }
 
   void send_rest() override {
@@ -138,7 +170,11 @@ class MessageReduce : public ReduceBucket {
 
   // Starts the reduction of a piece, and returns its number.
   size_t exchange(const Rows& rows, const std::string& key) {
-    exchange_->reduce(rows, std::string("reduce ") + c10::toString(wire_dtype()) + " " + key);
+    const auto kind = std::string("reduce ") + c10::toString(sent_dtype()) + " ";
+    if (is_quantized_)
+      exchange_->collect(rows, kind + key);
+    else
+      exchange_->reduce(rows, kind + key);
     return pieces_++;
   }
 

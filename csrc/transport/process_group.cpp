@@ -13,13 +13,13 @@
 #include "support/error.h"
 #include "support/grad_dtype.h"
 #include "support/memory.h"
+#include "transport/c10d_collectives.h"
 
 namespace zero3 {
 
 namespace {
 
 using Group = c10d::ProcessGroup;
-using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 // The transfers that an exchange has begun.
 struct Transfers {
@@ -128,42 +128,6 @@ void start_messages(Group& group, int64_t rank, int64_t world_size, const std::s
   }
 }
 
-// ---- the backend's own collectives
-
-// torch 2.13 renamed these calls; the templates let one source compile against both names.
-// `fulls` has several tensors only if the channel is grouped.
-template <typename AnyGroup>
-WorkPtr all_gather(AnyGroup& group, std::vector<at::Tensor>& fulls,
-                   std::vector<at::Tensor>& shards) {
-  if constexpr (requires { group.all_gather_single_coalesced(fulls, shards); })
-    return fulls.size() > 1 ? group.all_gather_single_coalesced(fulls, shards)
-                            : group.all_gather_single(fulls[0], shards[0]);
-  else
-    return fulls.size() > 1 ? group.allgather_into_tensor_coalesced(fulls, shards)
-                            : group._allgather_base(fulls[0], shards[0]);
-}
-
-template <typename AnyGroup>
-WorkPtr reduce_scatter(AnyGroup& group, at::Tensor shard, at::Tensor full) {
-  if constexpr (requires { group.reduce_scatter_single(shard, full); })
-    return group.reduce_scatter_single(shard, full);
-  else
-    return group._reduce_scatter_base(shard, full);
-}
-
-// Options of collectives with one root.
-c10d::BroadcastOptions from(int64_t root) {
-  c10d::BroadcastOptions options;
-  options.rootRank = root;
-  return options;
-}
-
-c10d::ReduceOptions to(int64_t root) {
-  c10d::ReduceOptions options;
-  options.rootRank = root;
-  return options;
-}
-
 c10::intrusive_ptr<Group> group_of(const std::string& name) {
   try {
     return c10d::resolve_process_group(name);
@@ -191,6 +155,7 @@ class ProcessGroupExchange : public Exchange {
 
   void gather(const std::vector<Piece>& pieces) override;
   void reduce(const Rows& rows, const std::string& key) override;
+  void collect(const Rows& rows, const std::string& key) override;
 
   void wait() override {
     auto transfers = std::exchange(transfers_, nullptr);
@@ -199,6 +164,8 @@ class ProcessGroupExchange : public Exchange {
   }
 
  private:
+  at::Tensor keep(const at::Tensor& tensor) { return transfers_->tensors.emplace_back(tensor); }
+
   const int64_t rank_;
   const bool by_messages_;                // sends and receives
   std::unique_ptr<Transfers> transfers_;  // until wait()
@@ -241,24 +208,14 @@ void ProcessGroupExchange::gather(const std::vector<Piece>& pieces) {
 }
 
 void ProcessGroupExchange::reduce(const Rows& rows, const std::string& key) {
+  if (by_messages_) {
+    collect(rows, key);
+    return;
+  }
   WithoutSavedTensorHooks guard;
   Rows& addends = addends_.emplace_back();
-  const auto keep = [&](const at::Tensor& tensor) {
-    return transfers_->tensors.emplace_back(tensor);
-  };
   const at::Tensor& own = rows[rank_];
-  if (by_messages_) {
-    for (auto& row : rows) {
-      keep(row);
-      addends.push_back(keep(row.is_same(own) ? own : pooled_empty(own.sizes(), own.options())));
-    }
-    start_messages(
-        *transfers_->group, rank_, rows.size(), key, [&](int64_t to) { return rows[to]; },
-        [&](int64_t from) { return addends[from]; },
-        [&](int64_t with, auto begin) {
-          transfers_->start("rank " + std::to_string(with), key, begin);
-        });
-  } else if (const auto root = root_of(rows)) {
+  if (const auto root = root_of(rows)) {
     std::vector<at::Tensor> sum{keep(rows[*root])};
     addends.push_back(own);
     transfers_->start("others", key, [&] { return transfers_->group->reduce(sum, to(*root)); });
@@ -271,10 +228,39 @@ void ProcessGroupExchange::reduce(const Rows& rows, const std::string& key) {
   }
 }
 
+void ProcessGroupExchange::collect(const Rows& rows, const std::string& key) {
+  WithoutSavedTensorHooks guard;
+  const at::Tensor& own = rows[rank_];
+  if (by_messages_) {
+    Rows& addends = addends_.emplace_back();
+    for (auto& row : rows) {
+      keep(row);
+      addends.push_back(keep(row.is_same(own) ? own : pooled_empty(own.sizes(), own.options())));
+    }
+    start_messages(
+        *transfers_->group, rank_, rows.size(), key, [&](int64_t to) { return rows[to]; },
+        [&](int64_t from) { return addends[from]; },
+        [&](int64_t with, auto begin) {
+          transfers_->start("rank " + std::to_string(with), key, begin);
+        });
+    return;
+  }
+  const auto ranks = static_cast<int64_t>(rows.size());
+  auto sent = keep(at::cat(rows));
+  auto received = keep(pooled_empty({ranks * own.numel()}, own.options()));
+  addends_.push_back(received.view({ranks, own.numel()}).unbind());
+  std::vector<int64_t> sent_sizes, received_sizes(rows.size(), own.numel());
+  for (auto& row : rows) sent_sizes.push_back(row.numel());
+  transfers_->start("others", key, [&] {
+    return all_to_all(*transfers_->group, received, sent, received_sizes, sent_sizes);
+  });
+}
+
 class ExchangeOfOne : public Exchange {
  public:
   void gather(const std::vector<Piece>& pieces) override {}
   void reduce(const Rows& rows, const std::string& key) override { addends_.push_back(rows); }
+  void collect(const Rows& rows, const std::string& key) override { addends_.push_back(rows); }
   void wait() override {}
 };
 

@@ -13,10 +13,14 @@
 namespace zero3 {
 namespace {
 
+bool is_quantized(const Parameter& parameter) {
+  return parameter.settings.gradient_dtypes.quantized.has_value();
+}
+
 // Where a backend sums in fp16, half the scaling comes before the sum and half after, so that the
 // sum neither overflows nor underflows.
 double pre_divide_factor(const Parameter& like, at::ScalarType wire_dtype) {
-  return wire_dtype == at::kHalf && !like.transport->can.sums_in_fp32
+  return wire_dtype == at::kHalf && !like.transport->can.sums_in_fp32 && !is_quantized(like)
              ? std::exp2(
                    std::ceil(std::log2(std::sqrt(std::max(like.settings.divide_factor, 1.0)))))
              : 1.0;
@@ -30,6 +34,7 @@ ReduceBucket::ReduceBucket(const Parameter& like, at::ScalarType wire_dtype)
       divide_factor_(like.settings.divide_factor),
       pre_divide_factor_(pre_divide_factor(like, wire_dtype)),
       options_(at::TensorOptions(wire_dtype).device(like.device)),
+      is_quantized_(is_quantized(like)),
       delivers_early_(like.settings.delivers_early),
       capacity_(like.transport->can.bounds_buckets || delivers_early_
                     ? like.settings.bucket_bytes / world_size_ /
@@ -43,7 +48,7 @@ bool ReduceBucket::accepts(const Parameter& parameter, at::ScalarType wire_dtype
          is_same(replicas_.get(), parameter.replicas.get()) &&
          divide_factor_ == parameter.settings.divide_factor &&
          delivers_early_ == parameter.settings.delivers_early && this->wire_dtype() == wire_dtype &&
-         options_.device() == parameter.device;
+         options_.device() == parameter.device && is_quantized_ == is_quantized(parameter);
 }
 
 bool ReduceBucket::has_room_for(const Parameter& parameter) const {
@@ -91,15 +96,21 @@ int64_t ReduceBucket::space_of(const Parameter& parameter) const {
   return aligned(parameter.padded_numel() / world_size_, wire_dtype());
 }
 
+int64_t ReduceBucket::sent_row(const Parameter& parameter) const {
+  const int64_t numel = parameter.row_numel();
+  return is_quantized_ ? parameter.settings.gradient_dtypes.quantized->row_bytes(numel) : numel;
+}
+
 int64_t ReduceBucket::lowest_order() const {
   return (*std::ranges::min_element(parameters_, {}, [](auto& p) { return p->order; }))->order;
 }
 
 Collective ReduceBucket::collective_of(const std::vector<ParameterPtr>& parameters) const {
   int64_t numel = 0;
-  for (auto& parameter : parameters) numel += parameter->padded_numel();
-  const int64_t nbytes = numel * static_cast<int64_t>(options_.dtype().itemsize());
-  return {"reduce_scatter", wire_dtype(),         nbytes,
+  for (auto& parameter : parameters)
+    numel += (parameter->owner ? 1 : world_size_) * sent_chunk(*parameter);
+  const int64_t nbytes = numel * static_cast<int64_t>(c10::elementSize(sent_dtype()));
+  return {"reduce_scatter", sent_dtype(),         nbytes,
           world_size_,      names_of(parameters), options_.device().is_meta()};
 }
 

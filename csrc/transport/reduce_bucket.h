@@ -63,7 +63,15 @@ class ReduceBucket {
 
   const double divide_factor_;
   const double pre_divide_factor_;
-  const at::TensorOptions options_;  // on the wire
+  const at::TensorOptions options_;  // on the wire, unless gradients are quantised
+  const bool is_quantized_;
+  // The tensors that travel are of this dtype: bytes, if gradients are quantised.
+  at::ScalarType sent_dtype() const { return is_quantized_ ? at::kByte : wire_dtype(); }
+  // Elements that travel of a row, and of a chunk, of `parameter`.
+  int64_t sent_row(const Parameter& parameter) const;
+  int64_t sent_chunk(const Parameter& parameter) const {
+    return parameter.chunk_rows() * sent_row(parameter);
+  }
   const bool delivers_early_;
   const int64_t capacity_;  // elements per rank
 

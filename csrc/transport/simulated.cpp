@@ -17,16 +17,21 @@ class SimulatedExchange : public Exchange {
 
   void reduce(const Rows& rows, const std::string& key) override {
     const auto& own = rows[rank_];
-    const auto received = [&] { return pooled_empty(own.sizes(), own.options()); };
-    Rows& addends = addends_.emplace_back();
     if (by_messages_) {
-      tensors_.insert(tensors_.end(), rows.begin(), rows.end());
-      for (auto& row : rows) addends.push_back(row.is_same(own) ? own : received());
-    } else {
-      const auto root = root_of(rows);
-      tensors_.push_back(root ? rows[*root] : one_run(rows));
-      addends.push_back(root ? own : received());
+      collect(rows, key);
+      return;
     }
+    const auto root = root_of(rows);
+    tensors_.push_back(root ? rows[*root] : one_run(rows));
+    addends_.push_back({root ? own : pooled_empty(own.sizes(), own.options())});
+  }
+
+  void collect(const Rows& rows, const std::string&) override {
+    tensors_.insert(tensors_.end(), rows.begin(), rows.end());
+    const auto& own = rows[rank_];
+    auto& addends = addends_.emplace_back();
+    for (auto& row : rows)
+      addends.push_back(row.is_same(own) ? own : pooled_empty(own.sizes(), own.options()));
   }
 
   void wait() override { tensors_.clear(); }

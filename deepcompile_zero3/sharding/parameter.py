@@ -142,8 +142,7 @@ class ShardedParameter:
         return shard
 
     def _connect(self, connection: Connection) -> None:
-        self.handle.transport = connection.transport_of(self.handle)
-        self.handle.connect_quantized(connection.quantized)
+        connection.connect(self.handle)
         self.ranks_meet_in_backward = self.handle.can.ranks_meet_in_backward
 
     @property
@@ -196,7 +195,7 @@ class ShardedParameter:
 
     @property
     def shard(self) -> DTensor:
-        """The DTensor ``nn.Parameter`` that the model registers now, or the last that it did."""
+        """The DTensor ``nn.Parameter`` that the model registers, or the last that it did."""
         return self.leaf.shard
 
     @property
@@ -319,8 +318,8 @@ class ShardedParameter:
         dtypes = grad_dtype.resolve(
             declared, self.leaf.dtype, self.compute_dtype, self._mp_policy.reduce_dtype
         )
-        self.settings.gradient_dtypes = dtypes
-        # Dynamo keeps each string that it meets among the globals of what it traces.
+        self.settings.gradient_dtypes = dtypes.quantized_like(self.settings.gradient_dtypes)
+        # Dynamo keeps each string that it meets among its globals.
         self.leaf_contract = sys.intern(_C.contract_name(dtypes.leaf))
         self.update_guard_key()
 

@@ -1,7 +1,7 @@
 """Describes the gathers, kept parameters and reductions of a rewritten graph."""
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -16,6 +16,7 @@ from deepcompile_zero3.graph.size import nbytes_of, nbytes_of_tensor
 from deepcompile_zero3.graph.text import short_name
 from deepcompile_zero3.passes.pipeline import saved_outputs
 from deepcompile_zero3.passes.reduce import ReductionComment
+from deepcompile_zero3.quantized_format import nbytes_of as nbytes_of_rows
 from deepcompile_zero3.runtime import REDUCTIONS, WAITS, ops
 from deepcompile_zero3.tools.table import Table, and_more, mib
 
@@ -40,7 +41,7 @@ class Gradient:
     parameter: str  # FQN
     raw: str  # the dtype that the gradient is computed in
     leaf: str  # the dtype of the parameter's contract; "any" keeps the computed dtype
-    wire: str  # the dtype that the gradient is reduced in
+    wire: str  # the dtype that the gradient is reduced in, or the format it is quantised in
     nbytes: int  # of the full gradient on the wire
     is_copied: bool  # into the send buffer; large products are computed there
 
@@ -97,13 +98,16 @@ class Graph:
             yield f"keeps {total} MiB that backward does not gather again: {and_more([*self.kept])}"
 
 
-def graph_of(direction: str, captured: CapturedGraph) -> Graph:
-    """Returns what a captured graph gathers, keeps and reduces."""
+def graph_of(direction: str, captured: CapturedGraph, formats: Mapping[str, str]) -> Graph:
+    """Returns what a captured graph gathers, keeps and reduces.
+
+    ``formats`` are those of quantised gradients, by FQN; empty if not quantised.
+    """
     graph = captured.inlined.graph
     return Graph(
         direction,
         gathers=tuple(_gathers(graph)),
-        gradients=tuple(_gradients(graph)),
+        gradients=tuple(_gradients(graph, formats)),
         kept=dict(_kept(graph)) if direction == "forward" else {},
         gathered_peak=captured.gathered_peak,
         saved=sum(map(nbytes_of, _saved(graph))),
@@ -130,18 +134,23 @@ def _gathers(graph: fx.Graph) -> Iterator[GatherBucket]:
         )
 
 
-def _gradients(graph: fx.Graph) -> Iterator[Gradient]:
+def _gradients(graph: fx.Graph, formats: Mapping[str, str]) -> Iterator[Gradient]:
     for node in graph.nodes:
         if node.target not in REDUCTIONS:
             continue
         dtypes: ReductionComment = node.meta[COMMENT]
+        [name] = fqns_of(node)
+        placeholder: Any = node.args[1]
+        rows, format = placeholder.meta["val"].shape[0], formats[name]
         yield Gradient(
-            parameter=fqns_of(node)[0],
+            parameter=name,
             raw=short_name(dtypes.raw),
             leaf="any" if dtypes.leaf is None else short_name(dtypes.leaf),
-            wire=short_name(dtypes.wire),
-            nbytes=dtypes.numel * dtypes.wire.itemsize,
-            is_copied=node.target is ops.reduce_grad.default,
+            wire=format or short_name(dtypes.wire),
+            nbytes=nbytes_of_rows(format, rows, dtypes.numel // rows)
+            if format
+            else dtypes.numel * dtypes.wire.itemsize,
+            is_copied=node.target is ops.reduce_grad.default and not format,
         )
 
 

@@ -1,11 +1,13 @@
 """What quantising parameters before they are gathered saves and costs."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 import torch
 
+from deepcompile_zero3.quantized_format import nbytes_of
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.tools.table import Table, and_more, mib
@@ -33,9 +35,10 @@ def quantized(
         if format:
             shard = parameter.handle.shard
             codes = _C.quantize(shard, format)
+            sizes = parameter.handle.sizes
             back = torch.zeros(shard.shape, dtype=torch.float32, device=shard.device)
             _C.dequantize(back, codes, format)
-            sent = codes.shape[1] * parameter.handle.sizes[0]
+            sent = nbytes_of(format, sizes[0], math.prod(sizes[1:]))
             found.append(
                 Quantized(parameter.fqn, format, parameter.nbytes, sent, _largest(back - shard))
             )

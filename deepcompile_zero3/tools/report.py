@@ -150,8 +150,9 @@ def report_of(
     timeline: Timeline,
 ) -> Report:
     """Returns the report of a model whose graphs were captured."""
-    described = [graph_of("forward", graph) for graph in graphs.forward]
-    described += [graph_of("backward", graph) for graph in graphs.backward]
+    formats = {p.fqn: p.settings.gradient_dtypes.quantized for p in parameters}
+    described = [graph_of("forward", graph, formats) for graph in graphs.forward]
+    described += [graph_of("backward", graph, formats) for graph in graphs.backward]
     buckets = [bucket for graph in described for bucket in graph.gathers]
     gathered = {name for bucket in buckets for name in bucket.parameters}
     return Report(

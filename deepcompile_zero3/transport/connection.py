@@ -15,7 +15,7 @@ from deepcompile_zero3.transport.process_groups import group_for_reductions, nei
 
 @dataclass(frozen=True)
 class Connection:
-    """Memory or messages, from which :meth:`transport_of` builds the transport of one parameter.
+    """Memory or messages, from which :meth:`connect` builds the transport of one parameter.
 
     The transport is built once all ranks have their connections.
 
@@ -32,14 +32,16 @@ class Connection:
     quantized: _C.Messages
     after_forward: tuple[_C.Channel, _C.Messages] | None = None
 
-    def transport_of(self, parameter: _C.Parameter) -> _C.Transport:
-        """Returns the transport of ``parameter``.
+    def connect(self, parameter: _C.Parameter) -> None:
+        """Gives ``parameter`` its transport.
 
         All ranks call this for their parameters in the same order.
         """
+        parameter.connect_quantized(self.quantized)
         if not isinstance(self.medium, MappedMemory):
-            return self.medium
-        return _C.SharedMemory(
+            parameter.transport = self.medium
+            return
+        parameter.transport = _C.SharedMemory(
             self.medium.one_host,
             parameter,
             self.medium.progress,
