@@ -163,6 +163,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("live_model_numbers", [] { return Registry::get().live_model_numbers(); });
   m.def("read_gathered", &read_gathered);
+  m.def("read_as", &read_as);
   m.def("gather_and_read", &gather_and_read, py::call_guard<py::gil_scoped_release>());
   m.def("contract_name", &contract_name);
   m.def(

@@ -263,6 +263,15 @@ Tensor unshard_autograd(const Tensor& placeholder, std::string contract) {
   return apply_unshard(placeholder, std::move(contract), std::nullopt);
 }
 
+// Returns fresh memory, as unshard does.
+Tensor unshard_as(const Tensor& full, const Tensor& placeholder, std::string contract) {
+  return full.clone();
+}
+
+Tensor unshard_as_autograd(const Tensor& full, const Tensor& placeholder, std::string contract) {
+  return apply_unshard(placeholder, std::move(contract), full);
+}
+
 void register_kernels(torch::Library& m) {
   m.impl("all_gather_start", all_gather_start);
   m.impl("all_gather_wait", all_gather_wait);
@@ -271,6 +280,7 @@ void register_kernels(torch::Library& m) {
   m.impl("reduce_mm", reduce_mm);
   m.impl("reduce_rows", reduce_rows);
   m.impl("unshard", unshard);
+  m.impl("unshard_as", unshard_as);
 }
 
 }  // namespace
@@ -301,6 +311,7 @@ TORCH_LIBRARY(zero3, m) {
       "str contract='') -> Tensor",
       tags);
   m.def("unshard(Tensor placeholder, str contract) -> Tensor", tags);
+  m.def("unshard_as(Tensor full, Tensor placeholder, str contract) -> Tensor", tags);
 }
 
 TORCH_LIBRARY_IMPL(zero3, CPU, m) { register_kernels(m); }
@@ -310,12 +321,19 @@ TORCH_LIBRARY_IMPL(zero3, CUDA, m) { register_kernels(m); }
 TORCH_LIBRARY_IMPL(zero3, SparseCPU, m) { m.impl("reduce_grad", reduce_grad); }
 TORCH_LIBRARY_IMPL(zero3, SparseCUDA, m) { m.impl("reduce_grad", reduce_grad); }
 
-TORCH_LIBRARY_IMPL(zero3, Autograd, m) { m.impl("unshard", unshard_autograd); }
+TORCH_LIBRARY_IMPL(zero3, Autograd, m) {
+  m.impl("unshard", unshard_autograd);
+  m.impl("unshard_as", unshard_as_autograd);
+}
 
 Tensor read_gathered(const ParameterPtr& parameter) {
   ZERO3_CHECK(parameter->gathered.is_unsharded(), "'", parameter->fqn, "' is not gathered");
   parameter->gathered.make_writable();
   return apply_unshard(parameter->placeholder, "", parameter->gathered.full());
+}
+
+Tensor read_as(const ParameterPtr& parameter, const Tensor& full) {
+  return apply_unshard(parameter->placeholder, "", full);
 }
 
 Tensor gather_and_read(const ParameterPtr& parameter) {

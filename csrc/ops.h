@@ -11,6 +11,9 @@ namespace zero3 {
 // code, which is trusted not to write to the tensor; a write is detected when the tensor is freed.
 at::Tensor read_gathered(const ParameterPtr& parameter);
 
+// Likewise, but returns `full`, which was made of what is gathered in the parameter's place.
+at::Tensor read_as(const ParameterPtr& parameter, const at::Tensor& full);
+
 // Like read_gathered(), for a parameter that is not gathered: gathers it now.
 at::Tensor gather_and_read(const ParameterPtr& parameter);
 

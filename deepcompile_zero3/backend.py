@@ -219,6 +219,7 @@ def _facts(
             declares_grad_dtype=parameter.placeholder.requires_grad
             and parameter.settings.gradient_dtypes.leaf != parameter.compute_dtype,
             is_read_as_gathered=parameter.is_read_as_gathered,
+            is_gathered=parameter.extension is None,
             gather_format=formats[position],
         )
         for position, parameter in parameters.items()

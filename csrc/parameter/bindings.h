@@ -85,7 +85,7 @@ inline void bind_parameters(pybind11::module_& m) {
       .def_readwrite("presence_id", &Parameter::presence_id)
       .def_property(
           "transport", [](const Parameter& self) { return self.transport; }, &Parameter::connect)
-      .def("connect_quantized", &Parameter::connect_quantized)
+      .def_property("messages", &Parameter::messages, &Parameter::set_messages)
       .def_property_readonly("can",
                              [](const Parameter& self) {
                                ZERO3_CHECK(self.transport, "'", self.fqn, "' has no transport yet");

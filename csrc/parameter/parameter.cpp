@@ -74,7 +74,7 @@ ParameterPtr Parameter::quantized(const QuantizedFormat& format) {
             {rows(), row_bytes}, {row_bytes, 1}, at::kByte, device, rank, world_size, owner},
         nullptr, at::Tensor());
     bytes->fqn = fqn;
-    bytes->connect(quantized_transport_ ? quantized_transport_ : transport);
+    bytes->connect(messages());
     found = quantized_.insert(quantized_.end(), {format, std::move(bytes), 0});
   }
   auto& [_, bytes, version] = *found;

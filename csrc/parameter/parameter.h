@@ -93,8 +93,9 @@ struct Parameter : public ParameterSpec {
 
   // Sets the transport, once.
   void connect(std::shared_ptr<Transport> to);
-  // Sets the transport of quantised shards, if it is another one.
-  void connect_quantized(std::shared_ptr<Transport> to) { quantized_transport_ = std::move(to); }
+  // The transport of what is gathered in place of the shard.
+  const std::shared_ptr<Transport>& messages() const { return messages_ ? messages_ : transport; }
+  void set_messages(std::shared_ptr<Transport> messages) { messages_ = std::move(messages); }
 
   // Describes this parameter's chunk in the key of a message.
   std::string chunk_key() const { return fqn + "[" + std::to_string(chunk_numel()) + "]"; }
@@ -145,7 +146,7 @@ struct Parameter : public ParameterSpec {
     uint64_t version;  // version of the shard that is quantised
   };
   std::vector<Quantized> quantized_;  // one for each format that was asked for
-  std::shared_ptr<Transport> quantized_transport_;
+  std::shared_ptr<Transport> messages_;
 };
 
 using ParameterPtr = std::shared_ptr<Parameter>;

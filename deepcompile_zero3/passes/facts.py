@@ -31,6 +31,7 @@ class ParameterFacts:
         wire_dtype: dtype of its gradient on the wire; None keeps that of the contract.
         declares_grad_dtype: whether the contract must be declared to AOTAutograd.
         is_read_as_gathered: whether modules read the gathered tensor itself, not one made of it.
+        is_gathered: whether it is gathered itself, and not others in its place (see ``extension``).
         gather_format: how its shards are quantised before they are gathered (see
             ``gather_format``); empty: not at all.
     """
@@ -51,6 +52,7 @@ class ParameterFacts:
     wire_dtype: torch.dtype | None = None
     declares_grad_dtype: bool = False
     is_read_as_gathered: bool = True
+    is_gathered: bool = True
     gather_format: str = ""
 
     @property
@@ -59,8 +61,9 @@ class ParameterFacts:
 
         Gathering again costs nothing where the tensor is published for backward.
         """
-        return self.reshard_after_forward is False or (
-            self.reshard_after_forward is None and not self.publishes
+        return self.is_gathered and (
+            self.reshard_after_forward is False
+            or (self.reshard_after_forward is None and not self.publishes)
         )
 
 

@@ -4,6 +4,8 @@ After lifting, AOTAutograd traces the plain single-device model with the placeho
 The partitioner saves the placeholder for backward, a graph input that costs nothing.
 """
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -29,9 +31,24 @@ def lift_unshards(gm: fx.GraphModule) -> bool:
             node.replace_all_uses_with(node.args[0])
             nested.graph.erase_node(node)
             lifted = True
+        for node in nested.graph.find_nodes(op="call_function", target=ops.unshard_as.default):
+            node.target, node.args = _Attach.apply, node.args[:2]
+            lifted = True
         nested.graph.lint()
         nested.recompile()
     return lifted
+
+
+class _Attach(torch.autograd.Function):
+    """Returns ``full``. Its gradient is that of ``placeholder``."""
+
+    @staticmethod
+    def forward(ctx: Any, full: torch.Tensor, placeholder: torch.Tensor) -> torch.Tensor:
+        return full.view_as(full)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, grad
 
 
 def uses_of(graph: fx.Graph) -> dict[fx.Node, tuple[tuple[int, ...], bool]]:

@@ -56,7 +56,11 @@ def decide_backward_gathers(
         _only_for_backward(gm.graph, spared, num_outputs),
         num_outputs,
     )
-    gathered = [node for node, f in regathered.items() if not (f.only_embeds or f.is_spared)]
+    gathered = [
+        node
+        for node, f in regathered.items()
+        if f.is_gathered and not (f.only_embeds or f.is_spared)
+    ]
     placeholders = [saved.get(node, node) for node, f in parameters.items() if f.is_trained]
     _add_inputs_of_backward(gm.graph, gathered, placeholders, tangents, gradients, num_outputs)
     gm.recompile()

@@ -97,9 +97,10 @@ class Pipeline:
         _name_placeholders(nodes, self._prefix)
         # Only these may be kept: the runtime knows a gradient by its parameter's placeholder.
         known = {n: f for n, f in nodes.items() if is_saved_for_backward(n) or not f.is_trained}
+        known, gathered = _gathered(known), _gathered(nodes)
         keep = choose_kept(_sorted(known, in_backward_order), self._keep_bytes)
         self._kept.update({nodes[node].fqn: nodes[node].nbytes for node in keep})
-        insert_gathers(graph_module, nodes, self._bucket_bytes, keep)
+        insert_gathers(graph_module, gathered, self._bucket_bytes, keep)
         drop_saved_markers(graph_module)
         clone_returned_views(graph_module, _saved_positions(graph_module.graph.output_node()))
 
@@ -124,7 +125,8 @@ class Pipeline:
         if self._fp32_weight_grads:
             widen_weight_gradients(graph_module, gradients)
         insert_reduces(graph_module, gradients, placeholder_of)
-        insert_gathers(graph_module, _sorted(nodes, in_backward_order), self._bucket_bytes)
+        nodes = _sorted(_gathered(nodes), in_backward_order)
+        insert_gathers(graph_module, nodes, self._bucket_bytes)
 
 
 class Partitioner(compiler.CustomPartitionerFn):  # type: ignore[misc]
@@ -262,6 +264,10 @@ def _name_placeholders(
     """Renames a graph's inputs after their parameters, without the first ``prefix`` characters."""
     for node, facts in inputs.items():
         compiler.rename(node, facts.fqn[prefix:].replace(".", "_") + suffix)
+
+
+def _gathered(nodes: Mapping[fx.Node, ParameterFacts]) -> dict[fx.Node, ParameterFacts]:
+    return {node: facts for node, facts in nodes.items() if facts.is_gathered}
 
 
 def _sorted(

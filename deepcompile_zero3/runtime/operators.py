@@ -2,6 +2,7 @@
 
 ========================================================  ========================================
 ``zero3::unshard(placeholder, contract)``                 returns the full tensor
+``zero3::unshard_as(full, placeholder, contract)``        returns ``full``, made of other parameters
 ``zero3::all_gather_start(placeholders, after, ...)``     starts a gather, returns a handle
 ``zero3::all_gather_wait(handle, placeholders, after)``   returns full tensors and a token
 ``zero3::all_gather_views(handle, placeholders, after)``  likewise, as views that no graph owns
@@ -34,6 +35,11 @@ ops = torch.ops.zero3
 @torch.library.register_fake("zero3::unshard")
 def _(placeholder: torch.Tensor, contract: str) -> torch.Tensor:
     return torch.empty_like(placeholder)
+
+
+@torch.library.register_fake("zero3::unshard_as")
+def _(full: torch.Tensor, placeholder: torch.Tensor, contract: str) -> torch.Tensor:
+    return torch.empty_like(full)
 
 
 @torch.library.register_fake("zero3::all_gather_start")

@@ -19,7 +19,8 @@ class AllGather:
         self.parameters = tuple(parameters)
         for parameter in parameters:
             parameter.refresh()
-        self._gather = _C.Gather([parameter.handle for parameter in parameters])
+            parameter.prepare_sources()
+        self._gather = _C.Gather([source for p in parameters for source in p.sources()])
 
     def snapshot(self) -> None:
         """Lets the shards change before ``wait``, which returns their values from before."""
@@ -27,7 +28,15 @@ class AllGather:
 
     def wait(self) -> dict[ShardedParameter, torch.Tensor]:
         """Waits, and returns the full tensors, [rows, ...] each in its compute dtype."""
-        return dict(zip(self.parameters, self._gather.finish(fresh=True), strict=True))
+        gathered = iter(self._gather.finish(fresh=True))
+        return {p: p.full_of([next(gathered) for _ in p.sources()]) for p in self.parameters}
+
+
+def gather_and_read(parameter: ShardedParameter) -> torch.Tensor:
+    """Returns the full tensor of a parameter that is not gathered. Differentiable."""
+    if parameter.extension is None:
+        return _C.gather_and_read(parameter.handle)
+    return _C.read_as(parameter.handle, AllGather([parameter]).wait()[parameter])
 
 
 def republish_if_recomputing(parameters: Iterable[ShardedParameter]) -> None:

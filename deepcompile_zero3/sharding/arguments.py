@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from deepcompile_zero3 import grad_dtype, torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.sharding.layout import DataParallel, SpmdMesh
+from deepcompile_zero3.sharding.extension import has_extension
 from deepcompile_zero3.sharding.module import Zero3Module
 from deepcompile_zero3.sharding.registered import parameters_of, unsharded_modules
 from deepcompile_zero3.transport.process_groups import exists
@@ -209,10 +210,13 @@ def _check_parameter(fqn: str, parameter: nn.Parameter) -> None:
         raise Zero3Error(f"'{fqn}' has no shape yet: run the lazy module once before fully_shard")
     local = torch_internals.local_tensor(parameter) if isinstance(parameter, DTensor) else parameter
     if torch_internals.is_wrapper(local):
-        raise NotImplementedError(
-            f"'{fqn}' is a {type(local).__name__}, a tensor subclass, and fully_shard does not "
-            "support them yet: pass it in ignored_params"
-        )
+        name = type(local).__name__
+        if isinstance(parameter, DTensor) or not has_extension(local):
+            raise NotImplementedError(
+                f"'{fqn}' is a {name}, a tensor subclass, and fully_shard supports those that have "
+                "fsdp_pre_all_gather and fsdp_post_all_gather and are no part of a DTensor: pass "
+                "it in ignored_params"
+            )
     if parameter.is_complex():
         raise Zero3Error(
             f"'{fqn}' is {parameter.dtype}, which cannot be communicated: keep it as a "

@@ -208,7 +208,10 @@ class Layout:
         if that is given and the parameter is of a floating dtype.
         """
         dtype = dtype if parameter.is_floating_point() else None
-        return torch.empty_like(self.full(parameter.detach()), dtype=dtype, device="meta")
+        full = self.full(parameter.detach())
+        if torch_internals.is_wrapper(full):
+            return torch.empty(full.shape, dtype=dtype or full.dtype, device="meta")
+        return torch.empty_like(full, dtype=dtype, device="meta")
 
     def value_of(self, full: torch.Tensor) -> torch.Tensor:
         """Returns the value that a module reads, from the gathered ``full``. Differentiable."""
@@ -276,17 +279,29 @@ class Layout:
         else:
             rows = full[:0] if self.is_elsewhere else full
         target = full.device if full.is_meta else self.ranks.device
-        local = torch.empty(rows.shape, dtype=full.dtype, device=target).copy_(rows)
+        is_wrapper = torch_internals.is_wrapper(rows)
+        like = torch.empty(rows.shape, dtype=full.dtype, device="meta" if is_wrapper else target)
         shard = DTensor.from_local(
-            local,
+            like if is_wrapper else like.copy_(rows),
             self.mesh,
             self.placements,
             run_check=False,
             shape=value.shape,
             stride=torch.empty(value.shape, device="meta").stride(),
         )
+        if is_wrapper:
+            # Not clone(): NF4Tensor would quantise again.
+            options = {} if rows.device == target else {"device": target}
+            local = rows.new_zeros(rows.shape, **options).copy_(rows)
+            shard = torch_internals.with_spec(local, torch_internals.spec_of(shard))
         own(shard)
         return shard
+
+    @property
+    def shard_mesh(self) -> DeviceMesh:
+        """The mesh [shard] of the ranks that have the shards."""
+        mesh = self.ranks.mesh
+        return mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[-1]]
 
     def _chunk_of(self, full: torch.Tensor) -> torch.Tensor:
         """Returns this rank's rows of ``full``, in the layout of torch.chunk."""

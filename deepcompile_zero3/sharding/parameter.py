@@ -23,11 +23,10 @@ from deepcompile_zero3 import grad_dtype, torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.blueprint import Blueprint
+from deepcompile_zero3.sharding.extension import PLACEHOLDER_OF, Extension, has_extension
 from deepcompile_zero3.sharding.leaf import ShardedLeaf
 from deepcompile_zero3.transport.connection import Connection, channel_of
 
-# Attribute of a placeholder: a weak reference to its parameter.
-_PLACEHOLDER_OF = "_zero3_placeholder_of"
 # Metadata key of an autograd node: the models whose parameters it brings gradients.
 _MODELS = "zero3_models"
 
@@ -52,6 +51,7 @@ class ShardedParameter:
         replicas_are_compared: whether the values of its replicas were compared, or it has none.
         is_read_as_gathered: whether a module reads the gathered tensor as it is.
         group: the ``ParameterGroup`` that gathers it, weakly; see ``group_of``.
+        extension: what is gathered in the parameter's place, or None.
         step_early: steps parameters whose gradients have come; see ``step_in_backward``.
         placeholder: the tensor that a traced graph takes in place of the parameter.
         handle: the parameter in the C++ runtime.
@@ -75,6 +75,9 @@ class ShardedParameter:
         self.declared_grad_dtype: torch.dtype | None = None
         self.leaf_contract = ""
         self.step_early: Callable[[Sequence[ShardedParameter]], None] | None = None
+        self.extension: Extension | None = None
+        if has_extension(blueprint.parameter):
+            self.extension = Extension(self, blueprint.module, blueprint.mp_policy)
         self._forward_shard_id = 0
         self.ranks_meet_in_backward = True
         self.replicas_are_compared = layout.ranks.replicate_group is None
@@ -96,7 +99,7 @@ class ShardedParameter:
             ),
             requires_grad=requires_grad,
         )
-        setattr(self.placeholder, _PLACEHOLDER_OF, weakref.ref(self))
+        setattr(self.placeholder, PLACEHOLDER_OF, weakref.ref(self))
         others = ranks.replicate_group
         replicas = None if others is None else channel_of(others, ranks.device)
         shards = ranks.shard_group
@@ -187,6 +190,21 @@ class ShardedParameter:
         self.leaf.follow(shard)
         self.handle.follow_version(shard)
         self.handle.shard = self.layout.shard_rows(self.leaf.local)
+
+    def prepare_sources(self) -> None:
+        """Takes what is gathered in the parameter's place, if anything is."""
+        if self.extension is not None:
+            self.extension.prepare(self.leaf.local)
+
+    def sources(self) -> list[_C.Parameter]:
+        """Returns the runtime's parameters that are gathered for this one."""
+        if self.extension is None:
+            return [self.handle]
+        return [payload.handle for payload in self.extension.payloads]
+
+    def full_of(self, gathered: list[torch.Tensor]) -> torch.Tensor:
+        """Returns the full tensor of what ``sources`` were gathered to."""
+        return gathered[0] if self.extension is None else self.extension.full(gathered)
 
     @property
     def shard_group_name(self) -> str:
@@ -287,6 +305,7 @@ class ShardedParameter:
                 "of a step, or call reshard() before the next forward"
             )
         self._forward_shard_id = id(shard)
+        self.prepare_sources()
         as_traced = True
         if self.placeholder.requires_grad != shard.requires_grad:
             self.placeholder.requires_grad_(shard.requires_grad)
@@ -340,7 +359,7 @@ class ShardedParameter:
 
 def parameter_of(placeholder: object) -> ShardedParameter | None:
     """Returns the live parameter that has this placeholder, or None."""
-    reference = getattr(placeholder, _PLACEHOLDER_OF, None)
+    reference = getattr(placeholder, PLACEHOLDER_OF, None)
     return None if reference is None else reference()
 
 

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Shard
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.sharding import arguments
+from deepcompile_zero3.sharding.extension import has_extension
 from deepcompile_zero3.sharding.layout import DataParallel, Layout, SpmdMesh
 from deepcompile_zero3.sharding.owned import Owned
 
@@ -66,6 +67,11 @@ def resolve_layout(
             f"shard_placement_fn gave {placement!r} for '{fqn}', which has {parameter.dim()} "
             "dimensions, counted from 0"
         )
+    if dim != 0 and has_extension(parameter):
+        raise NotImplementedError(
+            f"shard_placement_fn gave {placement!r} for '{fqn}', a {type(parameter).__name__} with "
+            "fsdp_pre_all_gather, which is sharded on dimension 0"
+        )
     return _layout_along(dim if parameter.numel() else None, fqn, parameter, ranks, spmd)
 
 
@@ -81,6 +87,11 @@ def _layout_of_owned(
         raise ValueError(
             f"shard_placement_fn gave {placement!r} for '{fqn}', which is sharded over "
             f"{world_size} ranks, counted from 0"
+        )
+    if has_extension(parameter):
+        raise NotImplementedError(
+            f"'{fqn}' is a {type(parameter).__name__} with fsdp_pre_all_gather, and no rank can own "
+            "it: shard_placement_fn has to give Shard(0) or None for it"
         )
     if spmd is not None or isinstance(parameter, DTensor):
         raise NotImplementedError(

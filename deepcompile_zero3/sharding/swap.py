@@ -106,7 +106,13 @@ def _property(name: str, is_read_as_gathered: bool) -> property:
             placeholder = parameter.placeholder
             leaf_contract = _prepare(placeholder)
             parameter.guard_key == ""  # noqa: B015 (read so that it is guarded)
-            full = ops.unshard.default(placeholder, leaf_contract)
+            extension = parameter.extension
+            if extension is None:
+                full = ops.unshard.default(placeholder, leaf_contract)
+            else:
+                full = extension.full([_unshard(each.placeholder) for each in extension.payloads])
+                if placeholder.requires_grad and torch.is_grad_enabled():
+                    full = ops.unshard_as.default(full, placeholder, leaf_contract)
             if is_read_as_gathered:
                 return full
             value = parameter.layout.value_of(full)
@@ -118,6 +124,11 @@ def _property(name: str, is_read_as_gathered: bool) -> property:
         return value
 
     return property(read, doc=f"The parameter ``{name}``: whole inside of a forward, else sharded.")
+
+
+@torch_internals.inline_only
+def _unshard(placeholder: torch.Tensor) -> torch.Tensor:
+    return ops.unshard.default(placeholder, "any")
 
 
 @torch_internals.assume_constant_result

@@ -22,14 +22,14 @@ class Connection:
     Attributes:
         medium: the memory that ranks share, or the transport by messages, which is one for all
             parameters of a group.
-        quantized: the transport of quantised shards: always messages, since no rank computes with
-            what it would read in shared memory.
+        messages: the transport of what is gathered in place of shards. No rank computes with what
+            it would read in shared memory.
         after_forward: the ranks that a parameter is sharded over between forward and backward, if
             they are others, and the messages between them.
     """
 
     medium: MappedMemory | _C.Messages
-    quantized: _C.Messages
+    messages: _C.Messages
     after_forward: tuple[_C.Channel, _C.Messages] | None = None
 
     def connect(self, parameter: _C.Parameter) -> None:
@@ -37,7 +37,7 @@ class Connection:
 
         All ranks call this for their parameters in the same order.
         """
-        parameter.connect_quantized(self.quantized)
+        parameter.messages = self.messages
         if not isinstance(self.medium, MappedMemory):
             parameter.transport = self.medium
             return
@@ -83,8 +83,8 @@ def connect(
     asked = transport == "c10d"
     gathers = channel_of(group, device, sends_to_itself=asked)
     if parts is not None:
-        quantized = _C.Messages(gathers, gathers)
-        return [Connection(part, quantized) for part in parts]
+        between_gathers = _C.Messages(gathers, gathers)
+        return [Connection(part, between_gathers) for part in parts]
     # All ranks make groups of our own before one of them may fail.
     reductions = channel_of(group_for_reductions(group), device, sends_to_itself=asked)
     messages = _C.Messages(gathers, reductions)
