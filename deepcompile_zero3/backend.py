@@ -9,6 +9,7 @@
 import contextlib
 import copy
 import functools
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -100,6 +101,7 @@ class CompiledGraph:
         self._positions = tuple(parameters)
         facts = _facts(parameters, gm, options)
         self._formats = [facts[position].gather_format for position in self._positions]
+        self._format_is_known = weakref.WeakSet(parameters.values())
         self._options = options
         regions = _regions(gm, facts, options)
         pipeline = pipeline_of(parameters.values(), facts, options)
@@ -130,6 +132,9 @@ class CompiledGraph:
     def _check_formats(self, parameters: Sequence[ShardedParameter]) -> None:
         """Raises Zero3Error if the function ``gather_dtype`` tells twins of modules apart."""
         for parameter, traced in zip(parameters, self._formats, strict=True):
+            if parameter in self._format_is_known:
+                continue
+            self._format_is_known.add(parameter)
             asked = gather_format(parameter, self._options)
             if asked != traced:
                 raise Zero3Error(
@@ -194,7 +199,6 @@ def _sharded_inputs(example_inputs: Sequence[Any]) -> dict[int, ShardedParameter
 def _facts(
     parameters: Mapping[int, ShardedParameter], lifted: fx.GraphModule, options: Options
 ) -> dict[int, ParameterFacts]:
-    formats = {position: gather_format(each, options) for position, each in parameters.items()}
     groups: dict[str, int] = {}  # numbered by appearance: graphs hold nothing run-specific
     inputs = lifted.graph.find_nodes(op="placeholder")
     uses = uses_of(lifted.graph)
@@ -203,8 +207,8 @@ def _facts(
         position: ParameterFacts(
             fqn=parameter.fqn,
             process_group=groups.setdefault(parameter.shard_group_name, len(groups)),
-            gathers_views=parameter.handle.can.gathers_views and not formats[position],
-            publishes=parameter.handle.can.publishes and not formats[position],
+            gathers_views=parameter.handle.can.gathers_views,
+            publishes=parameter.handle.can.publishes,
             sends_any_dtype=parameter.handle.can.sends_any_dtype,
             uses=uses[inputs[position]][0],
             only_embeds=uses[inputs[position]][1],
@@ -220,8 +224,7 @@ def _facts(
             and parameter.settings.gradient_dtypes.leaf != parameter.compute_dtype,
             is_read_as_gathered=parameter.is_read_as_gathered,
             is_gathered=parameter.extension is None,
-            gather_format=formats[position],
-        )
+        ).gathered_as(gather_format(parameter, options))
         for position, parameter in parameters.items()
     }
 

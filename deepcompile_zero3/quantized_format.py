@@ -10,6 +10,7 @@ import torch
 from deepcompile_zero3.errors import Zero3Error
 
 DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+_SOURCES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _BLOCK = 128
 
 
@@ -27,8 +28,8 @@ def check_block(what: str, block: object) -> None:
 
 
 def can_be_quantised(tensor: torch.Tensor) -> bool:
-    """Returns whether a parameter has rows of floating-point elements."""
-    return tensor.ndim >= 2 and tensor.is_floating_point() and tensor.numel() > 0
+    """Returns whether a parameter has rows of elements of at least 16 bits."""
+    return tensor.ndim >= 2 and tensor.dtype in _SOURCES and tensor.numel() > 0
 
 
 def format_of(

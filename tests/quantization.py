@@ -11,6 +11,8 @@ def quantised(tensor, dtype, block):
     finite = torch.where(blocks.isfinite(), blocks, 0).abs()
     tiny = torch.finfo(torch.float32).tiny
     scales = (finite.amax(-1, keepdim=True) / FORMATS[dtype]).clamp_min(tiny)
+    overflows = (scales * FORMATS[dtype]).isinf()
+    scales = torch.where(overflows, torch.nextafter(scales, torch.zeros(())), scales)
     scaled = blocks / scales
     if dtype is torch.int8:
         return torch.where(scaled.isfinite(), scaled.round(), -128).to(dtype), scales
@@ -44,4 +46,6 @@ def difficult(*shape, seed=0):
     places = torch.randperm(flat.numel(), generator=generator)
     for number, special in enumerate((0.0, -0.0, 1e-44, torch.inf, -torch.inf, torch.nan)):
         flat[places[number::97]] = special
+    if flat.numel() > 1000:
+        flat[places[50]] = -torch.finfo(torch.float32).max
     return values

@@ -17,7 +17,7 @@ from models import (
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from deepcompile_zero3 import capture_graphs, fully_shard, record_collectives
+from deepcompile_zero3 import fully_shard, record_collectives
 
 
 def _bf16_linear(rows, dtype=torch.float32):

@@ -34,9 +34,13 @@ void Gather::start() {
     sources.push_back(Parameter::source_of(parameter));
     const auto& format = formats_[place];
     is_quantized_[place] = format && sources[place] == parameter;
-    if (parameter->gathered.is_unsharded()) continue;
+    if (is_quantized_[place]) {
+      sources[place] = parameter->quantized(*format);
+      if (!in_backward()) parameter->transport->note_skipped_gather();
+    } else if (parameter->gathered.is_unsharded()) {
+      continue;
+    }
     missing.push_back(place);
-    if (is_quantized_[place]) sources[place] = parameter->quantized(*format);
   }
   while (!missing.empty()) {
     const auto& first = *sources[missing.front()];
@@ -74,8 +78,11 @@ std::vector<at::Tensor> Gather::finish(bool fresh) {
     auto gathered = bucket->finish(fresh);
     for (size_t i = 0; i < gathered.size(); ++i) {
       const auto place = places[i];
+      auto& parameter = *parameters_[place];
       fulls[place] = full_of(place, gathered[i]);
-      retain(*parameters_[place], fulls[place], !fresh, versions[place], is_recorded);
+      const bool has_backward = is_recorded || parameter.gradients.pending_uses() > 0;
+      if (is_quantized_[place] && !in_backward() && !has_backward) parameter.forget_quantized();
+      retain(parameter, fulls[place], !fresh, versions[place], has_backward, is_quantized_[place]);
     }
   }
   return fulls;
@@ -91,14 +98,14 @@ at::Tensor Gather::full_of(size_t place, const at::Tensor& gathered) const {
 }
 
 void Gather::retain(Parameter& parameter, const at::Tensor& full, bool read_only, uint64_t version,
-                    bool is_recorded) {
+                    bool has_backward, bool is_quantized) {
   if (parameter.after_forward && !in_backward()) {
-    if (is_recorded || parameter.gradients.pending_uses() > 0)
+    if (has_backward)
       parameter.shard_after_forward(full, version);
     else
       parameter.forget_after_forward();
   }
-  if (parameter.is_retained_when_gathered(in_backward()))
+  if (!is_quantized && parameter.is_retained_when_gathered(in_backward()))
     parameter.gathered.retain(full, read_only, version);
 }
 

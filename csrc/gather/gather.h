@@ -37,9 +37,10 @@ class Gather {
   void start();
   // Returns the full tensor of a bucket's result: that result, unless it is quantised.
   at::Tensor full_of(size_t place, const at::Tensor& gathered) const;
-  // Keeps what later forwards and backwards need of a full tensor gathered just now.
+  // Keeps what later forwards and backwards need of a full tensor gathered just now. One that was
+  // quantised is for the graph alone that asked for it.
   static void retain(Parameter& parameter, const at::Tensor& full, bool read_only, uint64_t version,
-                     bool is_recorded);
+                     bool has_backward, bool is_quantized);
 
   struct Started {
     std::vector<size_t> places;  // of the bucket's parameters among `parameters_`

@@ -94,11 +94,13 @@ ZERO3_HOST_DEVICE inline uint32_t finite_magnitude(float value) {
 }
 
 // The scale of a block whose largest finite magnitude has these bits: a value is its code's times
-// the scale.
+// the scale. That of the largest code is finite.
 template <typename Code>
 ZERO3_HOST_DEVICE inline float scale_of(uint32_t largest) {
   const float scale = std::bit_cast<float>(largest) / Code::kLargest;
-  return scale < FLT_MIN ? FLT_MIN : scale;
+  if (scale < FLT_MIN) return FLT_MIN;
+  const auto bits = std::bit_cast<uint32_t>(scale);
+  return scale * Code::kLargest <= FLT_MAX ? scale : std::bit_cast<float>(bits - 1);
 }
 
 // The place of a block's scale in a quantised row.

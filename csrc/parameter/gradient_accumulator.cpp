@@ -130,6 +130,7 @@ void GradientAccumulator::drop() {
   partial_.reset();
   nonfinite_.reset();
   dropped_ = true;
+  error_.reset();
 }
 
 bool GradientAccumulator::take_dropped() {

@@ -73,16 +73,27 @@ ParameterPtr Parameter::quantized(const QuantizedFormat& format) {
         ParameterSpec{
             {rows(), row_bytes}, {row_bytes, 1}, at::kByte, device, rank, world_size, owner},
         nullptr, at::Tensor());
-    bytes->fqn = fqn;
+    bytes->quantized_as_ = " " + format.text();
     bytes->connect(messages());
     found = quantized_.insert(quantized_.end(), {format, std::move(bytes), 0});
   }
   auto& [_, bytes, version] = *found;
+  bytes->fqn = fqn;
   if (!in_backward() || !bytes->shard.defined() || version != shard_version()) {
     bytes->shard = quantize(shard, format);
     version = shard_version();
   }
   return bytes;
+}
+
+void Parameter::forget_quantized() {
+  for (auto& each : quantized_) each.parameter->shard.reset();
+}
+
+int64_t Parameter::sent_chunk_bytes(at::ScalarType wire_dtype) const {
+  const auto& format = settings.gradient_dtypes.quantized;
+  const auto item = static_cast<int64_t>(c10::elementSize(wire_dtype));
+  return chunk_rows() * (format ? format->row_bytes(row_numel()) : row_numel() * item);
 }
 
 bool Parameter::is_wanted() const {
@@ -102,6 +113,7 @@ void Parameter::deposit(const at::Tensor& raw) {
 void Parameter::drop_gradients() {
   gradients.drop();
   forget_after_forward();
+  forget_quantized();
 }
 
 void Parameter::check_gradient(const at::Tensor& raw) const {

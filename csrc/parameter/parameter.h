@@ -98,7 +98,9 @@ struct Parameter : public ParameterSpec {
   void set_messages(std::shared_ptr<Transport> messages) { messages_ = std::move(messages); }
 
   // Describes this parameter's chunk in the key of a message.
-  std::string chunk_key() const { return fqn + "[" + std::to_string(chunk_numel()) + "]"; }
+  std::string chunk_key() const {
+    return fqn + "[" + std::to_string(chunk_numel()) + "]" + quantized_as_;
+  }
 
   // Follows the version of `leaf`, the DTensor around `shard`: an optimizer bumps only that one.
   void follow_version(const at::Tensor& leaf);
@@ -118,12 +120,15 @@ struct Parameter : public ParameterSpec {
   // The parameter whose shards are gathered now: `parameter` or its `after_forward`.
   static std::shared_ptr<Parameter> source_of(const std::shared_ptr<Parameter>& parameter);
 
-  // A parameter of bytes, whose shard is this one's rows quantised as they are now. A backward may
-  // get them as of its forward, if torch's version counters record no change.
+  // A parameter of bytes, whose shard is this one's rows quantised as they are now. In a backward
+  // they are those of its forward, unless torch's version counters record a change.
   std::shared_ptr<Parameter> quantized(const QuantizedFormat& format);
+  void forget_quantized();  // frees the bytes
 
   // Whether other ranks add to its gradients.
   bool has_others() const { return world_size > 1 || replicas; }
+  // Bytes that travel of a chunk of its gradient.
+  int64_t sent_chunk_bytes(at::ScalarType wire_dtype) const;
   // Throws unless `raw` can be its full gradient.
   void check_gradient(const at::Tensor& raw) const;
   // Adds a raw gradient to the unreduced ones.
@@ -146,6 +151,7 @@ struct Parameter : public ParameterSpec {
     uint64_t version;  // version of the shard that is quantised
   };
   std::vector<Quantized> quantized_;  // one for each format that was asked for
+  std::string quantized_as_;          // format of the bytes, if this is such a parameter
   std::shared_ptr<Transport> messages_;
 };
 

@@ -214,7 +214,7 @@ ReduceBucket& Reduction::bucket_for(const ParameterPtr& parameter,
                                     at::ScalarType normalised_dtype) {
   // The first gradient need not wait for other ranks to begin, unless it shares a message.
   const auto wire_dtype = parameter->settings.gradient_dtypes.wire.value_or(normalised_dtype);
-  const auto nbytes = parameter->chunk_numel() * c10::elementSize(wire_dtype);
+  const auto nbytes = parameter->sent_chunk_bytes(wire_dtype);
   const bool in_any_order = parameter->transport->can.reduces_in_any_order;
   if (std::exchange(has_sent_, true) || nbytes < kWorthAMessage || !in_any_order)
     finish_presence_checks();
@@ -284,6 +284,7 @@ void Reduction::finish_backward() {
     std::ranges::sort(parameters, {}, [](auto& parameter) { return parameter->order; });
     for (auto& parameter : parameters) {
       parameter->forget_after_forward();
+      parameter->forget_quantized();
       if (parameter->settings.reshard_after_backward) parameter->gathered.reshard_retained();
     }
   }

@@ -39,15 +39,10 @@ WorkPtr all_to_all(AnyGroup& group, at::Tensor& received, at::Tensor& sent,
     return group.alltoall_base(received, sent, received_sizes, sent_sizes);
 }
 
-// Options of collectives with one root.
-inline c10d::BroadcastOptions from(int64_t root) {
-  c10d::BroadcastOptions options;
-  options.rootRank = root;
-  return options;
-}
-
-inline c10d::ReduceOptions to(int64_t root) {
-  c10d::ReduceOptions options;
+// Options of a collective with one root.
+template <typename Options>
+Options rooted(int64_t root) {
+  Options options;
   options.rootRank = root;
   return options;
 }

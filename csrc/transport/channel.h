@@ -1,9 +1,8 @@
 // The ranks of a process group, and the exchanges between them.
 //
-//   gather   rows [n], one for each rank, with this rank's written  ->  all rows written
-//   reduce   rows [n], one for each rank                            ->  this rank's from every
-//   rank,
-//                                                                       or their sum
+//   gather       rows [n], one for each rank, with this rank's written  ->  all rows written
+//   reduce       rows [n], one for each rank         ->  this rank's from every rank, or their sum
+//   all_to_all   rows [n], one for each rank         ->  this rank's from every rank
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -44,13 +43,14 @@ class Exchange {
   // Nobody but a backend may write to `rows` before wait(), and nobody read them.
   virtual void reduce(const Rows& rows, const std::string& key) = 0;
 
-  // Like reduce(), but addends() has all ranks' rows whatever the backend sums.
-  virtual void collect(const Rows& rows, const std::string& key) = 0;
+  // Like reduce(), but the backend sums nothing.
+  virtual void all_to_all(const Rows& rows, const std::string& key) = 0;
 
   // Raises, naming the key, if another rank does not take part in time.
   virtual void wait() = 0;
 
-  // After wait(): for each call of reduce(), the tensors [n] to sum, in the order of ranks.
+  // After wait(): for each call of reduce() or all_to_all(), the tensors [n] to sum, in the order
+  // of ranks.
   const std::vector<Rows>& addends() const { return addends_; }
 
  protected:

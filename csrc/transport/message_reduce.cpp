@@ -1,7 +1,4 @@
 // Reductions of ranks that exchange messages.
-#include <ATen/ops/empty.h>
-#include <ATen/ops/sub.h>
-
 #include "kernels/copy.h"
 #include "kernels/quantize.h"
 #include "kernels/sum.h"
@@ -37,18 +34,18 @@ class MessageReduce : public ReduceBucket {
     std::vector<at::Tensor> shards;
     std::vector<Copy> copies;  // copies of sums from a collective
     for (auto& [parameter, shard_dtype, piece, offset, is_alone] : entries_) {
-      const auto sizes = parameter->sizes_with_rows(parameter->shard_rows());
-      const int64_t numel = parameter->shard_rows() * sent_row(*parameter);
+      const int64_t rows = parameter->shard_rows();
+      const auto sizes = parameter->sizes_with_rows(rows);
+      const int64_t row = sent_row(*parameter);
+      const auto sent_sizes = format_ ? std::vector<int64_t>{rows, row} : sizes;
       Rows addends;
       for (auto& addend : exchange_->addends()[*piece])
-        addends.push_back(addend.narrow(0, offset, numel));
-      if (is_quantized_) {
+        addends.push_back(addend.narrow(0, offset, rows * row).view(sent_sizes));
+      if (format_) {
         shards.push_back(pooled_empty(sizes, options_.dtype(shard_dtype)));
-        const auto& format = *parameter->settings.gradient_dtypes.quantized;
-        sum_quantized(shards.back(), addends, format, divisor_now());
+        sum_quantized(shards.back(), addends, *format_, divisor_now());
         continue;
       }
-      for (auto& addend : addends) addend = addend.view(sizes);
       const bool takes_over = is_alone && shard_dtype == wire_dtype();
       // A received addend's memory: this rank's own addend, the first on the first rank, may be
       // rows of the whole gradient.
@@ -87,7 +84,7 @@ class MessageReduce : public ReduceBucket {
     if (goes_alone(*parameter)) {
       const ProfilerRange range([&] { return scope_name(collective_of({parameter}), "send"); });
       auto full = grad;
-      if (is_quantized_) {
+      if (format_) {
         full = quantized(*parameter, grad, through);
       } else if (!owned || !grad.is_contiguous() || grad.scalar_type() != wire_dtype() ||
                  through != wire_dtype() || pre_divide_factor_ != 1.0) {
@@ -110,25 +107,26 @@ class MessageReduce : public ReduceBucket {
     }
     slab_key_ += " " + parameter->chunk_key();
     entries_.push_back({parameter, shard_dtype, std::nullopt, slab_used_, /*is_alone=*/false});
-    if (is_quantized_)
+    if (format_)
       pack(*parameter, quantized(*parameter, grad, through), at::kByte);
     else
       pack(*parameter, grad, through);
   }
 
   // Returns the gradient's codes and scales, uint8 [rows, row_bytes].
-  static at::Tensor quantized(const Parameter& parameter, const at::Tensor& grad,
-                              at::ScalarType through) {
-    const auto& dtypes = parameter.settings.gradient_dtypes;
-    auto values = grad.to(through);
-    if (!dtypes.feeds_error_back) return quantize(values, *dtypes.quantized);
-    values = values.to(at::kFloat);
-    auto& gradients = const_cast<GradientAccumulator&>(parameter.gradients);
-    if (const auto error = gradients.take_error(); error.defined()) values = values.add(error);
-    auto codes = quantize(values, *dtypes.quantized);
-    auto error = at::empty(values.sizes(), values.options());
-    dequantize(error, codes, *dtypes.quantized);
-    gradients.keep_error(at::sub_out(error, values, error));
+  at::Tensor quantized(Parameter& parameter, const at::Tensor& grad, at::ScalarType through) const {
+    const auto exact = grad.to(through);
+    if (!parameter.settings.gradient_dtypes.feeds_error_back) return quantize(exact, *format_);
+    auto values = parameter.gradients.take_error();
+    if (values.defined())
+      values.add_(exact);
+    else
+      values = pooled_empty(parameter.sizes, options_.dtype(at::kFloat)).copy_(exact);
+    auto codes = quantize(values, *format_);
+    auto sent = pooled_empty(values.sizes(), values.options());
+    dequantize(sent, codes, *format_);
+    // What is not finite now must not be so for ever.
+    parameter.gradients.keep_error(values.sub_(sent).nan_to_num_(0, 0, 0));
     return codes;
   }
 
@@ -171,8 +169,8 @@ class MessageReduce : public ReduceBucket {
   // Starts the reduction of a piece, and returns its number.
   size_t exchange(const Rows& rows, const std::string& key) {
     const auto kind = std::string("reduce ") + c10::toString(sent_dtype()) + " ";
-    if (is_quantized_)
-      exchange_->collect(rows, kind + key);
+    if (format_)
+      exchange_->all_to_all(rows, kind + format_->text() + " " + key);
     else
       exchange_->reduce(rows, kind + key);
     return pieces_++;

@@ -155,7 +155,7 @@ class ProcessGroupExchange : public Exchange {
 
   void gather(const std::vector<Piece>& pieces) override;
   void reduce(const Rows& rows, const std::string& key) override;
-  void collect(const Rows& rows, const std::string& key) override;
+  void all_to_all(const Rows& rows, const std::string& key) override;
 
   void wait() override {
     auto transfers = std::exchange(transfers_, nullptr);
@@ -192,8 +192,9 @@ void ProcessGroupExchange::gather(const std::vector<Piece>& pieces) {
     };
     if (const auto root = root_of(rows)) {
       std::vector<at::Tensor> row{sent(rows[*root])};
-      transfers_->start("others", key,
-                        [&] { return transfers_->group->broadcast(row, from(*root)); });
+      transfers_->start("others", key, [&] {
+        return transfers_->group->broadcast(row, rooted<c10d::BroadcastOptions>(*root));
+      });
       continue;
     }
     const auto run = one_run(rows);
@@ -209,7 +210,7 @@ void ProcessGroupExchange::gather(const std::vector<Piece>& pieces) {
 
 void ProcessGroupExchange::reduce(const Rows& rows, const std::string& key) {
   if (by_messages_) {
-    collect(rows, key);
+    all_to_all(rows, key);
     return;
   }
   WithoutSavedTensorHooks guard;
@@ -218,7 +219,9 @@ void ProcessGroupExchange::reduce(const Rows& rows, const std::string& key) {
   if (const auto root = root_of(rows)) {
     std::vector<at::Tensor> sum{keep(rows[*root])};
     addends.push_back(own);
-    transfers_->start("others", key, [&] { return transfers_->group->reduce(sum, to(*root)); });
+    transfers_->start("others", key, [&] {
+      return transfers_->group->reduce(sum, rooted<c10d::ReduceOptions>(*root));
+    });
   } else {
     auto run = keep(one_run(rows));
     addends.push_back(keep(pooled_empty(own.sizes(), own.options())));
@@ -228,7 +231,7 @@ void ProcessGroupExchange::reduce(const Rows& rows, const std::string& key) {
   }
 }
 
-void ProcessGroupExchange::collect(const Rows& rows, const std::string& key) {
+void ProcessGroupExchange::all_to_all(const Rows& rows, const std::string& key) {
   WithoutSavedTensorHooks guard;
   const at::Tensor& own = rows[rank_];
   if (by_messages_) {
@@ -246,13 +249,15 @@ void ProcessGroupExchange::collect(const Rows& rows, const std::string& key) {
     return;
   }
   const auto ranks = static_cast<int64_t>(rows.size());
-  auto sent = keep(at::cat(rows));
+  const bool is_even =
+      std::ranges::all_of(rows, [&](auto& row) { return row.numel() == rows.front().numel(); });
+  auto sent = keep(is_even ? one_run(rows) : at::cat(rows));
   auto received = keep(pooled_empty({ranks * own.numel()}, own.options()));
   addends_.push_back(received.view({ranks, own.numel()}).unbind());
   std::vector<int64_t> sent_sizes, received_sizes(rows.size(), own.numel());
   for (auto& row : rows) sent_sizes.push_back(row.numel());
   transfers_->start("others", key, [&] {
-    return all_to_all(*transfers_->group, received, sent, received_sizes, sent_sizes);
+    return zero3::all_to_all(*transfers_->group, received, sent, received_sizes, sent_sizes);
   });
 }
 
@@ -260,7 +265,7 @@ class ExchangeOfOne : public Exchange {
  public:
   void gather(const std::vector<Piece>& pieces) override {}
   void reduce(const Rows& rows, const std::string& key) override { addends_.push_back(rows); }
-  void collect(const Rows& rows, const std::string& key) override { addends_.push_back(rows); }
+  void all_to_all(const Rows& rows, const std::string& key) override { addends_.push_back(rows); }
   void wait() override {}
 };
 

@@ -13,14 +13,11 @@
 namespace zero3 {
 namespace {
 
-bool is_quantized(const Parameter& parameter) {
-  return parameter.settings.gradient_dtypes.quantized.has_value();
-}
-
 // Where a backend sums in fp16, half the scaling comes before the sum and half after, so that the
 // sum neither overflows nor underflows.
 double pre_divide_factor(const Parameter& like, at::ScalarType wire_dtype) {
-  return wire_dtype == at::kHalf && !like.transport->can.sums_in_fp32 && !is_quantized(like)
+  return wire_dtype == at::kHalf && !like.transport->can.sums_in_fp32 &&
+                 !like.settings.gradient_dtypes.quantized
              ? std::exp2(
                    std::ceil(std::log2(std::sqrt(std::max(like.settings.divide_factor, 1.0)))))
              : 1.0;
@@ -34,7 +31,7 @@ ReduceBucket::ReduceBucket(const Parameter& like, at::ScalarType wire_dtype)
       divide_factor_(like.settings.divide_factor),
       pre_divide_factor_(pre_divide_factor(like, wire_dtype)),
       options_(at::TensorOptions(wire_dtype).device(like.device)),
-      is_quantized_(is_quantized(like)),
+      format_(like.settings.gradient_dtypes.quantized),
       delivers_early_(like.settings.delivers_early),
       capacity_(like.transport->can.bounds_buckets || delivers_early_
                     ? like.settings.bucket_bytes / world_size_ /
@@ -48,7 +45,8 @@ bool ReduceBucket::accepts(const Parameter& parameter, at::ScalarType wire_dtype
          is_same(replicas_.get(), parameter.replicas.get()) &&
          divide_factor_ == parameter.settings.divide_factor &&
          delivers_early_ == parameter.settings.delivers_early && this->wire_dtype() == wire_dtype &&
-         options_.device() == parameter.device && is_quantized_ == is_quantized(parameter);
+         options_.device() == parameter.device &&
+         format_ == parameter.settings.gradient_dtypes.quantized;
 }
 
 bool ReduceBucket::has_room_for(const Parameter& parameter) const {
@@ -98,7 +96,7 @@ int64_t ReduceBucket::space_of(const Parameter& parameter) const {
 
 int64_t ReduceBucket::sent_row(const Parameter& parameter) const {
   const int64_t numel = parameter.row_numel();
-  return is_quantized_ ? parameter.settings.gradient_dtypes.quantized->row_bytes(numel) : numel;
+  return format_ ? format_->row_bytes(numel) : numel;
 }
 
 int64_t ReduceBucket::lowest_order() const {

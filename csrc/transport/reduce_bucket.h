@@ -4,8 +4,10 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
+#include <optional>
 #include <vector>
 
+#include "kernels/quantize.h"
 #include "parameter/parameter.h"
 #include "support/collective_log.h"
 
@@ -63,10 +65,10 @@ class ReduceBucket {
 
   const double divide_factor_;
   const double pre_divide_factor_;
-  const at::TensorOptions options_;  // on the wire, unless gradients are quantised
-  const bool is_quantized_;
+  const at::TensorOptions options_;              // on the wire, unless gradients are quantised
+  const std::optional<QuantizedFormat> format_;  // of the gradients, if they are quantised
   // The tensors that travel are of this dtype: bytes, if gradients are quantised.
-  at::ScalarType sent_dtype() const { return is_quantized_ ? at::kByte : wire_dtype(); }
+  at::ScalarType sent_dtype() const { return format_ ? at::kByte : wire_dtype(); }
   // Elements that travel of a row, and of a chunk, of `parameter`.
   int64_t sent_row(const Parameter& parameter) const;
   int64_t sent_chunk(const Parameter& parameter) const {

@@ -18,7 +18,7 @@ class SimulatedExchange : public Exchange {
   void reduce(const Rows& rows, const std::string& key) override {
     const auto& own = rows[rank_];
     if (by_messages_) {
-      collect(rows, key);
+      all_to_all(rows, key);
       return;
     }
     const auto root = root_of(rows);
@@ -26,7 +26,7 @@ class SimulatedExchange : public Exchange {
     addends_.push_back({root ? own : pooled_empty(own.sizes(), own.options())});
   }
 
-  void collect(const Rows& rows, const std::string&) override {
+  void all_to_all(const Rows& rows, const std::string&) override {
     tensors_.insert(tensors_.end(), rows.begin(), rows.end());
     const auto& own = rows[rank_];
     auto& addends = addends_.emplace_back();

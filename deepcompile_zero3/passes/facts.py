@@ -1,6 +1,6 @@
 """Facts about a parameter that a pass may use."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -65,6 +65,12 @@ class ParameterFacts:
             self.reshard_after_forward is False
             or (self.reshard_after_forward is None and not self.publishes)
         )
+
+    def gathered_as(self, format: str) -> "ParameterFacts":
+        """Returns these facts with shards that are quantised so: they travel by messages."""
+        if not format:
+            return self
+        return replace(self, gather_format=format, gathers_views=False, publishes=False)
 
 
 def in_forward_order(facts: ParameterFacts) -> int:

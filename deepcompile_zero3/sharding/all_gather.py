@@ -20,7 +20,7 @@ class AllGather:
         for parameter in parameters:
             parameter.refresh()
             parameter.prepare_sources()
-        self._gather = _C.Gather([source for p in parameters for source in p.sources()])
+        self._gather = _C.Gather([source for p in parameters for source in _sources(p)])
 
     def snapshot(self) -> None:
         """Lets the shards change before ``wait``, which returns their values from before."""
@@ -29,10 +29,22 @@ class AllGather:
     def wait(self) -> dict[ShardedParameter, torch.Tensor]:
         """Waits, and returns the full tensors, [rows, ...] each in its compute dtype."""
         gathered = iter(self._gather.finish(fresh=True))
-        return {p: p.full_of([next(gathered) for _ in p.sources()]) for p in self.parameters}
+        return {p: _full_of(p, [next(gathered) for _ in _sources(p)]) for p in self.parameters}
 
 
-def gather_and_read(parameter: ShardedParameter) -> torch.Tensor:
+def _sources(parameter: ShardedParameter) -> list[_C.Parameter]:
+    """Returns the runtime's parameters that are gathered for ``parameter``."""
+    if parameter.extension is None:
+        return [parameter.handle]
+    return [payload.handle for payload in parameter.extension.payloads]
+
+
+def _full_of(parameter: ShardedParameter, gathered: list[torch.Tensor]) -> torch.Tensor:
+    """Returns the full tensor of what the sources of ``parameter`` were gathered to."""
+    return gathered[0] if parameter.extension is None else parameter.extension.full(gathered)
+
+
+def gather_one(parameter: ShardedParameter) -> torch.Tensor:
     """Returns the full tensor of a parameter that is not gathered. Differentiable."""
     if parameter.extension is None:
         return _C.gather_and_read(parameter.handle)

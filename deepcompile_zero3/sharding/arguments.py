@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import grad_dtype, torch_internals
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.sharding.layout import DataParallel, SpmdMesh
 from deepcompile_zero3.sharding.extension import has_extension
+from deepcompile_zero3.sharding.layout import DataParallel, SpmdMesh
 from deepcompile_zero3.sharding.module import Zero3Module
 from deepcompile_zero3.sharding.registered import parameters_of, unsharded_modules
 from deepcompile_zero3.transport.process_groups import exists

@@ -65,7 +65,7 @@ def _rebuild_converted(group: ParameterGroup) -> None:
     """
     if group.model is not None and any(p.has_run for p in group.model.parameters):
         return  # the next forward refuses the dtype, on all ranks
-    converted = [(p, full) for p in group.parameters if (full := p.full_of_converted()) is not None]
+    converted = [(p, full) for p in group.parameters if (full := _full_of_converted(p)) is not None]
     if not converted:
         return
     group.reshard()
@@ -92,3 +92,15 @@ def _rebuild_converted(group: ParameterGroup) -> None:
         parameter.rebuild(full, connection)
     if group.model is not None:
         group.model.update()
+
+
+def _full_of_converted(parameter: ShardedParameter) -> torch.Tensor | None:
+    """Returns ``Layout.full_like`` of a shard that was converted to another dtype, else None.
+
+    Shards may be converted before their first forward.
+    """
+    converted = None if parameter.has_run else parameter.leaf.converted_dtype
+    if converted is None:
+        return None
+    dtype, like = parameter.mp_policy.param_dtype or converted, parameter.placeholder
+    return torch.empty_strided(like.shape, like.stride(), dtype=dtype, device="meta")

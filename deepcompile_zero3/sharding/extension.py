@@ -30,7 +30,7 @@ class _Owner(Protocol):
 
     layout: Layout
     handle: _C.Parameter
-    placeholder: torch.Tensor
+    placeholder: nn.Parameter
     group: "weakref.ref[object] | None"
     reshard_after_forward: bool | None
 

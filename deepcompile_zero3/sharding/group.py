@@ -18,11 +18,7 @@ from torch import nn
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.runtime import _C
-from deepcompile_zero3.sharding.all_gather import (
-    AllGather,
-    gather_and_read,
-    republish_if_recomputing,
-)
+from deepcompile_zero3.sharding.all_gather import AllGather, gather_one, republish_if_recomputing
 from deepcompile_zero3.sharding.casts import ForwardCasts
 from deepcompile_zero3.sharding.layout import DataParallel
 from deepcompile_zero3.sharding.model import ShardedModel
@@ -133,7 +129,7 @@ class ParameterGroup:
             if torch.is_grad_enabled() and _C.in_backward():
                 parameter.refresh()
                 republish_if_recomputing([parameter])
-                return parameter.value_of(gather_and_read(parameter))
+                return parameter.value_of(gather_one(parameter))
             return parameter.shard
         value = self._values.get(parameter)
         differentiable = parameter.placeholder.requires_grad and torch.is_grad_enabled()

@@ -291,7 +291,7 @@ class Layout:
         )
         if is_wrapper:
             # Not clone(): NF4Tensor would quantise again.
-            options = {} if rows.device == target else {"device": target}
+            options: Any = {} if rows.device == target else {"device": target}
             local = rows.new_zeros(rows.shape, **options).copy_(rows)
             shard = torch_internals.with_spec(local, torch_internals.spec_of(shard))
         own(shard)

@@ -47,6 +47,7 @@ class ShardedParameter:
         leaf: the shard, and where it is registered.
         position: position among the parameters of its model.
         layout: where the parts of the parameter are.
+        mp_policy: the policy with the parameter's own ``param_dtype``.
         ranks_meet_in_backward: whether all ranks take part when one gathers again in backward.
         replicas_are_compared: whether the values of its replicas were compared, or it has none.
         is_read_as_gathered: whether a module reads the gathered tensor as it is.
@@ -82,7 +83,7 @@ class ShardedParameter:
         self.ranks_meet_in_backward = True
         self.replicas_are_compared = layout.ranks.replicate_group is None
         self._connection: Connection | None = connection
-        self._mp_policy = blueprint.mp_policy
+        self.mp_policy = blueprint.mp_policy
         self._build(blueprint.full, blueprint.parameter.requires_grad)
         self.settings.divide_factor = layout.ranks.mesh.size()
         self.set_reshard_after_forward(blueprint.reshard_after_forward)
@@ -153,23 +154,10 @@ class ShardedParameter:
         """Whether a forward has used the parameter."""
         return self._forward_shard_id != 0
 
-    def full_of_converted(self) -> torch.Tensor | None:
-        """Returns ``Layout.full_like`` of a shard that was converted to another dtype, else None.
-
-        Shards may be converted before their first forward.
-        """
-        converted = None if self.has_run else self.leaf.converted_dtype
-        if converted is None:
-            return None
-        dtype = self._mp_policy.param_dtype or converted
-        return torch.empty_strided(
-            self.placeholder.shape, self.placeholder.stride(), dtype=dtype, device="meta"
-        )
-
     def rebuild(self, full: torch.Tensor, connection: Connection) -> None:
         """Computes with tensors like ``full`` from now on, and keeps all settings.
 
-        ``full`` comes from ``full_of_converted``.
+        ``full`` is like the placeholder, but for its dtype.
         """
         shard, old = self.shard, self.handle
         self.leaf.inherit_grad_dtype(shard, self.declared_grad_dtype)
@@ -196,16 +184,6 @@ class ShardedParameter:
         if self.extension is not None:
             self.extension.prepare(self.leaf.local)
 
-    def sources(self) -> list[_C.Parameter]:
-        """Returns the runtime's parameters that are gathered for this one."""
-        if self.extension is None:
-            return [self.handle]
-        return [payload.handle for payload in self.extension.payloads]
-
-    def full_of(self, gathered: list[torch.Tensor]) -> torch.Tensor:
-        """Returns the full tensor of what ``sources`` were gathered to."""
-        return gathered[0] if self.extension is None else self.extension.full(gathered)
-
     @property
     def shard_group_name(self) -> str:
         """Name of the process group of the ranks that have the shards."""
@@ -213,7 +191,7 @@ class ShardedParameter:
 
     @property
     def shard(self) -> DTensor:
-        """The DTensor ``nn.Parameter`` that the model registers, or the last that it did."""
+        """The DTensor ``nn.Parameter`` that the model registers now, or the last that it did."""
         return self.leaf.shard
 
     @property
@@ -335,10 +313,10 @@ class ShardedParameter:
     def _set_grad_dtype(self, declared: torch.dtype | None) -> None:
         self.declared_grad_dtype = declared
         dtypes = grad_dtype.resolve(
-            declared, self.leaf.dtype, self.compute_dtype, self._mp_policy.reduce_dtype
+            declared, self.leaf.dtype, self.compute_dtype, self.mp_policy.reduce_dtype
         )
         self.settings.gradient_dtypes = dtypes.quantized_like(self.settings.gradient_dtypes)
-        # Dynamo keeps each string that it meets among its globals.
+        # Dynamo keeps each string that it meets among the globals of what it traces.
         self.leaf_contract = sys.intern(_C.contract_name(dtypes.leaf))
         self.update_guard_key()
 

@@ -90,8 +90,8 @@ def _layout_of_owned(
         )
     if has_extension(parameter):
         raise NotImplementedError(
-            f"'{fqn}' is a {type(parameter).__name__} with fsdp_pre_all_gather, and no rank can own "
-            "it: shard_placement_fn has to give Shard(0) or None for it"
+            f"'{fqn}' is a {type(parameter).__name__} with fsdp_pre_all_gather, and no rank can "
+            "own it: shard_placement_fn has to give Shard(0) or None for it"
         )
     if spmd is not None or isinstance(parameter, DTensor):
         raise NotImplementedError(

@@ -14,7 +14,7 @@ from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.graph.capture import capture_graphs
 from deepcompile_zero3.options import Options
 from deepcompile_zero3.sharding.parameter import ShardedParameter
-from deepcompile_zero3.sharding.registered import all_parameters_of
+from deepcompile_zero3.sharding.registered import all_parameters_of, by_fqn
 from deepcompile_zero3.tools.planning.machine import Machine, machine_of
 from deepcompile_zero3.tools.planning.simulate import simulate
 from deepcompile_zero3.tools.report import Report, report_of
@@ -71,7 +71,7 @@ def explain(
             "explain has nothing to say: no graph was compiled. Is torch.compile disabled, as by "
             "TORCHDYNAMO_DISABLE=1, or the whole call?"
         )
-    step = simulate(graphs, {parameter.fqn: parameter for parameter in parameters}, machine)
+    step = simulate(graphs, by_fqn(parameters), machine)
     return report_of(model, parameters, graphs, tuple(breaks), step.timeline)
 
 

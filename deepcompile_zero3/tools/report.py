@@ -10,6 +10,7 @@ from torch import nn
 from deepcompile_zero3.graph.capture import CapturedGraphs
 from deepcompile_zero3.graph.size import nbytes_of_tensor
 from deepcompile_zero3.sharding.parameter import ShardedParameter
+from deepcompile_zero3.sharding.registered import by_fqn
 from deepcompile_zero3.sharding.swap import original_class
 from deepcompile_zero3.tools.document import Document
 from deepcompile_zero3.tools.graph_report import Graph, graph_of
@@ -165,6 +166,6 @@ def report_of(
         graphs=tuple(described),
         breaks=breaks,
         quantized=quantized(parameters, {k: f for b in buckets for k, f in b.formats.items()}),
-        in_eager=tuple(p.fqn for p in parameters if p.fqn not in gathered),
+        in_eager=tuple(p.fqn for p in parameters if gathered.isdisjoint(by_fqn([p]))),
         timeline=timeline,
     )

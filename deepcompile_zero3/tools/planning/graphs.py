@@ -15,13 +15,14 @@ from torch.distributed.tensor import DTensor
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.backend import CompiledGraph, pipeline_of
 from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.gather_format import gather_format
 from deepcompile_zero3.graph.capture import CapturedGraphs, capture_graphs
 from deepcompile_zero3.options import Options
 from deepcompile_zero3.passes.pipeline import Pipeline
 from deepcompile_zero3.sharding.fully_shard import fully_shard
 from deepcompile_zero3.sharding.model import ShardedModel
 from deepcompile_zero3.sharding.parameter import ShardedParameter
-from deepcompile_zero3.sharding.registered import all_parameters_of, registered_in
+from deepcompile_zero3.sharding.registered import all_parameters_of, by_fqn, registered_in
 from deepcompile_zero3.tools.explain import without_a_trace
 from deepcompile_zero3.tools.report import line_of_break
 from deepcompile_zero3.torch_internals import compiler
@@ -143,7 +144,13 @@ class Trace:
             for traced, graph_module, is_backward in self.partitioned:
                 if traced not in pipelines:
                     parameters = [self.parameters[facts.fqn] for facts in traced.inputs.values()]
-                    pipelines[traced] = pipeline_of(parameters, traced.inputs, options)
+                    inputs = {
+                        position: facts.gathered_as(gather_format(parameter, options))
+                        for (position, facts), parameter in zip(
+                            traced.inputs.items(), parameters, strict=True
+                        )
+                    }
+                    pipelines[traced] = pipeline_of(parameters, inputs, options)
                 pipelines[traced](copy.deepcopy(graph_module), is_backward)
         return graphs
 
@@ -185,8 +192,7 @@ def trace(model: nn.Module, call: Mapping[str, Any]) -> Trace:
             f"{line_of_break(breaks[0])}"
         ) from error
     check_compiled(partitioned)
-    by_name = {parameter.fqn: parameter for parameter in parameters}
-    return Trace(by_name, tuple(breaks), partitioned)
+    return Trace(by_fqn(parameters), tuple(breaks), partitioned)
 
 
 def check_compiled(graphs: Sequence[Any]) -> None:
