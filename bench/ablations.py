@@ -68,6 +68,21 @@ ABLATIONS = {
         "zero3-c10d-twice, a gather starts when it is waited for",
         partial(_build, remove=_without_prefetch),
     ),
+    "gather-fp8": Mode(
+        "zero3-c10d-twice, gathering in float8_e4m3fn",
+        partial(_twice, options={"gather_dtype": torch.float8_e4m3fn}),
+    ),
+    "reduce-int8": Mode(
+        "zero3-c10d-twice, gradients travel in int8", partial(_twice, gradient_dtype=torch.int8)
+    ),
+    "fp8-int8": Mode(
+        "zero3-c10d-twice, both",
+        partial(
+            _twice,
+            options={"gather_dtype": torch.float8_e4m3fn},
+            gradient_dtype=torch.int8,
+        ),
+    ),
     "gather-8": Mode(
         "zero3-c10d-twice, gathering 8 MiB at a time",
         partial(_twice, options={"gather_bucket_mb": 8.0}),

@@ -105,10 +105,13 @@ def zero3(
     options: dict[str, Any] | None = None,
     reduce_bucket_mb: float | None = None,
     steps_locally: bool = False,
+    gradient_dtype: torch.dtype | None = None,
     **settings: Any,
 ) -> Step:
     """Trains with zero3; ``options`` go to the backend, ``settings`` to ``fully_shard``."""
     model = _sharded(workload, deepcompile_zero3.fully_shard, **settings)
+    if gradient_dtype is not None:
+        deepcompile_zero3.quantize_gradients(model, gradient_dtype)
     if reduce_bucket_mb is not None:
         for module in model.modules():
             for parameter in parameters_of(module).values():

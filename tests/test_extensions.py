@@ -15,9 +15,9 @@ from models import (
     mine,
 )
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
-from deepcompile_zero3 import fully_shard, record_collectives
+from deepcompile_zero3 import Owned, Zero3Error, fully_shard, record_collectives
 
 
 def _bf16_linear(rows, dtype=torch.float32):
@@ -112,3 +112,101 @@ def _read_int8(weight):
 @pytest.mark.thin
 def test_two_payloads_and_changing_metadata(run_ranks, world_size, how, transport):
     run_ranks(world_size, _reads_int8, how, transport, timeout=300)
+
+
+class Lora(nn.Module):
+    """A frozen matrix of four bits, and an adapter of two small ones."""
+
+    def __init__(self, to_nf4, linear, width):
+        super().__init__()
+        weight = to_nf4(torch.randn(width, width) / width**0.5, scaler_block_size=4)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.down = nn.Parameter(torch.randn(4, width) / 10)
+        self.up = nn.Parameter(torch.randn(width, 4) / 10)
+        self._linear = linear
+
+    def forward(self, x):
+        return torch.tanh(self._linear(x, self.weight) + x @ self.down.T @ self.up.T)
+
+
+def _qlora(how, transport):
+    nf4 = pytest.importorskip("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Lora(nf4.to_nf4, nf4.linear_nf4, 128) for _ in range(3)))
+    reference = nn.Sequential(*(Lora(nf4.to_nf4, nf4.linear_nf4, 128) for _ in range(3)))
+    for mine_, whole in zip(model, reference, strict=True):  # NF4Tensor.clone() would round again
+        whole.weight = nn.Parameter(mine_.weight.detach(), requires_grad=False)
+        whole.down.data.copy_(mine_.down)
+        whole.up.data.copy_(mine_.up)
+    payloads = sum(
+        t.nbytes
+        for layer in reference
+        for t in (
+            layer.weight.quantized_scalers,
+            layer.weight.quantization_factor,
+            layer.weight.quantized_data,
+        )
+    )
+    for block in model:
+        fully_shard(block, transport=transport)
+    fully_shard(model, transport=transport)
+    at_rest = sum(
+        getattr(layer.weight.to_local(), name).untyped_storage().nbytes()
+        for layer in model
+        for name in ("quantized_scalers", "quantization_factor", "quantized_data")
+    )
+    assert at_rest == payloads // torch.distributed.get_world_size()
+    run = compiled(model, how, fullgraph=how != "eager")
+    optimizers = [
+        torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2)
+        for m in (model, reference)
+    ]
+    for seed in range(3):
+        batch = batch_of(8, 128, seed=seed)
+        with record_collectives() as log:
+            mean_square(run, mine(batch)).backward()
+        mean_square(reference, batch).backward()
+        for (name, parameter), whole in zip(
+            model.named_parameters(), reference.parameters(), strict=True
+        ):
+            if "weight" in name:
+                assert parameter.grad is None
+            else:
+                difference = parameter.grad.full_tensor() - whole.grad
+                assert difference.norm() <= (1e-5 if seed else 1e-6) * whole.grad.norm(), name
+        gathered = [c for c in log if c.op == "all_gather" and c.dtype == torch.uint8]
+        assert sum(c.nbytes for c in gathered) == 2 * 3 * 128 * 128 // 2  # forward and backward
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@each_way
+@either_transport
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.thin
+def test_adapters_on_torchaos_nf4(run_ranks, world_size, how, transport):
+    run_ranks(world_size, _qlora, how, transport, timeout=300)
+
+
+def test_other_subclasses_and_placements_are_refused(run_ranks):
+    run_ranks(1, _refused)
+
+
+def _refused():
+    model = wrap(nn.Linear(8, 8), Bf16Gathered)
+    with pytest.raises(NotImplementedError, match=r"Shard\(dim=1\).*'weight'.*dimension 0"):
+        fully_shard(model, shard_placement_fn=lambda p: Shard(1 if p.ndim == 2 else 0))
+    with pytest.raises(
+        NotImplementedError, match=r"'weight' is a Bf16Gathered.*no rank can own it"
+    ):
+        fully_shard(model, shard_placement_fn=lambda p: Owned(0))
+    model = wrap(nn.Linear(8, 8), _BadSignature)
+    fully_shard(model)
+    with pytest.raises(Zero3Error, match=r"fsdp_pre_all_gather of '.*weight' takes 2 arguments"):
+        model(torch.ones(1, 8))
+
+
+class _BadSignature(Bf16Gathered):
+    def fsdp_pre_all_gather(self, mesh, size):
+        raise AssertionError

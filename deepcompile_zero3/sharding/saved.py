@@ -94,6 +94,8 @@ class _SavedView:
 
     def unpack(self) -> torch.Tensor:
         full = self.regather.full(self.parameter)
+        if torch_internals.is_wrapper(full):
+            return full  # `_pack` takes no views of it
         view = full.as_strided(self.size, self.stride, self.offset)
         return view if self.spec is None else torch_internals.with_spec(view, self.spec)
 
@@ -130,7 +132,7 @@ class SavedTensors(Generic[_Group]):
     def __init__(self) -> None:
         self._outer = torch_internals.outer_saved_tensors_hooks()
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
-        # Keyed by storage address, which is not reused while the tensor is here.
+        # Keyed by ``_address``, which is not reused while the tensor is here.
         self._watched: dict[int, tuple[_Regather, ShardedParameter, torch.Tensor]] = {}
         self._storages: dict[_Group, list[int]] = {}  # the keys above
         self._regathers: WeakValueDictionary[_Group, _Regather[_Group]] = WeakValueDictionary()
@@ -173,7 +175,7 @@ class SavedTensors(Generic[_Group]):
         for parameter in gathered:
             full = parameter.handle.gathered
             if full is not None:
-                storage = torch_internals.storage_address(full)
+                storage = _address(full)
                 self._watched[storage] = regather, parameter, full
                 self._storages[group].append(storage)
                 if parameter.ranks_meet_in_backward:
@@ -191,8 +193,8 @@ class SavedTensors(Generic[_Group]):
         if isinstance(tensor, DTensor):
             local, spec = torch_internals.local_tensor(tensor), torch_internals.spec_of(tensor)
         dense = local.layout == torch.strided
-        found = self._watched.get(torch_internals.storage_address(local)) if dense else None
-        if found is not None:
+        found = self._watched.get(_address(local)) if dense else None
+        if found is not None and _is_view(local, found[2]):
             regather, parameter, _ = found
             regather.parameters[parameter] = None
             offset = local.storage_offset()
@@ -203,3 +205,22 @@ class SavedTensors(Generic[_Group]):
             pack_hook, unpack_hook = self._outer
             return functools.partial(unpack_hook, pack_hook(tensor))
         return _SavedTensor(tensor.detach(), torch_internals.version_of(tensor)).unpack
+
+
+def _address(tensor: Any) -> int:
+    """Returns the address of the storage of a tensor, or of the first tensor in a wrapper."""
+    if torch_internals.is_wrapper(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        return _address(getattr(tensor, names[0]))
+    return torch_internals.storage_address(tensor)
+
+
+def _is_view(tensor: torch.Tensor, full: torch.Tensor) -> bool:
+    """Returns whether ``tensor``, of the same address, is made of ``full`` as a view is.
+
+    A wrapper has no views that could be made of another one like it.
+    """
+    if torch_internals.is_wrapper(full):
+        alike = type(tensor) is type(full) and tensor.size() == full.size()
+        return alike and tensor.stride() == full.stride()
+    return not torch_internals.is_wrapper(tensor)
