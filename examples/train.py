@@ -28,7 +28,7 @@ from torch.distributed.run import main as torchrun
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers import logging as transformers_logging
 
-from deepcompile_zero3 import fully_shard
+from deepcompile_zero3 import fully_shard, quantize_gradients
 
 VOCABULARY = 256  # one token a byte
 HELD_OUT_WINDOWS = 64  # on each rank
@@ -66,6 +66,9 @@ def parse_arguments() -> argparse.Namespace:
         default="zero3",
         help="compile the model with zero3, or run the same sharded model without a compiler",
     )
+    codes = ["float8_e4m3fn", "float8_e5m2", "int8"]
+    parser.add_argument("--gather-dtype", choices=codes, help="gather matrices as one-byte codes")
+    parser.add_argument("--gradient-dtype", choices=codes, help="send gradients of matrices so")
     args = parser.parse_args()
     if not 2 <= args.seq_len <= 4096:
         parser.error(f"argument --seq-len: {args.seq_len} is not between 2 and 4096")
@@ -146,16 +149,21 @@ def train(args: argparse.Namespace) -> None:
     model, blocks = build(args.model, args.seq_len)
     size = sum(parameter.numel() for parameter in model.parameters())
     mesh = init_device_mesh("cpu", (world_size,))
+    transport = "c10d" if args.gradient_dtype else "auto"  # shared memory sends no gradients
     for block in blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(block, mesh=mesh, transport=transport)
+    fully_shard(model, mesh=mesh, transport=transport)
+    if args.gradient_dtype:
+        quantize_gradients(model, getattr(torch, args.gradient_dtype))
     console.print(f"{args.model}, {size / 1e6:.1f} M parameters; ranks: {world_size}")
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, args.lr, total_steps=args.steps, pct_start=0.1, cycle_momentum=False
     )
-    compiled = torch.compile(model, backend="zero3") if args.backend == "zero3" else model
+    options = {"gather_dtype": getattr(torch, args.gather_dtype)} if args.gather_dtype else None
+    is_compiled = args.backend == "zero3"
+    compiled = torch.compile(model, backend="zero3", options=options) if is_compiled else model
 
     def step(forward: nn.Module, tokens: torch.Tensor) -> float:
         loss = forward(input_ids=tokens, labels=tokens).loss
