@@ -9,7 +9,6 @@
 import contextlib
 import copy
 import functools
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -18,18 +17,19 @@ from torch import fx
 
 from deepcompile_zero3.compile_once import first_alone, graph_key
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.gather_format import gather_format
+from deepcompile_zero3.gather_format import Formats, gather_format
 from deepcompile_zero3.grad_dtype import declare
 from deepcompile_zero3.graph.capture import is_capturing
 from deepcompile_zero3.graph.log import logs_are_requested
 from deepcompile_zero3.options import Options
 from deepcompile_zero3.passes.contract import declare_grad_dtypes, forget_contracts
 from deepcompile_zero3.passes.facts import ParameterFacts
-from deepcompile_zero3.passes.lift import lift_unshards, uses_of
+from deepcompile_zero3.passes.lift import attach, lift_unshards, uses_of
 from deepcompile_zero3.passes.pipeline import Partitioner, Pipeline, source_key
 from deepcompile_zero3.passes.regions import RegionFacts, outline_regions
 from deepcompile_zero3.passes.spare import find_spared
 from deepcompile_zero3.runtime import _C
+from deepcompile_zero3.sharding.extension import Payload, is_metadata
 from deepcompile_zero3.sharding.group import compiled_forward
 from deepcompile_zero3.sharding.module import Zero3Module
 from deepcompile_zero3.sharding.parameter import ShardedParameter, keep_models_alive, parameter_of
@@ -100,11 +100,10 @@ class CompiledGraph:
             )
         self._positions = tuple(parameters)
         facts = _facts(parameters, gm, options)
-        self._formats = [facts[position].gather_format for position in self._positions]
-        self._format_is_known = weakref.WeakSet(parameters.values())
-        self._options = options
+        self._formats = Formats(parameters.values(), options)
         regions = _regions(gm, facts, options)
         pipeline = pipeline_of(parameters.values(), facts, options)
+        pipeline.neutral = frozenset(i for i, v in enumerate(example_inputs) if is_metadata(v))
         self._run = _compile(gm, example_inputs, pipeline, regions, options, compile_graph)
 
     @property
@@ -122,26 +121,20 @@ class CompiledGraph:
         # The graph was compiled for distinct parameters. If two of them are tied by now, it would
         # bring one parameter two gradients.
         as_traced = len(set(parameters)) == len(parameters)
-        if callable(self._options.gather_dtype):
-            self._check_formats(parameters)
-        for parameter in parameters:
+        self._formats.check(parameters)
+        owners = list(dict.fromkeys(getattr(each, "owner", each) for each in parameters))
+        for parameter in owners:
             as_traced &= parameter.prepare_forward()
+            if parameter.extension is not None:
+                parameter.extension.prepare_graph(parameter.leaf.local)
+        if not as_traced and any(parameter.extension is not None for parameter in owners):
+            raise Zero3Error(
+                "requires_grad or grad_dtype of a parameter changed since this graph was compiled, "
+                "which has a parameter that is gathered as other tensors: run the model again, it "
+                "compiles anew"
+            )
         with compiled_forward(parameters) as is_whole:
             return self._forward(args, parameters, as_traced, is_whole)
-
-    def _check_formats(self, parameters: Sequence[ShardedParameter]) -> None:
-        """Raises Zero3Error if the function ``gather_dtype`` tells twins of modules apart."""
-        for parameter, traced in zip(parameters, self._formats, strict=True):
-            if parameter in self._format_is_known:
-                continue
-            self._format_is_known.add(parameter)
-            asked = gather_format(parameter, self._options)
-            if asked != traced:
-                raise Zero3Error(
-                    f"gather_dtype says {asked or None} of '{parameter.fqn}', and {traced or None} "
-                    "of the parameter in whose place a compiled graph takes it: equal modules that "
-                    "are compiled one by one share a graph. Compile the model as a whole"
-                )
 
     def _forward(
         self, args: tuple, parameters: list[ShardedParameter], as_traced: bool, is_whole: bool
@@ -221,9 +214,13 @@ def _facts(
             wire_dtype=parameter.settings.gradient_dtypes.wire,
             # By itself, a compiler casts a gradient to the dtype of what it differentiates.
             declares_grad_dtype=parameter.placeholder.requires_grad
-            and parameter.settings.gradient_dtypes.leaf != parameter.compute_dtype,
-            is_read_as_gathered=parameter.is_read_as_gathered,
+            and (
+                parameter.settings.gradient_dtypes.leaf != parameter.compute_dtype
+                or parameter.extension is not None  # which may read as another dtype
+            ),
+            is_read_as_gathered=parameter.is_read_as_gathered and parameter.extension is None,
             is_gathered=parameter.extension is None,
+            is_payload=isinstance(parameter, Payload),
         ).gathered_as(gather_format(parameter, options))
         for position, parameter in parameters.items()
     }
@@ -289,6 +286,8 @@ def _compile(
             config["layout_optimization"] = False
         if any(facts.declares_grad_dtype for facts in pipeline.inputs.values()):
             config |= compiler.may_be_stored(declare, config)
+        if not all(facts.is_gathered for facts in pipeline.inputs.values()):
+            config |= compiler.may_be_stored(attach, config)
         with _stored(gm, example_inputs, pipeline, options, compile_graph):
             return compiler.compile_fx(
                 gm,

@@ -16,8 +16,15 @@ from models import (
 )
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import checkpoint
 
-from deepcompile_zero3 import Owned, Zero3Error, fully_shard, record_collectives
+from deepcompile_zero3 import (
+    Owned,
+    Zero3Error,
+    capture_graphs,
+    fully_shard,
+    record_collectives,
+)
 
 
 def _bf16_linear(rows, dtype=torch.float32):
@@ -210,3 +217,124 @@ def _refused():
 class _BadSignature(Bf16Gathered):
     def fsdp_pre_all_gather(self, mesh, size):
         raise AssertionError
+
+
+def _saved(how):
+    """No forward saves a weight in its compute dtype: backward computes it again."""
+    nf4 = pytest.importorskip("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
+    model = nn.Sequential(*(Lora(nf4.to_nf4, nf4.linear_nf4, 128) for _ in range(3)))
+    for block in model:
+        fully_shard(block)
+    fully_shard(model)
+    for layer in model:
+        assert not any(
+            isinstance(v, torch.Tensor) for v in vars(layer._parameters["weight"]).values()
+        )
+    with capture_graphs() as graphs:
+        compiled(model, how, fullgraph=True)(batch_of(2, 128)).sum().backward()
+    [forward] = graphs.forward
+    outputs = forward.graph_module.graph.output_node().all_input_nodes
+    return [tuple(node.meta["val"].shape) for node in outputs]
+
+
+def test_no_forward_saves_a_whole_weight(run_ranks):
+    for shapes in run_ranks(1, _saved, "interpreted"):
+        assert (128, 128) not in shapes
+
+
+def _changing_number():
+    model = wrap(nn.Linear(8, 8), _Counting)
+    fully_shard(model)
+    run = compiled(model, "interpreted")
+    with pytest.raises(Zero3Error, match="metadata that is not what graphs were compiled with"):
+        run(torch.ones(1, 8))
+
+
+class _Counting(Bf16Gathered):
+    calls = 0
+
+    def fsdp_pre_all_gather(self, mesh):
+        type(self).calls += 1
+        return (self.inner,), type(self).calls
+
+    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
+        return outputs[0] * metadata, outputs
+
+
+def test_metadata_that_graphs_cannot_follow_is_refused(run_ranks):
+    run_ranks(1, _changing_number)
+
+
+def _under_no_grad():
+    """A weight that a compiled forward reads under no_grad alone is that of this step."""
+    Int8Gathered.factor = torch.ones(())
+    frozen = wrap(nn.Linear(16, 16, bias=False), Int8Gathered)
+    model = _ReadsUnderNoGrad(frozen, nn.Linear(16, 16))
+    fully_shard(model.inner)
+    fully_shard(model)
+    run = compiled(model, "interpreted")
+    for value in (1.0, 2.0):
+        with torch.no_grad():
+            model.inner.weight.to_local().inner.fill_(value)
+        actual = run(torch.ones(2, 16)) - model.outer.bias.full_tensor()
+        torch.testing.assert_close(actual, torch.full((2, 16), 16 * value))
+
+
+class _ReadsUnderNoGrad(nn.Module):
+    def __init__(self, inner, outer):
+        super().__init__()
+        self.inner, self.outer = inner, outer
+
+    def forward(self, x):
+        with torch.no_grad():
+            x = self.inner(x)
+        return x + self.outer(torch.zeros_like(x))
+
+
+def test_a_weight_read_under_no_grad_is_of_this_step(run_ranks):
+    run_ranks(2, _under_no_grad)
+
+
+def _stock(checkpointed):
+    """Other backends of torch.compile, and checkpoints in eager code."""
+    Int8Gathered.factor = torch.ones(())
+    torch.manual_seed(0)
+    model = nn.Linear(16, 8)
+    whole = model.weight.detach().clone()
+    wrap(model, Int8Gathered)
+    fully_shard(model)
+    x = batch_of(4, 16)
+    reference = nn.Parameter(_read_int8(whole))
+    expected = nn.functional.linear(x, reference)
+    expected.square().mean().backward()
+    run = torch.compile(model, backend="aot_eager")
+    output = checkpoint(run, x, use_reentrant=False) if checkpointed else run(x)
+    torch.testing.assert_close(output - model.bias.full_tensor(), expected)
+    (output - model.bias.full_tensor().detach()).square().mean().backward()
+    grad = model.weight.grad.full_tensor()
+    torch.testing.assert_close(grad, reference.grad, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_another_backend(run_ranks, checkpointed):
+    run_ranks(2, _stock, checkpointed)
+
+
+def _replicas():
+    nf4 = pytest.importorskip("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
+    torch.manual_seed(0)
+    model = Lora(nf4.to_nf4, nf4.linear_nf4, 128)
+    mesh = torch.distributed.init_device_mesh("cpu", (2, 2))
+    with pytest.raises(ValueError, match=r"'weight' is a NF4Tensor.*pass mesh_dim_names"):
+        fully_shard(model, mesh=mesh)
+    names = ("replicate", "shard")
+    mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    fully_shard(model, mesh=mesh)
+    run = compiled(model, "interpreted")
+    for _ in range(2):
+        mean_square(run, batch_of(4, 128)).backward()
+    assert model.up.grad.full_tensor().isfinite().all()
+
+
+def test_replicas_of_nf4(run_ranks):
+    run_ranks(4, _replicas)

@@ -29,8 +29,10 @@ ZERO3_VECTORISED void quantize_row(uint8_t* to, const From* from, int64_t numel,
   float values[kPart];
   for (int64_t first = 0; first < numel; first += block) {
     uint32_t largest = 0;
-    for (int64_t i = 0; i < block; ++i)
-      largest = std::max(largest, finite_magnitude(static_cast<float>(from[first + i])));
+    for (int64_t i = 0; i < block; ++i) {
+      const uint32_t magnitude = finite_magnitude(static_cast<float>(from[first + i]));
+      largest = magnitude > largest ? magnitude : largest;
+    }
     const float scale = scale_of<Code>(largest);
     for (int64_t part = 0; part < block; part += kPart) {
       const int64_t count = std::min(kPart, block - part);

@@ -32,6 +32,7 @@ class ParameterFacts:
         declares_grad_dtype: whether the contract must be declared to AOTAutograd.
         is_read_as_gathered: whether modules read the gathered tensor itself, not one made of it.
         is_gathered: whether it is gathered itself, and not others in its place (see ``extension``).
+        is_payload: whether it is gathered in place of another one.
         gather_format: how its shards are quantised before they are gathered (see
             ``gather_format``); empty: not at all.
     """
@@ -53,6 +54,7 @@ class ParameterFacts:
     declares_grad_dtype: bool = False
     is_read_as_gathered: bool = True
     is_gathered: bool = True
+    is_payload: bool = False
     gather_format: str = ""
 
     @property

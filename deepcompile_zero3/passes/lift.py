@@ -32,7 +32,7 @@ def lift_unshards(gm: fx.GraphModule) -> bool:
             nested.graph.erase_node(node)
             lifted = True
         for node in nested.graph.find_nodes(op="call_function", target=ops.unshard_as.default):
-            node.target, node.args = _Attach.apply, node.args[:2]
+            node.target, node.args = attach, node.args[:2]
             lifted = True
         nested.graph.lint()
         nested.recompile()
@@ -40,7 +40,7 @@ def lift_unshards(gm: fx.GraphModule) -> bool:
 
 
 class _Attach(torch.autograd.Function):
-    """Returns ``full``. Its gradient is that of ``placeholder``."""
+    """See :func:`attach`."""
 
     @staticmethod
     def forward(ctx: Any, full: torch.Tensor, placeholder: torch.Tensor) -> torch.Tensor:
@@ -49,6 +49,11 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
         return None, grad
+
+
+def attach(full: torch.Tensor, placeholder: torch.Tensor) -> torch.Tensor:
+    """Returns ``full``, made of other parameters, whose gradient is that of ``placeholder``."""
+    return _Attach.apply(full, placeholder)
 
 
 def uses_of(graph: fx.Graph) -> dict[fx.Node, tuple[tuple[int, ...], bool]]:

@@ -39,6 +39,7 @@ def decide_backward_gathers(
     parameters: Mapping[fx.Node, ParameterFacts],
     tangents: Sequence[fx.Node],
     num_outputs: int,
+    neutral: Sequence[fx.Node] = (),
 ) -> None:
     """Tags the nodes of a joint graph with what a partitioner may do.
 
@@ -47,9 +48,10 @@ def decide_backward_gathers(
         parameters: the graph's inputs that are parameters.
         tangents: the graph's inputs that are gradients of outputs.
         num_outputs: number of the graph's outputs that are those of the forward.
+        neutral: other inputs that functions of parameters alone may read.
     """
     regathered = {node: f for node, f in parameters.items() if f.reshard_after_forward is not False}
-    gradients, spared = recompute_functions_of_parameters(gm, regathered, tangents)
+    gradients, spared = recompute_functions_of_parameters(gm, regathered, tangents, neutral)
     saved = _save_for_backward(
         gm.graph,
         [node for node, f in parameters.items() if f.is_trained and f.may_be_kept],
@@ -70,6 +72,7 @@ def recompute_functions_of_parameters(
     gm: fx.GraphModule,
     parameters: Mapping[fx.Node, ParameterFacts],
     tangents: Sequence[fx.Node],
+    neutral_inputs: Sequence[fx.Node] = (),
 ) -> tuple[set[fx.Node], list[fx.Node]]:
     """Tags nodes of a joint graph so that no function of ``parameters`` alone is saved.
 
@@ -84,7 +87,7 @@ def recompute_functions_of_parameters(
     of_spared: list[fx.Node] = []
     gradients = _reached(tangents, lambda node: node.users)
     alone = set(parameters)  # functions of parameters alone
-    neutral: set[fx.Node] = set()  # constants and reductions, which such functions may read too
+    neutral = set(neutral_inputs)  # and constants and reductions, which such functions may read too
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "output") or node in gradients:
             continue

@@ -68,13 +68,15 @@ class Pipeline:
         fqns = [facts.fqn for facts in inputs.values()]
         common = os.path.commonprefix(fqns)  # noqa: RUF071 (by characters, then cut at a dot)
         self._prefix = common.rfind(".") + 1  # characters of the common module's FQN
+        self.neutral: frozenset[int] = frozenset()  # inputs that functions of parameters may read
         self._kept: dict[str, int] = {}
         self._number = 0
 
     @property
     def settings(self) -> tuple:
         """Inputs of the passes besides the graph."""
-        return self.inputs, self._bucket_bytes, self._keep_bytes, self._fp32_weight_grads
+        numbers = self._bucket_bytes, self._keep_bytes, self._fp32_weight_grads
+        return self.inputs, sorted(self.neutral), *numbers
 
     def __call__(self, graph_module: fx.GraphModule, is_backward: bool) -> None:
         """Rewrites a graph. Called for the forward first, then for its backward."""
@@ -140,6 +142,7 @@ class Partitioner(compiler.CustomPartitionerFn):  # type: ignore[misc]
     ) -> None:
         # Not the pipeline itself, which changes: Inductor copies this object, and keys hold it.
         self._inputs = pipeline.inputs
+        self._neutral = pipeline.neutral
         self._settings = pipeline.settings
         self._regions = regions
         self._partitioner = partitioner
@@ -167,9 +170,14 @@ class Partitioner(compiler.CustomPartitionerFn):  # type: ignore[misc]
         tangents = [
             node for node in inputs if isinstance(node.meta.get("desc"), compiler.TangentAOTInput)
         ]
-        decide_backward_gathers(
-            gm, nodes if saves else _gathered_again(nodes), tangents, kwargs["num_fwd_outputs"]
-        )
+        neutral = [
+            node
+            for node in inputs
+            if isinstance(node.meta.get("desc"), compiler.PlainAOTInput)
+            and node.meta["desc"].idx in self._neutral
+        ]
+        nodes = nodes if saves else _gathered_again(nodes)
+        decide_backward_gathers(gm, nodes, tangents, kwargs["num_fwd_outputs"], neutral)
         return partition(gm, joint_inputs, **kwargs)
 
     def uuid(self) -> Any:

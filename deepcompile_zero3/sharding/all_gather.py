@@ -19,7 +19,9 @@ class AllGather:
         self.parameters = tuple(parameters)
         for parameter in parameters:
             parameter.refresh()
-            parameter.prepare_sources()
+        self._metadata = {
+            p: p.extension.take(p.leaf.local) for p in parameters if p.extension is not None
+        }
         self._gather = _C.Gather([source for p in parameters for source in _sources(p)])
 
     def snapshot(self) -> None:
@@ -29,7 +31,12 @@ class AllGather:
     def wait(self) -> dict[ShardedParameter, torch.Tensor]:
         """Waits, and returns the full tensors, [rows, ...] each in its compute dtype."""
         gathered = iter(self._gather.finish(fresh=True))
-        return {p: _full_of(p, [next(gathered) for _ in _sources(p)]) for p in self.parameters}
+        fulls = {}
+        for parameter in self.parameters:
+            parts = [next(gathered) for _ in _sources(parameter)]
+            extension, metadata = parameter.extension, self._metadata.get(parameter)
+            fulls[parameter] = parts[0] if extension is None else extension.full(parts, metadata)
+        return fulls
 
 
 def _sources(parameter: ShardedParameter) -> list[_C.Parameter]:
@@ -37,11 +44,6 @@ def _sources(parameter: ShardedParameter) -> list[_C.Parameter]:
     if parameter.extension is None:
         return [parameter.handle]
     return [payload.handle for payload in parameter.extension.payloads]
-
-
-def _full_of(parameter: ShardedParameter, gathered: list[torch.Tensor]) -> torch.Tensor:
-    """Returns the full tensor of what the sources of ``parameter`` were gathered to."""
-    return gathered[0] if parameter.extension is None else parameter.extension.full(gathered)
 
 
 def gather_one(parameter: ShardedParameter) -> torch.Tensor:

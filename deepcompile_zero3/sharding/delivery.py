@@ -10,6 +10,7 @@ from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.all_gather import republish_if_recomputing
 from deepcompile_zero3.sharding.checks import nonfinite_gradients
+from deepcompile_zero3.sharding.extension import Payload
 from deepcompile_zero3.sharding.group import ParameterGroup, group_of, group_or_none
 from deepcompile_zero3.sharding.parameter import ShardedParameter, parameter_of
 from deepcompile_zero3.sharding.replicas import different_replicas
@@ -79,6 +80,11 @@ def _prepare_unshard(placeholder: torch.Tensor) -> None:
     parameter = parameter_of(placeholder)
     if parameter is None:
         return
+    if isinstance(parameter, Payload):
+        is_first, parameter = parameter.is_first, cast(ShardedParameter, parameter.owner)
+        if is_first and parameter.extension is not None:
+            parameter.refresh()
+            parameter.extension.prepare_graph(parameter.leaf.local)
     if _C.in_backward():
         parameter.refresh()
         republish_if_recomputing([parameter])

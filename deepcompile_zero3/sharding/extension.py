@@ -8,9 +8,10 @@ parameter of the runtime, without a gradient. In a compiled graph, the payloads 
 """
 
 import inspect
+import math
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -23,6 +24,8 @@ from deepcompile_zero3.sharding.layout import Layout
 
 # Attribute of a placeholder: a weak reference to its parameter or payload.
 PLACEHOLDER_OF = "_zero3_placeholder_of"
+# Attribute of a tensor that is a copy of one in the metadata.
+_IS_METADATA = "_zero3_is_metadata"
 
 
 class _Owner(Protocol):
@@ -57,6 +60,7 @@ class Payload:
         fqn: the parameter's name and the payload's number, for people.
         placeholder: the tensor that a traced graph takes in place of the gathered payload.
         handle: the payload in the C++ runtime.
+        is_first: whether it is the first of its parameter.
     """
 
     extension = None
@@ -65,7 +69,7 @@ class Payload:
     def __init__(self, owner: _Owner, number: int, value: torch.Tensor) -> None:
         self.owner = owner
         self.fqn = f"{owner.fqn}.payload_{number}"
-        self._is_first = number == 0
+        self.is_first = number == 0
         world_size = owner.handle.world_size
         sizes = [world_size * value.shape[0], *value.shape[1:]]
         like = torch.empty(sizes, dtype=value.dtype, device="meta")
@@ -124,17 +128,14 @@ class Payload:
         """Name of the process group of the ranks that have the shards."""
         return self.owner.shard_group_name
 
-    def prepare_forward(self) -> bool:
-        """Prepares the parameter, unless it is an input of the same graph."""
-        is_input = self.owner.placeholder.requires_grad and torch.is_grad_enabled()
-        return is_input or not self._is_first or self.owner.prepare_forward()
-
 
 class Extension:
     """What is gathered in place of one parameter.
 
     Attributes:
-        payloads: the tensors, from the first forward on.
+        payloads: the tensors, once something was gathered or traced.
+        metadata: the metadata that compiled graphs read. Its tensors are copies, whose values each
+            forward replaces.
     """
 
     def __init__(self, owner: _Owner, module: nn.Module, mp_policy: MixedPrecisionPolicy) -> None:
@@ -142,30 +143,55 @@ class Extension:
         self._module = weakref.ref(module)
         self._mp_policy = mp_policy
         self.payloads: list[Payload] = []
-        self._metadata: Any = None
-        self.local = torch.empty(0)
+        self.metadata: Any = None
+        self._traced: tuple[list[Any], Any] | None = None  # leaves and structure of `metadata`
+        self._local = torch.empty(0)
 
-    def prepare(self, local: torch.Tensor) -> None:
-        """Takes the payloads of ``local``, the shard as it is now."""
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def take(self, local: torch.Tensor) -> Any:
+        """Takes the payloads of ``local``, the shard as it is now, and returns the metadata."""
         owner = self._owner()
         assert owner is not None  # which calls this
-        self.local = local
+        self._local = local
         inputs, metadata = self._pre_all_gather(owner, local)
-        sizes = [list(each.shape) for each in inputs]
         if not self.payloads:
             self.payloads = [Payload(owner, i, each) for i, each in enumerate(inputs)]
-            self._metadata = metadata
-        else:
-            self._metadata = _updated(self._metadata, metadata)
-        for payload, value, size in zip(self.payloads, inputs, sizes, strict=False):
-            rows = [owner.handle.world_size * size[0], *size[1:]] if size else []
-            if payload.handle.sizes != rows or payload.compute_dtype != value.dtype:
+        if len(inputs) != len(self.payloads):
+            raise Zero3Error(
+                f"fsdp_pre_all_gather of '{owner.fqn}' gave {len(inputs)} tensors, and "
+                f"{len(self.payloads)} the first time: it always gives as many"
+            )
+        for payload, value in zip(self.payloads, inputs, strict=True):
+            sizes = [owner.handle.world_size * value.shape[0], *value.shape[1:]]
+            if payload.handle.sizes != sizes or payload.compute_dtype != value.dtype:
                 raise Zero3Error(
-                    f"fsdp_pre_all_gather of '{owner.fqn}' gave a {value.dtype} tensor {size} for "
-                    f"'{payload.fqn}' {payload.handle.sizes} of {payload.compute_dtype}: shapes "
-                    "and dtypes must stay as they were in the first forward"
+                    f"fsdp_pre_all_gather of '{owner.fqn}' gave a {value.dtype} tensor "
+                    f"{list(value.shape)} for '{payload.fqn}' {payload.handle.sizes} of "
+                    f"{payload.compute_dtype}: shapes and dtypes must stay as they were"
                 )
             payload.handle.shard = value.detach().contiguous()
+        return metadata
+
+    def prepare_graph(self, local: torch.Tensor) -> None:
+        """Takes the payloads and the metadata for the run of a graph, or for its tracing."""
+        metadata = self.take(local)
+        leaves, structure = torch_internals.tree_flatten(metadata)
+        if self._traced is None:
+            copies = [_copy(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            self.metadata = torch_internals.tree_unflatten(copies, structure)
+            self._traced = copies, structure
+            return
+        traced, traced_structure = self._traced
+        if structure != traced_structure or not all(map(_is_alike, traced, leaves)):
+            owner = cast(_Owner, self._owner())
+            raise Zero3Error(
+                f"fsdp_pre_all_gather of '{owner.fqn}' gave metadata that is not what graphs were "
+                "compiled with: what changes from step to step must be the values of tensors"
+            )
+        for mine, value in zip(traced, leaves, strict=True):
+            if isinstance(mine, torch.Tensor):
+                _overwrite(mine, value)
 
     def _pre_all_gather(self, owner: _Owner, local: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
         mesh = owner.layout.shard_mesh
@@ -183,33 +209,58 @@ class Extension:
                 f"fsdp_pre_all_gather of '{owner.fqn}' takes {takes} arguments; it takes a mesh, "
                 "or a mesh, the outer size, the outer stride, the module and the mp_policy"
             )
-        inputs = tuple(inputs)
+        chunk_rows = -(-owner.handle.sizes[0] // owner.handle.world_size)
         for each in inputs:
             if torch_internals.is_wrapper(each) or each.dim() == 0:
                 raise Zero3Error(
                     f"fsdp_pre_all_gather of '{owner.fqn}' gave a {type(each).__name__} of shape "
                     f"{list(each.shape)}: it gives plain tensors of at least one dimension"
                 )
-        return inputs, metadata
+            if each.shape[0] == local.shape[0] != chunk_rows:
+                raise Zero3Error(
+                    f"fsdp_pre_all_gather of '{owner.fqn}' gave {each.shape[0]} rows where other "
+                    f"ranks have {chunk_rows}: it pads uneven shards"
+                )
+        return tuple(inputs), metadata
 
-    def full(self, gathered: Sequence[torch.Tensor]) -> torch.Tensor:
+    def full(self, gathered: Sequence[torch.Tensor], metadata: Any) -> torch.Tensor:
         """Returns the full parameter that the gathered payloads make up."""
-        local: Any = self.local
+        local: Any = self._local
+        owner = cast(_Owner, self._owner())
         dtype = self._mp_policy.param_dtype or local.dtype
-        full, _ = local.fsdp_post_all_gather(tuple(gathered), self._metadata, dtype)
-        return full
+        full, _ = local.fsdp_post_all_gather(tuple(gathered), metadata, dtype)
+        sizes = owner.handle.sizes
+        if list(full.shape) == sizes:
+            return full
+        if torch_internals.is_wrapper(full) or full.numel() < math.prod(sizes):
+            raise Zero3Error(
+                f"fsdp_post_all_gather of '{owner.fqn}' gave shape {list(full.shape)}, and the "
+                f"parameter has {sizes}"
+            )
+        return full.as_strided(sizes, owner.handle.strides, 0)  # without padding
 
 
-def _updated(before: Any, now: Any) -> Any:
-    """Returns ``now``, with its values in the tensors of ``before``, which compiled graphs read."""
-    old, structure = torch_internals.tree_flatten(before)
-    new, other = torch_internals.tree_flatten(now)
-    if structure != other:
-        return now
-    for position, (mine, value) in enumerate(zip(old, new, strict=True)):
-        if not (isinstance(mine, torch.Tensor) and isinstance(value, torch.Tensor)):
-            old[position] = value
-        elif mine is not value:
-            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter((mine,)):
-                mine.copy_(value)
-    return torch_internals.tree_unflatten(old, structure)
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    copy = tensor.detach().clone()
+    setattr(copy, _IS_METADATA, True)
+    return copy
+
+
+def is_metadata(value: object) -> bool:
+    """Returns whether a graph's input is a tensor in the metadata of a parameter."""
+    return getattr(value, _IS_METADATA, False)
+
+
+def _is_alike(traced: Any, value: Any) -> bool:
+    """Returns whether a graph that reads ``traced`` may run with the values of ``value``."""
+    if isinstance(traced, torch.Tensor):
+        kind = traced.shape, traced.dtype, traced.device
+        return isinstance(value, torch.Tensor) and kind == (value.shape, value.dtype, value.device)
+    return bool(traced == value)
+
+
+@torch.no_grad()
+def _overwrite(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Writes to a tensor that graphs have saved, whose values are of one step in any case."""
+    with torch.autograd._unsafe_preserve_version_counter((tensor,)):
+        tensor.copy_(value)

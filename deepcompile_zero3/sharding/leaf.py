@@ -35,7 +35,8 @@ class ShardedLeaf:
         self._module = weakref.ref(blueprint.module)
         self._name = blueprint.attribute
         shard = nn.Parameter(layout.shard(parameter), requires_grad=parameter.requires_grad)
-        shard.__dict__.update(parameter.__dict__)
+        inner = vars(torch_internals.local_tensor(cast(DTensor, shard)))  # of a wrapper
+        shard.__dict__.update({k: v for k, v in vars(parameter).items() if k not in inner})
         grad_dtype.carry_over(parameter, shard)
         if parameter.grad is not None:
             shard.grad = layout.shard(parameter.grad)

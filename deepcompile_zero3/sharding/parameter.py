@@ -179,11 +179,6 @@ class ShardedParameter:
         self.handle.follow_version(shard)
         self.handle.shard = self.layout.shard_rows(self.leaf.local)
 
-    def prepare_sources(self) -> None:
-        """Takes what is gathered in the parameter's place, if anything is."""
-        if self.extension is not None:
-            self.extension.prepare(self.leaf.local)
-
     @property
     def shard_group_name(self) -> str:
         """Name of the process group of the ranks that have the shards."""
@@ -283,7 +278,6 @@ class ShardedParameter:
                 "of a step, or call reshard() before the next forward"
             )
         self._forward_shard_id = id(shard)
-        self.prepare_sources()
         as_traced = True
         if self.placeholder.requires_grad != shard.requires_grad:
             self.placeholder.requires_grad_(shard.requires_grad)

@@ -67,6 +67,11 @@ def resolve_layout(
             f"shard_placement_fn gave {placement!r} for '{fqn}', which has {parameter.dim()} "
             "dimensions, counted from 0"
         )
+    if has_extension(parameter) and ranks.mesh.ndim > 1 and not ranks.mesh.mesh_dim_names:
+        raise ValueError(
+            f"'{fqn}' is a {type(parameter).__name__} with fsdp_pre_all_gather, which gets the "
+            "mesh of the shards: pass mesh_dim_names to init_device_mesh"
+        )
     if dim != 0 and has_extension(parameter):
         raise NotImplementedError(
             f"shard_placement_fn gave {placement!r} for '{fqn}', a {type(parameter).__name__} with "

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -81,6 +82,11 @@ def _checksum(shard: torch.Tensor) -> int | None:
     """
     if shard.is_meta:
         return None
+    if torch_internals.is_wrapper(shard):
+        wrapper: Any = shard
+        names, _ = wrapper.__tensor_flatten__()
+        parts = [_checksum(getattr(wrapper, name)) for name in names]
+        return None if None in parts else hash(tuple(parts))
     total = torch.zeros((), dtype=torch.int64, device=shard.device)
     start = 0
     for piece in shard.detach().flatten().split(1 << 16):  # small enough for a processor's cache

@@ -110,7 +110,8 @@ def _property(name: str, is_read_as_gathered: bool) -> property:
             if extension is None:
                 full = ops.unshard.default(placeholder, leaf_contract)
             else:
-                full = extension.full([_unshard(each.placeholder) for each in extension.payloads])
+                parts = [_unshard(each.placeholder) for each in extension.payloads]
+                full = extension.full(parts, extension.metadata)
                 if placeholder.requires_grad and torch.is_grad_enabled():
                     full = ops.unshard_as.default(full, placeholder, leaf_contract)
             if is_read_as_gathered:
@@ -143,4 +144,6 @@ def _prepare(placeholder: torch.Tensor) -> str:
         return ""  # its model was deleted: running the graph tells
     with contextlib.suppress(Zero3Error):
         parameter.prepare_forward()
+        if parameter.extension is not None and not parameter.extension.payloads:
+            parameter.extension.prepare_graph(parameter.leaf.local)
     return parameter.leaf_contract
