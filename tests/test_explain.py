@@ -475,6 +475,7 @@ def test_it_fits_80_columns_and_json():
         "graphs",
         "breaks",
         "in_eager",
+        "quantized",
         "gathered",
         "reduced",
         "peak",
