@@ -1,4 +1,4 @@
-"""Chooses how the shards of parameters are quantised before they are gathered."""
+"""Chooses how the shards of parameters are quantized before they are gathered."""
 
 import math
 import weakref
@@ -9,7 +9,7 @@ from torch import nn
 
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.options import Options
-from deepcompile_zero3.quantized_format import can_be_quantised, check_dtype, format_of
+from deepcompile_zero3.quantized_format import can_be_quantized, check_dtype, format_of
 from deepcompile_zero3.sharding.extension import Payload
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 
@@ -23,7 +23,7 @@ def gather_format(parameter: ShardedParameter, options: Options) -> str:
     """
     dtype = options.gather_dtype
     name, shard = parameter.fqn, cast(nn.Parameter, parameter.shard)
-    if not can_be_quantised(shard) or isinstance(parameter, Payload) or parameter.extension:
+    if not can_be_quantized(shard) or isinstance(parameter, Payload) or parameter.extension:
         return ""
     if callable(dtype):
         dtype = dtype(name, shard)

@@ -32,11 +32,12 @@ class Options:
         regions: whether equal blocks, which are modules that ``fully_shard`` was called on, are
             compiled once for all of them. None means if Inductor compiles them: op by op there is
             nothing to share. Ignored with ``fp32_weight_grads``.
-        gather_dtype: dtype in which floating-point parameters of two or more dimensions are
-            gathered, or a function that returns it, or None, for the name and the shard of one of
-            them. The dtypes are float8_e4m3fn, float8_e5m2 and int8: shards are quantised before
-            they are sent, with a scale for each block. The graphs compute with the rounded values,
-            and optimizers step the shards as they are. None quantises nothing.
+        gather_dtype: dtype to which floating-point parameters of two or more dimensions are
+            quantized for all-gathers, with a scale for each block: ``torch.float8_e4m3fn``,
+            ``torch.float8_e5m2`` or ``torch.int8``. Or a function ``(name, parameter) -> dtype |
+            None``. None, the default, quantizes nothing. Graphs compute with the rounded values,
+            and optimizers step the unrounded shards. Eager code is not affected. Quantized gathers
+            are messages, even where ranks share memory.
         gather_block: number of elements in a block, which must divide a row: the elements behind
             one index of the sharded dimension. None takes 128 where that divides a row, or else
             the whole row.

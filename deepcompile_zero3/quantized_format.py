@@ -1,8 +1,8 @@
-"""How rows are quantised: codes of one byte, and a scale for each block of a row.
+"""How rows are quantized: codes of one byte, and a scale for each block of a row.
 
 A *format* is text, such as ``float8_e4m3fn/128``: the dtype of the codes, and the number of
 elements in a block. Blocks lie within a row of the runtime, so that the rounded values do not
-depend on the number of ranks. Empty text stands for no quantisation.
+depend on the number of ranks. Empty text stands for no quantization.
 """
 
 import torch
@@ -27,7 +27,7 @@ def check_block(what: str, block: object) -> None:
         raise ValueError(f"{what} must be an int of at least 1, got {block!r}")
 
 
-def can_be_quantised(tensor: torch.Tensor) -> bool:
+def can_be_quantized(tensor: torch.Tensor) -> bool:
     """Returns whether a parameter has rows of elements of at least 16 bits."""
     return tensor.ndim >= 2 and tensor.dtype in _SOURCES and tensor.numel() > 0
 
@@ -59,6 +59,6 @@ def format_of(
 
 
 def nbytes_of(format: str, rows: int, row: int) -> int:
-    """Returns the bytes of quantised rows: codes, up to a multiple of four bytes, and scales."""
+    """Returns the bytes of quantized rows: codes, up to a multiple of four bytes, and scales."""
     block = int(format.partition("/")[2])
     return rows * (-(-row // 4) * 4 + 4 * (row // block))

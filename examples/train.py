@@ -67,9 +67,15 @@ def parse_arguments() -> argparse.Namespace:
         help="compile the model with zero3, or run the same sharded model without a compiler",
     )
     codes = ["float8_e4m3fn", "float8_e5m2", "int8"]
-    parser.add_argument("--gather-dtype", choices=codes, help="gather matrices as one-byte codes")
-    parser.add_argument("--gradient-dtype", choices=codes, help="send gradients of matrices so")
+    parser.add_argument(
+        "--gather-dtype", choices=codes, help="all-gather matrices quantized to this dtype"
+    )
+    parser.add_argument(
+        "--gradient-dtype", choices=codes, help="reduce gradients of matrices quantized to it"
+    )
     args = parser.parse_args()
+    if args.gather_dtype and args.backend == "eager":
+        parser.error("argument --gather-dtype: needs --backend zero3")
     if not 2 <= args.seq_len <= 4096:
         parser.error(f"argument --seq-len: {args.seq_len} is not between 2 and 4096")
     return args
@@ -215,7 +221,8 @@ def progress_bar(console: Console) -> Progress:
 def held_out_loss(model: nn.Module, text: torch.Tensor, seq_len: int, batch: int) -> float:
     """Returns the mean loss, in nats a byte, of windows that are divided among all ranks.
 
-    The function calls the sharded model eagerly, so that no further graph is compiled.
+    The function calls the sharded model eagerly, so that no further graph is compiled. With
+    --gather-dtype it evaluates the unrounded parameters.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     windows = stdlib_text.even_windows(text, HELD_OUT_WINDOWS * world_size, seq_len)

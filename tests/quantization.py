@@ -1,11 +1,11 @@
-"""Quantisation of parameters as plain PyTorch does it: what ranks must compute with."""
+"""Quantization of parameters as plain PyTorch does it: what ranks must compute with."""
 
 import torch
 
 FORMATS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
 
 
-def quantised(tensor, dtype, block):
+def quantized(tensor, dtype, block):
     """Returns codes and scales of ``tensor`` [rows, ...], whose rows have blocks of elements."""
     blocks = tensor.detach().float().reshape(tensor.shape[0], -1, block)
     finite = torch.where(blocks.isfinite(), blocks, 0).abs()
@@ -22,8 +22,8 @@ def quantised(tensor, dtype, block):
 
 
 def rounded(tensor, dtype, block):
-    """Returns ``tensor``, quantised and read back."""
-    codes, scales = quantised(tensor, dtype, block)
+    """Returns ``tensor``, quantized and read back."""
+    codes, scales = quantized(tensor, dtype, block)
     values = codes.float()
     if dtype is torch.int8:
         values = torch.where(codes == -128, torch.nan, values)

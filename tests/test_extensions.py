@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from extensions import Bf16Gathered, Int8Gathered, wrap
 from models import (
     assert_same_gradients,
@@ -15,6 +16,11 @@ from models import (
     mine,
 )
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
@@ -338,3 +344,83 @@ def _replicas():
 
 def test_replicas_of_nf4(run_ranks):
     run_ranks(4, _replicas)
+
+
+def _lora(nf4, seed):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Lora(nf4.to_nf4, nf4.linear_nf4, 128) for _ in range(2)))
+    generator = torch.Generator().manual_seed(seed)
+    for layer in model:
+        layer.down.data.normal_(0, 0.1, generator=generator)
+        layer.up.data.normal_(0, 0.1, generator=generator)
+    for block in model:
+        fully_shard(block)
+    fully_shard(model)
+    adapters = [p for p in model.parameters() if p.requires_grad]
+    return model, torch.optim.AdamW(adapters, lr=1e-2, foreach=False)
+
+
+def _trained_lora(seed, steps, folder, action):
+    """Trains adapters for some steps, after loading a checkpoint or before saving one."""
+    nf4 = pytest.importorskip("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
+    model, optimizer = _lora(nf4, seed)
+    options = StateDictOptions(ignore_frozen_params=True)
+    if action == "load":
+        state = get_state_dict(model, optimizer, options=options)
+        dcp.load({"model": state[0], "optimizer": state[1]}, checkpoint_id=folder)
+        set_state_dict(
+            model, optimizer, model_state_dict=state[0], optim_state_dict=state[1], options=options
+        )
+    run = compiled(model, "interpreted")
+    for step in steps:
+        mean_square(run, mine(batch_of(8, 128, seed=step))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if action == "save":
+        state = get_state_dict(model, optimizer, options=options)
+        assert all("weight" not in name for name in state[0])
+        dcp.save({"model": state[0], "optimizer": state[1]}, checkpoint_id=folder)
+    return {n: p.full_tensor().detach() for n, p in model.named_parameters() if p.requires_grad}
+
+
+def test_adapters_are_saved_and_resumed_on_more_ranks(run_ranks, tmp_path):
+    run_ranks(2, _trained_lora, 1, range(3), str(tmp_path), "save")
+    resumed = run_ranks(4, _trained_lora, 2, range(3, 6), str(tmp_path), "load")
+    whole = run_ranks(2, _trained_lora, 1, range(6), str(tmp_path), "")
+    for name, value in whole[0].items():
+        torch.testing.assert_close(resumed[0][name], value, atol=1e-4, rtol=1e-4)
+
+
+def _float8(how):
+    """torchao's float8 training: weights travel in fp8, with one scale for all ranks."""
+    float8 = pytest.importorskip("torchao.float8")
+
+    def build(**settings):
+        torch.manual_seed(0)
+        layers = nn.Linear(64, 96, bias=False), nn.ReLU(), nn.Linear(96, 64, bias=False)
+        model = nn.Sequential(*layers).bfloat16()
+        config = float8.Float8LinearConfig(emulate=True, **settings)
+        return float8.convert_to_float8_training(model, config=config)
+
+    model, reference = build(enable_fsdp_float8_all_gather=True), build()
+    for layer in (model[0], model[2]):
+        fully_shard(layer)
+    fully_shard(model)
+    run = compiled(model, how)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
+    for seed in range(3):
+        batch = batch_of(16, 64, seed=seed).bfloat16()
+        with record_collectives() as log:
+            mean_square(run, mine(batch).clone()).backward()
+        losses = [mean_square(reference, each.clone()) for each in batch.chunk(2)]
+        (sum(losses) / 2).backward()
+        assert {c.dtype for c in log if c.op == "all_gather"} == {torch.float8_e4m3fn}
+        assert_same_gradients(model, reference, 2e-2)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@each_way
+def test_torchaos_float8_training(run_ranks, how):
+    run_ranks(2, _float8, how, timeout=300)

@@ -18,12 +18,20 @@ from models import (
     optimizers_of,
     shard,
 )
-from quantization import FORMATS, bits, difficult, quantised, rounded
+from one_rank import one_rank  # noqa: F401
+from quantization import FORMATS, bits, difficult, quantized, rounded
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
-from deepcompile_zero3 import capture_graphs, explain, fully_shard, record_collectives
+from deepcompile_zero3 import (
+    Zero3Error,
+    capture_graphs,
+    explain,
+    fully_shard,
+    plan,
+    record_collectives,
+)
 from deepcompile_zero3.runtime import _C
 
 each_format = pytest.mark.parametrize("dtype", list(FORMATS), ids=str)
@@ -38,7 +46,7 @@ def _format(dtype, block):
 @pytest.mark.parametrize(("rows", "row", "block"), [(64, 96, 32), (3, 7, 7), (5, 12, 1), (9, 1, 1)])
 def test_codes_and_scales_are_those_of_pytorch(dtype, source, rows, row, block):
     values = difficult(rows, row).to(source)
-    numbers = quantised(values, dtype, block)
+    numbers = quantized(values, dtype, block)
     bytes_of = _C.quantize(values, _format(dtype, block))
     padded = -(-row // 4) * 4
     assert bytes_of.shape == (rows, padded + row // block * 4)
@@ -368,13 +376,38 @@ def _fails(options, message):
 
 
 def _on_two_ranks_with_other_values():
-    """Ranks quantise their own rows, whatever the others have."""
+    """Ranks quantize their own rows, whatever the others have."""
     model, _ = shard(nn.Linear(8, 2, bias=False))
     with torch.no_grad():
         model.weight.to_local().fill_(1.0 + dist.get_rank())
     return compiled(model, "interpreted", gather_dtype=torch.int8)(torch.ones(1, 8)).tolist()
 
 
-def test_each_rank_quantises_its_rows(run_ranks):
+def test_each_rank_quantizes_its_rows(run_ranks):
     for result in run_ranks(2, _on_two_ranks_with_other_values):
         assert result == [[8.0, 16.0]]
+
+
+class _Loss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 512, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x.square().mean()
+
+
+def _planned(**options):
+    call = {"x": torch.empty(4, 512)}
+    found = plan(_Loss, call, world_size=8, advise=False, options=options)
+    return found.traffic["all_gather"].nbytes
+
+
+def test_a_plan_counts_the_bytes(one_rank):  # noqa: F811
+    full, sent = _planned(keep_mb=0), _planned(keep_mb=0, gather_dtype=torch.float8_e4m3fn)
+    assert full >= 3 * 512 * 512 * 4
+    assert sent == pytest.approx(full * (1 / 4 + 1 / 128), rel=0.01)
+    with pytest.raises(Zero3Error, match="'gather_block' is 7, which does not divide"):
+        _planned(gather_dtype=torch.int8, gather_block=7)

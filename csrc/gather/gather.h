@@ -13,7 +13,7 @@ namespace zero3 {
 
 // A started gather of parameters. It has one collective for each (transport, compute dtype) of the
 // parameters without a full tensor, in order of appearance. Shards are cast before they are sent,
-// or quantised.
+// or quantized.
 class Gather {
  public:
   using Format = std::optional<QuantizedFormat>;
@@ -35,10 +35,10 @@ class Gather {
 
  private:
   void start();
-  // Returns the full tensor of a bucket's result: that result, unless it is quantised.
+  // Returns the full tensor of a bucket's result: that result, unless it is quantized.
   at::Tensor full_of(size_t place, const at::Tensor& gathered) const;
   // Keeps what later forwards and backwards need of a full tensor gathered just now. One that was
-  // quantised is for the graph alone that asked for it.
+  // quantized is for the graph alone that asked for it.
   static void retain(Parameter& parameter, const at::Tensor& full, bool read_only, uint64_t version,
                      bool has_backward, bool is_quantized);
 

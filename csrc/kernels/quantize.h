@@ -1,4 +1,4 @@
-// Quantisation of rows by blocks: a code of one byte for each element, and a scale for each block.
+// Quantization of rows by blocks: a code of one byte for each element, and a scale for each block.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -25,10 +25,10 @@ struct QuantizedFormat {
 };
 
 // Reads formats of several parameters, such as "float8_e4m3fn/128,,int8/64": empty for one that is
-// not quantised. An empty text is for any number of those.
+// not quantized. An empty text is for any number of those.
 std::vector<std::optional<QuantizedFormat>> parse_formats(const std::string& text, size_t count);
 
-// Quantises each row of `rows` [n, ...], in a floating dtype, and returns uint8 [n, row_bytes].
+// Quantizes each row of `rows` [n, ...], in a floating dtype, and returns uint8 [n, row_bytes].
 at::Tensor quantize(const at::Tensor& rows, const QuantizedFormat& format);
 
 // Writes to `rows` [n, ...] what `quantized` [n, row_bytes] stands for.

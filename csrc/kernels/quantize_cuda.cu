@@ -15,15 +15,15 @@ constexpr int kWarp = 32;
 constexpr int kThreads = 256;
 constexpr int64_t kMostBlocks = int64_t{1} << 30;  // of threads, in a launch
 
-// Rows of quantised and other elements, one after the other.
+// Rows of quantized and other elements, one after the other.
 struct Rows {
   int64_t count;
   int64_t numel;      // elements of a row
-  int64_t row_bytes;  // of a quantised row
+  int64_t row_bytes;  // of a quantized row
   int64_t block;      // elements that share a scale
 };
 
-// A warp quantises one block after the other.
+// A warp quantizes one block after the other.
 template <typename Code, typename From>
 __global__ void __launch_bounds__(kThreads)
     quantize_kernel(uint8_t* quantized, const From* values, Rows rows) {

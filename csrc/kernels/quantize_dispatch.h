@@ -17,7 +17,7 @@ void with_code(at::ScalarType dtype, Function function) {
     case at::kChar:
       return function(Int8{});
     default:
-      ZERO3_CHECK(false, "rows cannot be quantised to ", dtype);
+      ZERO3_CHECK(false, "rows cannot be quantized to ", dtype);
   }
 }
 

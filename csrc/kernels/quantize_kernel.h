@@ -109,7 +109,7 @@ ZERO3_HOST_DEVICE inline float scale_of(uint32_t largest) {
   return scale * Code::kLargest <= FLT_MAX ? scale : std::bit_cast<float>(bits - 1);
 }
 
-// The place of a block's scale in a quantised row.
+// The place of a block's scale in a quantized row.
 ZERO3_HOST_DEVICE inline int64_t scale_offset(int64_t row_numel, int64_t block) {
   return (row_numel + 3) / 4 * 4 + block * 4;
 }

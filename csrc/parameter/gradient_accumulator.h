@@ -17,7 +17,7 @@ struct GradientDtypes {
   std::optional<at::ScalarType> wire;   // nullopt: the normalised dtype
   std::optional<at::ScalarType> shard;  // the optimizer's; nullopt: the normalised dtype
   std::optional<QuantizedFormat> quantized = std::nullopt;  // on the wire, in place of `wire`
-  bool feeds_error_back = false;  // adds what quantising one gradient has lost to the next
+  bool feeds_error_back = false;  // adds what quantizing one gradient has lost to the next
 
   // Dtype to which `raw` is cast first.
   at::ScalarType normalised(const at::Tensor& raw) const {
@@ -69,7 +69,7 @@ class GradientAccumulator {
   // Widens the sum's `arrived_dtype` as if a gradient of `dtype` had arrived on this rank.
   void widen(at::ScalarType dtype);
 
-  // What quantising the latest gradient has lost, of the full shape in fp32; undefined before it.
+  // What quantizing the latest gradient has lost, of the full shape in fp32; undefined before it.
   at::Tensor take_error();
   void keep_error(at::Tensor error);
 

@@ -120,7 +120,7 @@ struct Parameter : public ParameterSpec {
   // The parameter whose shards are gathered now: `parameter` or its `after_forward`.
   static std::shared_ptr<Parameter> source_of(const std::shared_ptr<Parameter>& parameter);
 
-  // A parameter of bytes, whose shard is this one's rows quantised as they are now. In a backward
+  // A parameter of bytes, whose shard is this one's rows quantized as they are now. In a backward
   // they are those of its forward, unless torch's version counters record a change.
   std::shared_ptr<Parameter> quantized(const QuantizedFormat& format);
   void forget_quantized();  // frees the bytes
@@ -148,7 +148,7 @@ struct Parameter : public ParameterSpec {
   struct Quantized {
     QuantizedFormat format;
     std::shared_ptr<Parameter> parameter;
-    uint64_t version;  // version of the shard that is quantised
+    uint64_t version;  // version of the shard that is quantized
   };
   std::vector<Quantized> quantized_;  // one for each format that was asked for
   std::string quantized_as_;          // format of the bytes, if this is such a parameter

@@ -65,9 +65,9 @@ class ReduceBucket {
 
   const double divide_factor_;
   const double pre_divide_factor_;
-  const at::TensorOptions options_;              // on the wire, unless gradients are quantised
-  const std::optional<QuantizedFormat> format_;  // of the gradients, if they are quantised
-  // The tensors that travel are of this dtype: bytes, if gradients are quantised.
+  const at::TensorOptions options_;              // on the wire, unless gradients are quantized
+  const std::optional<QuantizedFormat> format_;  // of the gradients, if they are quantized
+  // The tensors that travel are of this dtype: bytes, if gradients are quantized.
   at::ScalarType sent_dtype() const { return format_ ? at::kByte : wire_dtype(); }
   // Elements that travel of a row, and of a chunk, of `parameter`.
   int64_t sent_row(const Parameter& parameter) const;

@@ -15,7 +15,7 @@ COMMENT = "zero3_comment"
 
 
 def formats_of(start: fx.Node) -> list[str]:
-    """Returns the formats of the parameters of a gather's start; empty if not quantised."""
+    """Returns the formats of the parameters of a gather's start; empty if not quantized."""
     placeholders: Any = start.args[0]
     formats: Any = start.args[2] if len(start.args) > 2 else ""
     return formats.split(",") if formats else [""] * len(placeholders)

@@ -33,7 +33,7 @@ class ParameterFacts:
         is_read_as_gathered: whether modules read the gathered tensor itself, not one made of it.
         is_gathered: whether it is gathered itself, and not others in its place (see ``extension``).
         is_payload: whether it is gathered in place of another one.
-        gather_format: how its shards are quantised before they are gathered (see
+        gather_format: how its shards are quantized before they are gathered (see
             ``gather_format``); empty: not at all.
     """
 
@@ -69,7 +69,7 @@ class ParameterFacts:
         )
 
     def gathered_as(self, format: str) -> "ParameterFacts":
-        """Returns these facts with shards that are quantised so: they travel by messages."""
+        """Returns these facts with shards that are quantized so: they travel by messages."""
         if not format:
             return self
         return replace(self, gather_format=format, gathers_views=False, publishes=False)

@@ -70,7 +70,8 @@ def fully_shard(
         module: a block or model. Ranks must hold the same values. Buffers move to the mesh's
             device, unless they are on the meta device. A list of modules makes one group of all
             their parameters. Within the forward of an enclosing sharded module, eager code frees
-            these parameters when the last module of the list has run.
+            these parameters when the last module of the list has run. A parameter may be a tensor
+            subclass with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.
         mesh: a 1-D mesh, or a 2-D mesh whose last dimension shards and whose first dimension
             replicates. The default is all ranks of the job, on the accelerator if there is one,
             else on the CPU.

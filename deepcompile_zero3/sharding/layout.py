@@ -290,7 +290,7 @@ class Layout:
             stride=torch.empty(value.shape, device="meta").stride(),
         )
         if is_wrapper:
-            # Not clone(): NF4Tensor would quantise again.
+            # Not clone(): NF4Tensor would quantize again.
             options: Any = {} if rows.device == target else {"device": target}
             local = rows.new_zeros(rows.shape, **options).copy_(rows)
             shard = torch_internals.with_spec(local, torch_internals.spec_of(shard))

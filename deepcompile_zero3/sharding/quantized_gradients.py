@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from deepcompile_zero3.errors import Zero3Error, check_bool
-from deepcompile_zero3.quantized_format import can_be_quantised, check_block, check_dtype, format_of
+from deepcompile_zero3.quantized_format import can_be_quantized, check_block, check_dtype, format_of
 from deepcompile_zero3.sharding.registered import all_parameters_of
 
 
@@ -17,12 +17,12 @@ def quantize_gradients(
     block: int | None = None,
     error_feedback: bool = False,
 ) -> None:
-    """Makes backwards of ``model`` from now on send quantised gradients.
+    """Makes backwards of ``model`` from now on send quantized gradients.
 
-    Each rank casts a gradient to the leaf's ``grad_dtype``, quantises it with a scale for each
+    Each rank casts a gradient to the leaf's ``grad_dtype``, quantizes it with a scale for each
     block, and sends every other rank its rows, once. Ranks add what they receive in fp32, in the
     order of ranks, then divide the sum and cast it to the dtype of ``.grad``. A sum is never
-    quantised. This replaces ``MixedPrecisionPolicy(reduce_dtype=...)`` for parameters of two or
+    quantized. This replaces ``MixedPrecisionPolicy(reduce_dtype=...)`` for parameters of two or
     more dimensions; gradients of others travel as before. So do sums over the replicas of a 2-D
     mesh. Call it on all ranks, between steps; graphs that are compiled already obey it.
 
@@ -32,11 +32,11 @@ def quantize_gradients(
     Args:
         model: a module whose parameters are sharded, on ranks that exchange messages.
         dtype: dtype of the codes: ``torch.int8``, ``torch.float8_e4m3fn`` or
-            ``torch.float8_e5m2``. None ends quantisation.
+            ``torch.float8_e5m2``. None ends quantization.
         block: number of elements in a block, which must divide a row: the elements behind one
             index of the sharded dimension. None takes 128 where that divides a row, or else the
             whole row.
-        error_feedback: whether a rank adds what quantising a gradient has lost to its next one. It
+        error_feedback: whether a rank adds what quantizing a gradient has lost to its next one. It
             costs fp32 memory for the full gradients on each rank, and the errors are not part of a
             checkpoint.
 
@@ -60,7 +60,7 @@ def quantize_gradients(
                 f"quantize_gradients: gradients of '{parameter.fqn}' wait for their reduction: "
                 "call it after a backward that reduces them"
             )
-        if dtype is None or not can_be_quantised(parameter.shard):
+        if dtype is None or not can_be_quantized(parameter.shard):
             formats.append("")
             continue
         if not parameter.handle.can.sends_messages:

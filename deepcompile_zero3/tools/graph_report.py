@@ -31,7 +31,7 @@ class GatherBucket:
     starts_before: str  # the operator that the gather starts before
     needed_by: str  # the operator that waits for the gather
     ahead: int  # the number of operators between the start and the wait
-    formats: dict[str, str]  # of the parameters that are quantised; see ``gather_format``
+    formats: dict[str, str]  # of the parameters that are quantized; see ``gather_format``
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Gradient:
     parameter: str  # FQN
     raw: str  # the dtype that the gradient is computed in
     leaf: str  # the dtype of the parameter's contract; "any" keeps the computed dtype
-    wire: str  # the dtype that the gradient is reduced in, or the format it is quantised in
+    wire: str  # the dtype that the gradient is reduced in, or the format it is quantized in
     nbytes: int  # of the full gradient on the wire
     is_copied: bool  # into the send buffer; large products are computed there
 
@@ -101,7 +101,7 @@ class Graph:
 def graph_of(direction: str, captured: CapturedGraph, formats: Mapping[str, str]) -> Graph:
     """Returns what a captured graph gathers, keeps and reduces.
 
-    ``formats`` are those of quantised gradients, by FQN; empty if not quantised.
+    ``formats`` are those of quantized gradients, by FQN; empty if not quantized.
     """
     graph = captured.inlined.graph
     return Graph(

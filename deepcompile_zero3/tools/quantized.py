@@ -1,4 +1,4 @@
-"""What quantising parameters before they are gathered saves and costs."""
+"""What quantizing parameters before they are gathered saves and costs."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from deepcompile_zero3.tools.table import Table, and_more, mib
 
 @dataclass(frozen=True)
 class Quantized:
-    """A parameter whose shards are quantised before they are gathered."""
+    """A parameter whose shards are quantized before they are gathered."""
 
     parameter: str  # FQN
     format: str  # such as "float8_e4m3fn/128": the dtype of the codes, and the block
@@ -28,7 +28,7 @@ class Quantized:
 def quantized(
     parameters: Sequence[ShardedParameter], formats: Mapping[str, str]
 ) -> tuple[Quantized, ...]:
-    """Returns those of ``parameters`` that are quantised, by the ``formats`` of their FQNs."""
+    """Returns those of ``parameters`` that are quantized, by the ``formats`` of their FQNs."""
     found = []
     for parameter in parameters:
         format = formats.get(parameter.fqn)
@@ -52,7 +52,7 @@ def _largest(errors: torch.Tensor) -> float:
 
 
 def table_of(found: Sequence[Quantized]) -> Table:
-    """Returns a table of quantised parameters, with a row for each run of one format."""
+    """Returns a table of quantized parameters, with a row for each run of one format."""
     rows = []
     for format, run in groupby(found, lambda each: each.format):
         alike = list(run)
@@ -65,4 +65,4 @@ def table_of(found: Sequence[Quantized]) -> Table:
                 f"{max(each.largest_error for each in alike):.2e}",
             )
         )
-    return Table("", ("quantises", "format", "MiB", "sent", "largest rounding error"), rows)
+    return Table("", ("quantizes", "format", "MiB", "sent", "largest rounding error"), rows)

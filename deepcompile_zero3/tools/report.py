@@ -35,7 +35,7 @@ class Report(Document):
         graphs: forwards, then backwards, each in the order of compilation.
         breaks: Dynamo's messages of where and why it broke the graph; code between two graphs runs
             eagerly.
-        quantized: the parameters whose shards are quantised before they are gathered.
+        quantized: the parameters whose shards are quantized before they are gathered.
         in_eager: FQNs of parameters that no graph gathers; eager code that reads them gathers them.
         timeline: the predicted timeline of a step that runs each graph once.
     """
