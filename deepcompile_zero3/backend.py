@@ -259,7 +259,8 @@ def _keep_bytes(parameters: Collection[ShardedParameter], options: Options) -> f
     """Returns a graph's share of ``keep_mb``: its parameters' share of the models' bytes."""
     models = {parameter.model for parameter in parameters} - {None}
     whole = sum(model.nbytes for model in models if model is not None)
-    mine = sum(parameter.nbytes for parameter in parameters)
+    owners = {getattr(parameter, "owner", parameter) for parameter in parameters}
+    mine = sum(parameter.nbytes for parameter in owners)
     return options.keep_mb * 2**20 * mine / whole if mine else 0.0
 
 

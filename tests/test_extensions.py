@@ -28,6 +28,7 @@ from deepcompile_zero3 import (
     Owned,
     Zero3Error,
     capture_graphs,
+    explain,
     fully_shard,
     record_collectives,
 )
@@ -301,7 +302,7 @@ def test_a_weight_read_under_no_grad_is_of_this_step(run_ranks):
     run_ranks(2, _under_no_grad)
 
 
-def _stock(checkpointed):
+def _stock(backend, checkpointed):
     """Other backends of torch.compile, and checkpoints in eager code."""
     Int8Gathered.factor = torch.ones(())
     torch.manual_seed(0)
@@ -313,7 +314,11 @@ def _stock(checkpointed):
     reference = nn.Parameter(_read_int8(whole))
     expected = nn.functional.linear(x, reference)
     expected.square().mean().backward()
-    run = torch.compile(model, backend="aot_eager")
+    run = torch.compile(model, backend=backend)
+    with torch.no_grad():  # another step, before this one
+        model.weight.to_local().inner.mul_(3)
+        run(x)
+        model.weight.to_local().inner.div_(3)
     output = checkpoint(run, x, use_reentrant=False) if checkpointed else run(x)
     torch.testing.assert_close(output - model.bias.full_tensor(), expected)
     (output - model.bias.full_tensor().detach()).square().mean().backward()
@@ -321,9 +326,31 @@ def _stock(checkpointed):
     torch.testing.assert_close(grad, reference.grad, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_another_backend(run_ranks, checkpointed):
-    run_ranks(2, _stock, checkpointed)
+@pytest.mark.parametrize(
+    ("backend", "checkpointed"),
+    [
+        ("aot_eager", False),
+        ("aot_eager", True),
+        pytest.param("inductor", False, marks=pytest.mark.inductor),
+    ],
+)
+def test_another_backend(run_ranks, backend, checkpointed):
+    run_ranks(2, _stock, backend, checkpointed, timeout=300)
+
+
+def _reported():
+    Int8Gathered.factor = torch.ones(())
+    model = wrap(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), Int8Gathered)
+    fully_shard(model, transport="c10d")
+    report = explain(model, torch.ones(2, 64))
+    assert not report.in_eager
+    assert report.shards == sum(4 * p.numel() for p in model.parameters())
+    return report.gathered
+
+
+def test_explain_knows_payloads(run_ranks):
+    codes_and_scales, biases = 2 * (64 * 64 + 4), 2 * 4 * 64
+    assert run_ranks(1, _reported) == [codes_and_scales + biases]  # which forward keeps
 
 
 def _replicas():
@@ -364,7 +391,7 @@ def _trained_lora(seed, steps, folder, action):
     """Trains adapters for some steps, after loading a checkpoint or before saving one."""
     nf4 = pytest.importorskip("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
     model, optimizer = _lora(nf4, seed)
-    options = StateDictOptions(ignore_frozen_params=True)
+    options = StateDictOptions(ignore_frozen_params=True, strict=False)
     if action == "load":
         state = get_state_dict(model, optimizer, options=options)
         dcp.load({"model": state[0], "optimizer": state[1]}, checkpoint_id=folder)

@@ -14,7 +14,7 @@ namespace zero3 {
 Gather::Gather(std::vector<ParameterPtr> parameters, std::vector<Format> formats)
     : parameters_(std::move(parameters)),
       formats_(formats.empty() ? std::vector<Format>(parameters_.size()) : std::move(formats)),
-      is_quantized_(parameters_.size()) {
+      has_codes_(parameters_.size()) {
   start();
 }
 
@@ -33,13 +33,14 @@ void Gather::start() {
     const size_t place = sources.size();
     sources.push_back(Parameter::source_of(parameter));
     const auto& format = formats_[place];
-    is_quantized_[place] = format && sources[place] == parameter;
-    if (is_quantized_[place]) {
-      sources[place] = parameter->quantized(*format);
+    if (format) {
+      // Rows that a forward has left on fewer ranks are rounded already.
+      if (sources[place] == parameter) sources[place] = parameter->quantized(*format);
       if (!in_backward()) parameter->transport->note_skipped_gather();
     } else if (parameter->gathered.is_unsharded()) {
       continue;
     }
+    has_codes_[place] = format && sources[place]->compute_dtype == at::kByte;
     missing.push_back(place);
   }
   while (!missing.empty()) {
@@ -81,15 +82,16 @@ std::vector<at::Tensor> Gather::finish(bool fresh) {
       auto& parameter = *parameters_[place];
       fulls[place] = full_of(place, gathered[i]);
       const bool has_backward = is_recorded || parameter.gradients.pending_uses() > 0;
-      if (is_quantized_[place] && !in_backward() && !has_backward) parameter.forget_quantized();
-      retain(parameter, fulls[place], !fresh, versions[place], has_backward, is_quantized_[place]);
+      const bool is_rounded = formats_[place].has_value();
+      if (is_rounded && !in_backward() && !has_backward) parameter.forget_quantized();
+      retain(parameter, fulls[place], !fresh, versions[place], has_backward, is_rounded);
     }
   }
   return fulls;
 }
 
 at::Tensor Gather::full_of(size_t place, const at::Tensor& gathered) const {
-  if (!is_quantized_[place]) return gathered;
+  if (!has_codes_[place]) return gathered;
   const Parameter& parameter = *parameters_[place];
   auto full = pooled_empty(parameter.sizes, parameter.strides,
                            gathered.options().dtype(parameter.compute_dtype));
@@ -98,14 +100,14 @@ at::Tensor Gather::full_of(size_t place, const at::Tensor& gathered) const {
 }
 
 void Gather::retain(Parameter& parameter, const at::Tensor& full, bool read_only, uint64_t version,
-                    bool has_backward, bool is_quantized) {
+                    bool has_backward, bool is_rounded) {
   if (parameter.after_forward && !in_backward()) {
     if (has_backward)
       parameter.shard_after_forward(full, version);
     else
       parameter.forget_after_forward();
   }
-  if (!is_quantized && parameter.is_retained_when_gathered(in_backward()))
+  if (!is_rounded && parameter.is_retained_when_gathered(in_backward()))
     parameter.gathered.retain(full, read_only, version);
 }
 

@@ -40,7 +40,7 @@ class Gather {
   // Keeps what later forwards and backwards need of a full tensor gathered just now. One that was
   // quantized is for the graph alone that asked for it.
   static void retain(Parameter& parameter, const at::Tensor& full, bool read_only, uint64_t version,
-                     bool has_backward, bool is_quantized);
+                     bool has_backward, bool is_rounded);
 
   struct Started {
     std::vector<size_t> places;  // of the bucket's parameters among `parameters_`
@@ -49,7 +49,7 @@ class Gather {
 
   std::vector<ParameterPtr> parameters_;  // no duplicates
   const std::vector<Format> formats_;
-  std::vector<bool> is_quantized_;     // for each parameter, whether its bytes are gathered
+  std::vector<bool> has_codes_;        // for each parameter, whether codes are gathered
   std::vector<at::Tensor> unsharded_;  // full tensors that were there; else undefined
   std::vector<uint64_t> versions_;     // versions of the shards
   std::vector<Started> buckets_;

@@ -251,7 +251,8 @@ void ProcessGroupExchange::all_to_all(const Rows& rows, const std::string& key) 
   const auto ranks = static_cast<int64_t>(rows.size());
   const bool is_even =
       std::ranges::all_of(rows, [&](auto& row) { return row.numel() == rows.front().numel(); });
-  auto sent = keep(is_even ? one_run(rows) : at::cat(rows));
+  const auto root = root_of(rows);
+  auto sent = keep(is_even ? one_run(rows) : root ? rows[*root] : at::cat(rows));
   auto received = keep(pooled_empty({ranks * own.numel()}, own.options()));
   addends_.push_back(received.view({ranks, own.numel()}).unbind());
   std::vector<int64_t> sent_sizes, received_sizes(rows.size(), own.numel());

@@ -1,9 +1,11 @@
 """Sizes of the results of nodes, in bytes."""
 
+from typing import Any
+
 import torch
 from torch import fx
 
-from deepcompile_zero3.torch_internals import compiler
+from deepcompile_zero3.torch_internals import compiler, is_wrapper
 
 
 def nbytes_of(node: fx.Node) -> int:
@@ -18,3 +20,12 @@ def nbytes_of_tensor(tensor: torch.Tensor) -> int:
     if compiler.free_unbacked_symbols(numel):
         return 0
     return int(numel) * tensor.element_size()
+
+
+def nbytes_in_memory(tensor: torch.Tensor) -> int:
+    """Returns the size in bytes of ``tensor``, or of the tensors in it if it is a wrapper."""
+    if not is_wrapper(tensor):
+        return nbytes_of_tensor(tensor)
+    wrapper: Any = tensor
+    names, _ = wrapper.__tensor_flatten__()
+    return sum(nbytes_in_memory(getattr(wrapper, name)) for name in names)

@@ -43,7 +43,7 @@ def _sources(parameter: ShardedParameter) -> list[_C.Parameter]:
     """Returns the runtime's parameters that are gathered for ``parameter``."""
     if parameter.extension is None:
         return [parameter.handle]
-    return [payload.handle for payload in parameter.extension.payloads]
+    return [payload.handle for payload in parameter.payloads]
 
 
 def gather_one(parameter: ShardedParameter) -> torch.Tensor:

@@ -211,7 +211,8 @@ def _check_parameter(fqn: str, parameter: nn.Parameter) -> None:
     local = torch_internals.local_tensor(parameter) if isinstance(parameter, DTensor) else parameter
     if torch_internals.is_wrapper(local):
         name = type(local).__name__
-        if isinstance(parameter, DTensor) or not has_extension(local):
+        is_flat = hasattr(local, "__tensor_flatten__")
+        if isinstance(parameter, DTensor) or not has_extension(local) or not is_flat:
             raise NotImplementedError(
                 f"'{fqn}' is a {name}, a tensor subclass, and fully_shard supports those that have "
                 "fsdp_pre_all_gather and fsdp_post_all_gather and are no part of a DTensor: pass "

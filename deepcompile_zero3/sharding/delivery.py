@@ -81,10 +81,10 @@ def _prepare_unshard(placeholder: torch.Tensor) -> None:
     if parameter is None:
         return
     if isinstance(parameter, Payload):
-        is_first, parameter = parameter.is_first, cast(ShardedParameter, parameter.owner)
-        if is_first and parameter.extension is not None:
+        payload, parameter = parameter, cast(ShardedParameter, parameter.owner)
+        if parameter.extension is not None:
             parameter.refresh()
-            parameter.extension.prepare_graph(parameter.leaf.local)
+            parameter.extension.prepare_op(payload, parameter.leaf.local)
     if _C.in_backward():
         parameter.refresh()
         republish_if_recomputing([parameter])

@@ -33,7 +33,6 @@ class _Owner(Protocol):
 
     layout: Layout
     handle: _C.Parameter
-    placeholder: nn.Parameter
     group: "weakref.ref[object] | None"
     reshard_after_forward: bool | None
 
@@ -43,7 +42,6 @@ class _Owner(Protocol):
     def model(self) -> Any: ...
     @property
     def shard_group_name(self) -> str: ...
-    def prepare_forward(self) -> bool: ...
 
 
 def has_extension(local: torch.Tensor) -> bool:
@@ -56,20 +54,17 @@ class Payload:
     """A tensor that is gathered in place of a parameter, as compiled graphs know parameters.
 
     Attributes:
-        owner: the parameter.
         fqn: the parameter's name and the payload's number, for people.
         placeholder: the tensor that a traced graph takes in place of the gathered payload.
         handle: the payload in the C++ runtime.
-        is_first: whether it is the first of its parameter.
     """
 
     extension = None
     is_read_as_gathered = True
 
     def __init__(self, owner: _Owner, number: int, value: torch.Tensor) -> None:
-        self.owner = owner
+        self._owner = weakref.ref(owner)
         self.fqn = f"{owner.fqn}.payload_{number}"
-        self.is_first = number == 0
         world_size = owner.handle.world_size
         sizes = [world_size * value.shape[0], *value.shape[1:]]
         like = torch.empty(sizes, dtype=value.dtype, device="meta")
@@ -92,6 +87,14 @@ class Payload:
         self.handle.fqn = self.fqn
         self.handle.model_number = -1  # no gradient of it is ever missing
         self.handle.register()
+
+    @property
+    def owner(self) -> _Owner:
+        """The parameter. Raises Zero3Error if its model was deleted."""
+        owner = self._owner()
+        if owner is None:
+            raise Zero3Error(f"the model of '{self.fqn}' was deleted")
+        return owner
 
     @property
     def settings(self) -> _C.Settings:
@@ -146,6 +149,7 @@ class Extension:
         self.metadata: Any = None
         self._traced: tuple[list[Any], Any] | None = None  # leaves and structure of `metadata`
         self._local = torch.empty(0)
+        self._served: set[Payload] = set()
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -153,7 +157,13 @@ class Extension:
         """Takes the payloads of ``local``, the shard as it is now, and returns the metadata."""
         owner = self._owner()
         assert owner is not None  # which calls this
+        if not has_extension(local):
+            raise Zero3Error(
+                f"the shard of '{owner.fqn}' is a {type(local).__name__} now, without "
+                "fsdp_pre_all_gather, which it had when it was sharded"
+            )
         self._local = local
+        _C.note_other_gather(owner.handle)
         inputs, metadata = self._pre_all_gather(owner, local)
         if not self.payloads:
             self.payloads = [Payload(owner, i, each) for i, each in enumerate(inputs)]
@@ -193,6 +203,13 @@ class Extension:
             if isinstance(mine, torch.Tensor):
                 _overwrite(mine, value)
 
+    def prepare_op(self, payload: Payload, local: torch.Tensor) -> None:
+        """Prepares an operator that gathers ``payload``. A graph may have them in any order."""
+        if not self._served or payload in self._served:
+            self.prepare_graph(local)
+            self._served.clear()
+        self._served.add(payload)
+
     def _pre_all_gather(self, owner: _Owner, local: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
         mesh = owner.layout.shard_mesh
         takes = len(inspect.signature(local.fsdp_pre_all_gather).parameters)
@@ -216,7 +233,7 @@ class Extension:
                     f"fsdp_pre_all_gather of '{owner.fqn}' gave a {type(each).__name__} of shape "
                     f"{list(each.shape)}: it gives plain tensors of at least one dimension"
                 )
-            if each.shape[0] == local.shape[0] != chunk_rows:
+            if each.shape == local.shape and each.shape[0] != chunk_rows:
                 raise Zero3Error(
                     f"fsdp_pre_all_gather of '{owner.fqn}' gave {each.shape[0]} rows where other "
                     f"ranks have {chunk_rows}: it pads uneven shards"

@@ -1,8 +1,8 @@
 """An outermost sharded module, as the runtime and autograd graphs know it."""
 
 import weakref
-from collections.abc import Collection, Sequence, Set
-from typing import cast
+from collections.abc import Collection, Iterable, Sequence, Set
+from typing import Any, cast
 
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.parameter import ShardedParameter
@@ -55,7 +55,20 @@ def models_numbered(numbers: Collection[int]) -> list[ShardedModel]:
     return sorted((m for m in list(_models) if m.number in numbers), key=lambda m: m.number)
 
 
-def parameters_beside(fqns: Set[str]) -> dict[str, ShardedParameter]:
-    """Returns the live parameters named in ``fqns`` and all others of their models, by name."""
-    models = [m for m in list(_models) if any(p.fqn in fqns for p in m.parameters)]
-    return {p.fqn: p for model in models for p in model.parameters}
+def parameters_beside(fqns: Set[str]) -> dict[str, Any]:
+    """Returns the live parameters named in ``fqns`` and all others of their models, by name.
+
+    Includes the payloads of parameters that are gathered as other tensors.
+    """
+    by_model = [by_fqn(model.parameters) for model in list(_models)]
+    found = [named for named in by_model if not fqns.isdisjoint(named)]
+    return {fqn: each for named in found for fqn, each in named.items()}
+
+
+def by_fqn(parameters: Iterable[ShardedParameter]) -> dict[str, Any]:
+    """Returns ``parameters`` and what is gathered in place of some of them, by FQN."""
+    result: dict[str, Any] = {}
+    for parameter in parameters:
+        result[parameter.fqn] = parameter
+        result |= {payload.fqn: payload for payload in parameter.payloads}
+    return result

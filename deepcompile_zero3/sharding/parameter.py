@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 from deepcompile_zero3 import grad_dtype, torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.runtime import _C
+from deepcompile_zero3.sharding import extension
 from deepcompile_zero3.sharding.blueprint import Blueprint
-from deepcompile_zero3.sharding.extension import PLACEHOLDER_OF, Extension, has_extension
 from deepcompile_zero3.sharding.leaf import ShardedLeaf
 from deepcompile_zero3.transport.connection import Connection, channel_of
 
@@ -76,9 +76,9 @@ class ShardedParameter:
         self.declared_grad_dtype: torch.dtype | None = None
         self.leaf_contract = ""
         self.step_early: Callable[[Sequence[ShardedParameter]], None] | None = None
-        self.extension: Extension | None = None
-        if has_extension(blueprint.parameter):
-            self.extension = Extension(self, blueprint.module, blueprint.mp_policy)
+        self.extension: extension.Extension | None = None
+        if extension.has_extension(blueprint.parameter):
+            self.extension = extension.Extension(self, blueprint.module, blueprint.mp_policy)
         self._forward_shard_id = 0
         self.ranks_meet_in_backward = True
         self.replicas_are_compared = layout.ranks.replicate_group is None
@@ -100,7 +100,7 @@ class ShardedParameter:
             ),
             requires_grad=requires_grad,
         )
-        setattr(self.placeholder, PLACEHOLDER_OF, weakref.ref(self))
+        setattr(self.placeholder, extension.PLACEHOLDER_OF, weakref.ref(self))
         others = ranks.replicate_group
         replicas = None if others is None else channel_of(others, ranks.device)
         shards = ranks.shard_group
@@ -178,6 +178,11 @@ class ShardedParameter:
         self.leaf.follow(shard)
         self.handle.follow_version(shard)
         self.handle.shard = self.layout.shard_rows(self.leaf.local)
+
+    @property
+    def payloads(self) -> list[extension.Payload]:
+        """What is gathered in the parameter's place, from its first forward on."""
+        return [] if self.extension is None else self.extension.payloads
 
     @property
     def shard_group_name(self) -> str:
@@ -331,7 +336,7 @@ class ShardedParameter:
 
 def parameter_of(placeholder: object) -> ShardedParameter | None:
     """Returns the live parameter that has this placeholder, or None."""
-    reference = getattr(placeholder, PLACEHOLDER_OF, None)
+    reference = getattr(placeholder, extension.PLACEHOLDER_OF, None)
     return None if reference is None else reference()
 
 

@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -41,16 +40,6 @@ def all_parameters_of(model: nn.Module, caller: str) -> list[ShardedParameter]:
             )
         raise Zero3Error(f"{caller}: no parameter of the {name} is sharded")
     return parameters
-
-
-def by_fqn(parameters: Iterable[ShardedParameter]) -> dict[str, Any]:
-    """Returns ``parameters`` and what is gathered in place of some of them, by FQN."""
-    result: dict[str, Any] = {}
-    for parameter in parameters:
-        result[parameter.fqn] = parameter
-        for payload in parameter.extension.payloads if parameter.extension else ():
-            result[payload.fqn] = payload
-    return result
 
 
 def unsharded_modules(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:

@@ -13,8 +13,9 @@ from deepcompile_zero3.backend import zero3
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.graph.capture import capture_graphs
 from deepcompile_zero3.options import Options
+from deepcompile_zero3.sharding.model import by_fqn
 from deepcompile_zero3.sharding.parameter import ShardedParameter
-from deepcompile_zero3.sharding.registered import all_parameters_of, by_fqn
+from deepcompile_zero3.sharding.registered import all_parameters_of
 from deepcompile_zero3.tools.planning.machine import Machine, machine_of
 from deepcompile_zero3.tools.planning.simulate import simulate
 from deepcompile_zero3.tools.report import Report, report_of

@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 
 from deepcompile_zero3.graph.capture import CapturedGraphs
-from deepcompile_zero3.graph.size import nbytes_of_tensor
+from deepcompile_zero3.graph.size import nbytes_in_memory, nbytes_of_tensor
+from deepcompile_zero3.sharding.model import by_fqn
 from deepcompile_zero3.sharding.parameter import ShardedParameter
-from deepcompile_zero3.sharding.registered import by_fqn
 from deepcompile_zero3.sharding.swap import original_class
 from deepcompile_zero3.tools.document import Document
 from deepcompile_zero3.tools.graph_report import Graph, graph_of
@@ -162,7 +162,7 @@ def report_of(
         is_shared=not any(p.handle.can.sends_messages for p in parameters),
         parameters=len(parameters),
         nbytes=sum(nbytes_of_tensor(p.placeholder) for p in parameters),
-        shards=sum(nbytes_of_tensor(local_tensor(p.shard)) for p in parameters),
+        shards=sum(nbytes_in_memory(local_tensor(p.shard)) for p in parameters),
         graphs=tuple(described),
         breaks=breaks,
         quantized=quantized(parameters, {k: f for b in buckets for k, f in b.formats.items()}),

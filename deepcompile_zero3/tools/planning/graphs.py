@@ -20,9 +20,9 @@ from deepcompile_zero3.graph.capture import CapturedGraphs, capture_graphs
 from deepcompile_zero3.options import Options
 from deepcompile_zero3.passes.pipeline import Pipeline
 from deepcompile_zero3.sharding.fully_shard import fully_shard
-from deepcompile_zero3.sharding.model import ShardedModel
+from deepcompile_zero3.sharding.model import ShardedModel, by_fqn
 from deepcompile_zero3.sharding.parameter import ShardedParameter
-from deepcompile_zero3.sharding.registered import all_parameters_of, by_fqn, registered_in
+from deepcompile_zero3.sharding.registered import all_parameters_of, registered_in
 from deepcompile_zero3.tools.explain import without_a_trace
 from deepcompile_zero3.tools.report import line_of_break
 from deepcompile_zero3.torch_internals import compiler

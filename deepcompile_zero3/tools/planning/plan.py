@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from deepcompile_zero3.options import Options
+from deepcompile_zero3.sharding.registered import all_parameters_of
 from deepcompile_zero3.tools.planning.graphs import ShardModel, Trace, fake_model, trace
 from deepcompile_zero3.tools.planning.machine import Machine, machine_of
 from deepcompile_zero3.tools.planning.predicted import Plan
@@ -72,7 +73,7 @@ def plan(
     with fake_model(build, call, world_size, replicas, shard) as model:
         tell("tracing it")
         traced = trace(model, call)
-        parameters = list(traced.parameters.values())
+        parameters = all_parameters_of(model, "plan")
         tokens = call.get("input_ids")
 
         def predict(options: Options) -> Plan:

@@ -4,7 +4,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -126,7 +126,8 @@ def _what_ran(
     parameters = parameters_beside(names)
     if not names or names - parameters.keys():
         raise Zero3Error("no model is sharded whose graphs ran in the step")
-    if any(parameter.layout.inner is not None for parameter in parameters.values()):
+    owners: list[Any] = [getattr(each, "owner", each) for each in parameters.values()]
+    if any(owner.layout.inner is not None for owner in owners):
         raise Zero3Error("ranks that share a tensor's computation are not planned")
     ran = CapturedGraphs(forward, backward)
     if not _share_memory(parameters):
@@ -183,7 +184,8 @@ def _what_to_measure(
             step cannot be predicted.
     """
     graphs, parameters = _what_ran(captured, profiled)
-    mesh, *others = {parameter.layout.mesh for parameter in parameters.values()}
+    owners: list[Any] = [getattr(each, "owner", each) for each in parameters.values()]
+    mesh, *others = {owner.layout.mesh for owner in owners}
     if others or mesh.ndim != 1:
         raise Zero3Error("the machine at hand is measured over one mesh of one dimension")
     if mesh.device_type != "cpu":
