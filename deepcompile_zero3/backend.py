@@ -100,7 +100,8 @@ class CompiledGraph:
             )
         self._positions = tuple(parameters)
         facts = _facts(parameters, gm, options)
-        self._formats = Formats(parameters.values(), options)
+        formats = [each.gather_format for each in facts.values()]
+        self._formats = Formats(parameters.values(), formats, options)
         regions = _regions(gm, facts, options)
         pipeline = pipeline_of(parameters.values(), facts, options)
         pipeline.neutral = frozenset(i for i, v in enumerate(example_inputs) if is_metadata(v))

@@ -39,9 +39,11 @@ def gather_format(parameter: ShardedParameter, options: Options) -> str:
 class Formats:
     """The formats of the parameters that a graph was compiled with."""
 
-    def __init__(self, parameters: Collection[ShardedParameter], options: Options) -> None:
+    def __init__(
+        self, parameters: Collection[ShardedParameter], formats: Sequence[str], options: Options
+    ) -> None:
         self._options = options
-        self._traced = [gather_format(each, options) for each in parameters]
+        self._traced = formats
         self._known = weakref.WeakSet(parameters)
 
     def check(self, parameters: Sequence[ShardedParameter]) -> None:
