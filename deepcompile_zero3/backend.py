@@ -29,7 +29,7 @@ from deepcompile_zero3.passes.pipeline import Partitioner, Pipeline, source_key
 from deepcompile_zero3.passes.regions import RegionFacts, outline_regions
 from deepcompile_zero3.passes.spare import find_spared
 from deepcompile_zero3.runtime import _C
-from deepcompile_zero3.sharding.extension import Payload, is_metadata
+from deepcompile_zero3.sharding.extension import Payload, is_metadata, owner_of
 from deepcompile_zero3.sharding.group import compiled_forward
 from deepcompile_zero3.sharding.module import Zero3Module
 from deepcompile_zero3.sharding.parameter import ShardedParameter, keep_models_alive, parameter_of
@@ -103,8 +103,8 @@ class CompiledGraph:
         formats = [each.gather_format for each in facts.values()]
         self._formats = Formats(parameters.values(), formats, options)
         regions = _regions(gm, facts, options)
-        pipeline = pipeline_of(parameters.values(), facts, options)
-        pipeline.neutral = frozenset(i for i, v in enumerate(example_inputs) if is_metadata(v))
+        metadata = [i for i, value in enumerate(example_inputs) if is_metadata(value)]
+        pipeline = pipeline_of(parameters.values(), facts, options, metadata)
         self._run = _compile(gm, example_inputs, pipeline, regions, options, compile_graph)
 
     @property
@@ -123,7 +123,7 @@ class CompiledGraph:
         # bring one parameter two gradients.
         as_traced = len(set(parameters)) == len(parameters)
         self._formats.check(parameters)
-        owners = list(dict.fromkeys(getattr(each, "owner", each) for each in parameters))
+        owners = list(dict.fromkeys(map(owner_of, parameters)))
         for parameter in owners:
             as_traced &= parameter.prepare_forward()
             if parameter.extension is not None:
@@ -245,23 +245,25 @@ def _is_block(cls: type) -> bool:
 
 
 def pipeline_of(
-    parameters: Collection[ShardedParameter], inputs: Mapping[int, ParameterFacts], options: Options
+    parameters: Collection[ShardedParameter],
+    inputs: Mapping[int, ParameterFacts],
+    options: Options,
+    metadata: Iterable[int] = (),
 ) -> Pipeline:
     """Returns the passes that rewrite a graph of ``parameters``.
 
-    ``inputs`` maps positions of the graph's inputs to the facts of these parameters.
+    ``inputs`` maps positions of the graph's inputs to the facts of these parameters. ``metadata``
+    has the positions of inputs that come with payloads.
     """
-    bucket_bytes = int(options.gather_bucket_mb * 2**20)
-    keep_bytes = _keep_bytes(parameters, options)
-    return Pipeline(inputs, bucket_bytes, keep_bytes, options.fp32_weight_grads)
+    numbers = int(options.gather_bucket_mb * 2**20), _keep_bytes(parameters, options)
+    return Pipeline(inputs, *numbers, options.fp32_weight_grads, metadata)
 
 
 def _keep_bytes(parameters: Collection[ShardedParameter], options: Options) -> float:
     """Returns a graph's share of ``keep_mb``: its parameters' share of the models' bytes."""
     models = {parameter.model for parameter in parameters} - {None}
     whole = sum(model.nbytes for model in models if model is not None)
-    owners = {getattr(parameter, "owner", parameter) for parameter in parameters}
-    mine = sum(parameter.nbytes for parameter in owners)
+    mine = sum(parameter.nbytes for parameter in set(map(owner_of, parameters)))
     return options.keep_mb * 2**20 * mine / whole if mine else 0.0
 
 

@@ -22,6 +22,8 @@ def gather_format(parameter: ShardedParameter, options: Options) -> str:
         Zero3Error: ``gather_block`` does not divide a row of the parameter.
     """
     dtype = options.gather_dtype
+    if dtype is None:
+        return ""
     name, shard = parameter.fqn, cast(nn.Parameter, parameter.shard)
     if not can_be_quantized(shard) or isinstance(parameter, Payload) or parameter.extension:
         return ""

@@ -358,6 +358,18 @@ def test_a_plain_tensor_cannot_take_the_place_of_a_shard(x, compiled, already_ra
 
 
 @needs_a_job
+def test_a_quantized_gather_names_a_parameter_that_was_replaced(x):
+    model = fully_shard(nn.Linear(2, 2))
+    options = {"inductor": False, "gather_dtype": torch.int8}
+    run = torch.compile(model, backend="zero3", options=options)
+
+    model.weight = nn.Parameter(torch.ones(2, 2))
+
+    with pytest.raises(Exception, match=r"'weight' was replaced by a Parameter .*assign a DTensor"):
+        run(x)
+
+
+@needs_a_job
 @in_every_way
 def test_a_dtensor_of_the_same_placement_can_take_the_place_of_a_shard(x, compiled):
     model = fully_shard(nn.Linear(2, 2, bias=False))

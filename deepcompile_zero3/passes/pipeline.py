@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -52,6 +52,7 @@ class Pipeline:
         keep_bytes: maximum size in bytes of the full tensors that the forward may keep for backward
             by choice.
         fp32_weight_grads: the option of that name.
+        metadata: positions of inputs that functions of parameters may read, beside parameters.
     """
 
     def __init__(
@@ -60,15 +61,16 @@ class Pipeline:
         bucket_bytes: int,
         keep_bytes: float,
         fp32_weight_grads: bool = False,
+        metadata: Iterable[int] = (),
     ) -> None:
         self.inputs = inputs
         self._bucket_bytes = bucket_bytes
         self._keep_bytes = keep_bytes
         self._fp32_weight_grads = fp32_weight_grads
+        self.metadata = frozenset(metadata)
         fqns = [facts.fqn for facts in inputs.values()]
         common = os.path.commonprefix(fqns)  # noqa: RUF071 (by characters, then cut at a dot)
         self._prefix = common.rfind(".") + 1  # characters of the common module's FQN
-        self.neutral: frozenset[int] = frozenset()  # inputs that functions of parameters may read
         self._kept: dict[str, int] = {}
         self._number = 0
 
@@ -76,7 +78,7 @@ class Pipeline:
     def settings(self) -> tuple:
         """Inputs of the passes besides the graph."""
         numbers = self._bucket_bytes, self._keep_bytes, self._fp32_weight_grads
-        return self.inputs, sorted(self.neutral), *numbers
+        return self.inputs, sorted(self.metadata), *numbers
 
     def __call__(self, graph_module: fx.GraphModule, is_backward: bool) -> None:
         """Rewrites a graph. Called for the forward first, then for its backward."""
@@ -142,7 +144,7 @@ class Partitioner(compiler.CustomPartitionerFn):  # type: ignore[misc]
     ) -> None:
         # Not the pipeline itself, which changes: Inductor copies this object, and keys hold it.
         self._inputs = pipeline.inputs
-        self._neutral = pipeline.neutral
+        self._metadata = pipeline.metadata
         self._settings = pipeline.settings
         self._regions = regions
         self._partitioner = partitioner
@@ -170,14 +172,14 @@ class Partitioner(compiler.CustomPartitionerFn):  # type: ignore[misc]
         tangents = [
             node for node in inputs if isinstance(node.meta.get("desc"), compiler.TangentAOTInput)
         ]
-        neutral = [
+        metadata = [
             node
             for node in inputs
             if isinstance(node.meta.get("desc"), compiler.PlainAOTInput)
-            and node.meta["desc"].idx in self._neutral
+            and node.meta["desc"].idx in self._metadata
         ]
         nodes = nodes if saves else _gathered_again(nodes)
-        decide_backward_gathers(gm, nodes, tangents, kwargs["num_fwd_outputs"], neutral)
+        decide_backward_gathers(gm, nodes, tangents, kwargs["num_fwd_outputs"], metadata)
         return partition(gm, joint_inputs, **kwargs)
 
     def uuid(self) -> Any:

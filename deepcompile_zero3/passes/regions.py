@@ -165,7 +165,7 @@ def _segment(
         if facts is not None and facts.declares_grad_dtype:
             return None  # autograd would cast gradients to the parameter's dtype in a region
         if facts is not None and facts.is_payload:
-            return None  # metadata may be an input too: see ``Pipeline.neutral``
+            return None  # metadata may be an input too: see ``Pipeline.metadata``
         if not isinstance(_value(node), torch.Tensor | torch.SymInt | int):
             return None
         alike = facts and replace(facts, fqn="", process_group=0, uses=(0,))

@@ -144,16 +144,18 @@ class Extension:
     def __init__(self, owner: _Owner, module: nn.Module, mp_policy: MixedPrecisionPolicy) -> None:
         self._owner = weakref.ref(owner)
         self._module = weakref.ref(module)
+        self._mesh = owner.layout.shard_mesh
         self._mp_policy = mp_policy
         self.payloads: list[Payload] = []
         self.metadata: Any = None
         self._traced: tuple[list[Any], Any] | None = None  # leaves and structure of `metadata`
-        self._local = torch.empty(0)
+        self._local: Any = torch.empty(0)
+        self._takes = 0  # number of arguments of its fsdp_pre_all_gather
         self._served: set[Payload] = set()
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def take(self, local: torch.Tensor) -> Any:
+    def take(self, local: Any) -> Any:
         """Takes the payloads of ``local``, the shard as it is now, and returns the metadata."""
         owner = self._owner()
         assert owner is not None  # which calls this
@@ -162,6 +164,8 @@ class Extension:
                 f"the shard of '{owner.fqn}' is a {type(local).__name__} now, without "
                 "fsdp_pre_all_gather, which it had when it was sharded"
             )
+        if type(local) is not type(self._local):
+            self._takes = len(inspect.signature(local.fsdp_pre_all_gather).parameters)
         self._local = local
         _C.note_other_gather(owner.handle)
         inputs, metadata = self._pre_all_gather(owner, local)
@@ -211,20 +215,18 @@ class Extension:
         self._served.add(payload)
 
     def _pre_all_gather(self, owner: _Owner, local: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
-        mesh = owner.layout.shard_mesh
-        takes = len(inspect.signature(local.fsdp_pre_all_gather).parameters)
-        if takes == 1:
-            inputs, metadata = local.fsdp_pre_all_gather(mesh)
-        elif takes == 5:
+        if self._takes == 1:
+            inputs, metadata = local.fsdp_pre_all_gather(self._mesh)
+        elif self._takes == 5:
             shape = torch.Size(owner.handle.sizes)
             stride = tuple(owner.handle.strides)
             inputs, metadata = local.fsdp_pre_all_gather(
-                mesh, shape, stride, self._module(), self._mp_policy
+                self._mesh, shape, stride, self._module(), self._mp_policy
             )
         else:
             raise Zero3Error(
-                f"fsdp_pre_all_gather of '{owner.fqn}' takes {takes} arguments; it takes a mesh, "
-                "or a mesh, the outer size, the outer stride, the module and the mp_policy"
+                f"fsdp_pre_all_gather of '{owner.fqn}' takes {self._takes} arguments; it takes a "
+                "mesh, or a mesh, the outer size, the outer stride, the module and the mp_policy"
             )
         chunk_rows = -(-owner.handle.sizes[0] // owner.handle.world_size)
         for each in inputs:
@@ -242,7 +244,7 @@ class Extension:
 
     def full(self, gathered: Sequence[torch.Tensor], metadata: Any) -> torch.Tensor:
         """Returns the full parameter that the gathered payloads make up."""
-        local: Any = self._local
+        local = self._local
         owner = cast(_Owner, self._owner())
         dtype = self._mp_policy.param_dtype or local.dtype
         full, _ = local.fsdp_post_all_gather(tuple(gathered), metadata, dtype)
@@ -261,6 +263,11 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     copy = tensor.detach().clone()
     setattr(copy, _IS_METADATA, True)
     return copy
+
+
+def owner_of(parameter: "_Owner | Payload") -> Any:
+    """Returns the parameter in whose place ``parameter`` is gathered, or else ``parameter``."""
+    return parameter.owner if isinstance(parameter, Payload) else parameter
 
 
 def is_metadata(value: object) -> bool:

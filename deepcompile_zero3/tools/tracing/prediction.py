@@ -4,7 +4,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.graph.capture import CapturedGraph, CapturedGraphs
 from deepcompile_zero3.graph.size import nbytes_of_tensor
 from deepcompile_zero3.runtime import _C
+from deepcompile_zero3.sharding.extension import owner_of
 from deepcompile_zero3.sharding.model import parameters_beside
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.tools.planning.kernels import Kernel, kernels_of
@@ -126,7 +127,7 @@ def _what_ran(
     parameters = parameters_beside(names)
     if not names or names - parameters.keys():
         raise Zero3Error("no model is sharded whose graphs ran in the step")
-    owners: list[Any] = [getattr(each, "owner", each) for each in parameters.values()]
+    owners = [owner_of(each) for each in parameters.values()]
     if any(owner.layout.inner is not None for owner in owners):
         raise Zero3Error("ranks that share a tensor's computation are not planned")
     ran = CapturedGraphs(forward, backward)
@@ -184,7 +185,7 @@ def _what_to_measure(
             step cannot be predicted.
     """
     graphs, parameters = _what_ran(captured, profiled)
-    owners: list[Any] = [getattr(each, "owner", each) for each in parameters.values()]
+    owners = [owner_of(each) for each in parameters.values()]
     mesh, *others = {owner.layout.mesh for owner in owners}
     if others or mesh.ndim != 1:
         raise Zero3Error("the machine at hand is measured over one mesh of one dimension")
