@@ -128,6 +128,36 @@ def test_two_payloads_and_changing_metadata(run_ranks, world_size, how, transpor
     run_ranks(world_size, _reads_int8, how, transport, timeout=300)
 
 
+def _initialises_shards(how, cls, rows):
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(*s, bias=False) for s in ((8, rows), (rows, 8))))
+    wrap(model, cls)
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert all(isinstance(parameter.to_local(), cls) for parameter in model.parameters())
+    model.to_empty(device="cpu")
+    reference = nn.Sequential(nn.Linear(8, rows, bias=False), nn.Linear(rows, 8, bias=False))
+    for sharded, whole in zip(model.parameters(), reference.parameters(), strict=True):
+        assert isinstance(sharded.to_local(), cls)
+        with torch.no_grad():
+            sharded.to_local().inner.fill_(0.25)
+            whole.fill_(0.25)
+    dtype = torch.bfloat16 if cls is Bf16Gathered else torch.float32
+    batch = batch_of(4, 8).to(dtype)
+    mean_square(compiled(model, how), mine(batch)).backward()
+    mean_square(reference.to(dtype), batch).backward()
+    assert_same_gradients(model, reference.float(), 2e-2)
+
+
+@each_way
+@pytest.mark.parametrize(("cls", "rows"), [(Bf16Gathered, 7), (Int8Gathered, 8)])
+@pytest.mark.thin
+def test_a_model_on_the_meta_device(run_ranks, how, cls, rows):
+    run_ranks(2, _initialises_shards, how, cls, rows, timeout=300)
+
+
 class Lora(nn.Module):
     """A frozen matrix of four bits, and an adapter of two small ones."""
 
