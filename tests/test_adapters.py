@@ -113,22 +113,37 @@ def test_adapters_by_hand_train_as_on_one_process(run_ranks, how):
 # ---- peft
 
 
-def _adapted_llama():
+def _adapted_llama(four_bits):
     from peft import LoraConfig, get_peft_model
 
     task = llama()
     del task.model.model.layers[1:], task.blocks[1:]
     task.model.config.num_hidden_layers = 1
+    if four_bits:
+        _quantize_with_bitsandbytes(task.blocks[0])
     config = LoraConfig(
         r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False
     )
     return get_peft_model(task.model, config), task
 
 
-def _of_peft(how):
+def _quantize_with_bitsandbytes(block):
+    import bitsandbytes
+
+    for module in list(block.modules()):
+        for name, linear in list(module.named_children()):
+            if isinstance(linear, nn.Linear):
+                sizes = linear.in_features, linear.out_features
+                quantized = bitsandbytes.nn.LinearNF4(*sizes, bias=False)
+                quantized.load_state_dict(linear.state_dict())
+                setattr(module, name, quantized.to("cpu"))  # which quantizes
+    assert {p.dtype for p in block.parameters() if p.dim() == 2} == {torch.uint8}
+
+
+def _of_peft(how, four_bits):
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
-    model, task = _adapted_llama()
+    model, task = _adapted_llama(four_bits)
     base = copy.deepcopy(model)
     _train(
         model,
@@ -146,9 +161,12 @@ def _of_peft(how):
 
 
 @each_way
-def test_adapters_of_peft_train_as_on_one_process(run_ranks, how):
+@pytest.mark.parametrize("four_bits", [False, True])
+def test_adapters_of_peft_train_as_on_one_process(run_ranks, how, four_bits):
     pytest.importorskip("peft")
-    run_ranks(2, _of_peft, how)
+    if four_bits:
+        pytest.importorskip("bitsandbytes")
+    run_ranks(2, _of_peft, how, four_bits)
 
 
 # ---- accelerate

@@ -101,6 +101,21 @@ class _Tied(nn.Module):
         return nn.functional.linear(x, self.table.weight)
 
 
+class _WithScale(nn.Parameter):
+    pass
+
+
+class _Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = _WithScale(torch.randn(WIDTH, WIDTH))
+        self.weight.scale, self.weight.label = torch.tensor(0.5), "scaled"
+
+    def forward(self, x):
+        assert self.weight.label == "scaled"
+        return nn.functional.linear(x, self.weight) * self.weight.scale
+
+
 KINDS = {
     "parametrize": _symmetric,
     "parametrizations.weight_norm": lambda: parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)),
@@ -118,6 +133,7 @@ KINDS = {
     "Bilinear": _Bilinear,
     "LSTMCell": lambda: nn.LSTMCell(WIDTH, WIDTH),
     "tied by use": _Tied,
+    "attributes of a parameter": _Scaled,
 }
 
 

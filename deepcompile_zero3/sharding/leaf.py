@@ -24,6 +24,7 @@ class ShardedLeaf:
         dtype: dtype of the shard.
         latest: the shard that the leaf followed last.
         local: its local tensor at that time.
+        attributes: what modules find on the parameter, if it is of a subclass of ``nn.Parameter``.
     """
 
     def __init__(self, blueprint: Blueprint) -> None:
@@ -36,7 +37,10 @@ class ShardedLeaf:
         self._name = blueprint.attribute
         shard = nn.Parameter(layout.shard(parameter), requires_grad=parameter.requires_grad)
         inner = vars(torch_internals.local_tensor(cast(DTensor, shard)))  # of a wrapper
-        shard.__dict__.update({k: v for k, v in vars(parameter).items() if k not in inner})
+        own_attributes = {k: v for k, v in vars(parameter).items() if k not in inner}
+        shard.__dict__.update(own_attributes)
+        is_special = nn.Parameter in type(parameter).__mro__[1:]
+        self.attributes = own_attributes if is_special else {}
         grad_dtype.carry_over(parameter, shard)
         if parameter.grad is not None:
             shard.grad = layout.shard(parameter.grad)
@@ -46,6 +50,11 @@ class ShardedLeaf:
         """Puts the shard into the module and returns it."""
         cast(nn.Module, self._module())._parameters[self._name] = cast(nn.Parameter, self.latest)
         return self.latest
+
+    def give_attributes(self, value: torch.Tensor) -> None:
+        """Gives ``value``, which a module reads, the attributes of the parameter."""
+        for name, attribute in self.attributes.items():
+            setattr(value, name, attribute)
 
     def follow(self, shard: DTensor) -> None:
         """Takes ``shard``, as it is now, for the shard of the parameter."""

@@ -238,10 +238,9 @@ class ShardedParameter:
         """Returns the value that a module reads, from the gathered ``full``. Differentiable."""
         if full.grad_fn is not None:
             keep_models_alive(full.grad_fn, [self])
-        if self.is_read_as_gathered:
-            return full
-        value = self.layout.value_of(full)
-        if value.requires_grad:  # else uses would be summed before they are cast
+        value = full if self.is_read_as_gathered else self.layout.value_of(full)
+        self.leaf.give_attributes(value)
+        if value is not full and value.requires_grad:  # else uses would be summed before the cast
             _C.declare_grad_dtype(value, self.settings.gradient_dtypes.leaf)
         return value
 

@@ -8,7 +8,7 @@ DTensors, so that ``parameters()``, ``state_dict()`` and optimizers see nothing 
 
 import contextlib
 import weakref
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import nn
@@ -23,6 +23,9 @@ from deepcompile_zero3.sharding.module import Zero3Module
 from deepcompile_zero3.sharding.parameter import ShardedParameter, parameter_of
 from deepcompile_zero3.sharding.registered import parameters_of
 
+# Name of a parameter, whether it is read as gathered, and whether it has attributes to carry over.
+_Read: TypeAlias = tuple[str, bool, bool]
+
 
 def original_class(module: nn.Module) -> type:
     """Returns the class of ``module`` before ``swap_class``."""
@@ -36,7 +39,7 @@ def swap_class(module: nn.Module, group: ParameterGroup | None = None) -> None:
     """
     cls = original_class(module)
     parameters = parameters_of(module).items()
-    reads = tuple((name, parameter.is_read_as_gathered) for name, parameter in parameters)
+    reads = tuple((n, p.is_read_as_gathered, bool(p.leaf.attributes)) for n, p in parameters)
     bases = (Zero3Module,) if group is not None or isinstance(module, Zero3Module) else ()
     if group is not None:
         module.__dict__["_zero3_group"] = group
@@ -72,10 +75,10 @@ _subclasses: weakref.WeakKeyDictionary[type, weakref.WeakValueDictionary[tuple, 
 )
 
 
-def _subclass(cls: type, bases: tuple[type, ...], reads: tuple[tuple[str, bool], ...]) -> type:
+def _subclass(cls: type, bases: tuple[type, ...], reads: tuple[_Read, ...]) -> type:
     """Returns one class for all modules that are alike: compilers guard on it.
 
-    ``reads`` are the parameters' names, and whether they are read as gathered.
+    ``reads`` are the parameters' names, and whether they are read as gathered and have attributes.
     """
     known = _subclasses.setdefault(cls, weakref.WeakValueDictionary())
     found = known.get((bases, reads))
@@ -84,8 +87,8 @@ def _subclass(cls: type, bases: tuple[type, ...], reads: tuple[tuple[str, bool],
     return found
 
 
-def _new_subclass(cls: type, bases: tuple[type, ...], reads: tuple[tuple[str, bool], ...]) -> type:
-    body: dict[str, Any] = {name: _property(name, as_gathered) for name, as_gathered in reads}
+def _new_subclass(cls: type, bases: tuple[type, ...], reads: tuple[_Read, ...]) -> type:
+    body: dict[str, Any] = {read[0]: _property(*read) for read in reads}
     body["_zero3_original"] = cls
     calls = "__call__", "_wrapped_call_impl", "_call_impl"
     body["_zero3_may_skip_call"] = all(getattr(cls, c) is getattr(nn.Module, c) for c in calls)
@@ -97,7 +100,7 @@ def _new_subclass(cls: type, bases: tuple[type, ...], reads: tuple[tuple[str, bo
     return type(f"{prefix}{cls.__name__}", (_Swapped, *bases, cls), body)
 
 
-def _property(name: str, is_read_as_gathered: bool) -> property:
+def _property(name: str, is_read_as_gathered: bool, has_attributes: bool) -> property:
     # Dynamo takes a millisecond to trace the read of an attribute.
     @torch_internals.inline_only
     def read(self: Any) -> torch.Tensor:
@@ -114,9 +117,10 @@ def _property(name: str, is_read_as_gathered: bool) -> property:
                 full = extension.full(parts, extension.metadata)
                 if placeholder.requires_grad and torch.is_grad_enabled():
                     full = ops.unshard_as.default(full, placeholder, leaf_contract)
-            if is_read_as_gathered:
+            if is_read_as_gathered and not has_attributes:
                 return full
             value = parameter.layout.value_of(full)
+            parameter.leaf.give_attributes(value)
         else:
             value = group_of(parameter).read(parameter)
         # A local tensor is registered while code computes with local tensors: `is_local_part`.
