@@ -23,8 +23,14 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
     from deepcompile_zero3.backend import zero3
-    from deepcompile_zero3.graph.capture import CapturedGraph, CapturedGraphs, capture_graphs
+    from deepcompile_zero3.graph.capture import (
+        CapturedGraph,
+        CapturedGraphs,
+        CapturedPass,
+        capture_graphs,
+    )
     from deepcompile_zero3.options import Options
+    from deepcompile_zero3.passes.graph_pass import GraphFacts, GraphPass, graph_pass
     from deepcompile_zero3.sharding.checks import detect_nonfinite, gradient_norms
     from deepcompile_zero3.sharding.clip import clip_grad_norm_
     from deepcompile_zero3.sharding.defer import defer_reduction, deposit_grad
@@ -55,9 +61,12 @@ __all__ = [
     "BufferStats",
     "CapturedGraph",
     "CapturedGraphs",
+    "CapturedPass",
     "Collective",
     "CollectiveLog",
     "CompiledAhead",
+    "GraphFacts",
+    "GraphPass",
     "MACHINES",
     "Link",
     "Machine",
@@ -81,6 +90,7 @@ __all__ = [
     "explain",
     "fully_shard",
     "gradient_norms",
+    "graph_pass",
     "limit_buffers",
     "plan",
     "quantize_gradients",
@@ -104,7 +114,11 @@ _LATER = {
     "zero3": "deepcompile_zero3.backend",
     "CapturedGraph": "deepcompile_zero3.graph.capture",
     "CapturedGraphs": "deepcompile_zero3.graph.capture",
+    "CapturedPass": "deepcompile_zero3.graph.capture",
     "capture_graphs": "deepcompile_zero3.graph.capture",
+    "GraphFacts": "deepcompile_zero3.passes.graph_pass",
+    "GraphPass": "deepcompile_zero3.passes.graph_pass",
+    "graph_pass": "deepcompile_zero3.passes.graph_pass",
     "detect_nonfinite": "deepcompile_zero3.sharding.checks",
     "gradient_norms": "deepcompile_zero3.sharding.checks",
     "clip_grad_norm_": "deepcompile_zero3.sharding.clip",

@@ -1,10 +1,12 @@
 """Command line of ``python -m deepcompile_zero3``."""
 
 import argparse
+import functools
 import sys
 from collections.abc import Sequence
 
-from deepcompile_zero3.tools import doctor
+from deepcompile_zero3.tools import doctor, passes
+from deepcompile_zero3.tools.arguments import run_plainly
 from deepcompile_zero3.tools.planning import commands as planning
 from deepcompile_zero3.tools.tracing import trace
 
@@ -21,6 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = commands.add_parser("trace", help="what a step of a training script really does")
     trace.add_arguments(command)
     command.set_defaults(run=trace.main)
+    command = commands.add_parser("passes", help="the passes over graphs, and what each changes")
+    passes.add_arguments(command)
+    command.set_defaults(run=functools.partial(run_plainly, passes.main))
     parsed = parser.parse_args(arguments)
     return parsed.run(parsed)
 

@@ -25,7 +25,8 @@ from deepcompile_zero3.options import Options
 from deepcompile_zero3.passes.contract import declare_grad_dtypes, forget_contracts
 from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.passes.lift import attach, lift_unshards, uses_of
-from deepcompile_zero3.passes.pipeline import Partitioner, Pipeline, source_key
+from deepcompile_zero3.passes.partitioner import Partitioner
+from deepcompile_zero3.passes.pipeline import Pipeline, source_key
 from deepcompile_zero3.passes.regions import RegionFacts, outline_regions
 from deepcompile_zero3.passes.spare import find_spared
 from deepcompile_zero3.runtime import _C
@@ -252,11 +253,9 @@ def pipeline_of(
 ) -> Pipeline:
     """Returns the passes that rewrite a graph of ``parameters``.
 
-    ``inputs`` maps positions of the graph's inputs to the facts of these parameters. ``metadata``
-    has the positions of inputs that come with payloads.
+    ``inputs`` maps positions of the graph's inputs to facts. Payloads come with ``metadata``.
     """
-    numbers = int(options.gather_bucket_mb * 2**20), _keep_bytes(parameters, options)
-    return Pipeline(inputs, *numbers, options.fp32_weight_grads, metadata)
+    return Pipeline(inputs, options, _keep_bytes(parameters, options), metadata)
 
 
 def _keep_bytes(parameters: Collection[ShardedParameter], options: Options) -> float:
@@ -316,7 +315,8 @@ def _stored(
     """
     is_shown = is_capturing() or logs_are_requested() or compile_graph is not compile_with_inductor
     key = None
-    if not is_shown and not compiler.why_not_stored(options.inductor_config):
+    may_be_stored = pipeline.may_be_stored and not is_shown
+    if may_be_stored and not compiler.why_not_stored(options.inductor_config):
         settings = source_key(), pipeline.settings
         key = graph_key(gm, example_inputs, settings, options.inductor_config)
     if key is None:

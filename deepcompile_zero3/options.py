@@ -1,7 +1,7 @@
 """The options of the ``zero3`` backend."""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -41,6 +41,7 @@ class Options:
         gather_block: number of elements in a block, which must divide a row: the elements behind
             one index of the sharded dimension. None takes 128 where that divides a row, or else
             the whole row.
+        passes: passes of yours over the rewritten graphs; see :class:`GraphPass`.
     """
 
     inductor: bool = True
@@ -51,6 +52,7 @@ class Options:
     regions: bool | None = None
     gather_dtype: torch.dtype | Callable[[str, nn.Parameter], torch.dtype | None] | None = None
     gather_block: int | None = None
+    passes: Sequence[Any] = ()
 
     def __post_init__(self) -> None:
         for name in ("inductor", "fp32_weight_grads"):
@@ -62,6 +64,8 @@ class Options:
         check_block("option 'gather_block'", self.gather_block)
         if self.gather_block is not None and self.gather_dtype is None:
             raise ValueError("option 'gather_block' needs 'gather_dtype'")
+        if not isinstance(self.passes, list | tuple):
+            raise ValueError(f"option 'passes' must be a list of passes, got {self.passes!r}")
         if not isinstance(self.inductor_config, Mapping):
             raise ValueError(
                 f"option 'inductor_config' must be a dict, got {self.inductor_config!r}"

@@ -11,12 +11,13 @@ import pytest
 import torch
 from pass_graphs import facts
 
-from deepcompile_zero3 import compile_once
+from deepcompile_zero3 import Options, compile_once, graph_pass
 from deepcompile_zero3.compile_once import first_alone, graph_key
 from deepcompile_zero3.graph.log import logs_are_requested
-from deepcompile_zero3.passes import pipeline
+from deepcompile_zero3.passes import partitioner, pipeline
 from deepcompile_zero3.passes.facts import ParameterFacts
-from deepcompile_zero3.passes.pipeline import Partitioner, Pipeline
+from deepcompile_zero3.passes.partitioner import Partitioner
+from deepcompile_zero3.passes.pipeline import Pipeline
 from deepcompile_zero3.torch_internals import compiler
 
 
@@ -165,9 +166,12 @@ OTHER = {
 
 
 def test_all_that_shapes_a_graph_is_in_the_key_of_stored_graphs(monkeypatch):
-    def uuid(facts, regions=(), other=None, **settings):
-        arguments = {"bucket_bytes": 1, "keep_bytes": 2, "fp32_weight_grads": False} | settings
-        return repr(Partitioner(Pipeline({0: facts}, **arguments), dict(regions), other).uuid())
+    def uuid(facts, regions=(), other=None, keep_bytes=2, **options):
+        passes = Pipeline({0: facts}, Options(**options), keep_bytes)
+        return repr(Partitioner(passes, dict(regions), other).uuid())
+
+    def mine(key):
+        return graph_pass(uuid=key)(lambda gm, facts: None)
 
     class Other(compiler.CustomPartitionerFn):
         def __call__(self, *args, **kwargs):
@@ -182,14 +186,15 @@ def test_all_that_shapes_a_graph_is_in_the_key_of_stored_graphs(monkeypatch):
     for field in dataclasses.fields(ParameterFacts):
         value = getattr(one, field.name)
         keys.append(uuid(dataclasses.replace(one, **{field.name: OTHER[type(value)](value)})))
-    keys.append(uuid(one, bucket_bytes=2))
+    keys.append(uuid(one, gather_bucket_mb=2))
+    keys += [uuid(one, passes=[mine("a")]), uuid(one, passes=[mine("b")])]
     keys.append(uuid(one, keep_bytes=3))
     keys.append(uuid(one, fp32_weight_grads=True))
     keys.append(uuid(one, regions={"Block_0": {1: one}}))
     keys.append(uuid(one, other=Other()))
-    monkeypatch.setattr(pipeline, "source_key", lambda: b"another release of this library")
+    monkeypatch.setattr(partitioner, "source_key", lambda: b"another release of this library")
     keys.append(uuid(one))
-    assert len(set(keys)) == len(keys) == 7 + len(dataclasses.fields(ParameterFacts))
+    assert len(set(keys)) == len(keys) == 9 + len(dataclasses.fields(ParameterFacts))
 
 
 def test_the_sources_of_all_passes_are_in_the_key(monkeypatch):

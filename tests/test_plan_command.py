@@ -157,7 +157,7 @@ def test_a_users_own_sharding_is_planned(job):
             "--reshard: {job}:sharded says itself how its model is sharded",
         ),
         ("build", ("--batch", 2), "--batch, --sequence and --checkpoint are of a config"),
-        ("nothing", (), "has no function 'nothing'"),
+        ("nothing", (), "has no 'nothing'"),
         ("broken", (), "this model cannot be planned: code that is not compiled reads"),
     ],
 )

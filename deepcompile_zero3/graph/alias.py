@@ -20,12 +20,14 @@ def views_of(node: fx.Node) -> set[fx.Node]:
 def base_of(node: fx.Node) -> fx.Node:
     """Returns the node that owns the memory of ``node``.
 
-    If that is an operator with several results, returns the ``getitem`` of the result in question.
+    If that is an operator with several results, returns the first ``getitem`` of the result in
+    question.
     """
     while is_view(node):
         source = node.all_input_nodes[0]
         if node.target is operator.getitem and not is_view(source):
-            break
+            equal = (user for user in source.users if user.target is operator.getitem)
+            return next(user for user in equal if user.args == node.args)
         node = source
     return node
 
@@ -39,6 +41,8 @@ def is_view(node: fx.Node) -> bool:
         return True
     if not isinstance(node.target, torch_internals.OpOverload) or node.target.namespace == "zero3":
         return False
+    if node.target is torch.ops.aten._unsafe_view.default:
+        return True  # whatever its schema says
     returns = torch_internals.schema_of(node.target).returns
     return any(result.alias_info is not None for result in returns)
 

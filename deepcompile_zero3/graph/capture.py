@@ -1,6 +1,7 @@
 """``capture_graphs``: collects the rewritten graphs as the backend passes them to the compiler."""
 
 import contextlib
+import difflib
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -8,6 +9,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from deepcompile_zero3.graph.calls import copied, inlined
+from deepcompile_zero3.graph.metadata import KEEP
 from deepcompile_zero3.graph.peak import gathered_peak
 from deepcompile_zero3.graph.text import graph_text
 from deepcompile_zero3.torch_internals import compiler
@@ -51,6 +53,29 @@ class CapturedGraph:
         return gathered_peak(self.graph_module.graph)
 
 
+@dataclass(frozen=True)
+class CapturedPass:
+    """One run of a pass over a graph.
+
+    Attributes:
+        name: name of the pass.
+        direction: "forward" or "backward".
+        before: text of the graph before the pass.
+        after: text of the graph after it.
+    """
+
+    name: str
+    direction: str
+    before: str
+    after: str
+
+    @property
+    def diff(self) -> str:
+        """The lines that the pass changed, as a unified diff; empty if it changed nothing."""
+        texts = self.before.splitlines(), self.after.splitlines()
+        return "\n".join(list(difflib.unified_diff(*texts, lineterm="", n=1))[2:])
+
+
 @dataclass(eq=False)
 class CapturedGraphs:
     """Graphs of a ``capture_graphs`` block, in the order of their compilation.
@@ -58,10 +83,12 @@ class CapturedGraphs:
     Attributes:
         forward: the forward graphs.
         backward: the backward graphs.
+        passes: what each pass made of them, or None if that is not captured.
     """
 
     forward: list[CapturedGraph] = field(default_factory=list)
     backward: list[CapturedGraph] = field(default_factory=list)
+    passes: list[CapturedPass] | None = None
 
 
 # Not a context variable: a backward may be compiled on a thread of the autograd engine.
@@ -69,11 +96,14 @@ _active: list[CapturedGraphs] = []
 
 
 @contextlib.contextmanager
-def capture_graphs() -> Iterator[CapturedGraphs]:
+def capture_graphs(passes: bool = False) -> Iterator[CapturedGraphs]:
     """Collects the graphs that ``backend="zero3"`` rewrites while the block runs.
 
     Only graphs that are compiled inside the block are collected. A model that was compiled before
     has no reason to compile again.
+
+    Args:
+        passes: whether to capture the text of each graph before and after each pass too.
 
     Yields:
         :class:`CapturedGraphs`, which are filled as graphs are compiled.
@@ -84,7 +114,7 @@ def capture_graphs() -> Iterator[CapturedGraphs]:
             torch.compile(model, backend="zero3")(x).sum().backward()
         print(graphs.backward[0].text)
     """
-    graphs = CapturedGraphs()
+    graphs = CapturedGraphs(passes=[] if passes else None)
     _active.append(graphs)
     try:
         yield graphs
@@ -95,6 +125,23 @@ def capture_graphs() -> Iterator[CapturedGraphs]:
 def is_capturing() -> bool:
     """Returns whether a ``capture_graphs`` block is open."""
     return bool(_active)
+
+
+@contextlib.contextmanager
+def capture_pass(gm: fx.GraphModule, name: str, direction: str) -> Iterator[None]:
+    """The block is one pass over a graph, which open ``capture_graphs`` blocks may ask for."""
+    lists = [graphs.passes for graphs in _active if graphs.passes is not None]
+    before = _text_with_marks(gm) if lists else ""
+    yield
+    if lists:
+        captured = CapturedPass(name, direction, before, _text_with_marks(gm))
+        for each in lists:
+            each.append(captured)
+
+
+def _text_with_marks(gm: fx.GraphModule) -> str:
+    kept = [node.name for node in gm.graph.find_nodes(op="placeholder") if node.meta.get(KEEP)]
+    return graph_text(gm) + (f"\nkept for backward: {', '.join(kept)}" if kept else "")
 
 
 def add_capture(gm: fx.GraphModule, is_backward: bool, number: int) -> None:

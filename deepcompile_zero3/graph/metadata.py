@@ -8,6 +8,8 @@ from deepcompile_zero3.runtime import ops
 
 # On a parameter's placeholder, and on the nodes that save it for backward: the ParameterFacts.
 PARAMETER = "zero3_parameter"
+# On an input of a forward: it is to be kept gathered for backward.
+KEEP = "zero3_keep"
 # On an input of a backward that its forward gathered and kept: the FQN of the parameter.
 KEPT_OF = "zero3_kept_of"
 # On any node: the comment after its line in the graph's text.

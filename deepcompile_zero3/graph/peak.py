@@ -12,13 +12,18 @@ from deepcompile_zero3.runtime import ops
 
 
 def gathered_peak(graph: fx.Graph) -> int:
-    """Returns the peak in bytes of gathered parameters that are alive at once.
+    """Returns the peak in bytes of gathered parameters that are alive at once."""
+    return max(gathered_bytes(graph))
+
+
+def gathered_bytes(graph: fx.Graph) -> list[int]:
+    """Returns the bytes of gathered parameters that are alive at each node.
 
     Nodes run in their order. A parameter takes memory from the start of its gather to its last use,
     or to the end of the graph if the graph returns it.
     """
     order = {node: position for position, node in enumerate(graph.nodes)}
-    changes = [0] * (len(order) + 1)
+    changes = [0] * (len(order) + 1)  # the last are behind the output
     for wait in graph.find_nodes(op="call_function", target=ops.all_gather_wait.default):
         start = wait.args[0]
         for _, item in gathered_items(wait):
@@ -26,7 +31,7 @@ def gathered_peak(graph: fx.Graph) -> int:
             nbytes = value.numel() * value.element_size()
             changes[order[start]] += nbytes
             changes[max(order[user] for user in [item, *_uses(item)]) + 1] -= nbytes
-    return max(accumulate(changes))
+    return list(accumulate(changes[:-1]))
 
 
 def gathered_items(wait: fx.Node) -> Iterator[tuple[int, fx.Node]]:

@@ -1,9 +1,12 @@
-"""Fixes one order of the reductions in a backward, which no scheduler may change."""
+"""Fixes one order of the collectives in a graph, which no scheduler may change."""
+
+import operator
+from typing import Any
 
 from torch import fx
 
 from deepcompile_zero3.graph.metadata import COMMENT
-from deepcompile_zero3.runtime import REDUCTIONS
+from deepcompile_zero3.runtime import REDUCTIONS, WAITS, ops
 
 
 def chain_reductions(gm: fx.GraphModule) -> None:
@@ -24,5 +27,30 @@ def chain_reductions(gm: fx.GraphModule) -> None:
             kept = ("val", COMMENT)
             node.meta = {key: node.meta[key] for key in kept if key in node.meta}
         last = node
-    gm.graph.lint()
-    gm.recompile()
+
+
+def chain_gathers(graph: fx.Graph) -> None:
+    """Makes each gather depend on the one before it, for passes that move or merge gathers.
+
+    A start takes what comes ahead of it: the handle of a start or the token of a wait. A wait takes
+    the latest start ahead of it, so that no scheduler starts that gather later.
+    """
+    started: Any = None
+    after: Any = None
+    tokens = []
+    for node in list(graph.nodes):
+        if node.target is ops.all_gather_start.default:
+            if after is not None:
+                node.args = (node.args[0], after, *node.args[2:])
+            started = after = node
+        elif node.target in WAITS:
+            ahead = () if started is node.args[0] else (started,)
+            node.args = (*node.args[:2], *ahead)
+            placeholders: Any = node.args[1]
+            with graph.inserting_after(node):
+                after = graph.call_function(operator.getitem, (node, len(placeholders)))
+            after.meta["val"] = node.meta["val"][-1]
+            tokens += [each for each in node.users if each.args[1] == len(placeholders)]
+    for token in tokens:
+        if not token.users:
+            graph.erase_node(token)

@@ -16,7 +16,7 @@ from deepcompile_zero3.torch_internals import compiler
 _OF_PLACEHOLDERS = (ops.all_gather_start.default, *WAITS, *REDUCTIONS)
 
 
-def _only_identifies(user: fx.Node) -> bool:
+def only_identifies(user: fx.Node) -> bool:
     """Returns whether ``user`` only knows the parameter by its placeholder, and reads nothing."""
     return user.target in _OF_PLACEHOLDERS or PARAMETER in user.meta
 
@@ -48,7 +48,7 @@ def insert_gathers(
     places = []
     place = graph.output_node()
     for bucket in reversed(buckets):
-        uses = [user for node in bucket for user in node.users if not _only_identifies(user)]
+        uses = [user for node in bucket for user in node.users if not only_identifies(user)]
         place = min([place, *uses], key=order.__getitem__)
         places.append(place)
     places.reverse()
@@ -72,8 +72,6 @@ def insert_gathers(
                 for node, item in zip(bucket, full, strict=True):
                     _replace(node, item, node in keep)  # may erase the node at the place
             started = ahead
-    graph.lint()
-    gm.recompile()
 
 
 def clone_returned_views(gm: fx.GraphModule, saved: Set[int]) -> None:
@@ -95,7 +93,6 @@ def clone_returned_views(gm: fx.GraphModule, saved: Set[int]) -> None:
                 results[position] = graph.call_function(torch.ops.aten.clone.default, (value,))
             results[position].meta["val"] = torch.empty_like(value.meta["val"])
     compiler.set_results(graph, results)
-    gm.recompile()
 
 
 def _buckets(
@@ -167,5 +164,5 @@ def _replace(placeholder: fx.Node, full: fx.Node, keep: bool) -> None:
         if user.target is ops.unshard.default:
             user.replace_all_uses_with(full)
             user.graph.erase_node(user)
-        elif not _only_identifies(user) and (keep or user.op != "output"):
+        elif not only_identifies(user) and (keep or user.op != "output"):
             user.replace_input_with(placeholder, full)

@@ -1,19 +1,22 @@
 """Runs the passes in their order on a joint graph, a forward and a backward."""
 
+import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
 from torch import fx
 
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.graph.capture import add_capture
+from deepcompile_zero3.graph.calls import graph_modules
+from deepcompile_zero3.graph.capture import add_capture, capture_pass
 from deepcompile_zero3.graph.log import forward_numbers, log_graph
-from deepcompile_zero3.graph.metadata import KEPT_OF, PARAMETER
+from deepcompile_zero3.graph.metadata import KEEP, KEPT_OF, PARAMETER
+from deepcompile_zero3.options import Options
 from deepcompile_zero3.passes.chain import chain_reductions
 from deepcompile_zero3.passes.facts import (
     ParameterFacts,
@@ -22,25 +25,36 @@ from deepcompile_zero3.passes.facts import (
     in_gradient_order,
 )
 from deepcompile_zero3.passes.gather import clone_returned_views, insert_gathers
+from deepcompile_zero3.passes.graph_pass import (
+    Direction,
+    GraphFacts,
+    GraphPass,
+    check_passes,
+)
 from deepcompile_zero3.passes.keep import choose_kept
 from deepcompile_zero3.passes.partition import (
-    decide_backward_gathers,
     drop_needed_in_backward,
     drop_saved_markers,
     is_saved_for_backward,
-    recompute_functions_of_parameters,
 )
 from deepcompile_zero3.passes.reduce import insert_reduces
-from deepcompile_zero3.passes.regions import RegionFacts, region_of
 from deepcompile_zero3.passes.results import (
     keep_strides_of_regions,
     move_products_out,
-    separate_results,
 )
+from deepcompile_zero3.passes.rewritten import Rewritten
+from deepcompile_zero3.passes.verify import Verifier
 from deepcompile_zero3.passes.widen import widen_weight_gradients
 from deepcompile_zero3.torch_internals import compiler
 
 _Key = TypeVar("_Key")
+
+# The invariants that passes of this library give up.
+_CHANGES = {
+    "insert_gathers": ("gathered_peak",),
+    "insert_reduces": ("signature",),  # None takes the place of a gradient
+    "widen_weight_gradients": ("signature",),
+}
 
 
 class Pipeline:
@@ -48,26 +62,29 @@ class Pipeline:
 
     Args:
         inputs: facts of the parameters, keyed by position of the graph input.
-        bucket_bytes: maximum size in bytes of the full tensors that one collective gathers.
+        options: the backend's options.
         keep_bytes: maximum size in bytes of the full tensors that the forward may keep for backward
             by choice.
-        fp32_weight_grads: the option of that name.
         metadata: positions of inputs that functions of parameters may read, beside parameters.
+
+    Raises:
+        ValueError: ``options.passes`` are no passes, or do not stand where they can.
     """
 
     def __init__(
         self,
         inputs: Mapping[int, ParameterFacts],
-        bucket_bytes: int,
+        options: Options,
         keep_bytes: float,
-        fp32_weight_grads: bool = False,
         metadata: Iterable[int] = (),
     ) -> None:
+        check_passes(options.passes)
         self.inputs = inputs
-        self._bucket_bytes = bucket_bytes
-        self._keep_bytes = keep_bytes
-        self._fp32_weight_grads = fp32_weight_grads
         self.metadata = frozenset(metadata)
+        self.passes = tuple(options.passes)
+        self._bucket_bytes = int(options.gather_bucket_mb * 2**20)
+        self._keep_bytes = keep_bytes
+        self._fp32_weight_grads = options.fp32_weight_grads
         fqns = [facts.fqn for facts in inputs.values()]
         common = os.path.commonprefix(fqns)  # noqa: RUF071 (by characters, then cut at a dot)
         self._prefix = common.rfind(".") + 1  # characters of the common module's FQN
@@ -78,17 +95,27 @@ class Pipeline:
     def settings(self) -> tuple:
         """Inputs of the passes besides the graph."""
         numbers = self._bucket_bytes, self._keep_bytes, self._fp32_weight_grads
-        return self.inputs, sorted(self.metadata), *numbers
+        keys = [(each.name, each.uuid()) for each in self.passes]
+        return self.inputs, sorted(self.metadata), *numbers, keys
+
+    @property
+    def may_be_stored(self) -> bool:
+        """Whether caches may hold what the passes make of a graph."""
+        return all(each.uuid() is not None for each in self.passes)
 
     def __call__(self, graph_module: fx.GraphModule, is_backward: bool) -> None:
         """Rewrites a graph. Called for the forward first, then for its backward."""
         _refuse_writes(graph_module, self.inputs)
         if is_backward:
-            self._rewrite_backward(graph_module)
+            run = self._rewrite_backward(graph_module)
         else:
-            self._rewrite_forward(graph_module)
-        keep_strides_of_regions(graph_module)
-        chain_reductions(graph_module)
+            run = self._rewrite_forward(graph_module)
+        with run("keep_strides_of_regions"):
+            keep_strides_of_regions(graph_module)
+        with run("chain_reductions"):
+            chain_reductions(graph_module)
+        for each in graph_modules(graph_module):  # once, since it takes longer than the passes
+            each.recompile()
         if not is_backward:
             self._number = next(forward_numbers)
         add_capture(graph_module, is_backward, self._number)
@@ -96,20 +123,29 @@ class Pipeline:
             direction, kept = ("backward", {}) if is_backward else ("forward", self._kept)
             log_graph(graph_module, direction, self._number, kept)
 
-    def _rewrite_forward(self, graph_module: fx.GraphModule) -> None:
-        nodes = _sorted(_find_parameters(graph_module, self.inputs)[0], in_forward_order)
+    def _rewrite_forward(self, graph_module: fx.GraphModule) -> "_Run":
+        nodes = _sorted(find_parameters(graph_module, self.inputs)[0], in_forward_order)
         _name_placeholders(nodes, self._prefix)
         # Only these may be kept: the runtime knows a gradient by its parameter's placeholder.
         known = {n: f for n, f in nodes.items() if is_saved_for_backward(n) or not f.is_trained}
         known, gathered = _gathered(known), _gathered(nodes)
-        keep = choose_kept(_sorted(known, in_backward_order), self._keep_bytes)
+        run = self._run(graph_module, "forward", nodes.values(), {}, _that_may_be_kept(known))
+        with run("choose_kept"):
+            for node in choose_kept(_sorted(known, in_backward_order), self._keep_bytes):
+                node.meta[KEEP] = True
+        keep = {node for node in known if node.meta.get(KEEP)}
         self._kept.update({nodes[node].fqn: nodes[node].nbytes for node in keep})
-        insert_gathers(graph_module, gathered, self._bucket_bytes, keep)
-        drop_saved_markers(graph_module)
-        clone_returned_views(graph_module, _saved_positions(graph_module.graph.output_node()))
+        with run("insert_gathers"):
+            insert_gathers(graph_module, gathered, self._bucket_bytes, keep)
+        with run("drop_saved_markers"):
+            drop_saved_markers(graph_module)
+        with run("clone_returned_views"):
+            saved = _saved_positions(graph_module.graph.output_node())
+            clone_returned_views(graph_module, saved)
+        return run
 
-    def _rewrite_backward(self, graph_module: fx.GraphModule) -> None:
-        nodes, gradients = _find_parameters(graph_module, self.inputs)
+    def _rewrite_backward(self, graph_module: fx.GraphModule) -> "_Run":
+        nodes, gradients = find_parameters(graph_module, self.inputs)
         kept = {node: facts for node, facts in nodes.items() if facts.fqn in self._kept}
         for node, facts in kept.items():
             node.meta[KEPT_OF] = facts.fqn
@@ -121,74 +157,84 @@ class Pipeline:
         placeholder_of = {f.fqn: node for node, f in (*saved.items(), *nodes.items())}
         _name_placeholders(nodes | saved, self._prefix)
         _name_placeholders(kept, self._prefix, "_full")
-        gathered = drop_needed_in_backward(graph_module)
-        drop_saved_markers(graph_module)
+        everything = (*nodes.values(), *kept.values(), *saved.values())
+        run = self._run(graph_module, "backward", everything, gradients)
+        with run("drop_needed_in_backward"):
+            gathered = drop_needed_in_backward(graph_module)
+        with run("drop_saved_markers"):
+            drop_saved_markers(graph_module)
         nodes = {n: facts for n, facts in nodes.items() if n in gathered or n.users}
         gradients = _sorted(gradients, in_gradient_order)
-        move_products_out(graph_module, gradients)
-        if self._fp32_weight_grads:
-            widen_weight_gradients(graph_module, gradients)
-        insert_reduces(graph_module, gradients, placeholder_of)
+        with run("move_products_out"):
+            move_products_out(graph_module, gradients)
+        with run("widen_weight_gradients"):
+            if self._fp32_weight_grads:
+                widen_weight_gradients(graph_module, gradients)
+        with run("insert_reduces"):
+            insert_reduces(graph_module, gradients, placeholder_of)
         nodes = _sorted(_gathered(nodes), in_backward_order)
-        insert_gathers(graph_module, nodes, self._bucket_bytes)
+        with run("insert_gathers"):
+            insert_gathers(graph_module, nodes, self._bucket_bytes)
+        return run
+
+    def _run(
+        self,
+        gm: fx.GraphModule,
+        direction: Direction,
+        parameters: Iterable[ParameterFacts],
+        gradients: Mapping[int, ParameterFacts],
+        may_keep: Collection[fx.Node] = (),
+    ) -> "_Run":
+        by_fqn = MappingProxyType({facts.fqn: facts for facts in parameters})
+        names = frozenset(node.meta[PARAMETER].fqn for node in may_keep)
+        saved = _saved_positions(gm.graph.output_node()) if direction == "forward" else set()
+        known = by_fqn, names, frozenset(saved)
+        facts = GraphFacts(direction, *known, self._bucket_bytes, self._keep_bytes)
+        passes = [each for each in self.passes if direction in each.graphs]
+        results: Any = gm.graph.output_node().args[0]
+        reduced = {f.fqn: f for i, f in gradients.items() if results[i] is not None}
+        rewritten = Rewritten(gm, reduced, may_keep, saved)
+        return _Run(gm, facts, passes, Verifier(rewritten, direction, bool(passes)))
 
 
-class Partitioner(compiler.CustomPartitionerFn):  # type: ignore[misc]
-    """Prepares a joint graph, then calls Inductor's partitioner or another one of the user's."""
+class _Run:
+    """The passes over one graph: verifies it after each, and runs those of the user's."""
 
     def __init__(
         self,
-        pipeline: Pipeline,
-        regions: Mapping[str, RegionFacts],
-        partitioner: Any = None,
+        gm: fx.GraphModule,
+        facts: GraphFacts,
+        passes: Sequence[GraphPass],
+        verifier: Verifier,
     ) -> None:
-        # Not the pipeline itself, which changes: Inductor copies this object, and keys hold it.
-        self._inputs = pipeline.inputs
-        self._metadata = pipeline.metadata
-        self._settings = pipeline.settings
-        self._regions = regions
-        self._partitioner = partitioner
+        self._gm = gm
+        self._facts = facts
+        self._passes = passes
+        self._verifier = verifier
 
-    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Any:
-        """Returns the forward and the backward of a joint graph, as torch's partitioners do.
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """The block is the pass ``name``; behind it run the user's that follow it."""
+        with capture_pass(self._gm, name, self._facts.direction):
+            yield
+        self._verifier.check(name, _CHANGES.get(name, ()))
+        for each in self._passes:
+            if each.after != name:
+                continue
+            with capture_pass(self._gm, each.name, self._facts.direction):
+                self._apply(each)
+            self._verifier.check(each.name, each.changes)
 
-        Regions are partitioned first, and then the graph that calls them.
-        """
-        partition = self._partitioner or compiler.min_cut_rematerialization_partition
-        # Another partitioner, or a memory budget, may compute again what is marked to be saved.
-        saves = self._partitioner is None and not compiler.has_memory_budget(gm)
-        inputs = gm.graph.find_nodes(op="placeholder")
-        region = region_of(gm)
-        if region is not None:
-            facts = {inputs[i]: each for i, each in self._regions[region].items()}
-            recompute_functions_of_parameters(
-                gm,
-                facts if saves else _gathered_again(facts),
-                [node for node in inputs if node.name.startswith("tangents")],
+    def _apply(self, each: GraphPass) -> None:
+        where = f"pass '{each.name}' over the {self._facts.direction} graph"
+        try:
+            result: Any = each(self._gm, self._facts)  # type: ignore[func-returns-value]
+        except Exception as error:  # torch shows no more of it than the text
+            raise Zero3Error(f"{where} raised {type(error).__name__}: {error}") from error
+        if result is not None:
+            raise Zero3Error(
+                f"{where} returned a {type(result).__name__}: it changes the graph and returns None"
             )
-            return partition(gm, joint_inputs, **kwargs)
-        separate_results(gm)
-        nodes, _ = _find_parameters(gm, self._inputs)
-        tangents = [
-            node for node in inputs if isinstance(node.meta.get("desc"), compiler.TangentAOTInput)
-        ]
-        metadata = [
-            node
-            for node in inputs
-            if isinstance(node.meta.get("desc"), compiler.PlainAOTInput)
-            and node.meta["desc"].idx in self._metadata
-        ]
-        nodes = nodes if saves else _gathered_again(nodes)
-        decide_backward_gathers(gm, nodes, tangents, kwargs["num_fwd_outputs"], metadata)
-        return partition(gm, joint_inputs, **kwargs)
-
-    def uuid(self) -> Any:
-        """Returns a key of everything besides the graph that shapes the result.
-
-        Inductor and AOTAutograd make it a part of the keys of their caches.
-        """
-        other = self._partitioner.uuid() if self._partitioner else None
-        return source_key(), self._settings, self._regions, other
 
 
 @functools.cache
@@ -197,11 +243,6 @@ def source_key() -> bytes:
     return compiler.get_hash_for_files(
         tuple(sorted(map(str, Path(__file__).parents[1].rglob("*.py"))))
     )
-
-
-def _gathered_again(facts: Mapping[_Key, ParameterFacts]) -> dict[_Key, ParameterFacts]:
-    """Returns ``facts`` of parameters that backward gathers in any case."""
-    return {key: replace(each, only_embeds=False, is_spared=False) for key, each in facts.items()}
 
 
 def _refuse_writes(gm: fx.GraphModule, inputs: Mapping[int, ParameterFacts]) -> None:
@@ -248,7 +289,7 @@ def _saved_positions(output: fx.Node) -> set[int]:
     }
 
 
-def _find_parameters(
+def find_parameters(
     gm: fx.GraphModule, inputs: Mapping[int, ParameterFacts]
 ) -> tuple[dict[fx.Node, ParameterFacts], dict[int, ParameterFacts]]:
     """Returns the inputs that are parameters, and the outputs that are their gradients.
@@ -274,6 +315,11 @@ def _name_placeholders(
     """Renames a graph's inputs after their parameters, without the first ``prefix`` characters."""
     for node, facts in inputs.items():
         compiler.rename(node, facts.fqn[prefix:].replace(".", "_") + suffix)
+
+
+def _that_may_be_kept(nodes: Mapping[fx.Node, ParameterFacts]) -> set[fx.Node]:
+    saved = (node for node in nodes if any(user.op == "output" for user in node.users))
+    return {node for node in saved if nodes[node].may_be_kept}
 
 
 def _gathered(nodes: Mapping[fx.Node, ParameterFacts]) -> dict[fx.Node, ParameterFacts]:

@@ -88,8 +88,6 @@ def insert_reduces(
     compiler.set_results(graph, results)
     for grad in sent:
         _erase_unread(grad)
-    graph.lint()
-    gm.recompile()
 
 
 def _erase_unread(node: fx.Node) -> None:

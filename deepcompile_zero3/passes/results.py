@@ -74,8 +74,6 @@ def move_products_out(gm: fx.GraphModule, gradients: Iterable[int]) -> None:
                 if position in products:
                     _compute_behind(call, item, products[position], inputs, results)
         _return(region, results, calls)
-    gm.graph.lint()
-    gm.recompile()
 
 
 def keep_strides_of_regions(gm: fx.GraphModule) -> None:

@@ -48,8 +48,6 @@ def widen_weight_gradients(gm: fx.GraphModule, gradients: Mapping[int, Parameter
                 target: Any = node.target
                 arguments: Any = fx.map_arg(node.args, lambda source: source.meta["val"])
                 node.meta["val"] = target(*arguments, **node.kwargs)
-    gm.graph.lint()
-    gm.recompile()
 
 
 def _is_low_matmul(node: fx.Node) -> bool:

@@ -1,7 +1,15 @@
-"""Arguments that several commands have."""
+"""Arguments that several commands have, and how they load files and print errors."""
 
 import argparse
+import importlib.util
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from traceback import walk_tb
+from typing import Any
+from warnings import catch_warnings, filterwarnings
+
+from deepcompile_zero3.errors import Zero3Error
 
 
 def add_outputs(parser: argparse.ArgumentParser, page: bool = True) -> None:
@@ -45,3 +53,36 @@ def _number(text: str) -> tuple[str, float]:
     except ValueError:
         message = f"NAME=NUMBER without a unit, as in memory=80e9; got {text!r}"
         raise argparse.ArgumentTypeError(message) from None
+
+
+def load(path: str, name: str, otherwise: str) -> Any:
+    """Returns what a Python file has under ``name``.
+
+    Raises:
+        Zero3Error: the file has no such name; or it is no Python file, and the message is
+            ``otherwise``.
+    """
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    if not path or spec is None or spec.loader is None:
+        raise Zero3Error(otherwise)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(Path(path).resolve().parent))  # as in `python FILE.py`
+    spec.loader.exec_module(module)
+    if not hasattr(module, name):
+        raise Zero3Error(f"{path} has no '{name}'")
+    return getattr(module, name)
+
+
+def run_plainly(run: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
+    """Runs a command. Errors of this library are a line; those of the user's code are raised."""
+    try:
+        with catch_warnings():
+            filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
+            return run(arguments)
+    except (Zero3Error, ImportError, OSError, ValueError) as error:
+        raised_in = [frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)]
+        is_ours = isinstance(error, Zero3Error | OSError)
+        if not (is_ours or Path(raised_in[-1]).is_relative_to(Path(__file__).parents[1])):
+            raise
+        print(f"python -m deepcompile_zero3: {error}", file=sys.stderr)
+        return 1

@@ -3,25 +3,17 @@
 import argparse
 import functools
 import json
-import sys
-from collections.abc import Callable
-from pathlib import Path
-from traceback import walk_tb
 from typing import Any
-from warnings import catch_warnings, filterwarnings
 
 from rich.console import Console
 
-from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.tools.arguments import add_numbers, add_outputs, new_file
+from deepcompile_zero3.tools.arguments import add_numbers, add_outputs, new_file, run_plainly
 from deepcompile_zero3.tools.document import text_of
 from deepcompile_zero3.tools.planning import job, sweep
 from deepcompile_zero3.tools.planning.ahead import compile_ahead
 from deepcompile_zero3.tools.planning.machine import MACHINES
 from deepcompile_zero3.tools.planning.plan import plan
 from deepcompile_zero3.tools.planning.predicted import Plan
-
-Command = Callable[[argparse.Namespace], int]
 
 
 def add_to(commands: Any) -> None:
@@ -32,7 +24,7 @@ def add_to(commands: Any) -> None:
         ("compile", _compile, "compiles the graphs of that step and stores them for its ranks"),
     ):
         command = commands.add_parser(name, help=about, description=about)
-        command.set_defaults(run=functools.partial(_run, run))
+        command.set_defaults(run=functools.partial(run_plainly, run))
         job.add_arguments(command)
         add_outputs(command, page=name != "compile")
         add = command.add_argument
@@ -46,21 +38,6 @@ def add_to(commands: Any) -> None:
             knobs = f"a table of plans, one of {', '.join(sweep.KNOBS)} changed"
             add("--sweep", type=sweep.parse, metavar="NAME=A,B,...", help=knobs)
             add("--picture", type=new_file, metavar="FILE", help="of the sweep")
-
-
-def _run(run: Command, arguments: argparse.Namespace) -> int:
-    """Prints errors of this library in a line; errors of the user's code keep their traceback."""
-    try:
-        with catch_warnings():
-            filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
-            return run(arguments)
-    except (Zero3Error, ImportError, OSError, ValueError) as error:
-        raised_in = [frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)]
-        is_ours = isinstance(error, Zero3Error | OSError)
-        if not (is_ours or Path(raised_in[-1]).is_relative_to(Path(__file__).parents[2])):
-            raise
-        print(f"python -m deepcompile_zero3: {error}", file=sys.stderr)
-        return 1
 
 
 def _plan(arguments: argparse.Namespace) -> int:

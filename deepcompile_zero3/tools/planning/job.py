@@ -2,10 +2,8 @@
 
 import argparse
 import functools
-import importlib.util
 import inspect
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from torch.distributed.tensor import Shard
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.tools.arguments import positive
+from deepcompile_zero3.tools.arguments import load, positive
 from deepcompile_zero3.tools.planning.graphs import ShardModel, shard_blocks
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "as-built": None}
@@ -96,7 +94,10 @@ def _model_of(
             "all of that itself"
         )
     path, _, name = asked.model.rpartition(":")
-    function = _function(path, name)
+    what = "the model is a config.json of transformers, or FILE.py:FUNCTION as in job.py:build"
+    function = load(path, name, f"{what}; nothing is downloaded")
+    if not callable(function):
+        raise Zero3Error(f"'{name}' of {path} is no function")
     _check_call(f"{asked.model} is called without arguments", function)
     try:
         with torch.device("meta"):
@@ -158,21 +159,6 @@ def _from_config(asked: argparse.Namespace) -> nn.Module:
         enable = getattr(model, "activation_checkpointing_enable", None) or getattr(model, old)
         enable({"use_reentrant": False})
     return model
-
-
-def _function(path: str, name: str) -> Callable[[], tuple[nn.Module, dict[str, Any]]]:
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    if not path or spec is None or spec.loader is None:
-        raise Zero3Error(
-            "the model is a config.json of transformers, or FILE.py:FUNCTION as in job.py:build; "
-            "nothing is downloaded"
-        )
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(Path(path).resolve().parent))  # as in `python FILE.py`
-    spec.loader.exec_module(module)
-    if not callable(getattr(module, name, None)):
-        raise Zero3Error(f"{path} has no function '{name}'")
-    return getattr(module, name)
 
 
 def _check_call(what: str, function: Callable, /, *args: Any, **kwargs: Any) -> None:

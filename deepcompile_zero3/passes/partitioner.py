@@ -1,0 +1,82 @@
+"""The partitioner of joint graphs: ours before torch's, or before another one of the user's."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from torch import fx
+
+from deepcompile_zero3.passes.facts import ParameterFacts
+from deepcompile_zero3.passes.partition import (
+    decide_backward_gathers,
+    recompute_functions_of_parameters,
+)
+from deepcompile_zero3.passes.pipeline import Pipeline, find_parameters, source_key
+from deepcompile_zero3.passes.regions import RegionFacts, region_of
+from deepcompile_zero3.passes.results import separate_results
+from deepcompile_zero3.torch_internals import compiler
+
+_Key = TypeVar("_Key")
+
+
+class Partitioner(compiler.CustomPartitionerFn):  # type: ignore[misc]
+    """Prepares a joint graph, then calls Inductor's partitioner or another one of the user's."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        regions: Mapping[str, RegionFacts],
+        partitioner: Any = None,
+    ) -> None:
+        # Not the pipeline itself, which changes: Inductor copies this object, and keys hold it.
+        self._inputs = pipeline.inputs
+        self._metadata = pipeline.metadata
+        self._settings = pipeline.settings
+        self._regions = regions
+        self._partitioner = partitioner
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        """Returns the forward and the backward of a joint graph, as torch's partitioners do.
+
+        Regions are partitioned first, and then the graph that calls them.
+        """
+        partition = self._partitioner or compiler.min_cut_rematerialization_partition
+        # Another partitioner, or a memory budget, may compute again what is marked to be saved.
+        saves = self._partitioner is None and not compiler.has_memory_budget(gm)
+        inputs = gm.graph.find_nodes(op="placeholder")
+        region = region_of(gm)
+        if region is not None:
+            facts = {inputs[i]: each for i, each in self._regions[region].items()}
+            recompute_functions_of_parameters(
+                gm,
+                facts if saves else _gathered_again(facts),
+                [node for node in inputs if node.name.startswith("tangents")],
+            )
+            return partition(gm, joint_inputs, **kwargs)
+        separate_results(gm)
+        nodes, _ = find_parameters(gm, self._inputs)
+        tangents = [
+            node for node in inputs if isinstance(node.meta.get("desc"), compiler.TangentAOTInput)
+        ]
+        metadata = [
+            node
+            for node in inputs
+            if isinstance(node.meta.get("desc"), compiler.PlainAOTInput)
+            and node.meta["desc"].idx in self._metadata
+        ]
+        nodes = nodes if saves else _gathered_again(nodes)
+        decide_backward_gathers(gm, nodes, tangents, kwargs["num_fwd_outputs"], metadata)
+        return partition(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> Any:
+        """Returns a key of everything besides the graph that shapes the result.
+
+        Inductor and AOTAutograd make it a part of the keys of their caches.
+        """
+        other = self._partitioner.uuid() if self._partitioner else None
+        return source_key(), self._settings, self._regions, other
+
+
+def _gathered_again(facts: Mapping[_Key, ParameterFacts]) -> dict[_Key, ParameterFacts]:
+    """Returns ``facts`` of parameters that backward gathers in any case."""
+    return {key: replace(each, only_embeds=False, is_spared=False) for key, each in facts.items()}
