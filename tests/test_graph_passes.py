@@ -10,7 +10,15 @@ from models import batch_of
 from one_rank import end, needs_a_job, one_rank  # noqa: F401
 from torch import nn
 
-from deepcompile_zero3 import GraphPass, __main__, capture_graphs, fully_shard, graph_pass
+from deepcompile_zero3 import (
+    GraphPass,
+    Zero3Error,
+    __main__,
+    capture_graphs,
+    compile_ahead,
+    fully_shard,
+    graph_pass,
+)
 from deepcompile_zero3.passes.graph_pass import PASSES
 from deepcompile_zero3.passes.invariants import INVARIANTS
 
@@ -116,6 +124,11 @@ def test_a_pass_without_a_key_stores_nothing(tmp_path, monkeypatch):
         _run([_noting("note", ran, uuid=key)], inductor=True)
         compiled.append(bool(ran))
     assert compiled == [True, True, True, False, True]
+
+
+def test_nothing_is_compiled_ahead_with_a_pass_without_a_key():
+    with pytest.raises(Zero3Error, match=r"uuid\(\) of pass '_Nothing' returns None"):
+        compile_ahead(lambda: nn.Linear(2, 2), {}, world_size=2, options={"passes": [_Nothing()]})
 
 
 def test_the_example_of_the_document_runs(tmp_path):

@@ -192,6 +192,11 @@ def _check(each: GraphPass, passes: Sequence[GraphPass]) -> None:
                 )
 
 
+def without_key(passes: Sequence[GraphPass]) -> list[str]:
+    """Returns the names of the passes that let caches store no graph."""
+    return [f"pass '{each.name}'" for each in passes if each.uuid() is None]
+
+
 def order_of(passes: Sequence[GraphPass], direction: Direction) -> list[str]:
     """Returns the names of all passes over a graph, with those of the user's in their places."""
     order = []

@@ -30,6 +30,7 @@ from deepcompile_zero3.passes.graph_pass import (
     GraphFacts,
     GraphPass,
     check_passes,
+    without_key,
 )
 from deepcompile_zero3.passes.keep import choose_kept
 from deepcompile_zero3.passes.partition import (
@@ -101,7 +102,7 @@ class Pipeline:
     @property
     def may_be_stored(self) -> bool:
         """Whether caches may hold what the passes make of a graph."""
-        return all(each.uuid() is not None for each in self.passes)
+        return not without_key(self.passes)
 
     def __call__(self, graph_module: fx.GraphModule, is_backward: bool) -> None:
         """Rewrites a graph. Called for the forward first, then for its backward."""

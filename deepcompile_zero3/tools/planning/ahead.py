@@ -12,6 +12,7 @@ from deepcompile_zero3.backend import CompiledGraph, compile_with_inductor
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.graph.calls import calls_by_region
 from deepcompile_zero3.options import Options
+from deepcompile_zero3.passes.graph_pass import without_key
 from deepcompile_zero3.tools.document import Document
 from deepcompile_zero3.tools.planning.graphs import (
     ShardModel,
@@ -95,6 +96,10 @@ def compile_ahead(
         raise ValueError("option 'inductor': False compiles nothing, and nothing can be stored")
     if reason := compiler.why_not_stored(parsed.inductor_config):
         raise Zero3Error(f"nothing that is compiled would be stored: {reason}")
+    if names := without_key(parsed.passes):
+        raise Zero3Error(
+            f"nothing that is compiled would be stored: uuid() of {', '.join(names)} returns None"
+        )
     found = CompiledAhead(str(compiler.cache_folder()))
 
     def backend(gm: fx.GraphModule, example_inputs: Any) -> Callable:
