@@ -24,6 +24,7 @@ from deepcompile_zero3.graph.log import logs_are_requested
 from deepcompile_zero3.options import Options
 from deepcompile_zero3.passes.contract import declare_grad_dtypes, forget_contracts
 from deepcompile_zero3.passes.facts import ParameterFacts
+from deepcompile_zero3.passes.graph_pass import parse_options
 from deepcompile_zero3.passes.lift import attach, lift_unshards, uses_of
 from deepcompile_zero3.passes.partitioner import Partitioner
 from deepcompile_zero3.passes.pipeline import Pipeline, source_key
@@ -70,7 +71,7 @@ def zero3(
             f"backend 'zero3' has no mode {mode!r}; give Inductor's settings as "
             "options={'inductor_config': {...}}"
         )
-    return CompiledGraph(gm, example_inputs, Options.parse(options), compile_with_inductor)
+    return CompiledGraph(gm, example_inputs, parse_options(options), compile_with_inductor)
 
 
 def compile_with_inductor(
@@ -251,10 +252,7 @@ def pipeline_of(
     options: Options,
     metadata: Iterable[int] = (),
 ) -> Pipeline:
-    """Returns the passes that rewrite a graph of ``parameters``.
-
-    ``inputs`` maps positions of the graph's inputs to facts. Payloads come with ``metadata``.
-    """
+    """Returns the passes over a graph, whose ``inputs`` are known by position."""
     return Pipeline(inputs, options, _keep_bytes(parameters, options), metadata)
 
 

@@ -16,6 +16,7 @@ from deepcompile_zero3 import (
     __main__,
     capture_graphs,
     compile_ahead,
+    explain,
     fully_shard,
     graph_pass,
 )
@@ -105,6 +106,8 @@ class _Nothing(GraphPass):
             [_noting("p", [], after="choose_kept", graphs=("forward",), needs=("insert_gathers",))],
             "needs 'insert_gathers'",
         ),
+        ([_noting("p", [], needs="insert_gathers")], "'p' has needs='insert_gathers'"),
+        ([_noting("p", [], changes=None)], "'p' has changes=None"),
         ([_noting("chain_reductions", [])], "a pass is named 'chain_reductions'"),
     ],
 )
@@ -124,6 +127,24 @@ def test_a_pass_without_a_key_stores_nothing(tmp_path, monkeypatch):
         _run([_noting("note", ran, uuid=key)], inductor=True)
         compiled.append(bool(ran))
     assert compiled == [True, True, True, False, True]
+    ran = []
+    torch._dynamo.reset()
+    _run([_noting("note", ran, uuid="one", changes=("gradients",))], inductor=True)
+    assert ran
+
+
+@needs_a_job
+def test_a_graph_without_parameters_is_left_alone():
+    ran = []
+    options = {"inductor": False, "passes": [_noting("note", ran)]}
+    torch.compile(lambda x: x.sin(), backend="zero3", options=options)(torch.ones(2))
+    assert not ran
+
+
+@needs_a_job
+def test_explain_refuses_what_is_no_pass():
+    with pytest.raises(ValueError, match="at position 0: a pass is an instance"):
+        explain(fully_shard(nn.Linear(2, 2)), torch.ones(2, 2), options={"passes": [_Nothing]})
 
 
 def test_nothing_is_compiled_ahead_with_a_pass_without_a_key():

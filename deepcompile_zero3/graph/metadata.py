@@ -12,6 +12,9 @@ PARAMETER = "zero3_parameter"
 KEEP = "zero3_keep"
 # On an input of a backward that its forward gathered and kept: the FQN of the parameter.
 KEPT_OF = "zero3_kept_of"
+# On the output of a forward: position of the first result that is saved for backward. torch loses
+# the descriptions of results where it makes random numbers functional.
+FIRST_SAVED = "zero3_first_saved"
 # On any node: the comment after its line in the graph's text.
 COMMENT = "zero3_comment"
 

@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeAlias
 
 from torch import fx
 
+from deepcompile_zero3.options import Options
 from deepcompile_zero3.passes.facts import ParameterFacts
 
 Direction: TypeAlias = Literal["forward", "backward"]
@@ -48,7 +49,7 @@ PASSES: Mapping[Direction, tuple[str, ...]] = {
 LAST = "chain_reductions"
 
 # The invariants that a pass may give up, if it says so.
-MAY_CHANGE = ("gather_order", "reduction_order", "gathered_peak", "grad_dtypes")
+MAY_CHANGE = ("gather_order", "reduction_order", "gathered_peak", "gradients")
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class GraphPass(abc.ABC):
             passes``). Passes that follow the same one run in the order in which they were given.
         needs: names of passes, of the user's or of this library, that must have run before it.
         changes: the invariants that it gives up, of ``gather_order``, ``reduction_order``,
-            ``gathered_peak`` and ``grad_dtypes``.
+            ``gathered_peak`` and ``gradients``.
     """
 
     graphs: Collection[Direction] = ("forward", "backward")
@@ -99,6 +100,12 @@ class GraphPass(abc.ABC):
         """Name of the pass in messages and lists: by default that of its class."""
         return type(self).__name__
 
+    @property
+    def declared(self) -> tuple:
+        """All that the pass says of itself, and its key."""
+        names = (sorted(each) for each in (self.graphs, self.needs, self.changes))
+        return self.name, self.after, *names, self.uuid()
+
     @abc.abstractmethod
     def __call__(self, gm: fx.GraphModule, facts: GraphFacts) -> None:
         """Rewrites ``gm`` in place."""
@@ -106,7 +113,7 @@ class GraphPass(abc.ABC):
     def uuid(self) -> Any:
         """Returns a key of all that shapes the result besides the graph, with a stable ``repr``.
 
-        It is a part of the keys of torch's caches. None, the default, stores no graph in them.
+        It is a part of the keys of AOTAutograd's cache. None, the default, stores no graph in it.
         """
         return None
 
@@ -119,7 +126,7 @@ class _FunctionPass(GraphPass):
 
     @property
     def name(self) -> str:
-        return self._function.__name__
+        return getattr(self._function, "__name__", type(self._function).__name__)
 
     def __call__(self, gm: fx.GraphModule, facts: GraphFacts) -> None:
         return self._function(gm, facts)
@@ -149,6 +156,18 @@ def graph_pass(
     return decorate
 
 
+def parse_options(options: Mapping[str, Any] | None) -> Options:
+    """Returns the options in ``options``, with passes that stand where they can.
+
+    Raises:
+        ValueError: as :meth:`Options.parse` and :func:`check_passes`.
+        NotImplementedError: as :meth:`Options.parse`.
+    """
+    parsed = Options.parse(options)
+    check_passes(parsed.passes)
+    return parsed
+
+
 def check_passes(passes: Sequence[Any]) -> None:
     """Raises ValueError if ``passes`` are not distinct passes that stand where they can."""
     for position, each in enumerate(passes):
@@ -168,12 +187,17 @@ def check_passes(passes: Sequence[Any]) -> None:
 
 def _check(each: GraphPass, passes: Sequence[GraphPass]) -> None:
     where = f"pass '{each.name}'"
-    if not each.graphs or isinstance(each.graphs, str) or set(each.graphs) - set(PASSES):
+    for what in ("graphs", "needs", "changes"):
+        value = getattr(each, what)
+        is_names = isinstance(value, list | tuple | set | frozenset)
+        if not is_names or not all(isinstance(name, str) for name in value):
+            raise ValueError(f"{where} has {what}={value!r}: a tuple of names")
+    if not each.graphs or set(each.graphs) - set(PASSES):
         raise ValueError(
             f"{where} has graphs={each.graphs!r}: a tuple of 'forward', 'backward' or both"
         )
     unknown = sorted(set(each.changes) - set(MAY_CHANGE))
-    if unknown or isinstance(each.changes, str):
+    if unknown:
         raise ValueError(
             f"{where} has changes={each.changes!r}: a tuple of {', '.join(map(repr, MAY_CHANGE))}"
         )

@@ -8,12 +8,14 @@ import operator
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
+import torch
 from torch import fx
 
+from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.graph.alias import base_of
-from deepcompile_zero3.graph.metadata import KEPT_OF, PARAMETER, formats_of
+from deepcompile_zero3.graph.metadata import PARAMETER, formats_of
 from deepcompile_zero3.graph.peak import gathered_peak
-from deepcompile_zero3.passes.gather import only_identifies
+from deepcompile_zero3.passes.partition import saved_for_backward
 from deepcompile_zero3.passes.rewritten import (
     Rewritten,
     State,
@@ -21,7 +23,8 @@ from deepcompile_zero3.passes.rewritten import (
     fqn_of,
     gathers_of,
     kind_of,
-    reduced_by,
+    kinds_of_region,
+    sources_of,
     writes_of,
 )
 from deepcompile_zero3.runtime import _C, REDUCTIONS, WAITS, ops
@@ -33,7 +36,7 @@ _Check: TypeAlias = Callable[[Rewritten, State], Iterator[Violation]]
 # Name of each invariant: its promise, and what yields the places where it is broken.
 INVARIANTS: dict[str, tuple[str, _Check]] = {}
 
-_OURS = (ops.all_gather_start.default, *WAITS, *REDUCTIONS)
+_COLLECTIVES = (ops.all_gather_start.default, *WAITS, *REDUCTIONS)
 
 
 def _invariant(promise: str) -> Callable[[_Check], _Check]:
@@ -44,104 +47,127 @@ def _invariant(promise: str) -> Callable[[_Check], _Check]:
     return decorate
 
 
-@_invariant("each node follows those that it uses, and has the fake tensor of its result")
+@_invariant("each node follows those that it uses; a new one calls an operator and has meta['val']")
 def _well_formed(graph: Rewritten, before: State) -> Iterator[Violation]:
-    known: set[fx.Node] = set()
-    for node in graph.nodes:
-        for source in node.all_input_nodes:
-            if source not in known:
-                yield f"'{source.name}' is used before it is computed", node
-        known.add(node)
-        if node in before.nodes or node.op in ("placeholder", "output"):
-            continue
-        if node.op == "get_attr":
-            yield "a graph has no attributes: use an operator that returns the tensor", node
-        elif node.op != "call_function":
-            yield f"a node calls a function, and this is a {node.op}", node
-        elif "val" not in node.meta:
-            yield "a new node has no meta['val'], the fake tensor of its result", node
-        elif node.target in _OURS and set(node.kwargs) - {"contract"}:
-            yield "arguments of this operator are given by position, but for the contract", node
-    try:
-        graph.gm.graph.lint()
-    except (RuntimeError, ValueError) as error:
-        yield str(error), None
+    for gm in (graph.gm, *graph.regions):
+        known: set[fx.Node] = set()
+        for node in gm.graph.nodes:
+            for source in node.all_input_nodes:
+                if source not in known:
+                    yield f"'{source.name}' is used before it is computed", node
+            known.add(node)
+            if node.op not in ("placeholder", "output") and before.targets.get(node) != node.target:
+                if node.op != "call_function" or not _is_operator(node):
+                    yield "it does not call an operator, such as aten.mul.Tensor", node
+                elif "val" not in node.meta:
+                    yield "a new node has no meta['val'], the fake tensor of its result", node
+                elif node.target in _COLLECTIVES and set(node.kwargs) - {"contract"}:
+                    yield "its arguments are given by position, but for the contract", node
+        try:
+            gm.graph.lint()
+        except (RuntimeError, ValueError) as error:
+            yield str(error), None
+
+
+def _is_operator(node: fx.Node) -> bool:
+    if isinstance(node.target, torch_internals.OpOverload) or node.target is operator.getitem:
+        return True
+    values = [source.meta.get("val") for source in node.all_input_nodes]
+    return not any(isinstance(value, torch.Tensor | list | tuple) for value in values)  # of sizes
 
 
 @_invariant("a graph keeps its inputs, and the number, dtypes, shapes and devices of its results")
 def _signature(graph: Rewritten, before: State) -> Iterator[Violation]:
     if graph.inputs != before.inputs:
-        gone = [node.name for node in before.inputs if node not in graph.inputs]
+        left = set(graph.inputs)
+        gone = [node.name for node in before.inputs if node not in left]
         yield f"inputs were {'removed: ' + ', '.join(gone) if gone else 'added or moved'}", None
-    if not isinstance(graph.gm.graph.output_node().args[0], list | tuple):
-        yield "it returns one node, and returned a list", graph.gm.graph.output_node()
+    if not isinstance(graph.output.args[0], list | tuple):
+        yield "it returns one node, and returned a list", graph.output
         return
     kinds = list(map(kind_of, graph.results))
     if len(kinds) != len(before.kinds):
         yield f"it returns {len(kinds)} results, and returned {len(before.kinds)}", None
         return
     for position, (now, then) in enumerate(zip(kinds, before.kinds, strict=True)):
-        if now != then:
-            what = f"result {position} was {then} and is {now}"
-            yield what, graph.gm.graph.output_node()
+        is_free = position in graph.gradient_positions and "gradients" in graph.changes
+        if now != then and not is_free:
+            yield f"result {position} was {then} and is {now}", graph.output
+
+
+@_invariant(
+    "a graph that is called keeps the kinds of its inputs and results, and has no collective"
+)
+def _regions(graph: Rewritten, before: State) -> Iterator[Violation]:
+    if list(map(kinds_of_region, graph.regions)) != before.regions:
+        yield "inputs or results of a graph that it calls have changed", None
+    for region in graph.regions:
+        for node in region.graph.nodes:
+            if node.target in _COLLECTIVES:
+                yield "a collective is in a graph that is called", node
 
 
 @_invariant("what is kept for backward is chosen ahead of the gathers, among what may be kept")
 def _kept(graph: Rewritten, before: State) -> Iterator[Violation]:
-    for node in graph.inputs:
-        is_kept = node in graph.kept
-        if is_kept and node not in graph.may_keep:
-            yield "it is marked to be kept gathered, and may not be", node
-        if node in graph.may_keep and graph.has_gathers and is_kept != (node in before.kept):
+    kept = graph.kept
+    for node in kept.difference(graph.may_keep):
+        yield "it is marked to be kept gathered, and may not be", node
+    for node in graph.may_keep:
+        is_kept = node in kept
+        if "insert_gathers" in graph.ran and is_kept != (node in before.kept):
             yield "its mark has changed, and the gathers were inserted already", node
-        if node in graph.may_keep and not is_kept and _must_be_kept(node):
+        if not is_kept and node.meta[PARAMETER].reshard_after_forward is False:
             yield "it has reshard_after_forward=False, and is not kept", node
 
 
-def _must_be_kept(node: fx.Node) -> bool:
-    return node.meta[PARAMETER].reshard_after_forward is False
-
-
-@_invariant("each gather is started once and waited for once, with the same parameters")
+@_invariant("each gather is of parameters of one kind, started once and waited for once")
 def _gathers_are_paired(graph: Rewritten, before: State) -> Iterator[Violation]:
     for start in graph.starts:
-        if not graph.has_gathers:
+        if "insert_gathers" not in graph.ran:
             yield "gathers come with the pass 'insert_gathers'", start
         waits = [user for user in start.users if user.target in WAITS and user.args[0] is start]
         placeholders: Any = start.args[0]
-        if len(waits) != 1:
-            yield f"{len(waits)} nodes wait for a gather, and one must", start
-        elif list(waits[0].args[1]) != list(placeholders):  # type: ignore[arg-type]
-            yield "it waits for other parameters than its gather starts", waits[0]
-        else:
-            for item in waits[0].users:
-                number: Any = item.args[1]
-                if item.target is operator.getitem and not 0 <= number <= len(placeholders):
-                    yield f"the gather has {len(placeholders)} parameters and a token", item
-        if len(formats_of(start)) != len(placeholders):
-            yield "it has another number of formats than of parameters", start
         for node in placeholders:
             if PARAMETER not in node.meta:
                 yield f"'{node.name}' is gathered, and is no parameter", start
+        if len(waits) != 1:
+            yield f"{len(waits)} nodes wait for a gather, and one must", start
+            continue
+        waited_for: Any = waits[0].args[1]
+        if list(waited_for) != list(placeholders):
+            yield "it waits for other parameters than its gather starts", waits[0]
+        for item in waits[0].users:
+            number: Any = item.args[1]
+            if item.target is operator.getitem and not 0 <= number <= len(placeholders):
+                yield f"the gather has {len(placeholders)} parameters and a token", item
+        if len(formats_of(start)) != len(placeholders):
+            yield "it has another number of formats than of parameters", start
+        facts = [node.meta[PARAMETER] for node in placeholders]
+        as_views = waits[0].target is ops.all_gather_views.default
+        if len({(each.process_group, each.gathers_views) for each in facts}) > 1:
+            yield "its parameters differ in process_group or gathers_views", start
+        elif as_views != facts[0].gathers_views:
+            yield f"its parameters have gathers_views={facts[0].gathers_views}", waits[0]
 
 
 @_invariant("a parameter is read as gathered, never by its placeholder")
 def _gathers_before_reads(graph: Rewritten, before: State) -> Iterator[Violation]:
-    if not graph.has_gathers:
+    if "insert_gathers" not in graph.ran:
         return
     for node in graph.inputs:
         facts = node.meta.get(PARAMETER)
         if facts is None or not facts.is_gathered:
             continue
         for user in node.users:
-            if user.op != "output" and not only_identifies(user):
+            if user.op != "output" and user.target not in (*_COLLECTIVES, saved_for_backward):
                 yield f"'{facts.fqn}' is read by its placeholder, which has no data", user
-    for position, result in enumerate(graph.results):
-        if isinstance(result, fx.Node) and result in before.inputs and position not in graph.saved:
-            facts = result.meta.get(PARAMETER)
-            if facts is not None and facts.is_gathered and result is not before.results[position]:
-                what = f"the placeholder of '{facts.fqn}', which has no data, is result {position}"
-                yield what, graph.gm.graph.output_node()
+    for position, (result, was) in enumerate(zip(graph.results, before.results, strict=True)):
+        if result is was or position in graph.saved or not isinstance(result, fx.Node):
+            continue
+        facts = result.meta.get(PARAMETER) if result.op == "placeholder" else None
+        if facts is not None and facts.is_gathered:
+            what = f"the placeholder of '{facts.fqn}', which has no data, is result {position}"
+            yield what, graph.output
 
 
 @_invariant("the same parameters are gathered in the same format, each once: other ranks wait")
@@ -158,10 +184,10 @@ def _same_gathers(graph: Rewritten, before: State) -> Iterator[Violation]:
 def _gather_order(graph: Rewritten, before: State) -> Iterator[Violation]:
     now = gathers_of(graph)
     if before.gathers is not None and now != before.gathers:
-        texts = [
+        was, is_ = (
             ", ".join(f"[{_listed(each)}]" for each in gathers) for gathers in (before.gathers, now)
-        ]
-        yield f"gathers were {texts[0]}, and are {texts[1]}", None
+        )
+        yield f"gathers were {was}, and are {is_}", None
 
 
 @_invariant("each gather depends on the one before it, so that no scheduler swaps them")
@@ -183,24 +209,21 @@ def _depends(start: fx.Node, earlier: fx.Node) -> bool:
             return True
         seen.add(node)
         is_gather = node.target in WAITS or node.target is ops.all_gather_start.default
-        sources = [each for each in node.args if isinstance(each, fx.Node)]
-        # A token is an item of a wait.
-        pending += [
-            each for each in sources if each not in seen and (is_gather or each.target in WAITS)
-        ]
+        sources = [each for each in node.args if isinstance(each, fx.Node) and each not in seen]
+        pending += [each for each in sources if is_gather or each.target in WAITS]  # of a token
     return False
 
 
-@_invariant("each gradient is reduced exactly once, as it was computed, with its contract")
+@_invariant("each gradient is reduced exactly once, with its parameter's contract")
 def _reductions_once(graph: Rewritten, before: State) -> Iterator[Violation]:
     counts = dict.fromkeys(graph.gradients, 0)
     for node in graph.reductions:
-        if not graph.has_reductions:
+        if "insert_reduces" not in graph.ran:
             yield "reductions come with the pass 'insert_reduces'", node
         placeholder: Any = node.args[1]
         facts = placeholder.meta.get(PARAMETER)
         if facts is None or facts.fqn not in counts:
-            yield f"the graph computes no gradient of {described(placeholder, {})}", node
+            yield f"the graph computes no gradient of {described(placeholder)}", node
             continue
         counts[facts.fqn] += 1
         contract, found = _C.contract_name(facts.leaf_dtype), node.kwargs.get("contract")
@@ -208,41 +231,20 @@ def _reductions_once(graph: Rewritten, before: State) -> Iterator[Violation]:
             yield f"the contract of '{facts.fqn}' is {contract!r}, and here {found!r}", node
         if counts[facts.fqn] > 1:
             yield f"the gradient of '{facts.fqn}' is reduced twice", node
-        was = (before.reduced or {}).get(facts.fqn)
-        if was is None:
-            continue
-        now = reduced_by(node)
-        if was.source in graph.gm.graph.nodes and not _computed_of(now.source, was.source):
-            yield f"the gradient of '{facts.fqn}' was computed by '{was.source.name}'", node
-        if was.shape and now.shape and was.shape != now.shape:
-            yield f"the gradient of '{facts.fqn}' had the shape {was.shape}", node
     for fqn, count in counts.items():
-        if count == 0 and graph.has_reductions:
+        if count == 0 and "insert_reduces" in graph.ran:
             yield f"the gradient of '{fqn}' is not reduced", None
 
 
-def _computed_of(node: fx.Node, source: fx.Node) -> bool:
-    """Returns whether ``node`` is ``source`` or computed of it."""
-    pending = [node]
-    seen = set()
-    while pending:
-        each = pending.pop()
-        if each is source:
-            return True
-        if each not in seen:
-            seen.add(each)
-            pending += each.all_input_nodes
-    return False
-
-
-@_invariant(
-    "a gradient arrives at its reduction in the dtype it was computed in: the runtime casts"
-)
-def _grad_dtypes(graph: Rewritten, before: State) -> Iterator[Violation]:
+@_invariant("a gradient reaches its reduction as it was computed: the runtime casts and scales it")
+def _gradients(graph: Rewritten, before: State) -> Iterator[Violation]:
     for node in graph.reductions if before.reduced else []:
-        was, now = (before.reduced or {})[fqn_of(node)].dtype, reduced_by(node).dtype
-        if was != now:
-            yield f"the gradient of '{fqn_of(node)}' was {was} and is {now}", node
+        fqn = fqn_of(node)
+        was, now = (before.reduced or {}).get(fqn), sources_of(node)
+        if was is None or was == now:
+            continue
+        what = f"{', '.join(each.name for each in was[:-1])} of {was[-1]}"
+        yield f"the gradient of '{fqn}' was {what}", node
 
 
 @_invariant("reductions stay in their order")
@@ -255,7 +257,7 @@ def _reduction_order(graph: Rewritten, before: State) -> Iterator[Violation]:
 @_invariant("each reduction takes the token of the one before it, so that no scheduler swaps them")
 def _reductions_are_chained(graph: Rewritten, before: State) -> Iterator[Violation]:
     last = None
-    for node in graph.reductions if graph.is_chained else []:
+    for node in graph.reductions if "chain_reductions" in graph.ran else []:
         if last is not None and (len(node.args) < 3 or node.args[2] is not last):
             yield f"it does not take the token of the reduction before it, '{last.name}'", node
         last = node
@@ -263,28 +265,42 @@ def _reductions_are_chained(graph: Rewritten, before: State) -> Iterator[Violati
 
 @_invariant("a forward saves placeholders for backward, and the full tensors of what is kept alone")
 def _frees_gathered(graph: Rewritten, before: State) -> Iterator[Violation]:
-    gathered = graph.gathered if graph.saved else {}
-    output = graph.gm.graph.output_node()
+    kept, origin, results = graph.kept, graph.origins(), graph.results
     for position in graph.saved:
-        result, was = graph.results[position], before.results[position]
-        node = gathered.get(base_of(result)) if isinstance(result, fx.Node) else None
-        if node is not None and node not in graph.kept:
-            yield f"the full {described(node, {})} is saved for backward", output
-        is_placeholder = (
-            isinstance(was, fx.Node) and was.op == "placeholder" and PARAMETER in was.meta
-        )
-        if is_placeholder and result is not was and was not in graph.kept:
-            yield f"result {position} was the placeholder of {described(was, {})}", output
-
-
-@_invariant("a pass writes to nothing that was there before it, nor to a region's inputs")
-def _no_writes(graph: Rewritten, before: State) -> Iterator[Violation]:
-    for node in graph.nodes:
-        if node in before.nodes:
+        result, was = results[position], before.results[position]
+        if result is was:
             continue
-        for each in writes_of(node):
-            if each in before.nodes or each.op == "placeholder" or KEPT_OF in each.meta:
-                yield f"{described(each, graph.gathered)} is written to", node
+        node, had = origin(result), before.origins[position]
+        is_full = node is not None and result is not node and node not in kept
+        # A partitioner may save a view of a parameter.
+        if node is not None and is_full and (had is not node or was is had):
+            yield f"the full {described(node)} is saved for backward", graph.output
+        if had is not None and was is had and had not in kept:
+            yield f"result {position} was the placeholder of {described(had)}", graph.output
+
+
+@_invariant("a pass writes to nothing that was there before it, nor to inputs of graphs it calls")
+def _no_writes(graph: Rewritten, before: State) -> Iterator[Violation]:
+    origin = graph.origins()
+    for gm in (graph.gm, *graph.regions):
+        for node in gm.graph.nodes:
+            if before.targets.get(node) == node.target:
+                continue
+            for each in writes_of(node):
+                if each in before.targets or each.op == "placeholder":
+                    yield f"{described(origin(each) or each)} is written to", node
+
+
+@_invariant("no result that is not saved shares memory that ranks share")
+def _returns_no_views(graph: Rewritten, before: State) -> Iterator[Violation]:
+    if "clone_returned_views" not in graph.ran:
+        return
+    for position, result in enumerate(graph.results):
+        base = base_of(result) if isinstance(result, fx.Node) else None
+        if base is None or base.target is not operator.getitem or position in graph.saved:
+            continue
+        if base.all_input_nodes[0].target is ops.all_gather_views.default:
+            yield f"result {position} is a view of '{base.name}'", graph.output
 
 
 @_invariant("the predicted peak of gathered parameters does not grow")

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from torch import fx
 
+from deepcompile_zero3.graph.metadata import FIRST_SAVED
 from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.passes.partition import (
     decide_backward_gathers,
@@ -65,8 +66,11 @@ class Partitioner(compiler.CustomPartitionerFn):  # type: ignore[misc]
             and node.meta["desc"].idx in self._metadata
         ]
         nodes = nodes if saves else _gathered_again(nodes)
-        decide_backward_gathers(gm, nodes, tangents, kwargs["num_fwd_outputs"], metadata)
-        return partition(gm, joint_inputs, **kwargs)
+        num_outputs = kwargs["num_fwd_outputs"]
+        decide_backward_gathers(gm, nodes, tangents, num_outputs, metadata)
+        forward, backward = partition(gm, joint_inputs, **kwargs)
+        forward.graph.output_node().meta[FIRST_SAVED] = num_outputs
+        return forward, backward
 
     def uuid(self) -> Any:
         """Returns a key of everything besides the graph that shapes the result.

@@ -15,7 +15,7 @@ from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.graph.calls import graph_modules
 from deepcompile_zero3.graph.capture import add_capture, capture_pass
 from deepcompile_zero3.graph.log import forward_numbers, log_graph
-from deepcompile_zero3.graph.metadata import KEEP, KEPT_OF, PARAMETER
+from deepcompile_zero3.graph.metadata import FIRST_SAVED, KEEP, KEPT_OF, PARAMETER
 from deepcompile_zero3.options import Options
 from deepcompile_zero3.passes.chain import chain_reductions
 from deepcompile_zero3.passes.facts import (
@@ -54,7 +54,8 @@ _Key = TypeVar("_Key")
 _CHANGES = {
     "insert_gathers": ("gathered_peak",),
     "insert_reduces": ("signature",),  # None takes the place of a gradient
-    "widen_weight_gradients": ("signature",),
+    "widen_weight_gradients": ("gradients",),
+    "move_products_out": ("regions",),
 }
 
 
@@ -96,7 +97,7 @@ class Pipeline:
     def settings(self) -> tuple:
         """Inputs of the passes besides the graph."""
         numbers = self._bucket_bytes, self._keep_bytes, self._fp32_weight_grads
-        keys = [(each.name, each.uuid()) for each in self.passes]
+        keys = [each.declared for each in self.passes]
         return self.inputs, sorted(self.metadata), *numbers, keys
 
     @property
@@ -191,10 +192,11 @@ class Pipeline:
         saved = _saved_positions(gm.graph.output_node()) if direction == "forward" else set()
         known = by_fqn, names, frozenset(saved)
         facts = GraphFacts(direction, *known, self._bucket_bytes, self._keep_bytes)
-        passes = [each for each in self.passes if direction in each.graphs]
+        # A graph without parameters is compiled as by Inductor alone, and cached so.
+        passes = [each for each in self.passes if self.inputs and direction in each.graphs]
         results: Any = gm.graph.output_node().args[0]
         reduced = {f.fqn: f for i, f in gradients.items() if results[i] is not None}
-        rewritten = Rewritten(gm, reduced, may_keep, saved)
+        rewritten = Rewritten(gm, reduced, gradients.keys(), may_keep, saved, [])
         return _Run(gm, facts, passes, Verifier(rewritten, direction, bool(passes)))
 
 
@@ -218,13 +220,12 @@ class _Run:
         """The block is the pass ``name``; behind it run the user's that follow it."""
         with capture_pass(self._gm, name, self._facts.direction):
             yield
-        self._verifier.check(name, _CHANGES.get(name, ()))
+            self._verifier.check(name, _CHANGES.get(name, ()))
         for each in self._passes:
-            if each.after != name:
-                continue
-            with capture_pass(self._gm, each.name, self._facts.direction):
-                self._apply(each)
-            self._verifier.check(each.name, each.changes)
+            if each.after == name:
+                with capture_pass(self._gm, each.name, self._facts.direction):
+                    self._apply(each)
+                    self._verifier.check(each.name, each.changes)
 
     def _apply(self, each: GraphPass) -> None:
         where = f"pass '{each.name}' over the {self._facts.direction} graph"
@@ -283,11 +284,8 @@ def saved_outputs(graph: fx.Graph) -> set[fx.Node]:
 
 def _saved_positions(output: fx.Node) -> set[int]:
     """Returns the positions of a forward's outputs that are saved for backward."""
-    return {
-        position
-        for position, description in enumerate(output.meta.get("desc", ()))
-        if isinstance(description, compiler.SAVED_OUTPUTS)
-    }
+    results: Any = output.args[0]
+    return set(range(output.meta.get(FIRST_SAVED, len(results)), len(results)))
 
 
 def find_parameters(

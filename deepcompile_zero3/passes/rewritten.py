@@ -1,7 +1,6 @@
 """A graph while passes rewrite it, and what it was like before the latest pass."""
 
-import operator
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,8 +16,6 @@ from deepcompile_zero3.graph.text import node_text
 from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.runtime import REDUCTIONS, WAITS, ops
 
-_IN_PLACE = (operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ipow)
-
 
 @dataclass
 class Rewritten:
@@ -27,25 +24,36 @@ class Rewritten:
     Attributes:
         gm: the graph.
         gradients: the parameters whose gradients it computes, keyed by FQN.
+        gradient_positions: positions of these gradients among its results.
         may_keep: inputs that it may keep gathered for backward.
         saved: positions of its results that are saved for backward.
-        has_gathers: whether ``insert_gathers`` has run.
-        has_reductions: whether ``insert_reduces`` has run.
-        is_chained: whether ``chain_reductions`` has run.
+        ran: names of the passes that have run, the latest one last.
+        changes: invariants that this one gives up.
     """
 
     gm: fx.GraphModule
     gradients: Mapping[str, ParameterFacts]
+    gradient_positions: Collection[int]
     may_keep: Collection[fx.Node]
     saved: Collection[int]
-    has_gathers: bool = False
-    has_reductions: bool = False
-    is_chained: bool = False
+    ran: list[str]
+    changes: Collection[str] = ()
 
     @property
     def inputs(self) -> list[fx.Node]:
         """The inputs of the graph."""
         return self.gm.graph.find_nodes(op="placeholder")
+
+    @property
+    def output(self) -> fx.Node:
+        """The node that returns the results."""
+        return self.gm.graph.output_node()
+
+    @property
+    def results(self) -> list[Any]:
+        """What the graph returns."""
+        results: Any = self.output.args[0]
+        return list(results)
 
     @property
     def starts(self) -> list[fx.Node]:
@@ -59,77 +67,77 @@ class Rewritten:
         return [node for node in self.gm.graph.nodes if node.target in REDUCTIONS]
 
     @property
-    def results(self) -> list[Any]:
-        """What the graph returns."""
-        results: Any = self.gm.graph.output_node().args[0]
-        return list(results)
-
-    @property
     def kept(self) -> set[fx.Node]:
         """The inputs that are marked to be kept gathered for backward."""
         return {node for node in self.inputs if node.meta.get(KEEP)}
 
     @property
-    def nodes(self) -> Iterator[fx.Node]:
-        """All nodes of the graph and of the regions that it calls."""
-        for gm in graph_modules(self.gm):
-            yield from gm.graph.nodes
+    def regions(self) -> list[fx.GraphModule]:
+        """The graphs that it calls."""
+        return [gm for gm in graph_modules(self.gm) if gm is not self.gm]
 
-    @property
-    def gathered(self) -> dict[fx.Node, fx.Node]:
-        """The placeholder of each gathered tensor."""
-        return {
+    def origins(self) -> Callable[[Any], fx.Node | None]:
+        """Returns what finds the placeholder of the parameter that a node is a view of."""
+        gathered = {
             item: wait.args[1][position]
             for wait in self.gm.graph.nodes
             if wait.target in WAITS
             for position, item in gathered_items(wait)
         }
 
+        def origin(node: Any) -> fx.Node | None:
+            if not isinstance(node, fx.Node):
+                return None
+            base = base_of(node)
+            placeholder = gathered.get(base, base)
+            is_parameter = {PARAMETER, KEPT_OF} & placeholder.meta.keys()
+            return placeholder if is_parameter and placeholder.op == "placeholder" else None
 
-class Reduced(NamedTuple):
-    """A reduction as it was: what the gradient was computed by, its dtype and its shape."""
-
-    source: fx.Node
-    dtype: torch.dtype
-    shape: str
+        return origin
 
 
 class State(NamedTuple):
     """What a graph was like before a pass.
 
     Attributes:
-        nodes: its nodes, and those of the regions that it calls.
+        targets: what its nodes call, and those of the regions that it calls.
         inputs: its inputs.
         results: what it returned.
         kinds: texts of these results' dtypes and shapes, or what else they were.
+        origins: the placeholder of the parameter that each result is a view of, if any.
         kept: the inputs that were marked to be kept.
+        regions: kinds of the inputs and results of the graphs that it calls.
         gathers: FQN and format of the parameters of each gather, or None before there were any.
-        reduced: the reduction of each parameter, by FQN, or None before there were any.
+        reduced: what each reduction got, by FQN, or None before there were any.
         peak: predicted peak in bytes of gathered parameters, if it is asked for.
     """
 
-    nodes: frozenset[fx.Node]
+    targets: Mapping[fx.Node, Any]
     inputs: list[fx.Node]
     results: list[Any]
     kinds: list[str]
+    origins: list[fx.Node | None]
     kept: set[fx.Node]
+    regions: list[list[str]]
     gathers: list[list[tuple[str, str]]] | None
-    reduced: Mapping[str, Reduced] | None
+    reduced: Mapping[str, tuple[Any, ...]] | None
     peak: int
 
     @staticmethod
     def of(graph: Rewritten, with_peak: bool) -> "State":
         """Returns the state of a graph as it is now."""
+        results = graph.results
+        reductions = graph.reductions if "insert_reduces" in graph.ran else None
         return State(
-            frozenset(graph.nodes),
+            {node: node.target for gm in (graph.gm, *graph.regions) for node in gm.graph.nodes},
             graph.inputs,
-            graph.results,
-            list(map(kind_of, graph.results)),
+            results,
+            list(map(kind_of, results)),
+            list(map(graph.origins(), results)),
             graph.kept,
-            gathers_of(graph) if graph.has_gathers else None,
-            {fqn_of(each): reduced_by(each) for each in graph.reductions}
-            if graph.has_reductions
-            else None,
+            list(map(kinds_of_region, graph.regions)),
+            gathers_of(graph) if "insert_gathers" in graph.ran else None,
+            None if reductions is None else {fqn_of(each): sources_of(each) for each in reductions},
             gathered_peak(graph.gm.graph) if with_peak else 0,
         )
 
@@ -142,7 +150,13 @@ def kind_of(result: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
     # As text: to compare symbols would add guards.
-    return f"{value.dtype} {_shape_of(value)} on {value.device}"
+    return f"{value.dtype} [{', '.join(map(str, value.shape))}] on {value.device}"
+
+
+def kinds_of_region(region: fx.GraphModule) -> list[str]:
+    """Returns the kinds of a region's inputs and results."""
+    results: Any = region.graph.output_node().args[0]
+    return [kind_of(each) for each in (*region.graph.find_nodes(op="placeholder"), None, *results)]
 
 
 def gathers_of(graph: Rewritten) -> list[list[tuple[str, str]]]:
@@ -162,26 +176,17 @@ def fqn_of(reduction: fx.Node) -> str:
     return fqn
 
 
-def reduced_by(reduction: fx.Node) -> Reduced:
-    """Returns what a reduction gets."""
-    source: Any = reduction.args[0]
-    if isinstance(source, fx.Node):
-        value = source.meta["val"]
-        return Reduced(source, value.dtype, _shape_of(value))
-    last = source[-1]  # of the factors of a product, or of indices and values
-    return Reduced(last, last.meta["val"].dtype, "")
-
-
-def _shape_of(value: torch.Tensor) -> str:
-    return f"[{', '.join(map(str, value.shape))}]"
+def sources_of(reduction: fx.Node) -> tuple[Any, ...]:
+    """Returns the nodes that a reduction gets, and the dtype of the last."""
+    given: Any = reduction.args[0]
+    nodes = (given,) if isinstance(given, fx.Node) else tuple(given)
+    return (*nodes, nodes[-1].meta["val"].dtype)
 
 
 def writes_of(node: fx.Node) -> list[fx.Node]:
-    """Returns the nodes whose memory ``node`` writes to."""
+    """Returns the nodes whose memory an operator writes to."""
     if not isinstance(node.target, torch_internals.OpOverload):
-        name = getattr(node.target, "__name__", "")  # of a packet such as aten.add_, or iadd
-        is_in_place = name.endswith("_") or node.target in _IN_PLACE
-        return [base_of(each) for each in node.all_input_nodes[:1]] if is_in_place else []
+        return []
     schema = torch_internals.schema_of(node.target)
     if not schema.is_mutable:
         return []
@@ -192,18 +197,16 @@ def writes_of(node: fx.Node) -> list[fx.Node]:
         given: Any = node.kwargs.get(argument.name)
         if given is None and position < len(node.args):
             given = node.args[position]
-        for each in given if isinstance(given, list | tuple) else [given]:
-            if isinstance(each, fx.Node):
-                written.append(base_of(each))
+        given = given if isinstance(given, list | tuple) else [given]
+        written += [base_of(each) for each in given if isinstance(each, fx.Node)]
     return written
 
 
-def described(node: fx.Node, gathered: Mapping[fx.Node, fx.Node]) -> str:
+def described(node: fx.Node) -> str:
     """Returns what a node is, for messages: a parameter's name, or the name of the node."""
-    meta = gathered.get(node, node).meta
-    if PARAMETER in meta:
-        return f"'{meta[PARAMETER].fqn}'"
-    return f"'{meta.get(KEPT_OF, node.name)}'"
+    if PARAMETER in node.meta:
+        return f"'{node.meta[PARAMETER].fqn}'"
+    return f"'{node.meta.get(KEPT_OF, node.name)}'"
 
 
 def at(node: fx.Node | None) -> str:

@@ -24,7 +24,8 @@ class ShardedLeaf:
         dtype: dtype of the shard.
         latest: the shard that the leaf followed last.
         local: its local tensor at that time.
-        attributes: what modules find on the parameter, if it is of a subclass of ``nn.Parameter``.
+        attributes: objects that modules find on what they read, as there were on a parameter of a
+            subclass of ``nn.Parameter``.
     """
 
     def __init__(self, blueprint: Blueprint) -> None:
@@ -40,7 +41,12 @@ class ShardedLeaf:
         own_attributes = {k: v for k, v in vars(parameter).items() if k not in inner}
         shard.__dict__.update(own_attributes)
         is_special = nn.Parameter in type(parameter).__mro__[1:]
-        self.attributes = own_attributes if is_special else {}
+        # Graphs would be compiled for each value of a constant, whether a module reads it or not.
+        self.attributes = {
+            name: each
+            for name, each in own_attributes.items()
+            if is_special and not isinstance(each, str | int | float | None)
+        }
         grad_dtype.carry_over(parameter, shard)
         if parameter.grad is not None:
             shard.grad = layout.shard(parameter.grad)
@@ -59,6 +65,8 @@ class ShardedLeaf:
     def follow(self, shard: DTensor) -> None:
         """Takes ``shard``, as it is now, for the shard of the parameter."""
         own(shard)  # torch may have loaded another DTensor
+        for name, attribute in self.attributes.items():
+            shard.__dict__.setdefault(name, attribute)
         self.latest = shard
         self.local = torch_internals.local_tensor(shard)
 

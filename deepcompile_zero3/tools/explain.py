@@ -12,7 +12,7 @@ from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.backend import zero3
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.graph.capture import capture_graphs
-from deepcompile_zero3.options import Options
+from deepcompile_zero3.passes.graph_pass import parse_options
 from deepcompile_zero3.sharding.model import by_fqn
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.sharding.registered import all_parameters_of
@@ -57,7 +57,7 @@ def explain(
         print(explain(model, input_ids=text, labels=text))
     """
     machine = machine_of(machine)
-    Options.parse(options)  # raises here, where no compiler wraps the error
+    parse_options(options)  # raises here, where no compiler wraps the error
     model = getattr(model, "_orig_mod", model)  # the module of torch.compile(model)
     parameters = all_parameters_of(model, "explain")
     with (

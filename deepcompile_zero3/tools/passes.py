@@ -73,7 +73,11 @@ def _layers() -> nn.Module:
 def _load(name: str) -> GraphPass:
     path, _, attribute = name.rpartition(":")
     found = load(path, attribute, f"'{name}' is not FILE.py:NAME of a pass")
-    found = found() if isinstance(found, type) else found
+    if isinstance(found, type) and issubclass(found, GraphPass):
+        try:
+            found = found()
+        except TypeError as error:
+            raise Zero3Error(f"'{name}': {error}; name an instance instead") from error
     if not isinstance(found, GraphPass):
         raise Zero3Error(f"'{name}' is a {type(found).__name__}, and not a GraphPass")
     return found

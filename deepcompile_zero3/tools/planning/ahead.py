@@ -11,8 +11,7 @@ from torch import fx, nn
 from deepcompile_zero3.backend import CompiledGraph, compile_with_inductor
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.graph.calls import calls_by_region
-from deepcompile_zero3.options import Options
-from deepcompile_zero3.passes.graph_pass import without_key
+from deepcompile_zero3.passes.graph_pass import parse_options, without_key
 from deepcompile_zero3.tools.document import Document
 from deepcompile_zero3.tools.planning.graphs import (
     ShardModel,
@@ -91,7 +90,7 @@ def compile_ahead(
         Zero3Error: the process has a process group, no graph was compiled, or a setting of torch
             prevents that graphs are stored.
     """
-    parsed = Options.parse(options)
+    parsed = parse_options(options)
     if not parsed.inductor:
         raise ValueError("option 'inductor': False compiles nothing, and nothing can be stored")
     if reason := compiler.why_not_stored(parsed.inductor_config):

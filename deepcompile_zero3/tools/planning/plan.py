@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from deepcompile_zero3.options import Options
+from deepcompile_zero3.passes.graph_pass import parse_options
 from deepcompile_zero3.sharding.registered import all_parameters_of
 from deepcompile_zero3.tools.planning.graphs import ShardModel, Trace, fake_model, trace
 from deepcompile_zero3.tools.planning.machine import Machine, machine_of
@@ -66,7 +67,7 @@ def plan(
             graphs reads parameters.
     """
     machine = machine_of(machine)
-    parsed = Options.parse(options)
+    parsed = parse_options(options)
     if optimizer_bytes < 0:
         raise ValueError(f"optimizer_bytes is a number of bytes, got {optimizer_bytes}")
     tell("building and sharding the model")
