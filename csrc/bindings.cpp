@@ -102,11 +102,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_parameters(m);
 
   py::class_<Gather>(m, "Gather")
+      // No call guard: it would cover pybind11's own list of objects too.
       .def(py::init([](std::vector<ParameterPtr> parameters, const std::string& formats) {
+             py::gil_scoped_release released;
              auto parsed = parse_formats(formats, parameters.size());
              return std::make_unique<Gather>(std::move(parameters), std::move(parsed));
            }),
-           py::arg("parameters"), py::arg("formats") = "", py::call_guard<py::gil_scoped_release>())
+           py::arg("parameters"), py::arg("formats") = "")
       .def("snapshot", &Gather::snapshot, py::call_guard<py::gil_scoped_release>())
       .def("finish", &Gather::finish, py::arg("fresh"), py::call_guard<py::gil_scoped_release>());
 
