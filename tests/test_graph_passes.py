@@ -1,5 +1,6 @@
 """Passes of the user's: what they declare, where they run, and what they may not be."""
 
+import copy
 import re
 import types
 
@@ -8,7 +9,7 @@ import torch
 from documents import ROOT
 from models import batch_of
 from one_rank import end, needs_a_job, one_rank  # noqa: F401
-from torch import nn
+from torch import fx, nn
 
 from deepcompile_zero3 import (
     GraphPass,
@@ -108,6 +109,7 @@ class _Nothing(GraphPass):
         ),
         ([_noting("p", [], needs="insert_gathers")], "'p' has needs='insert_gathers'"),
         ([_noting("p", [], changes=None)], "'p' has changes=None"),
+        ([_noting("p", [], uuid=lambda: "v1")], "uuid of pass 'p' is a key"),
         ([_noting("chain_reductions", [])], "a pass is named 'chain_reductions'"),
     ],
 )
@@ -155,7 +157,7 @@ def test_nothing_is_compiled_ahead_with_a_pass_without_a_key():
 def test_the_example_of_the_document_runs(tmp_path):
     text = (ROOT / "docs" / "passes.md").read_text()
     code = re.search(r"```python\n(import torch\n.*?)```", text, re.DOTALL)[1]
-    assert len(code.splitlines()) <= 42
+    assert len(code.splitlines()) <= 44
     module = types.ModuleType("example")
     module.__file__ = str(tmp_path / "example.py")
     (tmp_path / "example.py").write_text(code)
@@ -166,8 +168,31 @@ def test_the_example_of_the_document_runs(tmp_path):
         end()
 
 
-def test_the_document_has_all_invariants():
+@needs_a_job
+def test_the_other_passes_of_the_document_run():
     text = (ROOT / "docs" / "passes.md").read_text()
+    code = re.search(r"```python\n(@graph_pass.*?)```", text, re.DOTALL)[1]
+    schema = "(Tensor x) -> Tensor"
+    tanh = torch.library.custom_op("mylib::tanh", torch.tanh, mutates_args=(), schema=schema)
+    tanh.register_fake(torch.empty_like)
+    names = {"graph_pass": graph_pass, "torch": torch, "fx": fx}
+    exec(code, names)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    reference = copy.deepcopy(model)
+    fully_shard(model)
+    passes = [names["tanh_as_mine"], names["halve_gradients"]]
+    with capture_graphs() as graphs:
+        run = torch.compile(model, backend="zero3", options={"inductor": False, "passes": passes})
+        run(batch_of(2, 4)).sum().backward()
+    reference(batch_of(2, 4)).sum().backward()
+    assert "mylib.tanh(" in graphs.forward[0].text
+    for sharded, whole in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(sharded.grad.full_tensor(), whole.grad / 2)
+
+
+def test_the_document_has_all_invariants():
+    text = (ROOT / "docs" / "passes.md").read_text().partition("| invariant | promise |")[2]
+    text = text.partition("\n\n")[0]
     assert re.findall(r"^\| `(\w+)` \| ([^|]+) \|$", text, re.MULTILINE) == [
         (name, promise) for name, (promise, _) in INVARIANTS.items()
     ]

@@ -179,7 +179,13 @@ def check_passes(passes: Sequence[Any]) -> None:
     names = [each.name for each in passes]
     for each in passes:
         if names.count(each.name) > 1:
-            raise ValueError(f"option 'passes' has two passes named '{each.name}'")
+            raise ValueError(
+                f"option 'passes' has two passes named '{each.name}': override the property 'name'"
+            )
+        if callable(each.uuid()):
+            raise ValueError(
+                f"uuid of pass '{each.name}' is a key, such as a string, and no function"
+            )
         if any(each.name in ours for ours in PASSES.values()):
             raise ValueError(f"a pass is named '{each.name}', as one of this library is")
         _check(each, passes)

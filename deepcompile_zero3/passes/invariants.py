@@ -115,7 +115,7 @@ def _kept(graph: Rewritten, before: State) -> Iterator[Violation]:
     for node in graph.may_keep:
         is_kept = node in kept
         if "insert_gathers" in graph.ran and is_kept != (node in before.kept):
-            yield "its mark has changed, and the gathers were inserted already", node
+            yield "its mark has changed, which is too late: after='choose_kept' is the place", node
         if not is_kept and node.meta[PARAMETER].reshard_after_forward is False:
             yield "it has reshard_after_forward=False, and is not kept", node
 
@@ -177,7 +177,9 @@ def _same_gathers(graph: Rewritten, before: State) -> Iterator[Violation]:
     was = sorted(each for gather in before.gathers for each in gather)
     now = sorted(each for gather in gathers_of(graph) for each in gather)
     if was != now:
-        yield f"{_listed(was) or 'none'} were gathered, and {_listed(now) or 'none'} are", None
+        missing = [each for each in was if each not in now]
+        more = [each for each in now if each not in was or now.count(each) > was.count(each)]
+        yield f"missing: {_listed(missing) or 'none'}; new: {_listed(more) or 'none'}", None
 
 
 @_invariant("gathers stay in their order and their buckets")

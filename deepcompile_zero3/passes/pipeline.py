@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -232,7 +233,11 @@ class _Run:
         try:
             result: Any = each(self._gm, self._facts)  # type: ignore[func-returns-value]
         except Exception as error:  # torch shows no more of it than the text
-            raise Zero3Error(f"{where} raised {type(error).__name__}: {error}") from error
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            raise Zero3Error(
+                f"{where} raised {type(error).__name__}: {error} (in {last.name}, "
+                f"{last.filename}:{last.lineno})"
+            ) from error
         if result is not None:
             raise Zero3Error(
                 f"{where} returned a {type(result).__name__}: it changes the graph and returns None"

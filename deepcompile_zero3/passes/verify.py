@@ -7,6 +7,7 @@ promise and the node.
 from collections.abc import Collection
 
 from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.passes.graph_pass import MAY_CHANGE
 from deepcompile_zero3.passes.invariants import INVARIANTS
 from deepcompile_zero3.passes.rewritten import Rewritten, State, at
 
@@ -51,7 +52,12 @@ class Verifier:
             broken = next(violations(self._graph, self._before), None)
             if broken is not None:
                 text, node = broken
+                hint = (
+                    f". If this is meant: changes=({invariant!r},)"
+                    if invariant in MAY_CHANGE
+                    else ""
+                )
                 raise Zero3Error(
                     f"pass '{name}' broke '{invariant}' in the {self._direction} graph: {text}"
-                    f"{at(node)}. The promise is: {promise}"
+                    f"{at(node)}. The promise is: {promise}{hint}"
                 )

@@ -55,7 +55,8 @@ def changes_of(name: str) -> list[CapturedPass]:
     name = passes[0].name if passes else name
     if not passes and not any(name in names for names in PASSES.values()):
         known = dict.fromkeys(each for names in PASSES.values() for each in names)
-        raise Zero3Error(f"no pass '{name}': there are {', '.join(known)}, or FILE.py:NAME")
+        what = "name a pass in it" if name.endswith(".py") else f"there are {', '.join(known)}"
+        raise Zero3Error(f"no pass '{name}': {what}, or FILE.py:NAME")
     call = {"input": torch.ones(2, 8)}
     with fake_model(_layers, call, 2, 1, None) as model:
         traced = trace(model, call)
