@@ -9,10 +9,8 @@ import models
 import pytest
 import torch
 from one_rank import needs_a_job, one_rank  # noqa: F401
-from partitioners import DefaultPartition
 from torch import fx
 from torch._dynamo.exc import BackendCompilerFailed
-from torch.utils.checkpoint import checkpoint
 
 from deepcompile_zero3 import Zero3Error, capture_graphs, fully_shard, graph_pass
 from deepcompile_zero3.graph.calls import graph_modules
@@ -480,23 +478,3 @@ def _removes_clones():
 
 def test_memory_that_ranks_share_is_not_returned(run_ranks):
     run_ranks(2, _removes_clones)
-
-
-class _DropsOut(torch.nn.Linear):
-    def forward(self, x):
-        return checkpoint(self._forward, x, use_reentrant=False)
-
-    def _forward(self, x):
-        return torch.nn.functional.dropout(super().forward(x), 0.5)
-
-
-def test_random_numbers_that_are_computed_again_are_no_broken_promise():
-    run = models.compiled(fully_shard(_DropsOut(4, 4)), "interpreted")
-    run(models.batch_of(2, 4)).sum().backward()
-
-
-def test_a_view_that_a_partitioner_saves_is_no_broken_promise():
-    model = models.layers_of(4, 4, 4)
-    pair = models.shard(model, model, reshard_after_forward=False)
-    config = {"custom_partitioner_fn": DefaultPartition("one")}
-    step(pair, inductor=True, inductor_config=config)

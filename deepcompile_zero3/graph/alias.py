@@ -20,14 +20,12 @@ def views_of(node: fx.Node) -> set[fx.Node]:
 def base_of(node: fx.Node) -> fx.Node:
     """Returns the node that owns the memory of ``node``.
 
-    If that is an operator with several results, returns the first ``getitem`` of the result in
-    question.
+    If that is an operator with several results, returns the ``getitem`` of the result in question.
     """
     while is_view(node):
         source = node.all_input_nodes[0]
         if node.target is operator.getitem and not is_view(source):
-            equal = (user for user in source.users if user.target is operator.getitem)
-            return next(user for user in equal if user.args == node.args)
+            break
         node = source
     return node
 

@@ -13,12 +13,18 @@ from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.runtime import REDUCTIONS, WAITS, ops
 from deepcompile_zero3.torch_internals import compiler
 
-_OF_PLACEHOLDERS = (ops.all_gather_start.default, *WAITS, *REDUCTIONS)
+_OF_PLACEHOLDERS = (ops.all_gather_start.default, *WAITS)
 
 
-def only_identifies(user: fx.Node) -> bool:
-    """Returns whether ``user`` only knows the parameter by its placeholder, and reads nothing."""
-    return user.target in _OF_PLACEHOLDERS or PARAMETER in user.meta
+def reads(user: fx.Node, placeholder: fx.Node) -> bool:
+    """Returns whether ``user`` reads the parameter, and does not just know it by ``placeholder``.
+
+    A reduction may get a parameter as a gradient, or as a factor of one.
+    """
+    if user.target in REDUCTIONS:
+        given: Any = user.args[0]
+        return placeholder in (given if isinstance(given, list | tuple) else (given,))
+    return user.target not in _OF_PLACEHOLDERS and PARAMETER not in user.meta
 
 
 def insert_gathers(
@@ -48,7 +54,7 @@ def insert_gathers(
     places = []
     place = graph.output_node()
     for bucket in reversed(buckets):
-        uses = [user for node in bucket for user in node.users if not only_identifies(user)]
+        uses = [user for node in bucket for user in node.users if reads(user, node)]
         place = min([place, *uses], key=order.__getitem__)
         places.append(place)
     places.reverse()
@@ -164,5 +170,8 @@ def _replace(placeholder: fx.Node, full: fx.Node, keep: bool) -> None:
         if user.target is ops.unshard.default:
             user.replace_all_uses_with(full)
             user.graph.erase_node(user)
-        elif not only_identifies(user) and (keep or user.op != "output"):
+        elif user.target in REDUCTIONS and reads(user, placeholder):
+            put_in: Any = fx.map_arg(user.args[0], lambda n: full if n is placeholder else n)
+            user.update_arg(0, put_in)
+        elif reads(user, placeholder) and (keep or user.op != "output"):
             user.replace_input_with(placeholder, full)

@@ -178,6 +178,7 @@ def check_passes(passes: Sequence[Any]) -> None:
             )
     names = [each.name for each in passes]
     for each in passes:
+        _check_names(each)
         if names.count(each.name) > 1:
             raise ValueError(
                 f"option 'passes' has two passes named '{each.name}': override the property 'name'"
@@ -188,10 +189,11 @@ def check_passes(passes: Sequence[Any]) -> None:
             )
         if any(each.name in ours for ours in PASSES.values()):
             raise ValueError(f"a pass is named '{each.name}', as one of this library is")
-        _check(each, passes)
+    for each in passes:
+        _check_place(each, passes)
 
 
-def _check(each: GraphPass, passes: Sequence[GraphPass]) -> None:
+def _check_names(each: GraphPass) -> None:
     where = f"pass '{each.name}'"
     for what in ("graphs", "needs", "changes"):
         value = getattr(each, what)
@@ -207,6 +209,10 @@ def _check(each: GraphPass, passes: Sequence[GraphPass]) -> None:
         raise ValueError(
             f"{where} has changes={each.changes!r}: a tuple of {', '.join(map(repr, MAY_CHANGE))}"
         )
+
+
+def _check_place(each: GraphPass, passes: Sequence[GraphPass]) -> None:
+    where = f"pass '{each.name}'"
     for direction in each.graphs:
         order = order_of(passes, direction)
         if each.after not in PASSES[direction]:

@@ -15,6 +15,7 @@ from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.graph.alias import base_of
 from deepcompile_zero3.graph.metadata import PARAMETER, formats_of
 from deepcompile_zero3.graph.peak import gathered_peak
+from deepcompile_zero3.passes.gather import reads
 from deepcompile_zero3.passes.partition import saved_for_backward
 from deepcompile_zero3.passes.rewritten import (
     Rewritten,
@@ -82,6 +83,8 @@ def _signature(graph: Rewritten, before: State) -> Iterator[Violation]:
         left = set(graph.inputs)
         gone = [node.name for node in before.inputs if node not in left]
         yield f"inputs were {'removed: ' + ', '.join(gone) if gone else 'added or moved'}", None
+    if graph.output is not before.output:
+        yield "the output node was replaced: change its arguments", graph.output
     if not isinstance(graph.output.args[0], list | tuple):
         yield "it returns one node, and returned a list", graph.output
         return
@@ -103,7 +106,7 @@ def _regions(graph: Rewritten, before: State) -> Iterator[Violation]:
         yield "inputs or results of a graph that it calls have changed", None
     for region in graph.regions:
         for node in region.graph.nodes:
-            if node.target in _COLLECTIVES:
+            if node.target in _COLLECTIVES and node not in before.targets:
                 yield "a collective is in a graph that is called", node
 
 
@@ -159,7 +162,8 @@ def _gathers_before_reads(graph: Rewritten, before: State) -> Iterator[Violation
         if facts is None or not facts.is_gathered:
             continue
         for user in node.users:
-            if user.op != "output" and user.target not in (*_COLLECTIVES, saved_for_backward):
+            is_marker = user.op == "output" or user.target is saved_for_backward
+            if not is_marker and (reads(user, node) or user.target not in _COLLECTIVES):
                 yield f"'{facts.fqn}' is read by its placeholder, which has no data", user
     for position, (result, was) in enumerate(zip(graph.results, before.results, strict=True)):
         if result is was or position in graph.saved or not isinstance(result, fx.Node):
@@ -238,7 +242,7 @@ def _reductions_once(graph: Rewritten, before: State) -> Iterator[Violation]:
             yield f"the gradient of '{fqn}' is not reduced", None
 
 
-@_invariant("a gradient reaches its reduction as it was computed: the runtime casts and scales it")
+@_invariant("a reduction gets the nodes that it got: the runtime casts and scales a gradient")
 def _gradients(graph: Rewritten, before: State) -> Iterator[Violation]:
     for node in graph.reductions if before.reduced else []:
         fqn = fqn_of(node)
@@ -259,7 +263,8 @@ def _reduction_order(graph: Rewritten, before: State) -> Iterator[Violation]:
 @_invariant("each reduction takes the token of the one before it, so that no scheduler swaps them")
 def _reductions_are_chained(graph: Rewritten, before: State) -> Iterator[Violation]:
     last = None
-    for node in graph.reductions if "chain_reductions" in graph.ran else []:
+    reductions = [node for node in graph.gm.graph.nodes if node.target in REDUCTIONS]
+    for node in reductions if "chain_reductions" in graph.ran else []:
         if last is not None and (len(node.args) < 3 or node.args[2] is not last):
             yield f"it does not take the token of the reduction before it, '{last.name}'", node
         last = node
@@ -283,14 +288,14 @@ def _frees_gathered(graph: Rewritten, before: State) -> Iterator[Violation]:
 
 @_invariant("a pass writes to nothing that was there before it, nor to inputs of graphs it calls")
 def _no_writes(graph: Rewritten, before: State) -> Iterator[Violation]:
-    origin = graph.origins()
     for gm in (graph.gm, *graph.regions):
         for node in gm.graph.nodes:
-            if before.targets.get(node) == node.target:
+            written = writes_of(node)
+            if not written or before.writes.get(node) == written:
                 continue
-            for each in writes_of(node):
+            for each in written:
                 if each in before.targets or each.op == "placeholder":
-                    yield f"{described(origin(each) or each)} is written to", node
+                    yield f"{described(graph.origins()(each) or each)} is written to", node
 
 
 @_invariant("no result that is not saved shares memory that ranks share")

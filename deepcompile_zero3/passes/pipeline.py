@@ -47,13 +47,14 @@ from deepcompile_zero3.passes.results import (
 from deepcompile_zero3.passes.rewritten import Rewritten
 from deepcompile_zero3.passes.verify import Verifier
 from deepcompile_zero3.passes.widen import widen_weight_gradients
+from deepcompile_zero3.runtime import REDUCTIONS
 from deepcompile_zero3.torch_internals import compiler
 
 _Key = TypeVar("_Key")
 
 # The invariants that passes of this library give up.
 _CHANGES = {
-    "insert_gathers": ("gathered_peak",),
+    "insert_gathers": ("gradients",),  # a parameter may be a gradient, or a factor of one
     "insert_reduces": ("signature",),  # None takes the place of a gradient
     "widen_weight_gradients": ("gradients",),
     "move_products_out": ("regions",),
@@ -98,13 +99,13 @@ class Pipeline:
     def settings(self) -> tuple:
         """Inputs of the passes besides the graph."""
         numbers = self._bucket_bytes, self._keep_bytes, self._fp32_weight_grads
-        keys = [each.declared for each in self.passes]
+        keys = [each.declared for each in self.passes if self.inputs]
         return self.inputs, sorted(self.metadata), *numbers, keys
 
     @property
     def may_be_stored(self) -> bool:
         """Whether caches may hold what the passes make of a graph."""
-        return not without_key(self.passes)
+        return not (self.inputs and without_key(self.passes))
 
     def __call__(self, graph_module: fx.GraphModule, is_backward: bool) -> None:
         """Rewrites a graph. Called for the forward first, then for its backward."""
@@ -197,8 +198,10 @@ class Pipeline:
         passes = [each for each in self.passes if self.inputs and direction in each.graphs]
         results: Any = gm.graph.output_node().args[0]
         reduced = {f.fqn: f for i, f in gradients.items() if results[i] is not None}
-        rewritten = Rewritten(gm, reduced, gradients.keys(), may_keep, saved, [])
-        return _Run(gm, facts, passes, Verifier(rewritten, direction, bool(passes)))
+        early = {node for node in gm.graph.nodes if node.target in REDUCTIONS}
+        graph = Rewritten(gm, reduced, gradients.keys(), may_keep, saved, early, [])
+        verifier = Verifier(graph, direction, bool(passes)) if self.inputs else None
+        return _Run(gm, facts, passes, verifier)
 
 
 class _Run:
@@ -209,7 +212,7 @@ class _Run:
         gm: fx.GraphModule,
         facts: GraphFacts,
         passes: Sequence[GraphPass],
-        verifier: Verifier,
+        verifier: Verifier | None,
     ) -> None:
         self._gm = gm
         self._facts = facts
@@ -221,12 +224,16 @@ class _Run:
         """The block is the pass ``name``; behind it run the user's that follow it."""
         with capture_pass(self._gm, name, self._facts.direction):
             yield
-            self._verifier.check(name, _CHANGES.get(name, ()))
+            self._check(name, (*_CHANGES.get(name, ()), "gathered_peak"))
         for each in self._passes:
             if each.after == name:
                 with capture_pass(self._gm, each.name, self._facts.direction):
                     self._apply(each)
-                    self._verifier.check(each.name, each.changes)
+                    self._check(each.name, each.changes)
+
+    def _check(self, name: str, changes: Collection[str]) -> None:
+        if self._verifier is not None:
+            self._verifier.check(name, changes)
 
     def _apply(self, each: GraphPass) -> None:
         where = f"pass '{each.name}' over the {self._facts.direction} graph"
@@ -290,7 +297,13 @@ def saved_outputs(graph: fx.Graph) -> set[fx.Node]:
 def _saved_positions(output: fx.Node) -> set[int]:
     """Returns the positions of a forward's outputs that are saved for backward."""
     results: Any = output.args[0]
-    return set(range(output.meta.get(FIRST_SAVED, len(results)), len(results)))
+    if FIRST_SAVED in output.meta:
+        return set(range(output.meta[FIRST_SAVED], len(results)))
+    return {  # of a graph without parameters, which another partitioner made
+        position
+        for position, description in enumerate(output.meta.get("desc", ()))
+        if isinstance(description, compiler.SAVED_OUTPUTS)
+    }
 
 
 def find_parameters(

@@ -27,6 +27,8 @@ class Rewritten:
         gradient_positions: positions of these gradients among its results.
         may_keep: inputs that it may keep gathered for backward.
         saved: positions of its results that are saved for backward.
+        early: reductions that the graph had before the first pass: AOTAutograd differentiates an
+            ``unshard`` that was not lifted.
         ran: names of the passes that have run, the latest one last.
         changes: invariants that this one gives up.
     """
@@ -36,6 +38,7 @@ class Rewritten:
     gradient_positions: Collection[int]
     may_keep: Collection[fx.Node]
     saved: Collection[int]
+    early: Collection[fx.Node]
     ran: list[str]
     changes: Collection[str] = ()
 
@@ -63,8 +66,9 @@ class Rewritten:
 
     @property
     def reductions(self) -> list[fx.Node]:
-        """The reductions, in order."""
-        return [node for node in self.gm.graph.nodes if node.target in REDUCTIONS]
+        """The reductions that are not early, in order."""
+        nodes = (node for node in self.gm.graph.nodes if node.target in REDUCTIONS)
+        return [node for node in nodes if node not in self.early]
 
     @property
     def kept(self) -> set[fx.Node]:
@@ -101,7 +105,9 @@ class State(NamedTuple):
 
     Attributes:
         targets: what its nodes call, and those of the regions that it calls.
+        writes: the nodes that each operator wrote to, if it wrote.
         inputs: its inputs.
+        output: the node that returned its results.
         results: what it returned.
         kinds: texts of these results' dtypes and shapes, or what else they were.
         origins: the placeholder of the parameter that each result is a view of, if any.
@@ -113,7 +119,9 @@ class State(NamedTuple):
     """
 
     targets: Mapping[fx.Node, Any]
+    writes: Mapping[fx.Node, list[fx.Node]]
     inputs: list[fx.Node]
+    output: fx.Node
     results: list[Any]
     kinds: list[str]
     origins: list[fx.Node | None]
@@ -128,9 +136,12 @@ class State(NamedTuple):
         """Returns the state of a graph as it is now."""
         results = graph.results
         reductions = graph.reductions if "insert_reduces" in graph.ran else None
+        nodes = [node for gm in (graph.gm, *graph.regions) for node in gm.graph.nodes]
         return State(
-            {node: node.target for gm in (graph.gm, *graph.regions) for node in gm.graph.nodes},
+            {node: node.target for node in nodes},
+            {node: written for node in nodes if (written := writes_of(node))},
             graph.inputs,
+            graph.output,
             results,
             list(map(kind_of, results)),
             list(map(graph.origins(), results)),
@@ -156,6 +167,7 @@ def kind_of(result: Any) -> str:
 def kinds_of_region(region: fx.GraphModule) -> list[str]:
     """Returns the kinds of a region's inputs and results."""
     results: Any = region.graph.output_node().args[0]
+    results = results if isinstance(results, list | tuple) else [results]
     return [kind_of(each) for each in (*region.graph.find_nodes(op="placeholder"), None, *results)]
 
 

@@ -66,7 +66,7 @@ class ShardedLeaf:
         """Takes ``shard``, as it is now, for the shard of the parameter."""
         own(shard)  # torch may have loaded another DTensor
         for name, attribute in self.attributes.items():
-            shard.__dict__.setdefault(name, attribute)
+            self.attributes[name] = shard.__dict__.setdefault(name, attribute)
         self.latest = shard
         self.local = torch_internals.local_tensor(shard)
 
