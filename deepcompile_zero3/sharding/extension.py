@@ -153,6 +153,11 @@ class Extension:
         self._takes = 0  # number of arguments of its fsdp_pre_all_gather
         self._served: set[Payload] = set()
 
+    @property
+    def is_prepared(self) -> bool:
+        """Whether a graph may read the payloads and the metadata; eager code keeps no metadata."""
+        return self._traced is not None
+
     @torch.inference_mode(False)
     @torch.no_grad()
     def take(self, local: Any) -> Any:

@@ -148,6 +148,6 @@ def _prepare(placeholder: torch.Tensor) -> str:
         return ""  # its model was deleted: running the graph tells
     with contextlib.suppress(Zero3Error):
         parameter.prepare_forward()
-    if parameter.extension is not None and not parameter.extension.payloads:
+    if parameter.extension is not None and not parameter.extension.is_prepared:
         parameter.extension.prepare_graph(parameter.leaf.local)
     return parameter.leaf_contract
