@@ -13,7 +13,7 @@ from torch import fx
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.graph.alias import base_of
-from deepcompile_zero3.graph.metadata import PARAMETER, formats_of
+from deepcompile_zero3.graph.metadata import PARAMETER, formats_of, fqns_of
 from deepcompile_zero3.graph.peak import gathered_peak
 from deepcompile_zero3.passes.gather import reads
 from deepcompile_zero3.passes.partition import saved_for_backward
@@ -21,10 +21,10 @@ from deepcompile_zero3.passes.rewritten import (
     Rewritten,
     State,
     described,
-    fqn_of,
     gathers_of,
     kind_of,
     kinds_of_region,
+    reductions_in,
     sources_of,
     writes_of,
 )
@@ -245,7 +245,7 @@ def _reductions_once(graph: Rewritten, before: State) -> Iterator[Violation]:
 @_invariant("a reduction gets the nodes that it got: the runtime casts and scales a gradient")
 def _gradients(graph: Rewritten, before: State) -> Iterator[Violation]:
     for node in graph.reductions if before.reduced else []:
-        fqn = fqn_of(node)
+        fqn = fqns_of(node)[0]
         was, now = (before.reduced or {}).get(fqn), sources_of(node)
         if was is None or was == now:
             continue
@@ -255,7 +255,7 @@ def _gradients(graph: Rewritten, before: State) -> Iterator[Violation]:
 
 @_invariant("reductions stay in their order")
 def _reduction_order(graph: Rewritten, before: State) -> Iterator[Violation]:
-    reduced = [fqn_of(node) for node in graph.reductions]
+    reduced = [fqns_of(node)[0] for node in graph.reductions]
     if before.reduced is not None and reduced != list(before.reduced):
         yield f"reductions were {', '.join(before.reduced)}, and are {', '.join(reduced)}", None
 
@@ -263,8 +263,7 @@ def _reduction_order(graph: Rewritten, before: State) -> Iterator[Violation]:
 @_invariant("each reduction takes the token of the one before it, so that no scheduler swaps them")
 def _reductions_are_chained(graph: Rewritten, before: State) -> Iterator[Violation]:
     last = None
-    reductions = [node for node in graph.gm.graph.nodes if node.target in REDUCTIONS]
-    for node in reductions if "chain_reductions" in graph.ran else []:
+    for node in reductions_in(graph.gm.graph) if "chain_reductions" in graph.ran else []:
         if last is not None and (len(node.args) < 3 or node.args[2] is not last):
             yield f"it does not take the token of the reduction before it, '{last.name}'", node
         last = node

@@ -44,10 +44,9 @@ from deepcompile_zero3.passes.results import (
     keep_strides_of_regions,
     move_products_out,
 )
-from deepcompile_zero3.passes.rewritten import Rewritten
+from deepcompile_zero3.passes.rewritten import Rewritten, reductions_in
 from deepcompile_zero3.passes.verify import Verifier
 from deepcompile_zero3.passes.widen import widen_weight_gradients
-from deepcompile_zero3.runtime import REDUCTIONS
 from deepcompile_zero3.torch_internals import compiler
 
 _Key = TypeVar("_Key")
@@ -144,8 +143,7 @@ class Pipeline:
         with run("drop_saved_markers"):
             drop_saved_markers(graph_module)
         with run("clone_returned_views"):
-            saved = _saved_positions(graph_module.graph.output_node())
-            clone_returned_views(graph_module, saved)
+            clone_returned_views(graph_module, run.facts.saved)
         return run
 
     def _rewrite_backward(self, graph_module: fx.GraphModule) -> "_Run":
@@ -192,14 +190,14 @@ class Pipeline:
         by_fqn = MappingProxyType({facts.fqn: facts for facts in parameters})
         names = frozenset(node.meta[PARAMETER].fqn for node in may_keep)
         saved = _saved_positions(gm.graph.output_node()) if direction == "forward" else set()
-        known = by_fqn, names, frozenset(saved)
-        facts = GraphFacts(direction, *known, self._bucket_bytes, self._keep_bytes)
+        limits = self._bucket_bytes, self._keep_bytes
+        facts = GraphFacts(direction, by_fqn, names, frozenset(saved), *limits)
         # A graph without parameters is compiled as by Inductor alone, and cached so.
         passes = [each for each in self.passes if self.inputs and direction in each.graphs]
         results: Any = gm.graph.output_node().args[0]
         reduced = {f.fqn: f for i, f in gradients.items() if results[i] is not None}
-        early = {node for node in gm.graph.nodes if node.target in REDUCTIONS}
-        graph = Rewritten(gm, reduced, gradients.keys(), may_keep, saved, early, [])
+        early = set(reductions_in(gm.graph))
+        graph = Rewritten(gm, reduced, gradients.keys(), may_keep, facts.saved, early, [])
         verifier = Verifier(graph, direction, bool(passes)) if self.inputs else None
         return _Run(gm, facts, passes, verifier)
 
@@ -215,19 +213,19 @@ class _Run:
         verifier: Verifier | None,
     ) -> None:
         self._gm = gm
-        self._facts = facts
+        self.facts = facts
         self._passes = passes
         self._verifier = verifier
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """The block is the pass ``name``; behind it run the user's that follow it."""
-        with capture_pass(self._gm, name, self._facts.direction):
+        with capture_pass(self._gm, name, self.facts.direction):
             yield
             self._check(name, (*_CHANGES.get(name, ()), "gathered_peak"))
         for each in self._passes:
             if each.after == name:
-                with capture_pass(self._gm, each.name, self._facts.direction):
+                with capture_pass(self._gm, each.name, self.facts.direction):
                     self._apply(each)
                     self._check(each.name, each.changes)
 
@@ -236,9 +234,9 @@ class _Run:
             self._verifier.check(name, changes)
 
     def _apply(self, each: GraphPass) -> None:
-        where = f"pass '{each.name}' over the {self._facts.direction} graph"
+        where = f"pass '{each.name}' over the {self.facts.direction} graph"
         try:
-            result: Any = each(self._gm, self._facts)  # type: ignore[func-returns-value]
+            result: Any = each(self._gm, self.facts)  # type: ignore[func-returns-value]
         except Exception as error:  # torch shows no more of it than the text
             last = traceback.extract_tb(error.__traceback__)[-1]
             raise Zero3Error(

@@ -10,7 +10,7 @@ from torch import fx
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.graph.alias import base_of
 from deepcompile_zero3.graph.calls import graph_modules
-from deepcompile_zero3.graph.metadata import KEEP, KEPT_OF, PARAMETER, formats_of
+from deepcompile_zero3.graph.metadata import KEEP, KEPT_OF, PARAMETER, formats_of, fqns_of
 from deepcompile_zero3.graph.peak import gathered_items, gathered_peak
 from deepcompile_zero3.graph.text import node_text
 from deepcompile_zero3.passes.facts import ParameterFacts
@@ -67,8 +67,7 @@ class Rewritten:
     @property
     def reductions(self) -> list[fx.Node]:
         """The reductions that are not early, in order."""
-        nodes = (node for node in self.gm.graph.nodes if node.target in REDUCTIONS)
-        return [node for node in nodes if node not in self.early]
+        return [node for node in reductions_in(self.gm.graph) if node not in self.early]
 
     @property
     def kept(self) -> set[fx.Node]:
@@ -98,6 +97,11 @@ class Rewritten:
             return placeholder if is_parameter and placeholder.op == "placeholder" else None
 
         return origin
+
+
+def reductions_in(graph: fx.Graph) -> list[fx.Node]:
+    """Returns all reductions of a graph, in order."""
+    return [node for node in graph.nodes if node.target in REDUCTIONS]
 
 
 class State(NamedTuple):
@@ -148,7 +152,9 @@ class State(NamedTuple):
             graph.kept,
             list(map(kinds_of_region, graph.regions)),
             gathers_of(graph) if "insert_gathers" in graph.ran else None,
-            None if reductions is None else {fqn_of(each): sources_of(each) for each in reductions},
+            None
+            if reductions is None
+            else {fqns_of(each)[0]: sources_of(each) for each in reductions},
             gathered_peak(graph.gm.graph) if with_peak else 0,
         )
 
@@ -173,19 +179,7 @@ def kinds_of_region(region: fx.GraphModule) -> list[str]:
 
 def gathers_of(graph: Rewritten) -> list[list[tuple[str, str]]]:
     """Returns the FQN and the format of the parameters of each gather, in order."""
-    result = []
-    for start in graph.starts:
-        placeholders: Any = start.args[0]
-        fqns = [node.meta[PARAMETER].fqn for node in placeholders]
-        result.append(list(zip(fqns, formats_of(start), strict=True)))
-    return result
-
-
-def fqn_of(reduction: fx.Node) -> str:
-    """Returns the FQN of the parameter whose gradient is reduced."""
-    placeholder: Any = reduction.args[1]
-    fqn: str = placeholder.meta[PARAMETER].fqn
-    return fqn
+    return [list(zip(fqns_of(start), formats_of(start), strict=True)) for start in graph.starts]
 
 
 def sources_of(reduction: fx.Node) -> tuple[Any, ...]:
