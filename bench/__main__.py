@@ -11,6 +11,7 @@ python -m bench optimizers                               # steps of Muon and Ada
 python -m bench agreement -w B,deep                      # how long ranks take to agree on gradients
 python -m bench gpu                                      # on a GPU: kernels, a step, what overlaps
 python -m bench plan -w A,B --ranks 1 2                  # predicted steps beside measured ones
+python -m bench offload --shape small                    # training with less memory than it takes
 python -m bench table build/bench/*.json                 # earlier results
 """
 
@@ -34,6 +35,7 @@ from rich.console import Console
 from rich.progress import track
 
 from bench import gpu, optimizers, planning, report
+from bench import offload as offloading
 from bench import overhead as small
 from bench import primitives as gloo
 from bench.ablations import ABLATIONS
@@ -211,6 +213,19 @@ def plan(args: argparse.Namespace) -> None:
     print("\n".join(lines))
 
 
+def offload(args: argparse.Namespace) -> None:
+    """Trains with a budget of memory, and what exceeds it in a file, beside training in memory."""
+    written, read = offloading.bandwidth(args.folder)
+    rows = []
+    given = args.shape, args.budget_mb, args.folder, args.cgroup, args.rounds
+    for row in offloading.compare(*given):
+        rows.append(row)
+        console.print(row[0])
+    print(f"`{_command()}`, {_machine('2 ranks')}, {_now()}\n")
+    print(offloading.table(rows))
+    print(f"\nThe disk: {written / 1e9:.2f} GB/s written, {read / 1e9:.2f} GB/s read.")
+
+
 def table(args: argparse.Namespace) -> None:
     """Prints results from files."""
     for path in args.files:
@@ -308,6 +323,13 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--output", type=Path, default=Path("build/bench"), help="folder of results (build/bench)"
     )
+    files = parts.add_parser("offload", help=offload.__doc__)
+    files.add_argument("--shape", choices=offloading.SHAPES, default="small", help="of the Llama")
+    files.add_argument("--budget-mb", type=float, default=0.0, help="memory_budget_mb (default: 0)")
+    files.add_argument("--folder", default=".", help="on the disk to offload to")
+    files.add_argument("--cgroup", help="folder of a control group, with the limit to train in")
+    files.add_argument("--rounds", type=int, default=3, help="measured steps")
+    files.set_defaults(run=offload, malloc="default")
     raw = parts.add_parser("primitives", help=primitives.__doc__)
     raw.add_argument("--ranks", type=int, default=2)
     raw.add_argument("--malloc", choices=["default", "tuned"], default="default")

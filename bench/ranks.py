@@ -174,15 +174,20 @@ class Training:
         return microseconds / 1e6, cost.wall
 
     def memory(self) -> Memory:
-        fields: dict[str, str] = {}
-        for path in ("/proc/self/status", "/proc/self/smaps_rollup"):
-            with open(path) as file:
-                fields.update(line.split(":", 1) for line in file if ":" in line)
-        names = ("VmRSS", "VmHWM", "Pss")
-        memory = Memory(*(int(fields[name].split()[0]) * 1024 for name in names))
-        with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")  # resets the peak
-        return memory
+        return memory_of_this_process()
+
+
+def memory_of_this_process() -> Memory:
+    """Returns the memory of this process, and begins a new peak."""
+    fields: dict[str, str] = {}
+    for path in ("/proc/self/status", "/proc/self/smaps_rollup"):
+        with open(path) as file:
+            fields.update(line.split(":", 1) for line in file if ":" in line)
+    names = ("VmRSS", "VmHWM", "Pss")
+    memory = Memory(*(int(fields[name].split()[0]) * 1024 for name in names))
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # resets the peak
+    return memory
 
 
 def join(rank: int, world_size: int, store: str, device: str = "cpu") -> None:

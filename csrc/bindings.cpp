@@ -16,6 +16,7 @@
 #include "support/grad_dtype.h"
 #include "support/heap.h"
 #include "support/memory.h"
+#include "tier/bindings.h"
 #include "transport/bindings.h"
 #include "transport/transport.h"
 
@@ -98,6 +99,7 @@ void check_python_signals() {
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  bind_tiers(m);
   bind_transports(m);
   bind_parameters(m);
 

@@ -4,7 +4,6 @@
 
 #include <ATen/core/enum_tag.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
@@ -12,7 +11,6 @@
 #include <algorithm>
 #include <array>
 #include <mutex>
-#include <unordered_map>
 #include <vector>
 
 #include "gather/gather.h"
@@ -21,6 +19,7 @@
 #include "support/autograd.h"
 #include "support/error.h"
 #include "support/grad_dtype.h"
+#include "support/in_flight.h"
 #include "support/memory.h"
 
 namespace zero3 {
@@ -34,54 +33,13 @@ std::function<void(const Tensor& placeholder)> prepare_unshard;
 // no scheduler can swap two of them on one rank.
 Tensor token(const Tensor& like) { return at::empty({0}, like.options()); }
 
-// Started gathers, by number. Each belongs to the handle that all_gather_start returned.
-class StartedGathers {
- public:
-  static StartedGathers& get() {
-    static auto& started = *new StartedGathers;  // never destroyed: handles may outlive statics
-    return started;
-  }
-
-  Tensor add(std::unique_ptr<Gather> gather) {
-    struct Owner {
-      explicit Owner(std::unique_ptr<Gather> g) : gather(std::move(g)) {}
-      ~Owner() { StartedGathers::get().remove(number); }
-      int64_t number = 0;
-      int64_t shown = 0;  // the handle's memory, which a compiler may reuse
-      std::shared_ptr<Gather> gather;
-    };
-    auto owner = std::make_shared<Owner>(std::move(gather));
-    {
-      std::lock_guard lock(mutex_);
-      owner->number = owner->shown = ++started_;
-      gathers_[owner->number] = owner->gather;
-    }
-    return at::from_blob(&owner->shown, {1}, [owner](void*) {}, at::kLong);
-  }
-
-  std::shared_ptr<Gather> find(const Tensor& handle) {
-    const bool is_handle =
-        handle.is_cpu() && handle.scalar_type() == at::kLong && handle.numel() == 1;
-    const int64_t number = is_handle ? handle.item<int64_t>() : 0;
-    std::lock_guard lock(mutex_);
-    auto found = gathers_.find(number);
-    auto gather = found == gathers_.end() ? nullptr : found->second.lock();
-    ZERO3_CHECK(gather,
-                "zero3::all_gather_wait and zero3::all_gather_views take what "
-                "zero3::all_gather_start returned");
-    return gather;
-  }
-
- private:
-  void remove(int64_t number) {
-    std::lock_guard lock(mutex_);
-    gathers_.erase(number);
-  }
-
-  std::mutex mutex_;
-  int64_t started_ = 0;
-  std::unordered_map<int64_t, std::weak_ptr<Gather>> gathers_;
-};
+std::shared_ptr<Gather> gather_of(const Tensor& handle) {
+  auto gather = InFlight<Gather>::get().find(handle);
+  ZERO3_CHECK(gather,
+              "zero3::all_gather_wait and zero3::all_gather_views take what "
+              "zero3::all_gather_start returned");
+  return gather;
+}
 
 // The token that orders what follows a wait.
 Tensor token_after(at::TensorList placeholders) {
@@ -94,7 +52,7 @@ Tensor all_gather_start(at::TensorList placeholders, const std::optional<Tensor>
                         std::string formats) {
   std::vector<ParameterPtr> parameters;
   for (auto& placeholder : placeholders) parameters.push_back(Registry::get().find(placeholder));
-  return StartedGathers::get().add(
+  return InFlight<Gather>::get().add(
       std::make_unique<Gather>(std::move(parameters), parse_formats(formats, placeholders.size())));
 }
 
@@ -102,7 +60,7 @@ Tensor all_gather_start(at::TensorList placeholders, const std::optional<Tensor>
 std::vector<Tensor> all_gather_wait(const Tensor& handle, at::TensorList placeholders,
                                     const std::optional<Tensor>& after) {
   const auto after_this = token_after(placeholders);
-  auto result = StartedGathers::get().find(handle)->finish_owned();
+  auto result = gather_of(handle)->finish_owned();
   result.push_back(after_this);
   return result;
 }
@@ -111,7 +69,7 @@ std::vector<Tensor> all_gather_wait(const Tensor& handle, at::TensorList placeho
 std::vector<Tensor> all_gather_views(const Tensor& handle, at::TensorList placeholders,
                                      const std::optional<Tensor>& after) {
   const auto after_this = token_after(placeholders);
-  auto result = StartedGathers::get().find(handle)->finish(/*fresh=*/false);
+  auto result = gather_of(handle)->finish(/*fresh=*/false);
   result.push_back(after_this);
   return result;
 }

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from deepcompile_zero3.sharding.checks import detect_nonfinite, gradient_norms
     from deepcompile_zero3.sharding.clip import clip_grad_norm_
     from deepcompile_zero3.sharding.defer import defer_reduction, deposit_grad
+    from deepcompile_zero3.sharding.file_offload import FileOffloadPolicy, OffloadStats
     from deepcompile_zero3.sharding.fsdp_functions import (
         register_fsdp_forward_method,
         share_comm_ctx,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from deepcompile_zero3.sharding.matrix_owners import MatrixOwners
     from deepcompile_zero3.sharding.module import Zero3Module
     from deepcompile_zero3.sharding.muon import Muon
+    from deepcompile_zero3.sharding.offload_optimizer import offload_optimizer
     from deepcompile_zero3.sharding.owned import Owned
     from deepcompile_zero3.sharding.quantized_gradients import quantize_gradients
     from deepcompile_zero3.sharding.step_in_backward import step_in_backward
@@ -65,6 +67,7 @@ __all__ = [
     "Collective",
     "CollectiveLog",
     "CompiledAhead",
+    "FileOffloadPolicy",
     "GraphFacts",
     "GraphPass",
     "MACHINES",
@@ -74,6 +77,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "Muon",
     "OffloadPolicy",
+    "OffloadStats",
     "Options",
     "Owned",
     "Plan",
@@ -92,6 +96,7 @@ __all__ = [
     "gradient_norms",
     "graph_pass",
     "limit_buffers",
+    "offload_optimizer",
     "plan",
     "quantize_gradients",
     "record_collectives",
@@ -110,6 +115,9 @@ __all__ = [
 _LATER = {
     "MixedPrecisionPolicy": "torch.distributed.fsdp",
     "OffloadPolicy": "torch.distributed.fsdp",
+    "FileOffloadPolicy": "deepcompile_zero3.sharding.file_offload",
+    "OffloadStats": "deepcompile_zero3.sharding.file_offload",
+    "offload_optimizer": "deepcompile_zero3.sharding.offload_optimizer",
     "Options": "deepcompile_zero3.options",
     "zero3": "deepcompile_zero3.backend",
     "CapturedGraph": "deepcompile_zero3.graph.capture",

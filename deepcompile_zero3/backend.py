@@ -26,6 +26,7 @@ from deepcompile_zero3.passes.contract import declare_grad_dtypes, forget_contra
 from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.passes.graph_pass import parse_options
 from deepcompile_zero3.passes.lift import attach, lift_unshards, uses_of
+from deepcompile_zero3.passes.offload import Offload
 from deepcompile_zero3.passes.partitioner import Partitioner
 from deepcompile_zero3.passes.pipeline import Pipeline, source_key
 from deepcompile_zero3.passes.regions import RegionFacts, outline_regions
@@ -253,15 +254,27 @@ def pipeline_of(
     metadata: Iterable[int] = (),
 ) -> Pipeline:
     """Returns the passes over a graph, whose ``inputs`` are known by position."""
-    return Pipeline(inputs, options, _keep_bytes(parameters, options), metadata)
+    offload = _offload(parameters)
+    return Pipeline(inputs, options, _keep_bytes(parameters, options), metadata, offload)
 
 
 def _keep_bytes(parameters: Collection[ShardedParameter], options: Options) -> float:
     """Returns a graph's share of ``keep_mb``: its parameters' share of the models' bytes."""
+    return options.keep_mb * 2**20 * share if (share := _share(parameters)) else 0.0
+
+
+def _offload(parameters: Collection[ShardedParameter]) -> Offload | None:
+    """Returns where a graph's saved tensors go, if the models have a budget of memory."""
+    memory = next((each.memory for each in map(owner_of, parameters) if each.memory), None)
+    return memory and Offload(int(memory.room * _share(parameters)), memory.tier.number)
+
+
+def _share(parameters: Collection[ShardedParameter]) -> float:
+    """Returns the share of the models' bytes that ``parameters`` have."""
     models = {parameter.model for parameter in parameters} - {None}
     whole = sum(model.nbytes for model in models if model is not None)
     mine = sum(parameter.nbytes for parameter in set(map(owner_of, parameters)))
-    return options.keep_mb * 2**20 * mine / whole if mine else 0.0
+    return mine / whole if mine else 0.0
 
 
 def _compile(

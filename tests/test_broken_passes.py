@@ -179,7 +179,12 @@ def swaps_gathers(n):
     n.all_gather_1.update_arg(0, [n._2_weight])
     n.all_gather_2.update_arg(0, [n._1_weight])
     n.gathered_1.args = (n.all_gather_2, [n._1_weight])
-    n.gathered_2.args = (n.all_gather_1, [n._2_weight])
+    n.gathered_2.args = (n.all_gather_1, [n._2_weight], *n.gathered_2.args[2:])
+
+
+@broken("gathers_are_chained", ".* before it, 'gathered_1', .* 'gathered_2 = zero3.all_gather_.*")
+def waits_without_the_token(n):
+    n.gathered_2.args = n.gathered_2.args[:2]
 
 
 @broken("gathers_are_chained", ".* the gather before it, 'all_gather', .* 'all_gather_1: .*")

@@ -11,6 +11,7 @@ LEVELS = {
     "transport": 3,
     "parameter": 2,
     "kernels": 1,
+    "tier": 1,
     "support": 0,
 }
 

@@ -302,8 +302,8 @@ def _graph():
 
 def test_a_function_chooses_and_graphs_say_it(run_ranks):
     for texts, eager, rounded_loss in run_ranks(2, _graph):
-        assert len(texts) == 4  # two blocks, forward and backward
-        assert all("'float8_e5m2/4'" in text or "float8_e5m2/4," in text for text in texts)
+        # Two blocks, forward and backward. Where ranks send messages, the blocks share a bucket.
+        assert sum(text.count("float8_e5m2/4") for text in texts) == 4
         assert eager != rounded_loss  # eager gathers in full
 
 

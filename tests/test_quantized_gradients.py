@@ -352,7 +352,7 @@ def test_explain_tells_formats_and_bytes(run_ranks):
 
 
 def _bad():
-    model, _ = shard(nn.Linear(12, 4))
+    model, _ = shard(nn.Linear(12, 4), transport="shared_memory")
     for arguments, message in [
         ((torch.int16,), "dtype must be one of torch.float8_e4m3fn"),
         ((torch.int8, {"block": 0}), "block must be an int of at least 1, got 0"),

@@ -6,6 +6,7 @@
 #include "support/error.h"
 #include "support/grad_dtype.h"
 #include "support/memory.h"
+#include "tier/file_tier.h"
 
 namespace zero3 {
 
@@ -81,6 +82,7 @@ ParameterPtr Parameter::quantized(const QuantizedFormat& format) {
   bytes->fqn = fqn;
   if (!in_backward() || !bytes->shard.defined() || version != shard_version()) {
     bytes->shard = quantize(shard, format);
+    finish_reading(shard);
     version = shard_version();
   }
   return bytes;

@@ -2,6 +2,7 @@
 #include "kernels/copy.h"
 #include "support/memory.h"
 #include "support/profiler_range.h"
+#include "tier/file_tier.h"
 #include "transport/gather_bucket.h"
 #include "transport/messages.h"
 
@@ -68,6 +69,7 @@ class MessageGather : public GatherBucket {
     }
     if (shared_numel_ > 0) pieces.push_back({shared_rows_.unbind(), kind + shared});
     send();
+    for (auto& parameter : parameters_) finish_reading(parameter->shard);
     record([this] { return collective(); });
   }
 

@@ -8,6 +8,7 @@
 #include "kernels/sum.h"
 #include "support/grad_dtype.h"
 #include "support/memory.h"
+#include "tier/file_tier.h"
 
 namespace zero3 {
 namespace {
@@ -106,6 +107,7 @@ void SharedMemory::publish(const Parameter& parameter, const at::Tensor& shard) 
     } else {
       mine.copy_(shard);
     }
+    finish_reading(shard);
   }
   gather_words.publish();
 }

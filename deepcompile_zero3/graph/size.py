@@ -29,3 +29,14 @@ def nbytes_in_memory(tensor: torch.Tensor) -> int:
     wrapper: Any = tensor
     names, _ = wrapper.__tensor_flatten__()
     return sum(nbytes_in_memory(getattr(wrapper, name)) for name in names)
+
+
+def hinted_nbytes_of(node: fx.Node) -> int:
+    """Returns the size in bytes of a tensor, with the example's sizes where they are symbols.
+
+    Returns 0 if the result of ``node`` is not a tensor, or its size depends on data.
+    """
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return 0
+    return (compiler.hint_of(value.numel()) or 0) * value.element_size()

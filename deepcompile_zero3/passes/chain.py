@@ -32,19 +32,18 @@ def chain_reductions(gm: fx.GraphModule) -> None:
 def chain_gathers(graph: fx.Graph) -> None:
     """Makes each gather depend on the one before it, for passes that move or merge gathers.
 
-    A start takes what comes ahead of it: the handle of a start or the token of a wait. A wait takes
-    the latest start ahead of it, so that no scheduler starts that gather later.
+    Each start and each wait takes what comes ahead of it: the handle of a start, or the token of a
+    wait. So no scheduler changes their order.
     """
-    started: Any = None
     after: Any = None
     tokens = []
     for node in list(graph.nodes):
         if node.target is ops.all_gather_start.default:
             if after is not None:
                 node.args = (node.args[0], after, *node.args[2:])
-            started = after = node
+            after = node
         elif node.target in WAITS:
-            ahead = () if started is node.args[0] else (started,)
+            ahead = () if after is node.args[0] else (after,)
             node.args = (*node.args[:2], *ahead)
             placeholders: Any = node.args[1]
             with graph.inserting_after(node):

@@ -42,7 +42,8 @@ def insert_gathers(
     just before the wait for the collective ahead of it. That wait takes what the start returned, so
     that no scheduler starts it later. The start takes a token of the wait before that, so that no
     scheduler starts it earlier. Two collectives are alive at once. The collectives that one region
-    needs start one after the other, and take the place of a single one in this order.
+    needs start one after the other, and take the place of a single one in this order. A wait that
+    no start precedes directly takes the token of the wait before it.
 
     Nothing frees gathered tensors: the compiler does after the last use. An input that a forward
     saves for backward stays one, so that backward gathers again, unless it is in ``keep``.
@@ -59,10 +60,9 @@ def insert_gathers(
         places.append(place)
     places.reverse()
     batches = _batches(places, buckets)
-    after = None  # the node that the next start follows
+    after = token = None  # the node that the next start follows; the token of the latest wait
     started: list[fx.Node] = []
     for number, (place, batch) in enumerate([(first_place, []), *batches]):
-        is_last = number + 1 >= len(batches)
         with graph.inserting_before(place):
             ahead = []
             for bucket in [] if number == len(batches) else batches[number][1]:
@@ -70,14 +70,16 @@ def insert_gathers(
                 ahead.append(after)
             for start, bucket in zip(started, batch, strict=True):
                 gathers_views = parameters[bucket[0]].gathers_views
-                wait = _wait(graph, start, bucket, gathers_views, ahead[-1:])
-                if start is started[-1] and not is_last:
-                    after = _item(graph, wait, len(bucket), "token")
+                follows = token if start is not started[0] or not ahead else ahead[-1]
+                wait = _wait(graph, start, bucket, gathers_views, follows)
+                if start is not started[-1] or ahead:
+                    token = _item(graph, wait, len(bucket), "token")
                 names = [f"{node.name}_full" for node in bucket]
                 full = [_item(graph, wait, position, name) for position, name in enumerate(names)]
                 for node, item in zip(bucket, full, strict=True):
                     _replace(node, item, node in keep)  # may erase the node at the place
             started = ahead
+            after = token or after
 
 
 def clone_returned_views(gm: fx.GraphModule, saved: Set[int]) -> None:
@@ -147,10 +149,11 @@ def _start(
 
 
 def _wait(
-    graph: fx.Graph, start: fx.Node, bucket: list[fx.Node], as_views: bool, ahead: list[fx.Node]
+    graph: fx.Graph, start: fx.Node, bucket: list[fx.Node], as_views: bool, after: fx.Node | None
 ) -> fx.Node:
     op = ops.all_gather_views if as_views else ops.all_gather_wait
-    wait = graph.create_node("call_function", op.default, (start, bucket, *ahead), name="gathered")
+    arguments = (start, bucket) if after is None else (start, bucket, after)
+    wait = graph.create_node("call_function", op.default, arguments, name="gathered")
     values = [node.meta["val"] for node in bucket]
     # A compiler does not write to views of a graph's input.
     fulls = values if as_views else map(torch.empty_like, values)

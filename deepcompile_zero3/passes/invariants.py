@@ -6,6 +6,7 @@ what those before it have found.
 
 import operator
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import torch
@@ -196,18 +197,18 @@ def _gather_order(graph: Rewritten, before: State) -> Iterator[Violation]:
         yield f"gathers were {was}, and are {is_}", None
 
 
-@_invariant("each gather depends on the one before it, so that no scheduler swaps them")
+@_invariant("the start or wait of each gather depends on the one before: no scheduler swaps them")
 def _gathers_are_chained(graph: Rewritten, before: State) -> Iterator[Violation]:
-    last = None
-    for start in graph.starts:
-        if last is not None and not _depends(start, last):
-            yield f"it does not depend on the gather before it, '{last.name}'", start
-        last = start
+    waits = [node for node in graph.gm.graph.nodes if node.target in WAITS]
+    for nodes in (graph.starts, waits):
+        for last, node in pairwise(nodes):
+            if not _depends(node, last):
+                yield f"it does not depend on the gather before it, '{last.name}'", node
 
 
-def _depends(start: fx.Node, earlier: fx.Node) -> bool:
-    """Returns whether the start of a gather depends on ``earlier`` through gathers alone."""
-    pending = [start]
+def _depends(gather: fx.Node, earlier: fx.Node) -> bool:
+    """Returns whether the start of a gather, or a wait, depends on ``earlier`` through others."""
+    pending = [gather]
     seen = set()
     while pending:
         node = pending.pop()

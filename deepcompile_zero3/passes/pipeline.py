@@ -9,16 +9,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-import torch
 from torch import fx
 
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.graph.calls import graph_modules
 from deepcompile_zero3.graph.capture import add_capture, capture_pass
 from deepcompile_zero3.graph.log import forward_numbers, log_graph
-from deepcompile_zero3.graph.metadata import FIRST_SAVED, KEEP, KEPT_OF, PARAMETER
+from deepcompile_zero3.graph.metadata import KEEP, KEPT_OF, PARAMETER
 from deepcompile_zero3.options import Options
 from deepcompile_zero3.passes.chain import chain_reductions
+from deepcompile_zero3.passes.descriptions import find_parameters, refuse_writes, saved_positions
 from deepcompile_zero3.passes.facts import (
     ParameterFacts,
     in_backward_order,
@@ -34,6 +34,7 @@ from deepcompile_zero3.passes.graph_pass import (
     without_key,
 )
 from deepcompile_zero3.passes.keep import choose_kept
+from deepcompile_zero3.passes.offload import Offload, load_saved, offload_saved
 from deepcompile_zero3.passes.partition import (
     drop_needed_in_backward,
     drop_saved_markers,
@@ -57,6 +58,7 @@ _CHANGES = {
     "insert_reduces": ("signature",),  # None takes the place of a gradient
     "widen_weight_gradients": ("gradients",),
     "move_products_out": ("regions",),
+    "load_saved": ("gradients",),  # what a gradient is a product of may be loaded
 }
 
 
@@ -69,6 +71,7 @@ class Pipeline:
         keep_bytes: maximum size in bytes of the full tensors that the forward may keep for backward
             by choice.
         metadata: positions of inputs that functions of parameters may read, beside parameters.
+        offload: where activations go that exceed a budget, or None.
 
     Raises:
         ValueError: ``options.passes`` are no passes, or do not stand where they can.
@@ -80,6 +83,7 @@ class Pipeline:
         options: Options,
         keep_bytes: float,
         metadata: Iterable[int] = (),
+        offload: Offload | None = None,
     ) -> None:
         check_passes(options.passes)
         self.inputs = inputs
@@ -88,16 +92,18 @@ class Pipeline:
         self._bucket_bytes = int(options.gather_bucket_mb * 2**20)
         self._keep_bytes = keep_bytes
         self._fp32_weight_grads = options.fp32_weight_grads
+        self._offload = offload
         fqns = [facts.fqn for facts in inputs.values()]
         common = os.path.commonprefix(fqns)  # noqa: RUF071 (by characters, then cut at a dot)
         self._prefix = common.rfind(".") + 1  # characters of the common module's FQN
         self._kept: dict[str, int] = {}
+        self._offloaded: dict[str, int] = {}  # bytes of saved tensors in a file, by node
         self._number = 0
 
     @property
     def settings(self) -> tuple:
         """Inputs of the passes besides the graph."""
-        numbers = self._bucket_bytes, self._keep_bytes, self._fp32_weight_grads
+        numbers = self._bucket_bytes, self._keep_bytes, self._fp32_weight_grads, self._offload
         keys = [each.declared for each in self.passes if self.inputs]
         return self.inputs, sorted(self.metadata), *numbers, keys
 
@@ -108,7 +114,7 @@ class Pipeline:
 
     def __call__(self, graph_module: fx.GraphModule, is_backward: bool) -> None:
         """Rewrites a graph. Called for the forward first, then for its backward."""
-        _refuse_writes(graph_module, self.inputs)
+        refuse_writes(graph_module, self.inputs)
         if is_backward:
             run = self._rewrite_backward(graph_module)
         else:
@@ -144,6 +150,9 @@ class Pipeline:
             drop_saved_markers(graph_module)
         with run("clone_returned_views"):
             clone_returned_views(graph_module, run.facts.saved)
+        with run("offload_saved"):
+            if self._offload is not None:
+                self._offloaded = offload_saved(graph_module, run.facts.saved, *self._offload)
         return run
 
     def _rewrite_backward(self, graph_module: fx.GraphModule) -> "_Run":
@@ -177,6 +186,8 @@ class Pipeline:
         nodes = _sorted(_gathered(nodes), in_backward_order)
         with run("insert_gathers"):
             insert_gathers(graph_module, nodes, self._bucket_bytes)
+        with run("load_saved"):
+            load_saved(graph_module, self._offloaded)
         return run
 
     def _run(
@@ -189,7 +200,7 @@ class Pipeline:
     ) -> "_Run":
         by_fqn = MappingProxyType({facts.fqn: facts for facts in parameters})
         names = frozenset(node.meta[PARAMETER].fqn for node in may_keep)
-        saved = _saved_positions(gm.graph.output_node()) if direction == "forward" else set()
+        saved = saved_positions(gm.graph.output_node()) if direction == "forward" else set()
         limits = self._bucket_bytes, self._keep_bytes
         facts = GraphFacts(direction, by_fqn, names, frozenset(saved), *limits)
         # A graph without parameters is compiled as by Inductor alone, and cached so.
@@ -255,73 +266,6 @@ def source_key() -> bytes:
     return compiler.get_hash_for_files(
         tuple(sorted(map(str, Path(__file__).parents[1].rglob("*.py"))))
     )
-
-
-def _refuse_writes(gm: fx.GraphModule, inputs: Mapping[int, ParameterFacts]) -> None:
-    """Raises Zero3Error if a graph writes to a parameter.
-
-    AOTAutograd writes a mutated input back in the graph or after it.
-    """
-    written = [
-        node.args[0].meta.get("desc")
-        for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
-        if isinstance(node.args[0], fx.Node)
-    ]
-    for description in gm.graph.output_node().meta.get("desc", ()):
-        if isinstance(description, compiler.InputMutationAOTOutput):
-            written.append(description.mutated_input)
-    for description in written:
-        facts = _facts_of(description, inputs)
-        if facts is not None:
-            raise Zero3Error(
-                f"'{facts.fqn}' is modified in place inside of a compiled forward, where it is a "
-                "temporary copy that is freed: modify the parameter outside of forward"
-            )
-
-
-def _facts_of(description: Any, inputs: Mapping[int, ParameterFacts]) -> ParameterFacts | None:
-    if isinstance(description, compiler.PlainAOTInput):
-        return inputs.get(description.idx)
-    return None
-
-
-def saved_outputs(graph: fx.Graph) -> set[fx.Node]:
-    """Returns the outputs of a forward that are saved for backward."""
-    output = graph.output_node()
-    results: Any = output.args[0]
-    return {results[position] for position in _saved_positions(output)}
-
-
-def _saved_positions(output: fx.Node) -> set[int]:
-    """Returns the positions of a forward's outputs that are saved for backward."""
-    results: Any = output.args[0]
-    if FIRST_SAVED in output.meta:
-        return set(range(output.meta[FIRST_SAVED], len(results)))
-    return {  # of a graph without parameters, which another partitioner made
-        position
-        for position, description in enumerate(output.meta.get("desc", ()))
-        if isinstance(description, compiler.SAVED_OUTPUTS)
-    }
-
-
-def find_parameters(
-    gm: fx.GraphModule, inputs: Mapping[int, ParameterFacts]
-) -> tuple[dict[fx.Node, ParameterFacts], dict[int, ParameterFacts]]:
-    """Returns the inputs that are parameters, and the outputs that are their gradients.
-
-    Records the facts of each parameter in the meta of its input.
-    """
-    nodes = {}
-    for node in gm.graph.find_nodes(op="placeholder"):
-        if (facts := _facts_of(node.meta.get("desc"), inputs)) is not None:
-            nodes[node] = node.meta[PARAMETER] = facts
-    gradients = {}
-    for position, description in enumerate(gm.graph.output_node().meta.get("desc", ())):
-        is_gradient = isinstance(description, compiler.GradAOTOutput)
-        facts = _facts_of(description.grad_of, inputs) if is_gradient else None
-        if facts is not None:
-            gradients[position] = facts
-    return nodes, gradients
 
 
 def _name_placeholders(

@@ -9,6 +9,10 @@
 ``zero3::reduce_grad(grad, placeholder, after, ...)``     takes a full gradient, returns a token
 ``zero3::reduce_mm(factors, placeholder, after, ...)``    takes a gradient as factors of a product
 ``zero3::reduce_rows(rows, placeholder, after, ...)``     takes a gradient as indices and values
+``zero3::store_start(tensor, tier, after)``               starts a copy to a file, returns a handle
+``zero3::store_wait(handle, tensor, after)``              returns the copy in the file
+``zero3::load_start(stored, after)``                      starts a copy to memory, returns a handle
+``zero3::load_wait(handle, stored, after)``               returns the copy in memory
 ========================================================  ========================================
 
 Rewritten graphs contain gathers and reductions in place of ``unshard``. The gradient of
@@ -84,6 +88,30 @@ def _(
     contract: str = "",
 ) -> torch.Tensor:
     return inputs[-1].new_empty(0)
+
+
+@torch.library.register_fake("zero3::store_start")
+def _(tensor: torch.Tensor, tier: int, after: torch.Tensor | None = None) -> torch.Tensor:
+    return torch.empty(1, dtype=torch.int64, device="cpu")
+
+
+@torch.library.register_fake("zero3::load_start")
+def _(stored: torch.Tensor, after: torch.Tensor | None = None) -> torch.Tensor:
+    return torch.empty(1, dtype=torch.int64, device="cpu")
+
+
+@torch.library.register_fake("zero3::store_wait")
+def _(
+    handle: torch.Tensor, tensor: torch.Tensor, after: torch.Tensor | None = None
+) -> torch.Tensor:
+    return torch.empty_like(tensor)
+
+
+@torch.library.register_fake("zero3::load_wait")
+def _(
+    handle: torch.Tensor, stored: torch.Tensor, after: torch.Tensor | None = None
+) -> torch.Tensor:
+    return torch.empty_like(stored)
 
 
 REDUCTIONS = (ops.reduce_grad.default, ops.reduce_mm.default, ops.reduce_rows.default)

@@ -15,9 +15,10 @@ from torch.distributed.tensor import DTensor
 from deepcompile_zero3 import grad_dtype, torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.sharding.extension import has_extension
+from deepcompile_zero3.sharding.file_offload import FileOffloadPolicy
 from deepcompile_zero3.sharding.layout import DataParallel, SpmdMesh
 from deepcompile_zero3.sharding.module import Zero3Module
-from deepcompile_zero3.sharding.registered import parameters_of, unsharded_modules
+from deepcompile_zero3.sharding.registered import parameters_of, registered_in, unsharded_modules
 from deepcompile_zero3.transport.process_groups import exists
 
 
@@ -93,14 +94,26 @@ def _check_is_mesh(mesh: object) -> None:
         )
 
 
-def refuse_offloading(mesh: DeviceMesh, offload_policy: OffloadPolicy) -> None:
-    """Raises for an offload policy that is not supported."""
+def check_offloading(
+    mesh: DeviceMesh, offload_policy: OffloadPolicy, modules: Iterable[nn.Module]
+) -> None:
+    """Raises for an offload policy that is not supported on ``mesh``, or is another than one inside
+    of ``modules``.
+    """
     offloads = type(offload_policy) is not OffloadPolicy
-    on_cpu = isinstance(offload_policy, CPUOffloadPolicy) and mesh.device_type == "cpu"
+    is_known = isinstance(offload_policy, CPUOffloadPolicy | FileOffloadPolicy)
+    on_cpu = is_known and mesh.device_type == "cpu"
     if offloads and not on_cpu:
         raise NotImplementedError(
             f"fully_shard does not support offload_policy={offload_policy!r} on "
             f"{mesh.device_type!r} yet"
+        )
+    memory = getattr(offload_policy, "memory", None)
+    inside = {p.memory for each in modules for p in registered_in(each)} - {None}
+    if memory is not None and inside - {memory}:
+        raise ValueError(
+            "fully_shard got two FileOffloadPolicy objects for one model: make one, whose budget "
+            "is for the whole model, and pass it to all calls"
         )
 
 

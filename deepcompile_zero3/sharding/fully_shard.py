@@ -89,8 +89,8 @@ def fully_shard(
             for this parameter.
         mp_policy: dtypes of computation (``param_dtype``), of gradients on the wire
             (``reduce_dtype``) and of the forward's outputs (``output_dtype``).
-        offload_policy: ``CPUOffloadPolicy`` has no effect where the mesh is on the CPU, and is not
-            supported elsewhere yet.
+        offload_policy: :class:`FileOffloadPolicy`: a budget of memory, where the mesh is on the
+            CPU. ``CPUOffloadPolicy`` has no effect there. Neither is supported elsewhere yet.
         ignored_params: parameters to leave as they are.
         dp_mesh_dims: a ``DataParallelMeshDims`` of torch. It names the dimensions of ``mesh`` to
             shard over and those of replicas. Parameters are DTensors on all of ``mesh`` then, and
@@ -111,11 +111,11 @@ def fully_shard(
     """
     mesh = arguments.default_mesh() if mesh is None else mesh
     spmd = arguments.resolve_dp_mesh_dims(mesh, dp_mesh_dims)
-    arguments.refuse_offloading(mesh, offload_policy)
     arguments.check_policy(mp_policy)
     ignored = arguments.resolve_ignored(ignored_params)
     transport = resolve(transport)
     modules = _outermost(module)
+    arguments.check_offloading(mesh, offload_policy, modules)
     ranks_of = functools.cache(DataParallel)
     ranks_of_mesh = ranks_of(mesh) if spmd is None else spmd.ranks
     for each in modules:
@@ -163,6 +163,8 @@ def fully_shard(
         number = agree_on_model_number(modules, failure, process_groups_of(meshes, new, modules))
     finally:
         failure = None  # its traceback holds this frame and all that was built
+    for sharded in built.values():
+        sharded.memory = getattr(offload_policy, "memory", None)
     _install(modules, built, ignored, ranks_of_mesh.device)
     group = ParameterGroup(list(built.values()), ForwardCasts(mp_policy), connects, len(modules))
     for each in modules:

@@ -69,7 +69,7 @@ def step_locally(optimizer: torch.optim.Optimizer, *, is_elementwise: bool = Fal
     )
     if hasattr(optimizer.step, "_steps_locally"):
         raise Zero3Error(f"step_locally was called twice on the same {type(optimizer).__name__}")
-    step, locals_of = _function_of(optimizer.step), _LocalTensors()
+    step, locals_of = function_of(optimizer.step), _LocalTensors()
 
     @functools.wraps(step)
     def local_step(self: torch.optim.Optimizer, closure: Any = None, **kwargs: Any) -> Any:
@@ -82,17 +82,17 @@ def step_locally(optimizer: torch.optim.Optimizer, *, is_elementwise: bool = Fal
         return loss
 
     cast(Any, local_step)._steps_locally = True
-    cast(Any, optimizer).step = _WeakMethod(local_step, optimizer)
+    cast(Any, optimizer).step = WeakMethod(local_step, optimizer)
 
 
-def _function_of(step: Callable[..., Any]) -> Callable[..., Any]:
+def function_of(step: Callable[..., Any]) -> Callable[..., Any]:
     """Returns ``step`` as a function of an optimizer, which it does not keep alive."""
     if hasattr(step, "__func__"):
         return cast(Callable[..., Any], step.__func__)
     return lambda _, **kwargs: step(**kwargs)  # of a scheduler, which has a weak reference
 
 
-class _WeakMethod:
+class WeakMethod:
     """A bound method whose object is not kept alive by it."""
 
     def __init__(self, function: Callable[..., Any], owner: object) -> None:
@@ -101,6 +101,7 @@ class _WeakMethod:
         self._owner = weakref.ref(owner)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the method."""
         return self.__func__(self._owner(), *args, **kwargs)
 
 

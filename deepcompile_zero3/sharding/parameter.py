@@ -25,6 +25,7 @@ from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding import extension
 from deepcompile_zero3.sharding.blueprint import Blueprint
 from deepcompile_zero3.sharding.leaf import ShardedLeaf
+from deepcompile_zero3.sharding.memory import Memory
 from deepcompile_zero3.transport.connection import Connection, channel_of
 
 # Metadata key of an autograd node: the models whose parameters it brings gradients.
@@ -54,6 +55,7 @@ class ShardedParameter:
         group: the ``ParameterGroup`` that gathers it, weakly; see ``group_of``.
         extension: what is gathered in the parameter's place, or None.
         step_early: steps parameters whose gradients have come; see ``step_in_backward``.
+        memory: where the shard and its optimizer states live, if that is not just memory.
         placeholder: the tensor that a traced graph takes in place of the parameter.
         handle: the parameter in the C++ runtime.
         settings: settings of ``handle`` that users may change between steps.
@@ -76,6 +78,7 @@ class ShardedParameter:
         self.declared_grad_dtype: torch.dtype | None = None
         self.leaf_contract = ""
         self.step_early: Callable[[Sequence[ShardedParameter]], None] | None = None
+        self.memory: Memory | None = None
         self.extension: extension.Extension | None = None
         if extension.has_extension(blueprint.parameter):
             self.extension = extension.Extension(self, blueprint.module, blueprint.mp_policy)
@@ -263,6 +266,8 @@ class ShardedParameter:
             self.leaf.inherit_grad_dtype(shard, self.declared_grad_dtype)
             self._follow(shard)
             self.handle.reshard()
+        if self.memory is not None:
+            self.memory.place(self)
         return shard
 
     def prepare_forward(self) -> bool:

@@ -14,7 +14,7 @@ from deepcompile_zero3.graph.metadata import COMMENT, formats_of, fqns_of
 from deepcompile_zero3.graph.peak import gathered_items
 from deepcompile_zero3.graph.size import nbytes_of, nbytes_of_tensor
 from deepcompile_zero3.graph.text import short_name
-from deepcompile_zero3.passes.pipeline import saved_outputs
+from deepcompile_zero3.passes.descriptions import saved_outputs
 from deepcompile_zero3.passes.reduce import ReductionComment
 from deepcompile_zero3.quantized_format import nbytes_of as nbytes_of_rows
 from deepcompile_zero3.runtime import REDUCTIONS, WAITS, ops
@@ -63,7 +63,10 @@ class Graph:
     # Maximum bytes of gathered parameters alive at once, as planned; without memory that ranks
     # share and, in a backward, what its forward kept.
     gathered_peak: int
-    saved: int  # bytes of activations that a forward saves; a data-dependent size counts as 0
+    # Bytes of activations that a forward saves in memory, and in a file. A data-dependent size
+    # counts as 0.
+    saved: int
+    offloaded: int
 
     def parts(self) -> Iterator[str | Table]:
         """Yields the tables and lines of a text about the graph."""
@@ -96,6 +99,8 @@ class Graph:
         if self.kept:
             total = mib(sum(self.kept.values()))
             yield f"keeps {total} MiB that backward does not gather again: {and_more([*self.kept])}"
+        if self.offloaded:
+            yield f"saves {mib(self.offloaded)} MiB in a file, and {mib(self.saved)} in memory"
 
 
 def graph_of(direction: str, captured: CapturedGraph, formats: Mapping[str, str]) -> Graph:
@@ -104,13 +109,16 @@ def graph_of(direction: str, captured: CapturedGraph, formats: Mapping[str, str]
     ``formats`` are those of quantized gradients, by FQN; empty if not quantized.
     """
     graph = captured.inlined.graph
+    saved = _saved(graph)
+    offloaded = {node for node in saved if node.target is ops.store_wait.default}
     return Graph(
         direction,
         gathers=tuple(_gathers(graph)),
         gradients=tuple(_gradients(graph, formats)),
         kept=dict(_kept(graph)) if direction == "forward" else {},
         gathered_peak=captured.gathered_peak,
-        saved=sum(map(nbytes_of, _saved(graph))),
+        saved=sum(map(nbytes_of, saved - offloaded)),
+        offloaded=sum(map(nbytes_of, offloaded)),
     )
 
 

@@ -80,6 +80,16 @@ _cache_dir: Callable[[], str] = private("torch._inductor.runtime.cache_dir_utils
 _trace_log: Any = private("torch._logging._internal", "trace_log")
 
 
+def hint_of(size: int | torch.SymInt) -> int | None:
+    """Returns a size, or its example's value if it is a symbol; None if it depends on data.
+
+    Unlike ``int(size)``, makes no guard.
+    """
+    if isinstance(size, int):
+        return size
+    return None if free_unbacked_symbols(size) or not size.node.has_hint() else int(size.node.hint)
+
+
 def flop_formulas() -> dict[Any, Callable[..., int]]:
     """Returns the FLOP formulas of operators, keyed by packet.
 

@@ -11,8 +11,8 @@ from deepcompile_zero3.graph.alias import base_of
 from deepcompile_zero3.graph.metadata import KEPT_OF, fqns_of
 from deepcompile_zero3.graph.peak import gathered_items
 from deepcompile_zero3.graph.size import nbytes_of
-from deepcompile_zero3.passes.pipeline import saved_outputs
-from deepcompile_zero3.runtime import _C, WAITS
+from deepcompile_zero3.passes.descriptions import saved_outputs
+from deepcompile_zero3.runtime import _C, WAITS, ops
 from deepcompile_zero3.tools.planning.kernels import is_collective, is_inlined
 from deepcompile_zero3.tools.timeline import Sample
 
@@ -119,4 +119,6 @@ def _kind(node: fx.Node) -> str:
     source: Any = node.args[0] if node.args else None
     if isinstance(source, fx.Node) and source.target in WAITS:
         return "gathered" if node in {item for _, item in gathered_items(source)} else ""
+    if node.target is ops.store_wait.default:
+        return ""  # it is in a file
     return "" if is_collective(node) or is_inlined(node) else "activations"

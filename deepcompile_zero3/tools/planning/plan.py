@@ -72,9 +72,11 @@ def plan(
         raise ValueError(f"optimizer_bytes is a number of bytes, got {optimizer_bytes}")
     tell("building and sharding the model")
     with fake_model(build, call, world_size, replicas, shard) as model:
+        parameters = all_parameters_of(model, "plan")
+        for memory in filter(None, {parameter.memory for parameter in parameters}):
+            memory.reserve_states([p for p in parameters if p.memory is memory], optimizer_bytes)
         tell("tracing it")
         traced = trace(model, call)
-        parameters = all_parameters_of(model, "plan")
         tokens = call.get("input_ids")
 
         def predict(options: Options) -> Plan:

@@ -5,6 +5,7 @@ trains therefore decides which parameters are gathered together, where gradients
 bucket is sent.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -69,10 +70,14 @@ def simulate(
         seconds_by_kernel: measured seconds by kernel, from :func:`measure_kernels`.
     """
     trained = {name for name, p in parameters.items() if p.placeholder.requires_grad}
+    in_file = {name for name, p in parameters.items() if p.memory and p.memory.moves(p)}
+    memory = next((p.memory for p in parameters.values() if p.memory), None)
+    states = memory.states if memory is not None else math.inf
     backwards = sorted(graphs.backward, key=lambda graph: graph.number, reverse=True)
     with twins_of(parameters, machine.backend) as twins:
         measured = seconds_by_kernel or {}
         simulation = _Simulation(twins, trained, machine, optimizer_bytes, prefetch, measured)
+        simulation.reserve(in_file, states)
         return simulation.run(graphs.forward, backwards)
 
 
@@ -101,10 +106,7 @@ class _Simulation:
         self.log = _C.CollectiveLog.start(on_meta=True)
 
     def run(self, forwards: Sequence[CapturedGraph], backwards: Sequence[CapturedGraph]) -> Step:
-        shards = [parameter.shard for parameter in self.parameters.values()]
         trained = [self.parameters[name].shard for name in sorted(self.trained)]
-        self.memory.change("shards", sum(shard.nbytes for shard in shards))
-        self.memory.change("optimizer", sum(s.numel() for s in trained) * self.optimizer_bytes)
         try:
             for captured in forwards:
                 used = self.trained & gathered_by(captured)
@@ -123,6 +125,16 @@ class _Simulation:
         name = f"predicted for {self.machine.name}"
         timeline = Timeline(name, tuple(self.spans), KINDS, tuple(self.memory.samples))
         return Step(timeline, self.flops, self.product_seconds, self.traffic)
+
+    def reserve(self, in_file: Set[str], most_states: float) -> None:
+        """Adds the memory of shards that are not in a file, and of ``most_states`` bytes of states
+        at most.
+        """
+        shards = {name: each.shard for name, each in self.parameters.items()}
+        states = sum(shards[name].numel() for name in self.trained) * self.optimizer_bytes
+        here = (shard.nbytes for name, shard in shards.items() if name not in in_file)
+        self.memory.change("shards", sum(here))
+        self.memory.change("optimizer", int(min(states, most_states)))
 
     def _run_in_backward(self, graphs: Sequence[CapturedGraph]) -> None:
         """Runs graphs inside a backward of autograd, where the runtime expects gradients."""

@@ -1,0 +1,30 @@
+// Python bindings of tiers. Included by bindings.cpp alone.
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+#include "tier/file_tier.h"
+
+namespace zero3 {
+
+inline void bind_tiers(pybind11::module_& m) {
+  pybind11::class_<TierStats>(m, "TierStats")
+      .def_readonly("in_use", &TierStats::in_use)
+      .def_readonly("file_bytes", &TierStats::file_bytes)
+      .def_readonly("written", &TierStats::written)
+      .def_readonly("read", &TierStats::read)
+      .def_readonly("transfer_time", &TierStats::transfer_time)
+      .def_readonly("wait_time", &TierStats::wait_time);
+  pybind11::class_<FileTier, std::shared_ptr<FileTier>>(m, "FileTier")
+      .def(pybind11::init(&FileTier::open))
+      .def_property_readonly("folder", [](const FileTier& self) { return self.folder; })
+      .def_property_readonly("number", [](const FileTier& self) { return self.number; })
+      .def("copy", &FileTier::copy, pybind11::call_guard<pybind11::gil_scoped_release>())
+      .def("count_written", &FileTier::count_written)
+      .def("stats", &FileTier::stats);
+  m.def("is_in_file", [](const at::Tensor& tensor) { return slab_of(tensor) != nullptr; });
+  m.def("finish_reading", &finish_reading, pybind11::call_guard<pybind11::gil_scoped_release>());
+  m.def("prefetch_pages", &prefetch_pages, pybind11::call_guard<pybind11::gil_scoped_release>());
+}
+
+}  // namespace zero3

@@ -1,0 +1,60 @@
+// The operators that offload what a forward saves, and bring it back in backward.
+#include <ATen/core/enum_tag.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include "support/error.h"
+#include "support/in_flight.h"
+#include "tier/file_tier.h"
+#include "tier/transfer.h"
+
+namespace zero3 {
+namespace {
+
+using at::Tensor;
+
+Tensor store_start(const Tensor& tensor, int64_t tier, const std::optional<Tensor>& after) {
+  ZERO3_CHECK(tensor.is_non_overlapping_and_dense(),
+              "zero3::store_start takes a dense tensor, got sizes ", tensor.sizes(), ", strides ",
+              tensor.strides());
+  auto stored = FileTier::numbered(tier)->empty(tensor.sizes(), tensor.strides(), tensor.options());
+  return InFlight<Transfer>::get().add(Transfer::store(tensor, stored));
+}
+
+// `tensor` is an argument so that its memory is not reused before the copy is made.
+Tensor store_wait(const Tensor& handle, const Tensor& tensor, const std::optional<Tensor>& after) {
+  auto transfer = InFlight<Transfer>::get().find(handle);
+  ZERO3_CHECK(transfer, "zero3::store_wait takes what zero3::store_start returned");
+  return transfer->wait();
+}
+
+// What a hook of the user's has put elsewhere, in place of what was saved, is copied by the wait.
+Tensor load_start(const Tensor& stored, const std::optional<Tensor>& after) {
+  const bool is_whole = stored.storage_offset() == 0 && stored.is_non_overlapping_and_dense();
+  if (!slab_of(stored) || !is_whole) return at::zeros({1}, at::kLong);
+  return InFlight<Transfer>::get().add(Transfer::load(stored));
+}
+
+Tensor load_wait(const Tensor& handle, const Tensor& stored, const std::optional<Tensor>& after) {
+  auto transfer = InFlight<Transfer>::get().find(handle);
+  return transfer ? transfer->wait() : stored.clone();
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(zero3, m) {
+  const std::vector<at::Tag> tags{at::Tag::cudagraph_unsafe};
+  m.def("store_start(Tensor tensor, int tier, Tensor? after=None) -> Tensor", tags);
+  m.def("store_wait(Tensor handle, Tensor tensor, Tensor? after=None) -> Tensor", tags);
+  m.def("load_start(Tensor stored, Tensor? after=None) -> Tensor", tags);
+  m.def("load_wait(Tensor handle, Tensor stored, Tensor? after=None) -> Tensor", tags);
+}
+
+TORCH_LIBRARY_IMPL(zero3, CPU, m) {
+  m.impl("store_start", store_start);
+  m.impl("store_wait", store_wait);
+  m.impl("load_start", load_start);
+  m.impl("load_wait", load_wait);
+}
+
+}  // namespace zero3

@@ -1,0 +1,33 @@
+// Asynchronous copies between memory and a tier.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <future>
+#include <memory>
+
+#include "tier/file_tier.h"
+
+namespace zero3 {
+
+// A copy that one of torch's inter-op threads makes, which keeps both tensors alive.
+class Transfer {
+ public:
+  // Starts to copy `tensor` to `stored`, which is in a file.
+  static std::unique_ptr<Transfer> store(const at::Tensor& tensor, const at::Tensor& stored);
+  // Starts to copy `stored`, which is in a file, to new memory.
+  static std::unique_ptr<Transfer> load(const at::Tensor& stored);
+
+  // Waits for the copy, and returns it. Throws what the disk has reported.
+  at::Tensor wait();
+
+ private:
+  Transfer(at::Tensor result, std::shared_ptr<FileTier> tier, std::function<void()> copy);
+
+  const at::Tensor result_;
+  const std::shared_ptr<FileTier> tier_;
+  std::future<double> seconds_;  // that the copy takes; not valid after wait()
+};
+
+}  // namespace zero3

@@ -1,0 +1,79 @@
+"""Reads what AOTAutograd says of a partitioned graph's inputs and results."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.graph.metadata import FIRST_SAVED, PARAMETER
+from deepcompile_zero3.passes.facts import ParameterFacts
+from deepcompile_zero3.torch_internals import compiler
+
+
+def find_parameters(
+    gm: fx.GraphModule, inputs: Mapping[int, ParameterFacts]
+) -> tuple[dict[fx.Node, ParameterFacts], dict[int, ParameterFacts]]:
+    """Returns the inputs that are parameters, and the outputs that are their gradients.
+
+    Records the facts of each parameter in the meta of its input.
+    """
+    nodes = {}
+    for node in gm.graph.find_nodes(op="placeholder"):
+        if (facts := _facts_of(node.meta.get("desc"), inputs)) is not None:
+            nodes[node] = node.meta[PARAMETER] = facts
+    gradients = {}
+    for position, description in enumerate(gm.graph.output_node().meta.get("desc", ())):
+        is_gradient = isinstance(description, compiler.GradAOTOutput)
+        facts = _facts_of(description.grad_of, inputs) if is_gradient else None
+        if facts is not None:
+            gradients[position] = facts
+    return nodes, gradients
+
+
+def saved_outputs(graph: fx.Graph) -> set[fx.Node]:
+    """Returns the outputs of a forward that are saved for backward."""
+    output = graph.output_node()
+    results: Any = output.args[0]
+    return {results[position] for position in saved_positions(output)}
+
+
+def saved_positions(output: fx.Node) -> set[int]:
+    """Returns the positions of a forward's outputs that are saved for backward."""
+    results: Any = output.args[0]
+    if FIRST_SAVED in output.meta:
+        return set(range(output.meta[FIRST_SAVED], len(results)))
+    return {  # of a graph without parameters, which another partitioner made
+        position
+        for position, description in enumerate(output.meta.get("desc", ()))
+        if isinstance(description, compiler.SAVED_OUTPUTS)
+    }
+
+
+def refuse_writes(gm: fx.GraphModule, inputs: Mapping[int, ParameterFacts]) -> None:
+    """Raises Zero3Error if a graph writes to a parameter.
+
+    AOTAutograd writes a mutated input back in the graph or after it.
+    """
+    written = [
+        node.args[0].meta.get("desc")
+        for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+        if isinstance(node.args[0], fx.Node)
+    ]
+    for description in gm.graph.output_node().meta.get("desc", ()):
+        if isinstance(description, compiler.InputMutationAOTOutput):
+            written.append(description.mutated_input)
+    for description in written:
+        facts = _facts_of(description, inputs)
+        if facts is not None:
+            raise Zero3Error(
+                f"'{facts.fqn}' is modified in place inside of a compiled forward, where it is a "
+                "temporary copy that is freed: modify the parameter outside of forward"
+            )
+
+
+def _facts_of(description: Any, inputs: Mapping[int, ParameterFacts]) -> ParameterFacts | None:
+    if isinstance(description, compiler.PlainAOTInput):
+        return inputs.get(description.idx)
+    return None

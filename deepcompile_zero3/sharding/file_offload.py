@@ -1,0 +1,176 @@
+"""``FileOffloadPolicy``: what exceeds a budget of memory lives in a file on a local disk."""
+
+import math
+import os
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch.distributed.fsdp import OffloadPolicy
+
+from deepcompile_zero3 import torch_internals
+from deepcompile_zero3.runtime import _C
+from deepcompile_zero3.sharding.parameter import ShardedParameter
+
+
+class OffloadStats(NamedTuple):
+    """What a :class:`FileOffloadPolicy` has in its file, and has moved since it was made.
+
+    Attributes:
+        in_use: bytes of the tensors in the file.
+        file_bytes: size of the file in bytes. It does not shrink.
+        written: bytes of tensors that were written to the file, or changed in it.
+        read: bytes of tensors that were read from it.
+        transfer_time: seconds that other threads took to copy activations.
+        wait_time: seconds that computation waited for them. The rest was hidden.
+    """
+
+    in_use: int
+    file_bytes: int
+    written: int
+    read: int
+    transfer_time: float
+    wait_time: float
+
+
+@dataclass(eq=False)
+class FileOffloadPolicy(OffloadPolicy):
+    """An ``offload_policy`` of ``fully_shard`` for training with less memory than it takes.
+
+    Each rank may use ``memory_budget_mb`` of memory for gradients, two buckets of gathered
+    parameters and one of gradients on their way, shards, optimizer states and saved activations.
+    What exceeds that goes to a file in ``folder``, the cheapest to move first:
+
+    1. activations that compiled forwards save for backward, which other threads write and read
+       while the graphs compute (2 bytes are moved in a step for each byte that leaves memory);
+    2. states of the optimizers that :func:`offload_optimizer` was called with (2 bytes);
+    3. shards (2 bytes in the optimizer's step, and 1 for each gather).
+
+    Gradients stay in memory (:func:`step_in_backward` leaves none, if it is called before the first
+    forward). Values are the same bits as without it. Pass one object to all
+    ``fully_shard`` calls of a model: its budget is for all of them. What goes is decided when the
+    model first runs.
+
+    The file has no name, takes its space on the disk before data is there, and vanishes with the
+    process: nothing is left behind by a crash, and nothing half-written is ever read. Tensors in it
+    are ordinary CPU tensors, mapped to memory, so that checkpoints save them as usual. A full disk
+    raises a :class:`Zero3Error`. The kernel keeps their pages in memory as long as it has any to
+    spare: a budget limits the process's own memory, and that of a control group through the kernel.
+
+    Args:
+        folder: a folder on a local disk. One in memory, as ``/tmp`` is on some systems, saves
+            nothing.
+        memory_budget_mb: the budget in MiB for each rank, at least 0. With 0, the default, all that
+            can goes to the file.
+
+    Raises:
+        ValueError: ``memory_budget_mb`` is negative or no number.
+        Zero3Error: no file can be made in ``folder``.
+    """
+
+    folder: str | os.PathLike
+    memory_budget_mb: float = 0.0
+    memory: "BudgetedMemory" = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.memory_budget_mb, int | float) or not self.memory_budget_mb >= 0:
+            raise ValueError(
+                f"memory_budget_mb is a number of MiB of at least 0, got {self.memory_budget_mb!r}"
+            )
+        self.memory = BudgetedMemory(os.fspath(self.folder), self.memory_budget_mb * 2**20)
+
+    def stats(self) -> OffloadStats:
+        """Returns what is in the file, and what was moved."""
+        found = self.memory.tier.stats()
+        return OffloadStats(*(getattr(found, name) for name in OffloadStats._fields))
+
+
+class BudgetedMemory:
+    """A budget of memory, and the file that takes what exceeds it.
+
+    Attributes:
+        tier: the file.
+        states: bytes of optimizer states that stay in memory.
+    """
+
+    def __init__(self, folder: str, nbytes: float) -> None:
+        self.tier = _C.FileTier(folder)
+        self.states = 0.0
+        self._nbytes = nbytes
+        self._room: float | None = None  # what shards, gradients and gathered parameters leave
+        self._stay: weakref.WeakSet[ShardedParameter] = weakref.WeakSet()
+
+    def place(self, parameter: ShardedParameter) -> None:
+        """Moves the shard of ``parameter`` to the file, if it is one of those that go."""
+        local = parameter.leaf.local
+        if self.moves(parameter) and local.device.type == "cpu" and not _C.is_in_file(local):
+            local.data = self.tier.copy(local)
+            parameter.handle.shard = parameter.layout.shard_rows(local)
+
+    def moves(self, parameter: ShardedParameter) -> bool:
+        """Returns whether the shard of ``parameter`` is one of those that go."""
+        self._decide(parameter)
+        goes = self._room is not None and parameter not in self._stay
+        return goes and _is_movable(parameter.leaf.local)
+
+    def reserve_states(self, parameters: Sequence[ShardedParameter], state_bytes: int) -> None:
+        """Reserves room for the states of an optimizer, ``state_bytes`` for each element."""
+        self._decide(parameters[0])
+        nbytes = state_bytes * sum(_numel_of_shard(each) for each in parameters)
+        self.states += min(nbytes, self.room)
+
+    @property
+    def room(self) -> float:
+        """Bytes that are left for saved activations."""
+        return max((self._room or 0.0) - self.states, 0.0)
+
+    def _decide(self, parameter: ShardedParameter) -> None:
+        """Chooses the shards that stay, when the first is placed."""
+        if self._room is not None or parameter.model is None:
+            return
+        mine = [each for each in parameter.model.parameters if each.memory is self]
+        groups: Counter[object] = Counter()
+        for each in mine:
+            groups[each.group] += each.nbytes
+        whole = groups.total()
+        gathered = min(max(_BUCKET, *groups.values()), whole)
+        reduced = min(max(each.settings.bucket_bytes for each in mine), whole)
+        room = self._nbytes - 2 * gathered - reduced - sum(map(_nbytes_of_gradient, mine))
+        for each in mine:
+            nbytes = _numel_of_shard(each) * each.leaf.dtype.itemsize
+            if nbytes <= room:
+                room -= nbytes
+                self._stay.add(each)
+        self._room = max(room, 0.0)
+
+
+def is_worth_a_file(tensor: object) -> bool:
+    """Returns whether ``tensor`` is one that may be moved to a file, and large enough for it."""
+    return isinstance(tensor, torch.Tensor) and _is_movable(tensor) and tensor.nbytes >= _SMALL
+
+
+_SMALL = 64 << 10  # bytes; each tensor in a file takes pages of its own
+_BUCKET = 64 << 20  # bytes; the default of option "gather_bucket_mb"
+
+
+def _is_movable(tensor: torch.Tensor) -> bool:
+    is_plain = not torch_internals.is_wrapper(tensor) and tensor.layout is torch.strided
+    return is_plain and tensor.numel() > 0
+
+
+def _numel_of_shard(parameter: ShardedParameter) -> int:
+    """Returns the number of elements of a shard: the same on all ranks, which compile alike."""
+    handle = parameter.handle
+    if parameter.layout.owner is not None:
+        return math.prod(parameter.leaf.local.shape)
+    return math.prod([-(-handle.sizes[0] // handle.world_size), *handle.sizes[1:]])
+
+
+def _nbytes_of_gradient(parameter: ShardedParameter) -> int:
+    if not parameter.shard.requires_grad or parameter.step_early is not None:
+        return 0
+    dtype = parameter.shard.grad_dtype or parameter.leaf.dtype
+    return _numel_of_shard(parameter) * dtype.itemsize
