@@ -266,7 +266,9 @@ def _keep_bytes(parameters: Collection[ShardedParameter], options: Options) -> f
 def _offload(parameters: Collection[ShardedParameter]) -> Offload | None:
     """Returns where a graph's saved tensors go, if the models have a budget of memory."""
     memory = next((each.memory for each in map(owner_of, parameters) if each.memory), None)
-    return memory and Offload(int(memory.room * _share(parameters)), memory.tier.number)
+    if memory is None:
+        return None
+    return Offload(int(memory.activation_bytes * _share(parameters)), memory.tier.number)
 
 
 def _share(parameters: Collection[ShardedParameter]) -> float:

@@ -4,6 +4,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "tier/file_tier.h"
+#include "tier/transfer.h"
 
 namespace zero3 {
 
@@ -20,11 +21,12 @@ inline void bind_tiers(pybind11::module_& m) {
       .def_property_readonly("folder", [](const FileTier& self) { return self.folder; })
       .def_property_readonly("number", [](const FileTier& self) { return self.number; })
       .def("copy", &FileTier::copy, pybind11::call_guard<pybind11::gil_scoped_release>())
-      .def("count_written", &FileTier::count_written)
       .def("stats", &FileTier::stats);
   m.def("is_in_file", [](const at::Tensor& tensor) { return slab_of(tensor) != nullptr; });
-  m.def("finish_reading", &finish_reading, pybind11::call_guard<pybind11::gil_scoped_release>());
-  m.def("prefetch_pages", &prefetch_pages, pybind11::call_guard<pybind11::gil_scoped_release>());
+  pybind11::class_<Transfer>(m, "Transfer")
+      .def_static("store", &Transfer::store)
+      .def_static("load", &Transfer::load)
+      .def("wait", &Transfer::wait, pybind11::call_guard<pybind11::gil_scoped_release>());
 }
 
 }  // namespace zero3

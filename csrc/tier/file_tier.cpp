@@ -11,6 +11,7 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 
 #include "support/error.h"
 
@@ -29,7 +30,7 @@ int open_unnamed(const std::string& folder) {
   if (fd >= 0 || (errno != EOPNOTSUPP && errno != EISDIR)) return fd;
 #endif
   std::string name = folder + "/zero3-XXXXXX";
-  const int named = ::mkstemp(name.data());
+  const int named = ::mkostemp(name.data(), O_CLOEXEC);
   if (named >= 0) ::unlink(name.c_str());
   return named;
 }
@@ -48,7 +49,7 @@ Tiers& tiers() {
 }  // namespace
 
 FileTier::FileTier(std::string folder, int fd, int64_t number)
-    : folder(std::move(folder)), number(number), fd_(fd) {}
+    : folder(std::move(folder)), number(number), fd_(fd), process_(::getpid()) {}
 
 std::shared_ptr<FileTier> FileTier::open(const std::string& folder) {
   const int fd = open_unnamed(folder);
@@ -73,11 +74,7 @@ std::shared_ptr<FileTier> FileTier::numbered(int64_t number) {
   return tier;
 }
 
-FileTier::~FileTier() {
-  for (auto& [nbytes, slabs] : free_)
-    for (auto& slab : slabs) ::munmap(slab.memory, nbytes);
-  ::close(fd_);
-}
+FileTier::~FileTier() { ::close(fd_); }
 
 void FileTier::fail(const std::string& what, int64_t nbytes, int error) const {
   struct statvfs disk{};
@@ -93,31 +90,54 @@ void FileTier::fail(const std::string& what, int64_t nbytes, int error) const {
 }
 
 Slab FileTier::take(int64_t nbytes) {
+  check_process();
   nbytes = (nbytes + page_bytes() - 1) / page_bytes() * page_bytes();
   std::lock_guard lock(mutex_);
-  Slab slab{shared_from_this(), nullptr, 0, nbytes};
-  if (auto found = free_.find(nbytes); found != free_.end() && !found->second.empty()) {
-    slab.memory = found->second.back().memory;
-    slab.offset = found->second.back().offset;
-    found->second.pop_back();
-  } else {
+  auto best = free_.end();
+  for (auto extent = free_.begin(); extent != free_.end(); ++extent)
+    if (extent->second >= nbytes && (best == free_.end() || extent->second < best->second))
+      best = extent;
+  if (best == free_.end()) {
     // Takes the space now: a full disk behind a mapping would be a signal that ends the process.
-    if (const int error = ::posix_fallocate(fd_, file_bytes_, nbytes))
-      fail("taking", nbytes, error);
-    slab.offset = file_bytes_;
-    slab.memory = ::mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd_, slab.offset);
-    if (slab.memory == MAP_FAILED) fail("mapping", nbytes, errno);
+    int error;
+    do error = ::posix_fallocate(fd_, file_bytes_, nbytes);
+    while (error == EINTR);
+    if (error) fail("taking", nbytes, error);
+    best = free_.emplace(file_bytes_, nbytes).first;
     file_bytes_ += nbytes;
   }
+  const int64_t offset = best->first;
+  void* memory = ::mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd_, offset);
+  if (memory == MAP_FAILED) fail("mapping", nbytes, errno);
+  ::madvise(memory, nbytes, MADV_DONTFORK);  // a child's writes would reach its parent
+  const int64_t rest = best->second - nbytes;
+  free_.erase(best);
+  if (rest > 0) free_[offset + nbytes] = rest;
   in_use_ += nbytes;
-  return slab;
+  return {shared_from_this(), memory, offset, nbytes};
 }
 
 void FileTier::give_back(const Slab& slab) {
-  ::madvise(slab.memory, slab.nbytes, MADV_DONTNEED);
+  ::munmap(slab.memory, slab.nbytes);
   std::lock_guard lock(mutex_);
   in_use_ -= slab.nbytes;
-  free_[slab.nbytes].push_back({nullptr, slab.memory, slab.offset, slab.nbytes});
+  auto extent = free_.emplace(slab.offset, slab.nbytes).first;
+  if (auto next = std::next(extent);
+      next != free_.end() && extent->first + extent->second == next->first) {
+    extent->second += next->second;
+    free_.erase(next);
+  }
+  if (extent == free_.begin()) return;
+  if (auto last = std::prev(extent); last->first + last->second == extent->first) {
+    last->second += extent->second;
+    free_.erase(extent);
+  }
+}
+
+void FileTier::check_process() const {
+  ZERO3_CHECK(::getpid() == process_, "offloading to '", folder, "': process ", ::getpid(),
+              " was forked from process ", process_,
+              ", whose file it is: train in processes that were spawned");
 }
 
 void FileTier::free(void* context) {
@@ -140,7 +160,7 @@ at::Tensor FileTier::empty(at::IntArrayRef sizes, at::IntArrayRef strides,
 at::Tensor FileTier::copy(const at::Tensor& tensor) {
   auto result = empty(tensor.sizes(), tensor.strides(), tensor.options().device(at::kCPU));
   result.copy_(tensor);
-  count_written(static_cast<int64_t>(tensor.nbytes()));
+  written_ += static_cast<int64_t>(tensor.nbytes());
   const Slab& slab = *slab_of(result);
   ::madvise(slab.memory, slab.nbytes, MADV_DONTNEED);
   return result;
@@ -158,6 +178,7 @@ void FileTier::count_time(double transfer, double wait) {
 }
 
 void FileTier::write(const void* from, const Slab& to, int64_t nbytes) {
+  check_process();
   for (int64_t done = 0; done < nbytes;) {
     const auto n =
         ::pwrite(fd_, static_cast<const char*>(from) + done, nbytes - done, to.offset + done);
@@ -165,11 +186,7 @@ void FileTier::write(const void* from, const Slab& to, int64_t nbytes) {
     if (n <= 0) fail("writing", nbytes, n < 0 ? errno : ENOSPC);
     done += n;
   }
-#ifdef SYNC_FILE_RANGE_WRITE
-  // Starts to write it to the disk, so that the kernel can take the pages when it needs memory.
-  ::sync_file_range(fd_, to.offset, nbytes, SYNC_FILE_RANGE_WRITE);
-#endif
-  count_written(nbytes);
+  written_ += nbytes;
 }
 
 void FileTier::read(const Slab& from, void* to, int64_t nbytes) {
@@ -179,7 +196,6 @@ void FileTier::read(const Slab& from, void* to, int64_t nbytes) {
     if (n <= 0) fail("reading", nbytes, n < 0 ? errno : EIO);
     done += n;
   }
-  ::posix_fadvise(fd_, from.offset, nbytes, POSIX_FADV_DONTNEED);
   count_read(nbytes);
 }
 
@@ -195,10 +211,6 @@ void finish_reading(const at::Tensor& tensor) {
   if (!slab) return;
   slab->tier->count_read(static_cast<int64_t>(tensor.nbytes()));
   ::madvise(slab->memory, slab->nbytes, MADV_DONTNEED);
-}
-
-void prefetch_pages(const at::Tensor& tensor) {
-  if (const Slab* slab = slab_of(tensor)) ::madvise(slab->memory, slab->nbytes, MADV_WILLNEED);
 }
 
 }  // namespace zero3

@@ -8,7 +8,6 @@
 #include <memory>
 #include <mutex>
 #include <string>
-#include <vector>
 
 namespace zero3 {
 
@@ -52,11 +51,12 @@ class FileTier : public std::enable_shared_from_this<FileTier> {
   at::Tensor copy(const at::Tensor& tensor);
   TierStats stats() const;
 
-  // Copy between memory and the slab's part of the file. They throw what the disk reports.
+  // Copy between memory and the slab's part of the file. They throw what the disk reports. When a
+  // page goes to the disk is left to the kernel: to ask for it would write data that no one reads
+  // again, and make the next write to it wait.
   void write(const void* from, const Slab& to, int64_t nbytes);
   void read(const Slab& from, void* to, int64_t nbytes);
   void count_read(int64_t nbytes) { read_ += nbytes; }
-  void count_written(int64_t nbytes) { written_ += nbytes; }
   void count_time(double transfer, double wait);
 
   const std::string folder;
@@ -66,14 +66,16 @@ class FileTier : public std::enable_shared_from_this<FileTier> {
   FileTier(std::string folder, int fd, int64_t number);
   Slab take(int64_t nbytes);
   void give_back(const Slab& slab);
+  void check_process() const;    // throws in a child that was forked
   static void free(void* slab);  // of a tensor that has died
   [[noreturn]] void fail(const std::string& what, int64_t nbytes, int error) const;
   friend const Slab* slab_of(const at::Tensor& tensor);
 
   const int fd_;
+  const int process_;
   mutable std::mutex mutex_;
-  std::map<int64_t, std::vector<Slab>> free_;  // by size; their `tier` is null
-  int64_t file_bytes_ = 0;
+  std::map<int64_t, int64_t> free_;  // offset and size of each free extent of the file
+  std::atomic<int64_t> file_bytes_ = 0;
   int64_t in_use_ = 0;
   std::atomic<int64_t> written_ = 0;
   std::atomic<int64_t> read_ = 0;
@@ -87,7 +89,5 @@ const Slab* slab_of(const at::Tensor& tensor);
 // For a tensor in a file, which has been read: counts its bytes, and lets its pages leave main
 // memory. Does nothing for others.
 void finish_reading(const at::Tensor& tensor);
-// Starts to read the pages of a tensor in a file. Does nothing for others.
-void prefetch_pages(const at::Tensor& tensor);
 
 }  // namespace zero3

@@ -6,6 +6,8 @@
 #include <chrono>
 #include <utility>
 
+#include "support/error.h"
+
 namespace zero3 {
 namespace {
 
@@ -17,9 +19,10 @@ double now() {
 }  // namespace
 
 Transfer::Transfer(at::Tensor result, std::shared_ptr<FileTier> tier, std::function<void()> copy)
-    : result_(std::move(result)), tier_(std::move(tier)) {
+    : result_(std::move(result)), tier_(std::move(tier)), seconds_(launch(std::move(copy))) {}
+
+std::shared_future<double> Transfer::launch(std::function<void()> copy) {
   auto done = std::make_shared<std::promise<double>>();
-  seconds_ = done->get_future();
   at::launch([copy = std::move(copy), done] {
     const double begin = now();
     try {
@@ -29,6 +32,7 @@ Transfer::Transfer(at::Tensor result, std::shared_ptr<FileTier> tier, std::funct
       done->set_exception(std::current_exception());
     }
   });
+  return done->get_future().share();
 }
 
 std::unique_ptr<Transfer> Transfer::store(const at::Tensor& tensor, const at::Tensor& stored) {
@@ -47,11 +51,12 @@ std::unique_ptr<Transfer> Transfer::load(const at::Tensor& stored) {
 }
 
 at::Tensor Transfer::wait() {
-  if (seconds_.valid()) {
-    const double begin = now();
-    const double took = seconds_.get();
-    tier_->count_time(took, now() - begin);
-  }
+  const double begin = now();
+  while (seconds_.wait_for(std::chrono::milliseconds(200)) != std::future_status::ready)
+    check_signals();
+  const double took = seconds_.get();
+  if (!is_counted_) tier_->count_time(took, now() - begin);
+  is_counted_ = true;
   return result_;
 }
 

@@ -24,10 +24,12 @@ class Transfer {
 
  private:
   Transfer(at::Tensor result, std::shared_ptr<FileTier> tier, std::function<void()> copy);
+  static std::shared_future<double> launch(std::function<void()> copy);
 
   const at::Tensor result_;
   const std::shared_ptr<FileTier> tier_;
-  std::future<double> seconds_;  // that the copy takes; not valid after wait()
+  const std::shared_future<double> seconds_;  // that the copy takes
+  bool is_counted_ = false;
 };
 
 }  // namespace zero3

@@ -7,8 +7,9 @@
 
 The copies run on other threads. ``store_wait`` reads x too, so that its memory is not reused while
 it is copied. It stands behind the last use of x, and some starts later: nothing waits for a copy
-that has just begun. Likewise, ``load_start`` stands some waits ahead of its own, and ``load_wait``
-takes the latest collective ahead of it, so that no scheduler loads everything at once.
+that has just begun. A compiler may move it, but not ahead of the last of those starts. Likewise,
+``load_start`` stands some waits ahead of its own, and ``load_wait`` takes the latest token ahead of
+it, so that no scheduler loads everything at once.
 """
 
 import operator
@@ -25,7 +26,6 @@ from deepcompile_zero3.torch_internals import OpOverload, compiler, is_wrapper
 
 _SMALL = 256 << 10  # bytes; smaller tensors stay, since a copy has a cost of its own
 _STORES_AHEAD = 2  # stores that start before one is waited for
-_ANCHORS = (ops.all_gather_start.default, *REDUCTIONS)  # nodes that no scheduler moves far
 _LOADED_AHEAD = 64 << 20  # maximum bytes of loads that start before one is waited for, if several
 
 
@@ -86,7 +86,7 @@ def load_saved(gm: fx.GraphModule, names: Collection[str]) -> None:
     uses = {node: min(node.users, key=order.__getitem__) for node in inputs}
     inputs.sort(key=lambda node: order[uses[node]])
     first = next(node for node in graph.nodes if node.op != "placeholder")
-    anchors = [node for node in graph.nodes if node.target in _ANCHORS]
+    tokens = [node for node in graph.nodes if node.target in REDUCTIONS or _is_token(node)]
     waits: list[fx.Node] = []
     for number, node in enumerate(inputs):
         use = uses[node]
@@ -100,9 +100,9 @@ def load_saved(gm: fx.GraphModule, names: Collection[str]) -> None:
         with graph.inserting_before(place):
             start = _call(graph, ops.load_start.default, (node, *after), "load")
         start.meta["val"] = _handle_of(node)
-        anchor = [each for each in anchors if order[each] < order[use]][-1:]
+        token = [each for each in tokens if order[each] < order[use]][-1:]
         with graph.inserting_before(use):
-            wait = _call(graph, ops.load_wait.default, (start, node, *anchor), "loaded")
+            wait = _call(graph, ops.load_wait.default, (start, node, *token), "loaded")
         wait.meta["val"] = torch.empty_like(node.meta["val"])
         waits.append(wait)
         node.replace_all_uses_with(wait, lambda user, own=(start, wait): user not in own)
@@ -169,6 +169,14 @@ def _uses(node: fx.Node) -> set[fx.Node]:
 
 def _call(graph: fx.Graph, op: OpOverload, arguments: tuple, name: str) -> fx.Node:
     return graph.create_node("call_function", op, arguments, name=name)
+
+
+def _is_token(node: fx.Node) -> bool:
+    """Returns whether ``node`` is the token of a wait for a gather."""
+    if node.target is not operator.getitem or node.all_input_nodes[0].target not in WAITS:
+        return False
+    wait, position = node.args
+    return position == len(wait.args[1])  # type: ignore[union-attr, arg-type]
 
 
 def _handle_of(node: fx.Node) -> torch.Tensor:

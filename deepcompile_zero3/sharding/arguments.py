@@ -109,12 +109,12 @@ def check_offloading(
             f"{mesh.device_type!r} yet"
         )
     memory = getattr(offload_policy, "memory", None)
-    inside = {p.memory for each in modules for p in registered_in(each)} - {None}
-    if memory is not None and inside - {memory}:
-        raise ValueError(
-            "fully_shard got two FileOffloadPolicy objects for one model: make one, whose budget "
-            "is for the whole model, and pass it to all calls"
-        )
+    for parameter in (parameter for each in modules for parameter in registered_in(each)):
+        if parameter.memory not in (None, memory):
+            raise ValueError(
+                f"fully_shard got another offload_policy than for '{parameter.fqn}': make one "
+                "FileOffloadPolicy, whose budget is for the whole model, and pass it to all calls"
+            )
 
 
 def resolve_reshard(

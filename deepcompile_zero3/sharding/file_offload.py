@@ -4,7 +4,7 @@ import math
 import os
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -51,8 +51,8 @@ class FileOffloadPolicy(OffloadPolicy):
 
     Gradients stay in memory (:func:`step_in_backward` leaves none, if it is called before the first
     forward). Values are the same bits as without it. Pass one object to all
-    ``fully_shard`` calls of a model: its budget is for all of them. What goes is decided when the
-    model first runs.
+    ``fully_shard`` calls of a process: its budget is for all of them. What goes is decided when the
+    model first runs. Parameters that are sharded after that go to the file.
 
     The file has no name, takes its space on the disk before data is there, and vanishes with the
     process: nothing is left behind by a crash, and nothing half-written is ever read. Tensors in it
@@ -76,11 +76,16 @@ class FileOffloadPolicy(OffloadPolicy):
     memory: "BudgetedMemory" = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.memory_budget_mb, int | float) or not self.memory_budget_mb >= 0:
+        mb = self.memory_budget_mb
+        if not isinstance(mb, int | float) or not 0 <= mb < math.inf:
             raise ValueError(
                 f"memory_budget_mb is a number of MiB of at least 0, got {self.memory_budget_mb!r}"
             )
         self.memory = BudgetedMemory(os.fspath(self.folder), self.memory_budget_mb * 2**20)
+
+    def __deepcopy__(self, memo: dict) -> "FileOffloadPolicy":
+        """Returns this object: there is one budget."""
+        return self
 
     def stats(self) -> OffloadStats:
         """Returns what is in the file, and what was moved."""
@@ -91,47 +96,71 @@ class FileOffloadPolicy(OffloadPolicy):
 class BudgetedMemory:
     """A budget of memory, and the file that takes what exceeds it.
 
+    What goes is decided once, at the first forward of a parameter, for all parameters that are
+    there then.
+
     Attributes:
         tier: the file.
-        states: bytes of optimizer states that stay in memory.
     """
 
     def __init__(self, folder: str, nbytes: float) -> None:
         self.tier = _C.FileTier(folder)
-        self.states = 0.0
         self._nbytes = nbytes
-        self._room: float | None = None  # what shards, gradients and gathered parameters leave
+        self._parameters: list[weakref.ref[ShardedParameter]] = []
+        self._decided: weakref.WeakSet[ShardedParameter] = weakref.WeakSet()
         self._stay: weakref.WeakSet[ShardedParameter] = weakref.WeakSet()
+        self._room = 0.0  # bytes that are left for states and activations
+        self._states: weakref.WeakKeyDictionary[ShardedParameter, int] = (
+            weakref.WeakKeyDictionary()  # bytes that are wanted for each parameter's states
+        )
+
+    def add(self, parameter: ShardedParameter) -> None:
+        """Makes the budget one for ``parameter`` too."""
+        parameter.memory = self
+        self._parameters.append(weakref.ref(parameter))
+
+    @property
+    def key(self) -> str:
+        """Text of all that graphs depend on."""
+        return f"{self.tier.number}, {self.activation_bytes:.0f} bytes"
 
     def place(self, parameter: ShardedParameter) -> None:
         """Moves the shard of ``parameter`` to the file, if it is one of those that go."""
         local = parameter.leaf.local
-        if self.moves(parameter) and local.device.type == "cpu" and not _C.is_in_file(local):
-            local.data = self.tier.copy(local)
-            parameter.handle.shard = parameter.layout.shard_rows(local)
+        if self.offloads(parameter) and local.device.type == "cpu" and not _C.is_in_file(local):
+            with torch.inference_mode(False), torch.no_grad():  # it is no inference tensor
+                local.data = self.tier.copy(local)
+                parameter.handle.shard = parameter.layout.shard_rows(local)
 
-    def moves(self, parameter: ShardedParameter) -> bool:
+    def offloads(self, parameter: ShardedParameter) -> bool:
         """Returns whether the shard of ``parameter`` is one of those that go."""
-        self._decide(parameter)
-        goes = self._room is not None and parameter not in self._stay
-        return goes and _is_movable(parameter.leaf.local)
+        self._decide()
+        return parameter not in self._stay and _is_movable(parameter.leaf.local)
 
     def reserve_states(self, parameters: Sequence[ShardedParameter], state_bytes: int) -> None:
         """Reserves room for the states of an optimizer, ``state_bytes`` for each element."""
-        self._decide(parameters[0])
-        nbytes = state_bytes * sum(_numel_of_shard(each) for each in parameters)
-        self.states += min(nbytes, self.room)
+        for parameter in parameters:
+            self._states[parameter] = state_bytes * _numel_of_shard(parameter)
+        self._update_guard_keys()
+
+    def bytes_for_states(self, parameters: Iterable[ShardedParameter]) -> float:
+        """Returns the bytes of the states of ``parameters`` that stay in memory."""
+        self._decide()
+        wanted = sum(self._states.values())
+        mine = sum(self._states.get(parameter, 0) for parameter in parameters)
+        return min(self._room, wanted) * mine / wanted if wanted else 0.0
 
     @property
-    def room(self) -> float:
-        """Bytes that are left for saved activations."""
-        return max((self._room or 0.0) - self.states, 0.0)
+    def activation_bytes(self) -> float:
+        """Bytes of saved activations that stay in memory."""
+        return max(self._room - sum(self._states.values()), 0.0)
 
-    def _decide(self, parameter: ShardedParameter) -> None:
-        """Chooses the shards that stay, when the first is placed."""
-        if self._room is not None or parameter.model is None:
+    def _decide(self) -> None:
+        """Chooses the shards that stay, unless that is done for parameters that are alive."""
+        if self._decided:
             return
-        mine = [each for each in parameter.model.parameters if each.memory is self]
+        mine = [each for ref in self._parameters if (each := ref()) is not None]
+        self._decided.update(mine)
         groups: Counter[object] = Counter()
         for each in mine:
             groups[each.group] += each.nbytes
@@ -145,6 +174,11 @@ class BudgetedMemory:
                 room -= nbytes
                 self._stay.add(each)
         self._room = max(room, 0.0)
+        self._update_guard_keys()
+
+    def _update_guard_keys(self) -> None:
+        for parameter in self._decided:
+            parameter.update_guard_key()
 
 
 def is_worth_a_file(tensor: object) -> bool:
@@ -162,11 +196,12 @@ def _is_movable(tensor: torch.Tensor) -> bool:
 
 
 def _numel_of_shard(parameter: ShardedParameter) -> int:
-    """Returns the number of elements of a shard: the same on all ranks, which compile alike."""
-    handle = parameter.handle
-    if parameter.layout.owner is not None:
-        return math.prod(parameter.leaf.local.shape)
-    return math.prod([-(-handle.sizes[0] // handle.world_size), *handle.sizes[1:]])
+    """Returns the number of elements of a shard, the same on all ranks, which then compile alike.
+
+    Parameters that have an owner count as if ranks owned equal parts of each.
+    """
+    sizes, world_size = parameter.handle.sizes, parameter.handle.world_size
+    return math.prod([-(-sizes[0] // world_size), *sizes[1:]])
 
 
 def _nbytes_of_gradient(parameter: ShardedParameter) -> int:

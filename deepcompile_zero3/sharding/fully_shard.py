@@ -16,6 +16,7 @@ from deepcompile_zero3.sharding import arguments, conversion
 from deepcompile_zero3.sharding.blueprint import Blueprint
 from deepcompile_zero3.sharding.build import agree_on_model_number, build, process_groups_of
 from deepcompile_zero3.sharding.casts import ForwardCasts
+from deepcompile_zero3.sharding.file_offload import FileOffloadPolicy
 from deepcompile_zero3.sharding.fsdp_state import FsdpState
 from deepcompile_zero3.sharding.group import ParameterGroup
 from deepcompile_zero3.sharding.layout import DataParallel, Layout
@@ -164,7 +165,8 @@ def fully_shard(
     finally:
         failure = None  # its traceback holds this frame and all that was built
     for sharded in built.values():
-        sharded.memory = getattr(offload_policy, "memory", None)
+        if isinstance(offload_policy, FileOffloadPolicy):
+            offload_policy.memory.add(sharded)
     _install(modules, built, ignored, ranks_of_mesh.device)
     group = ParameterGroup(list(built.values()), ForwardCasts(mp_policy), connects, len(modules))
     for each in modules:

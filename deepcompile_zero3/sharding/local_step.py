@@ -67,6 +67,8 @@ def step_locally(optimizer: torch.optim.Optimizer, *, is_elementwise: bool = Fal
         "may need more of a parameter than the elements that a rank has; if it updates each "
         "element by itself, pass is_elementwise=True",
     )
+    if hasattr(optimizer.step, "_steps_in_parts"):
+        raise Zero3Error("step_locally comes before offload_optimizer: call it first")
     if hasattr(optimizer.step, "_steps_locally"):
         raise Zero3Error(f"step_locally was called twice on the same {type(optimizer).__name__}")
     step, locals_of = function_of(optimizer.step), _LocalTensors()
@@ -199,6 +201,8 @@ class _LocalTensors:
             rows = rows_of(local, parameter)
             mine = nn.Parameter(rows, requires_grad=parameter.requires_grad)
             self._parameters[local] = mine
+        elif mine.data_ptr() != local.data_ptr():
+            mine.data = rows_of(local, parameter)  # the local tensor has other memory now
         gradient = torch_internals.local_gradient(parameter)
         if gradient is not None:
             if mine.grad_dtype != parameter.grad_dtype:  # which may change between steps

@@ -11,18 +11,21 @@ class Memory(Protocol):
     tier: _C.FileTier
 
     @property
-    def room(self) -> float:
-        """Bytes that are left for saved activations."""
+    def key(self) -> str:
+        """Text of all that graphs depend on."""
 
     @property
-    def states(self) -> float:
-        """Bytes of optimizer states that stay in memory."""
+    def activation_bytes(self) -> float:
+        """Bytes of saved activations that stay in memory."""
 
-    def moves(self, parameter: Any) -> bool:
-        """Returns whether the shard of ``parameter`` goes to the file."""
+    def bytes_for_states(self, parameters: Any) -> float:
+        """Returns the bytes of the optimizer states of ``parameters`` that stay in memory."""
 
     def reserve_states(self, parameters: Any, state_bytes: int) -> None:
         """Reserves room for the optimizer states of ``parameters``, ``state_bytes`` an element."""
+
+    def offloads(self, parameter: Any) -> bool:
+        """Returns whether the shard of ``parameter``, a ``ShardedParameter``, goes to the file."""
 
     def place(self, parameter: Any) -> None:
         """Moves the shard of ``parameter``, a ``ShardedParameter``, to where it lives."""

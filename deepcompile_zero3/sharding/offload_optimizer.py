@@ -1,7 +1,9 @@
 """``offload_optimizer``: states of an optimizer live in the file of a ``FileOffloadPolicy``."""
 
+import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import torch
@@ -33,10 +35,14 @@ def offload_optimizer(
     """Makes ``optimizer`` keep the states that exceed the memory budget of ``model`` in its file.
 
     The model was sharded with ``offload_policy=FileOffloadPolicy(...)``. From now on,
-    ``optimizer.step()`` steps some parameters at a time. While one part is stepped, the kernel
-    reads the states of the next one. States that the first step creates go to the file part by
-    part, so that they are never all in memory. Between steps, ``state`` and state dicts have the
-    same tensors as before, and values are the same bits. Hooks of ``step`` run for each part.
+    ``optimizer.step()`` steps some parameters at a time. While one part is stepped, other threads
+    load the next one, and store the one before. States that the first step creates go to the file
+    part by part, so that they are never all in memory. Between steps, ``state`` and state dicts
+    have the same tensors as before, and values are the same bits. Hooks of ``step`` run for each
+    part.
+
+    A state that an optimizer creates when it is made, as Adagrad does, stays in memory until the
+    first step. If the disk is full, all parameters are stepped, and then an error is raised.
 
     Call it once, before the first forward: memory that states will take is then not given to
     activations. It goes with :func:`step_in_backward`, whose steps are such parts already, and with
@@ -80,6 +86,7 @@ def offload_optimizer(
         raise Zero3Error(f"offload_optimizer was called twice on one {type(optimizer).__name__}")
     memory = cast(Memory, found[0].memory)
     memory.reserve_states(found, state_bytes)
+    parameters = weakref.WeakSet(found)
     step, part_bytes = function_of(optimizer.step), int(part_mb * 2**20)
 
     @functools.wraps(step)
@@ -88,15 +95,24 @@ def offload_optimizer(
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        parts = list(_parts(self, part_bytes))
-        kept = 0
+        parts = [_Part(self, part) for part in _parts(self, part_bytes)]
+        most = memory.bytes_for_states(parameters)
+        failure = None
         for number, part in enumerate(parts):
-            for following in parts[number + 1 : number + 2]:
-                for tensor in _tensors_of(self, following):
-                    _C.prefetch_pages(tensor)
-            with parameters_replaced(self, part):
+            for each in parts[number : number + 2]:
+                each.start_loading()
+            with part.in_memory(), parameters_replaced(self, part.parameters):
                 step(self, **kwargs)
-            kept = _settle(self, part, memory, kept)
+            for each in parts[max(number - 1, 0) : number]:
+                each.wait_for_stores()
+            try:
+                part.settle(memory, most)
+            except Zero3Error as error:  # all parameters are stepped first
+                failure = failure or error
+        for part in parts[-1:]:
+            part.wait_for_stores()
+        if failure is not None:
+            raise failure
         return loss
 
     cast(Any, step_in_parts)._steps_in_parts = True
@@ -121,41 +137,67 @@ def _parts(optimizer: torch.optim.Optimizer, part_bytes: int) -> Iterator[list[l
     yield part
 
 
-def _settle(
-    optimizer: torch.optim.Optimizer,
-    part: Sequence[Sequence[torch.Tensor]],
-    memory: Memory,
-    kept: int,
-) -> int:
-    """Moves states that have been created to the file, and lets go of its pages.
+class _Part:
+    """Parameters that are stepped at a time, by group, and their states."""
 
-    Returns:
-        The bytes of states in memory, with ``kept``, those of the parts before.
-    """
-    for tensor in _tensors_of(optimizer, part):
-        if _C.is_in_file(tensor):
-            _C.finish_reading(tensor)
-            memory.tier.count_written(tensor.nbytes)
-    for parameter in (each for group in part for each in group):
-        for value in optimizer.state.get(parameter, {}).values():
-            state = _local(value)
-            if not is_worth_a_file(state) or _C.is_in_file(state):
-                continue
-            if kept + state.nbytes <= memory.states:
-                kept += state.nbytes
-            else:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, parameters: list[list[torch.Tensor]]
+    ) -> None:
+        self.parameters = parameters
+        self._states = cast(Any, optimizer).state
+        self._loads: list[tuple[torch.Tensor, torch.Tensor, _C.Transfer]] | None = None
+        self._stores: list[_C.Transfer] = []
+
+    def start_loading(self) -> None:
+        """Starts to copy what is in the file to memory."""
+        if self._loads is None:
+            shards = (_local(parameter) for parameter in self._each())
+            tensors = (*shards, *self._states_of(self._each()))
+            stored = [each for each in tensors if _C.is_in_file(each)]
+            self._loads = [(each, each.detach(), _C.Transfer.load(each)) for each in stored]
+
+    @contextlib.contextmanager
+    def in_memory(self) -> Iterator[None]:
+        """In the block, all tensors are in memory; after it, changes are on their way back."""
+        loads = self._loads or []
+        try:
+            for tensor, _, load in loads:
+                tensor.data = load.wait()
+            yield
+        finally:
+            for tensor, stored, _ in loads:
+                memory, tensor.data = tensor.detach(), stored
+                self._stores.append(_C.Transfer.store(memory, stored))
+
+    def wait_for_stores(self) -> None:
+        """Waits until all changes are in the file."""
+        for store in self._stores:
+            store.wait()
+        self._stores.clear()
+
+    def settle(self, memory: Memory, most: float) -> None:
+        """Moves states to the file until the optimizer has ``most`` bytes of them in memory."""
+        here = _in_memory(self._states_of(self._each()))
+        if not here:
+            return
+        excess = sum(state.nbytes for state in _in_memory(self._states_of(self._states))) - most
+        for state in here:
+            if excess > 0:
                 state.data = memory.tier.copy(state)
-    return kept
+                excess -= state.nbytes
+
+    def _each(self) -> Iterator[torch.Tensor]:
+        return (parameter for group in self.parameters for parameter in group)
+
+    def _states_of(self, parameters: Iterable[Any]) -> Iterator[torch.Tensor]:
+        """Yields the local tensors of states."""
+        for parameter in parameters:
+            values = self._states.get(parameter, {}).values()
+            yield from (_local(value) for value in values if isinstance(value, torch.Tensor))
 
 
-def _tensors_of(
-    optimizer: torch.optim.Optimizer, part: Sequence[Sequence[torch.Tensor]]
-) -> Iterator[torch.Tensor]:
-    """Yields the local tensors of the parameters of a part, and of their states."""
-    for parameter in (each for group in part for each in group):
-        yield _local(parameter)
-        states = optimizer.state.get(parameter, {}).values()
-        yield from (_local(value) for value in states if isinstance(value, torch.Tensor))
+def _in_memory(states: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [each for each in states if is_worth_a_file(each) and not _C.is_in_file(each)]
 
 
 def _local(value: Any) -> Any:

@@ -234,7 +234,8 @@ class ShardedParameter:
             f"reshard_after_forward={self.reshard_after_forward} group={self.shard_group_name} "
             f"transport={transport and transport.name} "
             f"leaf_contract={self.leaf_contract} reduce_dtype={wire} "
-            f"model_nbytes={self.model.nbytes if self.model else 0}"  # limits what is kept
+            f"model_nbytes={self.model.nbytes if self.model else 0} "  # limits what is kept
+            f"memory={self.memory and self.memory.key}"
         )
 
     def value_of(self, full: torch.Tensor) -> torch.Tensor:
@@ -266,8 +267,6 @@ class ShardedParameter:
             self.leaf.inherit_grad_dtype(shard, self.declared_grad_dtype)
             self._follow(shard)
             self.handle.reshard()
-        if self.memory is not None:
-            self.memory.place(self)
         return shard
 
     def prepare_forward(self) -> bool:
@@ -278,6 +277,8 @@ class ShardedParameter:
             not, they are updated now.
         """
         shard = self.refresh()
+        if self.memory is not None:
+            self.memory.place(self)
         if (is_stale := self.handle.is_stale()) and self.settings.reshard_after_backward:
             self.handle.reshard()  # its last backward raised and has not resharded it
         elif is_stale:

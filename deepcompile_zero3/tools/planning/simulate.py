@@ -70,9 +70,9 @@ def simulate(
         seconds_by_kernel: measured seconds by kernel, from :func:`measure_kernels`.
     """
     trained = {name for name, p in parameters.items() if p.placeholder.requires_grad}
-    in_file = {name for name, p in parameters.items() if p.memory and p.memory.moves(p)}
+    in_file = {name for name, p in parameters.items() if p.memory and p.memory.offloads(p)}
     memory = next((p.memory for p in parameters.values() if p.memory), None)
-    states = memory.states if memory is not None else math.inf
+    states = math.inf if memory is None else memory.bytes_for_states(parameters.values())
     backwards = sorted(graphs.backward, key=lambda graph: graph.number, reverse=True)
     with twins_of(parameters, machine.backend) as twins:
         measured = seconds_by_kernel or {}
