@@ -424,7 +424,7 @@ def test_a_model_has_one_budget(tmp_path):
 def test_optimizers_that_cannot_be_offloaded_are_refused(tmp_path):
     model = fully_shard(nn.Linear(4, 4))
     optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(Zero3Error, match=r"offload_policy=FileOffloadPolicy\(\.\.\.\)"):
+    with pytest.raises(Zero3Error, match="no parameter of the optimizer was sharded with"):
         offload_optimizer(model, optimizer)
     model = fully_shard(nn.Linear(4, 4), offload_policy=FileOffloadPolicy(tmp_path))
     optimizer = torch.optim.AdamW(model.parameters())

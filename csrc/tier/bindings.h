@@ -20,6 +20,7 @@ inline void bind_tiers(pybind11::module_& m) {
       .def(pybind11::init(&FileTier::open))
       .def_property_readonly("folder", [](const FileTier& self) { return self.folder; })
       .def_property_readonly("number", [](const FileTier& self) { return self.number; })
+      .def_property_readonly("is_in_memory", &FileTier::is_in_memory)
       .def("copy", &FileTier::copy, pybind11::call_guard<pybind11::gil_scoped_release>())
       .def("stats", &FileTier::stats);
   m.def("is_in_file", [](const at::Tensor& tensor) { return slab_of(tensor) != nullptr; });

@@ -4,6 +4,7 @@
 #include <c10/util/Exception.h>
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/statfs.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
 
@@ -62,6 +63,13 @@ std::shared_ptr<FileTier> FileTier::open(const std::string& folder) {
   std::shared_ptr<FileTier> tier(new FileTier(folder, fd, number));
   live.by_number[number] = tier;
   return tier;
+}
+
+bool FileTier::is_in_memory() const {
+  struct statfs disk{};
+  constexpr auto kTmpfs = 0x01021994, kRamfs = static_cast<int>(0x858458f6);
+  return ::fstatfs(fd_, &disk) == 0 &&
+         (static_cast<int>(disk.f_type) == kTmpfs || static_cast<int>(disk.f_type) == kRamfs);
 }
 
 std::shared_ptr<FileTier> FileTier::numbered(int64_t number) {

@@ -50,6 +50,7 @@ class FileTier : public std::enable_shared_from_this<FileTier> {
   // Returns a copy in the file, with the strides of `tensor`.
   at::Tensor copy(const at::Tensor& tensor);
   TierStats stats() const;
+  bool is_in_memory() const;  // whether the file takes memory, and no space on a disk
 
   // Copy between memory and the slab's part of the file. They throw what the disk reports. When a
   // page goes to the disk is left to the kernel: to ask for it would write data that no one reads

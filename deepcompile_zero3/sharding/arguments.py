@@ -110,7 +110,7 @@ def check_offloading(
         )
     memory = getattr(offload_policy, "memory", None)
     for parameter in (parameter for each in modules for parameter in registered_in(each)):
-        if parameter.memory not in (None, memory):
+        if memory is not None and parameter.memory not in (None, memory):
             raise ValueError(
                 f"fully_shard got another offload_policy than for '{parameter.fqn}': make one "
                 "FileOffloadPolicy, whose budget is for the whole model, and pass it to all calls"

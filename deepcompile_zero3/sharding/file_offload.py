@@ -2,6 +2,7 @@
 
 import math
 import os
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -61,8 +62,8 @@ class FileOffloadPolicy(OffloadPolicy):
     spare: a budget limits the process's own memory, and that of a control group through the kernel.
 
     Args:
-        folder: a folder on a local disk. One in memory, as ``/tmp`` is on some systems, saves
-            nothing.
+        folder: a folder on a local disk. A warning tells of one in memory, as ``/tmp`` is on some
+            systems.
         memory_budget_mb: the budget in MiB for each rank, at least 0. With 0, the default, all that
             can goes to the file.
 
@@ -82,6 +83,12 @@ class FileOffloadPolicy(OffloadPolicy):
                 f"memory_budget_mb is a number of MiB of at least 0, got {self.memory_budget_mb!r}"
             )
         self.memory = BudgetedMemory(os.fspath(self.folder), self.memory_budget_mb * 2**20)
+        if self.memory.tier.is_in_memory:
+            warnings.warn(
+                f"FileOffloadPolicy: '{self.folder}' is in memory (tmpfs): offloading to it saves "
+                "nothing, name a folder on a disk",
+                stacklevel=3,
+            )
 
     def __deepcopy__(self, memo: dict) -> "FileOffloadPolicy":
         """Returns this object: there is one budget."""

@@ -116,7 +116,6 @@ def fully_shard(
     ignored = arguments.resolve_ignored(ignored_params)
     transport = resolve(transport)
     modules = _outermost(module)
-    arguments.check_offloading(mesh, offload_policy, modules)
     ranks_of = functools.cache(DataParallel)
     ranks_of_mesh = ranks_of(mesh) if spmd is None else spmd.ranks
     for each in modules:
@@ -126,6 +125,7 @@ def fully_shard(
                 "a module inside has set_manual_backward_finalization(True): call it on the "
                 "outermost module, after the last fully_shard"
             )
+    arguments.check_offloading(mesh, offload_policy, modules)
     new = _new_parameters(modules, ignored)
     layouts: dict[nn.Parameter, Layout] = {
         parameter: resolve_layout(fqn, parameter, ranks_of_mesh, shard_placement_fn, ranks_of, spmd)

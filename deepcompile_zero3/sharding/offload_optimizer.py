@@ -76,11 +76,16 @@ def offload_optimizer(
         )
     given = {id(p) for group in optimizer.param_groups for p in group["params"]}
     found = [p for p in all_parameters_of(model, "offload_optimizer") if id(p.shard) in given]
+    if not found:
+        raise Zero3Error(
+            "offload_optimizer: the optimizer has no sharded parameter of the model: build it over "
+            "model.parameters() after fully_shard"
+        )
     found = [parameter for parameter in found if parameter.memory is not None]
     if not found:
         raise Zero3Error(
-            "offload_optimizer: the optimizer has no parameter of the model that was sharded with "
-            "offload_policy=FileOffloadPolicy(...)"
+            "offload_optimizer: no parameter of the optimizer was sharded with a FileOffloadPolicy:"
+            " call fully_shard(..., offload_policy=FileOffloadPolicy(...)) on the model"
         )
     if hasattr(optimizer.step, "_steps_in_parts"):
         raise Zero3Error(f"offload_optimizer was called twice on one {type(optimizer).__name__}")

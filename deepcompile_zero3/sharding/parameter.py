@@ -55,7 +55,7 @@ class ShardedParameter:
         group: the ``ParameterGroup`` that gathers it, weakly; see ``group_of``.
         extension: what is gathered in the parameter's place, or None.
         step_early: steps parameters whose gradients have come; see ``step_in_backward``.
-        memory: where the shard and its optimizer states live, if that is not just memory.
+        memory: the budget of memory that the shard is part of, or None.
         placeholder: the tensor that a traced graph takes in place of the parameter.
         handle: the parameter in the C++ runtime.
         settings: settings of ``handle`` that users may change between steps.
@@ -232,10 +232,9 @@ class ShardedParameter:
         transport, wire = self.handle.transport, self.settings.gradient_dtypes.wire
         self.guard_key = (
             f"reshard_after_forward={self.reshard_after_forward} group={self.shard_group_name} "
-            f"transport={transport and transport.name} "
-            f"leaf_contract={self.leaf_contract} reduce_dtype={wire} "
-            f"model_nbytes={self.model.nbytes if self.model else 0} "  # limits what is kept
-            f"memory={self.memory and self.memory.key}"
+            f"transport={transport and transport.name} leaf_contract={self.leaf_contract} "
+            f"reduce_dtype={wire} memory={self.memory and self.memory.key} "
+            f"model_nbytes={self.model.nbytes if self.model else 0}"  # limits what is kept
         )
 
     def value_of(self, full: torch.Tensor) -> torch.Tensor:
