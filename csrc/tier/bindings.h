@@ -23,6 +23,7 @@ inline void bind_tiers(pybind11::module_& m) {
       .def_property_readonly("is_in_memory", &FileTier::is_in_memory)
       .def("copy", &FileTier::copy, pybind11::call_guard<pybind11::gil_scoped_release>())
       .def("stats", &FileTier::stats);
+  m.def("is_movable", &is_movable);
   m.def("is_in_file", [](const at::Tensor& tensor) { return slab_of(tensor) != nullptr; });
   pybind11::class_<Transfer>(m, "Transfer")
       .def_static("store", &Transfer::store)

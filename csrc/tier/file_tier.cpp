@@ -207,6 +207,11 @@ void FileTier::read(const Slab& from, void* to, int64_t nbytes) {
   count_read(nbytes);
 }
 
+bool is_movable(const at::Tensor& tensor) {
+  return tensor.is_cpu() && tensor.layout() == at::kStrided && tensor.numel() > 0 &&
+         tensor.is_non_overlapping_and_dense();
+}
+
 const Slab* slab_of(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.has_storage() || !tensor.is_cpu()) return nullptr;
   // Without the check for data, which a placeholder has not.

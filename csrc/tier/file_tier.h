@@ -58,6 +58,7 @@ class FileTier : public std::enable_shared_from_this<FileTier> {
   void write(const void* from, const Slab& to, int64_t nbytes);
   void read(const Slab& from, void* to, int64_t nbytes);
   void count_read(int64_t nbytes) { read_ += nbytes; }
+  void check_process() const;  // throws in a child that was forked
   void count_time(double transfer, double wait);
 
   const std::string folder;
@@ -67,7 +68,6 @@ class FileTier : public std::enable_shared_from_this<FileTier> {
   FileTier(std::string folder, int fd, int64_t number);
   Slab take(int64_t nbytes);
   void give_back(const Slab& slab);
-  void check_process() const;    // throws in a child that was forked
   static void free(void* slab);  // of a tensor that has died
   [[noreturn]] void fail(const std::string& what, int64_t nbytes, int error) const;
   friend const Slab* slab_of(const at::Tensor& tensor);
@@ -83,6 +83,9 @@ class FileTier : public std::enable_shared_from_this<FileTier> {
   double transfer_time_ = 0;
   double wait_time_ = 0;
 };
+
+// Whether a tensor may be moved to a file: it is on the CPU, and its elements fill its memory.
+bool is_movable(const at::Tensor& tensor);
 
 // Returns the slab of a tensor in a file, or null for another tensor.
 const Slab* slab_of(const at::Tensor& tensor);

@@ -14,9 +14,8 @@ namespace {
 using at::Tensor;
 
 Tensor store_start(const Tensor& tensor, int64_t tier, const std::optional<Tensor>& after) {
-  ZERO3_CHECK(tensor.is_non_overlapping_and_dense(),
-              "zero3::store_start takes a dense tensor, got sizes ", tensor.sizes(), ", strides ",
-              tensor.strides());
+  ZERO3_CHECK(is_movable(tensor), "zero3::store_start takes a dense tensor, got sizes ",
+              tensor.sizes(), ", strides ", tensor.strides());
   auto stored = FileTier::numbered(tier)->empty(tensor.sizes(), tensor.strides(), tensor.options());
   return InFlight<Transfer>::get().add(Transfer::store(tensor, stored));
 }
@@ -30,7 +29,7 @@ Tensor store_wait(const Tensor& handle, const Tensor& tensor, const std::optiona
 
 // What a hook of the user's has put elsewhere, in place of what was saved, is copied by the wait.
 Tensor load_start(const Tensor& stored, const std::optional<Tensor>& after) {
-  const bool is_whole = stored.storage_offset() == 0 && stored.is_non_overlapping_and_dense();
+  const bool is_whole = stored.storage_offset() == 0 && is_movable(stored);
   if (!slab_of(stored) || !is_whole) return at::zeros({1}, at::kLong);
   return InFlight<Transfer>::get().add(Transfer::load(stored));
 }

@@ -117,7 +117,9 @@ def _choose(
     by_base: dict[fx.Node, set[fx.Node]] = {}
     for position in saved:
         node = results[position]
-        if node is not None and _is_activation(base := base_of(node)):
+        if node is None or not isinstance(node.meta.get("val"), torch.Tensor):
+            continue
+        if _is_activation(base := base_of(node)):
             by_base.setdefault(base, set()).add(node)
     left = sum(hinted_nbytes_of(base) for base in by_base)
     chosen = []

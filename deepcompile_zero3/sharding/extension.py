@@ -60,6 +60,7 @@ class Payload:
     """
 
     extension = None
+    memory = None
     is_read_as_gathered = True
 
     def __init__(self, owner: _Owner, number: int, value: torch.Tensor) -> None:

@@ -25,7 +25,8 @@ class OffloadStats(NamedTuple):
         file_bytes: size of the file in bytes. It does not shrink.
         written: bytes of tensors that were written to the file, or changed in it.
         read: bytes of tensors that were read from it.
-        transfer_time: seconds that other threads took to copy activations.
+        transfer_time: seconds that other threads took for copies: of activations, and of what
+            optimizers step.
         wait_time: seconds that computation waited for them. The rest was hidden.
     """
 
@@ -51,9 +52,9 @@ class FileOffloadPolicy(OffloadPolicy):
     3. shards (2 bytes in the optimizer's step, and 1 for each gather).
 
     Gradients stay in memory (:func:`step_in_backward` leaves none, if it is called before the first
-    forward). Values are the same bits as without it. Pass one object to all
-    ``fully_shard`` calls of a process: its budget is for all of them. What goes is decided when the
-    model first runs. Parameters that are sharded after that go to the file.
+    forward). Values are the same bits as without it. Pass one object to all ``fully_shard`` calls
+    of a process: its budget is for all of them. What goes is decided when the model first runs.
+    Parameters that are sharded after that go to the file.
 
     The file has no name, takes its space on the disk before data is there, and vanishes with the
     process: nothing is left behind by a crash, and nothing half-written is ever read. Tensors in it
@@ -68,7 +69,7 @@ class FileOffloadPolicy(OffloadPolicy):
             can goes to the file.
 
     Raises:
-        ValueError: ``memory_budget_mb`` is negative or no number.
+        ValueError: ``memory_budget_mb`` is negative, infinite or no number.
         Zero3Error: no file can be made in ``folder``.
     """
 
@@ -78,11 +79,10 @@ class FileOffloadPolicy(OffloadPolicy):
 
     def __post_init__(self) -> None:
         mb = self.memory_budget_mb
-        if not isinstance(mb, int | float) or not 0 <= mb < math.inf:
-            raise ValueError(
-                f"memory_budget_mb is a number of MiB of at least 0, got {self.memory_budget_mb!r}"
-            )
-        self.memory = BudgetedMemory(os.fspath(self.folder), self.memory_budget_mb * 2**20)
+        is_number = isinstance(mb, int | float) and not isinstance(mb, bool)
+        if not is_number or not 0 <= mb < math.inf:
+            raise ValueError(f"memory_budget_mb is a finite number of MiB, at least 0, got {mb!r}")
+        self.memory = BudgetedMemory(os.fspath(self.folder), mb * 2**20)
         if self.memory.tier.is_in_memory:
             warnings.warn(
                 f"FileOffloadPolicy: '{self.folder}' is in memory (tmpfs): offloading to it saves "
@@ -134,7 +134,7 @@ class BudgetedMemory:
     def place(self, parameter: ShardedParameter) -> None:
         """Moves the shard of ``parameter`` to the file, if it is one of those that go."""
         local = parameter.leaf.local
-        if self.offloads(parameter) and local.device.type == "cpu" and not _C.is_in_file(local):
+        if self.offloads(parameter) and _is_movable(local) and not _C.is_in_file(local):
             with torch.inference_mode(False), torch.no_grad():  # it is no inference tensor
                 local.data = self.tier.copy(local)
                 parameter.handle.shard = parameter.layout.shard_rows(local)
@@ -142,12 +142,14 @@ class BudgetedMemory:
     def offloads(self, parameter: ShardedParameter) -> bool:
         """Returns whether the shard of ``parameter`` is one of those that go."""
         self._decide()
-        return parameter not in self._stay and _is_movable(parameter.leaf.local)
+        local = parameter.leaf.local
+        return parameter not in self._stay and not torch_internals.is_wrapper(local)
 
     def reserve_states(self, parameters: Sequence[ShardedParameter], state_bytes: int) -> None:
-        """Reserves room for the states of an optimizer, ``state_bytes`` for each element."""
+        """Reserves room for the states of trained parameters, ``state_bytes`` for each element."""
         for parameter in parameters:
-            self._states[parameter] = state_bytes * _numel_of_shard(parameter)
+            if parameter.shard.requires_grad:
+                self._states[parameter] = state_bytes * _numel_of_shard(parameter)
         self._update_guard_keys()
 
     def bytes_for_states(self, parameters: Iterable[ShardedParameter]) -> float:
@@ -166,11 +168,12 @@ class BudgetedMemory:
         """Chooses the shards that stay, unless that is done for parameters that are alive."""
         if self._decided:
             return
-        mine = [each for ref in self._parameters if (each := ref()) is not None]
-        self._decided.update(mine)
-        groups: Counter[object] = Counter()
+        mine = self._alive()
+        if not mine:
+            return
+        groups: Counter[int] = Counter()
         for each in mine:
-            groups[each.group] += each.nbytes
+            groups[id(each.group and each.group())] += each.nbytes
         whole = groups.total()
         gathered = min(max(_BUCKET, *groups.values()), whole)
         reduced = min(max(each.settings.bucket_bytes for each in mine), whole)
@@ -181,11 +184,16 @@ class BudgetedMemory:
                 room -= nbytes
                 self._stay.add(each)
         self._room = max(room, 0.0)
+        self._decided.update(mine)
         self._update_guard_keys()
 
+    def _alive(self) -> list[ShardedParameter]:
+        return [each for ref in self._parameters if (each := ref()) is not None]
+
     def _update_guard_keys(self) -> None:
-        for parameter in self._decided:
-            parameter.update_guard_key()
+        for parameter in self._alive():
+            if parameter.model is not None:  # else it is being built
+                parameter.update_guard_key()
 
 
 def is_worth_a_file(tensor: object) -> bool:
@@ -198,8 +206,7 @@ _BUCKET = 64 << 20  # bytes; the default of option "gather_bucket_mb"
 
 
 def _is_movable(tensor: torch.Tensor) -> bool:
-    is_plain = not torch_internals.is_wrapper(tensor) and tensor.layout is torch.strided
-    return is_plain and tensor.numel() > 0
+    return not torch_internals.is_wrapper(tensor) and _C.is_movable(tensor)
 
 
 def _numel_of_shard(parameter: ShardedParameter) -> int:

@@ -166,6 +166,7 @@ class _LocalTensors:
     def swapped_into(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Puts local tensors in place of DTensors, in ``param_groups`` and ``state``."""
         states = cast(Any, optimizer).state
+        is_in_parts = hasattr(optimizer.step, "_steps_in_parts")  # see offload_optimizer
         local_states: defaultdict[Any, Any] = defaultdict(dict)
         local_states.update((k, v) for k, v in states.items() if not isinstance(k, torch.Tensor))
         local_of: list[tuple[DTensor, nn.Parameter]] = []
@@ -192,6 +193,8 @@ class _LocalTensors:
                 local.grad = None
                 if found := local_states.pop(local, None):
                     _update(states[parameter], found, parameter, local.shape)
+                if is_in_parts and local.numel():
+                    local.data = local.new_empty(0)  # the memory is lent for a part of a step
             states.update(local_states)  # of plain parameters, and of none
 
     def _local(self, parameter: DTensor) -> nn.Parameter:

@@ -22,7 +22,7 @@ class Memory(Protocol):
         """Returns the bytes of the optimizer states of ``parameters`` that stay in memory."""
 
     def reserve_states(self, parameters: Any, state_bytes: int) -> None:
-        """Reserves room for the optimizer states of ``parameters``, ``state_bytes`` an element."""
+        """Reserves room for states of trained ``parameters``, ``state_bytes`` for each element."""
 
     def offloads(self, parameter: Any) -> bool:
         """Returns whether the shard of ``parameter``, a ``ShardedParameter``, goes to the file."""

@@ -39,7 +39,7 @@ def offload_optimizer(
     load the next one, and store the one before. States that the first step creates go to the file
     part by part, so that they are never all in memory. Between steps, ``state`` and state dicts
     have the same tensors as before, and values are the same bits. Hooks of ``step`` run for each
-    part.
+    part: they may read and write the parameters that ``param_groups`` has then, and no others.
 
     A state that an optimizer creates when it is made, as Adagrad does, stays in memory until the
     first step. If the disk is full, all parameters are stepped, and then an error is raised.
@@ -51,7 +51,7 @@ def offload_optimizer(
     Args:
         model: a module that was sharded with a ``FileOffloadPolicy``.
         optimizer: an optimizer of ``torch.optim`` that updates each parameter by itself, as all do
-            but LBFGS and, over shards, Muon.
+            but LBFGS, Adafactor and, over shards, Muon.
         state_bytes: bytes of states for each element of a parameter: 8 for AdamW in fp32.
         part_mb: size in MiB of the shards that are stepped at a time.
         is_separate: says that an optimizer of another class updates each parameter by itself.
@@ -82,6 +82,12 @@ def offload_optimizer(
             "model.parameters() after fully_shard"
         )
     found = [parameter for parameter in found if parameter.memory is not None]
+    others = [parameter for parameter in found if parameter.memory is not found[0].memory]
+    if others:
+        raise Zero3Error(
+            f"offload_optimizer: '{found[0].fqn}' and '{others[0].fqn}' were sharded with two "
+            "FileOffloadPolicy objects: make an optimizer for each"
+        )
     if not found:
         raise Zero3Error(
             "offload_optimizer: no parameter of the optimizer was sharded with a FileOffloadPolicy:"
@@ -103,19 +109,20 @@ def offload_optimizer(
         parts = [_Part(self, part) for part in _parts(self, part_bytes)]
         most = memory.bytes_for_states(parameters)
         failure = None
-        for number, part in enumerate(parts):
-            for each in parts[number : number + 2]:
-                each.start_loading()
-            with part.in_memory(), parameters_replaced(self, part.parameters):
-                step(self, **kwargs)
-            for each in parts[max(number - 1, 0) : number]:
-                each.wait_for_stores()
-            try:
-                part.settle(memory, most)
-            except Zero3Error as error:  # all parameters are stepped first
-                failure = failure or error
-        for part in parts[-1:]:
-            part.wait_for_stores()
+        with contextlib.ExitStack() as at_end:  # whatever is raised, the file is left as written
+            for part in parts:
+                at_end.callback(part.wait_for_stores)
+            for number, part in enumerate(parts):
+                for each in parts[number : number + 2]:
+                    each.start_loading()
+                with part.in_memory(), parameters_replaced(self, part.parameters):
+                    step(self, **kwargs)
+                for each in parts[max(number - 1, 0) : number]:
+                    each.wait_for_stores()
+                try:
+                    part.settle(memory, most)
+                except Zero3Error as error:  # all parameters are stepped first
+                    failure = failure or error
         if failure is not None:
             raise failure
         return loss
@@ -164,21 +171,25 @@ class _Part:
     @contextlib.contextmanager
     def in_memory(self) -> Iterator[None]:
         """In the block, all tensors are in memory; after it, changes are on their way back."""
-        loads = self._loads or []
+        loads, self._loads = self._loads or [], []
+        swapped = []
         try:
-            for tensor, _, load in loads:
+            while loads:
+                tensor, stored, load = loads.pop()
                 tensor.data = load.wait()
+                swapped.append((tensor, stored))
+                del load  # which has the memory too
             yield
         finally:
-            for tensor, stored, _ in loads:
+            for tensor, stored in swapped:
                 memory, tensor.data = tensor.detach(), stored
                 self._stores.append(_C.Transfer.store(memory, stored))
 
     def wait_for_stores(self) -> None:
         """Waits until all changes are in the file."""
-        for store in self._stores:
-            store.wait()
-        self._stores.clear()
+        with contextlib.ExitStack() as all_of_them:
+            while self._stores:
+                all_of_them.callback(self._stores.pop().wait)
 
     def settle(self, memory: Memory, most: float) -> None:
         """Moves states to the file until the optimizer has ``most`` bytes of them in memory."""

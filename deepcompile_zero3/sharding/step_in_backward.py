@@ -55,8 +55,8 @@ def step_in_backward(
     Args:
         model: a module whose parameters are sharded.
         optimizer: an optimizer of ``torch.optim`` that updates each parameter by itself, as all do
-            but LBFGS and, over shards, Muon. Parameters that it does not have are delivered to
-            ``.grad`` at the end of the backward.
+            but LBFGS, Adafactor and, over shards, Muon. Parameters that it does not have are
+            delivered to ``.grad`` at the end of the backward.
         bucket_mb: size of a bucket of full gradients in MiB, below 2**40, which replaces the
             default for the parameters of ``optimizer``. Two are alive at once.
         is_separate: says that an optimizer of another class updates each parameter by itself.
