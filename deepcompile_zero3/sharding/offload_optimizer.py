@@ -21,7 +21,7 @@ from deepcompile_zero3.sharding.local_step import (
     parameters_replaced,
 )
 from deepcompile_zero3.sharding.memory import Memory
-from deepcompile_zero3.sharding.registered import all_parameters_of
+from deepcompile_zero3.sharding.registered import parameters_in
 
 
 def offload_optimizer(
@@ -74,13 +74,7 @@ def offload_optimizer(
             "part_mb is a positive number of MiB and state_bytes a number of bytes, got "
             f"{part_mb!r} and {state_bytes!r}"
         )
-    given = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    found = [p for p in all_parameters_of(model, "offload_optimizer") if id(p.shard) in given]
-    if not found:
-        raise Zero3Error(
-            "offload_optimizer: the optimizer has no sharded parameter of the model: build it over "
-            "model.parameters() after fully_shard"
-        )
+    found = parameters_in(optimizer, model, "offload_optimizer")
     found = [parameter for parameter in found if parameter.memory is not None]
     others = [parameter for parameter in found if parameter.memory is not found[0].memory]
     if others:

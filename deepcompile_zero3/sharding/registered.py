@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterable, Sequence
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -40,6 +41,25 @@ def all_parameters_of(model: nn.Module, caller: str) -> list[ShardedParameter]:
             )
         raise Zero3Error(f"{caller}: no parameter of the {name} is sharded")
     return parameters
+
+
+def parameters_in(
+    optimizer: torch.optim.Optimizer, model: nn.Module, caller: str
+) -> list[ShardedParameter]:
+    """Returns the sharded parameters of ``model`` that ``optimizer`` has, at least one.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+        Zero3Error: there is none. The messages of both errors begin with ``caller``.
+    """
+    given = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    found = [p for p in all_parameters_of(model, caller) if id(p.shard) in given]
+    if not found:
+        raise Zero3Error(
+            f"{caller}: the optimizer has no sharded parameter of the model: build it over "
+            "model.parameters() after fully_shard"
+        )
+    return found
 
 
 def unsharded_modules(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:

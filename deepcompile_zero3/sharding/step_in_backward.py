@@ -13,7 +13,7 @@ from deepcompile_zero3.sharding.group import group_of
 from deepcompile_zero3.sharding.local_step import check_optimizer, parameters_replaced
 from deepcompile_zero3.sharding.model import models_numbered
 from deepcompile_zero3.sharding.parameter import ShardedParameter
-from deepcompile_zero3.sharding.registered import all_parameters_of
+from deepcompile_zero3.sharding.registered import parameters_in
 
 # Attribute of a shard that backwards step: the FQN.
 _STEPPED_AS = "_zero3_stepped_in_backward_as"
@@ -81,13 +81,7 @@ def step_in_backward(
     )
     if not 0 < bucket_mb < 2**40:
         raise ValueError(f"bucket_mb is a positive number of MiB below 2**40, got {bucket_mb!r}")
-    given = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    found = [p for p in all_parameters_of(model, "step_in_backward") if id(p.shard) in given]
-    if not found:
-        raise Zero3Error(
-            "step_in_backward: the optimizer has no sharded parameter of the model: build it over "
-            "model.parameters() after fully_shard"
-        )
+    found = parameters_in(optimizer, model, "step_in_backward")
     for parameter in found:
         if parameter.step_early is not None:
             raise Zero3Error(
