@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         CapturedPass,
         capture_graphs,
     )
-    from deepcompile_zero3.options import Options
+    from deepcompile_zero3.options import Options, Schedule
     from deepcompile_zero3.passes.graph_pass import GraphFacts, GraphPass, graph_pass
     from deepcompile_zero3.sharding.checks import detect_nonfinite, gradient_norms
     from deepcompile_zero3.sharding.clip import clip_grad_norm_
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from deepcompile_zero3.tools.planning.plan import plan
     from deepcompile_zero3.tools.planning.predicted import Plan
     from deepcompile_zero3.tools.report import Report
+    from deepcompile_zero3.tools.scheduling.measured_schedule import MeasuredSchedule
 
 __version__ = "0.1.0"
 
@@ -74,6 +75,7 @@ __all__ = [
     "Link",
     "Machine",
     "MatrixOwners",
+    "MeasuredSchedule",
     "MixedPrecisionPolicy",
     "Muon",
     "OffloadPolicy",
@@ -82,6 +84,7 @@ __all__ = [
     "Owned",
     "Plan",
     "Report",
+    "Schedule",
     "Zero3Error",
     "Zero3Module",
     "buffer_stats",
@@ -119,6 +122,7 @@ _LATER = {
     "OffloadStats": "deepcompile_zero3.sharding.file_offload",
     "offload_optimizer": "deepcompile_zero3.sharding.offload_optimizer",
     "Options": "deepcompile_zero3.options",
+    "Schedule": "deepcompile_zero3.options",
     "zero3": "deepcompile_zero3.backend",
     "CapturedGraph": "deepcompile_zero3.graph.capture",
     "CapturedGraphs": "deepcompile_zero3.graph.capture",
@@ -150,6 +154,7 @@ _LATER = {
     "plan": "deepcompile_zero3.tools.planning.plan",
     "shard_blocks": "deepcompile_zero3.tools.planning.graphs",
     "Report": "deepcompile_zero3.tools.report",
+    "MeasuredSchedule": "deepcompile_zero3.tools.scheduling.measured_schedule",
     "fully_shard": "deepcompile_zero3.sharding.fully_shard",
     "shard_in_transformers": "deepcompile_zero3.sharding.in_transformers",
     "explain": "deepcompile_zero3.tools.explain",

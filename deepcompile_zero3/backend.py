@@ -9,7 +9,7 @@
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -17,24 +17,27 @@ from torch import fx
 
 from deepcompile_zero3.compile_once import first_alone, graph_key
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.gather_format import Formats, gather_format
+from deepcompile_zero3.gather_format import Formats
 from deepcompile_zero3.grad_dtype import declare
 from deepcompile_zero3.graph.capture import is_capturing
 from deepcompile_zero3.graph.log import logs_are_requested
+from deepcompile_zero3.graph_inputs import (
+    facts_of,
+    pipeline_of,
+    regions_of,
+    scheduled,
+    sharded_inputs,
+)
 from deepcompile_zero3.options import Options
 from deepcompile_zero3.passes.contract import declare_grad_dtypes, forget_contracts
-from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.passes.graph_pass import parse_options
-from deepcompile_zero3.passes.lift import attach, lift_unshards, uses_of
-from deepcompile_zero3.passes.offload import Offload
+from deepcompile_zero3.passes.lift import attach, lift_unshards
 from deepcompile_zero3.passes.partitioner import Partitioner
 from deepcompile_zero3.passes.pipeline import Pipeline, source_key
-from deepcompile_zero3.passes.regions import RegionFacts, outline_regions
-from deepcompile_zero3.passes.spare import find_spared
+from deepcompile_zero3.passes.regions import RegionFacts
 from deepcompile_zero3.runtime import _C
-from deepcompile_zero3.sharding.extension import Payload, is_metadata, owner_of
+from deepcompile_zero3.sharding.extension import is_metadata, owner_of
 from deepcompile_zero3.sharding.group import compiled_forward
-from deepcompile_zero3.sharding.module import Zero3Module
 from deepcompile_zero3.sharding.parameter import ShardedParameter, keep_models_alive, parameter_of
 from deepcompile_zero3.torch_internals import compiler
 
@@ -95,17 +98,18 @@ class CompiledGraph:
     ) -> None:
         self._eager = copy.deepcopy(gm)
         forget_contracts(self._eager)
-        parameters = _sharded_inputs(example_inputs)
+        parameters = sharded_inputs(example_inputs)
         if lift_unshards(gm) and not parameters:
             raise Zero3Error(
                 "a graph computes with a sharded parameter, and none of its inputs is the "
                 "placeholder of a live one: its model was deleted while it was compiled"
             )
         self._positions = tuple(parameters)
-        facts = _facts(parameters, gm, options)
+        options = scheduled(options, parameters.values())
+        facts = facts_of(parameters, gm, options)
         formats = [each.gather_format for each in facts.values()]
         self._formats = Formats(parameters.values(), formats, options)
-        regions = _regions(gm, facts, options)
+        regions = regions_of(gm, facts, options)
         metadata = [i for i, value in enumerate(example_inputs) if is_metadata(value)]
         pipeline = pipeline_of(parameters.values(), facts, options, metadata)
         self._run = _compile(gm, example_inputs, pipeline, regions, options, compile_graph)
@@ -181,102 +185,6 @@ def _alive(placeholder: torch.Tensor) -> ShardedParameter:
             "model was deleted"
         )
     return parameter
-
-
-def _sharded_inputs(example_inputs: Sequence[Any]) -> dict[int, ShardedParameter]:
-    """Returns the graph inputs that are placeholders, keyed by position."""
-    result = {}
-    for position, value in enumerate(example_inputs):
-        parameter = parameter_of(value)
-        if parameter is not None:
-            result[position] = parameter
-    return result
-
-
-def _facts(
-    parameters: Mapping[int, ShardedParameter], lifted: fx.GraphModule, options: Options
-) -> dict[int, ParameterFacts]:
-    groups: dict[str, int] = {}  # numbered by appearance: graphs hold nothing run-specific
-    inputs = lifted.graph.find_nodes(op="placeholder")
-    uses = uses_of(lifted.graph)
-    spared = find_spared(lifted, [inputs[position] for position in parameters], _is_block)
-    return {
-        position: ParameterFacts(
-            fqn=parameter.fqn,
-            process_group=groups.setdefault(parameter.shard_group_name, len(groups)),
-            gathers_views=parameter.handle.can.gathers_views,
-            publishes=parameter.handle.can.publishes,
-            sends_any_dtype=parameter.handle.can.sends_any_dtype,
-            uses=uses[inputs[position]][0],
-            only_embeds=uses[inputs[position]][1],
-            is_spared=inputs[position] in spared,
-            dim=parameter.placeholder.dim(),
-            nbytes=parameter.nbytes,
-            reshard_after_forward=parameter.reshard_after_forward,
-            is_trained=parameter.placeholder.requires_grad,
-            leaf_dtype=parameter.settings.gradient_dtypes.leaf,
-            wire_dtype=parameter.settings.gradient_dtypes.wire,
-            # By itself, a compiler casts a gradient to the dtype of what it differentiates.
-            declares_grad_dtype=parameter.placeholder.requires_grad
-            and (
-                parameter.settings.gradient_dtypes.leaf != parameter.compute_dtype
-                or parameter.extension is not None  # which may read as another dtype
-            ),
-            is_read_as_gathered=parameter.is_read_as_gathered and parameter.extension is None,
-            is_gathered=parameter.extension is None,
-            is_payload=isinstance(parameter, Payload),
-        ).gathered_as(gather_format(parameter, options))
-        for position, parameter in parameters.items()
-    }
-
-
-def _regions(
-    lifted: fx.GraphModule, facts: Mapping[int, ParameterFacts], options: Options
-) -> dict[str, RegionFacts]:
-    inputs = lifted.graph.find_nodes(op="placeholder")
-    parameters = {inputs[position]: each for position, each in facts.items()}
-    outlines = options.inductor if options.regions is None else options.regions
-    outlines &= not options.fp32_weight_grads  # which looks at what computes a gradient
-    outlines &= not (options.inductor and compiler.makes_cpp_wrapper(options.inductor_config))
-    outlines &= not compiler.has_memory_budget(lifted)  # torch cannot tell what a call costs
-    return outline_regions(lifted, parameters, lambda cls: outlines and _is_block(cls))
-
-
-def _is_block(cls: type) -> bool:
-    """Returns whether ``fully_shard`` was called on the modules of a class."""
-    return issubclass(cls, Zero3Module)
-
-
-def pipeline_of(
-    parameters: Collection[ShardedParameter],
-    inputs: Mapping[int, ParameterFacts],
-    options: Options,
-    metadata: Iterable[int] = (),
-) -> Pipeline:
-    """Returns the passes over a graph, whose ``inputs`` are known by position."""
-    offload = _offload(parameters)
-    return Pipeline(inputs, options, _keep_bytes(parameters, options), metadata, offload)
-
-
-def _keep_bytes(parameters: Collection[ShardedParameter], options: Options) -> float:
-    """Returns a graph's share of ``keep_mb``: its parameters' share of the models' bytes."""
-    return options.keep_mb * 2**20 * share if (share := _share(parameters)) else 0.0
-
-
-def _offload(parameters: Collection[ShardedParameter]) -> Offload | None:
-    """Returns where a graph's saved tensors go, if the models have a budget of memory."""
-    memory = next((each.memory for each in map(owner_of, parameters) if each.memory), None)
-    if memory is None:
-        return None
-    return Offload(int(memory.activation_bytes * _share(parameters)), memory.tier.number)
-
-
-def _share(parameters: Collection[ShardedParameter]) -> float:
-    """Returns the share of the models' bytes that ``parameters`` have."""
-    models = {parameter.model for parameter in parameters} - {None}
-    whole = sum(model.nbytes for model in models if model is not None)
-    mine = sum(parameter.nbytes for parameter in set(map(owner_of, parameters)))
-    return mine / whole if mine else 0.0
 
 
 def _compile(

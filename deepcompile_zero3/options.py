@@ -2,14 +2,22 @@
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from deepcompile_zero3.errors import check_bool
 from deepcompile_zero3.quantized_format import check_block, check_dtype
+
+
+class Schedule(NamedTuple):
+    """The options that say when graphs gather parameters, and how many at once: see Options."""
+
+    gather_bucket_mb: float
+    gathers_ahead: int
+    keep_mb: float
 
 
 @dataclass(frozen=True)
@@ -23,6 +31,8 @@ class Options:
             ``backend="inductor"``.
         gather_bucket_mb: maximum size of one all-gather, in MiB of full parameters. A larger
             parameter is gathered alone.
+        gathers_ahead: number of all-gathers that are in flight while a graph computes with an
+            earlier one, at least 1. One more is alive at once.
         keep_mb: maximum size in MiB, or infinity, of the full parameters that the compiled forwards
             of a model keep for backward where ``reshard_after_forward`` is None. Backward gathers
             the others again.
@@ -47,6 +57,7 @@ class Options:
     inductor: bool = True
     inductor_config: Mapping[str, Any] = field(default_factory=dict)
     gather_bucket_mb: float = 64.0
+    gathers_ahead: int = 1
     keep_mb: float = 64.0
     fp32_weight_grads: bool = False
     regions: bool | None = None
@@ -77,6 +88,10 @@ class Options:
                 "option 'inductor_config' has 'triton.cudagraphs': True, but graphs that gather "
                 "parameters are not captured as CUDA graphs: leave it out"
             )
+        if type(self.gathers_ahead) is not int or self.gathers_ahead < 1:
+            raise ValueError(
+                f"option 'gathers_ahead' must be a positive integer, got {self.gathers_ahead!r}"
+            )
         for name, least, what in (
             ("gather_bucket_mb", sys.float_info.min, "a positive number"),
             ("keep_mb", 0, "a number of at least 0, or infinity"),
@@ -85,6 +100,15 @@ class Options:
             finite = value != float("inf") or name == "keep_mb"
             if type(value) not in (int, float) or not (value >= least and finite):
                 raise ValueError(f"option '{name}' must be {what}, got {value!r}")
+
+    @property
+    def schedule(self) -> Schedule:
+        """The options that are a schedule."""
+        return Schedule(self.gather_bucket_mb, self.gathers_ahead, self.keep_mb)
+
+    def with_schedule(self, schedule: Schedule) -> "Options":
+        """Returns these options with another schedule."""
+        return replace(self, **schedule._asdict())
 
     @staticmethod
     def parse(options: Mapping[str, Any] | None) -> "Options":

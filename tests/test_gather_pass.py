@@ -113,6 +113,38 @@ def test_a_gather_is_no_larger_than_bucket_bytes():
 
 
 @pytest.mark.smoke
+def test_as_many_gathers_are_in_flight_as_are_wanted():
+    gm = partitioned_graph(three_layers, *square(4))
+
+    insert_gathers(gm, of_layers(gm), bucket_bytes=64, ahead=2)
+
+    assert_text(
+        gm,
+        """\
+        x: f32[4, 4]
+        w1: f32[4, 4]
+        w2: f32[4, 4]
+        w3: f32[4, 4]
+        all_gather: i64[1] = zero3.all_gather_start([w1])
+        all_gather_1: i64[1] = zero3.all_gather_start([w2], all_gather)
+        all_gather_2: i64[1] = zero3.all_gather_start([w3], all_gather_1)
+        gathered = zero3.all_gather_wait(all_gather, [w1], all_gather_2)
+        token: f32[0] = getitem(gathered, 1)
+        w1_full: f32[4, 4] = getitem(gathered, 0)
+        mm: f32[4, 4] = mm(x, w1_full)
+        gathered_1 = zero3.all_gather_wait(all_gather_1, [w2], token)
+        token_1: f32[0] = getitem(gathered_1, 1)
+        w2_full: f32[4, 4] = getitem(gathered_1, 0)
+        mm_1: f32[4, 4] = mm(mm, w2_full)
+        gathered_2 = zero3.all_gather_wait(all_gather_2, [w3], token_1)
+        w3_full: f32[4, 4] = getitem(gathered_2, 0)
+        mm_2: f32[4, 4] = mm(mm_1, w3_full)
+        return mm_2
+        """,
+    )
+
+
+@pytest.mark.smoke
 def test_a_parameter_larger_than_bucket_bytes_is_gathered_alone():
     gm = partitioned_graph(three_layers, *square(4))
     parameters = of_layers(gm, w2={"nbytes": 129})

@@ -1,6 +1,7 @@
 """Inserts all-gathers ahead of first use into a partitioned graph, in a given order."""
 
 import operator
+from collections import deque
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
@@ -32,6 +33,7 @@ def insert_gathers(
     parameters: Mapping[fx.Node, ParameterFacts],
     bucket_bytes: int,
     keep: Set[fx.Node] = frozenset(),
+    ahead: int = 1,
 ) -> None:
     """Inserts gathers of all ``parameters`` (by graph input), in their order.
 
@@ -39,11 +41,11 @@ def insert_gathers(
 
     The wait for a collective comes just before the first use of what it, or a later collective,
     gathers. Uses may come in another order, collectives may not. The start of a collective comes
-    just before the wait for the collective ahead of it. That wait takes what the start returned, so
-    that no scheduler starts it later. The start takes a token of the wait before that, so that no
-    scheduler starts it earlier. Two collectives are alive at once. The collectives that one region
-    needs start one after the other, and take the place of a single one in this order. A wait that
-    no start precedes directly takes the token of the wait before it.
+    just before the wait for the collective ``ahead`` places before it. That wait takes what the
+    start returned, so that no scheduler starts it later. The start takes a token of the wait before
+    that, so that no scheduler starts it earlier. ``ahead + 1`` collectives are alive at once. The
+    collectives that one region needs start one after the other, and take the place of a single one
+    in this order. A wait that no start precedes directly takes the token of the wait before it.
 
     Nothing frees gathered tensors: the compiler does after the last use. An input that a forward
     saves for backward stays one, so that backward gathers again, unless it is in ``keep``.
@@ -61,24 +63,28 @@ def insert_gathers(
     places.reverse()
     batches = _batches(places, buckets)
     after = token = None  # the node that the next start follows; the token of the latest wait
-    started: list[fx.Node] = []
+    in_flight: deque[list[fx.Node]] = deque()  # the starts of each batch
     for number, (place, batch) in enumerate([(first_place, []), *batches]):
+        started = in_flight.popleft() if number > 0 else []
         with graph.inserting_before(place):
-            ahead = []
-            for bucket in [] if number == len(batches) else batches[number][1]:
-                after = _start(graph, bucket, [parameters[n].gather_format for n in bucket], after)
-                ahead.append(after)
+            latest = None
+            first = 0 if number == 0 else number + ahead - 1
+            for _, buckets_ahead in batches[first : number + ahead]:
+                in_flight.append([])
+                for bucket in buckets_ahead:
+                    formats = [parameters[each].gather_format for each in bucket]
+                    latest = after = _start(graph, bucket, formats, after)
+                    in_flight[-1].append(latest)
             for start, bucket in zip(started, batch, strict=True):
                 gathers_views = parameters[bucket[0]].gathers_views
-                follows = token if start is not started[0] or not ahead else ahead[-1]
+                follows = latest if latest is not None and start is started[0] else token
                 wait = _wait(graph, start, bucket, gathers_views, follows)
-                if start is not started[-1] or ahead:
+                if start is not started[-1] or number < len(batches):
                     token = _item(graph, wait, len(bucket), "token")
                 names = [f"{node.name}_full" for node in bucket]
                 full = [_item(graph, wait, position, name) for position, name in enumerate(names)]
                 for node, item in zip(bucket, full, strict=True):
                     _replace(node, item, node in keep)  # may erase the node at the place
-            started = ahead
             after = token or after
 
 

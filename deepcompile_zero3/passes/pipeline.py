@@ -13,7 +13,7 @@ from torch import fx
 
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.graph.calls import graph_modules
-from deepcompile_zero3.graph.capture import add_capture, capture_pass
+from deepcompile_zero3.graph.capture import add_capture, capture_pass, source_of
 from deepcompile_zero3.graph.log import forward_numbers, log_graph
 from deepcompile_zero3.graph.metadata import KEEP, KEPT_OF, PARAMETER
 from deepcompile_zero3.options import Options
@@ -87,9 +87,11 @@ class Pipeline:
     ) -> None:
         check_passes(options.passes)
         self.inputs = inputs
+        self.options = options
         self.metadata = frozenset(metadata)
         self.passes = tuple(options.passes)
         self._bucket_bytes = int(options.gather_bucket_mb * 2**20)
+        self._ahead = options.gathers_ahead
         self._keep_bytes = keep_bytes
         self._fp32_weight_grads = options.fp32_weight_grads
         self._offload = offload
@@ -103,9 +105,10 @@ class Pipeline:
     @property
     def settings(self) -> tuple:
         """Inputs of the passes besides the graph."""
-        numbers = self._bucket_bytes, self._keep_bytes, self._fp32_weight_grads, self._offload
+        limits = self._bucket_bytes, self._ahead, self._keep_bytes
         keys = [each.declared for each in self.passes if self.inputs]
-        return self.inputs, sorted(self.metadata), *numbers, keys
+        metadata = sorted(self.metadata)
+        return self.inputs, metadata, *limits, self._fp32_weight_grads, self._offload, keys
 
     @property
     def may_be_stored(self) -> bool:
@@ -114,6 +117,7 @@ class Pipeline:
 
     def __call__(self, graph_module: fx.GraphModule, is_backward: bool) -> None:
         """Rewrites a graph. Called for the forward first, then for its backward."""
+        source = source_of(graph_module, self)
         refuse_writes(graph_module, self.inputs)
         if is_backward:
             run = self._rewrite_backward(graph_module)
@@ -127,7 +131,7 @@ class Pipeline:
             each.recompile()
         if not is_backward:
             self._number = next(forward_numbers)
-        add_capture(graph_module, is_backward, self._number)
+        add_capture(graph_module, is_backward, self._number, source)
         if self.inputs:
             direction, kept = ("backward", {}) if is_backward else ("forward", self._kept)
             log_graph(graph_module, direction, self._number, kept)
@@ -145,7 +149,7 @@ class Pipeline:
         keep = {node for node in known if node.meta.get(KEEP)}
         self._kept.update({nodes[node].fqn: nodes[node].nbytes for node in keep})
         with run("insert_gathers"):
-            insert_gathers(graph_module, gathered, self._bucket_bytes, keep)
+            insert_gathers(graph_module, gathered, self._bucket_bytes, keep, self._ahead)
         with run("drop_saved_markers"):
             drop_saved_markers(graph_module)
         with run("clone_returned_views"):
@@ -185,7 +189,7 @@ class Pipeline:
             insert_reduces(graph_module, gradients, placeholder_of)
         nodes = _sorted(_gathered(nodes), in_backward_order)
         with run("insert_gathers"):
-            insert_gathers(graph_module, nodes, self._bucket_bytes)
+            insert_gathers(graph_module, nodes, self._bucket_bytes, ahead=self._ahead)
         with run("load_saved"):
             load_saved(graph_module, self._offloaded)
         return run

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import grad_dtype, torch_internals
 from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.options import Schedule
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding import extension
 from deepcompile_zero3.sharding.blueprint import Blueprint
@@ -56,6 +57,7 @@ class ShardedParameter:
         extension: what is gathered in the parameter's place, or None.
         step_early: steps parameters whose gradients have come; see ``step_in_backward``.
         memory: the budget of memory that the shard is part of, or None.
+        schedule: what graphs have in place of the schedule in the backend's options, or None.
         placeholder: the tensor that a traced graph takes in place of the parameter.
         handle: the parameter in the C++ runtime.
         settings: settings of ``handle`` that users may change between steps.
@@ -79,6 +81,7 @@ class ShardedParameter:
         self.leaf_contract = ""
         self.step_early: Callable[[Sequence[ShardedParameter]], None] | None = None
         self.memory: Memory | None = None
+        self.schedule: Schedule | None = None
         self.extension: extension.Extension | None = None
         if extension.has_extension(blueprint.parameter):
             self.extension = extension.Extension(self, blueprint.module, blueprint.mp_policy)
@@ -158,10 +161,7 @@ class ShardedParameter:
         return self._forward_shard_id != 0
 
     def rebuild(self, full: torch.Tensor, connection: Connection) -> None:
-        """Computes with tensors like ``full`` from now on, and keeps all settings.
-
-        ``full`` is like the placeholder, but for its dtype.
-        """
+        """Computes with ``full``, the placeholder in another dtype, and keeps all settings."""
         shard, old = self.shard, self.handle
         self.leaf.inherit_grad_dtype(shard, self.declared_grad_dtype)
         self.leaf.dtype = shard.dtype
@@ -234,7 +234,7 @@ class ShardedParameter:
             f"reshard_after_forward={self.reshard_after_forward} group={self.shard_group_name} "
             f"transport={transport and transport.name} leaf_contract={self.leaf_contract} "
             f"reduce_dtype={wire} memory={self.memory and self.memory.key} "
-            f"model_nbytes={self.model.nbytes if self.model else 0}"  # limits what is kept
+            f"schedule={self.schedule} kept_of_nbytes={self.model.nbytes if self.model else 0}"
         )
 
     def value_of(self, full: torch.Tensor) -> torch.Tensor:

@@ -13,10 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import torch_internals
-from deepcompile_zero3.backend import CompiledGraph, pipeline_of
+from deepcompile_zero3.backend import CompiledGraph
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.gather_format import gather_format
 from deepcompile_zero3.graph.capture import CapturedGraphs, capture_graphs
+from deepcompile_zero3.graph_inputs import pipeline_of
 from deepcompile_zero3.options import Options
 from deepcompile_zero3.passes.pipeline import Pipeline
 from deepcompile_zero3.sharding.fully_shard import fully_shard
@@ -150,7 +151,7 @@ class Trace:
                             traced.inputs.items(), parameters, strict=True
                         )
                     }
-                    pipelines[traced] = pipeline_of(parameters, inputs, options)
+                    pipelines[traced] = pipeline_of(parameters, inputs, options, traced.metadata)
                 pipelines[traced](copy.deepcopy(graph_module), is_backward)
         return graphs
 

@@ -3,7 +3,7 @@
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,14 +45,25 @@ def measure_machine(mesh: DeviceMesh) -> Machine:
     return measure_links(mesh, measure_device(torch.device(mesh.device_type), "here"))
 
 
-def measure_device(device: torch.device, name: str) -> Machine:
-    """Measures this rank alone: the links of the machine take no time."""
+def measure_device(
+    device: torch.device,
+    name: str,
+    dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16),
+) -> Machine:
+    """Measures this rank alone: the links of the machine take no time.
+
+    Args:
+        device: the device of the rank.
+        name: the machine's name.
+        dtypes: the dtypes of the matrix products that are measured, with ``torch.float32``. Some
+            processors take a minute for products in ``torch.bfloat16``.
+    """
     source, target = torch.zeros(2, _LARGE, dtype=torch.uint8, device=device)
     few = torch.zeros(16, dtype=torch.float32, device=device)
     alone = Link(0.0, float("inf"))
     return Machine(
         name=name,
-        flops={dtype: _flops(dtype, device) for dtype in (torch.float32, torch.bfloat16)},
+        flops={dtype: _flops(dtype, device) for dtype in dtypes},
         bandwidth=2 * _LARGE / _seconds(lambda: target.copy_(source), device),
         update_bandwidth=_update_bandwidth(device),
         launch=_seconds(lambda: [few.add_(1) for _ in range(100)], device) / 100,
@@ -79,8 +90,7 @@ def measure_links(mesh: DeviceMesh, mine: Machine) -> Machine:
     rate = max((slow - quick) / (_LARGE - _SMALL) - copied, 1e-15)
     latency = max(quick - mine.launch - _SMALL * (rate + copied), 0.0)
     costs = {
-        "fp32": 1 / mine.flops[torch.float32],
-        "bf16": 1 / mine.flops[torch.bfloat16],
+        **{str(dtype): 1 / flops for dtype, flops in mine.flops.items()},
         "copy": 1 / mine.bandwidth,
         "update": 1 / mine.update_bandwidth,
         "launch": mine.launch,
@@ -94,7 +104,7 @@ def measure_links(mesh: DeviceMesh, mine: Machine) -> Machine:
     link = Link(worst["latency"] / max(ranks - 1, 1), bandwidth)
     return replace(
         mine,
-        flops={torch.float32: 1 / worst["fp32"], torch.bfloat16: 1 / worst["bf16"]},
+        flops={dtype: 1 / worst[str(dtype)] for dtype in mine.flops},
         bandwidth=1 / worst["copy"],
         update_bandwidth=1 / worst["update"],
         launch=worst["launch"],

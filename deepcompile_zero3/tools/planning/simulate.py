@@ -8,7 +8,7 @@ bucket is sent.
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import fx
@@ -40,6 +40,13 @@ class Traffic:
     seconds: float = 0.0
 
 
+class Slower(NamedTuple):
+    """How many times as long as in a machine's model the kernels of forwards and backwards take."""
+
+    forward: float = 1.0
+    backward: float = 1.0
+
+
 @dataclass
 class Step:
     """A simulated step."""
@@ -58,6 +65,7 @@ def simulate(
     optimizer_bytes: int = 8,
     prefetch: bool = True,
     seconds_by_kernel: Mapping[str, float] | None = None,
+    slower: Slower | None = None,
 ) -> Step:
     """Simulates a step: the forwards, their backwards and the optimizer.
 
@@ -68,6 +76,7 @@ def simulate(
         optimizer_bytes: bytes of the optimizer's state for each element of a shard.
         prefetch: whether gathers start early. If False, a gather starts when it is waited for.
         seconds_by_kernel: measured seconds by kernel, from :func:`measure_kernels`.
+        slower: how much longer kernels take than in the machine's model.
     """
     trained = {name for name, p in parameters.items() if p.placeholder.requires_grad}
     in_file = {name for name, p in parameters.items() if p.memory and p.memory.offloads(p)}
@@ -76,7 +85,9 @@ def simulate(
     backwards = sorted(graphs.backward, key=lambda graph: graph.number, reverse=True)
     with twins_of(parameters, machine.backend) as twins:
         measured = seconds_by_kernel or {}
-        simulation = _Simulation(twins, trained, machine, optimizer_bytes, prefetch, measured)
+        simulation = _Simulation(
+            twins, trained, machine, optimizer_bytes, prefetch, measured, slower or Slower()
+        )
         simulation.reserve(in_file, states)
         return simulation.run(graphs.forward, backwards)
 
@@ -92,6 +103,7 @@ class _Simulation:
     optimizer_bytes: int
     prefetch: bool
     seconds_by_kernel: Mapping[str, float]
+    slower: Slower
     now: float = 0.0  # seconds of the computation
     link_free: float = 0.0
     flops: float = 0.0
@@ -104,6 +116,7 @@ class _Simulation:
     def __post_init__(self) -> None:
         self.memory = Memory(lambda: self.now)
         self.log = _C.CollectiveLog.start(on_meta=True)
+        self.factor = self.slower.forward  # of the kernels of the graph that runs
 
     def run(self, forwards: Sequence[CapturedGraph], backwards: Sequence[CapturedGraph]) -> Step:
         trained = [self.parameters[name].shard for name in sorted(self.trained)]
@@ -140,6 +153,7 @@ class _Simulation:
         """Runs graphs inside a backward of autograd, where the runtime expects gradients."""
 
         def run(_: torch.Tensor) -> None:
+            self.factor = self.slower.backward
             for captured in graphs:
                 self._run_graph(captured)
 
@@ -186,6 +200,7 @@ class _Simulation:
         seconds = self.seconds_by_kernel.get(key_of(kernel)) if self.seconds_by_kernel else None
         if seconds is None:
             seconds = self.machine.seconds_of_kernel(kernel.flops, kernel.dtype, kernel.nbytes)
+            seconds *= self.factor
         self._compute(kernel.name, kernel.nbytes, seconds=seconds)
 
     def _compute(

@@ -1,0 +1,1 @@
+"""Schedules that are chosen from measured steps."""
