@@ -4,6 +4,7 @@ A step is forward, backward, an optimizer step (fused AdamW) and clearing the gr
 """
 
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -106,9 +107,13 @@ def zero3(
     reduce_bucket_mb: float | None = None,
     steps_locally: bool = False,
     gradient_dtype: torch.dtype | None = None,
+    measures: bool = False,
     **settings: Any,
 ) -> Step:
-    """Trains with zero3; ``options`` go to the backend, ``settings`` to ``fully_shard``."""
+    """Trains with zero3; ``options`` go to the backend, ``settings`` to ``fully_shard``.
+
+    If it ``measures``, the first call takes steps until a schedule is chosen.
+    """
     model = _sharded(workload, deepcompile_zero3.fully_shard, **settings)
     if gradient_dtype is not None:
         deepcompile_zero3.quantize_gradients(model, gradient_dtype)
@@ -119,8 +124,21 @@ def zero3(
     optimizer = _adamw(model.parameters())
     if steps_locally:
         deepcompile_zero3.step_locally(optimizer)
-    run = _compiled(model, compiled, backend="zero3", options=options)
-    return _step(run, optimizer)
+    schedule = deepcompile_zero3.MeasuredSchedule(model) if measures else None
+    step = _step(_compiled(model, compiled, backend="zero3", options=options), optimizer)
+    return step if schedule is None else _scheduled(step, schedule)
+
+
+def _scheduled(step: Step, schedule: deepcompile_zero3.MeasuredSchedule) -> Step:
+    def settled(tokens: torch.Tensor) -> torch.Tensor:
+        while not schedule.is_settled:
+            step(tokens)
+            schedule.step()
+            if schedule.is_settled and dist.get_rank() == 0:
+                print(schedule, file=sys.stderr)
+        return step(tokens)
+
+    return settled
 
 
 def _compiled(model: nn.Module, what: str, **settings: Any) -> nn.Module:
@@ -240,6 +258,10 @@ MODES = {
     "zero3-eager": Mode("ours, eager", partial(zero3, compiled="no")),
     "zero3-c10d": Mode(
         "ours, compiled, by messages in place of shared memory", partial(zero3, transport="c10d")
+    ),
+    "zero3-c10d-measured": Mode(
+        "ours, compiled, by messages, with a schedule from measured steps",
+        partial(zero3, transport="c10d", measures=True),
     ),
     "zero3-c10d-twice": Mode(
         "ours, compiled, by messages, all gathered again in backward",

@@ -60,6 +60,9 @@ def test_a_misspelt_option_is_refused_with_the_list_of_options(x):
         ("gather_bucket_mb", "64"),
         ("gather_bucket_mb", float("nan")),
         ("gather_bucket_mb", float("inf")),
+        ("gathers_ahead", 0),
+        ("gathers_ahead", 1.0),
+        ("gathers_ahead", True),
     ],
 )
 def test_a_bad_value_of_an_option_is_refused_with_the_value(option, value):

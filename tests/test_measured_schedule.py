@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from models import Stack, batch_of, mean_square, mine, optimizers_of, shard
+from models import INDUCTOR_TOO, Stack, batch_of, mean_square, mine, optimizers_of, shard
 from torch import nn
 
 from deepcompile_zero3 import (
@@ -67,9 +67,9 @@ def known(quicker, free=1 << 40):
 
     with (
         mock.patch.object(MeasuredSchedule, "_clock", clock),
-        mock.patch.object(MeasuredSchedule, "_machine", lambda _: MACHINE),
+        mock.patch.object(MeasuredSchedule, "_machine", return_value=MACHINE),
         mock.patch.object(measured_schedule, "measured_step", measured),
-        mock.patch.object(measured_schedule, "free_bytes", lambda *_: free),
+        mock.patch.object(measured_schedule, "free_bytes", return_value=free),
     ):
         yield
 
@@ -112,9 +112,13 @@ def _chosen(quicker, micro_batches=1, file=None, free=1 << 40):
     return schedule.schedule, schedule.reason, gathers, fewer
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_ranks_agree_on_a_quicker_schedule_whatever_their_clocks_say(run_ranks, micro_batches):
-    of_ranks = run_ranks(4, _chosen, 0.8, micro_batches)
+@pytest.mark.parametrize(
+    ("ranks", "micro_batches"), [(4, 1), pytest.param(2, 2, marks=pytest.mark.long)]
+)
+def test_ranks_agree_on_a_quicker_schedule_whatever_their_clocks_say(
+    run_ranks, ranks, micro_batches
+):
+    of_ranks = run_ranks(ranks, _chosen, 0.8, micro_batches)
     assert len(set(of_ranks)) == 1
     schedule, reason, gathers, fewer = of_ranks[0]
     assert schedule.keep_mb > 0
@@ -173,7 +177,7 @@ def test_a_file_of_another_model_is_told_and_replaced(run_ranks, tmp_path):
 
 
 def _unreadable(file):
-    with pytest.raises(Zero3Error, match="is not one of its files .*: remove it"):
+    with pytest.raises(Zero3Error, match=r"is not one of its files .*: remove it"):
         MeasuredSchedule(stack(), file)
 
 
@@ -252,7 +256,7 @@ def _measured(inductor):
     return schedule.schedule, schedule.reason
 
 
-@pytest.mark.parametrize("inductor", [False, pytest.param(True, marks=pytest.mark.inductor)])
+@pytest.mark.parametrize("inductor", [False, pytest.param(True, marks=INDUCTOR_TOO)])
 def test_machine_and_steps_are_measured(run_ranks, inductor):
     first, second = run_ranks(2, _measured, inductor)
     assert first == second
