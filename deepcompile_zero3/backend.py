@@ -21,6 +21,7 @@ from deepcompile_zero3.gather_format import Formats
 from deepcompile_zero3.grad_dtype import declare
 from deepcompile_zero3.graph.capture import is_capturing
 from deepcompile_zero3.graph.log import logs_are_requested
+from deepcompile_zero3.graph.recording import is_recording, run_recorded
 from deepcompile_zero3.graph_inputs import (
     facts_of,
     pipeline_of,
@@ -111,8 +112,8 @@ class CompiledGraph:
         self._formats = Formats(parameters.values(), formats, options)
         regions = regions_of(gm, facts, options)
         metadata = [i for i, value in enumerate(example_inputs) if is_metadata(value)]
-        pipeline = pipeline_of(parameters.values(), facts, options, metadata)
-        self._run = _compile(gm, example_inputs, pipeline, regions, options, compile_graph)
+        self._pipeline = pipeline_of(parameters.values(), facts, options, metadata)
+        self._run = _compile(gm, example_inputs, self._pipeline, regions, options, compile_graph)
 
     @property
     def number_of_parameters(self) -> int:
@@ -158,7 +159,10 @@ class CompiledGraph:
         if not torch.is_grad_enabled():
             return self._run(*args)
         _C.add_uses([p.handle for p in parameters if p.placeholder.requires_grad], is_whole)
-        outputs = self._run(*args)
+        if is_recording():
+            outputs = run_recorded(self._run, args, self._pipeline.number, parameters)
+        else:
+            outputs = self._run(*args)
         epochs = _C.ForwardEpochs([parameter.handle for parameter in parameters])
 
         def begin_backward(_: Any) -> None:
@@ -231,10 +235,11 @@ def _stored(
 ) -> Iterator[None]:
     """Lets Inductor store the compiled graph in the context, and load a stored one.
 
-    If rewritten graphs are captured or logged, nothing is stored or loaded: a graph that is loaded
-    is not rewritten.
+    If rewritten graphs are captured, recorded or logged, nothing is stored or loaded: a graph that
+    is loaded is not rewritten.
     """
-    is_shown = is_capturing() or logs_are_requested() or compile_graph is not compile_with_inductor
+    is_shown = is_capturing() or is_recording() or logs_are_requested()
+    is_shown |= compile_graph is not compile_with_inductor
     key = None
     may_be_stored = pipeline.may_be_stored and not is_shown
     if may_be_stored and not compiler.why_not_stored(options.inductor_config):

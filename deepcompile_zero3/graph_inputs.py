@@ -31,7 +31,7 @@ def sharded_inputs(example_inputs: Sequence[Any]) -> dict[int, ShardedParameter]
 
 def scheduled(options: Options, parameters: Iterable[ShardedParameter]) -> Options:
     """Returns ``options`` with the schedule that was chosen for ``parameters``, if any."""
-    schedule = next((each.schedule for each in parameters if each.schedule is not None), None)
+    schedule = next(filter(None, (each.schedule for each in map(owner_of, parameters))), None)
     return options if schedule is None else options.with_schedule(schedule)
 
 

@@ -13,7 +13,13 @@ from deepcompile_zero3.quantized_format import check_block, check_dtype
 
 
 class Schedule(NamedTuple):
-    """The options that say when graphs gather parameters, and how many at once: see Options."""
+    """The options of :class:`Options` that say how graphs gather.
+
+    Attributes:
+        gather_bucket_mb: maximum size of one all-gather, in MiB of full parameters.
+        gathers_ahead: number of all-gathers that are in flight ahead of their use.
+        keep_mb: maximum size in MiB, or infinity, of what forwards keep for backward.
+    """
 
     gather_bucket_mb: float
     gathers_ahead: int

@@ -3,9 +3,13 @@
 Most tests replace the clocks of ranks and the machine's numbers, so that they know what is best.
 """
 
+import collections
 import contextlib
+import gc
 import json
+import os
 import random
+import tempfile
 import warnings
 from unittest import mock
 
@@ -16,6 +20,7 @@ from models import INDUCTOR_TOO, Stack, batch_of, mean_square, mine, optimizers_
 from torch import nn
 
 from deepcompile_zero3 import (
+    FileOffloadPolicy,
     Link,
     Machine,
     MeasuredSchedule,
@@ -24,7 +29,7 @@ from deepcompile_zero3 import (
     fully_shard,
     record_collectives,
 )
-from deepcompile_zero3.graph.capture import is_capturing
+from deepcompile_zero3.graph.recording import is_recording
 from deepcompile_zero3.tools.scheduling import measured_schedule
 from deepcompile_zero3.tools.scheduling.measured_step import MeasuredStep
 
@@ -53,16 +58,16 @@ def known(quicker, free=1 << 40):
     A step takes a second, and ``quicker`` of it with another schedule.
     """
     noise = random.Random(dist.get_rank())
-    now = [0.0]
+    now = collections.Counter()
 
     def clock(schedule):
         seconds = 1.0 if schedule._parameters[0].schedule is None else quicker
-        now[0] += seconds * noise.uniform(0.95, 1.05)
-        return now[0]
+        now[schedule] += seconds * noise.uniform(0.95, 1.05)
+        return now[schedule]
 
-    def measured(events, step, times):
-        assert any("zero3::all_gather wait" in event.name for event in events)
-        numbers = (1.0, 0.1 / times, 0.2 / times, 0.6 / times)
+    def measured(steps, times):
+        assert all(run.seconds > run.waited > 0 for step in steps for run in step.runs)
+        numbers = (0.1 / times, 0.2 / times, 0.6 / times)
         return MeasuredStep(*(number * noise.uniform(0.9, 1.1) for number in numbers))
 
     with (
@@ -107,7 +112,7 @@ def _chosen(quicker, micro_batches=1, file=None, free=1 << 40):
         schedule = MeasuredSchedule(model, file)
         losses, fewer = train(model, schedule, micro_batches=micro_batches)
     assert schedule.is_settled
-    assert not is_capturing()
+    assert not is_recording()
     assert losses == expected
     return schedule.schedule, schedule.reason, gathers, fewer
 
@@ -143,7 +148,7 @@ def _twice(file):
     model = stack()
     schedule = MeasuredSchedule(model, file)
     assert schedule.is_settled
-    assert not is_capturing()
+    assert not is_recording()
     assert schedule.reason == f"taken from {file}"
     _, gathers = train(model, schedule, steps=2)
     return first, schedule.schedule, gathers
@@ -181,48 +186,105 @@ def _unreadable(file):
         MeasuredSchedule(stack(), file)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[]", '{"version": 1}', '{"version": 1, "model": "", "options": 3}']
-)
+@pytest.mark.parametrize("text", ["", "[]", '{"version": 1}', '{"model": "", "options": 3}'])
 def test_a_file_of_something_else_is_an_error_on_all_ranks(run_ranks, tmp_path, text):
     (tmp_path / "schedule.json").write_text(text)
     run_ranks(2, _unreadable, str(tmp_path / "schedule.json"))
 
 
-def _stays(transport="c10d", profiles=False, compiled_before=False):
-    model = stack(transport)
-    if compiled_before:
+def _stays(case):
+    model = stack("shared_memory" if case == "shared memory" else "c10d")
+    if case == "compiled before":
         train(model, steps=1)
-    schedule = MeasuredSchedule(model)
-    with contextlib.ExitStack() as stack_of:
-        if profiles:
-            profile = stack_of.enter_context(torch.profiler.profile())
-        if compiled_before:
-            stack_of.enter_context(mock.patch("torch.compiler.reset"))
-        train(model, schedule, steps=8)
-    assert not profiles or profile.events()
+    schedule = MeasuredSchedule(model, "unused.json")
+    run = torch.compile(model, backend="zero3", options=OPTIONS)
+    if case != "compiled before":
+        torch.compiler.reset()
+    for number in range(8):
+        loss = mean_square(run, mine(batch_of(4, 32, seed=number)))
+        if case == "forward twice":
+            loss = loss + mean_square(run, mine(batch_of(4, 32, seed=number)))
+        loss.backward()
+        if case == "evaluation":
+            run(mine(batch_of(4, 32, seed=number)))
+        schedule.step()
     assert schedule.is_settled
     assert schedule.schedule is None
+    assert not is_recording()
+    assert not os.path.exists("unused.json")  # a later run may measure
     return schedule.reason
 
 
-def test_ranks_that_share_memory_keep_the_options(run_ranks):
-    for reason in run_ranks(2, _stays, "shared_memory"):
-        assert reason == "the options stay: ranks share memory, where gathers move nothing"
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        ("shared memory", "ranks share memory, where gathers move nothing"),
+        (
+            "compiled before",
+            "the model was compiled before MeasuredSchedule was made: make it first",
+        ),
+        ("forward twice", "graphs do not run once each and then their backwards"),
+        ("evaluation", "graphs do not run once each and then their backwards"),
+    ],
+)
+def test_the_options_stay_where_steps_cannot_be_simulated(run_ranks, case, reason):
+    for told in run_ranks(2, _stays, case):
+        assert told.startswith(f"the options stay: {reason}")
 
 
-def _one_profiles():
-    return _stays("c10d", dist.get_rank() == 1)
+def _short():
+    model = stack()
+    schedule = MeasuredSchedule(model)
+    train(model, schedule, steps=4)
+    assert is_recording()
+    del schedule
+    gc.collect()
+    assert not is_recording()
 
 
-def test_no_rank_measures_where_one_runs_a_profiler_of_its_own(run_ranks):
-    for reason in run_ranks(2, _one_profiles):
-        assert "another profiler was running" in reason
+def test_training_may_end_before_the_choice(run_ranks):
+    run_ranks(2, _short)
 
 
-def test_a_model_that_was_compiled_before_is_told(run_ranks):
-    for reason in run_ranks(2, _stays, "c10d", False, True):
-        assert "the model was compiled before MeasuredSchedule was made" in reason
+def _raising():
+    model = stack()
+    schedule = MeasuredSchedule(model)
+    error = MemoryError("none left")
+    with known(0.8), mock.patch.object(measured_schedule, "free_bytes", side_effect=error):
+        with pytest.raises(MemoryError):
+            train(model, schedule)
+        schedule.step()
+    assert schedule.is_settled
+    assert schedule.reason == "the options stay: MemoryError: none left"
+    assert not is_recording()
+
+
+def test_an_error_settles_it(run_ranks):
+    run_ranks(2, _raising)
+
+
+def _two():
+    model, other = stack(), stack()
+    first = MeasuredSchedule(model)
+    with pytest.raises(Zero3Error, match="another one measures this model"):
+        MeasuredSchedule(model.blocks[0])
+    second = MeasuredSchedule(other)
+    torch.compiler.reset()
+    runs = [torch.compile(each, backend="zero3", options=OPTIONS) for each in (model, other)]
+    with known(0.8):
+        for number in range(STEPS):
+            for run, schedule in zip(runs, (first, second), strict=True):
+                mean_square(run, mine(batch_of(4, 32, seed=number))).backward()
+                schedule.step()
+    assert first.is_settled
+    assert second.is_settled
+    return first.schedule, second.schedule
+
+
+def test_two_models_are_measured_side_by_side(run_ranks):
+    for first, second in run_ranks(2, _two):
+        assert first is not None
+        assert first == second
 
 
 def _misused():
@@ -233,6 +295,14 @@ def _misused():
     for name in ("skip", "steps", "turns"):
         with pytest.raises(ValueError, match=f"{name} is a positive integer, got 0"):
             MeasuredSchedule(stack(), **{name: 0})
+    offloaded = nn.Linear(2, 2)
+    fully_shard(offloaded, offload_policy=FileOffloadPolicy(tempfile.gettempdir(), 1))
+    with pytest.raises(Zero3Error, match="has a budget of memory"):
+        MeasuredSchedule(offloaded)
+    with pytest.raises(Zero3Error, match="ranks give other skip, steps or turns"):
+        MeasuredSchedule(stack(), skip=1 + dist.get_rank())
+    with pytest.raises(Zero3Error, match="is no folder that can be written to"):
+        MeasuredSchedule(stack(), "/nowhere/schedule.json")
     grid = dist.device_mesh.init_device_mesh("cpu", (2, 1))
     with pytest.raises(Zero3Error, match="over several meshes, or over one of several dimensions"):
         MeasuredSchedule(fully_shard(nn.Linear(2, 2), mesh=grid))

@@ -38,6 +38,7 @@ inline void bind_transports(pybind11::module_& m) {
       .def_readonly("gathers", &Messages::gathers)
       .def_readonly("reductions", &Messages::reductions);
   m.def("backend_name", &backend_name);
+  m.def("seconds_waited", &seconds_waited);
   m.def("timeout_of", [](const std::string& group_name) { return timeout_of(group_name).count(); });
 
   pybind11::class_<SharedMemory, Transport, std::shared_ptr<SharedMemory>>(m, "SharedMemory")

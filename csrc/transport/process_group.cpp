@@ -4,6 +4,7 @@
 #include <ATen/ops/cat.h>
 
 #include <algorithm>
+#include <atomic>
 #include <limits>
 #include <map>
 #include <mutex>
@@ -20,6 +21,8 @@ namespace zero3 {
 namespace {
 
 using Group = c10d::ProcessGroup;
+
+std::atomic<int64_t> nanoseconds_waited = 0;
 
 // The transfers that an exchange has begun.
 struct Transfers {
@@ -160,7 +163,10 @@ class ProcessGroupExchange : public Exchange {
   void wait() override {
     auto transfers = std::exchange(transfers_, nullptr);
     ZERO3_CHECK(transfers, "an exchange was waited for twice");
+    const auto start = std::chrono::steady_clock::now();
     transfers->wait();
+    const std::chrono::nanoseconds waited = std::chrono::steady_clock::now() - start;
+    nanoseconds_waited += waited.count();
   }
 
  private:
@@ -271,6 +277,8 @@ class ExchangeOfOne : public Exchange {
 };
 
 }  // namespace
+
+double seconds_waited() { return 1e-9 * static_cast<double>(nanoseconds_waited); }
 
 std::unique_ptr<Exchange> exchange_of_one() { return std::make_unique<ExchangeOfOne>(); }
 

@@ -27,6 +27,10 @@ class ProcessGroupChannel : public Channel {
 // c10d's name of the backend for a device: "gloo", "nccl".
 std::string backend_name(const std::string& group_name, at::Device device);
 
+// Seconds that threads of this process have waited for exchanges. Where a device waits, and not the
+// host, these are next to nothing.
+double seconds_waited();
+
 // Raises if the group was destroyed.
 void check_exists(const std::string& group_name);
 

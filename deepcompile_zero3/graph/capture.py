@@ -5,7 +5,6 @@ import difflib
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import fx
 
@@ -25,13 +24,11 @@ class CapturedGraph:
         number: number of the forward in this process. A backward has the number of its forward.
         compile_id: for a forward, the id of the compiled frame as in a profile, such as "0/0"; for
             a backward, "".
-        source: the passes that rewrote it, and a copy of the graph before them, if that is kept.
     """
 
     graph_module: fx.GraphModule
     number: int
     compile_id: str = ""
-    source: tuple[Any, fx.GraphModule] | None = None
 
     @property
     def text(self) -> str:
@@ -87,13 +84,11 @@ class CapturedGraphs:
         forward: the forward graphs.
         backward: the backward graphs.
         passes: what each pass made of them, or None if that is not captured.
-        keeps_sources: whether graphs have their ``source``.
     """
 
     forward: list[CapturedGraph] = field(default_factory=list)
     backward: list[CapturedGraph] = field(default_factory=list)
     passes: list[CapturedPass] | None = None
-    keeps_sources: bool = False
 
 
 # Not a context variable: a backward may be compiled on a thread of the autograd engine.
@@ -101,7 +96,7 @@ _active: list[CapturedGraphs] = []
 
 
 @contextlib.contextmanager
-def capture_graphs(passes: bool = False, sources: bool = False) -> Iterator[CapturedGraphs]:
+def capture_graphs(passes: bool = False) -> Iterator[CapturedGraphs]:
     """Collects the graphs that ``backend="zero3"`` rewrites while the block runs.
 
     Only graphs that are compiled inside the block are collected. A model that was compiled before
@@ -109,7 +104,6 @@ def capture_graphs(passes: bool = False, sources: bool = False) -> Iterator[Capt
 
     Args:
         passes: whether to capture the text of each graph before and after each pass too.
-        sources: whether to keep each graph as it was before the passes too.
 
     Yields:
         :class:`CapturedGraphs`, which are filled as graphs are compiled.
@@ -120,7 +114,7 @@ def capture_graphs(passes: bool = False, sources: bool = False) -> Iterator[Capt
             torch.compile(model, backend="zero3")(x).sum().backward()
         print(graphs.backward[0].text)
     """
-    graphs = CapturedGraphs(passes=[] if passes else None, keeps_sources=sources)
+    graphs = CapturedGraphs(passes=[] if passes else None)
     _active.append(graphs)
     try:
         yield graphs
@@ -150,20 +144,9 @@ def _text_with_marks(gm: fx.GraphModule) -> str:
     return graph_text(gm) + (f"\nkept for backward: {', '.join(kept)}" if kept else "")
 
 
-def source_of(gm: fx.GraphModule, pipeline: Any) -> tuple[Any, fx.GraphModule] | None:
-    """Returns the ``source`` of a graph that ``pipeline`` will rewrite, if a block asks for it."""
-    is_wanted = any(graphs.keeps_sources for graphs in _active)
-    return (pipeline, copied(gm)) if is_wanted else None
-
-
-def add_capture(
-    gm: fx.GraphModule,
-    is_backward: bool,
-    number: int,
-    source: tuple[Any, fx.GraphModule] | None = None,
-) -> None:
+def add_capture(gm: fx.GraphModule, is_backward: bool, number: int) -> None:
     """Adds a rewritten graph to all open ``capture_graphs`` blocks."""
     for graphs in _active:
         compile_id = "" if is_backward else compiler.compile_id()
-        graph = CapturedGraph(copied(gm), number, compile_id, source)
+        graph = CapturedGraph(copied(gm), number, compile_id)
         (graphs.backward if is_backward else graphs.forward).append(graph)

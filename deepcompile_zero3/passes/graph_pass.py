@@ -67,6 +67,7 @@ class GraphFacts:
         saved: positions of the results that a forward saves for backward.
         gather_bucket_bytes: maximum size in bytes of the full tensors that one collective gathers.
         keep_bytes: maximum size in bytes of what a forward keeps gathered by choice.
+        gathers_ahead: number of gathers that are in flight while a graph computes with another.
     """
 
     direction: Direction
@@ -75,6 +76,7 @@ class GraphFacts:
     saved: frozenset[int]
     gather_bucket_bytes: int
     keep_bytes: float
+    gathers_ahead: int = 1
 
 
 class GraphPass(abc.ABC):

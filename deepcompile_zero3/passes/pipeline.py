@@ -13,9 +13,10 @@ from torch import fx
 
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.graph.calls import graph_modules
-from deepcompile_zero3.graph.capture import add_capture, capture_pass, source_of
+from deepcompile_zero3.graph.capture import add_capture, capture_pass
 from deepcompile_zero3.graph.log import forward_numbers, log_graph
 from deepcompile_zero3.graph.metadata import KEEP, KEPT_OF, PARAMETER
+from deepcompile_zero3.graph.recording import add_graph, source_of
 from deepcompile_zero3.options import Options
 from deepcompile_zero3.passes.chain import chain_reductions
 from deepcompile_zero3.passes.descriptions import find_parameters, refuse_writes, saved_positions
@@ -100,7 +101,7 @@ class Pipeline:
         self._prefix = common.rfind(".") + 1  # characters of the common module's FQN
         self._kept: dict[str, int] = {}
         self._offloaded: dict[str, int] = {}  # bytes of saved tensors in a file, by node
-        self._number = 0
+        self.number = 0  # of the forward in this process, once it is rewritten
 
     @property
     def settings(self) -> tuple:
@@ -116,8 +117,19 @@ class Pipeline:
         return not (self.inputs and without_key(self.passes))
 
     def __call__(self, graph_module: fx.GraphModule, is_backward: bool) -> None:
+        """Rewrites a graph that will run, numbers it, and shows it to those who want to see it."""
+        source = source_of(graph_module)
+        self.rewrite(graph_module, is_backward)
+        if not is_backward:
+            self.number = next(forward_numbers)
+        add_capture(graph_module, is_backward, self.number)
+        add_graph(self.number, is_backward, self, source, graph_module)
+        if self.inputs:
+            direction, kept = ("backward", {}) if is_backward else ("forward", self._kept)
+            log_graph(graph_module, direction, self.number, kept)
+
+    def rewrite(self, graph_module: fx.GraphModule, is_backward: bool) -> None:
         """Rewrites a graph. Called for the forward first, then for its backward."""
-        source = source_of(graph_module, self)
         refuse_writes(graph_module, self.inputs)
         if is_backward:
             run = self._rewrite_backward(graph_module)
@@ -129,12 +141,6 @@ class Pipeline:
             chain_reductions(graph_module)
         for each in graph_modules(graph_module):  # once, since it takes longer than the passes
             each.recompile()
-        if not is_backward:
-            self._number = next(forward_numbers)
-        add_capture(graph_module, is_backward, self._number, source)
-        if self.inputs:
-            direction, kept = ("backward", {}) if is_backward else ("forward", self._kept)
-            log_graph(graph_module, direction, self._number, kept)
 
     def _rewrite_forward(self, graph_module: fx.GraphModule) -> "_Run":
         nodes = _sorted(find_parameters(graph_module, self.inputs)[0], in_forward_order)
@@ -205,7 +211,7 @@ class Pipeline:
         by_fqn = MappingProxyType({facts.fqn: facts for facts in parameters})
         names = frozenset(node.meta[PARAMETER].fqn for node in may_keep)
         saved = saved_positions(gm.graph.output_node()) if direction == "forward" else set()
-        limits = self._bucket_bytes, self._keep_bytes
+        limits = self._bucket_bytes, self._keep_bytes, self._ahead
         facts = GraphFacts(direction, by_fqn, names, frozenset(saved), *limits)
         # A graph without parameters is compiled as by Inductor alone, and cached so.
         passes = [each for each in self.passes if self.inputs and direction in each.graphs]

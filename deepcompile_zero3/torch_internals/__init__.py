@@ -26,7 +26,6 @@ _c10d: Any = private("torch.distributed", "distributed_c10d")
 
 # Like torch.compiler.disable, but imports Dynamo, which takes a second, only when the returned
 # function is first called: in the first forward.
-profiler_is_running: Callable[[], bool] = private("torch.autograd", "_profiler_enabled")
 disable_dynamo: Callable[[_F], _F] = private("torch._compile", "_disable_dynamo")
 # The parts of Dynamo's skip_code.
 _set_strategy: Callable[..., None] = private(

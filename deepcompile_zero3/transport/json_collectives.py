@@ -3,14 +3,16 @@
 import hashlib
 import itertools
 import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
+
+_Result = TypeVar("_Result")
 
 
 def all_gather_json(what: str, value: Any, group: dist.ProcessGroup) -> list[Any]:
@@ -35,6 +37,37 @@ def all_gather_json(what: str, value: Any, group: dist.ProcessGroup) -> list[Any
             "ranks make the same calls, in one order"
         )
     return [theirs for _, theirs in answers]
+
+
+def on_all_ranks(
+    what: str, function: Callable[[], _Result], group: dist.ProcessGroup | None = None
+) -> _Result:
+    """Returns the result of ``function``; raises on all ranks if it raises on one. Collective.
+
+    Args:
+        what: the call, in which all ranks are.
+        function: what a rank does by itself.
+        group: process group of the ranks; None means all ranks of the job, if there are any.
+
+    Raises:
+        Zero3Error: it raised on a rank. The message is the first line of that error's.
+    """
+    result, error = None, ""
+    try:
+        result = function()
+    except Exception as raised:
+        error = line_of(raised)
+    group = group or dist.group.WORLD
+    errors = [error] if group is None else all_gather_json(what, error, group)
+    for each in filter(None, errors):
+        raise Zero3Error(each)
+    return result  # type: ignore[return-value]
+
+
+def line_of(error: BaseException) -> str:
+    """Returns the first line of an error, with its type unless this library raised it."""
+    first = str(error).strip().partition("\n")[0]
+    return first if isinstance(error, Zero3Error) else f"{type(error).__name__}: {first}"
 
 
 def _gather(value: Any, group: dist.ProcessGroup) -> list[Any]:

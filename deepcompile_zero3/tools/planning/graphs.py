@@ -16,7 +16,8 @@ from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.backend import CompiledGraph
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.gather_format import gather_format
-from deepcompile_zero3.graph.capture import CapturedGraphs, capture_graphs
+from deepcompile_zero3.graph.calls import copied
+from deepcompile_zero3.graph.capture import CapturedGraph, CapturedGraphs
 from deepcompile_zero3.graph_inputs import pipeline_of
 from deepcompile_zero3.options import Options
 from deepcompile_zero3.passes.pipeline import Pipeline
@@ -141,18 +142,21 @@ class Trace:
     def rewrite(self, options: Options) -> CapturedGraphs:
         """Returns the graphs that the passes rewrite, in the order of compilation."""
         pipelines: dict[Pipeline, Pipeline] = {}
-        with capture_graphs() as graphs:
-            for traced, graph_module, is_backward in self.partitioned:
-                if traced not in pipelines:
-                    parameters = [self.parameters[facts.fqn] for facts in traced.inputs.values()]
-                    inputs = {
-                        position: facts.gathered_as(gather_format(parameter, options))
-                        for (position, facts), parameter in zip(
-                            traced.inputs.items(), parameters, strict=True
-                        )
-                    }
-                    pipelines[traced] = pipeline_of(parameters, inputs, options, traced.metadata)
-                pipelines[traced](copy.deepcopy(graph_module), is_backward)
+        graphs = CapturedGraphs()
+        for traced, graph_module, is_backward in self.partitioned:
+            if traced not in pipelines:
+                parameters = [self.parameters[facts.fqn] for facts in traced.inputs.values()]
+                inputs = {
+                    position: facts.gathered_as(gather_format(parameter, options))
+                    for (position, facts), parameter in zip(
+                        traced.inputs.items(), parameters, strict=True
+                    )
+                }
+                pipelines[traced] = pipeline_of(parameters, inputs, options, traced.metadata)
+            rewritten = copied(graph_module)
+            pipelines[traced].rewrite(rewritten, is_backward)
+            captured = CapturedGraph(rewritten, list(pipelines).index(traced))
+            (graphs.backward if is_backward else graphs.forward).append(captured)
         return graphs
 
 

@@ -1,112 +1,81 @@
-"""What a profiled step tells of the machine, and the memory that it left free."""
+"""What steps of recorded graphs took."""
 
-import socket
+import statistics
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 
-from deepcompile_zero3.tools.tracing.profile import Event, timeline_of
-from deepcompile_zero3.torch_internals import compiler
+from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.graph.recording import Recording, Run
 from deepcompile_zero3.transport.json_collectives import all_gather_json
-
-_BACKWARD = "CompiledFunctionBackward"  # the autograd function of a compiled graph
-_PART = 0.9  # of the free memory that may be taken
 
 
 class MeasuredStep(NamedTuple):
-    """A measured step, in seconds, with each graph run once."""
+    """A measured step, in seconds, with each graph run once.
 
-    whole: float  # the step, with all its forwards
-    forward: float  # of kernels in compiled forwards
-    backward: float  # of kernels in compiled backwards
-    waiting: float  # for gathers and reductions
+    Attributes:
+        forward: seconds that forwards compute.
+        backward: seconds that backwards compute.
+        waiting: seconds that the step waits for other ranks.
+    """
+
+    forward: float
+    backward: float
+    waiting: float
 
     def agreed(self, group: dist.ProcessGroup) -> "MeasuredStep":
         """Returns the step of the slowest rank, which is the one that waits least. Collective."""
         steps = [MeasuredStep(*each) for each in all_gather_json("MeasuredSchedule", self, group)]
-        whole, forward, backward, _ = map(max, zip(*steps, strict=True))
-        return MeasuredStep(whole, forward, backward, min(each.waiting for each in steps))
+        forward, backward, _ = map(max, zip(*steps, strict=True))
+        return MeasuredStep(forward, backward, min(each.waiting for each in steps))
 
 
-def measured_step(events: Sequence[Event], step: Event, times: int) -> MeasuredStep:
-    """Returns what a profile tells of ``step``, in which each graph ran so many times."""
-    timeline = timeline_of(events, step)
-    inside = [event for event in events if step.start <= event.start < step.end]
-    forwards = [event for event in inside if event.name.startswith(compiler.REGION)]
-    backwards = [event for event in inside if event.name == _BACKWARD]
+class RecordedStep(NamedTuple):
+    """The runs of graphs in a step, its seconds, and those that it waited for other ranks."""
 
-    def computing(ranges: Sequence[Event]) -> float:
-        return sum(
-            span.seconds
-            for span in timeline.of("compute")
-            if any(r.start <= span.start + step.start < r.end for r in ranges)
-        )
-
-    of_each = computing(forwards), computing(backwards), timeline.seconds("waiting")
-    return MeasuredStep(step.seconds, *(seconds / times for seconds in of_each))
+    runs: Sequence[Run]
+    seconds: float
+    waited: float
 
 
-# ---- memory
+def times_of(recording: Recording, steps: Sequence[RecordedStep]) -> int:
+    """Returns how often each graph runs in a step: once for each micro-batch.
 
-
-def free_bytes(device: torch.device, group: dist.ProcessGroup) -> float:
-    """Returns the bytes that each rank of ``group`` may take beyond its peak so far. Collective.
-
-    On a CPU these are what the system, or a control group, has left, in equal parts for the ranks
-    of a host.
+    Raises:
+        Zero3Error: a simulated step, which runs each forward once and then the backwards, would
+            differ from these.
     """
-    free = _left_on_cpu() if device.type == "cpu" else _left_on_gpu(device)
-    told: Any = all_gather_json("MeasuredSchedule", [socket.gethostname(), free], group)
-    if device.type != "cpu":
-        return _PART * min(free for _, free in told)
-    hosts = [host for host, _ in told]
-    beyond = _peak_beyond_now()
-    mine = [free / hosts.count(host) for host, free in told]
-    told = all_gather_json("MeasuredSchedule", beyond, group)
-    return _PART * min(free - beyond for free, beyond in zip(mine, told, strict=True))
+    orders = [[(run.number, run.is_backward) for run in step.runs] for step in steps]
+    order = orders[-1]
+    if not recording.graphs:
+        raise Zero3Error("the model was compiled before MeasuredSchedule was made: make it first")
+    if not order:
+        raise Zero3Error('no graph of torch.compile(..., backend="zero3") ran in the step')
+    if any(each != order for each in orders):
+        raise Zero3Error("other graphs ran in one step than in the next")
+    if not recording.graphs.keys() >= set(order):
+        raise Zero3Error("a graph ran that was compiled before MeasuredSchedule was made")
+    forwards = [number for number, is_backward in dict.fromkeys(order) if not is_backward]
+    once = [(number, False) for number in forwards]
+    once += [(number, True) for number in reversed(forwards)]
+    times = len(order) // len(once) if once else 0
+    if order != once * times:
+        raise Zero3Error(
+            "graphs do not run once each and then their backwards, in a step or a micro-batch of it"
+        )
+    return times
 
 
-def _left_on_gpu(device: torch.device) -> float:
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
+def measured_step(steps: Sequence[RecordedStep], times: int) -> MeasuredStep:
+    """Returns the medians of ``steps``, in which each graph ran so many times."""
 
+    def computing(step: RecordedStep, is_backward: bool) -> float:
+        runs = (run for run in step.runs if run.is_backward == is_backward)
+        return sum(run.seconds - run.waited for run in runs) / times
 
-def _left_on_cpu() -> float:
-    left = _fields("/proc/meminfo")["MemAvailable"]
-    return min([left, *_left_in_control_groups()])
-
-
-def _peak_beyond_now() -> float:
-    fields = _fields("/proc/self/status")
-    return fields["VmHWM"] - fields["VmRSS"]
-
-
-def _fields(path: str) -> dict[str, float]:
-    """Returns the fields in kB of a file of /proc, in bytes."""
-    lines = (line.split() for line in Path(path).read_text().splitlines())
-    return {line[0][:-1]: float(line[1]) * 1024 for line in lines if line[-1:] == ["kB"]}
-
-
-def _left_in_control_groups() -> list[float]:
-    """Returns what the control groups of this process, of version 1 or 2, have left."""
-    left = []
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        version1 = "memory" in controllers.split(",")
-        if controllers and not version1:
-            continue
-        root = "/sys/fs/cgroup/memory" if version1 else "/sys/fs/cgroup"
-        names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        limit, usage = names if version1 else ("memory.max", "memory.current")
-        for folder in (Path(f"{root}{path}"), Path(root)):
-            try:
-                most = (folder / limit).read_text().strip()
-                used = (folder / usage).read_text()
-            except OSError:  # not mounted, or the root, which has no limit
-                continue
-            if most != "max":
-                left.append(float(most) - float(used))
-    return left
+    return MeasuredStep(
+        statistics.median(computing(step, False) for step in steps),
+        statistics.median(computing(step, True) for step in steps),
+        statistics.median(step.waited / times for step in steps),
+    )

@@ -1,24 +1,25 @@
-"""Finds a schedule for graphs that ran, by simulating steps at the speed that was measured."""
+"""Finds a schedule for recorded graphs, by simulating steps at the speed that was measured."""
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 import torch.distributed as dist
-from torch import fx
 
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.graph.capture import CapturedGraph, CapturedGraphs
-from deepcompile_zero3.options import Schedule
-from deepcompile_zero3.passes.pipeline import Pipeline
+from deepcompile_zero3.graph.recording import Recording
+from deepcompile_zero3.options import Options, Schedule
+from deepcompile_zero3.sharding.model import by_fqn
+from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.tools.planning.graphs import Trace
 from deepcompile_zero3.tools.planning.kernels import kernels_of
 from deepcompile_zero3.tools.planning.machine import Link, Machine
 from deepcompile_zero3.tools.planning.simulate import Slower, simulate
 from deepcompile_zero3.tools.scheduling.measured_step import MeasuredStep
-from deepcompile_zero3.tools.tracing.ran import Ran, on_all_ranks
-from deepcompile_zero3.transport.json_collectives import all_gather_json
+from deepcompile_zero3.transport.json_collectives import all_gather_json, on_all_ranks
 
 _STEPS_OF_FIT = 6  # each halves the interval of the link's factor, in logarithms
 _WIDEST = 16.0  # the link may be so many times slower or quicker than when measured alone
@@ -37,47 +38,61 @@ class Predicted:
 
 
 class Search:
-    """Predicts steps of the graphs that ran, with other schedules. Collective from the beginning.
+    """Predicts steps of recorded graphs with other schedules. Collective from the beginning.
 
     Args:
-        ran: what ran in the measured step.
+        recording: the graphs, of one model.
+        parameters: their parameters.
         machine: the machine, the same on all ranks.
-        step: the measured step, the same on all ranks.
-        optimizer_bytes: bytes of the optimizer's state for each element of a shard.
+        step: the measured step, the same on all ranks; None takes the machine's own speed.
         group: process group of the ranks.
+
+    Raises:
+        Zero3Error: graphs were compiled with several schedules, or cannot be simulated.
     """
 
     def __init__(
         self,
-        ran: Ran,
+        recording: Recording,
+        parameters: Iterable[ShardedParameter],
         machine: Machine,
-        step: MeasuredStep,
-        optimizer_bytes: int,
+        step: MeasuredStep | None,
         group: dist.ProcessGroup,
     ) -> None:
-        self._ran = ran
         self._machine = machine
-        self._optimizer_bytes = optimizer_bytes
         self._group = group
         self._slower = Slower()
-        forwards = [(*_source_of(graph), False) for graph in ran.graphs.forward]
-        backwards = [(*_source_of(graph), True) for graph in ran.graphs.backward]
-        self._trace = Trace(ran.parameters, (), forwards + backwards)
-        self.options = forwards[0][0].options
-        self._fit(step)
+        ran = {(run.number, run.is_backward) for run in recording.runs}
+        recorded = [(*key, graph) for key, graph in recording.graphs.items() if key in ran]
+        self._graphs = CapturedGraphs()
+        for number, is_backward, graph in recorded:
+            of_direction = self._graphs.backward if is_backward else self._graphs.forward
+            of_direction.append(CapturedGraph(graph.after, number))
+        sources = [(graph.pipeline, graph.before, back) for _, back, graph in recorded]
+        self._trace = Trace(_by_names_in_graphs(recording, ran, parameters), (), sources)
+        self._models = {each.model for each in self._trace.parameters.values()} - {None}
+        self.options = on_all_ranks("MeasuredSchedule", self._look, group)
+        if step is not None:
+            self._fit(step)
+
+    def _look(self) -> Options:
+        """Returns the options of the graphs."""
+        options = [pipeline.options for pipeline, *_ in self._trace.partitioned]
+        if len({each.schedule for each in options}) > 1:
+            raise Zero3Error("graphs of the model were compiled with different options")
+        for graph in self._graphs.forward:
+            for node in graph.graph_module.graph.find_nodes(op="placeholder"):
+                if isinstance(node.meta.get("val"), torch.SymInt):
+                    raise Zero3Error("a graph is of sizes that change")
+        return options[0]
 
     def predict(self, schedule: Schedule) -> Predicted:
         """Returns a step with ``schedule`` in place of the measured one. Not collective."""
         return self._simulate(self._trace.rewrite(self.options.with_schedule(schedule)))
 
     def _simulate(self, graphs: CapturedGraphs) -> Predicted:
-        step = simulate(
-            graphs,
-            self._ran.parameters,
-            self._machine,
-            optimizer_bytes=self._optimizer_bytes,
-            slower=self._slower,
-        ).timeline
+        parameters = self._trace.parameters
+        step = simulate(graphs, parameters, self._machine, slower=self._slower).timeline
         waiting = step.seconds("waiting")
         seconds = step.seconds("compute", "waiting")
         return Predicted(seconds, waiting, sum(step.peak.values()))
@@ -114,14 +129,13 @@ class Search:
 
     def _as_it_ran(self) -> Predicted:
         """Returns the measured step as it is simulated. Collective."""
-        [predicted] = self._of_ranks(lambda: [self._simulate(self._ran.graphs)])
+        [predicted] = self._of_ranks(lambda: [self._simulate(self._graphs)])
         return predicted
 
     # ---- candidates
 
     def _keeps(self, schedule: Schedule) -> list[Schedule]:
-        models = {each.model for each in self._ran.parameters.values()} - {None}
-        whole = math.ceil(sum(model.nbytes for model in models if model) / 2**20)
+        whole = math.ceil(sum(model.nbytes for model in self._models if model) / 2**20)
         sizes = [whole, whole // 2, whole // 4]
         return [schedule._replace(keep_mb=size) for size in sizes if size > schedule.keep_mb]
 
@@ -139,13 +153,9 @@ class Search:
 
     def _fit(self, step: MeasuredStep) -> None:
         """Makes kernels and links as slow as they were in the measured step. Collective."""
-        forward, backward = map(
-            self._seconds, (self._ran.graphs.forward, self._ran.graphs.backward)
-        )
-        self._slower = Slower(
-            step.forward / forward if forward and step.forward else 1.0,
-            step.backward / backward if backward and step.backward else 1.0,
-        )
+        slower = on_all_ranks("MeasuredSchedule", lambda: self._slower_than(step), self._group)
+        told = all_gather_json("MeasuredSchedule", slower, self._group)
+        self._slower = Slower(*map(max, zip(*told, strict=True)))
         alone = self._machine
         low, high = -math.log(_WIDEST), math.log(_WIDEST)
         for _ in range(_STEPS_OF_FIT):
@@ -157,6 +167,14 @@ class Search:
                 high = middle
         self._machine = _with_links(alone, math.exp((low + high) / 2))
 
+    def _slower_than(self, step: MeasuredStep) -> Slower:
+        forward = self._seconds(self._graphs.forward)
+        backward = self._seconds(self._graphs.backward)
+        return Slower(
+            step.forward / forward if forward and step.forward > 0 else 1.0,
+            step.backward / backward if backward and step.backward > 0 else 1.0,
+        )
+
     def _seconds(self, graphs: Sequence[CapturedGraph]) -> float:
         """Returns the seconds of the graphs' kernels by the machine's model."""
         kernels = (kernel for graph in graphs for kernel in kernels_of(graph.inlined.graph))
@@ -164,10 +182,19 @@ class Search:
         return sum(of(kernel.flops, kernel.dtype, kernel.nbytes) for kernel in kernels)
 
 
-def _source_of(graph: CapturedGraph) -> tuple[Pipeline, fx.GraphModule]:
-    if graph.source is None:
-        raise Zero3Error("a graph was captured without its source")
-    return graph.source
+def _by_names_in_graphs(
+    recording: Recording, ran: Collection[tuple[int, bool]], parameters: Iterable[ShardedParameter]
+) -> dict[str, ShardedParameter]:
+    """Returns parameters by their FQNs in graphs, which may be those of a model that is alike."""
+    result: dict[str, ShardedParameter] = {}
+    for number, is_backward in ran:
+        if not is_backward and (number, False) in recording.graphs:
+            inputs = recording.graphs[number, False].pipeline.inputs.values()
+            read = zip(inputs, recording.read[number], strict=True)
+            result |= {facts.fqn: parameter for facts, parameter in read}
+    found = set(result.values())
+    others = by_fqn(parameters).items()
+    return result | {fqn: parameter for fqn, parameter in others if parameter not in found}
 
 
 def _with_links(machine: Machine, factor: float) -> Machine:

@@ -1,6 +1,7 @@
 """Predicts a measured step from the graphs that ran in it."""
 
 import sys
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -11,9 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.graph.capture import CapturedGraphs
+from deepcompile_zero3.graph.capture import CapturedGraph, CapturedGraphs
 from deepcompile_zero3.graph.size import nbytes_of_tensor
 from deepcompile_zero3.runtime import _C
+from deepcompile_zero3.sharding.extension import owner_of
+from deepcompile_zero3.sharding.model import parameters_beside
+from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.tools.planning.kernels import Kernel, kernels_of
 from deepcompile_zero3.tools.planning.machine import MACHINES, Machine
 from deepcompile_zero3.tools.planning.measure import (
@@ -22,14 +26,14 @@ from deepcompile_zero3.tools.planning.measure import (
     measure_kernels,
     measure_links,
 )
-from deepcompile_zero3.tools.planning.simulate import simulate
+from deepcompile_zero3.tools.planning.simulate import gathered_by, simulate
 from deepcompile_zero3.tools.timeline import Timeline
 from deepcompile_zero3.tools.tracing.profile import Event, collectives_of
-from deepcompile_zero3.tools.tracing.ran import Parameters, Ran, line_of, on_all_ranks, what_ran
-from deepcompile_zero3.torch_internals import local_tensor
-from deepcompile_zero3.transport.json_collectives import all_gather_json
+from deepcompile_zero3.torch_internals import compiler, local_tensor
+from deepcompile_zero3.transport.json_collectives import all_gather_json, line_of, on_all_ranks
 
 _Profiled: TypeAlias = tuple[Sequence[Event], Event]  # all events, and the range of a step
+_Parameters: TypeAlias = Mapping[str, ShardedParameter]
 
 _BY_MESSAGES = (
     "predicted is a step whose ranks exchange messages; these share memory, and their waits and "
@@ -70,18 +74,20 @@ def predict(
     try:
         seconds = None
         if machine is None:
-            ran, mesh, kernels = on_all_ranks("trace", lambda: _what_to_measure(captured, profiled))
+            graphs, parameters, mesh, kernels = on_all_ranks(
+                "trace", lambda: _what_to_measure(captured, profiled)
+            )
             machine, seconds = _measure(mesh, kernels)
         else:
-            ran = _what_ran(captured, profiled)
+            graphs, parameters = _what_ran(captured, profiled)
         found = simulate(
-            ran.graphs,
-            ran.parameters,
+            graphs,
+            parameters,
             machine.with_numbers(**numbers),
-            optimizer_bytes=optimizer_bytes_of(optimizers, ran.parameters),
+            optimizer_bytes=_optimizer_bytes(optimizers, parameters),
             seconds_by_kernel=seconds,
         )
-        return Prediction(found.timeline, _BY_MESSAGES if ran.share_memory else "")
+        return Prediction(found.timeline, _BY_MESSAGES if _share_memory(parameters) else "")
     except Exception as error:  # the measured step is reported anyway
         return Prediction(remark=line_of(error))
 
@@ -89,7 +95,9 @@ def predict(
 # ---- what ran
 
 
-def _what_ran(captured: CapturedGraphs, profiled: _Profiled | None) -> Ran:
+def _what_ran(
+    captured: CapturedGraphs, profiled: _Profiled | None
+) -> tuple[CapturedGraphs, _Parameters]:
     """Returns the graphs that ran in the step, and their parameters by FQN.
 
     Raises:
@@ -101,23 +109,56 @@ def _what_ran(captured: CapturedGraphs, profiled: _Profiled | None) -> Ran:
     events, step = profiled
     if _C.in_backward():
         raise Zero3Error("the optimizer steps inside of a backward")
-    ran = what_ran(captured, events, step)
-    if ran.times > 1:
-        region = f"the compiled region {ran.graphs.forward[0].compile_id}"
-        raise Zero3Error(f"{region} ran {ran.times} times in the step, and a plan takes each once")
-    if not ran.share_memory:
+    inside = [event.name for event in events if step.start <= event.start < step.end]
+    runs = Counter(
+        name.removeprefix(compiler.REGION) for name in inside if name.startswith(compiler.REGION)
+    )
+    # A region that was compiled again, after a reset, is represented by its latest graph.
+    latest = {graph.compile_id: graph for graph in captured.forward}
+    forward = [graph for graph in latest.values() if graph.compile_id in runs]
+    numbers = {graph.number for graph in forward}
+    backward = [graph for graph in captured.backward if graph.number in numbers]
+    if not forward:
+        raise Zero3Error('no graph of torch.compile(..., backend="zero3") ran in the step')
+    for graph in forward:
+        _check_run(graph, runs[graph.compile_id], backward)
+    names = {name for graph in forward + backward for name in gathered_by(graph)}
+    parameters = parameters_beside(names)
+    if not names or names - parameters.keys():
+        raise Zero3Error("no model is sharded whose graphs ran in the step")
+    owners = [owner_of(each) for each in parameters.values()]
+    if any(owner.layout.inner is not None for owner in owners):
+        raise Zero3Error("ranks that share a tensor's computation are not planned")
+    ran = CapturedGraphs(forward, backward)
+    if not _share_memory(parameters):
         sent = collectives_of(events, step)
-        traffic = simulate(*ran[:2], MACHINES["h100"]).traffic  # the same on any machine
+        traffic = simulate(ran, parameters, MACHINES["h100"]).traffic  # the same on any machine
         planned = {op: (each.number, each.nbytes) for op, each in traffic.items()}
         if sent != planned:
             raise Zero3Error(
                 f"the step sends {_told(sent)}, and its graphs {_told(planned)}: code that is not "
                 "compiled takes part, or the script evaluates between two steps"
             )
-    return ran
+    return ran, parameters
 
 
-def optimizer_bytes_of(optimizers: Collection[Optimizer], parameters: Parameters) -> int:
+def _check_run(forward: CapturedGraph, runs: int, backward: Collection[CapturedGraph]) -> None:
+    """Raises Zero3Error unless a graph ran once, with its backward, at fixed sizes."""
+    region = f"the compiled region {forward.compile_id}"
+    if runs > 1:
+        raise Zero3Error(f"{region} ran {runs} times in the step, and a plan takes each once")
+    if not any(graph.number == forward.number for graph in backward):
+        raise Zero3Error(f"{region} ran in the step without a backward")
+    inputs = forward.inlined.graph.find_nodes(op="placeholder")
+    if any(isinstance(node.meta.get("val"), torch.SymInt) for node in inputs):
+        raise Zero3Error(f"{region} is of sizes that change")
+
+
+def _share_memory(parameters: _Parameters) -> bool:
+    return not all(p.handle.can.sends_messages for p in parameters.values())
+
+
+def _optimizer_bytes(optimizers: Collection[Optimizer], parameters: _Parameters) -> int:
     """Returns the bytes of the optimizers' state for each element of a shard."""
     shards = [p.shard for p in parameters.values() if p.placeholder.requires_grad]
     nbytes = sum(
@@ -135,22 +176,26 @@ def optimizer_bytes_of(optimizers: Collection[Optimizer], parameters: Parameters
 
 def _what_to_measure(
     captured: CapturedGraphs, profiled: _Profiled | None
-) -> tuple[Ran, DeviceMesh, dict[str, Kernel]]:
-    """Returns what ran, the parameters' mesh, and kernels by :func:`key_of`.
+) -> tuple[CapturedGraphs, _Parameters, DeviceMesh, dict[str, Kernel]]:
+    """Returns the graphs, their parameters, the parameters' mesh, and kernels by :func:`key_of`.
 
     Raises:
         Zero3Error: parameters lie on several meshes, or on one of two dimensions; or the measured
             step cannot be predicted.
     """
-    ran = _what_ran(captured, profiled)
-    if ran.mesh.device_type != "cpu":
-        return ran, ran.mesh, {}
+    graphs, parameters = _what_ran(captured, profiled)
+    owners = [owner_of(each) for each in parameters.values()]
+    mesh, *others = {owner.layout.mesh for owner in owners}
+    if others or mesh.ndim != 1:
+        raise Zero3Error("the machine at hand is measured over one mesh of one dimension")
+    if mesh.device_type != "cpu":
+        return graphs, parameters, mesh, {}
     kernels = {
         key_of(kernel): kernel
-        for graph in (*ran.graphs.forward, *ran.graphs.backward)
+        for graph in (*graphs.forward, *graphs.backward)
         for kernel in kernels_of(graph.inlined.graph)
     }
-    return ran, ran.mesh, kernels
+    return graphs, parameters, mesh, kernels
 
 
 def _measure(mesh: DeviceMesh, kernels: Mapping[str, Kernel]) -> tuple[Machine, dict[str, float]]:

@@ -6,17 +6,12 @@ the beginning of this range to the end of the corresponding ``wait`` range. A ``
 when gradients of a reduction were sent; some are sent before the reduction starts.
 """
 
-import json
 import re
-import tempfile
 from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from deepcompile_zero3.tools.timeline import Span, Timeline
 
@@ -98,20 +93,6 @@ def events_of(trace: Mapping[str, Any]) -> list[Event]:
             time, nbytes = sample["ts"] * 1e-6, sample["args"]["Total Allocated"]
             events.append(Event("memory", "allocated", time, time, sample["tid"], nbytes=nbytes))
     return events
-
-
-def events_in(profile: torch.profiler.profile) -> list[Event]:
-    """Returns the events of a profile that has ended."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "trace.json")
-        profile.export_chrome_trace(str(path))
-        return events_of(json.loads(path.read_text(encoding="utf-8")))
-
-
-def median_step(events: Iterable[Event]) -> Event:
-    """Returns the range of the step that took the median time; the quicker of two."""
-    ordered = sorted(steps_of(events), key=lambda step: step.seconds)
-    return ordered[(len(ordered) - 1) // 2]
 
 
 def steps_of(events: Iterable[Event]) -> list[Event]:

@@ -3,11 +3,14 @@
 import argparse
 import contextlib
 import importlib.util
+import json
 import os
 import runpy
 import sys
+import tempfile
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,13 +22,7 @@ from deepcompile_zero3.tools.arguments import add_numbers, add_outputs, positive
 from deepcompile_zero3.tools.planning.machine import MACHINES
 from deepcompile_zero3.tools.tracing.measurement import Measurement
 from deepcompile_zero3.tools.tracing.prediction import Prediction, predict
-from deepcompile_zero3.tools.tracing.profile import (
-    Event,
-    events_in,
-    median_step,
-    steps_of,
-    timeline_of,
-)
+from deepcompile_zero3.tools.tracing.profile import Event, events_of, steps_of, timeline_of
 from deepcompile_zero3.torch_internals import compiler
 
 _HERE = "here"
@@ -69,8 +66,9 @@ def main(args: argparse.Namespace) -> int:
             return
         predicted, profiled = Prediction(), None
         try:  # an error must not stop the script, whose other ranks would wait
-            events = events_in(profile)
-            profiled = events, median_step(events)
+            events = _events_of(profile)
+            ordered = sorted(steps_of(events), key=lambda step: step.seconds)
+            profiled = events, ordered[(len(ordered) - 1) // 2]  # the median
         except Exception as error:
             trouble.append(error)
         if args.machine:
@@ -184,6 +182,13 @@ def _run(script: str, arguments: list[str]) -> None:
         runpy.run_path(os.path.abspath(script), run_name="__main__")
     finally:
         sys.argv, sys.path[:] = argv, path
+
+
+def _events_of(profile: torch.profiler.profile) -> list[Event]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        profile.export_chrome_trace(str(path))
+        return events_of(json.loads(path.read_text(encoding="utf-8")))
 
 
 def _measurement(
