@@ -98,7 +98,8 @@ SANITIZER_LIBRARIES = $(patsubst address,asan,$(patsubst undefined,ubsan,$(patsu
   $(subst $(COMMA), ,$(SANITIZERS)))))
 COMMA = ,
 SANITIZED_TESTS = test_contract.py test_sizes.py test_missing_gradients.py test_threads.py \
-  test_disagreements.py test_large_gradients.py test_one_host.py test_reduction_stress.py test_fuzz.py
+  test_disagreements.py test_large_gradients.py test_one_host.py test_reduction_stress.py test_fuzz.py \
+  test_file_tier.py test_file_offload.py
 sanitize: VENV = .venv-sanitize-$(subst $(COMMA),-,$(SANITIZERS))
 sanitize:
 	ZERO3_SANITIZE=$(SANITIZERS) $(MAKE) VENV=$(VENV) $(VENV)/.installed-copy

@@ -156,13 +156,15 @@ class CompiledGraph:
             for node in _nodes_of(outputs):
                 keep_models_alive(node, parameters)
             return outputs
-        if not torch.is_grad_enabled():
-            return self._run(*args)
-        _C.add_uses([p.handle for p in parameters if p.placeholder.requires_grad], is_whole)
+        has_backward = torch.is_grad_enabled()
+        if has_backward:
+            _C.add_uses([p.handle for p in parameters if p.placeholder.requires_grad], is_whole)
         if is_recording():
             outputs = run_recorded(self._run, args, self._pipeline.number, parameters)
         else:
             outputs = self._run(*args)
+        if not has_backward:
+            return outputs
         epochs = _C.ForwardEpochs([parameter.handle for parameter in parameters])
 
         def begin_backward(_: Any) -> None:

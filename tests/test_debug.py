@@ -15,9 +15,10 @@ from models import (
     shard,
 )
 from ranks import RankPool
-from torch import nn
+from torch import fx, nn
 
 from deepcompile_zero3 import _C, fully_shard
+from deepcompile_zero3.graph.calls import copied
 
 KEPT = 64 << 10  # bytes; buffers of this size and more are reused
 
@@ -83,3 +84,17 @@ def _lost(transport):
 
 def test_a_weight_that_was_freed_is_nan(debug_pool):
     assert debug_pool.run(_lost, "c10d") == [1, 1]
+
+
+def test_a_copy_of_a_graph_shares_no_graph_that_it_calls():
+    inner = fx.symbolic_trace(nn.ReLU())
+    graph = fx.Graph()
+    body = graph.get_attr("body")
+    graph.output(graph.call_function(print, (body,)))
+    outer = fx.GraphModule({"body": inner}, graph)
+
+    copy = copied(outer)
+
+    assert isinstance(copy.body, fx.GraphModule)
+    assert copy.body is not inner
+    assert copy.body.graph is not inner.graph

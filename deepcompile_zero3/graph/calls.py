@@ -64,10 +64,11 @@ def inputs_of(body: fx.GraphModule, call: fx.Node, argument: fx.Node) -> list[fx
 
 
 def copied(gm: fx.GraphModule) -> fx.GraphModule:
-    """Returns a copy of a graph and its regions, which shares all other attributes with ``gm``."""
+    """Returns a copy of a graph and of the graphs that it calls, which shares all tensors."""
     result = fx.GraphModule(gm, copy.deepcopy(gm.graph))
-    for name in calls_by_region(result):
-        result.add_module(name, copied(region_named(gm, name)))
+    for name, child in list(result.named_children()):
+        if isinstance(child, fx.GraphModule):
+            result.add_module(name, copied(child))
     return result
 
 

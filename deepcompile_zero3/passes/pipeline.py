@@ -101,7 +101,8 @@ class Pipeline:
         self._prefix = common.rfind(".") + 1  # characters of the common module's FQN
         self._kept: dict[str, int] = {}
         self._offloaded: dict[str, int] = {}  # bytes of saved tensors in a file, by node
-        self.number = 0  # of the forward in this process, once it is rewritten
+        self.number = -1  # of the forward in this process, once it is rewritten
+        self._is_shown = False  # whether passes are captured
 
     @property
     def settings(self) -> tuple:
@@ -119,6 +120,7 @@ class Pipeline:
     def __call__(self, graph_module: fx.GraphModule, is_backward: bool) -> None:
         """Rewrites a graph that will run, numbers it, and shows it to those who want to see it."""
         source = source_of(graph_module)
+        self._is_shown = True
         self.rewrite(graph_module, is_backward)
         if not is_backward:
             self.number = next(forward_numbers)
@@ -220,7 +222,7 @@ class Pipeline:
         early = set(reductions_in(gm.graph))
         graph = Rewritten(gm, reduced, gradients.keys(), may_keep, facts.saved, early, [])
         verifier = Verifier(graph, direction, bool(passes)) if self.inputs else None
-        return _Run(gm, facts, passes, verifier)
+        return _Run(gm, facts, passes, verifier, self._is_shown)
 
 
 class _Run:
@@ -232,7 +234,9 @@ class _Run:
         facts: GraphFacts,
         passes: Sequence[GraphPass],
         verifier: Verifier | None,
+        is_shown: bool,
     ) -> None:
+        self._is_shown = is_shown
         self._gm = gm
         self.facts = facts
         self._passes = passes
@@ -241,14 +245,19 @@ class _Run:
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """The block is the pass ``name``; behind it run the user's that follow it."""
-        with capture_pass(self._gm, name, self.facts.direction):
+        with self._captured(name):
             yield
             self._check(name, (*_CHANGES.get(name, ()), "gathered_peak"))
         for each in self._passes:
             if each.after == name:
-                with capture_pass(self._gm, each.name, self.facts.direction):
+                with self._captured(each.name):
                     self._apply(each)
                     self._check(each.name, each.changes)
+
+    def _captured(self, name: str) -> contextlib.AbstractContextManager[None]:
+        if not self._is_shown:
+            return contextlib.nullcontext()
+        return capture_pass(self._gm, name, self.facts.direction)
 
     def _check(self, name: str, changes: Collection[str]) -> None:
         if self._verifier is not None:

@@ -15,6 +15,10 @@ from deepcompile_zero3.errors import Zero3Error
 _Result = TypeVar("_Result")
 
 
+class ErrorOnARank(Zero3Error):
+    """An error of one rank, of which all ranks know."""
+
+
 def all_gather_json(what: str, value: Any, group: dist.ProcessGroup) -> list[Any]:
     """Returns the values of all ranks of ``group``, by rank, as JSON decodes them. Collective.
 
@@ -50,7 +54,7 @@ def on_all_ranks(
         group: process group of the ranks; None means all ranks of the job, if there are any.
 
     Raises:
-        Zero3Error: it raised on a rank. The message is the first line of that error's.
+        ErrorOnARank: it raised on a rank. The message is the first line of that error's.
     """
     result, error = None, ""
     try:
@@ -60,7 +64,7 @@ def on_all_ranks(
     group = group or dist.group.WORLD
     errors = [error] if group is None else all_gather_json(what, error, group)
     for each in filter(None, errors):
-        raise Zero3Error(each)
+        raise ErrorOnARank(each)
     return result  # type: ignore[return-value]
 
 

@@ -2,11 +2,13 @@
 
 import hashlib
 import json
+import logging
 import os
 import statistics
 import time
 import warnings
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +16,32 @@ import torch
 from torch import nn
 
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.graph.recording import Recording, is_recording, record_graphs
+from deepcompile_zero3.graph.recording import Recording, record_graphs
 from deepcompile_zero3.options import Options, Schedule
 from deepcompile_zero3.runtime import _C, release_buffers
+from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.sharding.registered import all_parameters_of
 from deepcompile_zero3.tools.planning.machine import Machine
 from deepcompile_zero3.tools.planning.measure import measure_device, measure_links
 from deepcompile_zero3.tools.scheduling.free_memory import free_bytes
 from deepcompile_zero3.tools.scheduling.measured_step import RecordedStep, measured_step, times_of
 from deepcompile_zero3.tools.scheduling.search import Search
-from deepcompile_zero3.transport.json_collectives import all_gather_json, line_of, on_all_ranks
+from deepcompile_zero3.transport.json_collectives import (
+    ErrorOnARank,
+    all_gather_json,
+    line_of,
+    on_all_ranks,
+)
 
 _CALL = "MeasuredSchedule"
 _WORTH = 0.01  # fraction of a step that a schedule has to save, by the clock
 _TRIED = 0.02  # fraction of a step that it has to save in the simulation, to be tried
 _VERSION = 1  # of the file
+
+
+_log = logging.getLogger(__name__)
+_MEASURING = 400 * 2**20  # bytes that measuring the machine takes
+_unsettled: "weakref.WeakSet[MeasuredSchedule]" = weakref.WeakSet()
 
 
 class MeasuredSchedule:
@@ -73,8 +86,8 @@ class MeasuredSchedule:
         TypeError: ``model`` is not a module.
         ValueError: ``skip``, ``steps`` or ``turns`` is not positive.
         Zero3Error: no parameter is sharded; parameters lie on several meshes or dimensions, or have
-            a budget of memory; another schedule of the model measures; ranks give other numbers of
-            steps; or ``file`` is something else, or cannot be written.
+            a budget of memory; another schedule of the model is not settled; ranks give other
+            numbers of steps; or ``file`` is something else, or cannot be written.
     """
 
     def __init__(
@@ -101,11 +114,6 @@ class MeasuredSchedule:
                 "MeasuredSchedule: the model has a budget of memory (FileOffloadPolicy), and a "
                 "schedule would spend memory beyond it"
             )
-        if is_recording(self._parameters):
-            raise Zero3Error(
-                "MeasuredSchedule: another one measures this model, or a part of it, and is not "
-                "settled yet"
-            )
         [self._mesh] = meshes
         self._group = self._mesh.get_group()
         self._file = None if file is None else Path(file).absolute()
@@ -114,26 +122,29 @@ class MeasuredSchedule:
         self.schedule: Schedule | None = None
         self.reason = "not chosen yet"
         self._load()
-        self._phases = self._choose()
-        next(self._phases, None)
+        self._phases: Iterator[None] = iter(())
+        if not self.is_settled:
+            # The generator has no reference to this object: both go with the last one to it.
+            self._phases = MeasuredSchedule._choose(weakref.proxy(self), self._parameters)
+            _apply(self._parameters, None)
+            _unsettled.add(self)
+            next(self._phases)
 
     def step(self) -> None:
-        """Call at the end of each training step, on all ranks. Collective until it is settled."""
+        """Call after each step of the optimizer, on all ranks. Collective until it is settled."""
         try:
             next(self._phases, None)
         except BaseException as error:
-            self._settle(None, f"the options stay: {line_of(error)}", is_saved=False)
+            self._settle(None, f"the options stay: {line_of(error)}")
             raise
 
     def __repr__(self) -> str:
-        return f"MeasuredSchedule({self.schedule}): {self.reason}"
+        return f"MeasuredSchedule: {self.reason}"
 
     # ---- phases: each `yield` is a training step
 
-    def _choose(self) -> Iterator[None]:
-        if self.is_settled:
-            return
-        with record_graphs(self._parameters) as recording:
+    def _choose(self, parameters: Sequence[ShardedParameter]) -> Iterator[None]:
+        with record_graphs(parameters) as recording:
             for _ in range(self._skip):
                 yield
             steps: list[RecordedStep] = []
@@ -145,83 +156,92 @@ class MeasuredSchedule:
                 steps.append(RecordedStep(tuple(recording.runs), seconds, waited))
         try:
             first, best, saved = self._search(recording, steps)
-        except Zero3Error as error:
-            self._settle(None, f"the options stay: {error}", is_saved=False)
+        except ErrorOnARank as error:
+            self._settle(None, f"the options stay: {error}")
+            if self._group.rank() == 0:
+                _log.warning("MeasuredSchedule: %s", self.reason)
             return
         del recording, steps
         if best == first:
-            self._settle(None, f"the options stay: at best, {saved} was to be saved")
+            reason = f"the options stay: simulations save {saved} at best"
+            self._settle(None, reason, saves=first)
             return
-        yield from self._compare(first, best, saved)
+        try:
+            yield from MeasuredSchedule._compare(self, parameters, first, best, saved)
+        except GeneratorExit:  # nobody waits for the choice any more
+            _apply(parameters, None)
+            raise
 
     def _search(
         self, recording: Recording, steps: list[RecordedStep]
     ) -> tuple[Schedule, Schedule, str]:
         """Returns the first schedule, the best one, and what it would save. Collective."""
-        if not all(each.handle.can.sends_messages for each in self._parameters):
-            raise Zero3Error("ranks share memory, where gathers move nothing")  # on all ranks
         times = on_all_ranks(_CALL, lambda: times_of(recording, steps), self._group)
         step = None  # on a GPU, the host knows neither what kernels take nor what they wait for
         if self._mesh.device_type == "cpu":
             step = measured_step(steps, times).agreed(self._group)
         free = free_bytes(torch.device(self._mesh.device_type), self._group)
+        if free < _MEASURING:
+            raise ErrorOnARank(f"{free / 2**20:,.0f} MiB of memory are free, too few to measure")
         search = Search(recording, self._parameters, self._machine(), step, self._group)
         best, seconds = search.best(free)
         first = search.options.schedule
         took = statistics.median(step.seconds for step in steps)
         saved = seconds * times / max(all_gather_json(_CALL, took, self._group))
-        return first, best if saved >= _TRIED else first, f"{saved:.1%} of a step"
+        return first, best if saved >= _TRIED else first, f"{saved:.1%}"
 
     def _machine(self) -> Machine:
         """Measures the machine and its links, without a trace. Collective."""
         device = torch.device(self._mesh.device_type)
         devices = [] if device.type == "cpu" else [torch.accelerator.current_device_index()]
-        # Kernels are made as slow as they were measured, so that one dtype is enough.
+        dtypes = [torch.float32, torch.bfloat16]
+        if device.type == "cpu":  # where kernels are made as slow as they were measured
+            dtypes.pop()
         with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
-            alone = on_all_ranks(
-                _CALL, lambda: measure_device(device, "here", (torch.float32,)), self._group
-            )
+            alone = on_all_ranks(_CALL, lambda: measure_device(device, "here", dtypes), self._group)
             machine = measure_links(self._mesh, alone)
         release_buffers()
         return machine
 
-    def _compare(self, first: Schedule, best: Schedule, saved: str) -> Iterator[None]:
+    def _compare(
+        self, parameters: Sequence[ShardedParameter], first: Schedule, best: Schedule, saved: str
+    ) -> Iterator[None]:
         """Compares both schedules by the clock, in turns, and settles."""
-        self._apply(best)
+        _apply(parameters, best)
         for _ in range(2):  # the first one compiles
             yield
         took: dict[Schedule, list[float]] = {first: [], best: []}
         for number in range(2 * self._turns):
             now = best if number % 4 in (0, 3) else first
-            self._apply(None if now is first else now)  # whose graphs are there
+            _apply(parameters, None if now is first else now)  # whose graphs are there
             start = self._clock()
             yield
             took[now].append(self._clock() - start)
         mine = [statistics.median(took[each]) for each in (first, best)]
         told = all_gather_json(_CALL, mine, self._group)
         before, after = (max(each) for each in zip(*told, strict=True))
-        new, old = (f"{seconds * 1e3:,.1f} ms" for seconds in (after, before))
-        text = f"a step takes {new} with {best}, and {old} with {first}"
+        text = (
+            f"{before * 1e3:,.1f} ms with {_told(first)}, {after * 1e3:,.1f} ms with {_told(best)} "
+            f"({after / before - 1:+.1%}, predicted -{saved})"
+        )
         if after < before * (1 - _WORTH):
-            self._settle(best, f"{text}; {saved} was predicted to be saved")
+            self._settle(best, text, saves=best)
         else:
-            self._settle(None, f"the options stay: {text}, though {saved} was to be saved")
+            self._settle(None, f"the options stay: {text}", saves=first)
 
     def _clock(self) -> float:
         if self._mesh.device_type != "cpu":
             torch.accelerator.synchronize()
         return time.perf_counter()
 
-    def _apply(self, schedule: Schedule | None) -> None:
-        for parameter in self._parameters:
-            parameter.schedule = schedule
-            parameter.update_guard_key()
-
-    def _settle(self, schedule: Schedule | None, reason: str, is_saved: bool = True) -> None:
-        self._apply(schedule)
+    def _settle(
+        self, schedule: Schedule | None, reason: str, saves: Schedule | None = None
+    ) -> None:
+        _apply(self._parameters, schedule)
+        _unsettled.discard(self)
         self.schedule, self.reason, self.is_settled = schedule, reason, True
-        if is_saved and self._file is not None and self._group.rank() == 0:
-            self._save(self._file)
+        if saves is not None and self._file is not None and self._group.rank() == 0:
+            self._save(self._file, saves)
         self._parameters = []  # the model may go
 
     # ---- the file
@@ -242,9 +262,8 @@ class MeasuredSchedule:
         text = json.dumps([self._mesh.size(), self._mesh.device_type, described])
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def _save(self, file: Path) -> None:
-        options = None if self.schedule is None else self.schedule._asdict()
-        saved = {"version": _VERSION, "model": self._key(), "options": options}
+    def _save(self, file: Path, schedule: Schedule) -> None:
+        saved = {"version": _VERSION, "model": self._key(), "options": schedule._asdict()}
         saved["reason"] = self.reason
         new = file.with_name(file.name + ".new")
         try:
@@ -260,12 +279,18 @@ class MeasuredSchedule:
             raise Zero3Error("MeasuredSchedule: ranks give other skip, steps or turns")
         saved = all_gather_json(_CALL, on_all_ranks(_CALL, self._read, self._group), self._group)
         if saved[0] is not None:
-            [options] = saved[0]
-            schedule = None if options is None else Schedule(*options)
-            self._settle(schedule, f"taken from {self._file}", is_saved=False)
+            schedule, reason = saved[0]
+            self._settle(Schedule(*schedule), f"taken from {self._file}: {reason}")
+        elif not all(each.handle.can.sends_messages for each in self._parameters):
+            self._settle(None, "the options stay: ranks share memory, where gathers move nothing")
 
     def _read(self) -> Any:
-        """Returns a list with the saved schedule or None, or None if there is no choice yet."""
+        """Returns the saved schedule and its reason, or None if there is no choice yet."""
+        mine = set(self._parameters)
+        if any(not mine.isdisjoint(other._parameters) for other in _unsettled):
+            raise Zero3Error(
+                "MeasuredSchedule: another one of this model, or of a part of it, is not settled"
+            )
         file = self._file
         if file is None or self._group.rank() > 0:
             return None
@@ -276,18 +301,26 @@ class MeasuredSchedule:
         try:
             saved = json.loads(file.read_text())
             is_ours = (saved["version"], saved["model"]) == (_VERSION, self._key())
-            options = None
-            if is_ours and saved["options"] is not None:
-                options = Options().with_schedule(Schedule(**saved["options"])).schedule
+            if is_ours:
+                options = Options().with_schedule(Schedule(**saved["options"]))
+                return options.schedule, str(saved["reason"])
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise Zero3Error(
                 f"MeasuredSchedule: {file} is not one of its files ({line_of(error)}): remove it"
             ) from error
-        if is_ours:
-            return [options]
         warnings.warn(
             f"MeasuredSchedule: {file} is of another model, number of ranks or version: steps are "
             "measured anew, and it is replaced",
-            stacklevel=6,
+            stacklevel=5,
         )
         return None
+
+
+def _told(schedule: Schedule) -> str:
+    return ", ".join(f"{name}={value:g}" for name, value in schedule._asdict().items())
+
+
+def _apply(parameters: Iterable[ShardedParameter], schedule: Schedule | None) -> None:
+    for parameter in parameters:
+        parameter.schedule = schedule
+        parameter.update_guard_key()

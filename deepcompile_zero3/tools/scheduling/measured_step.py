@@ -48,10 +48,10 @@ def times_of(recording: Recording, steps: Sequence[RecordedStep]) -> int:
     """
     orders = [[(run.number, run.is_backward) for run in step.runs] for step in steps]
     order = orders[-1]
-    if not recording.graphs:
-        raise Zero3Error("the model was compiled before MeasuredSchedule was made: make it first")
     if not order:
         raise Zero3Error('no graph of torch.compile(..., backend="zero3") ran in the step')
+    if not recording.graphs:
+        raise Zero3Error("the model was compiled before MeasuredSchedule was made: make it first")
     if any(each != order for each in orders):
         raise Zero3Error("other graphs ran in one step than in the next")
     if not recording.graphs.keys() >= set(order):

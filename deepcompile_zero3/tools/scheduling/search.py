@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -62,29 +62,32 @@ class Search:
         self._machine = machine
         self._group = group
         self._slower = Slower()
-        ran = {(run.number, run.is_backward) for run in recording.runs}
-        recorded = [(*key, graph) for key, graph in recording.graphs.items() if key in ran]
-        self._graphs = CapturedGraphs()
-        for number, is_backward, graph in recorded:
-            of_direction = self._graphs.backward if is_backward else self._graphs.forward
-            of_direction.append(CapturedGraph(graph.after, number))
-        sources = [(graph.pipeline, graph.before, back) for _, back, graph in recorded]
-        self._trace = Trace(_by_names_in_graphs(recording, ran, parameters), (), sources)
+        look = functools.partial(self._look, recording, parameters)
+        self._graphs, self._trace, self.options = on_all_ranks("MeasuredSchedule", look, group)
         self._models = {each.model for each in self._trace.parameters.values()} - {None}
-        self.options = on_all_ranks("MeasuredSchedule", self._look, group)
         if step is not None:
             self._fit(step)
 
-    def _look(self) -> Options:
-        """Returns the options of the graphs."""
-        options = [pipeline.options for pipeline, *_ in self._trace.partitioned]
+    def _look(
+        self, recording: Recording, parameters: Iterable[ShardedParameter]
+    ) -> tuple[CapturedGraphs, Trace, Options]:
+        """Returns the graphs that ran, rewritten and before that, and their options."""
+        graphs, sources, order = CapturedGraphs(), [], []
+        for number, is_backward in dict.fromkeys((r.number, r.is_backward) for r in recording.runs):
+            graph = recording.graphs[number, is_backward]
+            sources.append((graph.pipeline, graph.before, is_backward))
+            if not is_backward:
+                order.append(number)
+            captured = CapturedGraph(graph.after, order.index(number))
+            (graphs.backward if is_backward else graphs.forward).append(captured)
+            inputs = graph.after.graph.find_nodes(op="placeholder")
+            if any(isinstance(node.meta.get("val"), torch.SymInt) for node in inputs):
+                raise Zero3Error("a graph is of sizes that change")
+        options = [pipeline.options for pipeline, *_ in sources]
         if len({each.schedule for each in options}) > 1:
             raise Zero3Error("graphs of the model were compiled with different options")
-        for graph in self._graphs.forward:
-            for node in graph.graph_module.graph.find_nodes(op="placeholder"):
-                if isinstance(node.meta.get("val"), torch.SymInt):
-                    raise Zero3Error("a graph is of sizes that change")
-        return options[0]
+        by_name = _by_names_in_graphs(recording, order, parameters)
+        return graphs, Trace(by_name, (), sources), options[0]
 
     def predict(self, schedule: Schedule) -> Predicted:
         """Returns a step with ``schedule`` in place of the measured one. Not collective."""
@@ -183,18 +186,17 @@ class Search:
 
 
 def _by_names_in_graphs(
-    recording: Recording, ran: Collection[tuple[int, bool]], parameters: Iterable[ShardedParameter]
+    recording: Recording, numbers: Iterable[int], parameters: Iterable[ShardedParameter]
 ) -> dict[str, ShardedParameter]:
     """Returns parameters by their FQNs in graphs, which may be those of a model that is alike."""
     result: dict[str, ShardedParameter] = {}
-    for number, is_backward in ran:
-        if not is_backward and (number, False) in recording.graphs:
-            inputs = recording.graphs[number, False].pipeline.inputs.values()
-            read = zip(inputs, recording.read[number], strict=True)
-            result |= {facts.fqn: parameter for facts, parameter in read}
+    for number in numbers:
+        inputs = recording.graphs[number, False].pipeline.inputs.values()
+        read = zip(inputs, recording.read[number], strict=True)
+        result |= {facts.fqn: parameter for facts, parameter in read}
     found = set(result.values())
     others = by_fqn(parameters).items()
-    return result | {fqn: parameter for fqn, parameter in others if parameter not in found}
+    return {fqn: parameter for fqn, parameter in others if parameter not in found} | result
 
 
 def _with_links(machine: Machine, factor: float) -> Machine:
