@@ -120,8 +120,7 @@ class Pipeline:
     def __call__(self, graph_module: fx.GraphModule, is_backward: bool) -> None:
         """Rewrites a graph that will run, numbers it, and shows it to those who want to see it."""
         source = source_of(graph_module)
-        self._is_shown = True
-        self.rewrite(graph_module, is_backward)
+        self.rewrite(graph_module, is_backward, is_shown=True)
         if not is_backward:
             self.number = next(forward_numbers)
         add_capture(graph_module, is_backward, self.number)
@@ -130,8 +129,14 @@ class Pipeline:
             direction, kept = ("backward", {}) if is_backward else ("forward", self._kept)
             log_graph(graph_module, direction, self.number, kept)
 
-    def rewrite(self, graph_module: fx.GraphModule, is_backward: bool) -> None:
-        """Rewrites a graph. Called for the forward first, then for its backward."""
+    def rewrite(
+        self, graph_module: fx.GraphModule, is_backward: bool, is_shown: bool = False
+    ) -> None:
+        """Rewrites a graph. Called for the forward first, then for its backward.
+
+        If it ``is_shown``, ``capture_graphs(passes=True)`` sees the passes.
+        """
+        self._is_shown = is_shown
         refuse_writes(graph_module, self.inputs)
         if is_backward:
             run = self._rewrite_backward(graph_module)

@@ -62,7 +62,7 @@ def changes_of(name: str) -> list[CapturedPass]:
         traced = trace(model, call)
         options = Options(gather_bucket_mb=2**-11, keep_mb=2**-11, passes=passes)
         with capture_graphs(passes=True) as graphs:
-            traced.rewrite(options)
+            traced.rewrite(options, shows_passes=True)
     return [each for each in graphs.passes or () if each.name == name]
 
 

@@ -139,8 +139,11 @@ class Trace:
     # Graphs before this library's passes, and whether they are backwards.
     partitioned: Sequence[tuple[Pipeline, fx.GraphModule, bool]]
 
-    def rewrite(self, options: Options) -> CapturedGraphs:
-        """Returns the graphs that the passes rewrite, in the order of compilation."""
+    def rewrite(self, options: Options, shows_passes: bool = False) -> CapturedGraphs:
+        """Returns the graphs that the passes rewrite, in the order of compilation.
+
+        If it ``shows_passes``, ``capture_graphs(passes=True)`` sees them.
+        """
         pipelines: dict[Pipeline, Pipeline] = {}
         graphs = CapturedGraphs()
         for traced, graph_module, is_backward in self.partitioned:
@@ -154,7 +157,7 @@ class Trace:
                 }
                 pipelines[traced] = pipeline_of(parameters, inputs, options, traced.metadata)
             rewritten = copied(graph_module)
-            pipelines[traced].rewrite(rewritten, is_backward)
+            pipelines[traced].rewrite(rewritten, is_backward, shows_passes)
             captured = CapturedGraph(rewritten, list(pipelines).index(traced))
             (graphs.backward if is_backward else graphs.forward).append(captured)
         return graphs
