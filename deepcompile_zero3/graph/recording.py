@@ -77,14 +77,14 @@ def record_graphs(parameters: Collection[object]) -> Iterator[Recording]:
         _active.remove(recording)
 
 
-def is_recording(parameters: Collection[object] = ()) -> bool:
-    """Returns whether a block is open, or with ``parameters``, one for some of these."""
-    return any(not parameters or not r.parameters.isdisjoint(parameters) for r in _active)
+def is_recording() -> bool:
+    """Returns whether a ``record_graphs`` block is open."""
+    return bool(_active)
 
 
 def source_of(gm: fx.GraphModule) -> fx.GraphModule | None:
     """Returns a copy of a graph that will be rewritten, if a block is open."""
-    return copied(gm) if _active else None
+    return copied(gm) if is_recording() else None
 
 
 def add_graph(
