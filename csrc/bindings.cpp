@@ -51,6 +51,7 @@ void set_python_deliver(py::function function) {
   PyObject* callable = function.release().ptr();
   set_deliver([callable](const std::vector<ReducedGradient>& gradients, Moment moment,
                          const std::vector<int64_t>& model_numbers) {
+    wait_for_copies(gradients);
     py::gil_scoped_acquire gil;
     py::list arguments;
     for (auto& [parameter, shard] : gradients) arguments.append(py::make_tuple(parameter, shard));

@@ -21,9 +21,16 @@ from models import (
 )
 from one_rank import end, start
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from deepcompile_zero3 import Owned, fully_shard, record_collectives
+from deepcompile_zero3 import (
+    Owned,
+    Zero3Error,
+    clip_grad_norm_,
+    fully_shard,
+    record_collectives,
+    step_in_backward,
+)
 from deepcompile_zero3.runtime import _C
 
 pytestmark = [
@@ -148,3 +155,175 @@ def test_the_wire_has_the_dtypes_of_the_policy(nccl, how):
         mean_square(run, batch).backward()
     dtypes = {(collective.op, collective.dtype) for collective in collectives}
     assert dtypes == {("all_gather", torch.bfloat16), ("reduce_scatter", torch.float32)}
+
+
+@pytest.fixture
+def nccl_and_gloo(tmp_path):
+    torch.cuda.set_device(0)
+    start("cpu:gloo,cuda:nccl", tmp_path, device_id=torch.device("cuda", 0))
+    yield
+    end()
+
+
+def _offloaded(how, pin_memory=True, **settings):
+    """Returns a model whose shards are in host memory, one on the CPU, and the former to run."""
+    model = Stack(width=256, depth=3)
+    policy = CPUOffloadPolicy(pin_memory=pin_memory)
+    model, reference = shard(model, model.blocks, offload_policy=policy, **settings)
+    run = compiled(model, how)
+    return model, reference, lambda batch: run(batch.cuda()).cpu()
+
+
+def _all_on_host(tensors, pinned):
+    tensors = list(tensors)
+    assert tensors
+    assert all(t.to_local().is_cpu and t.to_local().is_pinned() == pinned for t in tensors)
+
+
+def _train_offloaded(how, steps=3, pin_memory=True, **settings):
+    torch.cuda.set_device(0)
+    model, reference, run = _offloaded(how, pin_memory, **settings)
+    optimizers = optimizers_of(model, reference)
+    for seed in range(steps):
+        batch = batch_of(8, 256, seed=seed)
+        mean_square(run, mine(batch)).backward()
+        _all_on_host((p.grad for p in model.parameters() if p.to_local().numel()), pin_memory)
+        for parameter in (*model.parameters(), *reference.parameters()):
+            parameter.grad = None
+        assert_same_step(model, reference, batch, run=run, optimizers=optimizers)
+    _all_on_host((p for p in model.parameters() if p.to_local().numel()), pin_memory)
+    assert all(state["momentum_buffer"].is_cpu for state in optimizers[0].state.values())
+
+
+@each_way
+@pytest.mark.parametrize("transport", ["auto", "c10d"])
+@pytest.mark.parametrize("pin_memory", [True, False])
+def test_shards_in_host_memory_train_alike(nccl_and_gloo, how, transport, pin_memory):
+    _train_offloaded(how, pin_memory=pin_memory, transport=transport)
+
+
+def _train_offloaded_over_gloo(how, shape, **settings):
+    torch.cuda.set_device(0)
+    mesh = init_device_mesh("cuda", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    _train_offloaded(how, 2, mesh=mesh, **settings)
+
+
+@each_way
+@pytest.mark.parametrize("shape", [(2,), (2, 1)])
+@pytest.mark.xdist_group("two ranks")
+def test_shards_of_two_ranks_in_host_memory(two_ranks, how, shape):
+    two_ranks(_train_offloaded_over_gloo, how, shape)
+
+
+def _train_owned_in_host_memory():
+    owned = {"shard_placement_fn": lambda p: Owned(1) if p.dim() == 2 else None}
+    _train_offloaded_over_gloo("interpreted", (2,), **owned)
+
+
+@pytest.mark.xdist_group("two ranks")
+def test_a_rank_owns_matrices_in_host_memory(two_ranks):
+    two_ranks(_train_owned_in_host_memory)
+
+
+@each_way
+def test_host_memory_keeps_what_a_forward_reads(nccl_and_gloo, how):
+    model, _, run = _offloaded(how)
+    batch = batch_of(8, 256)
+    with torch.no_grad():
+        expected = run(batch)
+        torch.cuda._sleep(10**9)  # half a second in which nothing else runs there
+        on_gpu = batch.pin_memory().cuda(non_blocking=True)
+        found = model(on_gpu)
+        for parameter in model.parameters():
+            parameter.to_local().zero_()
+    assert torch.equal(found.cpu(), expected)
+
+
+def test_a_forward_does_not_wait_for_host_memory(nccl_and_gloo):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model, _, _ = _offloaded("interpreted", mp_policy=policy)
+    run = compiled(model, "interpreted")
+    batch = batch_of(8, 256).cuda()
+    for _ in range(3):
+        mean_square(run, batch).backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss = mean_square(run, batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    loss.backward()
+
+
+def test_gradients_in_host_memory_accumulate_and_are_clipped(nccl_and_gloo):
+    model, reference, run = _offloaded("interpreted")
+    for seed in range(2):
+        batch = batch_of(8, 256, seed=seed)
+        mean_square(run, batch).backward()
+        mean_square(reference, batch).backward()
+    assert_same_gradients(model, reference)
+    norms = [
+        clip(m.parameters(), 0.1)
+        for m, clip in ((model, clip_grad_norm_), (reference, torch.nn.utils.clip_grad_norm_))
+    ]
+    torch.testing.assert_close(*norms)
+    assert_same_gradients(model, reference)
+
+
+def test_norms_of_host_memory_need_no_backend_for_it(nccl):
+    model, reference, run = _offloaded("interpreted")
+    batch = batch_of(8, 256)
+    mean_square(run, batch).backward()
+    mean_square(reference, batch).backward()
+    expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+    torch.testing.assert_close(clip_grad_norm_(model.parameters(), 0.1), expected)
+
+
+def test_gradients_in_host_memory_are_stepped_in_backward(nccl_and_gloo):
+    model, reference, run = _offloaded("interpreted")
+    optimizers = optimizers_of(model, reference)
+    step_in_backward(model, optimizers[0])
+    for seed in range(3):
+        batch = batch_of(8, 256, seed=seed)
+        mean_square(run, batch).backward()
+        mean_square(reference, batch).backward()
+        step(optimizers[1:])
+    torch.testing.assert_close(run(batch), reference(batch))
+
+
+@each_way
+def test_quantized_gathers_from_host_memory(nccl_and_gloo, how):
+    if how == "eager":
+        pytest.skip("a format is an option of the compiler")
+    model, reference, _ = _offloaded(how)
+    on_gpu = compiled(reference.cuda(), "inductor")
+    run = compiled(model, how, gather_dtype=torch.int8)
+    batch = batch_of(8, 256).cuda()
+    torch.testing.assert_close(run(batch), on_gpu(batch), rtol=0.05, atol=0.05)
+
+
+def test_shards_are_materialised_in_host_memory(nccl_and_gloo):
+    with torch.device("meta"):
+        model = Stack(width=256, depth=1)
+    fully_shard(model, offload_policy=CPUOffloadPolicy())
+    model.to_empty(device="cuda")
+    with pytest.raises(Zero3Error, match=r"is on cuda:0, but CPUOffloadPolicy keeps it on the CPU"):
+        model(batch_of(8, 256).cuda())
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        torch.nn.init.ones_(parameter)
+    model(batch_of(8, 256).cuda()).sum().backward()
+    _all_on_host((*model.parameters(), *(p.grad for p in model.parameters())), pinned=True)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
+def test_codes_on_the_gpu_are_those_on_the_cpu(dtype):
+    values = torch.randn(33, 1024) * torch.logspace(-30, 30, 33)[:, None]
+    values[3, 5], values[4, 7], values[5] = torch.inf, torch.nan, 0.0
+    for block in (32, 64, 1024):
+        name = f"{dtype}/{block}"
+        on_cpu, on_gpu = _C.quantize(values, name), _C.quantize(values.cuda(), name)
+        assert torch.equal(on_gpu.cpu(), on_cpu)
+        read = [torch.empty_like(values), torch.empty_like(values, device="cuda")]
+        _C.dequantize(read[0], on_cpu, name)
+        _C.dequantize(read[1], on_gpu, name)
+        assert torch.equal(read[1].cpu().view(torch.int32), read[0].view(torch.int32))

@@ -34,6 +34,7 @@ void launch(const std::vector<Copy>& copies, at::ScalarType through, double divi
   int64_t tiles = 0;
   const auto flush = [&] {
     if (batch.count == 0) return;
+    batch.items_per_tile = static_cast<float>(batch.count) / static_cast<float>(tiles);
     copy_kernel<From, To, kMost>
         <<<static_cast<uint32_t>(tiles), Tile::kThreads, 0, stream>>>(batch);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
@@ -85,14 +86,21 @@ void copy_all_on_cuda(const std::vector<Copy>& copies, at::ScalarType through, d
     ZERO3_CHECK(!from.defined() || from.sizes() == to.sizes(), "a copy of sizes ", from.sizes(),
                 " to ", to.sizes());
     if (to.numel() == 0) continue;
+    const bool is_on_host = from.defined() && from.is_cpu();
+    if (is_on_host && divisor == 1 && from.scalar_type() == to.scalar_type()) {
+      to.copy_(from, /*non_blocking=*/true);
+      continue;
+    }
+    // Casts are left to the device.
+    const auto near =
+        is_on_host ? from.to(to.device(), from.scalar_type(), /*non_blocking=*/true) : from;
     const bool is_ours =
         to.is_contiguous() && is_floating(to.scalar_type()) &&
-        (!from.defined() ||
-         (from.is_contiguous() && from.device() == to.device() && is_floating(from.scalar_type())));
+        (!near.defined() || (near.is_contiguous() && is_floating(near.scalar_type())));
     if (is_ours)
-      ours.push_back({to, from});
+      ours.push_back({to, near});
     else
-      copy_by_torch({to, from}, through, divisor);
+      copy_by_torch({to, near}, through, divisor);
   }
   const auto from_dtype = [](const Copy& copy) {
     return copy.from.defined() ? copy.from.scalar_type() : copy.to.scalar_type();

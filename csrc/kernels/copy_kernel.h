@@ -32,6 +32,7 @@ struct CopyBatch {
   Item items[kMost];
   int32_t ends[kMost];  // number of tiles up to and including each item
   int32_t count = 0;
+  float items_per_tile = 0;                              // on average
   c10::ScalarType through = c10::ScalarType::Undefined;  // cast to it first, if defined
   bool multiplies = false;
   double factor = 1;  // divisor of the elements; with `multiplies`, their factor
@@ -81,8 +82,19 @@ ZERO3_HOST_DEVICE inline void copy_tile(const CopyBatch<kMost>& batch, int32_t t
   using Read = Vector<From, kVector>;
   using Written = Vector<To, kVector>;
 
-  int first = 0;  // this tile's item: the first that ends after the tile
-  for (int last = batch.count - 1; first < last;) {
+  // This tile's item: the first that ends after the tile. Of items of equal size, the first guess
+  // is right: each read of `ends` may miss the cache of constants, which is small.
+  int first = 0;
+  int last = batch.count - 1;
+  int guess = static_cast<int>((static_cast<float>(tile) + 0.5f) * batch.items_per_tile);
+  if (guess > last) guess = last;
+  if (batch.ends[guess] > tile) {
+    last = guess;
+    if (guess > 0 && batch.ends[guess - 1] <= tile) first = guess;
+  } else {
+    first = guess + 1;
+  }
+  while (first < last) {
     const int middle = (first + last) / 2;
     if (batch.ends[middle] > tile)
       last = middle;

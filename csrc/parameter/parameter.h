@@ -125,6 +125,8 @@ struct Parameter : public ParameterSpec {
   std::shared_ptr<Parameter> quantized(const QuantizedFormat& format);
   void forget_quantized();  // frees the bytes
 
+  // Whether the shard and its gradients are in host memory, and not on the device that computes.
+  bool is_on_host() const { return shard.is_cpu() && !device.is_cpu() && !device.is_meta(); }
   // Whether other ranks add to its gradients.
   bool has_others() const { return world_size > 1 || replicas; }
   // Bytes that travel of a chunk of its gradient.

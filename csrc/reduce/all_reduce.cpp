@@ -2,10 +2,21 @@
 
 #include "kernels/copy.h"
 #include "kernels/sum.h"
+#include "support/host_copies.h"
 #include "support/memory.h"
 #include "support/profiler_range.h"
 
 namespace zero3 {
+
+ReducedGradient::ReducedGradient(ParameterPtr of, const at::Tensor& reduced)
+    : parameter(std::move(of)),
+      shard(parameter->is_on_host() ? copy_to_host(reduced, parameter->shard.is_pinned())
+                                    : reduced) {}
+
+void wait_for_copies(const std::vector<ReducedGradient>& gradients) {
+  for (auto& [parameter, _] : gradients)
+    if (parameter->is_on_host()) wait_for_copies_to_host(parameter->device);
+}
 
 AllReduce::AllReduce(const Parameter& like, const PartialGradient& partial)
     : channel_(like.replicas),
@@ -81,7 +92,7 @@ void AllReduce::finish(std::vector<ReducedGradient>& results) {
     sum_and_divide(shard, {rest.narrow(0, 0, count).view(shard.sizes())}, wire_dtype,
                    rest_of_divisor);
     rest = rest.narrow(0, count, rest.numel() - count);
-    results.push_back({parameters_[i], shard});
+    results.emplace_back(parameters_[i], shard);
   }
 }
 

@@ -18,10 +18,15 @@ namespace zero3 {
 // Bounds communication memory.
 constexpr size_t kMostInFlight = 1;
 
+// A reduced gradient, where the parameter's shard is. If that is host memory, a copy is started.
 struct ReducedGradient {
+  ReducedGradient(ParameterPtr parameter, const at::Tensor& shard);
+
   ParameterPtr parameter;
   at::Tensor shard;  // [shard_rows, ...], in the shard's dtype
 };
+// The host waits for the copies of `gradients` to host memory.
+void wait_for_copies(const std::vector<ReducedGradient>& gradients);
 
 // All-reduces the shards of several parameters together, in one wire dtype. Reduces, then gathers
 // the sums, so that every rank has the same result.

@@ -263,7 +263,7 @@ void Reduction::finish_oldest() {
       parameter->gradients.add_partial(
           {shards[i], bucket.wire_dtype(), bucket.shard_dtypes()[i], bucket.divisor()});
     else
-      results_.push_back({parameter, shards[i]});
+      results_.emplace_back(parameter, shards[i]);
   }
   auto parameters = bucket.parameters();
   in_flight_.erase(in_flight_.begin());

@@ -20,7 +20,8 @@ class GatherBucket {
   Collective collective() const;
 
   virtual void start() = 0;
-  // Lets the shards change from now on: finish() returns their values as of start().
+  // Lets the shards change from now on: finish() returns their values as of start(). Waits for
+  // copies from host memory.
   virtual void snapshot() {}
   // Waits, and returns the full tensors in the order of the parameters. If `fresh`, each has its
   // own memory.

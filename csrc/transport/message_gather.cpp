@@ -1,5 +1,8 @@
 // Gathers of ranks that exchange messages.
+#include <optional>
+
 #include "kernels/copy.h"
+#include "support/host_copies.h"
 #include "support/memory.h"
 #include "support/profiler_range.h"
 #include "tier/file_tier.h"
@@ -34,13 +37,19 @@ class MessageGather : public GatherBucket {
     }
   }
 
+  ~MessageGather() override { wait_for_copies(); }  // they write to memory that is freed now
+
   // Writes this rank's rows, with the cast in the same pass, and starts the gathers: on a CPU each
-  // one once it is written, on other devices all at once.
+  // one once it is written, on other devices all at once, beside the computation if shards are in
+  // host memory.
   void start() override {
     const Parameter& first = *parameters_.front();
     const std::string kind = std::string("gather ") + c10::toString(first.compute_dtype);
     std::string shared;
     int64_t offset = 0;
+    std::optional<OnCopyStream> beside;
+    if (std::ranges::any_of(parameters_, [](auto& parameter) { return parameter->is_on_host(); }))
+      beside.emplace(first.device, Direction::kToDevice);
     exchange_ = channel_->exchange();
     std::vector<Copy> copies;
     std::vector<Exchange::Piece> pieces;
@@ -69,13 +78,19 @@ class MessageGather : public GatherBucket {
     }
     if (shared_numel_ > 0) pieces.push_back({shared_rows_.unbind(), kind + shared});
     send();
+    if (beside) copied_ = beside->record();
     for (auto& parameter : parameters_) finish_reading(parameter->shard);
     record([this] { return collective(); });
+  }
+
+  void snapshot() override {
+    if (copied_) copied_->synchronize();
   }
 
   // Returns fresh tensors in any case.
   std::vector<at::Tensor> finish(bool) override {
     exchange_->wait();
+    wait_for_copies();
     std::vector<at::Tensor> fulls;
     std::vector<Copy> copies;
     int64_t offset = 0;
@@ -102,6 +117,14 @@ class MessageGather : public GatherBucket {
   }
 
  private:
+  // The computation waits, and the host does not.
+  void wait_for_copies() {
+    if (!copied_) return;
+    const c10::impl::VirtualGuardImpl devices(copied_->device_type());
+    copied_->block(devices.getStream(parameters_.front()->device));
+    copied_.reset();
+  }
+
   // Elements that a rank's chunk takes in shared rows.
   static int64_t space_of(const Parameter& parameter) {
     return aligned(parameter.chunk_numel(), parameter.compute_dtype);
@@ -138,6 +161,7 @@ class MessageGather : public GatherBucket {
   at::Tensor shared_rows_;         // [world, shared_numel]
   int64_t shared_numel_ = 0;       // elements per rank
   std::unique_ptr<Exchange> exchange_;
+  std::optional<c10::Event> copied_;  // the shards, if some were copied from host memory
 };
 
 }  // namespace

@@ -16,7 +16,7 @@ from deepcompile_zero3 import grad_dtype, torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.sharding.extension import has_extension
 from deepcompile_zero3.sharding.file_offload import FileOffloadPolicy
-from deepcompile_zero3.sharding.layout import DataParallel, SpmdMesh
+from deepcompile_zero3.sharding.layout import DataParallel, Layout, SpmdMesh
 from deepcompile_zero3.sharding.module import Zero3Module
 from deepcompile_zero3.sharding.registered import parameters_of, registered_in, unsharded_modules
 from deepcompile_zero3.transport.process_groups import exists
@@ -97,13 +97,12 @@ def _check_is_mesh(mesh: object) -> None:
 def check_offloading(
     mesh: DeviceMesh, offload_policy: OffloadPolicy, modules: Iterable[nn.Module]
 ) -> None:
-    """Raises for an offload policy that is not supported on ``mesh``, or is another than one inside
-    of ``modules``.
+    """Raises for an offload policy that is not supported on ``mesh``, or that differs from the
+    policy of a module inside ``modules``.
     """
-    offloads = type(offload_policy) is not OffloadPolicy
-    is_known = isinstance(offload_policy, CPUOffloadPolicy | FileOffloadPolicy)
-    on_cpu = is_known and mesh.device_type == "cpu"
-    if offloads and not on_cpu:
+    to_file = isinstance(offload_policy, FileOffloadPolicy) and mesh.device_type == "cpu"
+    to_host = isinstance(offload_policy, CPUOffloadPolicy)
+    if type(offload_policy) is not OffloadPolicy and not to_file and not to_host:
         raise NotImplementedError(
             f"fully_shard does not support offload_policy={offload_policy!r} on "
             f"{mesh.device_type!r} yet"
@@ -115,6 +114,25 @@ def check_offloading(
                 f"fully_shard got another offload_policy than for '{parameter.fqn}': make one "
                 "FileOffloadPolicy, whose budget is for the whole model, and pass it to all calls"
             )
+
+
+def offloaded(
+    layout: Layout, fqn: str, parameter: nn.Parameter, offload_policy: OffloadPolicy
+) -> Layout:
+    """Returns ``layout`` with the shards where ``offload_policy`` wants them.
+
+    Raises:
+        NotImplementedError: ``parameter`` has all-gather extensions and would be offloaded.
+    """
+    is_on_cpu = layout.ranks.mesh.device_type == "cpu"
+    if is_on_cpu or not isinstance(offload_policy, CPUOffloadPolicy):
+        return layout
+    if has_extension(parameter):
+        raise NotImplementedError(
+            f"'{fqn}' is a {type(parameter).__name__} with fsdp_pre_all_gather, which "
+            "CPUOffloadPolicy does not offload yet: shard its module without the policy"
+        )
+    return dataclasses.replace(layout, offload=offload_policy)
 
 
 def resolve_reshard(

@@ -90,8 +90,10 @@ def fully_shard(
             for this parameter.
         mp_policy: dtypes of computation (``param_dtype``), of gradients on the wire
             (``reduce_dtype``) and of the forward's outputs (``output_dtype``).
-        offload_policy: :class:`FileOffloadPolicy`: a budget of memory, where the mesh is on the
-            CPU. ``CPUOffloadPolicy`` has no effect there. Neither is supported elsewhere yet.
+        offload_policy: ``CPUOffloadPolicy``, as in FSDP2: shards, their gradients and so what
+            optimizers keep are in host memory, page-locked unless ``pin_memory`` is False. It has
+            no effect where the mesh is on the CPU. :class:`FileOffloadPolicy`: a budget of memory;
+            only there.
         ignored_params: parameters to leave as they are.
         dp_mesh_dims: a ``DataParallelMeshDims`` of torch. It names the dimensions of ``mesh`` to
             shard over and those of replicas. Parameters are DTensors on all of ``mesh`` then, and
@@ -128,7 +130,12 @@ def fully_shard(
     arguments.check_offloading(mesh, offload_policy, modules)
     new = _new_parameters(modules, ignored)
     layouts: dict[nn.Parameter, Layout] = {
-        parameter: resolve_layout(fqn, parameter, ranks_of_mesh, shard_placement_fn, ranks_of, spmd)
+        parameter: arguments.offloaded(
+            resolve_layout(fqn, parameter, ranks_of_mesh, shard_placement_fn, ranks_of, spmd),
+            fqn,
+            parameter,
+            offload_policy,
+        )
         for parameter, (fqn, _, _) in new.items()
     }
     # A rank that has nothing to shard over ``mesh`` takes part in the exchange, too.

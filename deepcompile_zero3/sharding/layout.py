@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
@@ -147,6 +148,8 @@ class Layout:
         sizes: shape of the local tensor, if ``dim`` is None or the parameter has an owner.
         owner: the rank of ``ranks.shard_group`` that has the full parameter, or None if each has
             a shard.
+        offload: the policy under which shards and gradients are in host memory, or None if they
+            are on the device that computes.
     """
 
     ranks: DataParallel
@@ -156,6 +159,7 @@ class Layout:
     inner: Inner | None = None
     sizes: torch.Size = torch.Size()  # noqa: RUF009 (immutable)
     owner: int | None = None
+    offload: CPUOffloadPolicy | None = None
 
     @staticmethod
     def owned(parameter: torch.Tensor, ranks: DataParallel, placement: Owned) -> "Layout":
@@ -278,11 +282,11 @@ class Layout:
             rows = self.local(self._chunk_of(full))
         else:
             rows = full[:0] if self.is_elsewhere else full
-        target = full.device if full.is_meta else self.ranks.device
+        target = full.device if full.is_meta else self.device
         is_wrapper = torch_internals.is_wrapper(rows)
         like = torch.empty(rows.shape, dtype=full.dtype, device="meta" if is_wrapper else target)
         shard = DTensor.from_local(
-            like if is_wrapper else like.copy_(rows),
+            like if is_wrapper else self.pinned(like.copy_(rows)),
             self.mesh,
             self.placements,
             run_check=False,
@@ -296,6 +300,16 @@ class Layout:
             shard = torch_internals.with_spec(local, torch_internals.spec_of(shard))
         own(shard)
         return shard
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank's shard."""
+        return self.ranks.device if self.offload is None else torch.device("cpu")
+
+    def pinned(self, local: torch.Tensor) -> torch.Tensor:
+        """Returns ``local``, in page-locked memory if shards are offloaded to such."""
+        pins = self.offload is not None and self.offload.pin_memory and local.is_cpu
+        return local.pin_memory() if pins else local
 
     @property
     def shard_mesh(self) -> DeviceMesh:

@@ -69,6 +69,8 @@ class ShardedLeaf:
             self.attributes[name] = shard.__dict__.setdefault(name, attribute)
         self.latest = shard
         self.local = torch_internals.local_tensor(shard)
+        if (pinned := self._layout.pinned(self.local)) is not self.local:
+            self.local.data = pinned
 
     @property
     def shard(self) -> DTensor:
@@ -115,8 +117,8 @@ class ShardedLeaf:
         elif declared != self.dtype:
             shard.grad_dtype = declared  # to_empty() and the like change a shard in place
 
-    def check_replacement(self, shard: DTensor, device: torch.device) -> None:
-        """Raises Zero3Error unless ``shard`` is like the latest, and on ``device`` or on meta."""
+    def check_replacement(self, shard: DTensor) -> None:
+        """Raises Zero3Error unless ``shard`` is like the latest, and on its device or on meta."""
         if shard.dtype != self.dtype:
             raise Zero3Error(
                 f"'{self.fqn}' was {self.dtype} when it was sharded and is {shard.dtype} now; "
@@ -130,11 +132,15 @@ class ShardedLeaf:
                 "'{}' was sharded as {} by {} over {} and was replaced by {} by {} over {}; keep "
                 "shape, placement and mesh".format(self.fqn, *mine, *found)
             )
-        local = torch_internals.local_tensor(shard)
+        local, device = torch_internals.local_tensor(shard), self._layout.device
         if local.device.type not in ("meta", device.type) and not self._layout.is_elsewhere:
-            raise Zero3Error(
-                f"the shard of '{self.fqn}' is on {local.device}, but its mesh computes on {device}"
+            reason = (
+                f"its mesh computes on {device}"
+                if self._layout.offload is None
+                else 'CPUOffloadPolicy keeps it on the CPU: call to_empty(device="cpu"), or load a '
+                "state dict of CPU tensors"
             )
+            raise Zero3Error(f"the shard of '{self.fqn}' is on {local.device}, but {reason}")
 
     def accumulate_grad(self, shard: DTensor, reduced: torch.Tensor) -> None:
         """Adds a reduced gradient, this rank's rows [shard_rows, ...], to ``shard.grad``."""

@@ -142,6 +142,9 @@ def _over_ranks(norms: torch.Tensor, norm_type: float, group: dist.ProcessGroup)
 
     An all-reduce to the maximum would lose NaNs.
     """
-    rows = norms.new_empty(group.size(), norms.numel())
-    dist.all_gather(list(rows), norms, group)
-    return torch.linalg.vector_norm(rows, norm_type or 1.0, dim=0)
+    sent = norms
+    if norms.device.type not in dist.get_backend_config(group):  # shards are offloaded
+        sent = norms.to(torch_internals.device_of_objects(group))
+    rows = sent.new_empty(group.size(), norms.numel())
+    dist.all_gather(list(rows), sent, group)
+    return torch.linalg.vector_norm(rows.to(norms.device), norm_type or 1.0, dim=0)

@@ -262,7 +262,7 @@ class ShardedParameter:
                 "parameters, and functional_call with others that are computed is not supported"
             )
         if torch_internals.local_tensor(shard) is not self.leaf.local:
-            self.leaf.check_replacement(shard, self.handle.device)
+            self.leaf.check_replacement(shard)
             self.leaf.inherit_grad_dtype(shard, self.declared_grad_dtype)
             self._follow(shard)
             self.handle.reshard()
