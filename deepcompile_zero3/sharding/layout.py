@@ -283,21 +283,22 @@ class Layout:
         else:
             rows = full[:0] if self.is_elsewhere else full
         target = full.device if full.is_meta else self.device
-        is_wrapper = torch_internals.is_wrapper(rows)
-        like = torch.empty(rows.shape, dtype=full.dtype, device="meta" if is_wrapper else target)
-        shard = DTensor.from_local(
-            like if is_wrapper else self.pinned(like.copy_(rows)),
+        like = DTensor.from_local(
+            torch.empty(rows.shape, dtype=full.dtype, device="meta"),
             self.mesh,
             self.placements,
             run_check=False,
             shape=value.shape,
             stride=torch.empty(value.shape, device="meta").stride(),
         )
-        if is_wrapper:
+        if torch_internals.is_wrapper(rows):
             # Not clone(): NF4Tensor would quantize again.
             options: Any = {} if rows.device == target else {"device": target}
             local = rows.new_zeros(rows.shape, **options).copy_(rows)
-            shard = torch_internals.with_spec(local, torch_internals.spec_of(shard))
+        else:
+            local = torch.empty(rows.shape, dtype=full.dtype, device=target).copy_(rows)
+        # from_local() would move it to the mesh's device.
+        shard = torch_internals.with_spec(self.pinned(local), torch_internals.spec_of(like))
         own(shard)
         return shard
 
