@@ -39,7 +39,7 @@ from bench import offload as offloading
 from bench import overhead as small
 from bench import primitives as gloo
 from bench.ablations import ABLATIONS
-from bench.modes import MODES, UNSHARDED
+from bench.modes import MODES, ON_GPU
 from bench.ranks import Ranks, Training
 from bench.workloads import WORKLOADS
 
@@ -336,9 +336,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     raw.set_defaults(run=primitives)
     parts.add_parser("overhead", help=overhead.__doc__).set_defaults(run=overhead, malloc="default")
     on_gpu = parts.add_parser("gpu", help=gpu.run.__doc__, description=gpu.__doc__)
-    gpu.add_arguments(
-        on_gpu, _names(UNSHARDED | modes), _names(dict.fromkeys(["kernels", "steps"]))
-    )
+    gpu.add_arguments(on_gpu, _names(ON_GPU | modes), _names(dict.fromkeys(["kernels", "steps"])))
     reread = parts.add_parser("table", help=table.__doc__)
     reread.add_argument("files", type=Path, nargs="+")
     reread.set_defaults(run=table)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -88,7 +88,7 @@ def _floor(workload: Workload, *, writes_back: bool = False) -> Step:
 def _sharded(workload: Workload, fully_shard: Callable, **settings: Any) -> nn.Module:
     """Shards each block, and the rest with the root, as in FSDP2's documentation."""
     model = workload.build()
-    settings |= {
+    settings = settings | {
         "mesh": init_device_mesh(workload.device, (dist.get_world_size(),)),
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=workload.param_dtype, reduce_dtype=workload.reduce_dtype
@@ -149,8 +149,8 @@ def _compiled(model: nn.Module, what: str, **settings: Any) -> nn.Module:
     return torch.compile(model, **settings) if what == "model" else model
 
 
-def _fsdp2(workload: Workload, *, compiled: str) -> Step:
-    model = _sharded(workload, fsdp2)
+def _fsdp2(workload: Workload, *, compiled: str, **settings: Any) -> Step:
+    model = _sharded(workload, fsdp2, **settings)
     return _step(_compiled(model, compiled), _adamw(model.parameters()))
 
 
@@ -283,10 +283,18 @@ if find_spec("deepspeed"):
         "DeepSpeed ZeRO-3, eager; bf16: shards in bf16, fp32 copies in the optimizer", _deepspeed
     )
 
-# Not sharded: for comparison on one GPU.
-UNSHARDED = {
+# On a GPU only: on a CPU they would be others once more.
+ON_GPU = {
     "plain": Mode(
         "compiled, nothing sharded; bf16: a model in bf16, AdamW over its fp32 copy",
         partial(_floor, writes_back=True),
-    )
+    ),
+    "zero3-offload": Mode(
+        "ours, compiled; shards, gradients and AdamW on the CPU",
+        partial(zero3, offload_policy=CPUOffloadPolicy()),
+    ),
+    "fsdp2-offload": Mode(
+        "FSDP2, each block compiled; shards, gradients and AdamW on the CPU",
+        partial(_fsdp2, compiled="blocks", offload_policy=CPUOffloadPolicy()),
+    ),
 }

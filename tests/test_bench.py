@@ -19,7 +19,7 @@ sys.path.append(str(ROOT))  # the last: an installed package comes before the so
 
 from bench import gpu, kernels, overlap  # noqa: E402
 from bench.__main__ import main  # noqa: E402
-from bench.modes import MODES, UNSHARDED  # noqa: E402
+from bench.modes import MODES, ON_GPU  # noqa: E402
 from bench.workloads import LLAMAS  # noqa: E402
 
 
@@ -186,7 +186,7 @@ def test_nothing_begins_for_which_there_is_no_time(tmp_path, monkeypatch, capsys
 def test_the_plain_mode_trains_where_the_floor_only_takes_as_long():
     tokens = LLAMAS["llama-tiny"].tokens(torch.Generator())
     with torch.compiler.set_stance("force_eager"):
-        steps = [mode.build(LLAMAS["llama-tiny"]) for mode in (UNSHARDED["plain"], MODES["floor"])]
+        steps = [mode.build(LLAMAS["llama-tiny"]) for mode in (ON_GPU["plain"], MODES["floor"])]
         plain, floor = [[step(tokens).item() for _ in range(4)] for step in steps]
 
     assert plain[0] > plain[1] > plain[2] > plain[3]

@@ -283,7 +283,7 @@ class Layout:
         else:
             rows = full[:0] if self.is_elsewhere else full
         target = full.device if full.is_meta else self.device
-        like = DTensor.from_local(
+        like = DTensor.from_local(  # would move other tensors to the mesh's device
             torch.empty(rows.shape, dtype=full.dtype, device="meta"),
             self.mesh,
             self.placements,
@@ -297,7 +297,6 @@ class Layout:
             local = rows.new_zeros(rows.shape, **options).copy_(rows)
         else:
             local = torch.empty(rows.shape, dtype=full.dtype, device=target).copy_(rows)
-        # from_local() would move it to the mesh's device.
         shard = torch_internals.with_spec(self.pinned(local), torch_internals.spec_of(like))
         own(shard)
         return shard
@@ -309,7 +308,7 @@ class Layout:
 
     def pinned(self, local: torch.Tensor) -> torch.Tensor:
         """Returns ``local``, in page-locked memory if shards are offloaded to such."""
-        pins = self.offload is not None and self.offload.pin_memory and local.is_cpu
+        pins = self.offload and self.offload.pin_memory and local.is_cpu
         return local.pin_memory() if pins else local
 
     @property
