@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import deepcompile_zero3
 from bench.workloads import Workload
-from deepcompile_zero3.sharding.registered import parameters_of
+from deepcompile_zero3.sharding.module_parameters import parameters_of
 
 Step = Callable[[torch.Tensor], torch.Tensor]  # returns the loss, which is not awaited
 

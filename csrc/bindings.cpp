@@ -152,7 +152,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("note_skipped_gathers", &note_skipped_gathers);
   m.def("note_other_gather", [](const Parameter& parameter) {
-    if (!in_backward()) parameter.transport->note_skipped_gather();
+    if (!in_backward()) parameter.transport->count_unpublished_forward();
   });
   m.def("reshard_retained_after_forward", &reshard_retained_after_forward);
   m.def("reduce_deposited", &reduce_deposited, py::call_guard<py::gil_scoped_release>());

@@ -3,7 +3,9 @@
 ::
 
     Dynamo's graph --lift--> the single-device model --AOTAutograd, partitioner--> forward, backward
-        --insert_gathers, insert_reduces, chain_reductions--> Inductor
+        --the passes of ``passes.pipeline``--> Inductor
+
+``pyproject.toml`` registers it, as an entry point of the group ``torch_dynamo_backends``.
 """
 
 import contextlib
@@ -21,7 +23,7 @@ from deepcompile_zero3.gather_format import Formats
 from deepcompile_zero3.grad_dtype import declare
 from deepcompile_zero3.graph.capture import is_capturing
 from deepcompile_zero3.graph.log import logs_are_requested
-from deepcompile_zero3.graph.recording import is_recording, run_recorded
+from deepcompile_zero3.graph.recording import is_recording_graphs, run_recorded
 from deepcompile_zero3.graph_inputs import (
     facts_of,
     pipeline_of,
@@ -135,7 +137,7 @@ class CompiledGraph:
         for parameter in owners:
             as_traced &= parameter.prepare_forward()
             if parameter.extension is not None:
-                parameter.extension.prepare_graph(parameter.leaf.local)
+                parameter.extension.prepare_graph(parameter.registered.local)
         if not as_traced and any(parameter.extension is not None for parameter in owners):
             raise Zero3Error(
                 "requires_grad or grad_dtype of a parameter changed since this graph was compiled, "
@@ -159,7 +161,7 @@ class CompiledGraph:
         has_backward = torch.is_grad_enabled()
         if has_backward:
             _C.add_uses([p.handle for p in parameters if p.placeholder.requires_grad], is_whole)
-        if is_recording():
+        if is_recording_graphs():
             outputs = run_recorded(self._run, args, self._pipeline.number, parameters)
         else:
             outputs = self._run(*args)
@@ -240,7 +242,7 @@ def _stored(
     If rewritten graphs are captured, recorded or logged, nothing is stored or loaded: a graph that
     is loaded is not rewritten.
     """
-    is_shown = is_capturing() or is_recording() or logs_are_requested()
+    is_shown = is_capturing() or is_recording_graphs() or logs_are_requested()
     is_shown |= compile_graph is not compile_with_inductor
     key = None
     may_be_stored = pipeline.may_be_stored and not is_shown

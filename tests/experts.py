@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from deepcompile_zero3 import fully_shard
-from deepcompile_zero3.sharding.registered import parameters_of
+from deepcompile_zero3.sharding.module_parameters import parameters_of
 
 # The experts that each of two or four ranks uses in a step; no rank uses the last expert.
 TWO = [((0, 1), (1,)), ((), (2, 0)), ((2,), (2,)), ((0,), ())]

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import fully_shard
-from deepcompile_zero3.sharding.registered import registered_in
+from deepcompile_zero3.sharding.module_parameters import registered_in
 from deepcompile_zero3.transport import one_host
 
 

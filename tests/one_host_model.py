@@ -134,7 +134,7 @@ def _way_to(state: Any, came_from: dict[Any, Any], programs: Sequence[Program]) 
     return "".join(reversed(lines))
 
 
-class Letter(NamedTuple):
+class PendingSum(NamedTuple):
     """A gradient that has been posted."""
 
     parameter: int
@@ -148,8 +148,8 @@ class Local(NamedTuple):
 
     held: tuple[tuple[int, int], ...]  # parameter and epoch of each cell of the mailbox
     cell: int = 0  # the cell of the next gradient
-    unsummed: tuple[Letter, ...] = ()
-    summing: Letter | None = None
+    unsummed: tuple[PendingSum, ...] = ()
+    summing: PendingSum | None = None
     cells: tuple[int, ...] = ()  # cells of other ranks' gradients
 
 
@@ -433,7 +433,7 @@ class Rank(Program):
         first = 0 if self._without == "backward" else backward * GRADIENTS
         epoch = max(latest, first) + 1
         self._latest[p] = epoch
-        letter = Letter(p, epoch, backward, None if raises else gradient)
+        pending = PendingSum(p, epoch, backward, None if raises else gradient)
 
         self._poll()
         self._summing(f"find a cell for {gradient}", self._take)
@@ -446,7 +446,7 @@ class Rank(Program):
             ),
         )
         self.store("description", p, TORN)
-        self._describe(letter)
+        self._describe(pending)
         self.store("posted", p, epoch)
         self._poll()
 
@@ -455,7 +455,7 @@ class Rank(Program):
         self._summing(
             f"finish {backward}",
             lambda memory, local: (
-                [] if any(letter.backward == backward for letter in local.unsummed) else [local]
+                [] if any(pending.backward == backward for pending in local.unsummed) else [local]
             ),
         )
 
@@ -465,8 +465,8 @@ class Rank(Program):
         def drop(memory: Memory, local: Local):
             if not local.unsummed:
                 return [(memory, local, 1)]
-            letter, *rest = local.unsummed
-            return [(self._consumed(memory, letter), local._replace(unsummed=tuple(rest)), 0)]
+            pending, *rest = local.unsummed
+            return [(self._consumed(memory, pending), local._replace(unsummed=tuple(rest)), 0)]
 
         self.add("drop", drop)
 
@@ -485,20 +485,20 @@ class Rank(Program):
 
         self.add(f"write {value}", store)
 
-    def _describe(self, letter: Letter) -> None:
-        index = self.layout.of("description", letter.parameter, self.rank)
+    def _describe(self, pending: PendingSum) -> None:
+        index = self.layout.of("description", pending.parameter, self.rank)
 
         def describe(memory: Memory, local: Local):
             held = list(local.held)
-            held[local.cell] = letter[:2]
-            unsummed = (*local.unsummed, letter)
+            held[local.cell] = pending[:2]
+            unsummed = (*local.unsummed, pending)
             noted = local._replace(held=tuple(held), unsummed=unsummed)
             return [(with_word(memory, index, local.cell), noted, 1)]
 
-        self.add(f"describe {letter.gradient}", describe)
+        self.add(f"describe {pending.gradient}", describe)
 
     def _poll(self) -> None:
-        """Sums letters in order until one is not there."""
+        """Computes pending sums in order until one is not there."""
 
         def poll(memory: Memory, local: Local):
             if local.unsummed and self._is_there(memory, local.unsummed[0]):
@@ -509,12 +509,12 @@ class Rank(Program):
         self._sum()
 
     def _summing(self, name: str, leave: Callable[[Memory, Local], list[Local]]) -> None:
-        """Waits until ``leave`` returns a state, and meanwhile sums any letter that is there."""
+        """Waits until ``leave`` returns a state, and computes any pending sum that is there."""
 
         def wait(memory: Memory, local: Local):
-            for letter in local.unsummed:
-                if self._is_there(memory, letter):
-                    yield memory, local._replace(summing=letter), 1
+            for pending in local.unsummed:
+                if self._is_there(memory, pending):
+                    yield memory, local._replace(summing=pending), 1
             for left in leave(memory, local):
                 yield memory, left, 1 + self._steps_of_sum
 
@@ -526,17 +526,17 @@ class Rank(Program):
         return 2 * len(self._others) + 1
 
     def _sum(self) -> None:
-        """Sums the letter that the previous step chose, and goes back to that step."""
+        """Computes the sum that the previous step chose, and goes back to that step."""
         for other in self._others:
             self._find_addend(other)
         for other in self._others:
             self._read_addend(other)
 
         def consume(memory: Memory, local: Local):
-            letter = local.summing
-            unsummed = tuple(kept for kept in local.unsummed if kept != letter)
+            pending = local.summing
+            unsummed = tuple(kept for kept in local.unsummed if kept != pending)
             forgotten = local._replace(unsummed=unsummed, summing=None)
-            return [(self._consumed(memory, letter), forgotten, -self._steps_of_sum)]
+            return [(self._consumed(memory, pending), forgotten, -self._steps_of_sum)]
 
         self.add("consume", consume)
 
@@ -561,9 +561,9 @@ class Rank(Program):
 
         self.add(f"read gradient of {other}", read)
 
-    def _consumed(self, memory: Memory, letter: Letter) -> Memory:
-        index = self.layout.of("consumed", letter.parameter, self.rank)
-        return with_word(memory, index, max(memory[index], letter.epoch))
+    def _consumed(self, memory: Memory, pending: PendingSum) -> Memory:
+        index = self.layout.of("consumed", pending.parameter, self.rank)
+        return with_word(memory, index, max(memory[index], pending.epoch))
 
     def _is_read(self, memory: Memory, p: int, epoch: int) -> bool:
         return self._is_over(memory, "consumed", p, epoch, epoch // GRADIENTS)
@@ -579,10 +579,10 @@ class Rank(Program):
             )
         )
 
-    def _is_there(self, memory: Memory, letter: Letter) -> bool:
-        return self._without == "posted" or self._reached("posted", letter.parameter, letter.epoch)(
-            memory
-        )
+    def _is_there(self, memory: Memory, pending: PendingSum) -> bool:
+        return self._without == "posted" or self._reached(
+            "posted", pending.parameter, pending.epoch
+        )(memory)
 
     # ---- both
 

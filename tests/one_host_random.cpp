@@ -173,14 +173,14 @@ struct Bucket {
   std::deque<Ring::Pin> pins{};
 };
 
-struct Letter {
+struct PendingSum {
   int parameter;
   uint64_t epoch;
   uint64_t time;
   bool raises;  // whether the backward will raise
   bool is_summed = false;
 };
-using LetterPtr = std::shared_ptr<Letter>;
+using PendingSumPtr = std::shared_ptr<PendingSum>;
 
 class Rank {
  public:
@@ -374,15 +374,15 @@ class Rank {
     for (int p : some_parameters()) parameters.push_back(p);
     const uint64_t number = backwards_.begin();
     announce(number);
-    std::vector<LetterPtr> letters;
+    std::vector<PendingSumPtr> pending_sums;
     gather(parameters, /*in_backward=*/true, [&](const ViewPtr& view) {
       read(*view);
-      if (!letters.empty()) read_announcements();
-      letters.push_back(post(view->parameter, number, /*raises=*/false));
+      if (!pending_sums.empty()) read_announcements();
+      pending_sums.push_back(post(view->parameter, number, /*raises=*/false));
     });
     if (may_nest && below(program_, 4) == 0) backward(/*may_nest=*/false);
     read_announcements();
-    for (auto& letter : letters) finish(letter);
+    for (auto& pending : pending_sums) finish(pending);
     end(number);
   }
 
@@ -397,13 +397,13 @@ class Rank {
       announce(number);
       acknowledge();
     }
-    std::vector<LetterPtr> letters;
+    std::vector<PendingSumPtr> pending_sums;
     for (size_t i = 0; i < parameters.size(); ++i)
       if (static_cast<int64_t>(i) < count)
-        letters.push_back(post(parameters[i], number, /*raises=*/true));
+        pending_sums.push_back(post(parameters[i], number, /*raises=*/true));
       else
         ++operations_;
-    for (auto& letter : letters) drop(letter);
+    for (auto& pending : pending_sums) drop(pending);
     end(number);
   }
 
@@ -475,7 +475,7 @@ class Rank {
     return *offset;
   }
 
-  LetterPtr post(int p, uint64_t backward, bool raises) {
+  PendingSumPtr post(int p, uint64_t backward, bool raises) {
     const auto time = static_cast<uint64_t>(operations_++);
     const auto offset = take(shared_.nbytes(p));
     auto* grad = reinterpret_cast<Element*>(mailbox_of(rank_) + offset);
@@ -491,41 +491,41 @@ class Rank {
       });
     const uint64_t epoch = words.next_epoch(backward);
     words.post(epoch, {offset, static_cast<int8_t>(p), static_cast<int8_t>(p)});
-    auto letter = std::make_shared<Letter>(Letter{p, epoch, time, raises});
+    auto pending = std::make_shared<PendingSum>(PendingSum{p, epoch, time, raises});
     if (words.is_read_by(rank_))
-      unsummed_.push_back(letter);
+      unsummed_.push_back(pending);
     else
-      letter->is_summed = true;
+      pending->is_summed = true;
     unread_.push_back({offset, epoch, &words});
     waiter_.notify();
     linger();
     poll();
-    return letter;
+    return pending;
   }
 
-  void finish(const LetterPtr& letter) {
+  void finish(const PendingSumPtr& pending) {
     waiter_.wait([&]() -> std::optional<RankWaiter::Missing> {
       poll(/*all=*/true);
-      if (letter->is_summed) return std::nullopt;
-      return {{reduce_words_[letter->parameter].writers(letter->epoch), "a gradient"}};
+      if (pending->is_summed) return std::nullopt;
+      return {{reduce_words_[pending->parameter].writers(pending->epoch), "a gradient"}};
     });
   }
 
-  void drop(const LetterPtr& letter) {
-    if (std::erase(unsummed_, letter) == 0) return;
+  void drop(const PendingSumPtr& pending) {
+    if (std::erase(unsummed_, pending) == 0) return;
     linger();
-    reduce_words_[letter->parameter].consume(letter->epoch);
+    reduce_words_[pending->parameter].consume(pending->epoch);
     waiter_.notify();
   }
 
   void poll(bool all = false) {
     bool changed = false;
     for (auto it = unsummed_.begin(); it != unsummed_.end();) {
-      Letter& letter = **it;
-      ReduceWords& words = reduce_words_[letter.parameter];
-      if (words.writers(letter.epoch).empty()) {
-        sum(letter);
-        words.consume(letter.epoch);
+      PendingSum& pending = **it;
+      ReduceWords& words = reduce_words_[pending.parameter];
+      if (words.writers(pending.epoch).empty()) {
+        sum(pending);
+        words.consume(pending.epoch);
         changed = true;
         it = unsummed_.erase(it);
       } else if (all) {
@@ -547,8 +547,8 @@ class Rank {
     if (changed) waiter_.notify();
   }
 
-  void sum(Letter& letter) const {
-    const int p = letter.parameter;
+  void sum(PendingSum& pending) const {
+    const int p = pending.parameter;
     const int64_t first = shared_.owner(p) ? 0 : shared_.first(p, rank_);
     std::vector<Element> sum((shared_.owner(p) ? shared_.sizes[p] : shared_.first(p, rank_ + 1)) -
                              first);
@@ -559,11 +559,11 @@ class Rank {
       const auto* grad = reinterpret_cast<const Element*>(mailbox_of(rank) + offset);
       for (size_t i = 0; i < sum.size(); ++i) {
         sum[i] += grad[first + i];
-        expected[i] += value_of(rank, p, letter.time, first + i);
+        expected[i] += value_of(rank, p, pending.time, first + i);
       }
     }
-    if (!letter.raises && sum != expected) fail("a sum is wrong");
-    letter.is_summed = true;
+    if (!pending.raises && sum != expected) fail("a sum is wrong");
+    pending.is_summed = true;
   }
 
   char* mailbox_of(int64_t rank) const { return shared_.mailboxes + rank * kMailbox; }
@@ -589,7 +589,7 @@ class Rank {
   Announcements announcements_;
   std::optional<uint64_t> round_;  // round that this rank has begun and not acknowledged
   Arena arena_;
-  std::list<LetterPtr> unsummed_;
+  std::list<PendingSumPtr> unsummed_;
   std::list<Unread> unread_;
   int operations_ = 0;
 };

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import Zero3Error, fully_shard, record_collectives
-from deepcompile_zero3.sharding.registered import registered_in
+from deepcompile_zero3.sharding.module_parameters import registered_in
 
 
 def _model(tied=True):

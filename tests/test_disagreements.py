@@ -27,7 +27,7 @@ from deepcompile_zero3 import (
     fully_shard,
     record_collectives,
 )
-from deepcompile_zero3.sharding.registered import parameters_of
+from deepcompile_zero3.sharding.module_parameters import parameters_of
 from deepcompile_zero3.transport import one_host
 
 TIMEOUT = 4  # seconds; of a group whose ranks disagree

@@ -17,7 +17,7 @@ from transformer_models import VOCABULARY, llama
 
 from deepcompile_zero3 import backend, capture_graphs, fully_shard, record_collectives
 from deepcompile_zero3.backend import compile_with_inductor
-from deepcompile_zero3.sharding.registered import parameters_of
+from deepcompile_zero3.sharding.module_parameters import parameters_of
 
 INTERPRETED = {"inductor": False}
 

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from deepcompile_zero3 import Zero3Error, clip_grad_norm_, fully_shard
-from deepcompile_zero3.sharding.registered import parameters_of
+from deepcompile_zero3.sharding.module_parameters import parameters_of
 
 EXPERTS, WIDTH = 4, 8
 

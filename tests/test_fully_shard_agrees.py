@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from deepcompile_zero3 import Zero3Error, fully_shard, torch_internals
 from deepcompile_zero3.sharding.layout import Layout
-from deepcompile_zero3.sharding.registered import parameters_of
+from deepcompile_zero3.sharding.module_parameters import parameters_of
 from deepcompile_zero3.transport import json_collectives
 
 each_transport = pytest.mark.parametrize("transport", ["shared_memory", "c10d"])

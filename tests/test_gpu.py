@@ -166,7 +166,7 @@ def nccl_and_gloo(tmp_path):
 
 
 def _offloaded(how, pin_memory=True, **settings):
-    """Returns a model whose shards are in host memory, the same on the CPU, and the first to run."""
+    """Returns a model with shards in host memory, the same on the CPU, and the first to run."""
     model = Stack(width=256, depth=3)
     policy = CPUOffloadPolicy(pin_memory=pin_memory)
     model, reference = shard(model, model.blocks, offload_policy=policy, **settings)

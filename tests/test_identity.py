@@ -31,7 +31,7 @@ from torch.testing import assert_close
 
 from deepcompile_zero3 import capture_graphs, fully_shard, record_collectives
 from deepcompile_zero3.sharding import module
-from deepcompile_zero3.sharding.registered import parameters_of
+from deepcompile_zero3.sharding.module_parameters import parameters_of
 
 # ---- equal blocks
 

@@ -31,7 +31,7 @@ from deepcompile_zero3 import (
     record_collectives,
 )
 from deepcompile_zero3.graph.recording import is_recording
-from deepcompile_zero3.sharding.registered import registered_in
+from deepcompile_zero3.sharding.module_parameters import registered_in
 from deepcompile_zero3.tools.scheduling import measured_schedule
 from deepcompile_zero3.tools.scheduling.measured_step import MeasuredStep
 

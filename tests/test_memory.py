@@ -15,7 +15,7 @@ from ranks import RankPool
 from torch import nn
 
 from deepcompile_zero3 import buffer_stats, capture_graphs, fully_shard, release_buffers
-from deepcompile_zero3.sharding.registered import parameters_of
+from deepcompile_zero3.sharding.module_parameters import parameters_of
 
 MIB = 2**20
 WIDTH = 1024

@@ -41,7 +41,7 @@ from deepcompile_zero3 import (
     record_collectives,
 )
 from deepcompile_zero3.sharding import arguments
-from deepcompile_zero3.sharding.registered import parameters_of
+from deepcompile_zero3.sharding.module_parameters import parameters_of
 
 # ---- a group of several modules
 

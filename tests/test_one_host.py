@@ -32,7 +32,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from deepcompile_zero3 import Zero3Error, fully_shard
-from deepcompile_zero3.sharding.registered import parameters_of
+from deepcompile_zero3.sharding.module_parameters import parameters_of
 from deepcompile_zero3.transport import one_host
 
 pytestmark = pytest.mark.skipif(

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from deepcompile_zero3 import Zero3Error, fully_shard
 from deepcompile_zero3.runtime import ops
-from deepcompile_zero3.sharding.registered import parameters_of
+from deepcompile_zero3.sharding.module_parameters import parameters_of
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("ZERO3_TRANSPORT") == "c10d", reason="ranks are told to exchange messages"

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from deepcompile_zero3 import fully_shard, record_collectives
 from deepcompile_zero3.runtime import ops
-from deepcompile_zero3.sharding.registered import parameters_of
+from deepcompile_zero3.sharding.module_parameters import parameters_of
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -27,7 +27,7 @@ from deepcompile_zero3 import (
     record_collectives,
     shard_blocks,
 )
-from deepcompile_zero3.sharding.registered import all_parameters_of
+from deepcompile_zero3.sharding.module_parameters import all_parameters_of
 
 ROOT = Path(__file__).parents[1]
 SMALL = {"gather_bucket_mb": 0.02, "keep_mb": 0.02}

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from deepcompile_zero3 import MACHINES, buffer_stats, plan, shard_blocks
 from deepcompile_zero3.runtime import _C
-from deepcompile_zero3.sharding.registered import all_parameters_of
+from deepcompile_zero3.sharding.module_parameters import all_parameters_of
 from deepcompile_zero3.tools.planning import simulate
 
 GLOO = replace(MACHINES["h100"], backend="gloo")

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from deepcompile_zero3 import fully_shard, record_collectives
 from deepcompile_zero3.runtime import _C
-from deepcompile_zero3.sharding.registered import parameters_of
+from deepcompile_zero3.sharding.module_parameters import parameters_of
 
 WIDTH = 10  # rows, which four ranks do not divide evenly
 

@@ -36,7 +36,7 @@ void Gather::start() {
     if (format) {
       // Rows that a forward has left on fewer ranks are rounded already.
       if (sources[place] == parameter) sources[place] = parameter->quantized(*format);
-      if (!in_backward()) parameter->transport->note_skipped_gather();
+      if (!in_backward()) parameter->transport->count_unpublished_forward();
     } else if (parameter->gathered.is_unsharded()) {
       continue;
     }
@@ -132,7 +132,7 @@ void note_skipped_gathers(const std::vector<ParameterPtr>& parameters) {
   if (in_backward()) return;
   for (auto& parameter : parameters)
     if (parameter->gathered.state() == Gathered::State::kRetained)
-      parameter->transport->note_skipped_gather();
+      parameter->transport->count_unpublished_forward();
 }
 
 void reshard_retained_after_forward(const std::vector<ParameterPtr>& parameters) {

@@ -11,9 +11,9 @@
 
 namespace zero3 {
 
-// A started gather of parameters. It has one collective for each (transport, compute dtype) of the
-// parameters without a full tensor, in order of appearance. Shards are cast before they are sent,
-// or quantized.
+// A started gather of parameters. It has one collective for each compute dtype and set of
+// transports that join, in order of appearance. A parameter that has its full tensor takes part
+// only if it is gathered quantized. Shards are cast before they are sent, or quantized.
 class Gather {
  public:
   using Format = std::optional<QuantizedFormat>;

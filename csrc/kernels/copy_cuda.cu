@@ -26,7 +26,8 @@ void launch(const std::vector<Copy>& copies, at::ScalarType through, double divi
   CopyBatch<kMost> batch;
   constexpr auto from_dtype = c10::CppTypeToScalarType<From>::value;
   constexpr auto to_dtype = c10::CppTypeToScalarType<To>::value;
-  // A quotient is rounded once more.
+  // A quotient is rounded once more, so that the cast to `through` may be left out only if it is
+  // exact.
   if (!is_one_cast(from_dtype, through, divisor == 1 ? to_dtype : c10::ScalarType::Undefined))
     batch.through = through;
   batch.multiplies = is_power_of_two(divisor);

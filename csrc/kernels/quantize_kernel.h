@@ -43,7 +43,7 @@ struct Float8Code {
     const uint32_t magnitude = bits & 0x7FFFFFFF;
     const uint32_t tie = (magnitude >> kShift) & 1;
     const uint32_t normal = (magnitude - kRebias + (1u << (kShift - 1)) - 1 + tie) >> kShift;
-    // The sum's last bit is worth a step between subnormal numbers.
+    // The last bit of the sum is the spacing of subnormal numbers.
     constexpr float kAligned = power(24 - kBias - kMantissa);
     const uint32_t subnormal = std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + kAligned) -
                                std::bit_cast<uint32_t>(kAligned);

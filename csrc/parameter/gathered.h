@@ -5,7 +5,7 @@
 
 namespace zero3 {
 
-// Used only by the thread with the GIL, and by the backward that runs meanwhile.
+// Not thread-safe: for the forward or backward that is running, which may have released the GIL.
 class Gathered {
  public:
   enum class State {

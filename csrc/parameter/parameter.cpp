@@ -137,7 +137,7 @@ std::vector<std::string> names_of(const std::vector<ParameterPtr>& parameters) {
   return result;
 }
 
-std::string scope_name(const std::string& what, const std::vector<ParameterPtr>& parameters) {
+std::string scope_name(const std::vector<ParameterPtr>& parameters, const std::string& what) {
   const auto more = parameters.size() - 1;
   return "zero3::" + what + " " + parameters.front()->fqn +
          (more > 0 ? " and " + std::to_string(more) + " more" : "");

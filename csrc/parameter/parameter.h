@@ -129,7 +129,7 @@ struct Parameter : public ParameterSpec {
   bool is_on_host() const { return shard.is_cpu() && !device.is_cpu() && !device.is_meta(); }
   // Whether other ranks add to its gradients.
   bool has_others() const { return world_size > 1 || replicas; }
-  // Bytes that travel of a chunk of its gradient.
+  // Bytes that are sent for one chunk of its gradient.
   int64_t sent_chunk_bytes(at::ScalarType wire_dtype) const;
   // Throws unless `raw` can be its full gradient.
   void check_gradient(const at::Tensor& raw) const;
@@ -160,7 +160,7 @@ struct Parameter : public ParameterSpec {
 using ParameterPtr = std::shared_ptr<Parameter>;
 
 std::vector<std::string> names_of(const std::vector<ParameterPtr>& parameters);
-// Profiler name of `what` done with `parameters`: "zero3::<what> <the first> and <n> more".
-std::string scope_name(const std::string& what, const std::vector<ParameterPtr>& parameters);
+// Profiler name of `what` with `parameters`: "zero3::<what> <the first> and <n> more".
+std::string scope_name(const std::vector<ParameterPtr>& parameters, const std::string& what);
 
 }  // namespace zero3

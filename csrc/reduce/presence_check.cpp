@@ -107,13 +107,13 @@ std::vector<std::vector<ParameterPtr>> PresenceCheck::groups_of(
 PresenceCheck::PresenceCheck(std::vector<ParameterPtr> parameters, Backward& backward,
                              Occasion occasion)
     : parameters_(std::move(parameters)), occasion_(occasion) {
-  const ProfilerRange range([&] { return scope_name("presence start", parameters_); });
+  const ProfilerRange range([&] { return scope_name(parameters_, "presence start"); });
   for (auto& parameter : parameters_) mine_.push_back(announce(*parameter, occasion));
   gather_ = backward.gather_presences(parameters_, mine_, occasion);
 }
 
 void PresenceCheck::finish() {
-  const ProfilerRange range([&] { return scope_name("presence wait", parameters_); });
+  const ProfilerRange range([&] { return scope_name(parameters_, "presence wait"); });
   const bool is_replicated = parameters_.front()->replicas != nullptr;
   const bool is_ordered = !parameters_.front()->transport->can.reduces_in_any_order;
   const auto ranks = std::exchange(gather_, nullptr)->finish();

@@ -1,15 +1,18 @@
 // Reduces raw full gradients to shards.
 //
-//   raw -> grad_dtype
-//       -> bucket by (transport, replicas, wire dtype, divide factor, device, early delivery)
-//       -> pack -> reduce-scatter -> scale -> all-reduce over replicas, if there are any
-//       -> hand the shard to the parameter's `.grad`
+//   raw gradient -> its dtype by the leaf's contract, which decides the bucket, together with
+//                   transport, replicas, wire dtype, quantized format, divide factor, device and
+//                   early delivery
+//       -> pack: cast to that dtype, and then to the wire's, or quantize
+//       -> reduce-scatter -> divide, or all-reduce over replicas, if there are any, and then divide
+//       -> the parameter's `.grad`
 //
-// A reduction belongs to one backward of the autograd engine: it begins with the first gradient
-// that arrives and ends in a callback which the engine runs when that backward has ended. That
-// callback delivers the gradients, unless a parameter's is delivered when its bucket is reduced. A
-// backward that raises never runs the callback; its reduction is dropped with the engine's graph
-// task, and the next backward starts clean.
+// A reduction belongs to one backward of the autograd engine, or to one reduce_deposited(), which
+// delivers when it ends. That of a backward begins with the first gradient that arrives and ends in
+// a callback which the engine runs when that backward has ended. That callback delivers the
+// gradients, unless a parameter's is delivered when its bucket is reduced. A backward that raises
+// never runs the callback; its reduction is dropped with the engine's graph task, and the next
+// backward starts clean.
 #pragma once
 
 #include <functional>
@@ -26,9 +29,9 @@ namespace zero3 {
 // The moment at which gradients are delivered: when their bucket is reduced, at the end of a
 // backward inside of another one, or at the end of any other.
 enum class Moment : uint8_t { kEarly, kNestedEnd, kEnd };
-// Receives the gradients that a backward has reduced, in the order in which they were sent. At the
-// end of a backward, also receives the numbers of all models whose gradients it has delivered,
-// early ones included. Called without the GIL.
+// Receives reduced gradients, in an order that may differ between ranks. At the end of a backward,
+// or of a reduce_deposited(), also receives the numbers of all models whose gradients it has
+// delivered, early ones included. Called without the GIL.
 using Deliver = std::function<void(const std::vector<ReducedGradient>&, Moment,
                                    const std::vector<int64_t>& model_numbers)>;
 void set_deliver(Deliver deliver);

@@ -14,7 +14,7 @@ namespace zero3 {
 namespace {
 
 // Whether ranks tell each other, when a backward begins, whether they have its gradient.
-bool is_told(const Parameter& parameter) {
+bool exchanges_presence(const Parameter& parameter) {
   const auto& can = parameter.transport->can;
   const auto& settings = parameter.settings;
   const bool is_asked_for =
@@ -40,14 +40,14 @@ void Reduction::begin_presence_checks(const Parameter& parameter) {
   const auto is_ordered = [](const Parameter& p) { return !p.transport->can.reduces_in_any_order; };
   if (is_ordered(parameter))
     for (auto& other : Registry::get().alive())
-      if (other->transport && is_ordered(*other) && is_told(*other) &&
+      if (other->transport && is_ordered(*other) && exchanges_presence(*other) &&
           is_in_graph(other->placeholder))
         numbers.insert(other->model_number);
   for (const int64_t number : numbers) {
     if (std::ranges::find(checked_, number) != checked_.end()) continue;
     checked_.push_back(number);
     auto parameters = Registry::get().of_model(number);
-    std::erase_if(parameters, [](auto& other) { return !is_told(*other); });
+    std::erase_if(parameters, [](auto& other) { return !exchanges_presence(*other); });
     for (auto& check : presence_checks_of(parameters, Occasion::kBackward))
       presence_checks_.push_back(std::move(check));
   }

@@ -23,9 +23,9 @@ std::atomic<int> alive = 0;                     // number of live mailboxes
 
 }  // namespace
 
-const Block& Letter::rows() const { return SharedMemory::of(*parameter).blocks[block]; }
+const Block& PendingSum::rows() const { return SharedMemory::of(*parameter).blocks[block]; }
 
-ReduceWords& Letter::words() const { return SharedMemory::of(*parameter).reduce_words[block]; }
+ReduceWords& PendingSum::words() const { return SharedMemory::of(*parameter).reduce_words[block]; }
 
 std::shared_ptr<Mailbox> Mailbox::make(std::shared_ptr<RankWaiter> waiter, at::Tensor memory) {
   std::shared_ptr<Mailbox> mailbox(new Mailbox(std::move(waiter), std::move(memory)));
@@ -96,9 +96,9 @@ void Mailbox::give_back(uint64_t offset) {
   arena_.give_back(offset);
 }
 
-LetterPtr Mailbox::post(const ParameterPtr& parameter, size_t block, const at::Tensor& grad,
-                        uint64_t backward, at::ScalarType wire_dtype, double divisor,
-                        const at::Tensor& shard) {
+PendingSumPtr Mailbox::post(const ParameterPtr& parameter, size_t block, const at::Tensor& grad,
+                            uint64_t backward, at::ScalarType wire_dtype, double divisor,
+                            const at::Tensor& shard) {
   auto& shared = SharedMemory::of(*parameter);
   auto& words = shared.reduce_words[block];
   waiter_->wait([&]() -> std::optional<RankWaiter::Missing> {
@@ -111,60 +111,61 @@ LetterPtr Mailbox::post(const ParameterPtr& parameter, size_t block, const at::T
   const auto dtype = grad.defined() ? static_cast<int8_t>(grad.scalar_type()) : kZero;
   const uint64_t epoch = words.next_epoch(backward);
   words.post(epoch, {static_cast<uint64_t>(offset), dtype, static_cast<int8_t>(wire_dtype)});
-  LetterPtr letter;
+  PendingSumPtr pending;
   if (words.is_read_by(waiter_->rank())) {
     const auto& [begin, rows, owner] = shared.blocks[block];
     const int64_t first = parameter->first_row_of(waiter_->rank());
     const auto sum = owner ? shard.narrow(0, begin - first, rows) : shard;
-    letter = std::make_shared<Letter>(Letter{parameter, block, epoch, wire_dtype, divisor, sum});
+    pending =
+        std::make_shared<PendingSum>(PendingSum{parameter, block, epoch, wire_dtype, divisor, sum});
   }
   {
     std::lock_guard lock(mutex_);
-    if (letter) unsummed_.push_back(letter);
+    if (pending) unsummed_.push_back(pending);
     unread_.push_back({grad, epoch, words, shared.progress(), parameter->fqn});
   }
   waiter_->notify();
-  return letter;
+  return pending;
 }
 
-void Mailbox::finish(const LetterPtr& letter) {
+void Mailbox::finish(const PendingSumPtr& pending) {
   waiter_->wait([&]() -> std::optional<RankWaiter::Missing> {
     poll_everywhere();
     std::lock_guard lock(mutex_);  // other threads poll too
-    if (letter->is_summed) return std::nullopt;
-    return {{letter->words().writers(letter->epoch),
-             "it has not sent the gradient of '" + letter->parameter->fqn + "'"}};
+    if (pending->is_summed) return std::nullopt;
+    return {{pending->words().writers(pending->epoch),
+             "it has not sent the gradient of '" + pending->parameter->fqn + "'"}};
   });
 }
 
-void Mailbox::drop(const LetterPtr& letter) {
+void Mailbox::drop(const PendingSumPtr& pending) {
   {
     std::lock_guard lock(mutex_);
-    if (std::erase(unsummed_, letter) == 0) return;
+    if (std::erase(unsummed_, pending) == 0) return;
   }
-  letter->words().consume(letter->epoch);
+  pending->words().consume(pending->epoch);
   waiter_->notify();
 }
 
 void Mailbox::poll(bool all) {
   std::list<Unread> read;  // destroyed after the lock is released: give_back() takes it
   bool changed = false;
-  const auto tell = c10::make_scope_exit([&] {  // also if a later letter is wrong
+  const auto tell = c10::make_scope_exit([&] {  // also if a later sum is wrong
     if (changed) waiter_->notify();
   });
   {
     std::lock_guard lock(mutex_);
     for (auto it = unsummed_.begin(); it != unsummed_.end();) {
-      Letter& letter = **it;
-      auto& words = letter.words();
-      if (words.writers(letter.epoch).empty()) {
-        sum(letter);
-        letter.is_summed = true;
-        words.consume(letter.epoch);
+      PendingSum& pending = **it;
+      auto& words = pending.words();
+      if (words.writers(pending.epoch).empty()) {
+        sum(pending);
+        pending.is_summed = true;
+        words.consume(pending.epoch);
         changed = true;
         it = unsummed_.erase(it);
       } else if (all) {
-        check_complete(letter);
+        check_complete(pending);
         ++it;
       } else {
         break;
@@ -181,44 +182,44 @@ void Mailbox::poll(bool all) {
   }
 }
 
-void Mailbox::check_complete(const Letter& letter) const {
-  const auto& parameter = *letter.parameter;
-  const auto ranks_gone = letter.words().ranks_gone(letter.epoch);
+void Mailbox::check_complete(const PendingSum& pending) const {
+  const auto& parameter = *pending.parameter;
+  const auto ranks_gone = pending.words().ranks_gone(pending.epoch);
   ZERO3_CHECK(ranks_gone.empty(), "a backward has ended on rank ", ranks_gone.front(),
               " without a gradient of '", parameter.fqn,
               "': it has raised there, or that rank does not use the parameter. All ranks must run "
               "the same forwards and backwards");
 }
 
-std::optional<at::Tensor> Mailbox::rows_of(int64_t rank, const Letter& letter) const {
-  const Parameter& parameter = *letter.parameter;
-  const auto [offset, dtype, wire_dtype] = letter.words().of_rank(rank);
+std::optional<at::Tensor> Mailbox::rows_of(int64_t rank, const PendingSum& pending) const {
+  const Parameter& parameter = *pending.parameter;
+  const auto [offset, dtype, wire_dtype] = pending.words().of_rank(rank);
   if (dtype == kZero) return std::nullopt;
   const auto wire = static_cast<at::ScalarType>(wire_dtype);
-  ZERO3_CHECK(wire == letter.wire_dtype, "ranks disagree on the dtype that the gradient of '",
+  ZERO3_CHECK(wire == pending.wire_dtype, "ranks disagree on the dtype that the gradient of '",
               parameter.fqn, "' is reduced in: ", wire, " on rank ", rank, " and ",
-              letter.wire_dtype, " on rank ", waiter_->rank(),
+              pending.wire_dtype, " on rank ", waiter_->rank(),
               ". Give grad_dtype and reduce_dtype the same values on all ranks");
   const auto options = at::TensorOptions(static_cast<at::ScalarType>(dtype));
   const int64_t first = parameter.first_row_of(waiter_->rank());
-  const int64_t skipped = (letter.rows().owner ? 0 : first) * parameter.row_numel() *
+  const int64_t skipped = (pending.rows().owner ? 0 : first) * parameter.row_numel() *
                           static_cast<int64_t>(options.dtype().itemsize());
   auto* box = mine_ + (rank - waiter_->rank()) * capacity_;
-  return at::from_blob(box + offset + skipped, letter.sum.sizes(), options);
+  return at::from_blob(box + offset + skipped, pending.sum.sizes(), options);
 }
 
-void Mailbox::sum(Letter& letter) const {
+void Mailbox::sum(PendingSum& pending) const {
   std::vector<at::Tensor> addends;
   for (int64_t rank = 0; rank < waiter_->world_size(); ++rank)
-    if (auto rows = rows_of(rank, letter)) addends.push_back(std::move(*rows));
+    if (auto rows = rows_of(rank, pending)) addends.push_back(std::move(*rows));
   if (addends.empty()) {
-    letter.sum.zero_();
+    pending.sum.zero_();
     return;
   }
   const auto dtype = addends.front().scalar_type();
   if (std::ranges::any_of(addends, [&](auto& a) { return a.scalar_type() != dtype; }))
-    for (auto& addend : addends) addend = addend.to(letter.wire_dtype);
-  sum_and_divide(letter.sum, addends, letter.wire_dtype, letter.divisor);
+    for (auto& addend : addends) addend = addend.to(pending.wire_dtype);
+  sum_and_divide(pending.sum, addends, pending.wire_dtype, pending.divisor);
 }
 
 // A rank that has sent its gradient may itself wait for ranks that have not.

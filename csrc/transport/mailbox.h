@@ -18,7 +18,7 @@
 namespace zero3 {
 
 // A sum that this rank computes: of its rows of one block, over the mailboxes of all ranks.
-struct Letter {
+struct PendingSum {
   ParameterPtr parameter;
   size_t block;
   uint64_t epoch;
@@ -30,7 +30,7 @@ struct Letter {
   const Block& rows() const;
   ReduceWords& words() const;
 };
-using LetterPtr = std::shared_ptr<Letter>;
+using PendingSumPtr = std::shared_ptr<PendingSum>;
 
 // The mailboxes of all ranks, and the contents of this rank's own.
 class Mailbox : public std::enable_shared_from_this<Mailbox> {
@@ -50,18 +50,18 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
   // Posts `grad`, the rows of a block, contiguous and in this mailbox. An undefined `grad` counts
   // as zero. Returns null if this rank sums no rows of the block. Otherwise the sum will be in
   // `shard`, which has all rows that this rank owns.
-  LetterPtr post(const ParameterPtr& parameter, size_t block, const at::Tensor& grad,
-                 uint64_t backward, at::ScalarType wire_dtype, double divisor,
-                 const at::Tensor& shard);
+  PendingSumPtr post(const ParameterPtr& parameter, size_t block, const at::Tensor& grad,
+                     uint64_t backward, at::ScalarType wire_dtype, double divisor,
+                     const at::Tensor& shard);
 
-  // Sums letters in order until one is incomplete, or `all` that are complete. Also forgets the
-  // gradients that all their readers have read.
+  // Computes pending sums in order until one is incomplete, or `all` that are complete. Also
+  // forgets the gradients that all their readers have read.
   void poll(bool all = false);
   // Calls poll(/*all=*/true) on every mailbox of this process: a rank that waits in the mailbox of
   // one group may be waited for in that of another.
   void poll_everywhere();
-  void finish(const LetterPtr& letter);  // waits until this rank has summed it
-  void drop(const LetterPtr& letter);    // this rank will never sum it
+  void finish(const PendingSumPtr& pending);  // waits until this rank has summed it
+  void drop(const PendingSumPtr& pending);    // this rank will never sum it
 
  private:
   Mailbox(std::shared_ptr<RankWaiter> waiter, at::Tensor memory);
@@ -76,10 +76,10 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
   };
 
   // Raises if a rank will never send its part.
-  void check_complete(const Letter& letter) const;
-  void sum(Letter& letter) const;
-  // The letter's rows in the mailbox of `rank`; nullopt if they are zero.
-  std::optional<at::Tensor> rows_of(int64_t rank, const Letter& letter) const;
+  void check_complete(const PendingSum& pending) const;
+  void sum(PendingSum& pending) const;
+  // The rows of the sum in the mailbox of `rank`; nullopt if they are zero.
+  std::optional<at::Tensor> rows_of(int64_t rank, const PendingSum& pending) const;
   void give_back(uint64_t offset);
   static RankWaiter::Missing who_keeps(const ReduceWords& words, uint64_t epoch,
                                        const std::string& fqn);
@@ -93,8 +93,8 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
 
   std::mutex mutex_;
   Arena arena_;
-  std::list<LetterPtr> unsummed_;  // by this rank
-  std::list<Unread> unread_;       // by some rank
+  std::list<PendingSumPtr> unsummed_;  // by this rank
+  std::list<Unread> unread_;           // by some rank
 };
 
 }  // namespace zero3

@@ -132,9 +132,9 @@ class MessageGather : public GatherBucket {
 
   static void write(const Parameter& parameter, const at::Tensor& chunk,
                     std::vector<Copy>& copies) {
-    const int64_t owned = parameter.shard_rows() * parameter.row_numel();
-    copies.push_back({chunk.narrow(0, 0, owned).view(parameter.shard.sizes()), parameter.shard});
-    copies.push_back({chunk.narrow(0, owned, chunk.numel() - owned), {}});
+    const int64_t numel = parameter.shard_rows() * parameter.row_numel();
+    copies.push_back({chunk.narrow(0, 0, numel).view(parameter.shard.sizes()), parameter.shard});
+    copies.push_back({chunk.narrow(0, numel, chunk.numel() - numel), {}});
   }
 
   // The part of each rank in the memory of a parameter that travels alone.

@@ -25,6 +25,7 @@ class Messages : public Transport {
     return messages && is_same(gathers.get(), messages->gathers.get()) &&
            is_same(reductions.get(), messages->reductions.get());
   }
+  // In message_gather.cpp and message_reduce.cpp.
   std::unique_ptr<GatherBucket> gather_bucket(std::vector<ParameterPtr> parameters) override;
   std::unique_ptr<Backward> begin_backward() override;
 

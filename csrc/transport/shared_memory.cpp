@@ -55,7 +55,7 @@ at::Tensor SharedMemory::empty(const Parameter& parameter, at::IntArrayRef sizes
 }
 
 // This forward counts as a publication, since publications number the backwards.
-void SharedMemory::note_skipped_gather() {
+void SharedMemory::count_unpublished_forward() {
   one_host_->waiter->begin_anew();
   one_host_->backwards.count_publication();
 }

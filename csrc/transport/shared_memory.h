@@ -29,6 +29,7 @@ class SharedMemory : public Transport {
 
   std::string name() const override { return "shared_memory"; }
   bool joins(const Transport& other) const override;
+  // In shared_gather.cpp and shared_reduce.cpp.
   std::unique_ptr<GatherBucket> gather_bucket(std::vector<ParameterPtr> parameters) override;
   std::unique_ptr<Backward> begin_backward() override;
   at::Tensor empty(const Parameter& parameter, at::IntArrayRef sizes,
@@ -36,7 +37,7 @@ class SharedMemory : public Transport {
   // Index among the parameters of the OneHost.
   uint64_t number() const override { return number_; }
 
-  void note_skipped_gather() override;
+  void count_unpublished_forward() override;
   uint64_t epoch() const override { return gather_words.epoch(); }
   bool expect_epoch(const Parameter& parameter, uint64_t epoch) override;
   void invalidate() override { is_invalid_ = true; }

@@ -22,11 +22,11 @@ class SharedReduce : public ReduceBucket {
         backward_(backward) {}
 
   ~SharedReduce() override {
-    for (auto& letter : letters_) mailbox_->drop(letter);
+    for (auto& pending : pending_sums_) mailbox_->drop(pending);
   }
 
   std::vector<at::Tensor> finish() override {
-    for (auto& letter : letters_) mailbox_->finish(letter);
+    for (auto& pending : pending_sums_) mailbox_->finish(pending);
     return shards_;
   }
 
@@ -73,9 +73,9 @@ class SharedReduce : public ReduceBucket {
                                    options_.dtype(shard_dtype)));
     const auto& blocks = SharedMemory::of(*parameter).blocks;
     for (size_t i = 0; i < blocks.size(); ++i) {
-      auto letter = mailbox_->post(parameter, i, write(blocks[i]), backward_, wire_dtype(),
-                                   divisor_now(), shards_.back());
-      if (letter) letters_.push_back(std::move(letter));
+      auto pending = mailbox_->post(parameter, i, write(blocks[i]), backward_, wire_dtype(),
+                                    divisor_now(), shards_.back());
+      if (pending) pending_sums_.push_back(std::move(pending));
       mailbox_->poll();
     }
   }
@@ -83,7 +83,7 @@ class SharedReduce : public ReduceBucket {
   const std::shared_ptr<Mailbox> mailbox_;
   const uint64_t backward_;
   std::vector<at::Tensor> shards_;
-  std::vector<LetterPtr> letters_;
+  std::vector<PendingSumPtr> pending_sums_;
 };
 
 class SharedBackward : public Backward {

@@ -82,8 +82,9 @@ class Transport {
 
   // ---- transports that publish
 
-  // Notes that a forward computes with the retained tensor, and gathers nothing.
-  virtual void note_skipped_gather() {}
+  // Counts a forward that reads the parameter without a publication: it is retained, or something
+  // else is gathered in its place.
+  virtual void count_unpublished_forward() {}
   // Number of publications of the parameter so far.
   virtual uint64_t epoch() const { return 0; }
   // Call when a backward begins, with the epoch() of its forward. Returns whether a read of the

@@ -77,14 +77,14 @@ def record_graphs(parameters: Collection[object]) -> Iterator[Recording]:
         _active.remove(recording)
 
 
-def is_recording() -> bool:
+def is_recording_graphs() -> bool:
     """Returns whether a ``record_graphs`` block is open."""
     return bool(_active)
 
 
 def source_of(gm: fx.GraphModule) -> fx.GraphModule | None:
     """Returns a copy of a graph that will be rewritten, if a block is open."""
-    return copied(gm) if is_recording() else None
+    return copied(gm) if is_recording_graphs() else None
 
 
 def add_graph(

@@ -16,8 +16,8 @@ from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.graph.alias import base_of
 from deepcompile_zero3.graph.metadata import PARAMETER, formats_of, fqns_of
 from deepcompile_zero3.graph.peak import gathered_peak
+from deepcompile_zero3.passes.backward_gathers import saved_for_backward
 from deepcompile_zero3.passes.gather import reads
-from deepcompile_zero3.passes.partition import saved_for_backward
 from deepcompile_zero3.passes.rewritten import (
     Rewritten,
     State,

@@ -52,7 +52,7 @@ class _Attach(torch.autograd.Function):
 
 
 def attach(full: torch.Tensor, placeholder: torch.Tensor) -> torch.Tensor:
-    """Returns ``full``, made of other parameters, whose gradient is that of ``placeholder``."""
+    """Returns ``full``, made of gathered payloads, whose gradient is that of ``placeholder``."""
     return _Attach.apply(full, placeholder)
 
 

@@ -54,7 +54,7 @@ def offload_saved(
         tier: number of the file.
 
     Returns:
-        The sizes in bytes of the tensors that go, by the names of their nodes.
+        The sizes in bytes of the tensors that are offloaded, by the names of their nodes.
     """
     graph, output = gm.graph, gm.graph.output_node()
     order = {node: position for position, node in enumerate(graph.nodes)}

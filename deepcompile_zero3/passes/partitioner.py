@@ -7,15 +7,15 @@ from typing import Any, TypeVar
 from torch import fx
 
 from deepcompile_zero3.graph.metadata import FIRST_SAVED
-from deepcompile_zero3.passes.descriptions import find_parameters
-from deepcompile_zero3.passes.facts import ParameterFacts
-from deepcompile_zero3.passes.partition import (
+from deepcompile_zero3.passes.backward_gathers import (
     decide_backward_gathers,
     recompute_functions_of_parameters,
 )
+from deepcompile_zero3.passes.facts import ParameterFacts
+from deepcompile_zero3.passes.graph_parameters import find_parameters
 from deepcompile_zero3.passes.pipeline import Pipeline, source_key
+from deepcompile_zero3.passes.region_results import separate_results
 from deepcompile_zero3.passes.regions import RegionFacts, region_of
-from deepcompile_zero3.passes.results import separate_results
 from deepcompile_zero3.torch_internals import compiler
 
 _Key = TypeVar("_Key")

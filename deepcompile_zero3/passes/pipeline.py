@@ -1,4 +1,4 @@
-"""Runs the passes in their order on a joint graph, a forward and a backward."""
+"""Runs the passes in their order on a forward graph and its backward graph."""
 
 import contextlib
 import functools
@@ -18,8 +18,12 @@ from deepcompile_zero3.graph.log import forward_numbers, log_graph
 from deepcompile_zero3.graph.metadata import KEEP, KEPT_OF, PARAMETER
 from deepcompile_zero3.graph.recording import add_graph, source_of
 from deepcompile_zero3.options import Options
+from deepcompile_zero3.passes.backward_gathers import (
+    drop_needed_in_backward,
+    drop_saved_markers,
+    is_saved_for_backward,
+)
 from deepcompile_zero3.passes.chain import chain_reductions
-from deepcompile_zero3.passes.descriptions import find_parameters, refuse_writes, saved_positions
 from deepcompile_zero3.passes.facts import (
     ParameterFacts,
     in_backward_order,
@@ -27,6 +31,11 @@ from deepcompile_zero3.passes.facts import (
     in_gradient_order,
 )
 from deepcompile_zero3.passes.gather import clone_returned_views, insert_gathers
+from deepcompile_zero3.passes.graph_parameters import (
+    find_parameters,
+    refuse_writes,
+    saved_positions,
+)
 from deepcompile_zero3.passes.graph_pass import (
     Direction,
     GraphFacts,
@@ -36,13 +45,8 @@ from deepcompile_zero3.passes.graph_pass import (
 )
 from deepcompile_zero3.passes.keep import choose_kept
 from deepcompile_zero3.passes.offload import Offload, load_saved, offload_saved
-from deepcompile_zero3.passes.partition import (
-    drop_needed_in_backward,
-    drop_saved_markers,
-    is_saved_for_backward,
-)
 from deepcompile_zero3.passes.reduce import insert_reduces
-from deepcompile_zero3.passes.results import (
+from deepcompile_zero3.passes.region_results import (
     keep_strides_of_regions,
     move_products_out,
 )
@@ -155,7 +159,7 @@ class Pipeline:
         # Only these may be kept: the runtime knows a gradient by its parameter's placeholder.
         known = {n: f for n, f in nodes.items() if is_saved_for_backward(n) or not f.is_trained}
         known, gathered = _gathered(known), _gathered(nodes)
-        run = self._run(graph_module, "forward", nodes.values(), {}, _that_may_be_kept(known))
+        run = self._run(graph_module, "forward", nodes.values(), {}, _keepable(known))
         with run("choose_kept"):
             for node in choose_kept(_sorted(known, in_backward_order), self._keep_bytes):
                 node.meta[KEEP] = True
@@ -181,7 +185,7 @@ class Pipeline:
             del nodes[node]
         inputs = graph_module.graph.find_nodes(op="placeholder")
         saved = {node: node.meta[PARAMETER] for node in inputs if PARAMETER in node.meta}
-        # A parameter that might have been kept and was not is in both.
+        # A parameter that might have been kept and was not appears in both.
         placeholder_of = {f.fqn: node for node, f in (*saved.items(), *nodes.items())}
         _name_placeholders(nodes | saved, self._prefix)
         _name_placeholders(kept, self._prefix, "_full")
@@ -231,7 +235,7 @@ class Pipeline:
 
 
 class _Run:
-    """The passes over one graph: verifies it after each, and runs those of the user's."""
+    """The passes over one graph, which is verified after each; runs the user's passes too."""
 
     def __init__(
         self,
@@ -249,7 +253,7 @@ class _Run:
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """The block is the pass ``name``; behind it run the user's that follow it."""
+        """Runs the body as the pass ``name``, and then the user's passes that follow ``name``."""
         with self._captured(name):
             yield
             self._check(name, (*_CHANGES.get(name, ()), "gathered_peak"))
@@ -300,7 +304,7 @@ def _name_placeholders(
         compiler.rename(node, facts.fqn[prefix:].replace(".", "_") + suffix)
 
 
-def _that_may_be_kept(nodes: Mapping[fx.Node, ParameterFacts]) -> set[fx.Node]:
+def _keepable(nodes: Mapping[fx.Node, ParameterFacts]) -> set[fx.Node]:
     saved = (node for node in nodes if any(user.op == "output" for user in node.users))
     return {node for node in saved if nodes[node].may_be_kept}
 

@@ -6,6 +6,6 @@ from deepcompile_zero3.runtime.buffers import (
     limit_buffers,
     release_buffers,
 )
-from deepcompile_zero3.runtime.collectives import Collective, CollectiveLog, record_collectives
-from deepcompile_zero3.runtime.extension import _C
+from deepcompile_zero3.runtime.collective_log import Collective, CollectiveLog, record_collectives
+from deepcompile_zero3.runtime.load import _C
 from deepcompile_zero3.runtime.operators import REDUCTIONS, WAITS, ops

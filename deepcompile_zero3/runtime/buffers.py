@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from deepcompile_zero3.runtime.extension import _C
+from deepcompile_zero3.runtime.load import _C
 
 
 def release_buffers() -> int:

@@ -2,7 +2,7 @@
 
 ========================================================  ========================================
 ``zero3::unshard(placeholder, contract)``                 returns the full tensor
-``zero3::unshard_as(full, placeholder, contract)``        returns ``full``, made of other parameters
+``zero3::unshard_as(full, placeholder, contract)``        returns ``full``, made of its payloads
 ``zero3::all_gather_start(placeholders, after, ...)``     starts a gather, returns a handle
 ``zero3::all_gather_wait(handle, placeholders, after)``   returns full tensors and a token
 ``zero3::all_gather_views(handle, placeholders, after)``  likewise, as views that no graph owns
@@ -31,7 +31,7 @@ from collections.abc import Sequence
 
 import torch
 
-from deepcompile_zero3.runtime import extension  # noqa: F401 (which defines the operators)
+from deepcompile_zero3.runtime import load  # noqa: F401 (which defines the operators)
 
 ops = torch.ops.zero3
 

@@ -20,7 +20,7 @@ class AllGather:
         for parameter in parameters:
             parameter.refresh()
         self._metadata = {
-            p: p.extension.take(p.leaf.local) for p in parameters if p.extension is not None
+            p: p.extension.take(p.registered.local) for p in parameters if p.extension is not None
         }
         self._gather = _C.Gather([source for p in parameters for source in _sources(p)])
 

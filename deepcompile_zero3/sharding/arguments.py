@@ -16,9 +16,13 @@ from deepcompile_zero3 import grad_dtype, torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.sharding.extension import has_extension
 from deepcompile_zero3.sharding.file_offload import FileOffloadPolicy
-from deepcompile_zero3.sharding.layout import DataParallel, Layout, SpmdMesh
+from deepcompile_zero3.sharding.layout import DataParallelRanks, Layout, SpmdMesh
 from deepcompile_zero3.sharding.module import Zero3Module
-from deepcompile_zero3.sharding.registered import parameters_of, registered_in, unsharded_modules
+from deepcompile_zero3.sharding.module_parameters import (
+    parameters_of,
+    registered_in,
+    unsharded_modules,
+)
 from deepcompile_zero3.transport.process_groups import exists
 
 
@@ -136,7 +140,7 @@ def offloaded(
 
 
 def resolve_reshard(
-    reshard_after_forward: bool | int | None, ranks: DataParallel
+    reshard_after_forward: bool | int | None, ranks: DataParallelRanks
 ) -> tuple[bool | None, int | None]:
     """Returns whether forwards reshard, and over how many ranks; None if over all or none."""
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.blueprint import Blueprint
-from deepcompile_zero3.sharding.layout import DataParallel
+from deepcompile_zero3.sharding.layout import DataParallelRanks
 from deepcompile_zero3.sharding.module import groups_in
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.transport.connection import Connect, Connection
@@ -19,9 +19,11 @@ from deepcompile_zero3.transport.json_collectives import all_gather_json, check_
 
 
 def build(
-    blueprints: Sequence[Blueprint], connects: Mapping[DataParallel, Connect]
+    blueprints: Sequence[Blueprint], connects: Mapping[DataParallelRanks, Connect]
 ) -> tuple[dict[nn.Parameter, ShardedParameter], Exception | None]:
-    """Returns the sharded parameters, or the first error: other ranks wait for it. Collective.
+    """Returns the sharded parameters, or the first error. Collective.
+
+    An error is not raised here: the rank still takes part in the exchange that follows.
 
     ``connects`` are keyed by the ranks that parameters are sharded over.
     """
@@ -102,7 +104,7 @@ def agree_on_model_number(
 
 
 def process_groups_of(
-    meshes: Iterable[DataParallel],
+    meshes: Iterable[DataParallelRanks],
     parameters: Iterable[nn.Parameter],
     modules: Sequence[nn.Module],
 ) -> list[dist.ProcessGroup]:

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from deepcompile_zero3.sharding.module_parameters import all_parameters_of, by_mesh
 from deepcompile_zero3.sharding.norms import gradient_norm
 from deepcompile_zero3.sharding.parameter import ShardedParameter
-from deepcompile_zero3.sharding.registered import all_parameters_of, by_mesh
 from deepcompile_zero3.transport.json_collectives import all_gather_lines, shorten
 
 _REDUCED = "once it was reduced"

@@ -73,7 +73,7 @@ def clip_grad_norm_(
 def _declared_dtype(parameter: torch.Tensor) -> torch.dtype | None:
     """Returns the dtype of the gradient of ``parameter``, whether or not it has one.
 
-    Returns None if it can have none, as quantized weights.
+    Returns None for parameters that cannot have a gradient, such as quantized weights.
     """
     dtype = parameter.grad_dtype if parameter.is_leaf else parameter.dtype
     if dtype is None:

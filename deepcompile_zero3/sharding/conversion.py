@@ -75,7 +75,7 @@ def _rebuild_converted(group: ParameterGroup) -> None:
         if not members:
             continue
         described = [
-            f"'{p.fqn}' converted from {p.leaf.dtype} to {p.shard.dtype}" for p, _ in members
+            f"'{p.fqn}' converted from {p.registered.dtype} to {p.shard.dtype}" for p, _ in members
         ]
         for process_group in ranks.process_groups:
             check_all_alike(
@@ -99,7 +99,7 @@ def _full_of_converted(parameter: ShardedParameter) -> torch.Tensor | None:
 
     Shards may be converted before their first forward.
     """
-    converted = None if parameter.has_run else parameter.leaf.converted_dtype
+    converted = None if parameter.has_run else parameter.registered.converted_dtype
     if converted is None:
         return None
     dtype, like = parameter.mp_policy.param_dtype or converted, parameter.placeholder

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.runtime import _C
+from deepcompile_zero3.sharding.module_parameters import all_parameters_of
 from deepcompile_zero3.sharding.parameter import ShardedParameter
-from deepcompile_zero3.sharding.registered import all_parameters_of
 
 # Parameters whose reduction is deferred now, by id of the shard, which is kept alive here.
 _deferred: dict[int, tuple[torch.Tensor, ShardedParameter]] = {}

@@ -23,10 +23,10 @@ def _deliver(
     moment: _C.Moment,
     model_numbers: Sequence[int],
 ) -> None:
-    """Adds reduced gradients of a backward to ``.grad``.
+    """Adds reduced gradients to ``.grad``.
 
-    The runtime calls this at the end of a backward, and earlier for parameters that
-    ``step_in_backward`` steps.
+    The runtime calls this at the end of a backward or of ``reduce_deposited``, and earlier for
+    parameters that ``step_in_backward`` steps.
     """
     # A parameter that is missing was deleted during its own backward.
     arrived = [(parameter_of(handle.placeholder), reduced) for handle, reduced in gradients]
@@ -39,7 +39,7 @@ def _deliver(
         _run_all_reduce_hooks(delivered)
     shards = [parameter.unchanged_shard() for parameter, _ in delivered]
     for (parameter, reduced), shard in zip(delivered, shards, strict=True):
-        parameter.leaf.accumulate_grad(shard, reduced)
+        parameter.registered.accumulate_grad(shard, reduced)
     for shard in dict.fromkeys(shards):
         for hook in torch_internals.post_accumulate_grad_hooks(shard):
             hook(shard)
@@ -84,7 +84,7 @@ def _prepare_unshard(placeholder: torch.Tensor) -> None:
         payload, parameter = parameter, cast(ShardedParameter, parameter.owner)
         if parameter.extension is not None:
             parameter.refresh()
-            parameter.extension.prepare_op(payload, parameter.leaf.local)
+            parameter.extension.prepare_op(payload, parameter.registered.local)
     if _C.in_backward():
         parameter.refresh()
         republish_if_recomputing([parameter])

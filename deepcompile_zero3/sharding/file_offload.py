@@ -133,7 +133,7 @@ class BudgetedMemory:
 
     def place(self, parameter: ShardedParameter) -> None:
         """Moves the shard of ``parameter`` to the file, if it is one of those that go."""
-        local = parameter.leaf.local
+        local = parameter.registered.local
         if self.offloads(parameter) and _is_movable(local) and not _C.is_in_file(local):
             with torch.inference_mode(False), torch.no_grad():  # it is no inference tensor
                 local.data = self.tier.copy(local)
@@ -142,7 +142,7 @@ class BudgetedMemory:
     def offloads(self, parameter: ShardedParameter) -> bool:
         """Returns whether the shard of ``parameter`` is one of those that go."""
         self._decide()
-        local = parameter.leaf.local
+        local = parameter.registered.local
         return parameter not in self._stay and not torch_internals.is_wrapper(local)
 
     def reserve_states(self, parameters: Sequence[ShardedParameter], state_bytes: int) -> None:
@@ -179,7 +179,7 @@ class BudgetedMemory:
         reduced = min(max(each.settings.bucket_bytes for each in mine), whole)
         room = self._nbytes - 2 * gathered - reduced - sum(map(_nbytes_of_gradient, mine))
         for each in mine:
-            nbytes = _numel_of_shard(each) * each.leaf.dtype.itemsize
+            nbytes = _numel_of_shard(each) * each.registered.dtype.itemsize
             if nbytes <= room:
                 room -= nbytes
                 self._stay.add(each)
@@ -221,5 +221,5 @@ def _numel_of_shard(parameter: ShardedParameter) -> int:
 def _nbytes_of_gradient(parameter: ShardedParameter) -> int:
     if not parameter.shard.requires_grad or parameter.step_early is not None:
         return 0
-    dtype = parameter.shard.grad_dtype or parameter.leaf.dtype
+    dtype = parameter.shard.grad_dtype or parameter.registered.dtype
     return _numel_of_shard(parameter) * dtype.itemsize

@@ -19,12 +19,12 @@ from deepcompile_zero3.sharding.casts import ForwardCasts
 from deepcompile_zero3.sharding.file_offload import FileOffloadPolicy
 from deepcompile_zero3.sharding.fsdp_state import FsdpState
 from deepcompile_zero3.sharding.group import ParameterGroup
-from deepcompile_zero3.sharding.layout import DataParallel, Layout
+from deepcompile_zero3.sharding.layout import DataParallelRanks, Layout
 from deepcompile_zero3.sharding.model import ShardedModel
 from deepcompile_zero3.sharding.module import groups_in
+from deepcompile_zero3.sharding.module_parameters import parameters_of, unsharded_modules
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.sharding.placement import resolve_layout
-from deepcompile_zero3.sharding.registered import parameters_of, unsharded_modules
 from deepcompile_zero3.sharding.swap import original_class, swap_class
 from deepcompile_zero3.transport.choice import TransportName, resolve
 from deepcompile_zero3.transport.connection import Connect, connect
@@ -118,7 +118,7 @@ def fully_shard(
     ignored = arguments.resolve_ignored(ignored_params)
     transport = resolve(transport)
     modules = _outermost(module)
-    ranks_of = functools.cache(DataParallel)
+    ranks_of = functools.cache(DataParallelRanks)
     ranks_of_mesh = ranks_of(mesh) if spmd is None else spmd.ranks
     for each in modules:
         arguments.check_module(each, ignored)
@@ -155,7 +155,7 @@ def fully_shard(
         blueprints.append(
             Blueprint(parameter, submodule, attribute, layout, policy, full, reshard, described)
         )
-    connects: dict[DataParallel, Connect] = {
+    connects: dict[DataParallelRanks, Connect] = {
         ranks: functools.partial(
             connect,
             group=ranks.shard_group,
@@ -181,12 +181,12 @@ def fully_shard(
         each.register_load_state_dict_post_hook(conversion.after_load)
         torch_internals.set_fsdp_state(each, FsdpState(each, group))
         torch_internals.register_forward_hooks(each, group.pre_forward, group.post_forward)
-    _assign_ownership(modules, group, number)
+    _register_model(modules, group, number)
     return module
 
 
 def _outermost(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
-    """Returns the modules that do not lie inside others of them."""
+    """Returns the given modules that are not submodules of another given module."""
     if not isinstance(module, list | tuple):
         return [module]
     modules = list(dict.fromkeys(module))
@@ -248,8 +248,11 @@ def _install(
                 buffer.data = buffer.to(device)
 
 
-def _assign_ownership(modules: list[nn.Module], group: ParameterGroup, number: int) -> None:
-    """Makes ``modules`` the outermost sharded modules of all inside them, and names parameters."""
+def _register_model(modules: list[nn.Module], group: ParameterGroup, number: int) -> None:
+    """Creates the ``ShardedModel`` of ``modules``, and registers its parameters with the runtime.
+
+    ``modules`` are the outermost sharded modules now, and parameters are named after their places.
+    """
     model_module = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
     groups = groups_in(model_module)
     parameters = [parameter for g in groups for parameter in g.parameters]

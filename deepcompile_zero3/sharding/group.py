@@ -20,7 +20,7 @@ from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.all_gather import AllGather, gather_one, republish_if_recomputing
 from deepcompile_zero3.sharding.casts import ForwardCasts
-from deepcompile_zero3.sharding.layout import DataParallel
+from deepcompile_zero3.sharding.layout import DataParallelRanks
 from deepcompile_zero3.sharding.model import ShardedModel
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.sharding.saved import SavedTensors
@@ -49,8 +49,7 @@ class ParameterGroup:
         parameters: the parameters that the group owns. A tied one belongs to the group that met it
             first.
         casts: casts of a forward's inputs and output.
-        connect: for the ranks that parameters are sharded over, ``transport.connection.connect``
-            with these ranks and the group's choices.
+        connect: the functions that connect parameters, by the ranks that they are sharded over.
         model: the sharded model that the group belongs to.
         depth: number of forwards of the group's module that are running.
         forward_prefetch: groups that an eager forward starts to gather once it has this group.
@@ -64,7 +63,7 @@ class ParameterGroup:
         self,
         parameters: list[ShardedParameter],
         casts: ForwardCasts,
-        connect: Mapping[DataParallel, Connect],
+        connect: Mapping[DataParallelRanks, Connect],
         num_modules: int = 1,
     ) -> None:
         self.parameters = parameters
@@ -237,10 +236,9 @@ class ParameterGroup:
             if not recomputes and self.model is not None:
                 _C.forget_uses(self.model.number)
             forward = EagerForward()
-            # A checkpoint counts the saved tensors, which must be the same when it recomputes.
-            # Around a block it gets all of them, whether or not the block is in its model's
-            # forward. Around the outermost module it gets none that we pack. A transform has no
-            # hooks.
+            # A checkpoint requires the same number of saved tensors when it recomputes: inside a
+            # checkpointed block nothing is packed, whether or not the block is in its model's
+            # forward. An outermost module always packs. A transform has no hooks.
             takes = not recomputes and not torch_internals.is_checkpointed()
             if (takes or self.parent is None) and not torch_internals.is_in_transform():
                 forward.saved.start()
@@ -265,7 +263,9 @@ class ParameterGroup:
 
     @torch_internals.disable_dynamo
     def abort_forward(self, depth: int = 0) -> None:
-        """Ends forwards of the group's module but ``depth`` of them; with none left, reshards.
+        """Ends all but ``depth`` of the running forwards of the group's module.
+
+        With none left, reshards.
 
         torch calls no hook after a BaseException that is not an Exception, such as a
         KeyboardInterrupt.

@@ -33,7 +33,7 @@ from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.sharding.owned import Owned, OwnerMesh, own
 
 
-class DataParallel:
+class DataParallelRanks:
     """The ranks that compute on different data with the same parameters.
 
     Attributes:
@@ -94,7 +94,7 @@ class SpmdMesh:
             if dims
         ]
         self._shards = flat[-1]
-        self.ranks = DataParallel(torch_internals.concatenate_meshes(flat))
+        self.ranks = DataParallelRanks(torch_internals.concatenate_meshes(flat))
 
     def layout_of(self, parameter: DTensor, dim: int | None) -> "Layout":
         """Returns the layout of ``parameter``, replicated on the data-parallel dimensions."""
@@ -111,7 +111,7 @@ class SpmdMesh:
         for i, placement in enumerate(parameter.placements):
             if i == self.shard[0]:
                 meshes.append(self._shards)
-                placements.append(_inside(dim, inner, range(i + 1, self.mesh.ndim)))
+                placements.append(_placement_over(dim, inner, range(i + 1, self.mesh.ndim)))
             elif i not in self.shard:
                 meshes.append(self.mesh[(self.mesh.mesh_dim_names or ())[i]])
                 placements.append(placement)
@@ -152,7 +152,7 @@ class Layout:
             are on the device that computes.
     """
 
-    ranks: DataParallel
+    ranks: DataParallelRanks
     dim: int | None
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -162,14 +162,14 @@ class Layout:
     offload: CPUOffloadPolicy | None = None
 
     @staticmethod
-    def owned(parameter: torch.Tensor, ranks: DataParallel, placement: Owned) -> "Layout":
+    def owned(parameter: torch.Tensor, ranks: DataParallelRanks, placement: Owned) -> "Layout":
         """Returns the layout of ``parameter`` that one of ``ranks`` owns."""
         mesh = ranks.owner_mesh(placement.rank)
         placements = (Replicate(),) * mesh.ndim
         return Layout(ranks, 0, mesh, placements, None, parameter.shape, placement.rank)
 
     @staticmethod
-    def of(parameter: torch.Tensor, ranks: DataParallel, dim: int | None = 0) -> "Layout":
+    def of(parameter: torch.Tensor, ranks: DataParallelRanks, dim: int | None = 0) -> "Layout":
         """Returns the layout of ``parameter``, sharded on dimension ``dim`` over ``ranks``.
 
         If ``dim`` is None, it is replicated.
@@ -186,7 +186,7 @@ class Layout:
             parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride()
         )
         mesh = torch_internals.concatenate_meshes([ranks.mesh, inner.mesh])
-        placement = _inside(dim, inner, range(inner.mesh.ndim))
+        placement = _placement_over(dim, inner, range(inner.mesh.ndim))
         sizes = torch_internals.local_tensor(parameter).shape
         return Layout(ranks, dim, mesh, (*replicate, placement, *inner.placements), inner, sizes)
 
@@ -325,7 +325,7 @@ class Layout:
 
 
 class _FirstOfEqual(torch.autograd.Function):
-    """Reads the first of equal rows [world, n] -> [*sizes], whose gradient goes to all of them."""
+    """Returns the first of equal rows, [world, n] -> [*sizes]. Its gradient goes to all rows."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, sizes: torch.Size) -> torch.Tensor:
@@ -337,7 +337,7 @@ class _FirstOfEqual(torch.autograd.Function):
         return grad.reshape(1, ctx.rows[1]).expand(ctx.rows), None
 
 
-def _inside(dim: int | None, inner: Inner, mesh_dims: range) -> Placement:
+def _placement_over(dim: int | None, inner: Inner, mesh_dims: range) -> Placement:
     """Returns the placement that shards dimension ``dim``, if any, of each part of ``inner``.
 
     The parts are those of the mesh dimensions ``mesh_dims``, which come after the new one.

@@ -15,8 +15,8 @@ from deepcompile_zero3.sharding.defer import reduce_deferred
 from deepcompile_zero3.sharding.fsdp_methods import FSDP2Methods, refused
 from deepcompile_zero3.sharding.group import ParameterGroup
 from deepcompile_zero3.sharding.handles import GatherHandle, GradientReductionHandle
+from deepcompile_zero3.sharding.module_parameters import registered_in
 from deepcompile_zero3.sharding.parameter import ShardedParameter
-from deepcompile_zero3.sharding.registered import registered_in
 from deepcompile_zero3.sharding.step_in_backward import refuse_if_stepped_in_backward
 
 

@@ -21,7 +21,7 @@ from deepcompile_zero3.sharding.local_step import (
     parameters_replaced,
 )
 from deepcompile_zero3.sharding.memory import Memory
-from deepcompile_zero3.sharding.registered import parameters_in
+from deepcompile_zero3.sharding.module_parameters import parameters_in
 
 
 def offload_optimizer(
@@ -144,7 +144,7 @@ def _parts(optimizer: torch.optim.Optimizer, part_bytes: int) -> Iterator[list[l
 
 
 class _Part:
-    """Parameters that are stepped at a time, by group, and their states."""
+    """Parameters of each group that are stepped together, and their states."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, parameters: list[list[torch.Tensor]]

@@ -25,8 +25,8 @@ from deepcompile_zero3.options import Schedule
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding import extension
 from deepcompile_zero3.sharding.blueprint import Blueprint
-from deepcompile_zero3.sharding.leaf import ShardedLeaf
 from deepcompile_zero3.sharding.memory import Memory
+from deepcompile_zero3.sharding.registered_shard import RegisteredShard
 from deepcompile_zero3.transport.connection import Connection, channel_of
 
 # Metadata key of an autograd node: the models whose parameters it brings gradients.
@@ -71,7 +71,7 @@ class ShardedParameter:
 
     def __init__(self, blueprint: Blueprint, connection: Connection) -> None:
         layout = blueprint.layout
-        self.leaf = ShardedLeaf(blueprint)
+        self.registered = RegisteredShard(blueprint)
         self.group: weakref.ref[object] | None = None
         self._model: weakref.ref[_Model] | None = None
         self.position = 0
@@ -147,7 +147,7 @@ class ShardedParameter:
         """Puts the shard into the module, once all ranks have built theirs. Returns the shard."""
         connection, self._connection = cast(Connection, self._connection), None
         self._connect(connection)
-        shard = self.leaf.install()
+        shard = self.registered.install()
         self._follow(shard)
         return shard
 
@@ -163,8 +163,8 @@ class ShardedParameter:
     def rebuild(self, full: torch.Tensor, connection: Connection) -> None:
         """Computes with ``full``, the placeholder in another dtype, and keeps all settings."""
         shard, old = self.shard, self.handle
-        self.leaf.inherit_grad_dtype(shard, self.declared_grad_dtype)
-        self.leaf.dtype = shard.dtype
+        self.registered.inherit_grad_dtype(shard, self.declared_grad_dtype)
+        self.registered.dtype = shard.dtype
         self._build(full, shard.requires_grad)
         for name in vars(_C.Settings):
             if not name.startswith("_"):
@@ -178,9 +178,9 @@ class ShardedParameter:
             self.join(self.model, self.fqn)
 
     def _follow(self, shard: DTensor) -> None:
-        self.leaf.follow(shard)
+        self.registered.follow(shard)
         self.handle.follow_version(shard)
-        self.handle.shard = self.layout.shard_rows(self.leaf.local)
+        self.handle.shard = self.layout.shard_rows(self.registered.local)
 
     @property
     def payloads(self) -> list[extension.Payload]:
@@ -195,12 +195,12 @@ class ShardedParameter:
     @property
     def shard(self) -> DTensor:
         """The DTensor ``nn.Parameter`` that the model registers now, or the last that it did."""
-        return self.leaf.shard
+        return self.registered.shard
 
     @property
     def fqn(self) -> str:
         """Name relative to the outermost sharded module, for people."""
-        return self.leaf.fqn
+        return self.registered.fqn
 
     @property
     def model(self) -> _Model | None:
@@ -210,7 +210,7 @@ class ShardedParameter:
     def join(self, model: _Model, fqn: str) -> None:
         """Makes the parameter one of ``model``, with the name ``fqn``."""
         self._model = weakref.ref(model)
-        self.leaf.fqn = self.handle.fqn = fqn
+        self.registered.fqn = self.handle.fqn = fqn
         self.handle.model_number = model.number
         self.handle.register()
         self.update_guard_key()
@@ -242,7 +242,7 @@ class ShardedParameter:
         if full.grad_fn is not None:
             keep_models_alive(full.grad_fn, [self])
         value = full if self.is_read_as_gathered else self.layout.value_of(full)
-        self.leaf.give_attributes(value)
+        self.registered.give_attributes(value)
         if value is not full and value.requires_grad:  # else uses would be summed before the cast
             _C.declare_grad_dtype(value, self.settings.gradient_dtypes.leaf)
         return value
@@ -261,9 +261,9 @@ class ShardedParameter:
                 f"'{self.fqn}' is not a leaf now: a sharded model computes with its own "
                 "parameters, and functional_call with others that are computed is not supported"
             )
-        if torch_internals.local_tensor(shard) is not self.leaf.local:
-            self.leaf.check_replacement(shard)
-            self.leaf.inherit_grad_dtype(shard, self.declared_grad_dtype)
+        if torch_internals.local_tensor(shard) is not self.registered.local:
+            self.registered.check_replacement(shard)
+            self.registered.inherit_grad_dtype(shard, self.declared_grad_dtype)
             self._follow(shard)
             self.handle.reshard()
         return shard
@@ -303,7 +303,7 @@ class ShardedParameter:
         return as_traced
 
     def prepare_reduction(self) -> None:
-        """Prepares a reduction outside of a backward, which no forward may follow.
+        """Prepares a reduction outside of a backward. No forward may have come before it.
 
         If the shard was replaced after a forward, the settings of that forward stay.
         """
@@ -316,7 +316,7 @@ class ShardedParameter:
     def _set_grad_dtype(self, declared: torch.dtype | None) -> None:
         self.declared_grad_dtype = declared
         dtypes = grad_dtype.resolve(
-            declared, self.leaf.dtype, self.compute_dtype, self.mp_policy.reduce_dtype
+            declared, self.registered.dtype, self.compute_dtype, self.mp_policy.reduce_dtype
         )
         self.settings.gradient_dtypes = dtypes.quantized_like(self.settings.gradient_dtypes)
         # Dynamo keeps each string that it meets among the globals of what it traces.

@@ -11,16 +11,16 @@ from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.sharding import arguments
 from deepcompile_zero3.sharding.extension import has_extension
-from deepcompile_zero3.sharding.layout import DataParallel, Layout, SpmdMesh
+from deepcompile_zero3.sharding.layout import DataParallelRanks, Layout, SpmdMesh
 from deepcompile_zero3.sharding.owned import Owned
 
 
 def resolve_layout(
     fqn: str,
     parameter: nn.Parameter,
-    ranks: DataParallel,
+    ranks: DataParallelRanks,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None,
-    ranks_of: Callable[[DeviceMesh], DataParallel],
+    ranks_of: Callable[[DeviceMesh], DataParallelRanks],
     spmd: SpmdMesh | None,
 ) -> Layout:
     """Returns how ``parameter`` will lie on ``ranks``, or as the user asks for.
@@ -84,7 +84,7 @@ def _layout_of_owned(
     placement: Owned,
     fqn: str,
     parameter: nn.Parameter,
-    ranks: DataParallel,
+    ranks: DataParallelRanks,
     spmd: SpmdMesh | None,
 ) -> Layout:
     world_size = ranks.shard_group.size()
@@ -112,7 +112,7 @@ def _layout_along(
     dim: int | None,
     fqn: str,
     parameter: nn.Parameter,
-    ranks: DataParallel,
+    ranks: DataParallelRanks,
     spmd: SpmdMesh | None,
 ) -> Layout:
     if spmd is not None:

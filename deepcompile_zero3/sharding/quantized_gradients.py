@@ -7,7 +7,7 @@ from torch import nn
 
 from deepcompile_zero3.errors import Zero3Error, check_bool
 from deepcompile_zero3.quantized_format import can_be_quantized, check_block, check_dtype, format_of
-from deepcompile_zero3.sharding.registered import all_parameters_of
+from deepcompile_zero3.sharding.module_parameters import all_parameters_of
 
 
 def quantize_gradients(

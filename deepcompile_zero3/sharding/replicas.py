@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from deepcompile_zero3 import grad_dtype, torch_internals
 from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.sharding.module_parameters import by_mesh
 from deepcompile_zero3.sharding.parameter import ShardedParameter
-from deepcompile_zero3.sharding.registered import by_mesh
 from deepcompile_zero3.transport.json_collectives import all_gather_json, all_gather_lines, shorten
 
 _COMPARISON = "comparison of replicas"

@@ -12,8 +12,8 @@ from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.group import group_of
 from deepcompile_zero3.sharding.local_step import check_optimizer, parameters_replaced
 from deepcompile_zero3.sharding.model import models_numbered
+from deepcompile_zero3.sharding.module_parameters import parameters_in
 from deepcompile_zero3.sharding.parameter import ShardedParameter
-from deepcompile_zero3.sharding.registered import parameters_in
 
 # Attribute of a shard that backwards step: the FQN.
 _STEPPED_AS = "_zero3_stepped_in_backward_as"

@@ -20,8 +20,8 @@ from deepcompile_zero3.runtime import ops
 from deepcompile_zero3.sharding.flat_weights import ReadsFlatWeights, forget_flat_weights
 from deepcompile_zero3.sharding.group import ParameterGroup, group_of
 from deepcompile_zero3.sharding.module import Zero3Module
+from deepcompile_zero3.sharding.module_parameters import parameters_of
 from deepcompile_zero3.sharding.parameter import ShardedParameter, parameter_of
-from deepcompile_zero3.sharding.registered import parameters_of
 
 # Name of a parameter, whether it is read as gathered, and whether it has attributes to carry over.
 _Read: TypeAlias = tuple[str, bool, bool]
@@ -39,7 +39,7 @@ def swap_class(module: nn.Module, group: ParameterGroup | None = None) -> None:
     """
     cls = original_class(module)
     parameters = parameters_of(module).items()
-    reads = tuple((n, p.is_read_as_gathered, bool(p.leaf.attributes)) for n, p in parameters)
+    reads = tuple((n, p.is_read_as_gathered, bool(p.registered.attributes)) for n, p in parameters)
     bases = (Zero3Module,) if group is not None or isinstance(module, Zero3Module) else ()
     if group is not None:
         module.__dict__["_zero3_group"] = group
@@ -120,7 +120,7 @@ def _property(name: str, is_read_as_gathered: bool, has_attributes: bool) -> pro
             if is_read_as_gathered and not has_attributes:
                 return full
             value = parameter.layout.value_of(full)
-            parameter.leaf.give_attributes(value)
+            parameter.registered.give_attributes(value)
         else:
             value = group_of(parameter).read(parameter)
         # A local tensor is registered while code computes with local tensors: `is_local_part`.
@@ -149,5 +149,5 @@ def _prepare(placeholder: torch.Tensor) -> str:
     with contextlib.suppress(Zero3Error):
         parameter.prepare_forward()
     if parameter.extension is not None and not parameter.extension.is_prepared:
-        parameter.extension.prepare_graph(parameter.leaf.local)
+        parameter.extension.prepare_graph(parameter.registered.local)
     return parameter.leaf_contract

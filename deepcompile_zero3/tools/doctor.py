@@ -29,7 +29,7 @@ import deepcompile_zero3
 import deepcompile_zero3.torch_internals.compiler
 from deepcompile_zero3 import torch_release
 from deepcompile_zero3.runtime import _C
-from deepcompile_zero3.sharding.registered import all_parameters_of
+from deepcompile_zero3.sharding.module_parameters import all_parameters_of
 
 _TIMEOUT = datetime.timedelta(seconds=180)
 _OPTIONAL = ("transformers", "plotly", "matplotlib")  # for plans of configs, pages and pictures

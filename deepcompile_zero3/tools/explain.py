@@ -14,8 +14,8 @@ from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.graph.capture import capture_graphs
 from deepcompile_zero3.passes.graph_pass import parse_options
 from deepcompile_zero3.sharding.model import by_fqn
+from deepcompile_zero3.sharding.module_parameters import all_parameters_of
 from deepcompile_zero3.sharding.parameter import ShardedParameter
-from deepcompile_zero3.sharding.registered import all_parameters_of
 from deepcompile_zero3.tools.planning.machine import Machine, machine_of
 from deepcompile_zero3.tools.planning.simulate import simulate
 from deepcompile_zero3.tools.report import Report, report_of

@@ -14,7 +14,7 @@ from deepcompile_zero3.graph.metadata import COMMENT, formats_of, fqns_of
 from deepcompile_zero3.graph.peak import gathered_items
 from deepcompile_zero3.graph.size import nbytes_of, nbytes_of_tensor
 from deepcompile_zero3.graph.text import short_name
-from deepcompile_zero3.passes.descriptions import saved_outputs
+from deepcompile_zero3.passes.graph_parameters import saved_outputs
 from deepcompile_zero3.passes.reduce import ReductionComment
 from deepcompile_zero3.quantized_format import nbytes_of as nbytes_of_rows
 from deepcompile_zero3.runtime import REDUCTIONS, WAITS, ops

@@ -22,8 +22,8 @@ class Connection:
     Attributes:
         medium: the memory that ranks share, or the transport by messages, which is one for all
             parameters of a group.
-        messages: the transport of what is gathered in place of shards. No rank computes with what
-            it would read in shared memory.
+        messages: the transport of payloads and of quantized shards. They are converted after the
+            gather, so that to read them in shared memory would save no copy.
         after_forward: the ranks that a parameter is sharded over between forward and backward, if
             they are others, and the messages between them.
     """
@@ -83,16 +83,16 @@ def connect(
     asked = transport == "c10d"
     gathers = channel_of(group, device, sends_to_itself=asked)
     if parts is not None:
-        between_gathers = _C.Messages(gathers, gathers)
-        return [Connection(part, between_gathers) for part in parts]
-    # All ranks make groups of our own before one of them may fail.
+        payload_messages = _C.Messages(gathers, gathers)
+        return [Connection(part, payload_messages) for part in parts]
+    # To make a process group is collective: it comes before all that may fail on one rank.
     reductions = channel_of(group_for_reductions(group), device, sends_to_itself=asked)
     messages = _C.Messages(gathers, reductions)
-    there = None
+    fewer = None
     if after_forward is not None:
         channel = channel_of(neighbours(group, after_forward), device)
-        there = channel, _C.Messages(channel, reductions)
-    return [Connection(messages, messages, there)] * len(fulls)
+        fewer = channel, _C.Messages(channel, reductions)
+    return [Connection(messages, messages, fewer)] * len(fulls)
 
 
 def channel_of(

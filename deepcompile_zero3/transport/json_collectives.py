@@ -49,12 +49,12 @@ def on_all_ranks(
     """Returns the result of ``function``; raises on all ranks if it raises on one. Collective.
 
     Args:
-        what: the call, in which all ranks are.
-        function: what a rank does by itself.
+        what: name of the collective call, for messages.
+        function: what each rank does by itself.
         group: process group of the ranks; None means all ranks of the job, if there are any.
 
     Raises:
-        ErrorOnARank: it raised on a rank. The message is the first line of that error's.
+        ErrorOnARank: ``function`` raised on a rank. The message is the first line of its error.
     """
     result, error = None, ""
     try:

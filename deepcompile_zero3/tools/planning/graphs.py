@@ -23,8 +23,8 @@ from deepcompile_zero3.options import Options
 from deepcompile_zero3.passes.pipeline import Pipeline
 from deepcompile_zero3.sharding.fully_shard import fully_shard
 from deepcompile_zero3.sharding.model import ShardedModel, by_fqn
+from deepcompile_zero3.sharding.module_parameters import all_parameters_of, registered_in
 from deepcompile_zero3.sharding.parameter import ShardedParameter
-from deepcompile_zero3.sharding.registered import all_parameters_of, registered_in
 from deepcompile_zero3.tools.explain import without_a_trace
 from deepcompile_zero3.tools.report import line_of_break
 from deepcompile_zero3.torch_internals import compiler

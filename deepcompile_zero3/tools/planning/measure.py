@@ -17,7 +17,7 @@ from deepcompile_zero3.graph.text import graph_text
 from deepcompile_zero3.runtime import _C, ops
 from deepcompile_zero3.sharding.all_gather import AllGather
 from deepcompile_zero3.sharding.fully_shard import fully_shard
-from deepcompile_zero3.sharding.registered import all_parameters_of
+from deepcompile_zero3.sharding.module_parameters import all_parameters_of
 from deepcompile_zero3.tools.planning.kernels import Kernel, aten, is_inlined, results_of
 from deepcompile_zero3.tools.planning.machine import Link, Machine
 from deepcompile_zero3.torch_internals import compiler

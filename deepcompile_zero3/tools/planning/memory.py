@@ -11,7 +11,7 @@ from deepcompile_zero3.graph.alias import base_of
 from deepcompile_zero3.graph.metadata import KEPT_OF, fqns_of
 from deepcompile_zero3.graph.peak import gathered_items
 from deepcompile_zero3.graph.size import nbytes_of
-from deepcompile_zero3.passes.descriptions import saved_outputs
+from deepcompile_zero3.passes.graph_parameters import saved_outputs
 from deepcompile_zero3.runtime import _C, WAITS, ops
 from deepcompile_zero3.tools.planning.kernels import is_collective, is_inlined
 from deepcompile_zero3.tools.timeline import Sample

@@ -19,8 +19,8 @@ from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.graph.recording import Recording, record_graphs
 from deepcompile_zero3.options import Options, Schedule
 from deepcompile_zero3.runtime import _C, release_buffers
+from deepcompile_zero3.sharding.module_parameters import all_parameters_of
 from deepcompile_zero3.sharding.parameter import ShardedParameter
-from deepcompile_zero3.sharding.registered import all_parameters_of
 from deepcompile_zero3.tools.planning.machine import Machine
 from deepcompile_zero3.tools.planning.measure import measure_device, measure_links
 from deepcompile_zero3.tools.scheduling.free_memory import free_bytes

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
-from deepcompile_zero3.runtime.extension import _C
+from deepcompile_zero3.runtime.load import _C
 
 Collective: TypeAlias = _C.Collective
 

@@ -13,7 +13,7 @@ from deepcompile_zero3.sharding.blueprint import Blueprint
 from deepcompile_zero3.sharding.owned import own
 
 
-class ShardedLeaf:
+class RegisteredShard:
     """A DTensor ``nn.Parameter``, and the place of the model where it is registered.
 
     Users may register another shard there, or give the shard another local tensor. The leaf
