@@ -88,7 +88,7 @@ def _floor(workload: Workload, *, writes_back: bool = False) -> Step:
 def _sharded(workload: Workload, fully_shard: Callable, **settings: Any) -> nn.Module:
     """Shards each block, and the rest with the root, as in FSDP2's documentation."""
     model = workload.build()
-    settings = settings | {
+    settings |= {
         "mesh": init_device_mesh(workload.device, (dist.get_world_size(),)),
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=workload.param_dtype, reduce_dtype=workload.reduce_dtype

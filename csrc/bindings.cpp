@@ -15,6 +15,7 @@
 #include "support/error.h"
 #include "support/grad_dtype.h"
 #include "support/heap.h"
+#include "support/host_copies.h"
 #include "support/memory.h"
 #include "tier/bindings.h"
 #include "transport/bindings.h"
@@ -51,7 +52,8 @@ void set_python_deliver(py::function function) {
   PyObject* callable = function.release().ptr();
   set_deliver([callable](const std::vector<ReducedGradient>& gradients, Moment moment,
                          const std::vector<int64_t>& model_numbers) {
-    wait_for_copies(gradients);
+    wait_for_host_copies(Direction::kToHost);
+    if (moment != Moment::kEarly) wait_for_host_copies(Direction::kToDevice);
     py::gil_scoped_acquire gil;
     py::list arguments;
     for (auto& [parameter, shard] : gradients) arguments.append(py::make_tuple(parameter, shard));
@@ -150,6 +152,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("add_uses", [](const std::vector<ParameterPtr>& parameters, bool first) {
     for (auto& parameter : parameters) parameter->add_use(first);
   });
+  m.def(
+      "wait_for_shards", [] { wait_for_host_copies(Direction::kToDevice); },
+      py::call_guard<py::gil_scoped_release>());
   m.def("note_skipped_gathers", &note_skipped_gathers);
   m.def("note_other_gather", [](const Parameter& parameter) {
     if (!in_backward()) parameter.transport->count_unpublished_forward();

@@ -166,6 +166,7 @@ class CompiledGraph:
         else:
             outputs = self._run(*args)
         if not has_backward:
+            _C.wait_for_shards()  # no backward does so
             return outputs
         epochs = _C.ForwardEpochs([parameter.handle for parameter in parameters])
 

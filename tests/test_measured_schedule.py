@@ -30,7 +30,7 @@ from deepcompile_zero3 import (
     fully_shard,
     record_collectives,
 )
-from deepcompile_zero3.graph.recording import is_recording
+from deepcompile_zero3.graph.recording import is_recording_graphs
 from deepcompile_zero3.sharding.module_parameters import registered_in
 from deepcompile_zero3.tools.scheduling import measured_schedule
 from deepcompile_zero3.tools.scheduling.measured_step import MeasuredStep
@@ -115,7 +115,7 @@ def _chosen(quicker, micro_batches=1, file=None, free=1 << 40):
         schedule = MeasuredSchedule(model, file)
         losses, fewer = train(model, schedule, micro_batches=micro_batches)
     assert schedule.is_settled
-    assert not is_recording()
+    assert not is_recording_graphs()
     assert losses == expected
     return schedule.schedule, schedule.reason, gathers, fewer
 
@@ -153,7 +153,7 @@ def _twice(file):
     model = stack()
     schedule = MeasuredSchedule(model, file)
     assert schedule.is_settled
-    assert not is_recording()
+    assert not is_recording_graphs()
     assert schedule.reason.startswith(f"taken from {file}: 1,")
     _, gathers = train(model, schedule, steps=2)
     return first, schedule.schedule, gathers
@@ -218,7 +218,7 @@ def _stays(case):
         schedule.step()
     assert schedule.is_settled
     assert schedule.schedule is None
-    assert not is_recording()
+    assert not is_recording_graphs()
     assert not os.path.exists("unused.json")  # a later run may measure
     return schedule.reason
 
@@ -244,9 +244,9 @@ def _short():
     model = stack()
     schedule = MeasuredSchedule(model)
     train(model, schedule, steps=4)
-    assert is_recording()
+    assert is_recording_graphs()
     del schedule
-    assert not is_recording()
+    assert not is_recording_graphs()
 
 
 def test_training_may_end_before_the_choice(run_ranks):
@@ -281,7 +281,7 @@ def _raising():
         schedule.step()
     assert schedule.is_settled
     assert schedule.reason == "the options stay: MemoryError: none left"
-    assert not is_recording()
+    assert not is_recording_graphs()
 
 
 def test_an_error_settles_it(run_ranks):

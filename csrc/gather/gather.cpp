@@ -76,8 +76,6 @@ std::vector<at::Tensor> Gather::finish(bool fresh) {
   const auto versions = std::exchange(versions_, {});
   for (auto& [places, bucket] : std::exchange(buckets_, {})) {
     const ProfilerRange range([&] { return scope_name(bucket->collective(), "wait"); });
-    // No backward comes that waits for all of this before the shards change.
-    if (!is_recorded && !in_backward() && reads_host_without_backward(places)) bucket->snapshot();
     auto gathered = bucket->finish(fresh);
     for (size_t i = 0; i < gathered.size(); ++i) {
       const auto place = places[i];
@@ -90,13 +88,6 @@ std::vector<at::Tensor> Gather::finish(bool fresh) {
     }
   }
   return fulls;
-}
-
-bool Gather::reads_host_without_backward(const std::vector<size_t>& places) const {
-  return std::ranges::any_of(places, [this](size_t place) {
-    const Parameter& parameter = *parameters_[place];
-    return parameter.is_on_host() && parameter.gradients.pending_uses() == 0;
-  });
 }
 
 at::Tensor Gather::full_of(size_t place, const at::Tensor& gathered) const {

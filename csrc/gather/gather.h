@@ -37,8 +37,6 @@ class Gather {
   void start();
   // Returns the full tensor of a bucket's result: that result, unless it is quantized.
   at::Tensor full_of(size_t place, const at::Tensor& gathered) const;
-  // Whether one of them is in host memory, and no backward of its is expected.
-  bool reads_host_without_backward(const std::vector<size_t>& places) const;
   // Keeps what later forwards and backwards need of a full tensor gathered just now. One that was
   // quantized is for the graph alone that asked for it.
   static void retain(Parameter& parameter, const at::Tensor& full, bool read_only, uint64_t version,

@@ -88,11 +88,13 @@ void copy_all_on_cuda(const std::vector<Copy>& copies, at::ScalarType through, d
                 " to ", to.sizes());
     if (to.numel() == 0) continue;
     const bool is_on_host = from.defined() && from.is_cpu();
-    if (is_on_host && divisor == 1 && from.scalar_type() == to.scalar_type()) {
+    if (is_on_host && divisor == 1 && from.is_contiguous() &&
+        from.scalar_type() == to.scalar_type() &&
+        is_one_cast(from.scalar_type(), through, to.scalar_type())) {
       to.copy_(from, /*non_blocking=*/true);
       continue;
     }
-    // Casts are left to the device.
+    // The device casts and lays out.
     const auto near =
         is_on_host ? from.to(to.device(), from.scalar_type(), /*non_blocking=*/true) : from;
     const bool is_ours =

@@ -10,13 +10,7 @@ namespace zero3 {
 
 ReducedGradient::ReducedGradient(ParameterPtr of, const at::Tensor& reduced)
     : parameter(std::move(of)),
-      shard(parameter->is_on_host() ? copy_to_host(reduced, parameter->shard.is_pinned())
-                                    : reduced) {}
-
-void wait_for_copies(const std::vector<ReducedGradient>& gradients) {
-  for (auto& [parameter, _] : gradients)
-    if (parameter->is_on_host()) wait_for_copies_to_host(parameter->device);
-}
+      shard(parameter->is_on_host() ? copy_to_host(reduced, parameter->shard) : reduced) {}
 
 AllReduce::AllReduce(const Parameter& like, const PartialGradient& partial)
     : channel_(like.replicas),

@@ -25,8 +25,6 @@ struct ReducedGradient {
   ParameterPtr parameter;
   at::Tensor shard;  // [shard_rows, ...], in the shard's dtype
 };
-// The host waits for the copies of `gradients` to host memory.
-void wait_for_copies(const std::vector<ReducedGradient>& gradients);
 
 // All-reduces the shards of several parameters together, in one wire dtype. Reduces, then gathers
 // the sums, so that every rank has the same result.

@@ -1,18 +1,20 @@
 #include "support/host_copies.h"
 
-#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <map>
 #include <mutex>
 #include <utility>
+#include <vector>
 
 namespace zero3 {
 namespace {
 
+std::mutex mutex;
+std::map<std::pair<c10::DeviceIndex, Direction>, c10::Stream> streams;
+
 c10::Stream copy_stream(at::Device device, Direction direction) {
-  static std::mutex mutex;
-  static std::map<std::pair<c10::DeviceIndex, Direction>, c10::Stream> streams;
   std::lock_guard lock(mutex);
   const std::pair key{device.index(), direction};
   auto found = streams.find(key);
@@ -21,6 +23,10 @@ c10::Stream copy_stream(at::Device device, Direction direction) {
     found = streams.emplace(key, devices.getStreamFromGlobalPool(device)).first;
   }
   return found->second;
+}
+
+c10::Stream current_stream(at::Device device) {
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
 }
 
 c10::Event event_on(const c10::Stream& stream) {
@@ -32,23 +38,36 @@ c10::Event event_on(const c10::Stream& stream) {
 }  // namespace
 
 OnCopyStream::OnCopyStream(at::Device device, Direction direction)
-    : guard_(copy_stream(device, direction)) {
-  event_on(guard_.original_stream()).block(stream());
+    : before_(event_on(current_stream(device))), guard_(copy_stream(device, direction)) {
+  before_.block(stream());
 }
 
 c10::Event OnCopyStream::record() const { return event_on(stream()); }
 
-at::Tensor copy_to_host(const at::Tensor& tensor, bool pinned) {
+void wait_on_current_stream(const c10::Event& event, at::Device device) {
+  event.block(current_stream(device));
+}
+
+at::Tensor copy_to_host(const at::Tensor& tensor, const at::Tensor& like) {
   const OnCopyStream guard(tensor.device(), Direction::kToHost);
-  const auto options = at::TensorOptions(tensor.scalar_type()).pinned_memory(pinned);
-  auto copy = at::empty(tensor.sizes(), options);
-  copy.copy_(tensor, /*non_blocking=*/true);
+  auto source = tensor;
+  if (source.strides() != like.strides())  // else the host would lay it out
+    source = at::empty_strided(like.sizes(), like.strides(), tensor.options()).copy_(tensor);
+  const auto options = at::TensorOptions(tensor.scalar_type()).pinned_memory(like.is_pinned());
+  auto copy = at::empty_strided(like.sizes(), like.strides(), options);
+  copy.copy_(source, /*non_blocking=*/true);
   tensor.record_stream(guard.stream());
   return copy;
 }
 
-void wait_for_copies_to_host(at::Device device) {
-  copy_stream(device, Direction::kToHost).synchronize();
+void wait_for_host_copies(Direction direction) {
+  std::vector<c10::Stream> found;
+  {
+    std::lock_guard lock(mutex);
+    for (auto& [key, stream] : streams)
+      if (key.second == direction) found.push_back(stream);
+  }
+  for (auto& stream : found) stream.synchronize();
 }
 
 }  // namespace zero3

@@ -20,8 +20,7 @@ class GatherBucket {
   Collective collective() const;
 
   virtual void start() = 0;
-  // Lets the shards change from now on: finish() returns their values as of start(). Waits for
-  // copies from host memory.
+  // Lets the shards change from now on: finish() returns their values as of start().
   virtual void snapshot() {}
   // Waits, and returns the full tensors in the order of the parameters. If `fresh`, each has its
   // own memory.

@@ -37,8 +37,6 @@ class MessageGather : public GatherBucket {
     }
   }
 
-  ~MessageGather() override { wait_for_copies(); }  // they write to memory that is freed now
-
   // Writes this rank's rows, with the cast in the same pass, and starts the gathers: on a CPU each
   // one once it is written, on other devices all at once, beside the computation if shards are in
   // host memory.
@@ -47,10 +45,10 @@ class MessageGather : public GatherBucket {
     const std::string kind = std::string("gather ") + c10::toString(first.compute_dtype);
     std::string shared;
     int64_t offset = 0;
+    exchange_ = channel_->exchange();
     std::optional<OnCopyStream> beside;
     if (std::ranges::any_of(parameters_, [](auto& parameter) { return parameter->is_on_host(); }))
-      beside.emplace(first.device, Direction::kToDevice);
-    exchange_ = channel_->exchange();
+      begin_beside(beside);
     std::vector<Copy> copies;
     std::vector<Exchange::Piece> pieces;
     const auto send = [&] {
@@ -83,14 +81,10 @@ class MessageGather : public GatherBucket {
     record([this] { return collective(); });
   }
 
-  void snapshot() override {
-    if (copied_) copied_->synchronize();
-  }
-
   // Returns fresh tensors in any case.
   std::vector<at::Tensor> finish(bool) override {
     exchange_->wait();
-    wait_for_copies();
+    if (copied_) wait_on_current_stream(*copied_, parameters_.front()->device);
     std::vector<at::Tensor> fulls;
     std::vector<Copy> copies;
     int64_t offset = 0;
@@ -117,12 +111,12 @@ class MessageGather : public GatherBucket {
   }
 
  private:
-  // The computation waits, and the host does not.
-  void wait_for_copies() {
-    if (!copied_) return;
-    const c10::impl::VirtualGuardImpl devices(copied_->device_type());
-    copied_->block(devices.getStream(parameters_.front()->device));
-    copied_.reset();
+  // Goes on beside the computation, whose memory the rows are in.
+  void begin_beside(std::optional<OnCopyStream>& beside) {
+    beside.emplace(parameters_.front()->device, Direction::kToDevice);
+    for (auto& memory : alone_)
+      if (memory.defined()) memory.record_stream(beside->stream());
+    if (shared_rows_.defined()) shared_rows_.record_stream(beside->stream());
   }
 
   // Elements that a rank's chunk takes in shared rows.

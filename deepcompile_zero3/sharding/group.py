@@ -263,9 +263,7 @@ class ParameterGroup:
 
     @torch_internals.disable_dynamo
     def abort_forward(self, depth: int = 0) -> None:
-        """Ends all but ``depth`` of the running forwards of the group's module.
-
-        With none left, reshards.
+        """Ends all but ``depth`` of the module's running forwards; with none left, reshards.
 
         torch calls no hook after a BaseException that is not an Exception, such as a
         KeyboardInterrupt.
@@ -283,6 +281,8 @@ class ParameterGroup:
         forward, self._forward = self._forward, None
         if forward is None:
             return [self]
+        if not torch.is_grad_enabled():
+            _C.wait_for_shards()  # no backward does so
         groups = dict.fromkeys([self, *forward.saved.stop()])
         for group in forward.prefetched:
             group._gathering = None  # no longer needed

@@ -30,6 +30,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Replicate, Sh
 from torch.distributed.tensor.placement_types import Placement
 
 from deepcompile_zero3 import torch_internals
+from deepcompile_zero3.sharding.first_of_equal import FirstOfEqual
 from deepcompile_zero3.sharding.owned import Owned, OwnerMesh, own
 
 
@@ -220,7 +221,7 @@ class Layout:
     def value_of(self, full: torch.Tensor) -> torch.Tensor:
         """Returns the value that a module reads, from the gathered ``full``. Differentiable."""
         # Either is a single node of autograd, which keeps the leaf's contract.
-        value = _FirstOfEqual.apply(full, self.sizes) if self.dim is None else self.local(full)
+        value = FirstOfEqual.apply(full, self.sizes) if self.dim is None else self.local(full)
         if self.inner is None:
             return value
         grads = self.inner.grad_placements
@@ -296,8 +297,13 @@ class Layout:
             options: Any = {} if rows.device == target else {"device": target}
             local = rows.new_zeros(rows.shape, **options).copy_(rows)
         else:
-            local = torch.empty(rows.shape, dtype=full.dtype, device=target).copy_(rows)
-        shard = torch_internals.with_spec(self.pinned(local), torch_internals.spec_of(like))
+            settings: Any = {
+                "dtype": full.dtype,
+                "device": target,
+                "pin_memory": self._pins(target),
+            }
+            local = torch.empty(rows.shape, **settings).copy_(rows)
+        shard = torch_internals.with_spec(local, torch_internals.spec_of(like))
         own(shard)
         return shard
 
@@ -308,8 +314,10 @@ class Layout:
 
     def pinned(self, local: torch.Tensor) -> torch.Tensor:
         """Returns ``local``, in page-locked memory if shards are offloaded to such."""
-        pins = self.offload and self.offload.pin_memory and local.is_cpu
-        return local.pin_memory() if pins else local
+        return local.pin_memory() if local.numel() and self._pins(local.device) else local
+
+    def _pins(self, device: torch.device) -> bool:
+        return device.type == "cpu" and self.offload is not None and self.offload.pin_memory
 
     @property
     def shard_mesh(self) -> DeviceMesh:
@@ -322,19 +330,6 @@ class Layout:
         group = self.ranks.shard_group
         chunks = full.chunk(group.size())
         return chunks[group.rank()] if group.rank() < len(chunks) else full[:0]
-
-
-class _FirstOfEqual(torch.autograd.Function):
-    """Returns the first of equal rows, [world, n] -> [*sizes]. Its gradient goes to all rows."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, sizes: torch.Size) -> torch.Tensor:
-        ctx.rows = rows.shape
-        return rows[0].view(sizes)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad.reshape(1, ctx.rows[1]).expand(ctx.rows), None
 
 
 def _placement_over(dim: int | None, inner: Inner, mesh_dims: range) -> Placement:

@@ -46,7 +46,7 @@ class ShardedParameter:
     """A parameter of a sharded model, wherever and however often the model registers it.
 
     Attributes:
-        leaf: the shard, and where it is registered.
+        registered: the shard, and where it is registered.
         position: position among the parameters of its model.
         layout: where the parts of the parameter are.
         mp_policy: the policy with the parameter's own ``param_dtype``.

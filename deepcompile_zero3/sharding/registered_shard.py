@@ -16,13 +16,13 @@ from deepcompile_zero3.sharding.owned import own
 class RegisteredShard:
     """A DTensor ``nn.Parameter``, and the place of the model where it is registered.
 
-    Users may register another shard there, or give the shard another local tensor. The leaf
-    follows such a change when it is told to.
+    Users may register another shard there, or give the shard another local tensor. ``follow``
+    takes over such a change.
 
     Attributes:
         fqn: name of the parameter, for people.
         dtype: dtype of the shard.
-        latest: the shard that the leaf followed last.
+        latest: the shard that was followed last.
         local: its local tensor at that time.
         attributes: objects that modules find on what they read, as there were on a parameter of a
             subclass of ``nn.Parameter``.
