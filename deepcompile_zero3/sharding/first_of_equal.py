@@ -10,9 +10,11 @@ class FirstOfEqual(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, sizes: torch.Size) -> torch.Tensor:
+        """Returns the first row, in the shape ``sizes``."""
         ctx.rows = rows.shape
         return rows[0].view(sizes)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Returns the gradient for each row."""
         return grad.reshape(1, ctx.rows[1]).expand(ctx.rows), None
