@@ -85,8 +85,20 @@ def compile_with_inductor(
     pipeline: Pipeline, graph_module: fx.GraphModule, example_inputs: Any, **kwargs: Any
 ) -> Callable:
     """Rewrites a partitioned graph and compiles it. Takes the arguments of ``compile_fx_inner``."""
-    pipeline(graph_module, bool(kwargs.get("is_backward")))
+    is_backward = bool(kwargs.get("is_backward"))
+    pipeline(graph_module, is_backward)
+    if is_backward and pipeline.offloads:
+        example_inputs = _where_they_are(graph_module, example_inputs)
     return compiler.compile_fx_inner(graph_module, example_inputs, **kwargs)
+
+
+def _where_they_are(gm: fx.GraphModule, example_inputs: Iterable[Any]) -> list[Any]:
+    """Returns ``example_inputs`` on the devices where the inputs of the rewritten graph are."""
+    values = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
+    return [
+        value if isinstance(value, torch.Tensor) and value.device != given.device else given
+        for value, given in zip(values, example_inputs, strict=True)
+    ]
 
 
 class CompiledGraph:
@@ -205,8 +217,9 @@ def _compile(
     compile_graph: GraphCompiler,
 ) -> Callable:
     declare_grad_dtypes(gm, pipeline.inputs)
-    donated = compiler.without_donated_buffers() if regions else contextlib.nullcontext()
-    with donated:
+    # An offloaded tensor is no memory to compute in.
+    keeps = regions or pipeline.offloads
+    with compiler.without_donated_buffers() if keeps else contextlib.nullcontext():
         if not options.inductor:
             return _interpreted(gm, example_inputs, pipeline, regions)
         config = dict(options.inductor_config)

@@ -1,5 +1,6 @@
 """Describes the sharded parameters among a graph's inputs to the passes."""
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -98,7 +99,7 @@ def pipeline_of(
     metadata: Iterable[int] = (),
 ) -> Pipeline:
     """Returns the passes over a graph, whose ``inputs`` are known by position."""
-    offload = _offload(parameters)
+    offload = _offload(parameters, options)
     return Pipeline(inputs, options, _keep_bytes(parameters, options), metadata, offload)
 
 
@@ -107,9 +108,22 @@ def _keep_bytes(parameters: Collection[ShardedParameter], options: Options) -> f
     return options.keep_mb * 2**20 * share if (share := _share(parameters)) else 0.0
 
 
-def _offload(parameters: Collection[ShardedParameter]) -> Offload | None:
-    """Returns where a graph's saved tensors go, if the models have a budget of memory."""
+def _offload(parameters: Collection[ShardedParameter], options: Options) -> Offload | None:
+    """Returns where a graph's saved tensors go, if the models have a budget of memory.
+
+    Raises:
+        ValueError: the budget is an option, which is for GPUs, and parameters are on a CPU.
+    """
     memory = next((each.memory for each in map(owner_of, parameters) if each.memory), None)
+    if options.activations_mb < math.inf:
+        for each in map(owner_of, parameters):
+            if (device := each.placeholder.device).type == "cpu":
+                raise ValueError(
+                    f"option 'activations_mb' is {options.activations_mb!r}, but '{each.fqn}' is "
+                    f"on {device}: it moves activations from a GPU to host memory; on CPUs, "
+                    "FileOffloadPolicy moves them to a file"
+                )
+        return Offload(options.activations_mb * 2**20 * _share(parameters), None)
     if memory is None:
         return None
     return Offload(int(memory.activation_bytes * _share(parameters)), memory.tier.number)

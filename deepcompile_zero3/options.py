@@ -42,6 +42,9 @@ class Options:
         keep_mb: maximum size in MiB, or infinity, of the full parameters that the compiled forwards
             of a model keep for backward where ``reshard_after_forward`` is None. Backward gathers
             the others again.
+        activations_mb: maximum size in MiB, or infinity, of the activations that the compiled
+            forwards of a model leave on the GPU for backward. The others wait in page-locked host
+            memory: copies in both directions run beside the computation.
         fp32_weight_grads: whether matmuls of bf16 or fp16 operands return the fp32 sum where they
             compute only a gradient whose ``grad_dtype`` is float32 or None. Eager PyTorch rounds
             the sum first.
@@ -65,6 +68,7 @@ class Options:
     gather_bucket_mb: float = 64.0
     gathers_ahead: int = 1
     keep_mb: float = 64.0
+    activations_mb: float = float("inf")
     fp32_weight_grads: bool = False
     regions: bool | None = None
     gather_dtype: torch.dtype | Callable[[str, nn.Parameter], torch.dtype | None] | None = None
@@ -101,9 +105,10 @@ class Options:
         for name, least, what in (
             ("gather_bucket_mb", sys.float_info.min, "a positive number"),
             ("keep_mb", 0, "a number of at least 0, or infinity"),
+            ("activations_mb", 0, "a number of at least 0, or infinity"),
         ):
             value = getattr(self, name)
-            finite = value != float("inf") or name == "keep_mb"
+            finite = value != float("inf") or name != "gather_bucket_mb"
             if type(value) not in (int, float) or not (value >= least and finite):
                 raise ValueError(f"option '{name}' must be {what}, got {value!r}")
 

@@ -6,6 +6,7 @@
 #include "support/error.h"
 #include "support/in_flight.h"
 #include "tier/file_tier.h"
+#include "tier/host_copy.h"
 #include "tier/transfer.h"
 
 namespace zero3 {
@@ -13,47 +14,69 @@ namespace {
 
 using at::Tensor;
 
-Tensor store_start(const Tensor& tensor, int64_t tier, const std::optional<Tensor>& after) {
-  ZERO3_CHECK(is_movable(tensor), "zero3::store_start takes a dense tensor, got sizes ",
+// Without a tier, a tensor of a device goes to page-locked host memory.
+Tensor store_start(const Tensor& tensor, std::optional<int64_t> tier,
+                   const std::optional<Tensor>& after) {
+  if (!tensor.is_cpu() && !tier) return InFlight<HostCopy>::get().add(HostCopy::store(tensor));
+  ZERO3_CHECK(tier && is_movable(tensor), "zero3::store_start takes a dense tensor, got sizes ",
               tensor.sizes(), ", strides ", tensor.strides());
-  auto stored = FileTier::numbered(tier)->empty(tensor.sizes(), tensor.strides(), tensor.options());
+  auto stored =
+      FileTier::numbered(*tier)->empty(tensor.sizes(), tensor.strides(), tensor.options());
   return InFlight<Transfer>::get().add(Transfer::store(tensor, stored));
 }
 
 // `tensor` is an argument so that its memory is not reused before the copy is made.
 Tensor store_wait(const Tensor& handle, const Tensor& tensor, const std::optional<Tensor>& after) {
+  const char* wrong = "zero3::store_wait takes what zero3::store_start returned";
+  if (!tensor.is_cpu()) {
+    auto copy = InFlight<HostCopy>::get().find(handle);
+    ZERO3_CHECK(copy, wrong);
+    return copy->wait();
+  }
   auto transfer = InFlight<Transfer>::get().find(handle);
-  ZERO3_CHECK(transfer, "zero3::store_wait takes what zero3::store_start returned");
+  ZERO3_CHECK(transfer, wrong);
   return transfer->wait();
 }
 
-// What a hook of the user's has put elsewhere, in place of what was saved, is copied by the wait.
-Tensor load_start(const Tensor& stored, const std::optional<Tensor>& after) {
+// `device` is that of the computation, or empty for the CPU. What a hook of the user's has put
+// elsewhere, in place of what was saved, is copied by the wait.
+Tensor load_start(const Tensor& stored, const std::optional<Tensor>& after, std::string device) {
+  if (!device.empty() && stored.is_cpu())
+    return InFlight<HostCopy>::get().add(HostCopy::load(stored, at::Device(device)));
   const bool is_whole = stored.storage_offset() == 0 && is_movable(stored);
   if (!slab_of(stored) || !is_whole) return at::zeros({1}, at::kLong);
   return InFlight<Transfer>::get().add(Transfer::load(stored));
 }
 
-Tensor load_wait(const Tensor& handle, const Tensor& stored, const std::optional<Tensor>& after) {
+Tensor load_wait(const Tensor& handle, const Tensor& stored, const std::optional<Tensor>& after,
+                 std::string device) {
+  if (!device.empty()) {
+    auto copy = InFlight<HostCopy>::get().find(handle);
+    return copy ? copy->wait() : stored.clone();
+  }
   auto transfer = InFlight<Transfer>::get().find(handle);
   return transfer ? transfer->wait() : stored.clone();
+}
+
+void register_kernels(torch::Library& m) {
+  m.impl("store_start", store_start);
+  m.impl("store_wait", store_wait);
+  m.impl("load_start", load_start);
+  m.impl("load_wait", load_wait);
 }
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(zero3, m) {
   const std::vector<at::Tag> tags{at::Tag::cudagraph_unsafe};
-  m.def("store_start(Tensor tensor, int tier, Tensor? after=None) -> Tensor", tags);
+  m.def("store_start(Tensor tensor, int? tier=None, Tensor? after=None) -> Tensor", tags);
   m.def("store_wait(Tensor handle, Tensor tensor, Tensor? after=None) -> Tensor", tags);
-  m.def("load_start(Tensor stored, Tensor? after=None) -> Tensor", tags);
-  m.def("load_wait(Tensor handle, Tensor stored, Tensor? after=None) -> Tensor", tags);
+  m.def("load_start(Tensor stored, Tensor? after=None, str device='') -> Tensor", tags);
+  m.def("load_wait(Tensor handle, Tensor stored, Tensor? after=None, str device='') -> Tensor",
+        tags);
 }
 
-TORCH_LIBRARY_IMPL(zero3, CPU, m) {
-  m.impl("store_start", store_start);
-  m.impl("store_wait", store_wait);
-  m.impl("load_start", load_start);
-  m.impl("load_wait", load_wait);
-}
+TORCH_LIBRARY_IMPL(zero3, CPU, m) { register_kernels(m); }
+TORCH_LIBRARY_IMPL(zero3, CUDA, m) { register_kernels(m); }
 
 }  // namespace zero3

@@ -44,7 +44,7 @@ from deepcompile_zero3.passes.graph_pass import (
     without_key,
 )
 from deepcompile_zero3.passes.keep import choose_kept
-from deepcompile_zero3.passes.offload import Offload, load_saved, offload_saved
+from deepcompile_zero3.passes.offload import Offload, Saved, load_saved, offload_saved
 from deepcompile_zero3.passes.reduce import insert_reduces
 from deepcompile_zero3.passes.region_results import (
     keep_strides_of_regions,
@@ -104,7 +104,7 @@ class Pipeline:
         common = os.path.commonprefix(fqns)  # noqa: RUF071 (by characters, then cut at a dot)
         self._prefix = common.rfind(".") + 1  # characters of the common module's FQN
         self._kept: dict[str, int] = {}
-        self._offloaded: dict[str, int] = {}  # bytes of saved tensors in a file, by node
+        self._saved = Saved({}, {})
         self.number = -1  # of the forward in this process, once it is rewritten
         self._is_shown = False  # whether passes are captured
 
@@ -115,6 +115,11 @@ class Pipeline:
         keys = [each.declared for each in self.passes if self.inputs]
         metadata = sorted(self.metadata)
         return self.inputs, metadata, *limits, self._fp32_weight_grads, self._offload, keys
+
+    @property
+    def offloads(self) -> bool:
+        """Whether a forward may save copies in another place."""
+        return self._offload is not None
 
     @property
     def may_be_stored(self) -> bool:
@@ -173,7 +178,7 @@ class Pipeline:
             clone_returned_views(graph_module, run.facts.saved)
         with run("offload_saved"):
             if self._offload is not None:
-                self._offloaded = offload_saved(graph_module, run.facts.saved, *self._offload)
+                self._saved = offload_saved(graph_module, run.facts.saved, self._offload)
         return run
 
     def _rewrite_backward(self, graph_module: fx.GraphModule) -> "_Run":
@@ -208,7 +213,8 @@ class Pipeline:
         with run("insert_gathers"):
             insert_gathers(graph_module, nodes, self._bucket_bytes, ahead=self._ahead)
         with run("load_saved"):
-            load_saved(graph_module, self._offloaded)
+            if self._offload is not None:
+                load_saved(graph_module, self._saved, self._offload.most_bytes)
         return run
 
     def _run(

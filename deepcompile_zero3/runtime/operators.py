@@ -9,10 +9,11 @@
 ``zero3::reduce_grad(grad, placeholder, after, ...)``     takes a full gradient, returns a token
 ``zero3::reduce_mm(factors, placeholder, after, ...)``    takes a gradient as factors of a product
 ``zero3::reduce_rows(rows, placeholder, after, ...)``     takes a gradient as indices and values
-``zero3::store_start(tensor, tier, after)``               starts a copy to a file, returns a handle
-``zero3::store_wait(handle, tensor, after)``              returns the copy in the file
-``zero3::load_start(stored, after)``                      starts a copy to memory, returns a handle
-``zero3::load_wait(handle, stored, after)``               returns the copy in memory
+``zero3::store_start(tensor, tier, after)``               starts a copy to a file, or from a GPU to
+                                                          host memory; returns a handle
+``zero3::store_wait(handle, tensor, after)``              returns that copy
+``zero3::load_start(stored, after, device)``              starts to copy it back, returns a handle
+``zero3::load_wait(handle, stored, after, device)``       returns what was copied back
 ========================================================  ========================================
 
 Rewritten graphs contain gathers and reductions in place of ``unshard``. The gradient of
@@ -91,12 +92,14 @@ def _(
 
 
 @torch.library.register_fake("zero3::store_start")
-def _(tensor: torch.Tensor, tier: int, after: torch.Tensor | None = None) -> torch.Tensor:
+def _(
+    tensor: torch.Tensor, tier: int | None = None, after: torch.Tensor | None = None
+) -> torch.Tensor:
     return torch.empty(1, dtype=torch.int64, device="cpu")
 
 
 @torch.library.register_fake("zero3::load_start")
-def _(stored: torch.Tensor, after: torch.Tensor | None = None) -> torch.Tensor:
+def _(stored: torch.Tensor, after: torch.Tensor | None = None, device: str = "") -> torch.Tensor:
     return torch.empty(1, dtype=torch.int64, device="cpu")
 
 
@@ -104,14 +107,17 @@ def _(stored: torch.Tensor, after: torch.Tensor | None = None) -> torch.Tensor:
 def _(
     handle: torch.Tensor, tensor: torch.Tensor, after: torch.Tensor | None = None
 ) -> torch.Tensor:
-    return torch.empty_like(tensor)
+    return torch.empty_like(tensor, device="cpu")
 
 
 @torch.library.register_fake("zero3::load_wait")
 def _(
-    handle: torch.Tensor, stored: torch.Tensor, after: torch.Tensor | None = None
+    handle: torch.Tensor,
+    stored: torch.Tensor,
+    after: torch.Tensor | None = None,
+    device: str = "",
 ) -> torch.Tensor:
-    return torch.empty_like(stored)
+    return torch.empty_like(stored, device=device or None)
 
 
 REDUCTIONS = (ops.reduce_grad.default, ops.reduce_mm.default, ops.reduce_rows.default)

@@ -63,10 +63,11 @@ class Graph:
     # Maximum bytes of gathered parameters alive at once, as planned; without memory that ranks
     # share and, in a backward, what its forward kept.
     gathered_peak: int
-    # Bytes of activations that a forward saves in memory, and in a file. A data-dependent size
-    # counts as 0.
+    # Bytes of activations that a forward saves in memory, in a file, and in host memory beside a
+    # GPU. A data-dependent size counts as 0.
     saved: int
-    offloaded: int
+    in_file: int
+    in_host_memory: int
 
     def parts(self) -> Iterator[str | Table]:
         """Yields the tables and lines of a text about the graph."""
@@ -99,8 +100,11 @@ class Graph:
         if self.kept:
             total = mib(sum(self.kept.values()))
             yield f"keeps {total} MiB that backward does not gather again: {and_more([*self.kept])}"
-        if self.offloaded:
-            yield f"saves {mib(self.offloaded)} MiB in a file, and {mib(self.saved)} in memory"
+        if self.in_file:
+            yield f"saves {mib(self.in_file)} MiB in a file, and {mib(self.saved)} in memory"
+        if self.in_host_memory:
+            host = mib(self.in_host_memory)
+            yield f"saves {host} MiB in host memory, and {mib(self.saved)} on the GPU"
 
 
 def graph_of(direction: str, captured: CapturedGraph, formats: Mapping[str, str]) -> Graph:
@@ -110,15 +114,17 @@ def graph_of(direction: str, captured: CapturedGraph, formats: Mapping[str, str]
     """
     graph = captured.inlined.graph
     saved = _saved(graph)
-    offloaded = {node for node in saved if node.target is ops.store_wait.default}
+    stores: dict[Any, Any] = {n: n.args[0] for n in saved if n.target is ops.store_wait.default}
+    in_file = {node for node, start in stores.items() if len(start.args) > 1}  # a tier is given
     return Graph(
         direction,
         gathers=tuple(_gathers(graph)),
         gradients=tuple(_gradients(graph, formats)),
         kept=dict(_kept(graph)) if direction == "forward" else {},
         gathered_peak=captured.gathered_peak,
-        saved=sum(map(nbytes_of, saved - offloaded)),
-        offloaded=sum(map(nbytes_of, offloaded)),
+        saved=sum(map(nbytes_of, saved - stores.keys())),
+        in_file=sum(map(nbytes_of, in_file)),
+        in_host_memory=sum(map(nbytes_of, stores.keys() - in_file)),
     )
 
 
