@@ -289,10 +289,13 @@ ON_GPU = {
         "compiled, nothing sharded; bf16: a model in bf16, AdamW over its fp32 copy",
         partial(_floor, writes_back=True),
     ),
-    "zero3-activations": Mode(
-        "ours, compiled; of the activations, 10 GiB stay on the GPU",
-        partial(zero3, options={"activations_mb": 10 * 1024}),
-    ),
+    **{
+        f"zero3-activations-{gib}": Mode(
+            f"ours, compiled; of the activations, {gib} GiB stay on the GPU",
+            partial(zero3, options={"activations_mb": gib * 1024}),
+        )
+        for gib in (8, 16)
+    },
     "zero3-offload": Mode(
         "ours, compiled; shards, gradients and AdamW on the CPU",
         partial(zero3, offload_policy=CPUOffloadPolicy()),

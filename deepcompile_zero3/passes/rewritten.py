@@ -160,7 +160,12 @@ class State(NamedTuple):
 
 
 def kind_of(result: Any) -> str:
-    """Returns the dtype, shape and device of a graph's result as text, or what else it is."""
+    """Returns the dtype, shape and device of a graph's result as text, or what else it is.
+
+    What is offloaded is as before.
+    """
+    if isinstance(result, fx.Node) and result.target is ops.store_wait.default:
+        result = result.args[1]
     if not isinstance(result, fx.Node):
         return repr(result)
     value = result.meta.get("val")
