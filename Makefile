@@ -74,7 +74,7 @@ test-gpu: $(VENV)/.installed $(VENV)/.extra-test
 	$(BIN)/python -c 'import sys, torch; from deepcompile_zero3.runtime import _C; \
 	  sys.exit(None if torch.cuda.is_available() and _C.WITH_CUDA else "there is no GPU, or \
 	  the runtime was built without CUDA: make clean, and ZERO3_CUDA=1 CUDA_HOME=... make test-gpu")'
-	$(BIN)/pytest tests/test_gpu.py tests/test_copy.py tests/test_cuda_build.py $(ARGS)
+	$(BIN)/pytest tests/test_gpu.py tests/test_gpu_activations.py tests/test_copy.py tests/test_cuda_build.py $(ARGS)
 	@sanitizer=$$(PATH="$$PATH:$(CUDA_HOME)/bin" command -v compute-sanitizer) || \
 	  { echo "compute-sanitizer is neither on PATH nor in $(CUDA_HOME)/bin: not run"; exit 0; }; \
 	$$sanitizer $(BIN)/python -c 'import torch; torch.ones(1).cuda()' >/dev/null || \

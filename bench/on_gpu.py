@@ -41,7 +41,7 @@ _SANITIZER = (
     "compute-sanitizer --tool memcheck --error-exitcode 1 --report-api-errors no "
     "--kernel-name kns=zero3 "
 )
-_TESTS = "tests/test_{gpu,copy,cuda_build}.py"
+_TESTS = "tests/test_{gpu,gpu_activations,copy,cuda_build}.py"
 _ONE_PROCESS = "tests/test_{ops,eager,hooks,contract_changes,grad_dtype_at_leaf}.py"
 _BENCH = f"{_PYTHON} -m bench gpu --output {KEPT}/$NAME --longest 150 --minutes $MINUTES --parts "
 _STEPS = f"{_BENCH}steps --cache {KEPT}/compiled/steps --modes plain,zero3,fsdp2-blocks --rounds "

@@ -196,6 +196,8 @@ def join(rank: int, world_size: int, store: str, device: str = "cpu") -> None:
     if device == "cuda":
         of_rank = torch.device("cuda", rank)
         torch.cuda.set_device(of_rank)
+        # For AdamW over tensors in host memory.
+        torch.set_num_threads(max(len(os.sched_getaffinity(0)) // world_size, 1))
     else:  # ranks share the processor
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     dist.init_process_group(

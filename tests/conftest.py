@@ -1,5 +1,6 @@
 import contextlib
 import fcntl
+import functools
 import gc
 import hashlib
 import itertools
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 
 import collectives
+import one_rank
 import pytest
 import torch
 from ranks import RankPool
@@ -243,3 +245,34 @@ def run_apart():
 def run_spawned():
     """Like ``run_apart``, but in new interpreters with their own hash seeds and addresses."""
     return _run_in_new_ranks("spawn")
+
+
+def _job_on_gpu(backend, folder):
+    torch.cuda.set_device(0)
+    one_rank.start(backend, folder, device_id=torch.device("cuda", 0))
+    yield
+    one_rank.end()
+
+
+@pytest.fixture
+def nccl(tmp_path):
+    """A job of one rank on a GPU."""
+    yield from _job_on_gpu("nccl", tmp_path)
+
+
+@pytest.fixture
+def nccl_and_gloo(tmp_path):
+    """A job of one rank on a GPU, with collectives on tensors of the CPU too."""
+    yield from _job_on_gpu("cpu:gloo,cuda:nccl", tmp_path)
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    """Returns ``two_ranks(function, *args)``, which calls it on two ranks that are new processes.
+
+    torch's compiler counts the GPUs when it is imported, and a process that is forked afterwards
+    cannot use them.
+    """
+    pool = RankPool(2, "spawn")
+    yield functools.partial(pool.run, timeout=120)
+    pool.close()

@@ -17,6 +17,10 @@ OPERATORS = [
     "reduce_mm",
     "reduce_rows",
     "unshard",
+    "store_start",
+    "store_wait",
+    "load_start",
+    "load_wait",
 ]
 pytestmark = [
     pytest.mark.cuda_build,

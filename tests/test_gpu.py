@@ -1,9 +1,6 @@
 """Steps on a GPU: NCCL with one rank, and two ranks that share the GPU over gloo."""
 
-import functools
-
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
 from experts import TWO, loss_of_all, sharded
@@ -19,7 +16,6 @@ from models import (
     optimizers_of,
     shard,
 )
-from one_rank import end, start
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
@@ -40,33 +36,6 @@ pytestmark = [
     pytest.mark.skipif(not _C.WITH_CUDA, reason="the runtime was built without CUDA"),
 ]
 each_way = pytest.mark.parametrize("how", ["zero3", "interpreted", "eager"])
-
-
-def _job(backend, folder):
-    torch.cuda.set_device(0)
-    start(backend, folder, device_id=torch.device("cuda", 0))
-    yield
-    end()
-
-
-@pytest.fixture
-def nccl(tmp_path):
-    yield from _job("nccl", tmp_path)
-
-
-@pytest.fixture
-def nccl_and_gloo(tmp_path):
-    yield from _job("cpu:gloo,cuda:nccl", tmp_path)
-
-
-@pytest.fixture(scope="module")
-def two_ranks():
-    """Ranks that are new processes. torch's compiler counts the GPUs when it is imported, and a
-    process that is forked afterwards cannot use them.
-    """
-    pool = ranks.RankPool(2, "spawn")
-    yield functools.partial(pool.run, timeout=120)
-    pool.close()
 
 
 def _train(how, steps, **settings):

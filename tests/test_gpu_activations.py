@@ -1,13 +1,9 @@
 """Activations that wait in host memory on a GPU."""
 
-import functools
-
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
 from models import Stack, batch_of, compiled, mean_square, mine, shard
-from test_gpu import nccl, nccl_and_gloo  # noqa: F401
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
@@ -48,12 +44,12 @@ def _assert_same(found, expected):
 @each_way
 @pytest.mark.parametrize("regions", [False, True])
 @pytest.mark.parametrize("activations_mb", [0, 6])
-def test_no_bit_changes(nccl, how, regions, activations_mb):  # noqa: F811
+def test_no_bit_changes(nccl, how, regions, activations_mb):
     expected = _train(how, regions=regions)
     _assert_same(_train(how, regions=regions, activations_mb=activations_mb), expected)
 
 
-def test_no_bit_changes_with_shards_in_host_memory(nccl_and_gloo):  # noqa: F811
+def test_no_bit_changes_with_shards_in_host_memory(nccl_and_gloo):
     settings = {"offload_policy": CPUOffloadPolicy()}
     expected = _train("interpreted", settings=settings)
     _assert_same(_train("interpreted", settings=settings, activations_mb=0), expected)
@@ -66,12 +62,9 @@ def _train_over_gloo():
     _assert_same(_train("zero3", settings=settings, activations_mb=0), expected)
 
 
-def test_no_bit_changes_on_two_ranks():
-    pool = ranks.RankPool(2, "spawn")
-    try:
-        functools.partial(pool.run, timeout=120)(_train_over_gloo)
-    finally:
-        pool.close()
+@pytest.mark.xdist_group("two ranks")
+def test_no_bit_changes_on_two_ranks(two_ranks):
+    two_ranks(_train_over_gloo)
 
 
 def _allocated_by_forward(how, **options):
@@ -92,14 +85,14 @@ def _allocated_by_forward(how, **options):
 
 
 @each_way
-def test_activations_leave_the_gpu(nccl, how):  # noqa: F811
+def test_activations_leave_the_gpu(nccl, how):
     everything = _allocated_by_forward(how)
     assert everything > 30 * MIB
     assert _allocated_by_forward(how, activations_mb=0) < 4 * MIB
     assert _allocated_by_forward(how, activations_mb=16) < 20 * MIB
 
 
-def test_a_graph_that_is_retained_loads_twice(nccl):  # noqa: F811
+def test_a_graph_that_is_retained_loads_twice(nccl):
     model = Stack(width=WIDTH, depth=3).cuda()
     run = compiled(shard(model, model.blocks)[0], "interpreted", activations_mb=0)
     loss = mean_square(run, batch_of(ROWS, WIDTH).cuda())
@@ -111,7 +104,7 @@ def test_a_graph_that_is_retained_loads_twice(nccl):  # noqa: F811
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])  # where a hook puts what was saved
-def test_hooks_on_saved_tensors_may_put_them_elsewhere(nccl, device):  # noqa: F811
+def test_hooks_on_saved_tensors_may_put_them_elsewhere(nccl, device):
     batch = batch_of(ROWS, WIDTH).cuda()
     model = Stack(width=WIDTH, depth=3).cuda()
     model, reference = shard(model, model.blocks)
@@ -128,7 +121,7 @@ def test_hooks_on_saved_tensors_may_put_them_elsewhere(nccl, device):  # noqa: F
         torch.testing.assert_close(mine_.grad.to_local(), whole.grad)
 
 
-def test_explain_shows_what_is_in_host_memory(nccl):  # noqa: F811
+def test_explain_shows_what_is_in_host_memory(nccl):
     model = Stack(width=WIDTH, depth=3).cuda()
     shard(model, model.blocks)
     options = {"inductor": False, "activations_mb": 0}
@@ -136,7 +129,7 @@ def test_explain_shows_what_is_in_host_memory(nccl):  # noqa: F811
     assert "MiB in host memory, and" in str(report)
 
 
-def test_copies_run_beside_the_computation(nccl):  # noqa: F811
+def test_copies_run_beside_the_computation(nccl):
     tensor = torch.randn(64, 32, device="cuda").t()
     torch.cuda._sleep(10**9)
     handle = ops.store_start(tensor)
@@ -149,7 +142,7 @@ def test_copies_run_beside_the_computation(nccl):  # noqa: F811
     assert torch.equal(loaded, tensor)
 
 
-def test_a_copy_that_nobody_waits_for_is_made_before_its_memory_is_used_again(nccl):  # noqa: F811
+def test_a_copy_that_nobody_waits_for_is_made_before_its_memory_is_used_again(nccl):
     stored = torch.arange(2**22, dtype=torch.float32).pin_memory()
     torch.cuda._sleep(10**8)
     ops.load_start(stored, device="cuda")  # the handle dies
@@ -159,7 +152,7 @@ def test_a_copy_that_nobody_waits_for_is_made_before_its_memory_is_used_again(nc
 
 
 @each_way
-def test_graphs_store_and_load(nccl, how):  # noqa: F811
+def test_graphs_store_and_load(nccl, how):
     model = Stack(width=WIDTH, depth=3).cuda()
     run = compiled(shard(model, model.blocks)[0], how, activations_mb=0)
     with capture_graphs() as graphs:

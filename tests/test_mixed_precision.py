@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import Stack, batch_of, compiled, mine
+from one_rank import one_rank  # noqa: F401
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
@@ -145,3 +146,44 @@ def _keep_norms(how):
 @pytest.mark.parametrize("how", ["eager", "interpreted"])
 def test_a_policy_may_override_the_dtype_of_some_parameters(run_ranks, how):
     run_ranks(2, _keep_norms, how)
+
+
+@dataclasses.dataclass
+class _Pair:
+    first: torch.Tensor
+    second: torch.Tensor | None = None
+
+
+class _Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, pair, mask=None, *, scale=1.0, causal=True, kind=dict):
+        assert (mask, causal, kind) == (None, True, dict)
+        return _Pair(self.linear(pair.first) * scale)
+
+
+class _Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(_Layer() for _ in range(2))
+
+    def forward(self, x):
+        pair = _Pair(x)
+        for layer in self.layers:
+            pair = layer(pair, None, scale=2.0)
+        return pair.first
+
+
+@pytest.mark.smoke
+@pytest.mark.usefixtures("one_rank")
+def test_arguments_of_all_kinds_are_cast_in_one_graph():
+    policy = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)
+    model = _Layers()
+    for layer in model.layers:
+        fully_shard(layer, mp_policy=policy)
+    run = compiled(fully_shard(model, mp_policy=policy), "interpreted", fullgraph=True)
+    output = run(batch_of(2, 4))
+    assert output.dtype == torch.float32
+    output.sum().backward()

@@ -32,7 +32,8 @@ def _cast_floats(tree: Any, dtype: torch.dtype) -> Any:
     def cast(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             return leaf.to(dtype) if leaf.is_floating_point() else leaf
-        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+        # Not is_dataclass(): torch 2.11 breaks a graph at an attribute of a type.
+        if hasattr(leaf, "__dataclass_fields__") and not isinstance(leaf, type):
             values = {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf) if f.init}
             return dataclasses.replace(leaf, **_cast_floats(values, dtype))
         return leaf
