@@ -25,6 +25,7 @@ from deepcompile_zero3.graph.capture import is_capturing
 from deepcompile_zero3.graph.log import logs_are_requested
 from deepcompile_zero3.graph.recording import is_recording_graphs, run_recorded
 from deepcompile_zero3.graph_inputs import (
+    check_devices,
     facts_of,
     pipeline_of,
     regions_of,
@@ -120,6 +121,7 @@ class CompiledGraph:
                 "placeholder of a live one: its model was deleted while it was compiled"
             )
         self._positions = tuple(parameters)
+        check_devices(parameters.values(), options)
         options = scheduled(options, parameters.values())
         facts = facts_of(parameters, gm, options)
         formats = [each.gather_format for each in facts.values()]

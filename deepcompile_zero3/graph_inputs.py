@@ -36,6 +36,21 @@ def scheduled(options: Options, parameters: Iterable[ShardedParameter]) -> Optio
     return options if schedule is None else options.with_schedule(schedule)
 
 
+def check_devices(parameters: Iterable[ShardedParameter], options: Options) -> None:
+    """Checks that the graph of ``parameters`` can run with ``options``.
+
+    Raises:
+        ValueError: an option is for GPUs, and a parameter is on a CPU.
+    """
+    for each in parameters:
+        if options.activations_mb < math.inf and each.placeholder.device.type == "cpu":
+            raise ValueError(
+                f"option 'activations_mb' is {options.activations_mb!r}, but '{each.fqn}' is on a "
+                "CPU: the option moves activations from a GPU to host memory. On CPUs, "
+                "offload_policy=FileOffloadPolicy(...) moves them to a file"
+            )
+
+
 def facts_of(
     parameters: Mapping[int, ShardedParameter], lifted: fx.GraphModule, options: Options
 ) -> dict[int, ParameterFacts]:
@@ -109,21 +124,12 @@ def _keep_bytes(parameters: Collection[ShardedParameter], options: Options) -> f
 
 
 def _offload(parameters: Collection[ShardedParameter], options: Options) -> Offload | None:
-    """Returns where a graph's saved tensors go, if the models have a budget of memory.
-
-    Raises:
-        ValueError: the budget is an option, which is for GPUs, and parameters are on a CPU.
-    """
-    memory = next((each.memory for each in map(owner_of, parameters) if each.memory), None)
-    if options.activations_mb < math.inf:
-        for each in map(owner_of, parameters):
-            if (device := each.placeholder.device).type == "cpu":
-                raise ValueError(
-                    f"option 'activations_mb' is {options.activations_mb!r}, but '{each.fqn}' is "
-                    f"on {device}: it moves activations from a GPU to host memory; on CPUs, "
-                    "FileOffloadPolicy moves them to a file"
-                )
-        return Offload(options.activations_mb * 2**20 * _share(parameters), None)
+    """Returns where a graph's saved tensors go, if the models have a budget of memory."""
+    owners = list(map(owner_of, parameters))
+    if options.activations_mb < math.inf and owners:
+        most_bytes = options.activations_mb * 2**20 * _share(parameters)
+        return Offload(most_bytes, None, owners[0].placeholder.device.type)
+    memory = next((each.memory for each in owners if each.memory), None)
     if memory is None:
         return None
     return Offload(int(memory.activation_bytes * _share(parameters)), memory.tier.number)

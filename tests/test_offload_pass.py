@@ -67,7 +67,7 @@ def test_a_forward_waits_for_stores_where_it_has_to(sizes, most):
             assert is_at_end or (live > most * MIB and len(started) - awaited > 2)
             live -= _nbytes(node.args[1])
             awaited += 1
-        if node.name in saved.offloaded:  # earlier ones were waited for where they had to be
+        if node.name in {**saved.offloaded, **saved.resident}:  # waits were where they had to be
             assert live - _nbytes(node) <= most * MIB or len(started) - awaited <= 2
     assert awaited == len(saved.offloaded)
     assert live == resident

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformer_models
+from models import Stack
 from one_rank import one_rank  # noqa: F401
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -232,6 +233,17 @@ def test_a_plan_that_does_not_fit_says_so():
     (remedy,) = (line for line in found.advice if "does not fit" in line)
     assert "What helps there" in remedy
     assert not any("a larger batch hides them" in line for line in found.advice)
+
+
+def test_activations_in_host_memory_are_not_in_the_plan():
+    def on_gpu(**options):
+        call = {"x": torch.zeros(4096, 256)}
+        found = plan(lambda: Stack(256, depth=4), call, world_size=2, options=options)
+        return found.memory["activations"]
+
+    whole = on_gpu()
+    assert on_gpu(activations_mb=0) < 0.5 * whole
+    assert on_gpu(activations_mb=0) < on_gpu(activations_mb=whole / 2**21) < whole
 
 
 class Broken(nn.Module):

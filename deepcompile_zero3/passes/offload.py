@@ -38,10 +38,12 @@ class Offload(NamedTuple):
     Attributes:
         most_bytes: maximum size in bytes of those that stay in memory.
         tier: number of the file, or None for page-locked host memory beside a GPU.
+        device: type of the device that computes. Tensors of others stay where they are.
     """
 
     most_bytes: float
     tier: int | None
+    device: str = "cpu"
 
 
 class Saved(NamedTuple):
@@ -186,14 +188,19 @@ def _awaited_behind(
     sizes: Mapping[fx.Node, int],
     most_bytes: float,
 ) -> list[fx.Node]:
-    """Returns the nodes behind which stores are waited for, of all but those at the end."""
+    """Returns the nodes behind which stores are waited for, of all but those at the end.
+
+    Each is one that exists in any case, so that the wait may take it: a start, a gather's token or
+    an activation that stays.
+    """
     live = started = 0
     found: list[fx.Node] = []
     for node in order:
         live += sizes.get(node, 0)
         is_start = started < len(starts) and node is starts[started]
         started += is_start
-        if not is_start and not _is_token(node):
+        stays = node in sizes and node not in chosen
+        if not (is_start or stays or _is_token(node)):
             continue
         while live > most_bytes and len(found) + _STORES_AHEAD < started:
             live -= sizes[chosen[len(found)]]
@@ -238,8 +245,8 @@ def _is_activation(base: fx.Node) -> bool:
 
 def _fits(node: fx.Node, offload: Offload) -> bool:
     value = node.meta["val"]
-    devices = ("cuda", "meta") if offload.tier is None else ("cpu", "meta")
-    if value.layout is not torch.strided or value.device.type not in devices or is_wrapper(value):
+    is_there = value.device.type in (offload.device, "meta")
+    if value.layout is not torch.strided or not is_there or is_wrapper(value):
         return False
     return hinted_nbytes_of(node) >= _SMALL and _is_dense(value)
 
