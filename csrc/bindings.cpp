@@ -52,8 +52,8 @@ void set_python_deliver(py::function function) {
   PyObject* callable = function.release().ptr();
   set_deliver([callable](const std::vector<ReducedGradient>& gradients, Moment moment,
                          const std::vector<int64_t>& model_numbers) {
-    wait_for_host_copies(Direction::kToHost);
-    if (moment != Moment::kEarly) wait_for_host_copies(Direction::kToDevice);
+    wait_for_host_copies(CopyStream::kGradients);
+    if (moment != Moment::kEarly) wait_for_host_copies(CopyStream::kShards);
     py::gil_scoped_acquire gil;
     py::list arguments;
     for (auto& [parameter, shard] : gradients) arguments.append(py::make_tuple(parameter, shard));
@@ -153,7 +153,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     for (auto& parameter : parameters) parameter->add_use(first);
   });
   m.def(
-      "wait_for_shards", [] { wait_for_host_copies(Direction::kToDevice); },
+      "wait_for_shards", [] { wait_for_host_copies(CopyStream::kShards); },
       py::call_guard<py::gil_scoped_release>());
   m.def("note_skipped_gathers", &note_skipped_gathers);
   m.def("note_other_gather", [](const Parameter& parameter) {

@@ -97,7 +97,9 @@ def _where_they_are(gm: fx.GraphModule, example_inputs: Iterable[Any]) -> list[A
     """Returns ``example_inputs`` on the devices where the inputs of the rewritten graph are."""
     values = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
     return [
-        value if isinstance(value, torch.Tensor) and value.device != given.device else given
+        torch.empty_like(given, device=value.device)
+        if isinstance(value, torch.Tensor) and value.device != given.device
+        else given
         for value, given in zip(values, example_inputs, strict=True)
     ]
 

@@ -7,6 +7,7 @@ from typing import Any
 from torch import fx
 
 from deepcompile_zero3.gather_format import gather_format
+from deepcompile_zero3.graph.recording import is_recording_graphs
 from deepcompile_zero3.options import Options
 from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.passes.lift import uses_of
@@ -40,9 +41,15 @@ def check_devices(parameters: Iterable[ShardedParameter], options: Options) -> N
     """Checks that the graph of ``parameters`` can run with ``options``.
 
     Raises:
-        ValueError: an option is for GPUs, and a parameter is on a CPU.
+        ValueError: ``activations_mb`` is given, and a parameter is on a CPU, or a
+            :class:`MeasuredSchedule` measures steps.
     """
-    for each in parameters:
+    if options.activations_mb < math.inf and is_recording_graphs():
+        raise ValueError(
+            f"option 'activations_mb' is {options.activations_mb!r}, but MeasuredSchedule takes no "
+            "account of copies to host memory: use one of the two"
+        )
+    for each in map(owner_of, parameters):
         if options.activations_mb < math.inf and each.placeholder.device.type == "cpu":
             raise ValueError(
                 f"option 'activations_mb' is {options.activations_mb!r}, but '{each.fqn}' is on a "

@@ -25,10 +25,19 @@ def test_a_store_takes_dense_tensors(tmp_path):
         ops.store_start(tensor[:, :32], tier.number)
     with pytest.raises(Zero3Error, match="takes what zero3::store_start returned"):
         ops.store_wait(torch.zeros(1, dtype=torch.int64), tensor)
+    with pytest.raises(Zero3Error, match="takes a tier for a tensor on the CPU"):
+        ops.store_start(tensor)
     number = tier.number
     del tier, stored
     with pytest.raises(Zero3Error, match=f"offloads to tier {number}, which is gone"):
         ops.store_start(tensor, number)
+
+
+def test_a_store_that_began_with_a_copy_begins_again(tmp_path):
+    tier = _C.FileTier(str(tmp_path))
+    tensor, copy = torch.ones(64, 64), torch.zeros(64, 64)
+    stored = ops.store_wait(ops.store_start(copy, tier.number), tensor)
+    assert torch.equal(stored, tensor)
 
 
 def test_a_forked_process_has_no_part_in_the_file(tmp_path):

@@ -237,7 +237,7 @@ def test_a_plan_that_does_not_fit_says_so():
 
 def test_activations_in_host_memory_are_not_in_the_plan():
     def on_gpu(**options):
-        call = {"x": torch.zeros(4096, 256)}
+        call = {"x": torch.zeros(2**15, 256)}
         found = plan(lambda: Stack(256, depth=4), call, world_size=2, options=options)
         return found.memory["activations"]
 

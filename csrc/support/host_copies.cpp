@@ -12,11 +12,11 @@ namespace zero3 {
 namespace {
 
 std::mutex mutex;
-std::map<std::pair<c10::DeviceIndex, Direction>, c10::Stream> streams;
+std::map<std::pair<c10::DeviceIndex, CopyStream>, c10::Stream> streams;
 
-c10::Stream copy_stream(at::Device device, Direction direction) {
+c10::Stream copy_stream(at::Device device, CopyStream stream) {
   std::lock_guard lock(mutex);
-  const std::pair key{device.index(), direction};
+  const std::pair key{device.index(), stream};
   auto found = streams.find(key);
   if (found == streams.end()) {
     const c10::impl::VirtualGuardImpl devices(device.type());
@@ -37,9 +37,9 @@ c10::Event event_on(const c10::Stream& stream) {
 
 }  // namespace
 
-OnCopyStream::OnCopyStream(at::Device device, Direction direction)
-    : before_(event_on(current_stream(device))), guard_(copy_stream(device, direction)) {
-  before_.block(stream());
+OnCopyStream::OnCopyStream(at::Device device, CopyStream stream)
+    : before_(event_on(current_stream(device))), guard_(copy_stream(device, stream)) {
+  before_.block(guard_.current_stream());
 }
 
 c10::Event OnCopyStream::record() const { return event_on(stream()); }
@@ -49,7 +49,7 @@ void wait_on_current_stream(const c10::Event& event, at::Device device) {
 }
 
 at::Tensor copy_to_host(const at::Tensor& tensor, const at::Tensor& like) {
-  const OnCopyStream guard(tensor.device(), Direction::kToHost);
+  const OnCopyStream guard(tensor.device(), CopyStream::kGradients);
   auto source = tensor;
   if (source.strides() != like.strides())  // else the host would lay it out
     source = at::empty_strided(like.sizes(), like.strides(), tensor.options()).copy_(tensor);
@@ -60,14 +60,14 @@ at::Tensor copy_to_host(const at::Tensor& tensor, const at::Tensor& like) {
   return copy;
 }
 
-void wait_for_host_copies(Direction direction) {
+void wait_for_host_copies(CopyStream stream) {
   std::vector<c10::Stream> found;
   {
     std::lock_guard lock(mutex);
-    for (auto& [key, stream] : streams)
-      if (key.second == direction) found.push_back(stream);
+    for (auto& [key, each] : streams)
+      if (key.second == stream) found.push_back(each);
   }
-  for (auto& stream : found) stream.synchronize();
+  for (auto& each : found) each.synchronize();
 }
 
 }  // namespace zero3

@@ -9,14 +9,19 @@
 
 namespace zero3 {
 
-// Each direction has a stream of its own, so that neither waits for the other.
-enum class Direction : uint8_t { kToDevice, kToHost };
+// The streams for copies of a device. None waits for another.
+enum class CopyStream : uint8_t {
+  kShards,     // to the device
+  kGradients,  // to the host, of shards
+  kStores,     // to the host, of activations
+  kLoads,      // of those, to the device
+};
 
-// While it lives, the current stream is the device's stream for copies in that direction. What is
-// enqueued there waits for what has been enqueued on the stream that is current now.
+// While it lives, the current stream is that one of the device. What is enqueued there waits for
+// what has been enqueued on the stream that is current now.
 class OnCopyStream {
  public:
-  OnCopyStream(at::Device device, Direction direction);
+  OnCopyStream(at::Device device, CopyStream stream);
 
   c10::Stream stream() const { return guard_.current_stream(); }
   // An event after what has been enqueued.
@@ -33,7 +38,7 @@ void wait_on_current_stream(const c10::Event& event, at::Device device);
 // Starts to copy `tensor` to host memory with the strides of `like`, page-locked if that is. The
 // memory of `tensor` is not reused before the copy is made.
 at::Tensor copy_to_host(const at::Tensor& tensor, const at::Tensor& like);
-// The host waits for all copies of this process in that direction.
-void wait_for_host_copies(Direction direction);
+// The host waits for all copies of this process on these streams.
+void wait_for_host_copies(CopyStream stream);
 
 }  // namespace zero3

@@ -1,6 +1,7 @@
 #include "tier/host_copy.h"
 
-#include <ATen/ops/empty_strided.h>
+#include <ATen/SavedTensorHooks.h>
+#include <ATen/ops/empty_like.h>
 
 #include <utility>
 
@@ -8,36 +9,46 @@
 
 namespace zero3 {
 
-HostCopy::HostCopy(at::Tensor source, at::Tensor result, at::Device device, c10::Event made)
-    : source_(std::move(source)),
+HostCopy::HostCopy(const at::Tensor& on_device, at::Tensor result, const void* from,
+                   c10::Stream stream, c10::Event made)
+    : on_device_(on_device),
       result_(std::move(result)),
-      device_(device),
+      from_(from),
+      stream_(stream),
       made_(std::move(made)) {}
 
+// If something failed before anybody has waited, the computation's stream is not behind the copy.
 HostCopy::~HostCopy() {
-  if (source_.defined()) made_.synchronize();  // nobody has waited: something failed
+  if (!on_device_.defined()) return;
+  try {
+    on_device_.record_stream(stream_);
+  } catch (...) {  // the device has failed, or is gone: so are its copies
+  }
 }
 
 std::unique_ptr<HostCopy> HostCopy::store(const at::Tensor& tensor) {
-  const auto options = at::TensorOptions(tensor.scalar_type()).pinned_memory(true);
-  const auto stored = at::empty_strided(tensor.sizes(), tensor.strides(), options);
-  const OnCopyStream stream(tensor.device(), Direction::kToHost);
+  const auto stored =
+      at::empty_like(tensor, at::TensorOptions().device(at::kCPU).pinned_memory(true));
+  const OnCopyStream guard(tensor.device(), CopyStream::kStores);
   stored.copy_(tensor, /*non_blocking=*/true);
-  return std::unique_ptr<HostCopy>(new HostCopy(tensor, stored, tensor.device(), stream.record()));
+  return std::unique_ptr<HostCopy>(
+      new HostCopy(tensor, stored, tensor.const_data_ptr(), guard.stream(), guard.record()));
 }
 
 std::unique_ptr<HostCopy> HostCopy::load(const at::Tensor& stored, at::Device device) {
-  const auto memory =  // of the computation's stream, which the copy is behind
-      at::empty_strided(stored.sizes(), stored.strides(),
-                        at::TensorOptions(stored.scalar_type()).device(device));
-  const OnCopyStream stream(memory.device(), Direction::kToDevice);
-  memory.copy_(stored, /*non_blocking=*/true);
-  return std::unique_ptr<HostCopy>(new HostCopy(stored, memory, memory.device(), stream.record()));
+  // Memory of the computation's stream, which the copy is behind.
+  const auto loaded =
+      at::empty_like(stored, at::TensorOptions().device(device).pinned_memory(false));
+  const OnCopyStream guard(loaded.device(), CopyStream::kLoads);
+  loaded.copy_(stored, /*non_blocking=*/true);
+  return std::unique_ptr<HostCopy>(
+      new HostCopy(loaded, loaded, stored.const_data_ptr(), guard.stream(), guard.record()));
 }
 
 at::Tensor HostCopy::wait() {
-  wait_on_current_stream(made_, device_);
-  source_.reset();
+  wait_on_current_stream(made_, stream_.device());
+  on_device_.reset();
+  if (result_.is_cpu() && at::SavedTensorDefaultHooks::get_hooks()) made_.synchronize();
   return result_;
 }
 

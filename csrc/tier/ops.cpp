@@ -14,28 +14,32 @@ namespace {
 
 using at::Tensor;
 
-// Without a tier, a tensor of a device goes to page-locked host memory.
+// `tier` is the number of the file, or none for page-locked host memory beside a device.
 Tensor store_start(const Tensor& tensor, std::optional<int64_t> tier,
                    const std::optional<Tensor>& after) {
-  if (!tensor.is_cpu() && !tier) return InFlight<HostCopy>::get().add(HostCopy::store(tensor));
-  ZERO3_CHECK(tier && is_movable(tensor), "zero3::store_start takes a dense tensor, got sizes ",
+  ZERO3_CHECK(tier.has_value() == tensor.is_cpu(),
+              "zero3::store_start takes a tier for a tensor on the CPU, and none for others");
+  if (!tier) return InFlight<HostCopy>::get().add(HostCopy::store(tensor));
+  ZERO3_CHECK(is_movable(tensor), "zero3::store_start takes a dense tensor, got sizes ",
               tensor.sizes(), ", strides ", tensor.strides());
   auto stored =
       FileTier::numbered(*tier)->empty(tensor.sizes(), tensor.strides(), tensor.options());
   return InFlight<Transfer>::get().add(Transfer::store(tensor, stored));
 }
 
-// `tensor` is an argument so that its memory is not reused before the copy is made.
+// `tensor` is an argument so that its memory is not reused before the copy is made. It is copied
+// again if a compiler has given store_start a copy: that may have been overwritten since.
 Tensor store_wait(const Tensor& handle, const Tensor& tensor, const std::optional<Tensor>& after) {
   const char* wrong = "zero3::store_wait takes what zero3::store_start returned";
   if (!tensor.is_cpu()) {
     auto copy = InFlight<HostCopy>::get().find(handle);
     ZERO3_CHECK(copy, wrong);
-    return copy->wait();
+    return copy->is_of(tensor) ? copy->wait() : HostCopy::store(tensor)->wait();
   }
   auto transfer = InFlight<Transfer>::get().find(handle);
   ZERO3_CHECK(transfer, wrong);
-  return transfer->wait();
+  auto stored = transfer->wait();
+  return transfer->is_of(tensor) ? stored : Transfer::store(tensor, stored)->wait();
 }
 
 // `device` is that of the computation, or empty for the CPU. What a hook of the user's has put
@@ -52,7 +56,9 @@ Tensor load_wait(const Tensor& handle, const Tensor& stored, const std::optional
                  std::string device) {
   if (!device.empty()) {
     auto copy = InFlight<HostCopy>::get().find(handle);
-    return copy ? copy->wait() : stored.clone();
+    if (copy) return copy->wait();
+    return stored.to(at::Device(device), stored.scalar_type(), /*non_blocking=*/false,
+                     /*copy=*/true);
   }
   auto transfer = InFlight<Transfer>::get().find(handle);
   return transfer ? transfer->wait() : stored.clone();

@@ -27,8 +27,12 @@ const Slab* checked_slab_of(const at::Tensor& stored) {
 
 }  // namespace
 
-Transfer::Transfer(at::Tensor result, std::shared_ptr<FileTier> tier, std::function<void()> copy)
-    : result_(std::move(result)), tier_(std::move(tier)), seconds_(launch(std::move(copy))) {}
+Transfer::Transfer(const at::Tensor& source, at::Tensor result, std::shared_ptr<FileTier> tier,
+                   std::function<void()> copy)
+    : from_(source.const_data_ptr()),
+      result_(std::move(result)),
+      tier_(std::move(tier)),
+      seconds_(launch(std::move(copy))) {}
 
 std::shared_future<double> Transfer::launch(std::function<void()> copy) {
   auto done = std::make_shared<std::promise<double>>();
@@ -56,7 +60,7 @@ std::unique_ptr<Transfer> Transfer::store(const at::Tensor& tensor, const at::Te
               "a tensor in a file was ", stored.dtype(), " ", stored.sizes(), ", strides ",
               stored.strides(), ", and is ", tensor.dtype(), " ", tensor.sizes(), ", strides ",
               tensor.strides(), " now: an optimizer has to keep its states as they are");
-  return std::unique_ptr<Transfer>(new Transfer(stored, slab->tier, [tensor, stored, slab] {
+  return std::unique_ptr<Transfer>(new Transfer(tensor, stored, slab->tier, [tensor, stored, slab] {
     slab->tier->write(tensor.const_data_ptr(), *slab, static_cast<int64_t>(tensor.nbytes()));
   }));
 }
@@ -64,7 +68,7 @@ std::unique_ptr<Transfer> Transfer::store(const at::Tensor& tensor, const at::Te
 std::unique_ptr<Transfer> Transfer::load(const at::Tensor& stored) {
   const Slab* slab = checked_slab_of(stored);
   auto memory = at::empty_strided(stored.sizes(), stored.strides(), stored.options());
-  return std::unique_ptr<Transfer>(new Transfer(memory, slab->tier, [stored, memory, slab] {
+  return std::unique_ptr<Transfer>(new Transfer(stored, memory, slab->tier, [stored, memory, slab] {
     slab->tier->read(*slab, memory.mutable_data_ptr(), static_cast<int64_t>(stored.nbytes()));
   }));
 }

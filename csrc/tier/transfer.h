@@ -21,11 +21,15 @@ class Transfer {
 
   // Waits for the copy, and returns it. Throws what the disk has reported.
   at::Tensor wait();
+  // Whether it is a copy of the memory of `tensor`.
+  bool is_of(const at::Tensor& tensor) const { return tensor.const_data_ptr() == from_; }
 
  private:
-  Transfer(at::Tensor result, std::shared_ptr<FileTier> tier, std::function<void()> copy);
+  Transfer(const at::Tensor& source, at::Tensor result, std::shared_ptr<FileTier> tier,
+           std::function<void()> copy);
   static std::shared_future<double> launch(std::function<void()> copy);
 
+  const void* const from_;
   const at::Tensor result_;
   const std::shared_ptr<FileTier> tier_;
   const std::shared_future<double> seconds_;  // that the copy takes

@@ -113,7 +113,7 @@ class MessageGather : public GatherBucket {
  private:
   // Goes on beside the computation, whose memory the rows are in.
   void begin_beside(std::optional<OnCopyStream>& beside) {
-    beside.emplace(parameters_.front()->device, Direction::kToDevice);
+    beside.emplace(parameters_.front()->device, CopyStream::kShards);
     for (auto& memory : alone_)
       if (memory.defined()) memory.record_stream(beside->stream());
     if (shared_rows_.defined()) shared_rows_.record_stream(beside->stream());

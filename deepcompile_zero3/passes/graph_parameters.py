@@ -39,6 +39,14 @@ def saved_outputs(graph: fx.Graph) -> set[fx.Node]:
     return {results[position] for position in saved_positions(output)}
 
 
+def saved_names(graph: fx.Graph) -> dict[int, str]:
+    """Returns the names of these outputs by position, which the backward's inputs have too."""
+    output = graph.output_node()
+    results: Any = output.args[0]
+    saved = sorted(saved_positions(output))
+    return {i: results[i].name for i in saved if isinstance(results[i], fx.Node)}
+
+
 def saved_positions(output: fx.Node) -> set[int]:
     """Returns the positions of a forward's outputs that are saved for backward."""
     results: Any = output.args[0]

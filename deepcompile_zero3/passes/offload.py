@@ -7,17 +7,18 @@
 
 The place is a file, or host memory beside a GPU. The copies run beside the computation.
 ``store_wait`` reads x too, so that its memory is not reused while it is copied. It stands behind
-the last use of x, where what is saved so far would exceed what may stay: no sooner than some starts
-later, since nothing is to wait for a copy that has just begun. Likewise, ``load_start`` stands
-where what the backward has used up by then leaves room, or some waits ahead of its own. Both take
-tokens and handles ahead of them as ``after``: a compiler may move them, but not ahead of those.
+the last use of x, and where what is saved so far exceeds what may stay, or at the end: no sooner
+than some starts later, since nothing is to wait for a copy that has just begun. Likewise,
+``load_start`` stands where what the backward has used up by then leaves room, or some waits ahead
+of its own. Both take tokens and handles ahead of them as ``after``: a compiler may move them, but
+not ahead of those.
 """
 
 import operator
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import zip_longest
-from typing import Any, NamedTuple
+from itertools import chain, zip_longest
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -46,55 +47,67 @@ class Offload(NamedTuple):
     device: str = "cpu"
 
 
-class Saved(NamedTuple):
-    """What a forward saves: sizes in bytes, by the names of nodes.
+class Resident(NamedTuple):
+    """A storage that a forward saves and leaves in memory.
 
     Attributes:
-        offloaded: activations that go to another place.
+        nbytes: its size in bytes.
+        names: the inputs of the backward that share it. None if the forward also returns it: then
+            it is not free in the backward.
+    """
+
+    nbytes: int
+    names: tuple[str, ...]
+
+
+class Saved(NamedTuple):
+    """The activations that a forward saves.
+
+    Attributes:
+        offloaded: the inputs of its backward that are in another place, by name.
         resident: those that stay in memory.
     """
 
-    offloaded: Mapping[str, int]
-    resident: Mapping[str, int]
+    offloaded: frozenset[str]
+    resident: tuple[Resident, ...]
 
 
-def offload_saved(gm: fx.GraphModule, saved: Collection[int], offload: Offload) -> Saved:
+def offload_saved(gm: fx.GraphModule, saved: Mapping[int, str], offload: Offload) -> Saved:
     """Makes a forward save copies in another place instead of tensors.
 
     Tensors that are computed first, which wait longest for their use, go first.
 
     Args:
         gm: a forward graph.
-        saved: positions of the results that it saves for backward.
+        saved: names of the inputs of its backward, by the positions of the results that it saves.
         offload: where they go, and how much stays.
     """
     graph, output = gm.graph, gm.graph.output_node()
-    chosen, resident = _choose(output, saved, offload)
-    tier = () if offload.tier is None else (offload.tier,)
+    activations = _activations(output, saved, offload)
+    going = [each for each in activations if each.goes]
     starts = []
-    for node in chosen:
-        with graph.inserting_after(node):
-            starts.append(_call(graph, ops.store_start.default, (node, *tier), "store"))
-        starts[-1].meta["val"] = _handle_of(node)
+    for each in going:
+        tier = () if offload.tier is None else (offload.tier,)
+        with graph.inserting_after(each.node):
+            starts.append(_call(graph, ops.store_start.default, (each.node, *tier), "store"))
+        starts[-1].meta["val"] = _handle_of(each.node)
     order = {node: position for position, node in enumerate(graph.nodes)}
-    sizes = {node: hinted_nbytes_of(node) for node in (*chosen, *resident)}
-    awaited = _awaited_behind(order, chosen, starts, sizes, offload.most_bytes)
-    last = max([*starts, *filter(_is_token, order)], key=order.__getitem__, default=output)
-    waits: list[fx.Node] = []
-    for node, start, after in zip_longest(chosen, starts, awaited):
-        place = output.prev
-        if after is not None:
-            behind = [*waits[-1:], after, *(_uses(node) & order.keys())]
-            place = max(behind, key=order.__getitem__)  # the first of equals: a wait
-        after = after or last
-        with graph.inserting_after(place):
-            arguments = (start, node) if after is start else (start, node, after)
+    ends = [max(_uses(each.node), key=order.__getitem__) for each in going]
+    tokens = {*starts, *(e.node for e in activations if not e.goes), *filter(_is_token, order)}
+    places = _places_of_waits(order, activations, starts, ends, tokens, offload.most_bytes)
+    last = max(tokens, key=order.__getitem__, default=output)
+    waits: dict[fx.Node, fx.Node] = {}  # the last one behind each node
+    for each, start, end, token in zip_longest(going, starts, ends, places):
+        place = output.prev if token is None else max(token, end, key=order.__getitem__)
+        after = token or last
+        with graph.inserting_after(waits.get(place, place)):
+            arguments = (start, each.node) if after is start else (start, each.node, after)
             stored = _call(graph, ops.store_wait.default, arguments, "stored")
-        stored.meta["val"] = _on_host(node.meta["val"])
-        order[stored] = order[place]
-        waits.append(stored)
-        output.replace_input_with(node, stored)
-    return Saved(*({n.name: sizes[n] for n in nodes} for nodes in (chosen, resident)))
+        stored.meta["val"] = _on_host(each.node.meta["val"])
+        waits[place] = stored
+        output.replace_input_with(each.node, stored)
+    resident = tuple(Resident(e.nbytes, e.names) for e in activations if not e.goes)
+    return Saved(frozenset(name for each in going for name in each.names), resident)
 
 
 def load_saved(gm: fx.GraphModule, saved: Saved, most_bytes: float) -> None:
@@ -108,24 +121,25 @@ def load_saved(gm: fx.GraphModule, saved: Saved, most_bytes: float) -> None:
     """
     nodes = list(gm.graph.nodes)
     order = {node: position for position, node in enumerate(nodes)}
-    sizes = {**saved.offloaded, **saved.resident}
-    inputs = [n for n in nodes if n.op == "placeholder" and n.name in sizes and n.users]
-    first = {node: min(node.users, key=order.__getitem__) for node in inputs}
-    used_up: Counter[fx.Node] = Counter()  # bytes that are free behind a node
-    for node in inputs:
-        used_up[max(_uses(node), key=order.__getitem__, default=node)] += sizes[node.name]
-    pending = [node for node in inputs if node.name in saved.offloaded]
-    pending.sort(key=lambda node: order[first[node]])
-    loads = _Loads(gm.graph, pending, sum(saved.resident.values()), most_bytes)
-    needed_by: dict[fx.Node, list[fx.Node]] = {}
-    for node in pending:
-        needed_by.setdefault(first[node], []).append(node)
+    inputs = {node.name: node for node in nodes if node.op == "placeholder" and node.users}
+    free: Counter[fx.Node] = Counter()  # bytes that are used up behind a node
+    for nbytes, names in saved.resident:
+        shares = [inputs[name] for name in names if name in inputs]
+        if uses := set().union(*map(_uses, shares)):
+            free[max(uses, key=order.__getitem__)] += nbytes
+    needed: dict[fx.Node, list[fx.Node]] = {}  # what is to be loaded, by its first use
+    for node in (node for name, node in inputs.items() if name in saved.offloaded):
+        needed.setdefault(min(node.users, key=order.__getitem__), []).append(node)
+        free[max(_uses(node), key=order.__getitem__, default=node)] += hinted_nbytes_of(node)
+    pending = [node for use in sorted(needed, key=order.__getitem__) for node in needed[use]]
+    resident = sum(each.nbytes for each in saved.resident)
+    loads = _Loads(gm.graph, pending, resident, most_bytes)
     begin, token = next(node for node in nodes if node.op != "placeholder"), None
     loads.start(begin.prev, None)
     for node in nodes:
-        for needed in needed_by.get(node, ()):
-            loads.wait(needed, node, token)
-        loads.live -= used_up[node]
+        for each in needed.get(node, ()):
+            loads.wait(each, node, token)
+        loads.live -= free[node]
         if node.target in REDUCTIONS or _is_token(node):
             token = node
             loads.start(node, node)
@@ -153,8 +167,9 @@ class _Loads:
             node = self._pending.popleft()
             with self._graph.inserting_after(place):
                 arguments = (node,) if after is None else (node, after)
-                device = node.meta["val"].device.type
-                place = _call(self._graph, ops.load_start.default, arguments, "load", device)
+                place = _call(
+                    self._graph, ops.load_start.default, arguments, "load", **_to_device(node)
+                )
             place.meta["val"] = _handle_of(node)
             self._started[node] = place
             self.live += hinted_nbytes_of(node)
@@ -164,10 +179,11 @@ class _Loads:
         start = self._started.pop(node)
         with self._graph.inserting_before(before):
             arguments = (start, node) if token is None else (start, node, token)
-            device = (value := node.meta["val"]).device.type
-            wait = _call(self._graph, ops.load_wait.default, arguments, "loaded", device)
-        wait.meta["val"] = torch.empty_like(value)
-        node.meta["val"] = _on_host(value)
+            wait = _call(
+                self._graph, ops.load_wait.default, arguments, "loaded", **_to_device(node)
+            )
+        wait.meta["val"] = torch.empty_like(node.meta["val"])
+        node.meta["val"] = _on_host(node.meta["val"])
         node.replace_all_uses_with(wait, lambda user: user not in (start, wait))
         self.start(wait, wait)
 
@@ -181,60 +197,81 @@ class _Loads:
         )
 
 
-def _awaited_behind(
-    order: Iterable[fx.Node],
-    chosen: Sequence[fx.Node],
-    starts: Sequence[fx.Node],
-    sizes: Mapping[fx.Node, int],
-    most_bytes: float,
-) -> list[fx.Node]:
-    """Returns the nodes behind which stores are waited for, of all but those at the end.
+class _Activation(NamedTuple):
+    """A storage that a forward computes and saves.
 
-    Each is one that exists in any case, so that the wait may take it: a start, a gather's token or
-    an activation that stays.
+    Attributes:
+        base: the node that owns it.
+        node: the saved node, or the first of several that share it.
+        nbytes: its size.
+        names: the inputs of the backward that share it; none if the forward also returns it.
+        goes: whether it goes to another place.
     """
-    live = started = 0
-    found: list[fx.Node] = []
-    for node in order:
-        live += sizes.get(node, 0)
-        is_start = started < len(starts) and node is starts[started]
-        started += is_start
-        stays = node in sizes and node not in chosen
-        if not (is_start or stays or _is_token(node)):
-            continue
-        while live > most_bytes and len(found) + _STORES_AHEAD < started:
-            live -= sizes[chosen[len(found)]]
-            found.append(node)
-    return found
+
+    base: fx.Node
+    node: fx.Node
+    nbytes: int
+    names: tuple[str, ...]
+    goes: bool
 
 
-def _choose(
-    output: fx.Node, saved: Collection[int], offload: Offload
-) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Returns the activations that go and those that stay, in the order in which they are computed.
-
-    The latter are one for each storage.
-    """
+def _activations(output: fx.Node, saved: Mapping[int, str], offload: Offload) -> list[_Activation]:
+    """Returns the activations in the order in which they are computed."""
     order = {node: position for position, node in enumerate(output.graph.nodes)}
     results: list[fx.Node | None] = list(output.args[0])  # type: ignore[arg-type]
     returned = {base_of(r) for i, r in enumerate(results) if r is not None and i not in saved}
-    by_base: dict[fx.Node, set[fx.Node]] = {}
-    for position in saved:
+    names: dict[fx.Node, dict[fx.Node, list[str]]] = {}  # by base and saved node
+    for position, name in saved.items():
         node = results[position]
         if node is None or not isinstance(node.meta.get("val"), torch.Tensor):
             continue
         if _is_activation(base := base_of(node)):
-            by_base.setdefault(base, set()).add(node)
-    left = sum(hinted_nbytes_of(base) for base in by_base)
-    chosen, resident = [], []
-    for base, (node, *others) in sorted(by_base.items(), key=lambda item: order[item[0]]):
-        may_go = base not in returned and not others and _fits(node, offload)
-        if may_go and left > offload.most_bytes:
-            chosen.append(node)
-            left -= hinted_nbytes_of(base)
-        else:
-            resident.append(node)
-    return sorted(chosen, key=order.__getitem__), resident
+            names.setdefault(base, {}).setdefault(node, []).append(name)
+    left = sum(map(hinted_nbytes_of, names))
+    found = []
+    for base in sorted(names, key=order.__getitem__):
+        nodes, nbytes = sorted(names[base], key=order.__getitem__), hinted_nbytes_of(base)
+        is_returned = base in returned
+        goes = len(nodes) == 1 and not is_returned and left > offload.most_bytes
+        goes = goes and _fits(nodes[0], offload)
+        left -= nbytes * goes
+        shared = () if is_returned else tuple(chain(*names[base].values()))
+        found.append(_Activation(base, nodes[0], nbytes, shared, goes))
+    return found
+
+
+def _places_of_waits(
+    nodes: Iterable[fx.Node],
+    activations: Sequence[_Activation],
+    starts: Sequence[fx.Node],
+    ends: Sequence[fx.Node],
+    tokens: Collection[fx.Node],
+    most_bytes: float,
+) -> list[fx.Node]:
+    """Returns the tokens behind which stores are waited for, of all but those at the end.
+
+    A token is a node that exists in any case, so that a wait may take it: a start, a gather's
+    token, or an activation that stays. ``ends`` are the last uses of what is stored.
+    """
+    live = started = 0
+    change: Counter[fx.Node] = Counter()  # of live bytes, at a node
+    for each in activations:
+        change[each.base] += each.nbytes
+    going = [each.nbytes for each in activations if each.goes]
+    found: list[fx.Node] = []
+    passed = set()
+    for node in nodes:
+        passed.add(node)
+        live += change[node]
+        started += started < len(starts) and node is starts[started]
+        while node in tokens and live > most_bytes and len(found) + _STORES_AHEAD < started:
+            nbytes, end = going[len(found)], ends[len(found)]
+            if end in passed:
+                live -= nbytes
+            else:
+                change[end] -= nbytes
+            found.append(node)
+    return found
 
 
 def _is_activation(base: fx.Node) -> bool:
@@ -271,11 +308,14 @@ def _uses(node: fx.Node) -> set[fx.Node]:
     return {user for user in readers if user.op != "output"}
 
 
-def _call(
-    graph: fx.Graph, op: OpOverload, arguments: tuple, name: str, device: str = "cpu"
-) -> fx.Node:
-    kwargs: dict[str, Any] = {} if device == "cpu" else {"device": device}
-    return graph.create_node("call_function", op, arguments, kwargs, name=name)
+def _call(graph: fx.Graph, op: OpOverload, arguments: tuple, name: str, **kwargs: str) -> fx.Node:
+    return graph.create_node("call_function", op, arguments, {**kwargs}, name=name)
+
+
+def _to_device(node: fx.Node) -> dict[str, str]:
+    """Returns the keyword argument for the device that a saved tensor is loaded to."""
+    device = node.meta["val"].device.type
+    return {} if device == "cpu" else {"device": device}
 
 
 def _is_token(node: fx.Node) -> bool:

@@ -34,6 +34,7 @@ from deepcompile_zero3.passes.gather import clone_returned_views, insert_gathers
 from deepcompile_zero3.passes.graph_parameters import (
     find_parameters,
     refuse_writes,
+    saved_names,
     saved_positions,
 )
 from deepcompile_zero3.passes.graph_pass import (
@@ -104,7 +105,7 @@ class Pipeline:
         common = os.path.commonprefix(fqns)  # noqa: RUF071 (by characters, then cut at a dot)
         self._prefix = common.rfind(".") + 1  # characters of the common module's FQN
         self._kept: dict[str, int] = {}
-        self._saved = Saved({}, {})
+        self._saved = Saved(frozenset(), ())
         self.number = -1  # of the forward in this process, once it is rewritten
         self._is_shown = False  # whether passes are captured
 
@@ -159,6 +160,7 @@ class Pipeline:
             each.recompile()
 
     def _rewrite_forward(self, graph_module: fx.GraphModule) -> "_Run":
+        saved = saved_names(graph_module.graph)  # before a pass replaces nodes
         nodes = _sorted(find_parameters(graph_module, self.inputs)[0], in_forward_order)
         _name_placeholders(nodes, self._prefix)
         # Only these may be kept: the runtime knows a gradient by its parameter's placeholder.
@@ -178,7 +180,7 @@ class Pipeline:
             clone_returned_views(graph_module, run.facts.saved)
         with run("offload_saved"):
             if self._offload is not None:
-                self._saved = offload_saved(graph_module, run.facts.saved, self._offload)
+                self._saved = offload_saved(graph_module, saved, self._offload)
         return run
 
     def _rewrite_backward(self, graph_module: fx.GraphModule) -> "_Run":

@@ -33,7 +33,8 @@ def _cast_floats(tree: Any, dtype: torch.dtype) -> Any:
         if isinstance(leaf, torch.Tensor):
             return leaf.to(dtype) if leaf.is_floating_point() else leaf
         # Not is_dataclass(): torch 2.11 breaks a graph at an attribute of a type.
-        if hasattr(leaf, "__dataclass_fields__") and not isinstance(leaf, type):
+        is_dataclass = isinstance(getattr(leaf, "__dataclass_fields__", None), dict)
+        if is_dataclass and not isinstance(leaf, type):
             values = {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf) if f.init}
             return dataclasses.replace(leaf, **_cast_floats(values, dtype))
         return leaf

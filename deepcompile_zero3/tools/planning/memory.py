@@ -49,7 +49,9 @@ class Memory:
 
     def compute(self, node: fx.Node) -> None:
         """Adds the memory that ``node`` of a graph computes, if any."""
-        if _kind(node) == "activations":
+        if node.target is ops.load_start.default:  # takes the memory that load_wait returns
+            self.change("activations", nbytes_of(node.args[0]))  # type: ignore[arg-type]
+        elif node.target is not ops.load_wait.default and _kind(node) == "activations":
             self.change("activations", nbytes_of(node))
 
     def gather(self, node: fx.Node, nbytes: int) -> None:
@@ -119,6 +121,6 @@ def _kind(node: fx.Node) -> str:
     source: Any = node.args[0] if node.args else None
     if isinstance(source, fx.Node) and source.target in WAITS:
         return "gathered" if node in {item for _, item in gathered_items(source)} else ""
-    if node.target is ops.store_wait.default:
-        return ""  # it is in a file
+    if node.target in (ops.store_wait.default, ops.load_start.default):
+        return ""  # it is in a file or in host memory, or a handle
     return "" if is_collective(node) or is_inlined(node) else "activations"
