@@ -24,6 +24,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from torch._dynamo.utils import counters
 
 from bench import clock, kernels, overlap
 from bench.ranks import Ranks, Training
@@ -35,8 +36,8 @@ _PEAK_FLOPS = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12}
 
 HEAD = (
     "| mode | ms | over {base} | of rounds | tokens/s | TFLOP/s | of peak | allocated, GB "
-    "| reserved, GB | first step, s | loss |\n"
-    "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
+    "| reserved, GB | graphs | first step, s | loss |\n"
+    "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
 )
 
 
@@ -121,8 +122,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def time_steps(step: Callable, batches: list[torch.Tensor], warmup: int) -> dict:
-    """Returns seconds of the first step and of each step after ``warmup`` more, GPU memory, and the
-    last loss.
+    """Returns the number of compiled graphs, seconds of the first step and of each step after
+    ``warmup`` more, GPU memory, and the last loss.
 
     A step lasts from the end of the previous step to its own end; the host does not wait in
     between. Memory is in bytes.
@@ -145,6 +146,7 @@ def time_steps(step: Callable, batches: list[torch.Tensor], warmup: int) -> dict
     clock.wait(device)
     on_gpu = device == "cuda"
     return {
+        "graphs": counters["stats"].get("unique_graphs", 0),
         "first": first,
         "steps": [clock.seconds(*both) for both in pairwise(moments)],
         "allocated": torch.cuda.max_memory_allocated() if on_gpu else 0,
@@ -182,6 +184,7 @@ def table(results: dict) -> str:
             f"{flops / peak:.1%}" if peak else "",
             f"{max(each['allocated'] for each in measured) / 1e9:.1f}",
             f"{max(each['reserved'] for each in measured) / 1e9:.1f}",
+            f"{max(each['graphs'] for each in measured)}",
             ", ".join(f"{each['first']:.0f}" for each in measured),
             f"{measured[-1]['loss']:.4f}",
         ]

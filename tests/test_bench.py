@@ -135,7 +135,7 @@ class _Ranks:
         if self._mode not in _MILLISECONDS:
             raise EOFError
         seconds = _MILLISECONDS[self._mode][self._round] / 1e3
-        fields = {"first": 1, "allocated": 0, "reserved": 0, "loss": 2.5}
+        fields = {"graphs": 1, "first": 1, "allocated": 0, "reserved": 0, "loss": 2.5}
         return [fields | {"steps": [seconds] * 3}]
 
     def close(self):
