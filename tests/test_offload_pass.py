@@ -97,6 +97,18 @@ def test_what_is_read_late_holds_no_other_store():
     assert all(order[wait] < order[last] for wait in others[:-3])
 
 
+def test_a_view_of_an_early_tensor_may_come_late():
+    gm = _forward([32] * 8)
+    output, nodes = gm.graph.output_node(), gm.graph.output_node().args[0]
+    with gm.graph.inserting_after(nodes[1]):
+        view = gm.graph.call_function(torch.ops.aten.view.default, (nodes[0], [-1]))
+    view.meta["val"] = nodes[0].meta["val"]
+    output.args = ((view, *nodes[1:]),)
+    _offloaded(gm, 0)
+    order = {node: position for position, node in enumerate(gm.graph.nodes)}
+    assert sum(order[wait] < order[nodes[-1]] for wait in _waits(gm)) == 5
+
+
 @given(sizes=SIZES, most=MOST)
 def test_a_backward_loads_ahead_where_there_is_room(sizes, most):
     saved = _offloaded(_forward(sizes), most)

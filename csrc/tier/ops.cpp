@@ -27,8 +27,9 @@ Tensor store_start(const Tensor& tensor, std::optional<int64_t> tier,
   return InFlight<Transfer>::get().add(Transfer::store(tensor, stored));
 }
 
-// `tensor` is an argument so that its memory is not reused before the copy is made. It is copied
-// again if a compiler has given store_start a copy: that may have been overwritten since.
+// `tensor` is an argument so that its memory is not reused before the copy is made. A compiler
+// gives both operators the same memory unless `tensor` is a view that needs a copy of its own for
+// each: where that shows, it is copied again, since the first copy may have been overwritten.
 Tensor store_wait(const Tensor& handle, const Tensor& tensor, const std::optional<Tensor>& after) {
   const char* wrong = "zero3::store_wait takes what zero3::store_start returned";
   if (!tensor.is_cpu()) {

@@ -17,8 +17,8 @@ not ahead of those.
 import operator
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import chain, zip_longest
-from typing import NamedTuple
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -52,8 +52,8 @@ class Resident(NamedTuple):
 
     Attributes:
         nbytes: its size in bytes.
-        names: the inputs of the backward that share it. None if the forward also returns it: then
-            it is not free in the backward.
+        names: the inputs of the backward that share it. Empty if the forward also returns it: then
+            the backward does not free it.
     """
 
     nbytes: int
@@ -84,30 +84,32 @@ def offload_saved(gm: fx.GraphModule, saved: Mapping[int, str], offload: Offload
     """
     graph, output = gm.graph, gm.graph.output_node()
     activations = _activations(output, saved, offload)
-    going = [each for each in activations if each.goes]
-    starts = []
-    for each in going:
-        tier = () if offload.tier is None else (offload.tier,)
-        with graph.inserting_after(each.node):
-            starts.append(_call(graph, ops.store_start.default, (each.node, *tier), "store"))
-        starts[-1].meta["val"] = _handle_of(each.node)
+    tier = () if offload.tier is None else (offload.tier,)
+    stores = {}
+    for node in (each.node for each in activations if each.goes):
+        with graph.inserting_after(node):
+            stores[node] = _call(graph, ops.store_start.default, (node, *tier), "store")
+        stores[node].meta["val"] = _handle_of(node)
     order = {node: position for position, node in enumerate(graph.nodes)}
-    ends = [max(_uses(each.node), key=order.__getitem__) for each in going]
-    tokens = {*starts, *(e.node for e in activations if not e.goes), *filter(_is_token, order)}
-    places = _places_of_waits(order, activations, starts, ends, tokens, offload.most_bytes)
+    ends = {node: max(_uses(node), key=order.__getitem__) for node in stores}
+    stay = (each.node for each in activations if not each.goes)
+    tokens = {*stores.values(), *filter(_is_plain, stay), *filter(_is_token, order)}
+    places = _places_of_waits(order, activations, stores, ends, tokens, offload.most_bytes)
     last = max(tokens, key=order.__getitem__, default=output)
     waits: dict[fx.Node, fx.Node] = {}  # the last one behind each node
-    for each, start, end, token in zip_longest(going, starts, ends, places):
-        place = output.prev if token is None else max(token, end, key=order.__getitem__)
+    for node in sorted(stores, key=order.__getitem__):
+        token, start = places.get(node), stores[node]
+        place = max(token, ends[node], key=order.__getitem__) if token else output.prev
         after = token or last
         with graph.inserting_after(waits.get(place, place)):
-            arguments = (start, each.node) if after is start else (start, each.node, after)
+            arguments = (start, node) if after is start else (start, node, after)
             stored = _call(graph, ops.store_wait.default, arguments, "stored")
-        stored.meta["val"] = _on_host(each.node.meta["val"])
+        stored.meta["val"] = _on_host(node.meta["val"])
         waits[place] = stored
-        output.replace_input_with(each.node, stored)
-    resident = tuple(Resident(e.nbytes, e.names) for e in activations if not e.goes)
-    return Saved(frozenset(name for each in going for name in each.names), resident)
+        output.replace_input_with(node, stored)
+    offloaded = (name for each in activations if each.goes for name in each.names)
+    resident = (Resident(each.nbytes, each.names) for each in activations if not each.goes)
+    return Saved(frozenset(offloaded), tuple(resident))
 
 
 def load_saved(gm: fx.GraphModule, saved: Saved, most_bytes: float) -> None:
@@ -130,7 +132,8 @@ def load_saved(gm: fx.GraphModule, saved: Saved, most_bytes: float) -> None:
     needed: dict[fx.Node, list[fx.Node]] = {}  # what is to be loaded, by its first use
     for node in (node for name, node in inputs.items() if name in saved.offloaded):
         needed.setdefault(min(node.users, key=order.__getitem__), []).append(node)
-        free[max(_uses(node), key=order.__getitem__, default=node)] += hinted_nbytes_of(node)
+        if uses := _uses(node):
+            free[max(uses, key=order.__getitem__)] += hinted_nbytes_of(node)
     pending = [node for use in sorted(needed, key=order.__getitem__) for node in needed[use]]
     resident = sum(each.nbytes for each in saved.resident)
     loads = _Loads(gm.graph, pending, resident, most_bytes)
@@ -218,12 +221,13 @@ class _Activation(NamedTuple):
 def _activations(output: fx.Node, saved: Mapping[int, str], offload: Offload) -> list[_Activation]:
     """Returns the activations in the order in which they are computed."""
     order = {node: position for position, node in enumerate(output.graph.nodes)}
-    results: list[fx.Node | None] = list(output.args[0])  # type: ignore[arg-type]
-    returned = {base_of(r) for i, r in enumerate(results) if r is not None and i not in saved}
+    results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    others = (result for position, result in enumerate(results) if position not in saved)
+    returned = {base_of(result) for result in others if isinstance(result, fx.Node)}
     names: dict[fx.Node, dict[fx.Node, list[str]]] = {}  # by base and saved node
     for position, name in saved.items():
         node = results[position]
-        if node is None or not isinstance(node.meta.get("val"), torch.Tensor):
+        if not isinstance(node.meta.get("val"), torch.Tensor):
             continue
         if _is_activation(base := base_of(node)):
             names.setdefault(base, {}).setdefault(node, []).append(name)
@@ -242,35 +246,42 @@ def _activations(output: fx.Node, saved: Mapping[int, str], offload: Offload) ->
 
 def _places_of_waits(
     nodes: Iterable[fx.Node],
-    activations: Sequence[_Activation],
-    starts: Sequence[fx.Node],
-    ends: Sequence[fx.Node],
+    activations: Iterable[_Activation],
+    stores: Mapping[fx.Node, fx.Node],
+    ends: Mapping[fx.Node, fx.Node],
     tokens: Collection[fx.Node],
     most_bytes: float,
-) -> list[fx.Node]:
+) -> dict[fx.Node, fx.Node]:
     """Returns the tokens behind which stores are waited for, of all but those at the end.
 
-    A token is a node that exists in any case, so that a wait may take it: a start, a gather's
-    token, or an activation that stays. ``ends`` are the last uses of what is stored.
+    Args:
+        nodes: those of the graph, in order.
+        activations: what is saved.
+        stores: the starts of stores, by what they store.
+        ends: the last uses of what is stored.
+        tokens: nodes that exist in any case, so that a wait may take one: starts, tokens of
+            gathers, and activations that stay.
+        most_bytes: size in bytes up to which nothing is waited for.
     """
-    live = started = 0
-    change: Counter[fx.Node] = Counter()  # of live bytes, at a node
-    for each in activations:
-        change[each.base] += each.nbytes
-    going = [each.nbytes for each in activations if each.goes]
-    found: list[fx.Node] = []
+    sizes = {each.node: each.nbytes for each in activations}
+    change = Counter({each.base: each.nbytes for each in activations})  # of live bytes, at a node
+    stored = {start: node for node, start in stores.items()}
+    live = 0
+    started: deque[fx.Node] = deque()  # those that are not waited for
+    found: dict[fx.Node, fx.Node] = {}
     passed = set()
-    for node in nodes:
-        passed.add(node)
-        live += change[node]
-        started += started < len(starts) and node is starts[started]
-        while node in tokens and live > most_bytes and len(found) + _STORES_AHEAD < started:
-            nbytes, end = going[len(found)], ends[len(found)]
-            if end in passed:
-                live -= nbytes
+    for place in nodes:
+        passed.add(place)
+        live += change[place]
+        if place in stored:
+            started.append(stored[place])
+        while place in tokens and live > most_bytes and len(started) > _STORES_AHEAD:
+            node = started.popleft()
+            if ends[node] in passed:
+                live -= sizes[node]
             else:
-                change[end] -= nbytes
-            found.append(node)
+                change[ends[node]] -= sizes[node]
+            found[node] = place
     return found
 
 
@@ -280,10 +291,14 @@ def _is_activation(base: fx.Node) -> bool:
     return base.op != "placeholder" and not is_gathered
 
 
+def _is_plain(node: fx.Node) -> bool:
+    value = node.meta["val"]
+    return value.layout is torch.strided and not is_wrapper(value)
+
+
 def _fits(node: fx.Node, offload: Offload) -> bool:
     value = node.meta["val"]
-    is_there = value.device.type in (offload.device, "meta")
-    if value.layout is not torch.strided or not is_there or is_wrapper(value):
+    if not _is_plain(node) or value.device.type not in (offload.device, "meta"):
         return False
     return hinted_nbytes_of(node) >= _SMALL and _is_dense(value)
 
