@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from models import Stack, batch_of, compiled, each_way, either_transport, mean_square
-from offloading import MIB, ROWS, WIDTH, shard, tensors_of, train
+from offloading import DEPTH, MIB, ROWS, WIDTH, shard, tensors_of, train
 from one_rank import one_rank  # noqa: F401
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict
@@ -21,6 +21,7 @@ from deepcompile_zero3 import (
     Zero3Error,
     capture_graphs,
     fully_shard,
+    plan,
 )
 from deepcompile_zero3.runtime import _C
 
@@ -85,6 +86,37 @@ def test_the_cheapest_goes_first(run_ranks, tmp_path):
     assert every == most
     assert shards > 0
     assert more_states > states
+
+
+def _moved_by_a_step(folder, budget_mb):
+    """Returns the bytes that the last of some steps wrote and read."""
+    policy = FileOffloadPolicy(folder, budget_mb)
+    found = []
+    for steps in (2, 3):
+        policy = FileOffloadPolicy(folder, budget_mb)
+        train(policy, "interpreted", steps, transport="c10d")
+        found.append(policy.stats())
+    return found[1].written - found[0].written, found[1].read - found[0].read
+
+
+@pytest.mark.parametrize("budget_mb", [0, 14, 18])
+def test_a_plan_tells_what_is_moved(run_ranks, tmp_path, budget_mb):
+    def sharded(model, mesh):
+        policy = FileOffloadPolicy(tmp_path, budget_mb)
+        for block in (*model.blocks, model):
+            fully_shard(block, mesh=mesh, offload_policy=policy)
+
+    planned = plan(
+        lambda: Stack(width=WIDTH, depth=DEPTH),
+        {"x": torch.zeros(ROWS, WIDTH)},
+        world_size=2,
+        shard=sharded,
+        options={"keep_mb": 0, "inductor": False},
+        advise=False,
+    )
+    written, read = run_ranks(2, _moved_by_a_step, str(tmp_path), budget_mb)[0]
+    assert written == pytest.approx(planned.moved.out, rel=0.05)
+    assert read == pytest.approx(planned.moved.back, rel=0.05)
 
 
 def _pages(folder):

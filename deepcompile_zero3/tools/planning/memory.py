@@ -38,6 +38,8 @@ class Memory:
         self._saved: dict[tuple[int, str], _Saved] = {}  # by graph number and name
         self._results: list[_Saved] = []  # outputs that only the caller reads
         self._gathered: dict[fx.Node, int] = {}  # bytes, with padding
+        self.moved_out = 0  # bytes that left memory for a file, or a GPU for host memory
+        self.moved_in = 0  # bytes that came back
         self._others, _ = _C.meta_buffers(reset_peak=True)
         self._buffers = 0  # bytes of the runtime's, undelivered gradients included
 
@@ -49,8 +51,11 @@ class Memory:
 
     def compute(self, node: fx.Node) -> None:
         """Adds the memory that ``node`` of a graph computes, if any."""
-        if node.target is ops.load_start.default:  # takes the memory that load_wait returns
-            self.change("activations", nbytes_of(node.args[0]))  # type: ignore[arg-type]
+        if node.target is ops.store_start.default:
+            self.moved_out += nbytes_of(node.args[0])  # type: ignore[arg-type]
+        elif node.target is ops.load_start.default:  # takes the memory that load_wait returns
+            self.change("activations", nbytes := nbytes_of(node.args[0]))  # type: ignore[arg-type]
+            self.moved_in += nbytes
         elif node.target is not ops.load_wait.default and _kind(node) == "activations":
             self.change("activations", nbytes_of(node))
 

@@ -100,6 +100,7 @@ def plan(
                 flops=step.flops,
                 product_seconds=step.product_seconds,
                 traffic=step.traffic,
+                moved=step.moved,
                 peak=sum(timeline.peak.values()),
                 memory=timeline.peak,
                 tokens=tokens.numel() if isinstance(tokens, torch.Tensor) else 0,

@@ -6,7 +6,7 @@ from typing import Any
 
 from deepcompile_zero3.tools.document import Document
 from deepcompile_zero3.tools.planning.machine import Machine
-from deepcompile_zero3.tools.planning.simulate import Traffic
+from deepcompile_zero3.tools.planning.simulate import Moved, Traffic
 from deepcompile_zero3.tools.report import Report
 from deepcompile_zero3.tools.table import Cell, Table
 from deepcompile_zero3.tools.timeline import Timeline
@@ -26,6 +26,7 @@ class Plan(Document):
         product_seconds: seconds that the products take at least, at the machine's FLOP/s for their
             dtypes.
         traffic: traffic by kind of collective.
+        moved: bytes that leave memory for a file, or the GPU for host memory, and come back.
         peak: the largest number of bytes in use.
         memory: bytes by kind of memory, at the peak.
         tokens: tokens of a rank: the elements of "input_ids", or 0 if the call has none.
@@ -41,6 +42,7 @@ class Plan(Document):
     flops: float
     product_seconds: float
     traffic: dict[str, Traffic]
+    moved: Moved
     peak: int
     memory: dict[str, int]
     tokens: int
@@ -71,6 +73,7 @@ class Plan(Document):
             "source": self.machine.source,
             "compared": self.machine.compared,
             "traffic": {op: asdict(traffic) for op, traffic in self.traffic.items()},
+            "moved": self.moved._asdict(),
             "advice": list(self.advice),
         } | {name: getattr(self, name) for name in (*names, *more)}
 
@@ -106,6 +109,10 @@ class Plan(Document):
         memory = [(kind, f"{nbytes / scale:.2f}") for kind, nbytes in self.memory.items()]
         yield Table("", ("at the peak", unit), memory)
         yield ""
+        if any(self.moved):
+            out, back = (f"{nbytes / scale:.2f} {unit}" for nbytes in self.moved)
+            yield f"a step moves {out} out of memory, and {back} back into it"
+            yield ""
         columns = ("a step", "number", f"{unit} full", f"{unit} local", f"{unit} remote", "ms")
         rows: list[tuple[Cell, ...]] = []
         for op, sent in self.traffic.items():

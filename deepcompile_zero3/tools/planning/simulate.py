@@ -40,6 +40,15 @@ class Traffic:
     seconds: float = 0.0
 
 
+class Moved(NamedTuple):
+    """Bytes of a step that leave memory for a file, or a GPU for host memory, and that come back.
+    Each gather of a shard in the file reads it, as ranks do that send messages.
+    """
+
+    out: int = 0
+    back: int = 0
+
+
 class Slower(NamedTuple):
     """How many times as long as in a machine's model the kernels of forwards and backwards take."""
 
@@ -55,6 +64,7 @@ class Step:
     flops: float  # of matrix products
     product_seconds: float  # of the products at least, at the machine's FLOP/s for their dtypes
     traffic: dict[str, Traffic]  # by kind of collective
+    moved: Moved
 
 
 def simulate(
@@ -86,9 +96,16 @@ def simulate(
     with twins_of(parameters, machine.backend) as twins:
         measured = seconds_by_kernel or {}
         simulation = _Simulation(
-            twins, trained, machine, optimizer_bytes, prefetch, measured, slower or Slower()
+            twins,
+            trained,
+            in_file,
+            machine,
+            optimizer_bytes,
+            prefetch,
+            measured,
+            slower or Slower(),
         )
-        simulation.reserve(in_file, states)
+        simulation.reserve(states)
         return simulation.run(graphs.forward, backwards)
 
 
@@ -99,6 +116,7 @@ _Started: TypeAlias = tuple[_C.Gather, list[Span]]  # a gather, and its collecti
 class _Simulation:
     parameters: Mapping[str, _C.Parameter]
     trained: Set[str]
+    in_file: Set[str]  # the parameters whose shards are in a file
     machine: Machine
     optimizer_bytes: int
     prefetch: bool
@@ -137,17 +155,22 @@ class _Simulation:
         self._step_optimizer(trained)
         name = f"predicted for {self.machine.name}"
         timeline = Timeline(name, tuple(self.spans), KINDS, tuple(self.memory.samples))
-        return Step(timeline, self.flops, self.product_seconds, self.traffic)
+        moved = Moved(self.memory.moved_out, self.memory.moved_in)
+        return Step(timeline, self.flops, self.product_seconds, self.traffic, moved)
 
-    def reserve(self, in_file: Set[str], most_states: float) -> None:
+    def reserve(self, most_states: float) -> None:
         """Adds the memory of shards that are not in a file, and of ``most_states`` bytes of states
-        at most.
+        at most. What is in a file comes and goes once, for the optimizer.
         """
-        shards = {name: each.shard for name, each in self.parameters.items()}
-        states = sum(shards[name].numel() for name in self.trained) * self.optimizer_bytes
-        here = (shard.nbytes for name, shard in shards.items() if name not in in_file)
-        self.memory.change("shards", sum(here))
-        self.memory.change("optimizer", int(min(states, most_states)))
+        nbytes = {name: each.shard.nbytes for name, each in self.parameters.items()}
+        shards = (self.parameters[name].shard for name in self.trained)
+        states = sum(shard.numel() for shard in shards) * self.optimizer_bytes
+        here = int(min(states, most_states))
+        self.memory.change("shards", sum(nbytes[name] for name in nbytes.keys() - self.in_file))
+        self.memory.change("optimizer", here)
+        stepped = states - here + sum(nbytes[name] for name in self.trained & self.in_file)
+        self.memory.moved_out += stepped
+        self.memory.moved_in += stepped
 
     def _run_in_backward(self, graphs: Sequence[CapturedGraph]) -> None:
         """Runs graphs inside a backward of autograd, where the runtime expects gradients."""
@@ -217,8 +240,9 @@ class _Simulation:
 
     def _start_gather(self, start: fx.Node) -> _Started:
         names = fqns_of(start)
-        shards = sum(self.parameters[name].shard.nbytes for name in names)
-        self._compute("cast", 2 * shards, names)
+        nbytes = {name: self.parameters[name].shard.nbytes for name in names}
+        self._compute("cast", 2 * sum(nbytes.values()), names)
+        self.memory.moved_in += sum(nbytes[name] for name in names if name in self.in_file)
         formats = ",".join(formats_of(start))
         gather = _C.Gather([self.parameters[name] for name in names], formats)
         self.memory.follow_buffers()
