@@ -239,6 +239,8 @@ def test_activations_in_host_memory_are_not_in_the_plan():
     def on_gpu(**options):
         call = {"x": torch.zeros(2**15, 256)}
         found = plan(lambda: Stack(256, depth=4), call, world_size=2, options=options)
+        assert any(found.moved) == bool(options)
+        assert not any("store" in span.name for span in found.report.timeline.spans)
         return found.memory["activations"]
 
     whole = on_gpu()

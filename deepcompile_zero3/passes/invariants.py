@@ -114,9 +114,12 @@ def _regions(graph: Rewritten, before: State) -> Iterator[Violation]:
 @_invariant("what is kept for backward is chosen ahead of the gathers, among what may be kept")
 def _kept(graph: Rewritten, before: State) -> Iterator[Violation]:
     kept = graph.kept
-    for node in kept.difference(graph.may_keep):
-        yield "it is marked to be kept gathered, and may not be", node
-    for node in graph.may_keep:
+    for node in graph.gm.graph.nodes:  # in an order that ranks share
+        if node in kept and node not in graph.may_keep:
+            yield "it is marked to be kept gathered, and may not be", node
+    for node in graph.inputs:
+        if node not in graph.may_keep:
+            continue
         is_kept = node in kept
         if "insert_gathers" in graph.ran and is_kept != (node in before.kept):
             yield "its mark has changed, which is too late: after='choose_kept' is the place", node

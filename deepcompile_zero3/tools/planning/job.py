@@ -43,13 +43,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     spread = "shards parameters of fewer rows than ranks over their largest dimension"
     add("--spread", action="store_true", help=spread)
     add("--keep-mb", type=float, help="the option keep_mb of the backend")
+    add("--activations-mb", type=float, help="the option activations_mb of the backend")
     add("--gather-bucket-mb", type=float, help="the option gather_bucket_mb of the backend")
 
 
 def job_of(asked: argparse.Namespace) -> dict[str, Any]:
     """Returns the arguments of :func:`plan` and :func:`compile_ahead`, without the machine."""
     build, call, shard = _model_of(asked)
-    options = {"keep_mb": asked.keep_mb, "gather_bucket_mb": asked.gather_bucket_mb}
+    names = ("keep_mb", "activations_mb", "gather_bucket_mb")
+    options = {name: getattr(asked, name) for name in names}
     return {
         "build": build,
         "call": call,

@@ -124,8 +124,8 @@ def _to_fit(plan: Plan) -> Iterator[str]:
         return
     kind = max(plan.memory, key=plan.memory.__getitem__)
     remedy = {
-        "activations": "a smaller batch, activation checkpointing of each block, or, on GPUs, "
-        "the option activations_mb",
+        "activations": "a smaller batch, or activation checkpointing of each block"
+        + ("" if any(plan.moved) else ", or on GPUs the option activations_mb"),
         "gathered": "a smaller gather_bucket_mb and keep_mb, or reshard_after_forward=True",
         "communication": "smaller parameters: one that is gathered alone is held whole",
     }.get(kind, "more ranks")

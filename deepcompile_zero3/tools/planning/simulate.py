@@ -28,6 +28,13 @@ from deepcompile_zero3.tools.planning.memory import KINDS, Memory
 from deepcompile_zero3.tools.planning.twins import names_in, twins_of
 from deepcompile_zero3.tools.timeline import Span, Timeline
 
+_COPIES = (  # beside the computation
+    ops.store_start.default,
+    ops.store_wait.default,
+    ops.load_start.default,
+    ops.load_wait.default,
+)
+
 
 @dataclass
 class Traffic:
@@ -42,7 +49,8 @@ class Traffic:
 
 class Moved(NamedTuple):
     """Bytes of a step that leave memory for a file, or a GPU for host memory, and that come back.
-    Each gather of a shard in the file reads it, as ranks do that send messages.
+    Each gather of a shard in the file reads it, as ranks do that send messages. States of any size
+    count, though small ones stay.
     """
 
     out: int = 0
@@ -198,7 +206,7 @@ class _Simulation:
         gathers: dict[fx.Node, _Started] = {}
         for position, item in enumerate(items):
             first = item.nodes[0] if isinstance(item, Kernel) else item
-            if isinstance(item, Kernel):
+            if isinstance(item, Kernel) and first.target not in _COPIES:
                 self._run_kernel(item)
             if first.target is ops.all_gather_start.default and self.prefetch:
                 gathers[first] = self._start_gather(first)

@@ -9,7 +9,8 @@ from deepcompile_zero3.tools.planning.memory import KINDS
 from deepcompile_zero3.tools.planning.predicted import Plan
 from deepcompile_zero3.tools.table import Table
 
-KNOBS = {"ranks": int, "batch": int, "sequence": int, "keep_mb": float, "gather_bucket_mb": float}
+_OF_BACKEND = ("keep_mb", "activations_mb", "gather_bucket_mb")
+KNOBS = {"ranks": int, "batch": int, "sequence": int, **dict.fromkeys(_OF_BACKEND, float)}
 
 
 def parse(text: str) -> tuple[str, list[float]]:

@@ -278,11 +278,11 @@ class MeasuredSchedule:
         if any(theirs != counts for theirs in all_gather_json(_CALL, counts, self._group)):
             raise Zero3Error("MeasuredSchedule: ranks give other skip, steps or turns")
         saved = all_gather_json(_CALL, on_all_ranks(_CALL, self._read, self._group), self._group)
-        if saved[0] is not None:
+        if not all(each.handle.can.sends_messages for each in self._parameters):
+            self._settle(None, "the options stay: ranks share memory, where gathers move nothing")
+        elif saved[0] is not None:
             schedule, reason = saved[0]
             self._settle(Schedule(*schedule), f"taken from {self._file}: {reason}")
-        elif not all(each.handle.can.sends_messages for each in self._parameters):
-            self._settle(None, "the options stay: ranks share memory, where gathers move nothing")
 
     def _read(self) -> Any:
         """Returns the saved schedule and its reason, or None if there is no choice yet."""
