@@ -48,14 +48,6 @@ def test_a_misspelt_option_is_refused_with_the_list_of_options(x):
     assert all(repr(name) in message for name in vars(Options()))
 
 
-@needs_a_job
-def test_activations_leave_gpus_only(x):
-    model = fully_shard(nn.Linear(2, 2))
-    message = r"'activations_mb' is 8, but 'weight' is on a CPU.*FileOffloadPolicy"
-    with pytest.raises(BackendCompilerFailed, match=message):
-        torch.compile(model, backend="zero3", options={"activations_mb": 8})(x)
-
-
 @pytest.mark.parametrize(
     ("option", "value"),
     [

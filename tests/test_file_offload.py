@@ -14,6 +14,7 @@ from models import Stack, batch_of, compiled, each_way, either_transport, mean_s
 from offloading import DEPTH, MIB, ROWS, WIDTH, shard, tensors_of, train
 from one_rank import one_rank  # noqa: F401
 from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict
 
 from deepcompile_zero3 import (
@@ -362,6 +363,14 @@ def test_a_model_has_one_budget(tmp_path):
     fully_shard(model[0], offload_policy=FileOffloadPolicy(tmp_path))
     with pytest.raises(ValueError, match=r"another offload_policy than for .*weight'"):
         fully_shard(model, offload_policy=FileOffloadPolicy(tmp_path))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_activations_leave_gpus_only():
+    model = fully_shard(nn.Linear(2, 2))
+    message = r"'activations_mb' is 8, but 'weight' is on a CPU.*FileOffloadPolicy"
+    with pytest.raises(BackendCompilerFailed, match=message):
+        torch.compile(model, backend="zero3", options={"activations_mb": 8})(torch.ones(2, 2))
 
 
 def _starts_before_waits(text):

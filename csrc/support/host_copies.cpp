@@ -48,14 +48,18 @@ void wait_on_current_stream(const c10::Event& event, at::Device device) {
   event.block(current_stream(device));
 }
 
+void start_copy(const at::Tensor& from, const at::Tensor& to) {
+  auto source = from;
+  if (source.strides() != to.strides())  // else the host would lay it out, and wait
+    source = at::empty_strided(to.sizes(), to.strides(), from.options()).copy_(from);
+  to.copy_(source, /*non_blocking=*/true);
+}
+
 at::Tensor copy_to_host(const at::Tensor& tensor, const at::Tensor& like) {
   const OnCopyStream guard(tensor.device(), CopyStream::kGradients);
-  auto source = tensor;
-  if (source.strides() != like.strides())  // else the host would lay it out
-    source = at::empty_strided(like.sizes(), like.strides(), tensor.options()).copy_(tensor);
   const auto options = at::TensorOptions(tensor.scalar_type()).pinned_memory(like.is_pinned());
   auto copy = at::empty_strided(like.sizes(), like.strides(), options);
-  copy.copy_(source, /*non_blocking=*/true);
+  start_copy(tensor, copy);
   tensor.record_stream(guard.stream());
   return copy;
 }

@@ -17,7 +17,7 @@ enum class CopyStream : uint8_t {
   kLoads,      // of those, to the device
 };
 
-// While it lives, the current stream is that one of the device. What is enqueued there waits for
+// While it lives, the device's current stream is one for copies. What is enqueued there waits for
 // what has been enqueued on the stream that is current now.
 class OnCopyStream {
  public:
@@ -35,6 +35,8 @@ class OnCopyStream {
 // Makes the device's current stream wait for `event`; the host does not.
 void wait_on_current_stream(const c10::Event& event, at::Device device);
 
+// Starts a copy to host memory on the current stream.
+void start_copy(const at::Tensor& from, const at::Tensor& to);
 // Starts to copy `tensor` to host memory with the strides of `like`, page-locked if that is. The
 // memory of `tensor` is not reused before the copy is made.
 at::Tensor copy_to_host(const at::Tensor& tensor, const at::Tensor& like);

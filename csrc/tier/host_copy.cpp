@@ -30,9 +30,7 @@ std::unique_ptr<HostCopy> HostCopy::store(const at::Tensor& tensor) {
   const auto stored =
       at::empty_like(tensor, at::TensorOptions().device(at::kCPU).pinned_memory(true));
   const OnCopyStream guard(tensor.device(), CopyStream::kStores);
-  const auto source =  // laid out as the copy: else the host would do that, and wait
-      tensor.strides() == stored.strides() ? tensor : at::empty_like(tensor).copy_(tensor);
-  stored.copy_(source, /*non_blocking=*/true);
+  start_copy(tensor, stored);
   return std::unique_ptr<HostCopy>(
       new HostCopy(tensor, stored, tensor.const_data_ptr(), guard.stream(), guard.record()));
 }
