@@ -1,7 +1,9 @@
 """Resident rank processes that answer commands, such as a step of a mode of a workload."""
 
+import faulthandler
 import os
 import resource
+import signal
 import tempfile
 import time
 import traceback
@@ -78,7 +80,8 @@ class Ranks:
         """Runs ``command`` on all ranks at once and returns the answers by rank.
 
         Raises:
-            TimeoutError: a rank does not answer within ``timeout`` seconds.
+            TimeoutError: a rank does not answer within ``timeout`` seconds. All ranks have written
+                to stderr what their threads run.
         """
         for _, pipe in self._ranks:
             pipe.send((command, args))
@@ -86,6 +89,9 @@ class Ranks:
         answers = []
         for rank, (_, pipe) in enumerate(self._ranks):
             if not pipe.poll(max(deadline - time.monotonic(), 0)):
+                for process, _ in self._ranks:
+                    if process.is_alive():
+                        os.kill(process.pid, signal.SIGUSR1)
                 raise TimeoutError(f"rank {rank} did not answer '{command}' in {timeout:.0f} s")
             answers.append(pipe.recv())
         for answer in answers:
@@ -211,6 +217,7 @@ def join(rank: int, world_size: int, store: str, device: str = "cpu") -> None:
 
 
 def _serve(pipe, make, rank, world_size, store, cache) -> None:
+    faulthandler.register(signal.SIGUSR1)
     os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", TORCHINDUCTOR_CACHE_DIR=cache)
     torch.set_num_threads(1)
     made = error = None

@@ -4,8 +4,10 @@ import json
 import os
 import subprocess
 import sys
+import time
 from argparse import Namespace
 from contextlib import nullcontext
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,6 +22,7 @@ sys.path.append(str(ROOT))  # the last: an installed package comes before the so
 from bench import gpu, kernels, overlap  # noqa: E402
 from bench.__main__ import main  # noqa: E402
 from bench.modes import MODES, ON_GPU  # noqa: E402
+from bench.ranks import Ranks  # noqa: E402
 from bench.workloads import LLAMAS  # noqa: E402
 
 
@@ -119,6 +122,28 @@ def test_a_prediction_is_compared_with_steps():
     # The step of a small model is mostly Python, which a plan does not model. Both are rounded.
     assert 0 < float(cells[3]) <= float(cells[2])
     assert float(cells[6]) == pytest.approx(float(cells[7]), rel=0.05)
+
+
+class _Sleeper:
+    def __init__(self, rank, world_size, store):
+        pass
+
+    def ready(self):
+        return True
+
+    def sleep(self):
+        time.sleep(60)
+
+
+def test_a_rank_that_does_not_answer_says_where_it_is(tmp_path, capfd):
+    ranks = Ranks(partial(_Sleeper), 1, str(tmp_path))
+    try:
+        assert ranks.call("ready", timeout=60) == [True]
+        with pytest.raises(TimeoutError, match="rank 0 did not answer 'sleep' in 1 s"):
+            ranks.call("sleep", timeout=1)
+    finally:
+        ranks.close()
+    assert "test_bench.py" in capfd.readouterr().err
 
 
 class _Ranks:
