@@ -42,15 +42,17 @@ def check_devices(parameters: Iterable[ShardedParameter], options: Options) -> N
 
     Raises:
         ValueError: ``activations_mb`` is given, and a parameter is on a CPU, or a
-            :class:`MeasuredSchedule` measures steps.
+            :class:`MeasuredSchedule` measures steps or has chosen a schedule.
     """
-    if options.activations_mb < math.inf and is_recording_graphs():
-        raise ValueError(
-            f"option 'activations_mb' is {options.activations_mb!r}, but MeasuredSchedule takes no "
-            "account of copies to host memory: use one of the two"
-        )
+    if options.activations_mb == math.inf:
+        return
     for each in map(owner_of, parameters):
-        if options.activations_mb < math.inf and each.placeholder.device.type == "cpu":
+        if is_recording_graphs() or each.schedule is not None:
+            raise ValueError(
+                f"option 'activations_mb' is {options.activations_mb!r}, but MeasuredSchedule "
+                "takes no account of copies to host memory: use one of the two"
+            )
+        if each.placeholder.device.type == "cpu":
             raise ValueError(
                 f"option 'activations_mb' is {options.activations_mb!r}, but '{each.fqn}' is on a "
                 "CPU: the option moves activations from a GPU to host memory. On CPUs, "

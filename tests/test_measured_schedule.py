@@ -19,6 +19,7 @@ import torch.distributed as dist
 from extensions import Bf16Gathered, wrap
 from models import INDUCTOR_TOO, Stack, batch_of, mean_square, mine, optimizers_of, shard
 from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
 
 from deepcompile_zero3 import (
     FileOffloadPolicy,
@@ -155,6 +156,8 @@ def _twice(file):
     assert schedule.is_settled
     assert not is_recording_graphs()
     assert schedule.reason.startswith(f"taken from {file}: 1,")
+    with pytest.raises(BackendCompilerFailed, match="MeasuredSchedule takes no account"):
+        train(model, options={"inductor": False, "activations_mb": 8}, steps=1)
     _, gathers = train(model, schedule, steps=2)
     return first, schedule.schedule, gathers
 
