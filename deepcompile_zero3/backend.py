@@ -41,7 +41,7 @@ from deepcompile_zero3.passes.pipeline import Pipeline, source_key
 from deepcompile_zero3.passes.regions import RegionFacts
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.extension import is_metadata, owner_of
-from deepcompile_zero3.sharding.group import compiled_forward
+from deepcompile_zero3.sharding.group import compiled_forward, group_of
 from deepcompile_zero3.sharding.parameter import ShardedParameter, keep_models_alive, parameter_of
 from deepcompile_zero3.torch_internals import compiler
 
@@ -170,6 +170,9 @@ class CompiledGraph:
             # requires_grad or grad_dtype changed after the guards of this call were checked. The
             # values behind the guards are updated now, so the next call recompiles. This call runs
             # in eager.
+            for group in dict.fromkeys(map(group_of, map(owner_of, parameters))):
+                for parameter in group.parameters:  # other graphs may read them
+                    parameter.prepare_forward()
             outputs = self._eager(*args)
             for node in _nodes_of(outputs):
                 keep_models_alive(node, parameters)
@@ -187,6 +190,8 @@ class CompiledGraph:
         epochs = _C.ForwardEpochs([parameter.handle for parameter in parameters])
 
         def begin_backward(_: Any) -> None:
+            if torch.is_grad_enabled():
+                _refuse_create_graph(parameters)
             epochs.begin_backward()
 
         for node in _nodes_of(outputs):
@@ -199,6 +204,15 @@ def _nodes_of(outputs: Iterable[Any]) -> set[torch.autograd.graph.Node]:
     """Returns the autograd nodes that produce ``outputs``."""
     nodes = (output.grad_fn for output in outputs if isinstance(output, torch.Tensor))
     return {node for node in nodes if node is not None}
+
+
+def _refuse_create_graph(parameters: Iterable[ShardedParameter]) -> None:
+    trained = next((p.fqn for p in parameters if p.placeholder.requires_grad), None)
+    if trained is not None:
+        raise Zero3Error(
+            f"the gradient of '{trained}' cannot be differentiated again: "
+            "backward(create_graph=True) is not supported"
+        )
 
 
 def _alive(placeholder: torch.Tensor) -> ShardedParameter:

@@ -137,3 +137,30 @@ def test_a_stock_backend_follows_a_change_after_one_error(backend, change):
 
     expected = torch.float32 if change is _widen else torch.bfloat16
     assert weight.grad.dtype == expected
+
+
+class _Partial(nn.Module):
+    """A module with a layer that it does not use, and a graph break before the last one."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused, self.first, self.last = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.last(x)
+
+
+@each_way
+def test_freezing_and_thawing_need_no_second_call(how):
+    model = fully_shard(_Partial())
+    run = compiled(model, how)
+    for trains in (True, False, True):
+        model.requires_grad_(trains)
+        model.last.requires_grad_(True)
+        run(batch_of(4, 8)).sum().backward()
+        grads = {name for name, p in model.named_parameters() if p.grad is not None}
+        trained = ("first", "last") if trains else ("last",)
+        assert grads == {f"{name}.{each}" for name in trained for each in ("weight", "bias")}
+        model.zero_grad()

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.testing import assert_close
 
 from deepcompile_zero3 import Zero3Error, fully_shard, record_collectives
 from deepcompile_zero3.sharding.module_parameters import registered_in
@@ -152,3 +153,32 @@ def _loaded(how):
 @each_way
 def test_a_parameter_loaded_with_another_dtype_inherits_a_grad_dtype(run_ranks, how):
     run_ranks(2, _loaded, how)
+
+
+@needs_a_job
+@pytest.mark.parametrize("missing", ["0.weight", "3.weight", None])
+def test_a_tied_parameter_stays_tied_when_it_is_loaded(missing):
+    reference = _model()
+    state = fully_shard(copy.deepcopy(reference)).state_dict()
+    state.pop(missing, None)
+    with torch.device("meta"):
+        model = _model()
+    fully_shard(model[3])
+    fully_shard(model)
+    model.load_state_dict(state, assign=True, strict=False)
+    assert model[0]._parameters["weight"] is model[3]._parameters["weight"]
+    _take_steps(model, model, reference, optimizers_of(model, reference))
+    found = model.state_dict()
+    assert torch.equal(found["0.weight"].full_tensor(), found["3.weight"].full_tensor())
+    assert_close(found["3.weight"].full_tensor(), reference[0].weight)
+
+
+@needs_a_job
+@each_way
+def test_a_load_reshards_what_is_unsharded(how):
+    model = fully_shard(nn.Linear(4, 4))
+    run, x = compiled(model, how), batch_of(2, 4)
+    model.unshard()
+    model.load_state_dict({name: torch.zeros_like(p) for name, p in model.named_parameters()})
+    assert isinstance(model.weight, DTensor)
+    assert torch.equal(run(x), torch.zeros(2, 4))

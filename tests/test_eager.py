@@ -266,3 +266,26 @@ def test_computing_with_other_parameters_is_refused(how):
     others = {name: parameter * 3 for name, parameter in model.named_parameters()}
     with pytest.raises(Exception, match=r"'0\.weight' is not a leaf now"):
         torch.func.functional_call(run, others, (torch.randn(2, 4),))
+
+
+class _Complex(nn.Module):
+    """Multiplies spectra by a parameter, which autograd saves as a complex view of real numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.weight = nn.Parameter(batch_of(6, 2, seed=3))
+        self.negative = nn.Parameter(batch_of(6, 2, seed=4))
+
+    def forward(self, x):
+        spectrum = torch.fft.fft(self.linear(x)) * torch.view_as_complex(self.weight)
+        return torch.fft.ifft(spectrum).real * torch.view_as_complex(self.negative).conj().imag
+
+
+def _saves_complex_views():
+    model, reference = shard(_Complex())
+    assert_same_step(model, reference, batch_of(4, 6))
+
+
+def test_views_of_another_dtype_are_saved_as_they_are(run_ranks):
+    run_ranks(2, _saves_complex_views)

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from models import assert_same_gradients, batch_of, compiled
+from models import assert_same_gradients, batch_of, compiled, each_way, shard
 from one_rank import needs_a_job, one_rank  # noqa: F401
 from partitioners import DefaultPartition
 from torch import nn
@@ -119,3 +119,24 @@ def test_a_loop_without_parameters_is_compiled():
 
     run = torch.compile(loop, backend="zero3", options={"inductor": False, "passes": [nothing]})
     assert torch.equal(run(torch.ones(2)), torch.full((2,), 8.0))
+
+
+class _ReturnsItsWeight(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.last(self.first(x)).relu(), self.first.weight.t()
+
+
+@each_way
+@pytest.mark.parametrize("reshards", [None, False, True])
+@pytest.mark.parametrize("transport", ["auto", "c10d"])
+def test_a_graph_may_return_a_weight_that_is_kept(how, transport, reshards):
+    settings = {"transport": transport, "reshard_after_forward": reshards}
+    model, reference = shard(_ReturnsItsWeight(), **settings)
+    for forward in (compiled(model, how), reference):
+        output, weight = forward(batch_of(4, 4))
+        (output.sum() + weight.square().sum()).backward()
+    assert_same_gradients(model, reference)

@@ -155,7 +155,7 @@ def _micro_batches(how):
                     assert parameter.grad is None
                 else:
                     assert torch.equal(parameter.grad.to_local(), grad)
-        model.set_requires_all_reduce(True)
+        model.set_requires_gradient_sync(True)  # over replicas too
         seen.append(backward(model, reference, 4 * number + 3, run, both=True))
         scattered = ["reduce_scatter"]
         assert seen == [[], scattered, scattered, [*scattered, "all_reduce"]]

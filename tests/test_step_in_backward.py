@@ -95,6 +95,28 @@ def test_early_steps_change_the_same_bits(run_ranks, how, transport, optimizer):
     assert optimizer == "muon" or max(most) <= 6  # of 14: those of two buckets
 
 
+def _two_forwards(how, settings):
+    models, optimizers = _models("adamw", **settings)
+    seen: list[int] = []
+    for module in (models[0], *models[0].blocks):
+        module.set_all_reduce_hook(lambda flat: seen.append(flat.numel()))
+    for model in models:
+        run = compiled(model, how)
+        losses = [mean_square(run, mine(batch_of(8, 16, seed=seed))) for seed in range(2)]
+        sum(losses).backward()
+    for each in optimizers:
+        each.step()
+    assert sum(seen) == sum(p.to_local().numel() for p in models[0].parameters())
+    _assert_same(models)
+
+
+@each_way
+@either_transport
+def test_a_backward_of_two_forwards_steps_once(run_ranks, how, transport):
+    run_ranks(2, _two_forwards, how, {"transport": transport})
+    run_ranks(2, _two_forwards, how, {"transport": transport, "reshard_after_forward": False})
+
+
 def _most_alive(depth):
     models, _ = _models("adamw", depth=depth)
     alive = _watch(models[1])

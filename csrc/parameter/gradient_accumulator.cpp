@@ -9,13 +9,26 @@
 namespace zero3 {
 
 void GradientAccumulator::add_use(bool first) {
+  if (first) forget_uses();
   std::lock_guard lock(mutex_);
-  pending_uses_ = first ? 1 : pending_uses_ + 1;
+  ++pending_uses_;
 }
 
 void GradientAccumulator::forget_uses() {
   std::lock_guard lock(mutex_);
+  has_forgotten_ |= pending_uses_ > 0;
   pending_uses_ = 0;
+}
+
+void GradientAccumulator::end_backward() {
+  std::lock_guard lock(mutex_);
+  pending_uses_ = 0;
+  has_forgotten_ = false;
+}
+
+bool GradientAccumulator::is_foreseen() const {
+  std::lock_guard lock(mutex_);
+  return pending_uses_ > 0 && !has_forgotten_;
 }
 
 int64_t GradientAccumulator::pending_uses() const {
@@ -126,6 +139,7 @@ std::optional<Nonfinite> GradientAccumulator::take_nonfinite() {
 void GradientAccumulator::drop() {
   std::lock_guard lock(mutex_);
   pending_uses_ = 0;
+  has_forgotten_ = false;
   sum_.reset();
   partial_.reset();
   nonfinite_.reset();

@@ -46,8 +46,12 @@ class GradientAccumulator {
   // Notes that a forward has used the parameter; `first` forgets earlier uses. Only a hint: if the
   // gradient of a use never arrives, the others wait until the end of the backward.
   void add_use(bool first);
+  // Forgets the uses of earlier forwards, whose gradients may come all the same.
   void forget_uses();
+  void end_backward();
   int64_t pending_uses() const;
+  // Whether the gradients of the pending uses are all that may come in this backward.
+  bool is_foreseen() const;
   // Notes that the gradient of a use has arrived.
   void arrived();
   // Whether the next gradient is the only one to come. Otherwise all are summed first, so that a
@@ -92,6 +96,7 @@ class GradientAccumulator {
  private:
   mutable std::mutex mutex_;
   int64_t pending_uses_ = 0;  // uses whose gradients have not arrived
+  bool has_forgotten_ = false;
   std::optional<Sum> sum_;
   std::optional<PartialGradient> partial_;
   std::optional<Nonfinite> nonfinite_;

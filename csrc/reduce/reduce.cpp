@@ -106,7 +106,7 @@ void Reduction::arrives(const ParameterPtr& parameter) {
   if (parameter->is_reduced_now()) begin_presence_checks(*parameter);
   if (parameter->settings.delivers_early) {
     delivers_early_ = true;
-    if (parameter->gradients.pending_uses() == 0) unforeseen_.push_back(parameter);
+    if (!parameter->gradients.is_foreseen()) unforeseen_.push_back(parameter);
   }
   parameter->gradients.arrived();
 }
@@ -276,8 +276,7 @@ void Reduction::finish_backward() {
   std::vector<ParameterPtr> parameters;
   {
     std::lock_guard lock(mutex_);
-    // Forgets uses that gave no gradient in this backward.
-    for (auto& parameter : arrived_) parameter->gradients.forget_uses();
+    for (auto& parameter : arrived_) parameter->gradients.end_backward();
     // Finishes all parameters of their models: micro-batches may have accumulated without sync.
     for (int64_t number : model_numbers_of(arrived_))
       for (auto& parameter : Registry::get().of_model(number)) parameters.push_back(parameter);

@@ -44,6 +44,12 @@ def convert(
     return result
 
 
+def before_load(module: nn.Module, *_: object) -> None:
+    """Frees what ``unshard()`` gathered, since ``load_state_dict`` changes the shards."""
+    group: ParameterGroup = module._zero3_group  # type: ignore[assignment]
+    group.reshard()
+
+
 def after_load(module: nn.Module, incompatible_keys: object) -> None:
     """Takes over what ``load_state_dict(assign=True)`` has put into ``module``. Collective."""
     group: ParameterGroup = module._zero3_group  # type: ignore[assignment]

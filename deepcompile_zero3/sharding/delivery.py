@@ -30,7 +30,11 @@ def _deliver(
     """
     # A parameter that is missing was deleted during its own backward.
     arrived = [(parameter_of(handle.placeholder), reduced) for handle, reduced in gradients]
-    delivered = [(parameter, reduced) for parameter, reduced in arrived if parameter is not None]
+    sums: dict[ShardedParameter, torch.Tensor] = {}  # of several forwards
+    for parameter, reduced in arrived:
+        if parameter is not None:
+            sums[parameter] = sums[parameter] + reduced if parameter in sums else reduced
+    delivered = list(sums.items())
     if moment != _C.Moment.EARLY:
         # Both are collective. Where meshes cross, one rank may find an error that another does not.
         errors = nonfinite_gradients(delivered), different_replicas(p for p, _ in delivered)
@@ -38,6 +42,8 @@ def _deliver(
             raise Zero3Error(error)
         _run_all_reduce_hooks(delivered)
     shards = [parameter.unchanged_shard() for parameter, _ in delivered]
+    for (parameter, _), shard in zip(delivered, shards, strict=True):
+        parameter.registered.check_gradient(shard)
     for (parameter, reduced), shard in zip(delivered, shards, strict=True):
         parameter.registered.accumulate_grad(shard, reduced)
     for shard in dict.fromkeys(shards):

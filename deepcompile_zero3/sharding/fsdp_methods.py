@@ -68,6 +68,10 @@ class FSDP2Methods(FSDPModule):
         """
         self._zero3_set("reduce_scatter_unused_params", reduce_scatter_unused_params, recurse)
 
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Calls :meth:`set_gradient_divide_factor`, its name in earlier releases of torch."""
+        self.set_gradient_divide_factor(factor)
+
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Makes the current stream wait for ``event``, and so the gathers of the next forward.
 

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -178,6 +178,7 @@ def fully_shard(
     group = ParameterGroup(list(built.values()), ForwardCasts(mp_policy), connects, len(modules))
     for each in modules:
         swap_class(each, group)
+        each.register_load_state_dict_pre_hook(conversion.before_load)
         each.register_load_state_dict_post_hook(conversion.after_load)
         torch_internals.set_fsdp_state(each, FsdpState(each, group))
         torch_internals.register_forward_hooks(each, group.pre_forward, group.post_forward)
@@ -237,7 +238,7 @@ def _install(
                 known.install()
                 setattr(parameter, _SHARDED_AS, known)
             else:
-                submodule._parameters[attribute] = cast(nn.Parameter, known.shard)
+                known.registered.tie(submodule, attribute)
             sharded[attribute] = known
         if sharded:
             submodule.__dict__["_zero3_parameters"] = sharded

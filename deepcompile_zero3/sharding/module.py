@@ -88,7 +88,8 @@ class Zero3Module(FSDP2Methods):
         """Sets whether backwards from now on reduce gradients, or accumulate them unreduced.
 
         Without sync, each rank keeps the full gradients, and ``.grad`` stays as it was. The first
-        backward with sync reduces their sum. This costs memory for the full model's gradients.
+        backward with sync reduces their sum. This costs memory for the full model's gradients. On a
+        mesh with replicas it calls :meth:`set_requires_all_reduce` too.
 
         Args:
             requires_gradient_sync: whether to reduce gradients.
@@ -98,6 +99,7 @@ class Zero3Module(FSDP2Methods):
             ValueError: ``requires_gradient_sync`` is not a bool.
         """
         self._zero3_set("requires_gradient_sync", requires_gradient_sync, recurse)
+        self.set_requires_all_reduce(requires_gradient_sync, recurse=recurse)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Sets whether backward gathers again (True), or forward keeps what it gathered (False).
@@ -315,10 +317,6 @@ class Zero3Module(FSDP2Methods):
         for parameter in self._zero3_group.parameters:
             refuse_if_stepped_in_backward(parameter.shard, "set_all_reduce_hook")
         self._zero3_group.all_reduce_hook = hook
-
-    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """Calls :meth:`set_gradient_divide_factor`, its name in earlier releases of torch."""
-        self.set_gradient_divide_factor(factor)
 
     def _zero3_outermost(self, caller: str) -> tuple[ParameterGroup, list[ShardedParameter]]:
         if self._zero3_group.parent is not None:

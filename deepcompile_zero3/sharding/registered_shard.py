@@ -14,10 +14,10 @@ from deepcompile_zero3.sharding.owned import own
 
 
 class RegisteredShard:
-    """A DTensor ``nn.Parameter``, and the place of the model where it is registered.
+    """A DTensor ``nn.Parameter``, and the places of the model where it is registered.
 
-    Users may register another shard there, or give the shard another local tensor. ``follow``
-    takes over such a change.
+    Users may register another shard in one of them, or give the shard another local tensor.
+    ``follow`` takes over such a change.
 
     Attributes:
         fqn: name of the parameter, for people.
@@ -34,8 +34,7 @@ class RegisteredShard:
         self.dtype = parameter.dtype
         self._shape = parameter.shape
         self._layout = layout
-        self._module = weakref.ref(blueprint.module)
-        self._name = blueprint.attribute
+        self._places = [(weakref.ref(blueprint.module), blueprint.attribute)]  # several: tied
         shard = nn.Parameter(layout.shard(parameter), requires_grad=parameter.requires_grad)
         inner = vars(torch_internals.local_tensor(cast(DTensor, shard)))  # of a wrapper
         own_attributes = {k: v for k, v in vars(parameter).items() if k not in inner}
@@ -54,8 +53,18 @@ class RegisteredShard:
 
     def install(self) -> DTensor:
         """Puts the shard into the module and returns it."""
-        cast(nn.Module, self._module())._parameters[self._name] = cast(nn.Parameter, self.latest)
+        self._register()
         return self.latest
+
+    def tie(self, module: nn.Module, name: str) -> None:
+        """Puts the shard into another module too."""
+        self._places.append((weakref.ref(module), name))
+        self._register()
+
+    def _register(self) -> None:
+        for reference, name in self._places:
+            if (module := reference()) is not None and name in module._parameters:
+                module._parameters[name] = cast(nn.Parameter, self.latest)
 
     def give_attributes(self, value: torch.Tensor) -> None:
         """Gives ``value``, which a module reads, the attributes of the parameter."""
@@ -68,6 +77,8 @@ class RegisteredShard:
         for name, attribute in self.attributes.items():
             self.attributes[name] = shard.__dict__.setdefault(name, attribute)
         self.latest = shard
+        if len(self._places) > 1:
+            self._register()
         self.local = torch_internals.local_tensor(shard)
         if (pinned := self._layout.pinned(self.local)) is not self.local:
             self.local.data = pinned
@@ -79,22 +90,30 @@ class RegisteredShard:
         Raises:
             Zero3Error: something else is registered.
         """
-        module = self._module()
-        shard = self.latest if module is None else module._parameters[self._name]
+        shard = self._registered
         if isinstance(shard, DTensor):
             return shard
         if self._layout.is_local_part(shard, self.local):
             return self.latest
+        was = "removed" if shard is None else f"replaced by a {type(shard).__name__}"
         raise Zero3Error(
-            f"'{self.fqn}' was replaced by a {type(shard).__name__} after fully_shard; "
-            "assign a DTensor of the same placement, or copy into it in place"
+            f"'{self.fqn}' was {was} after fully_shard; assign a DTensor of the same placement, or "
+            "copy into it in place; parametrize or prune a module before it is sharded"
         )
+
+    @property
+    def _registered(self) -> torch.Tensor | None:
+        """What is registered now: of a tied parameter, the first that is not the latest."""
+        for reference, name in self._places:
+            module = reference()
+            if module is not None and (found := module._parameters.get(name)) is not self.latest:
+                return found
+        return self.latest
 
     @property
     def converted_dtype(self) -> torch.dtype | None:
         """The dtype of the registered shard, if that is floating and another than ``dtype``."""
-        module = self._module()
-        shard = None if module is None else module._parameters.get(self._name)
+        shard = self._registered
         if (
             not isinstance(shard, DTensor)
             or shard.dtype == self.dtype
@@ -141,6 +160,17 @@ class RegisteredShard:
                 "state dict of CPU tensors"
             )
             raise Zero3Error(f"the shard of '{self.fqn}' is on {local.device}, but {reason}")
+
+    def check_gradient(self, shard: DTensor) -> None:
+        """Raises Zero3Error unless a reduced gradient may be added to ``shard.grad``."""
+        grad = shard.grad
+        if grad is None or (isinstance(grad, DTensor) and grad.placements == shard.placements):
+            return
+        found = f"by {grad.placements}" if isinstance(grad, DTensor) else "a plain tensor"
+        raise Zero3Error(
+            f"the .grad of '{self.fqn}' is {found}, and the parameter is sharded by "
+            f"{shard.placements}: set it to None, or to a DTensor of that placement"
+        )
 
     def accumulate_grad(self, shard: DTensor, reduced: torch.Tensor) -> None:
         """Adds a reduced gradient, this rank's rows [shard_rows, ...], to ``shard.grad``."""

@@ -216,11 +216,13 @@ def _address(tensor: Any) -> int:
 
 
 def _is_view(tensor: torch.Tensor, full: torch.Tensor) -> bool:
-    """Returns whether ``tensor``, of the same address, is made of ``full`` as a view is.
+    """Returns whether ``tensor``, of the same address, is made of ``full`` by ``as_strided``.
 
     A wrapper has no views that could be made of another one like it.
     """
     if torch_internals.is_wrapper(full):
         alike = type(tensor) is type(full) and tensor.size() == full.size()
         return alike and tensor.stride() == full.stride()
-    return not torch_internals.is_wrapper(tensor)
+    if torch_internals.is_wrapper(tensor) or tensor.dtype != full.dtype:
+        return False
+    return not (tensor.is_conj() or tensor.is_neg())

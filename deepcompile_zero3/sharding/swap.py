@@ -52,6 +52,9 @@ class _Swapped:
 
     _zero3_original: type
 
+    def __init_subclass__(cls) -> None:
+        """Does not call that of a user's class, which may register its subclasses."""
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Makes an unsharded module of the original class, such as a slice of a ``Sequential``."""
         return cls._zero3_original(*args, **kwargs)
@@ -122,7 +125,10 @@ def _property(name: str, is_read_as_gathered: bool, has_attributes: bool) -> pro
             value = parameter.layout.value_of(full)
             parameter.registered.give_attributes(value)
         else:
-            value = group_of(parameter).read(parameter)
+            try:
+                value = group_of(parameter).read(parameter)
+            except AttributeError as error:  # nn.Module.__getattr__ would return the shard
+                raise Zero3Error(f"reading '{parameter.fqn}' failed: {error}") from error
         # A local tensor is registered while code computes with local tensors: `is_local_part`.
         if isinstance(value, DTensor) and not isinstance(self._parameters[name], DTensor):
             return value.to_local()

@@ -1,0 +1,70 @@
+"""What a training step refuses, by the name of the parameter."""
+
+import pytest
+import torch
+from extensions import Bf16Gathered, wrap
+from models import batch_of, compiled, each_way
+from one_rank import one_rank  # noqa: F401
+from torch import nn
+from torch.distributed.tensor import distribute_tensor
+from torch.nn.utils import parametrizations
+
+from deepcompile_zero3 import Zero3Error, fully_shard
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+@each_way
+def test_a_gradient_cannot_be_differentiated_again(how):
+    model = fully_shard(nn.Linear(4, 4))
+    loss = compiled(model, how)(batch_of(2, 4)).square().sum()
+    with pytest.raises(Zero3Error, match=r"gradient of '.*(weight|bias)' cannot be differ"):
+        loss.backward(create_graph=True)
+    assert model.weight.grad is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [parametrizations.weight_norm, lambda layer: delattr(layer, "weight")],
+    ids=["parametrize", "delete"],
+)
+@each_way
+def test_a_parameter_cannot_be_removed(how, change):
+    model = fully_shard(nn.Sequential(nn.Linear(4, 4)))
+    with pytest.raises(Exception, match=r"0\.weight' was removed after fully_shard"):
+        change(model[0])
+        compiled(model, how)(batch_of(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("grad_of", "found"),
+    [
+        (lambda parameter: torch.zeros(4, 4), "a plain tensor"),
+        (
+            lambda parameter: distribute_tensor(torch.zeros(4, 4), parameter.device_mesh),
+            "Replicate",
+        ),
+    ],
+    ids=["plain", "replicated"],
+)
+@each_way
+def test_a_gradient_of_another_placement_is_refused_before_any_is_added(how, grad_of, found):
+    model = fully_shard(nn.Linear(4, 4))
+    model.weight.grad = grad_of(model.weight)
+    loss = compiled(model, how)(batch_of(2, 4)).sum()
+    with pytest.raises(Zero3Error, match=rf"the \.grad of '.*weight' is .*{found}"):
+        loss.backward()
+    assert model.bias.grad is None
+
+
+class _Broken(Bf16Gathered):
+    def fsdp_post_all_gather(self, *args, out=None, **kwargs):
+        return self.no_such_attribute
+
+
+def test_an_attribute_that_is_missing_while_a_parameter_is_read_is_told():
+    model = nn.Linear(4, 4)
+    wrap(model, _Broken)
+    fully_shard(model)
+    with pytest.raises(Zero3Error, match="reading '.*weight' failed: .*no_such_attribute"):
+        model(batch_of(2, 4))
