@@ -289,3 +289,18 @@ def _saves_complex_views():
 
 def test_views_of_another_dtype_are_saved_as_they_are(run_ranks):
     run_ranks(2, _saves_complex_views)
+
+
+class _ListsItsParameters(nn.Linear):
+    def forward(self, x):
+        self.read = self.weight, next(self.parameters())
+        return super().forward(x)
+
+
+@needs_a_job
+def test_parameters_lists_shards_in_a_forward_too():
+    model = fully_shard(_ListsItsParameters(4, 4))
+    model(batch_of(2, 4))
+    weight, listed = model.read
+    assert not isinstance(weight, DTensor)
+    assert listed is model.weight
