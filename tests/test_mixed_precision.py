@@ -187,3 +187,23 @@ def test_arguments_of_all_kinds_are_cast_in_one_graph():
     output = run(batch_of(2, 4))
     assert output.dtype == torch.float32
     output.sum().backward()
+
+
+class _Batch(dict):
+    """A dict that torch does not know as a container."""
+
+
+class _TakesABatch(nn.Linear):
+    def forward(self, batch):
+        return _Batch(y=super().forward(batch["x"]), extra=[batch["x"]])
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("how", ["eager", "interpreted"])
+def test_tensors_in_a_subclass_of_dict_are_cast(how):
+    policy = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)
+    model = fully_shard(_TakesABatch(4, 4), mp_policy=policy)
+    output = compiled(model, how, fullgraph=True)(_Batch(x=batch_of(2, 4)))
+    assert type(output) is _Batch
+    assert output["y"].dtype == output["extra"][0].dtype == torch.float32
+    assert torch.equal(output["extra"][0], batch_of(2, 4).bfloat16().float())
