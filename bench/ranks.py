@@ -80,8 +80,8 @@ class Ranks:
         """Runs ``command`` on all ranks at once and returns the answers by rank.
 
         Raises:
-            TimeoutError: a rank does not answer within ``timeout`` seconds. All ranks have written
-                to stderr what their threads run.
+            TimeoutError: a rank does not answer within ``timeout`` seconds. Ranks that run
+                have written to stderr what their threads do.
         """
         for _, pipe in self._ranks:
             pipe.send((command, args))

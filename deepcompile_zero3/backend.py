@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
+from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.compile_once import first_alone, graph_key
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.gather_format import Formats
@@ -207,10 +208,11 @@ def _nodes_of(outputs: Iterable[Any]) -> set[torch.autograd.graph.Node]:
 
 
 def _refuse_create_graph(parameters: Iterable[ShardedParameter]) -> None:
-    trained = next((p.fqn for p in parameters if p.placeholder.requires_grad), None)
-    if trained is not None:
+    """Raises Zero3Error if the running backward computes a gradient of one of ``parameters``."""
+    wanted = (p.fqn for p in parameters if torch_internals.backward_reaches(p.placeholder))
+    if (fqn := next(wanted, None)) is not None:
         raise Zero3Error(
-            f"the gradient of '{trained}' cannot be differentiated again: "
+            f"the gradient of '{fqn}' cannot be differentiated again: "
             "backward(create_graph=True) is not supported"
         )
 

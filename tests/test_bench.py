@@ -132,7 +132,7 @@ class _Sleeper:
         return True
 
     def sleep(self):
-        time.sleep(60)
+        time.sleep(3)
 
 
 def test_a_rank_that_does_not_answer_says_where_it_is(tmp_path, capfd):

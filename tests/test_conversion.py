@@ -175,10 +175,19 @@ def test_a_tied_parameter_stays_tied_when_it_is_loaded(missing):
 
 @needs_a_job
 @each_way
-def test_a_load_reshards_what_is_unsharded(how):
-    model = fully_shard(nn.Linear(4, 4))
-    run, x = compiled(model, how), batch_of(2, 4)
+@pytest.mark.parametrize("part", ["0", ""], ids=["part", "whole"])
+def test_a_load_reshards_what_is_unsharded(how, part):
+    model = fully_shard(nn.Sequential(nn.Linear(4, 4)))
+    run, loaded = compiled(model, how), model.get_submodule(part)
     model.unshard()
-    model.load_state_dict({name: torch.zeros_like(p) for name, p in model.named_parameters()})
-    assert isinstance(model.weight, DTensor)
-    assert torch.equal(run(x), torch.zeros(2, 4))
+    loaded.load_state_dict({name: torch.zeros_like(p) for name, p in loaded.named_parameters()})
+    assert isinstance(model[0].weight, DTensor)
+    assert torch.equal(run(batch_of(2, 4)), torch.zeros(2, 4))
+
+
+@needs_a_job
+def test_one_place_of_a_tied_parameter_may_be_given_up():
+    model = fully_shard(_model())
+    model[3].weight = None
+    model(batch_of(2, 8)).sum().backward()
+    assert model[0].weight.grad is not None

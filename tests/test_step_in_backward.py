@@ -117,6 +117,23 @@ def test_a_backward_of_two_forwards_steps_once(run_ranks, how, transport):
     run_ranks(2, _two_forwards, how, {"transport": transport, "reshard_after_forward": False})
 
 
+def _a_backward_in_between(settings):
+    models, optimizers = _models("sgd", **settings)
+    for model, optimizer in zip(models, optimizers, strict=True):
+        losses = [mean_square(model, mine(batch_of(8, 16, seed=seed))) for seed in range(2)]
+        model.set_is_last_backward(False)
+        losses[0].backward()
+        model.set_is_last_backward(True)
+        (losses[1] + mean_square(model, mine(batch_of(8, 16, seed=2)))).backward()
+        optimizer.step()
+    _assert_same(models)
+
+
+def test_a_forward_may_wait_for_the_next_backward(run_ranks):
+    for reshards in (True, False):
+        run_ranks(2, _a_backward_in_between, {"reshard_after_forward": reshards})
+
+
 def _most_alive(depth):
     models, _ = _models("adamw", depth=depth)
     alive = _watch(models[1])

@@ -23,6 +23,15 @@ def test_a_gradient_cannot_be_differentiated_again(how):
     assert model.weight.grad is None
 
 
+@each_way
+def test_that_of_an_input_can(how):
+    model = fully_shard(nn.Linear(4, 4))
+    x = batch_of(2, 4).requires_grad_()
+    [grad] = torch.autograd.grad(compiled(model, how)(x).tanh().sum(), x, create_graph=True)
+    assert grad.requires_grad
+    assert model.weight.grad is None
+
+
 @pytest.mark.parametrize(
     "change",
     [parametrizations.weight_norm, lambda layer: delattr(layer, "weight")],

@@ -9,26 +9,29 @@
 namespace zero3 {
 
 void GradientAccumulator::add_use(bool first) {
-  if (first) forget_uses();
   std::lock_guard lock(mutex_);
+  if (first) forget_uses_locked();
   ++pending_uses_;
 }
 
 void GradientAccumulator::forget_uses() {
   std::lock_guard lock(mutex_);
-  has_forgotten_ |= pending_uses_ > 0;
-  pending_uses_ = 0;
+  forget_uses_locked();
+}
+
+void GradientAccumulator::forget_uses_locked() {
+  has_forgotten_ |= std::exchange(pending_uses_, 0) > 0;
 }
 
 void GradientAccumulator::end_backward() {
   std::lock_guard lock(mutex_);
-  pending_uses_ = 0;
-  has_forgotten_ = false;
+  forget_uses_locked();
+  had_forgotten_ = std::exchange(has_forgotten_, false);
 }
 
 bool GradientAccumulator::is_foreseen() const {
   std::lock_guard lock(mutex_);
-  return pending_uses_ > 0 && !has_forgotten_;
+  return pending_uses_ > 0 && !has_forgotten_ && !had_forgotten_;
 }
 
 int64_t GradientAccumulator::pending_uses() const {
@@ -139,7 +142,7 @@ std::optional<Nonfinite> GradientAccumulator::take_nonfinite() {
 void GradientAccumulator::drop() {
   std::lock_guard lock(mutex_);
   pending_uses_ = 0;
-  has_forgotten_ = false;
+  has_forgotten_ = had_forgotten_ = false;
   sum_.reset();
   partial_.reset();
   nonfinite_.reset();

@@ -46,11 +46,12 @@ class GradientAccumulator {
   // Notes that a forward has used the parameter; `first` forgets earlier uses. Only a hint: if the
   // gradient of a use never arrives, the others wait until the end of the backward.
   void add_use(bool first);
-  // Forgets the uses of earlier forwards, whose gradients may come all the same.
+  // Forgets the uses of earlier forwards. Their backwards may have been given up, or may come yet.
   void forget_uses();
   void end_backward();
   int64_t pending_uses() const;
-  // Whether the gradients of the pending uses are all that may come in this backward.
+  // Whether the next gradient is of a pending use, and no use was forgotten since the backward
+  // before the last one, so that no others come.
   bool is_foreseen() const;
   // Notes that the gradient of a use has arrived.
   void arrived();
@@ -94,9 +95,12 @@ class GradientAccumulator {
   bool take_dropped();
 
  private:
+  void forget_uses_locked();
+
   mutable std::mutex mutex_;
   int64_t pending_uses_ = 0;  // uses whose gradients have not arrived
-  bool has_forgotten_ = false;
+  bool has_forgotten_ = false;  // since the last backward
+  bool had_forgotten_ = false;  // between that and the one before
   std::optional<Sum> sum_;
   std::optional<PartialGradient> partial_;
   std::optional<Nonfinite> nonfinite_;

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.sharding.group import ParameterGroup
+from deepcompile_zero3.sharding.group import ParameterGroup, group_of
+from deepcompile_zero3.sharding.module_parameters import parameters_of
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.transport.connection import Connection
 from deepcompile_zero3.transport.json_collectives import check_all_alike
@@ -46,13 +47,15 @@ def convert(
 
 def before_load(module: nn.Module, *_: object) -> None:
     """Frees what ``unshard()`` gathered, since ``load_state_dict`` changes the shards."""
-    group: ParameterGroup = module._zero3_group  # type: ignore[assignment]
-    group.reshard()
+    for group in dict.fromkeys(map(group_of, parameters_of(module).values())):
+        group.reshard()
 
 
 def after_load(module: nn.Module, incompatible_keys: object) -> None:
     """Takes over what ``load_state_dict(assign=True)`` has put into ``module``. Collective."""
     group: ParameterGroup = module._zero3_group  # type: ignore[assignment]
+    for parameter in group.parameters:
+        parameter.registered.tie_again()
     _rebuild_converted(group)
     follow_registered_shards(group)
 

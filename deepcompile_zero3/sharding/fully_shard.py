@@ -178,7 +178,6 @@ def fully_shard(
     group = ParameterGroup(list(built.values()), ForwardCasts(mp_policy), connects, len(modules))
     for each in modules:
         swap_class(each, group)
-        each.register_load_state_dict_pre_hook(conversion.before_load)
         each.register_load_state_dict_post_hook(conversion.after_load)
         torch_internals.set_fsdp_state(each, FsdpState(each, group))
         torch_internals.register_forward_hooks(each, group.pre_forward, group.post_forward)
@@ -241,6 +240,8 @@ def _install(
                 known.registered.tie(submodule, attribute)
             sharded[attribute] = known
         if sharded:
+            if not parameters_of(submodule):
+                submodule.register_load_state_dict_pre_hook(conversion.before_load)
             submodule.__dict__["_zero3_parameters"] = sharded
             if submodule not in modules:
                 swap_class(submodule)

@@ -88,8 +88,8 @@ class Zero3Module(FSDP2Methods):
         """Sets whether backwards from now on reduce gradients, or accumulate them unreduced.
 
         Without sync, each rank keeps the full gradients, and ``.grad`` stays as it was. The first
-        backward with sync reduces their sum. This costs memory for the full model's gradients. On a
-        mesh with replicas it calls :meth:`set_requires_all_reduce` too.
+        backward with sync reduces their sum. This costs memory for the full model's gradients. It
+        also calls :meth:`set_requires_all_reduce`.
 
         Args:
             requires_gradient_sync: whether to reduce gradients.

@@ -1,6 +1,7 @@
 """The shard of one parameter as its model registers it: the leaf that the optimizer sees."""
 
 import weakref
+from collections.abc import Iterator
 from typing import cast
 
 import torch
@@ -53,18 +54,32 @@ class RegisteredShard:
 
     def install(self) -> DTensor:
         """Puts the shard into the module and returns it."""
-        self._register()
+        self._register(self.latest)
         return self.latest
 
     def tie(self, module: nn.Module, name: str) -> None:
         """Puts the shard into another module too."""
         self._places.append((weakref.ref(module), name))
-        self._register()
+        self._register(self.latest)
 
-    def _register(self) -> None:
+    def tie_again(self) -> None:
+        """Registers one shard in all places, after a load has put others into some of them."""
+        for module, name in self._registering():
+            shard = module._parameters[name]
+            if isinstance(shard, DTensor) and shard is not self.latest:
+                self._register(shard)
+                return
+
+    def _register(self, shard: DTensor) -> None:
+        for module, name in self._registering():
+            module._parameters[name] = cast(nn.Parameter, shard)
+
+    def _registering(self) -> Iterator[tuple[nn.Module, str]]:
+        """Yields the modules that register something there, and its name."""
         for reference, name in self._places:
-            if (module := reference()) is not None and name in module._parameters:
-                module._parameters[name] = cast(nn.Parameter, self.latest)
+            module = reference()
+            if module is not None and module._parameters.get(name) is not None:
+                yield module, name
 
     def give_attributes(self, value: torch.Tensor) -> None:
         """Gives ``value``, which a module reads, the attributes of the parameter."""
@@ -77,8 +92,6 @@ class RegisteredShard:
         for name, attribute in self.attributes.items():
             self.attributes[name] = shard.__dict__.setdefault(name, attribute)
         self.latest = shard
-        if len(self._places) > 1:
-            self._register()
         self.local = torch_internals.local_tensor(shard)
         if (pinned := self._layout.pinned(self.local)) is not self.local:
             self.local.data = pinned
@@ -103,12 +116,10 @@ class RegisteredShard:
 
     @property
     def _registered(self) -> torch.Tensor | None:
-        """What is registered now: of a tied parameter, the first that is not the latest."""
-        for reference, name in self._places:
-            module = reference()
-            if module is not None and (found := module._parameters.get(name)) is not self.latest:
-                return found
-        return self.latest
+        """What is registered now, in the first place of a tied parameter."""
+        reference, name = self._places[0]
+        module = reference()
+        return self.latest if module is None else module._parameters.get(name)
 
     @property
     def converted_dtype(self) -> torch.dtype | None:
@@ -163,13 +174,17 @@ class RegisteredShard:
 
     def check_gradient(self, shard: DTensor) -> None:
         """Raises Zero3Error unless a reduced gradient may be added to ``shard.grad``."""
-        grad = shard.grad
-        if grad is None or (isinstance(grad, DTensor) and grad.placements == shard.placements):
+        grad, found = shard.grad, "a plain tensor"
+        if grad is None or not shard.requires_grad:
             return
-        found = f"by {grad.placements}" if isinstance(grad, DTensor) else "a plain tensor"
+        if isinstance(grad, DTensor):
+            mine = shard.placements, shard.device_mesh
+            if (grad.placements, grad.device_mesh) == mine:
+                return
+            found = f"sharded by {grad.placements} over {grad.device_mesh}"
         raise Zero3Error(
             f"the .grad of '{self.fqn}' is {found}, and the parameter is sharded by "
-            f"{shard.placements}: set it to None, or to a DTensor of that placement"
+            f"{shard.placements} over {shard.device_mesh}: set it to None, or to such a DTensor"
         )
 
     def accumulate_grad(self, shard: DTensor, reduced: torch.Tensor) -> None:

@@ -47,7 +47,8 @@ def step_in_backward(
       come too late.
     * Some gradients are stepped at the end of the backward: all of the first backward on a mesh
       with replicas and of those under :func:`detect_nonfinite`, and those that reentrant
-      checkpoints compute. What a reentrant checkpoint alone computes may be left to
+      checkpoints compute; and those of a model that has run again before its backward, so evaluate
+      under ``no_grad``. What a reentrant checkpoint alone computes may be left to
       ``optimizer.step()``.
 
     Ranks of one host compute gradients in one order, as others have to anyway.

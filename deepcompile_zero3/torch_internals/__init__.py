@@ -71,6 +71,7 @@ _fully_shard: Callable = private("torch.distributed.fsdp", "fully_shard.__wrappe
 _FORWARD_HOOK = -1
 _nn_module: Any = private("torch.nn.modules", "module")
 _top_saved_tensors_hooks = private("torch._C._autograd", "_top_saved_tensors_default_hooks")
+_will_execute: Callable[[Any], bool] = private("torch._C", "_will_engine_execute_node")
 
 
 def new_process_group(
@@ -136,6 +137,12 @@ def is_checkpointed() -> bool:
 def outer_saved_tensors_hooks() -> tuple[Callable, Callable] | None:
     """Returns the (pack, unpack) pair that autograd would use now, or None."""
     return _top_saved_tensors_hooks(False)
+
+
+def backward_reaches(leaf: torch.Tensor) -> bool:
+    """Returns whether the running backward, with ``create_graph``, accumulates into ``leaf``."""
+    view = leaf.view_as(leaf)
+    return view.grad_fn is not None and _will_execute(view.grad_fn.next_functions[0][0])
 
 
 def is_in_transform() -> bool:
