@@ -87,3 +87,21 @@ def test_a_block_keeps_a_call_of_its_own():
     model = fully_shard(_CallsItselfOtherwise(8))
     run = torch.compile(model, backend="zero3", options={"inductor": False}, fullgraph=True)
     torch.testing.assert_close(_results(run, model), _results(model, model))
+
+
+_registry: list[str] = []
+
+
+class _Base(nn.Linear):
+    def __init_subclass__(cls, *, registry):
+        registry.append(cls.__name__)
+
+
+class Registered(_Base, registry=_registry):
+    """A module of a class that a user's base class registers."""
+
+
+def test_a_base_class_does_not_see_the_class_of_a_sharded_module():
+    model = fully_shard(nn.Sequential(Registered(3, 2)))
+    assert type(model[0]).__name__ == "Zero3Registered"
+    assert _registry == ["Registered"]
