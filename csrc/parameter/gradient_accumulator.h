@@ -98,7 +98,7 @@ class GradientAccumulator {
   void forget_uses_locked();
 
   mutable std::mutex mutex_;
-  int64_t pending_uses_ = 0;  // uses whose gradients have not arrived
+  int64_t pending_uses_ = 0;    // uses whose gradients have not arrived
   bool has_forgotten_ = false;  // since the last backward
   bool had_forgotten_ = false;  // between that and the one before
   std::optional<Sum> sum_;
