@@ -50,8 +50,8 @@ class GradientAccumulator {
   void forget_uses();
   void end_backward();
   int64_t pending_uses() const;
-  // Whether the next gradient is of a pending use, and no use was forgotten since the backward
-  // before the last one, so that no others come.
+  // Whether the next gradient is of a pending use and no gradient of a forgotten use can follow it:
+  // none was forgotten since the end of the backward before the last.
   bool is_foreseen() const;
   // Notes that the gradient of a use has arrived.
   void arrived();

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from torch import fx
 
@@ -210,10 +210,6 @@ class Pipeline:
             if self._fp32_weight_grads:
                 widen_weight_gradients(graph_module, gradients)
         with run("insert_reduces"):
-            for early in reductions_in(graph_module.graph):  # which named what was saved
-                named = cast(fx.Node, early.args[1])
-                if KEPT_OF in named.meta:
-                    early.update_arg(1, placeholder_of[named.meta[KEPT_OF]])
             insert_reduces(graph_module, gradients, placeholder_of)
         nodes = _sorted(_gathered(nodes), in_backward_order)
         with run("insert_gathers"):

@@ -9,9 +9,10 @@ from torch import fx
 
 from deepcompile_zero3.grad_dtype import DTYPES
 from deepcompile_zero3.graph.alias import untransposed
-from deepcompile_zero3.graph.metadata import COMMENT
+from deepcompile_zero3.graph.metadata import COMMENT, KEPT_OF
 from deepcompile_zero3.graph.text import short_name
 from deepcompile_zero3.passes.facts import ParameterFacts
+from deepcompile_zero3.passes.rewritten import reductions_in
 from deepcompile_zero3.runtime import _C, ops
 from deepcompile_zero3.torch_internals import compiler
 
@@ -51,12 +52,19 @@ def insert_reduces(
     another order, reductions may not. Autograd gets None in place of the gradient: the runtime sets
     the shard's ``.grad`` when the backward ends.
 
+    A reduction that is in the graph already, since AOTAutograd differentiated an ``unshard`` that
+    was not lifted, takes the placeholder in place of what was saved.
+
     Args:
         gm: the backward graph.
         gradients: the parameters, by position of their gradients in the graph's output.
         placeholders: the graph's inputs by FQN, which tell the runtime whose gradient it gets.
     """
     graph = gm.graph
+    for reduction in reductions_in(graph):
+        parameter = cast(fx.Node, reduction.args[1])
+        if KEPT_OF in parameter.meta:
+            reduction.update_arg(1, placeholders[parameter.meta[KEPT_OF]])
     results: list[Any] = list(graph.output_node().args[0])  # type: ignore[arg-type]
     order = {node: position for position, node in enumerate(graph.nodes)}
     inputs = graph.find_nodes(op="placeholder")
