@@ -185,7 +185,8 @@ class CompiledGraph:
             outputs = run_recorded(self._run, args, self._pipeline.number, parameters)
         else:
             outputs = self._run(*args)
-        if not has_backward:
+        nodes = _nodes_of(outputs) if has_backward else ()
+        if not nodes:
             _C.wait_for_shards()  # no backward does so
             return outputs
         epochs = _C.ForwardEpochs([parameter.handle for parameter in parameters])
@@ -195,7 +196,7 @@ class CompiledGraph:
                 _refuse_create_graph(parameters)
             epochs.begin_backward()
 
-        for node in _nodes_of(outputs):
+        for node in nodes:
             keep_models_alive(node, parameters)
             node.register_prehook(begin_backward)
         return outputs

@@ -281,9 +281,10 @@ class ParameterGroup:
         forward, self._forward = self._forward, None
         if forward is None:
             return [self]
-        if not torch.is_grad_enabled():
-            _C.wait_for_shards()  # no backward does so
         groups = dict.fromkeys([self, *forward.saved.stop()])
+        trained = (p.placeholder.requires_grad for group in groups for p in group.parameters)
+        if not torch.is_grad_enabled() or not any(trained):
+            _C.wait_for_shards()  # no backward does so
         for group in forward.prefetched:
             group._gathering = None  # no longer needed
         return list(groups)
