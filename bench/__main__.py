@@ -4,7 +4,7 @@ python -m bench                                          # most workloads and mo
 python -m bench -w A -m floor,zero3,fsdp2-blocks         # parts
 python -m bench -w B --malloc tuned                      # without the allocator's page faults
 python -m bench compile -w A -m floor,zero3              # the first step, cold and warm
-python -m bench -w B -m zero3-c10d-twice,without-pool    # without one optimisation
+python -m bench -w B -m zero3-c10d-twice,without-pool    # without one optimization
 python -m bench primitives                               # of gloo, at some sizes
 python -m bench overhead                                 # a step of 300 small parameters
 python -m bench optimizers                               # steps of Muon and AdamW on shards

@@ -1,4 +1,4 @@
-"""Variants of zero3, most of them ``zero3-c10d-twice`` without one optimisation.
+"""Variants of zero3, most of them ``zero3-c10d-twice`` without one optimization.
 
 Each patch applies only to processes of ranks that train in its mode.
 """

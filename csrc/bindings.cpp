@@ -124,7 +124,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     for (auto& parameter : parameters) parameter->transport->invalidate();
   });
 
-  m.attr("MOST_IN_FLIGHT") = kMostInFlight;
+  m.attr("MAX_IN_FLIGHT") = kMaxInFlight;
 #if defined(ZERO3_WITH_CUDA)
   m.attr("WITH_CUDA") = true;
 #else
@@ -160,7 +160,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     if (!in_backward()) parameter.transport->count_unpublished_forward();
   });
   m.def("reshard_retained_after_forward", &reshard_retained_after_forward);
-  m.def("reduce_deposited", &reduce_deposited, py::call_guard<py::gil_scoped_release>());
+  m.def("reduce_deferred", &reduce_deferred, py::call_guard<py::gil_scoped_release>());
   m.def(
       "reduce",
       [](const ParameterPtr& parameter, const at::Tensor& grad, bool owned) {

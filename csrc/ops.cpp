@@ -1,5 +1,6 @@
 // The operators. Graphs contain all_gather_start, all_gather_wait or all_gather_views, and
-// reduce_grad, reduce_mm or reduce_rows. Models call unshard.
+// reduce_grad, reduce_mm or reduce_rows. Models call unshard, or unshard_as for a tensor that is
+// made of payloads.
 #include "ops.h"
 
 #include <ATen/core/enum_tag.h>

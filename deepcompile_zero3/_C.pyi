@@ -16,8 +16,6 @@ class GradientDtypes:
     def shard(self) -> torch.dtype | None: ...
     @property
     def quantized(self) -> str: ...  # format on the wire; empty: not quantized
-    @property
-    def feeds_error_back(self) -> bool: ...
     def quantized_like(self, other: GradientDtypes) -> GradientDtypes: ...
     def with_quantized(self, format: str, feeds_error_back: bool) -> GradientDtypes: ...
 
@@ -71,13 +69,13 @@ class Parameter:
     model_number: int
     presence_id: int
     transport: Transport | None  # None until it is set, once
-    messages: Transport  # between the same ranks
+    payload_transport: Transport  # between the same ranks
     @property
     def can(self) -> Capabilities: ...  # of its transport; raises if there is none
     @property
     def settings(self) -> Settings: ...
     shard: torch.Tensor
-    def follow_version(self, leaf: torch.Tensor) -> None: ...
+    def follow_version(self, dtensor: torch.Tensor) -> None: ...
     after_forward: Parameter | None
     def register(self) -> None: ...  # in the Registry
     @property
@@ -113,7 +111,7 @@ class Transport:
     @property
     def name(self) -> str: ...
     @property
-    def number(self) -> int: ...
+    def parameter_index(self) -> int: ...
 
 class Channel:
     @property
@@ -182,7 +180,7 @@ class CopyMemory:
     def nbytes(self) -> int: ...
 
 CACHE_LINE: int
-MOST_IN_FLIGHT: int  # maximum number of reductions in flight
+MAX_IN_FLIGHT: int  # maximum number of reductions in flight
 WITH_CUDA: bool
 
 class Collective:
@@ -217,7 +215,7 @@ def reshard_retained_after_forward(parameters: Sequence[Parameter]) -> None: ...
 def reduce(
     parameter: Parameter, grad: torch.Tensor, owned: bool = False
 ) -> None: ...  # inside a backward
-def reduce_deposited(parameters: Sequence[Parameter]) -> None: ...
+def reduce_deferred(parameters: Sequence[Parameter]) -> None: ...
 def new_shared_file(nbytes: int) -> int: ...  # returns the descriptor
 def running_backward() -> int: ...  # its number, or -1 outside a backward
 def in_backward() -> bool: ...

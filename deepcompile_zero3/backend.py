@@ -41,7 +41,7 @@ from deepcompile_zero3.passes.partitioner import Partitioner
 from deepcompile_zero3.passes.pipeline import Pipeline, source_key
 from deepcompile_zero3.passes.regions import RegionFacts
 from deepcompile_zero3.runtime import _C
-from deepcompile_zero3.sharding.extension import is_metadata, owner_of
+from deepcompile_zero3.sharding.extension import is_metadata, parameter_behind
 from deepcompile_zero3.sharding.group import compiled_forward, group_of
 from deepcompile_zero3.sharding.parameter import ShardedParameter, keep_models_alive, parameter_of
 from deepcompile_zero3.torch_internals import compiler
@@ -106,7 +106,11 @@ def _where_they_are(gm: fx.GraphModule, example_inputs: Iterable[Any]) -> list[A
 
 
 class CompiledGraph:
-    """A compiled graph, and the checks of its parameters before each run."""
+    """A compiled graph, and the checks of its parameters before each run.
+
+    Attributes:
+        num_parameters: number of sharded parameters that the graph reads.
+    """
 
     def __init__(
         self,
@@ -124,6 +128,7 @@ class CompiledGraph:
                 "placeholder of a live one: its model was deleted while it was compiled"
             )
         self._positions = tuple(parameters)
+        self.num_parameters = len(set(map(parameter_behind, parameters.values())))
         check_devices(parameters.values(), options)
         options = scheduled(options, parameters.values())
         facts = facts_of(parameters, gm, options)
@@ -133,11 +138,6 @@ class CompiledGraph:
         metadata = [i for i, value in enumerate(example_inputs) if is_metadata(value)]
         self._pipeline = pipeline_of(parameters.values(), facts, options, metadata)
         self._run = _compile(gm, example_inputs, self._pipeline, regions, options, compile_graph)
-
-    @property
-    def number_of_parameters(self) -> int:
-        """Number of sharded parameters that the graph reads."""
-        return len(self._positions)
 
     def __call__(self, *args: Any) -> Any:
         """Runs the graph with the shards as they are now.
@@ -150,16 +150,16 @@ class CompiledGraph:
         # bring one parameter two gradients.
         as_traced = len(set(parameters)) == len(parameters)
         self._formats.check(parameters)
-        owners = list(dict.fromkeys(map(owner_of, parameters)))
-        for parameter in owners:
+        distinct = list(dict.fromkeys(map(parameter_behind, parameters)))
+        for parameter in distinct:
             as_traced &= parameter.prepare_forward()
             if parameter.extension is not None:
                 parameter.extension.prepare_graph(parameter.registered.local)
-        if not as_traced and any(parameter.extension is not None for parameter in owners):
+        if not as_traced and any(parameter.extension is not None for parameter in distinct):
             raise Zero3Error(
                 "requires_grad or grad_dtype of a parameter changed since this graph was compiled, "
-                "which has a parameter that is gathered as other tensors: run the model again, it "
-                "compiles anew"
+                "or two parameters were tied, and one of its parameters is gathered as other "
+                "tensors: run the model again, it compiles anew; tie parameters before fully_shard"
             )
         with compiled_forward(parameters) as is_whole:
             return self._forward(args, parameters, as_traced, is_whole)
@@ -169,9 +169,9 @@ class CompiledGraph:
     ) -> Any:
         if not as_traced:
             # requires_grad or grad_dtype changed after the guards of this call were checked. The
-            # values behind the guards are updated now, so the next call recompiles. This call runs
-            # in eager.
-            for group in dict.fromkeys(map(group_of, map(owner_of, parameters))):
+            # values behind the guards are updated now, so the next call recompiles. Or two
+            # parameters are tied that were not in the trace. This call runs in eager.
+            for group in dict.fromkeys(map(group_of, map(parameter_behind, parameters))):
                 for parameter in group.parameters:  # other graphs may read them
                     parameter.prepare_forward()
             outputs = self._eager(*args)
@@ -248,7 +248,7 @@ def _compile(
             other = compiler.custom_partitioner(config)
             config["custom_partitioner_fn"] = Partitioner(pipeline, regions, other)
             compiler.forbid_cuda_graphs(gm, config)
-        if any(facts.dim == 4 for facts in pipeline.inputs.values()):
+        if any(facts.ndim == 4 for facts in pipeline.inputs.values()):
             # It reorders the 4-D ancestors of a convolution and would read a placeholder.
             config["layout_optimization"] = False
         if any(facts.declares_grad_dtype for facts in pipeline.inputs.values()):
@@ -272,7 +272,7 @@ def _stored(
     options: Options,
     compile_graph: GraphCompiler,
 ) -> Iterator[None]:
-    """Lets Inductor store the compiled graph in the context, and load a stored one.
+    """While the block runs, lets Inductor store the compiled graph, or load a stored one.
 
     If rewritten graphs are captured, recorded or logged, nothing is stored or loaded: a graph that
     is loaded is not rewritten.

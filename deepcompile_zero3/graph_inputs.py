@@ -15,7 +15,7 @@ from deepcompile_zero3.passes.offload import Offload
 from deepcompile_zero3.passes.pipeline import Pipeline
 from deepcompile_zero3.passes.regions import RegionFacts, outline_regions
 from deepcompile_zero3.passes.spare import find_spared
-from deepcompile_zero3.sharding.extension import Payload, owner_of
+from deepcompile_zero3.sharding.extension import Payload, parameter_behind
 from deepcompile_zero3.sharding.module import Zero3Module
 from deepcompile_zero3.sharding.parameter import ShardedParameter, parameter_of
 from deepcompile_zero3.torch_internals import compiler
@@ -33,7 +33,9 @@ def sharded_inputs(example_inputs: Sequence[Any]) -> dict[int, ShardedParameter]
 
 def scheduled(options: Options, parameters: Iterable[ShardedParameter]) -> Options:
     """Returns ``options`` with the schedule that was chosen for ``parameters``, if any."""
-    schedule = next(filter(None, (each.schedule for each in map(owner_of, parameters))), None)
+    schedule = next(
+        filter(None, (each.schedule for each in map(parameter_behind, parameters))), None
+    )
     return options if schedule is None else options.with_schedule(schedule)
 
 
@@ -46,7 +48,7 @@ def check_devices(parameters: Iterable[ShardedParameter], options: Options) -> N
     """
     if options.activations_mb == math.inf:
         return
-    for each in map(owner_of, parameters):
+    for each in map(parameter_behind, parameters):
         if is_recording_graphs() or each.schedule is not None:
             raise ValueError(
                 f"option 'activations_mb' is {options.activations_mb!r}, but MeasuredSchedule "
@@ -78,7 +80,7 @@ def facts_of(
             uses=uses[inputs[position]][0],
             only_embeds=uses[inputs[position]][1],
             is_spared=inputs[position] in spared,
-            dim=parameter.placeholder.dim(),
+            ndim=parameter.placeholder.dim(),
             nbytes=parameter.nbytes,
             reshard_after_forward=parameter.reshard_after_forward,
             is_trained=parameter.placeholder.requires_grad,
@@ -88,7 +90,7 @@ def facts_of(
             declares_grad_dtype=parameter.placeholder.requires_grad
             and (
                 parameter.settings.gradient_dtypes.leaf != parameter.compute_dtype
-                or parameter.extension is not None  # which may read as another dtype
+                or parameter.extension is not None  # may read as another dtype
             ),
             is_read_as_gathered=parameter.is_read_as_gathered and parameter.extension is None,
             is_gathered=parameter.extension is None,
@@ -105,7 +107,7 @@ def regions_of(
     inputs = lifted.graph.find_nodes(op="placeholder")
     parameters = {inputs[position]: each for position, each in facts.items()}
     outlines = options.inductor if options.regions is None else options.regions
-    outlines &= not options.fp32_weight_grads  # which looks at what computes a gradient
+    outlines &= not options.fp32_weight_grads  # it looks at what computes a gradient
     outlines &= not (options.inductor and compiler.makes_cpp_wrapper(options.inductor_config))
     outlines &= not compiler.has_memory_budget(lifted)  # torch cannot tell what a call costs
     return outline_regions(lifted, parameters, lambda cls: outlines and _is_block(cls))
@@ -134,11 +136,11 @@ def _keep_bytes(parameters: Collection[ShardedParameter], options: Options) -> f
 
 def _offload(parameters: Collection[ShardedParameter], options: Options) -> Offload | None:
     """Returns where a graph's saved tensors go, if the models have a budget of memory."""
-    owners = list(map(owner_of, parameters))
-    if options.activations_mb < math.inf and owners:
-        most_bytes = options.activations_mb * 2**20 * _share(parameters)
-        return Offload(most_bytes, None, owners[0].placeholder.device.type)
-    memory = next((each.memory for each in owners if each.memory), None)
+    distinct = list(map(parameter_behind, parameters))
+    if options.activations_mb < math.inf and distinct:
+        max_bytes = options.activations_mb * 2**20 * _share(parameters)
+        return Offload(max_bytes, None, distinct[0].placeholder.device.type)
+    memory = next((each.memory for each in distinct if each.memory), None)
     if memory is None:
         return None
     return Offload(int(memory.activation_bytes * _share(parameters)), memory.tier.number)
@@ -148,5 +150,5 @@ def _share(parameters: Collection[ShardedParameter]) -> float:
     """Returns the share of the models' bytes that ``parameters`` have."""
     models = {parameter.model for parameter in parameters} - {None}
     whole = sum(model.nbytes for model in models if model is not None)
-    mine = sum(parameter.nbytes for parameter in set(map(owner_of, parameters)))
+    mine = sum(parameter.nbytes for parameter in set(map(parameter_behind, parameters)))
     return mine / whole if mine else 0.0

@@ -1,7 +1,7 @@
 """A training loop in torchtitan's style: torchrun --nproc-per-node 2 examples/pretrain.py
 
 Blocks are checkpointed, compiled and sharded while the model is on the meta device; weights are
-initialised in shards. Called again with the same --folder, the loop goes on from the checkpoint
+initialized in shards. Called again with the same --folder, the loop goes on from the checkpoint
 that it saved last. The lines that differ from a script for FSDP2 are marked.
 """
 

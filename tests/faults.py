@@ -26,7 +26,7 @@ def let(act, moment, model, optimizer):
 
 
 def to_death(function, *args):
-    """Returns the errors of two new ranks, of which one or both fail."""
+    """Runs ``function`` on two new ranks, of which at least one fails, and returns their errors."""
     pool = RankPool(2)
     try:
         with pytest.raises(AssertionError) as raised:

@@ -94,7 +94,7 @@ def compiled(model, how, fullgraph=False, **options):
 
 
 def join_as_torchrun():
-    """Sets what torchrun tells a rank, for libraries that ask the environment."""
+    """Sets the environment variables that torchrun sets."""
     rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # the group is there already
@@ -254,6 +254,6 @@ def layers_of(*widths):
     return nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in pairs))
 
 
-def held(model):
-    """Returns the names of the full tensors that are held."""
+def gathered_fqns(model):
+    """Returns the FQNs of the parameters that are gathered."""
     return [p.fqn for p in registered_in(model) if p.handle.gathered is not None]

@@ -360,7 +360,7 @@ def replace_by_loading(model):
     model.load_state_dict({"weight": model.state_dict()["weight"] * 3}, assign=True)
 
 
-def materialise(model):
+def materialize(model):
     model.to_empty(device="cpu")
     nn.init.constant_(model.weight, 3)
 
@@ -379,7 +379,7 @@ def test_another_backend_may_be_the_first_to_run():
 
 
 @needs_a_job
-@pytest.mark.parametrize("replace", [replace_by_loading, materialise])
+@pytest.mark.parametrize("replace", [replace_by_loading, materialize])
 @pytest.mark.parametrize("backend", ["zero3", "aot_eager"])
 def test_every_backend_sees_a_shard_that_was_replaced(backend, replace):
     model = nn.Linear(2, 2, bias=False)

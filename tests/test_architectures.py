@@ -51,7 +51,7 @@ def _images(size, seed):
     return {"pixel_values": torch.randn(size, 3, 32, 32, generator=_generator(seed))}
 
 
-def _labelled_images(size, seed):
+def _labeled_images(size, seed):
     labels = torch.randint(LABELS, (size,), generator=_generator(seed))
     return _images(size, seed) | {"labels": labels}
 
@@ -267,22 +267,22 @@ ARCHITECTURES = {
         "max_decoder_position_embeddings": 32,
     }, blocks="LEDEncoderLayer LEDDecoderLayer"),
     # images
-    "Dinov2ForImageClassification": Architecture(CLASSES | IMAGE, _labelled_images),
+    "Dinov2ForImageClassification": Architecture(CLASSES | IMAGE, _labeled_images),
     "SwinForImageClassification": Architecture(CLASSES | {
         "image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4],
         "window_size": 4,
-    }, _labelled_images, "SwinLayer"),
+    }, _labeled_images, "SwinLayer"),
     "ConvNextForImageClassification": Architecture(CLASSES | {
         "depths": [1, 2], "hidden_sizes": [16, 32], "num_stages": 2,
-    }, _labelled_images, "ConvNextLayer"),
+    }, _labeled_images, "ConvNextLayer"),
     "SegformerForImageClassification": Architecture(CLASSES | {
         "hidden_sizes": [16, 32], "depths": [1, 1], "num_encoder_blocks": 2,
         "num_attention_heads": [1, 2], "sr_ratios": [2, 1], "patch_sizes": [7, 3],
         "strides": [4, 2], "mlp_ratios": [2, 2],
-    }, _labelled_images),
+    }, _labeled_images),
     "ResNetForImageClassification": Architecture(CLASSES | {
         "embedding_size": 16, "hidden_sizes": [16, 32], "depths": [1, 1],
-    }, _labelled_images),
+    }, _labeled_images),
     # speech
     "Wav2Vec2ForCTC": Architecture(SPEECH, _speech, "Wav2Vec2EncoderLayer"),
     "HubertForCTC": Architecture(SPEECH, _speech, "HubertEncoderLayer", torch.float64),

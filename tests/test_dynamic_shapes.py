@@ -51,7 +51,7 @@ def _train(shapes, compiling, transport, options, *, mark=(), dynamic=None):
     model, reference, optimizers = _layer_of_llama(transport)
     options = {"gather_bucket_mb": 4096 / 2**20, **options}
     run = torch.compile(model, backend="zero3", options=options, dynamic=dynamic, fullgraph=True)
-    compiled, travelled = [], []
+    compiled, traveled = [], []
     for step, of_ranks in enumerate(shapes):
         batches = [_tokens(shape, 10 * step + rank) for rank, shape in enumerate(of_ranks)]
         mine = batches[dist.get_rank()].clone()
@@ -67,7 +67,7 @@ def _train(shapes, compiling, transport, options, *, mark=(), dynamic=None):
             loss.backward()
         compiled.append(len(graphs.forward))
         assert len(graphs.backward) == compiled[-1]
-        travelled.append([(c.op, c.nbytes, c.params) for c in log])
+        traveled.append([(c.op, c.nbytes, c.params) for c in log])
         expected = [reference(input_ids=batch, labels=batch).loss for batch in batches]
         torch.testing.assert_close(loss, expected[dist.get_rank()])
         torch.stack(expected).mean().backward()
@@ -76,8 +76,8 @@ def _train(shapes, compiling, transport, options, *, mark=(), dynamic=None):
             optimizer.step()
             optimizer.zero_grad()
     assert_same_parameters(model, reference)
-    assert all(step == travelled[0] for step in travelled)
-    return compiled, travelled[0]
+    assert all(step == traveled[0] for step in traveled)
+    return compiled, traveled[0]
 
 
 def _alike(*shapes):

@@ -331,7 +331,7 @@ def test_a_sharded_model_cannot_be_copied(copying, message, enclosed):
 
 @needs_a_job
 @in_every_way
-def test_a_model_on_the_meta_device_runs_only_once_it_is_materialised(x, compiled):
+def test_a_model_on_the_meta_device_runs_only_once_it_is_materialized(x, compiled):
     with torch.device("meta"):
         model = nn.Linear(2, 2)
     fully_shard(model)

@@ -128,7 +128,7 @@ def test_two_payloads_and_changing_metadata(run_ranks, world_size, how, transpor
     run_ranks(world_size, _reads_int8, how, transport, timeout=300)
 
 
-def _initialises_shards(how, cls, rows):
+def _initializes_shards(how, cls, rows):
     Int8Gathered.factor = torch.ones(())  # another test may have changed it
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(*s, bias=False) for s in ((8, rows), (rows, 8))))
@@ -158,7 +158,7 @@ def _initialises_shards(how, cls, rows):
 @pytest.mark.parametrize(("cls", "rows"), [(Bf16Gathered, 7), (Int8Gathered, 8)])
 @pytest.mark.thin
 def test_a_model_on_the_meta_device(run_ranks, how, cls, rows):
-    run_ranks(2, _initialises_shards, how, cls, rows, timeout=300)
+    run_ranks(2, _initializes_shards, how, cls, rows, timeout=300)
 
 
 class Lora(nn.Module):

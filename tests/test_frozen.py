@@ -159,7 +159,7 @@ class _Normalized(nn.Sequential):
 
 
 class _ReadInBackward(torch.autograd.Function):
-    """The first argument, whose gradient is computed with the second."""
+    """Returns ``x``. Its backward reads ``y``."""
 
     @staticmethod
     def forward(ctx, x, y):

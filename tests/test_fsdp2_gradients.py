@@ -13,7 +13,7 @@ from models import (
     compiled,
     each_way,
     either_transport,
-    held,
+    gathered_fqns,
     layers_of,
     mean_square,
     mine,
@@ -200,7 +200,7 @@ def _start_again(how):
     mean_square(run, mine(batch_of(4, 8, seed=7))).backward()  # a sequence that is abandoned
     model.unshard()
     model.reset_iter_state()
-    assert held(model) == []
+    assert gathered_fqns(model) == []
     model.set_requires_gradient_sync(True)
     model.set_requires_all_reduce(False)
     model.set_is_last_backward(False)

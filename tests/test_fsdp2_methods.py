@@ -18,7 +18,7 @@ from models import (
     compiled_each_way,
     each_way,
     either_transport,
-    held,
+    gathered_fqns,
     layers_of,
     mean_square,
     mine,
@@ -73,7 +73,7 @@ def _micro_batches(how, reshard_after_forward, transport):
             mean_square(reference, batch).backward()
             assert gathered.count("0.weight") == gathered.count("1.weight")
             counts.append(gathered.count("0.weight"))
-        assert held(model) == []
+        assert gathered_fqns(model) == []
         assert_same_gradients(model, reference)
         for optimizer in optimizers:
             optimizer.step()
@@ -102,11 +102,11 @@ def _changed_while_held(how, transport):
     optimizers = optimizers_of(model, reference)
     model.set_reshard_after_backward(False)
     assert_same_step(model, reference, batch_of(4, 8), run=run, optimizers=optimizers)
-    assert held(model) == ["0.weight", "1.weight"]
+    assert gathered_fqns(model) == ["0.weight", "1.weight"]
     with pytest.raises(Zero3Error, match=r"'0\.weight' has changed since it was gathered.*reshard"):
         run(mine(batch_of(4, 8)))
     model.reshard()
-    assert held(model) == []
+    assert gathered_fqns(model) == []
     assert_same_step(model, reference, batch_of(4, 8, seed=1), run=run, optimizers=optimizers)
 
 
@@ -141,7 +141,7 @@ def _alternating(how, transport):
             batch = batch_of(4, 8, seed=4 * step + micro)
             mean_square(forward, mine(batch)).backward()
             mean_square(reference, batch).backward()
-            assert bool(held(model)) == (micro < 3)
+            assert bool(gathered_fqns(model)) == (micro < 3)
             with torch.inference_mode():
                 assert_close(forward(batch), reference(batch))
         assert_same_gradients(model, reference)
@@ -153,7 +153,7 @@ def _alternating(how, transport):
     mean_square(run, mine(batch)).backward()
     with pytest.raises(Zero3Error, match="'weight' was modified in place"):
         model(mine(batch), writes=True)
-    assert held(model) == []
+    assert gathered_fqns(model) == []
     mean_square(run, mine(batch)).backward()
     model.load_state_dict({"weight": model.weight.detach().clone()}, assign=True)
     assert_close(model(batch), reference(batch))
@@ -187,7 +187,7 @@ def _checkpointed():
             counts.append(gathered_in(log).count("blocks.0.up.weight"))
         mean_square(reference, batch).backward()
     assert_same_gradients(model, reference)
-    assert held(model) == []
+    assert gathered_fqns(model) == []
     return counts
 
 
@@ -211,7 +211,7 @@ def _asynchronous_unshard(transport):
         assert torch.equal(model[0].weight, weight)
         model.reshard()
         handle.wait()  # the parameter is freed
-        assert held(model) == []
+        assert gathered_fqns(model) == []
 
         model.unshard(async_op=True)
         assert torch.equal(model[0].weight, weight)  # waits
@@ -219,7 +219,7 @@ def _asynchronous_unshard(transport):
         model.reshard()
         model.unshard(async_op=True)
         model.reshard()  # before a wait
-        assert held(model) == []
+        assert gathered_fqns(model) == []
         model(batch_of(2, 8).requires_grad_()).sum().backward()
         assert gathered_in(log) == 5 * ["0.weight", "1.weight"]
 
@@ -238,7 +238,7 @@ def _unshard_then_forward(how, transport):
             model.unshard(async_op=seed > 0)
             loss = mean_square(run, mine(batch_of(4, 8, seed=seed)))
             assert gathered_in(log) == ["0.weight", "1.weight"]
-        assert held(model) == []
+        assert gathered_fqns(model) == []
         loss.backward()
         mean_square(reference, batch_of(4, 8, seed=seed)).backward()
         assert_same_gradients(model, reference)
@@ -304,7 +304,7 @@ def _prefetched(transport):
             optimizer.step()
             optimizer.zero_grad()
         assert_same_parameters(model, reference)
-        assert held(model) == []
+        assert gathered_fqns(model) == []
     return seen
 
 
@@ -372,9 +372,9 @@ def _another_way_in(how, register):
     assert_same_gradients(model, reference)
     with pytest.raises(KeyError):
         model.encode(mine(batch), fails=True)
-    assert held(model) == [] or register is torch_register_fsdp_forward_method
+    assert gathered_fqns(model) == [] or register is torch_register_fsdp_forward_method
     assert_same_step(model, reference, batch)
-    assert held(model) == []
+    assert gathered_fqns(model) == []
 
 
 @each_way

@@ -144,12 +144,12 @@ def test_optimizers_may_change_and_step_in_hooks(run_ranks, how):
 # ---- dtypes
 
 
-def _normalised(how):
+def _normalized(how):
     """Compares layers of all kinds in bfloat16, and a layer with its own casts, with FSDP2."""
     low = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     own = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
     mixed = MixedPrecisionPolicy(output_dtype=torch.bfloat16)  # its statistics are not in bfloat16
-    whole = Normalised()
+    whole = Normalized()
     policies = {"last": own, "batch1d": mixed, "batch2d": mixed}
     results = []
     for sharding in (torch_fully_shard, fully_shard):
@@ -175,7 +175,7 @@ class Casting(nn.Linear):
         return super().forward((x + y).to(self.weight.dtype))
 
 
-class Normalised(nn.Module):
+class Normalized(nn.Module):
     def __init__(self):
         super().__init__()
         self.conv = nn.Conv2d(1, 4, 3)
@@ -192,8 +192,8 @@ class Normalised(nn.Module):
 
 
 @each_way
-def test_normalisation_and_casts_of_ones_own_are_those_of_fsdp2(run_ranks, how):
-    run_ranks(2, _normalised, how)
+def test_normalization_and_casts_of_ones_own_are_those_of_fsdp2(run_ranks, how):
+    run_ranks(2, _normalized, how)
 
 
 class Noting(nn.Linear):

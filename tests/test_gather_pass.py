@@ -27,7 +27,7 @@ from deepcompile_zero3.runtime import ops
 
 
 @pytest.mark.smoke
-def test_neighbours_of_one_group_share_a_gather_before_the_first_use():
+def test_neighbors_of_one_group_share_a_gather_before_the_first_use():
     gm = partitioned_graph(three_layers, *square(4))
 
     insert_gathers(gm, of_layers(gm), NO_LIMIT)

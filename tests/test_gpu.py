@@ -272,7 +272,7 @@ def test_quantized_gathers_from_host_memory(nccl_and_gloo, how):
     torch.testing.assert_close(run(batch.cuda()).cpu(), reference(batch), rtol=0.05, atol=0.05)
 
 
-def test_shards_are_materialised_in_host_memory(nccl_and_gloo):
+def test_shards_are_materialized_in_host_memory(nccl_and_gloo):
     with torch.device("meta"):
         model = Stack(width=256, depth=1)
     fully_shard(model, offload_policy=CPUOffloadPolicy())

@@ -181,7 +181,7 @@ def test_gradients_outlive_the_memory_of_later_steps(run_ranks, how):
 
 
 def _few_rows(how, dtype, reduce_dtype, tolerance):
-    """Trains a weight of which the last of four ranks owns nothing."""
+    """Checks the gradient of a weight of which the last of four ranks has no rows."""
     policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
     model, reference = shard(nn.Linear(20_000, 3, bias=False).to(dtype), mp_policy=policy)
     run = compiled(model, how)

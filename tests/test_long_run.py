@@ -41,7 +41,7 @@ def _run():
     worst, resident, in_use = 0.0, 0, 0
 
     def losses(length):
-        """Returns the sharded model's loss of its sequences, and one process's loss of all."""
+        """Returns the model's loss of this rank's sequences, one process's, and that of all."""
         seed = choices.randrange(1 << 20)
         batches = [_tokens(random.Random(seed), other, length) for other in range(world_size)]
         mine = run(input_ids=batches[rank], labels=batches[rank]).loss

@@ -64,7 +64,7 @@ def _map_large_chunks():
 
 
 def _allocated():
-    """Returns the bytes of such chunks, without communication buffers."""
+    """Returns the bytes of mapped chunks in use, without communication buffers."""
     gc.collect()
     release_buffers()
     libc = ctypes.CDLL("libc.so.6")

@@ -21,7 +21,7 @@ from models import (
     batch_of,
     compiled,
     each_way,
-    held,
+    gathered_fqns,
     mean_square,
     mine,
     optimizers_of,
@@ -92,7 +92,7 @@ def _headed(how):
     with record_collectives() as log:
         loss = mean_square(model, mine(batch))
         assert gathered_in(log) == [["body.bias", "body.weight"], GROUP]
-        assert held(model) == []
+        assert gathered_fqns(model) == []
         loss.backward()
         # Ranks with messages also meet in a backward, in which each may need other parameters.
         meet = parameters_of(model.norm)["weight"].ranks_meet_in_backward
@@ -102,23 +102,23 @@ def _headed(how):
     with record_collectives() as log:
         model(mine(batch), norms=False).square().mean().backward()
         assert gathered_in(log)[1] == GROUP
-        assert held(model) == []
+        assert gathered_fqns(model) == []
     assert model.norm.weight.grad is None
     reference(batch, norms=False).square().mean().backward()
     assert_same_gradients(model, reference)
 
     with pytest.raises(KeyError):
         model(mine(batch), fails=True)
-    assert held(model) == []
+    assert gathered_fqns(model) == []
     optimizers[0].zero_grad()
     optimizers[1].zero_grad()
     assert_same_step(model, reference, batch)
 
     model.norm.unshard()
-    assert sorted(held(model)) == GROUP
+    assert sorted(gathered_fqns(model)) == GROUP
     torch.testing.assert_close(model.head.weight, reference.head.weight)
     model.head.reshard()
-    assert held(model) == []
+    assert gathered_fqns(model) == []
 
 
 @each_way
@@ -140,15 +140,15 @@ def _alone(how):
             output = run(mine(batch))
             if how == "eager":
                 assert gathered_in(log) == [sorted(fqns)]
-        assert held(both) == []
+        assert gathered_fqns(both) == []
         output.square().mean().backward()
         mean_square(whole, batch).backward()
         assert_same_gradients(both, reference)
-        assert held(both) == []
+        assert gathered_fqns(both) == []
     heads(norms(mine(batch))).square().mean().backward()
     reference[1](reference[0](batch)).square().mean().backward()
     assert_same_gradients(both, reference)
-    assert held(both) == []
+    assert gathered_fqns(both) == []
 
 
 @either_way
@@ -189,7 +189,7 @@ def _chunked(how):
                 hidden.backward(chunks.grad)
             else:
                 sum(losses).backward()
-        assert held(model) == []
+        assert gathered_fqns(model) == []
         assert_same_gradients(model, reference)
         step(optimizers)
 

@@ -247,7 +247,7 @@ def test_a_gradient_of_any_strides_is_reduced_rightly(model):
     assert torch.equal(model.transposed.grad.full_tensor(), expanded)
 
 
-def test_uninitialised_memory_never_reaches_a_result(run_ranks):
+def test_uninitialized_memory_never_reaches_a_result(run_ranks):
     # Three rows on two ranks are padded to four. Deterministic mode fills fresh memory with NaN.
     for results in run_ranks(2, train_where_fresh_memory_is_nan):
         for tensor in results:

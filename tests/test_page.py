@@ -300,7 +300,7 @@ def _bars(driver):
 
 
 def _colored(driver, color):
-    """Returns the number of bars that are visible in a colour."""
+    """Returns the number of bars that are visible in a color."""
     script = """
         const style = document.body.appendChild(document.createElement("i")).style;
         style.color = arguments[0];

@@ -1,4 +1,4 @@
-"""A training loop in torchtitan's style: initialised in shards, checkpointed blocks, resuming."""
+"""A training loop in torchtitan's style: initialized in shards, checkpointed blocks, resuming."""
 
 import copy
 import importlib.util

@@ -20,7 +20,7 @@ from deepcompile_zero3 import Zero3Error, fully_shard
 from deepcompile_zero3.sharding.replicas import _checksum
 
 
-def _initialised_apart(how):
+def _initialized_apart(how):
     model = Stack()
     for parameter in model.blocks[0].parameters():
         parameter.requires_grad_(False)
@@ -56,7 +56,7 @@ def _initialised_apart(how):
 
 @either_way
 def test_replicas_that_begin_with_other_values_are_named_once_and_on_all_ranks(run_ranks, how):
-    run_ranks(4, _initialised_apart, how)
+    run_ranks(4, _initialized_apart, how)
 
 
 def _alike():

@@ -51,7 +51,7 @@ def _train(transport, how):
 
 @each_way
 @pytest.mark.parametrize("transport", ["c10d", "shared_memory"])
-def test_a_backward_gathers_from_neighbours(run_ranks, transport, how):
+def test_a_backward_gathers_from_neighbors(run_ranks, transport, how):
     from_whom = 2 if transport == "c10d" else 4
     for in_forward, in_backward in run_ranks(4, _train, transport, how):
         assert in_forward == {("all_gather", 4)}
@@ -84,19 +84,19 @@ def _held(how):
     run = compiled(model, how)
     handles = [p.handle for m in model.modules() for p in parameters_of(m).values()]
 
-    def held():
+    def gathered_fqns():
         return [
             handle.after_forward.shard.numel() if handle.after_forward.shard is not None else 0
             for handle in handles
         ]
 
     loss = mean_square(run, mine(batch_of(8, WIDTH)))
-    between = held()
+    between = gathered_fqns()
     loss.backward()
-    after = held()
+    after = gathered_fqns()
     with torch.no_grad():
         run(mine(batch_of(8, WIDTH)))
-    evaluated = held()
+    evaluated = gathered_fqns()
     whole = [handle.placeholder.numel() for handle in handles]
     return between, after, evaluated, whole
 
@@ -108,7 +108,7 @@ def test_a_rank_holds_its_part_until_the_backward_ends(run_ranks, how):
         assert all(between)
         assert not any(after + evaluated)
     whole = results[0][3]
-    for left, right in (results[:2], results[2:]):  # two neighbours hold one copy
+    for left, right in (results[:2], results[2:]):  # two neighbors hold one copy
         assert [a + b for a, b in zip(left[0], right[0], strict=True)] == whole
 
 

@@ -124,7 +124,7 @@ def _batch_norm(how):
     for seed in range(2):
         batch = batch_of(8, 4, seed=seed)
         mean_square(run, mine(batch)).backward()
-        # Each rank normalises over its own rows.
+        # Each rank normalizes over its own rows.
         world_size = dist.get_world_size()
         for rows in batch.chunk(world_size):
             (mean_square(reference, rows) / world_size).backward()

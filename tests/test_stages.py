@@ -238,7 +238,7 @@ def _every_stage():
 
 def test_each_stage_communicates_and_holds_what_it_does_not_shard(run_apart):
     gather, reduce, all_reduce = {"all_gather": 1}, {"reduce_scatter": 1}, {"all_reduce": 1}
-    travelling = {
+    traveling = {
         "none": [gather | reduce, reduce, reduce | all_reduce],  # gathers over one rank
         1: [gather, {}, reduce],
         2: [gather | reduce, reduce, reduce],
@@ -248,5 +248,5 @@ def test_each_stage_communicates_and_holds_what_it_does_not_shard(run_apart):
     holding = {"none": [2, 2, 1], 1: [2, 2, 0.5], 2: [1.5, 1.5, 0.5], 3: [0.5, 0.5, 0.5]}
     for stages in run_apart(_every_stage):
         for stage, travels, held in stages:
-            assert travels == travelling[stage], stage
+            assert travels == traveling[stage], stage
             assert held == pytest.approx(holding[stage], abs=0.1), stage

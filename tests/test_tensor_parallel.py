@@ -324,7 +324,7 @@ def _sharded_around(shape, dims):
         assert_same_step(model.layers, layers, batch, run=run, optimizers=optimizers, group=group)
 
 
-def test_dimensions_that_shard_need_not_be_neighbours(run_ranks):
+def test_dimensions_that_shard_need_not_be_neighbors(run_ranks):
     run_ranks(4, _sharded_around, (2, 1, 2), mesh_dims(shard=("dp", "cp")))
 
 

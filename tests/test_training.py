@@ -159,7 +159,7 @@ def test_gradients_of_inputs_alone_leave_those_of_parameters_alone(run_ranks, ho
 # ---- changes of the parameters
 
 
-def _initialise(how):
+def _initialize(how):
     model, reference = _shard_stack()
     run = compiled(model, how)
     assert_same_step(model, reference, batch_of(4, 8), run=run)
@@ -176,8 +176,8 @@ def _initialise(how):
 
 
 @each_way
-def test_initialising_a_weight_changes_the_shard(run_ranks, how):
-    run_ranks(2, _initialise, how)
+def test_initializing_a_weight_changes_the_shard(run_ranks, how):
+    run_ranks(2, _initialize, how)
 
 
 def _change(how):

@@ -43,7 +43,7 @@ ONE_OF_A_KIND = (
 
 # What transformers 5.24 itself does not do right in shards, and the error. HYV4 fills a part of a
 # DTensor; LaraMini concatenates weights that are in shards. torch's `fully_shard` fails alike, but
-# for HYV4: transformers takes its classes for code from the hub, and initialises less.
+# for HYV4: transformers takes its classes for code from the hub, and initializes less.
 NOT_LOADED = {
     "HYV4ForCausalLM": "aten.fill_.Tensor does not have a sharding strategy",
     "LaraMiniForCausalLM": "issues during automatic conversion of the weights",

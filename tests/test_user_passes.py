@@ -324,7 +324,8 @@ def _bucket(how, depth, expected):
 @each_way
 def test_parameters_of_a_block_share_a_gather(run_ranks, how):
     for growth in run_ranks(2, _bucket, how, 1, [2] * DEPTH):
-        # Through Inductor, the regions of the forward need all of a block at once anyway.
+        # With Inductor, a forward region takes all parameters of its block at once, with or without
+        # the pass.
         assert growth == [BIAS if how == "interpreted" else 0, BIAS]
 
 

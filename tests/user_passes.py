@@ -19,16 +19,16 @@ _SOURCE = get_hash_for_files((__file__,))  # a cache must not return what an old
 
 
 class Prefetch(GraphPass):
-    """Starts gathers as many waits ahead of use as full tensors of ``most_bytes`` allow."""
+    """Starts gathers as many waits ahead of use as full tensors of ``max_bytes`` allow."""
 
     needs = ("insert_gathers",)
     changes = ("gathered_peak",)
 
-    def __init__(self, most_bytes):
-        self.most_bytes = most_bytes
+    def __init__(self, max_bytes):
+        self.max_bytes = max_bytes
 
     def uuid(self):
-        return _SOURCE, self.most_bytes
+        return _SOURCE, self.max_bytes
 
     def __call__(self, gm, facts):
         order = {node: position for position, node in enumerate(gm.graph.nodes)}
@@ -39,7 +39,7 @@ class Prefetch(GraphPass):
             nbytes = sum(node.meta[PARAMETER].nbytes for node in wait.args[1])
             place = here = order[wait.args[0]]
             for other in reversed([each for each in waits if earliest <= order[each] < here]):
-                if max(alive[order[other] : place]) + nbytes > self.most_bytes:
+                if max(alive[order[other] : place]) + nbytes > self.max_bytes:
                     break
                 place = order[other]
                 other.prepend(wait.args[0])
@@ -49,23 +49,23 @@ class Prefetch(GraphPass):
 
 
 class SelectiveGather(GraphPass):
-    """Keeps for backward what takes longest to gather again for its size, up to ``most_bytes``."""
+    """Keeps for backward what takes longest to gather again for its size, up to ``max_bytes``."""
 
     graphs = ("forward",)
     after = "choose_kept"
 
-    def __init__(self, most_bytes, latency=20e-6, bytes_per_second=10e9):
-        self.most_bytes = most_bytes
+    def __init__(self, max_bytes, latency=20e-6, bytes_per_second=10e9):
+        self.max_bytes = max_bytes
         self.latency = latency
         self.bytes_per_second = bytes_per_second
 
     def uuid(self):
-        return _SOURCE, self.most_bytes, self.latency, self.bytes_per_second
+        return _SOURCE, self.max_bytes, self.latency, self.bytes_per_second
 
     def __call__(self, gm, facts):
         known = [(n, n.meta.get(PARAMETER)) for n in gm.graph.find_nodes(op="placeholder")]
         known = [(node, of) for node, of in known if of and of.fqn in facts.may_keep]
-        left = self.most_bytes
+        left = self.max_bytes
         for node, parameter in sorted(known, key=lambda each: -self._gain(each[1].nbytes)):
             if parameter.reshard_after_forward is None:  # else the user has chosen
                 node.meta[KEEP] = parameter.nbytes <= left

@@ -26,11 +26,11 @@ class Gather {
 
   // Waits, and returns the full tensors [rows, ...], each in the parameter's compute dtype and
   // strides. Unless `fresh`, they are views where the transport gathers views. A parameter that
-  // had a full tensor already gives that tensor. A second call gathers again: an operator may run
-  // more than once on a handle.
+  // had a full tensor already gives that tensor, unless it is gathered quantized. A second call
+  // gathers again: an operator may run more than once on a handle.
   std::vector<at::Tensor> finish(bool fresh);
-  // Like finish(/*fresh=*/true), but copies the tensors that `gathered` of a parameter has too, so
-  // that only the caller has the results.
+  // Like finish(/*fresh=*/true), but copies results that Parameter::gathered holds too: the caller
+  // alone has what it gets.
   std::vector<at::Tensor> finish_owned();
 
  private:

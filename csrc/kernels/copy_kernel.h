@@ -43,7 +43,7 @@ constexpr int kFewCopies = 128;
 constexpr int kManyCopies = 1024;
 static_assert(sizeof(CopyBatch<kManyCopies>) <= 32764);  // limit of sm_70 on and CUDA 12.1 on
 
-// A thread reads or writes 16 bytes of the wider dtype at once: neighbours then touch memory
+// A thread reads or writes 16 bytes of the wider dtype at once: neighbors then touch memory
 // without gaps. It issues kUnroll reads, of 64 bytes, before it uses the first, to hide the
 // memory's latency.
 template <typename From, typename To>

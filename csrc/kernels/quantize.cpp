@@ -9,7 +9,7 @@
 
 #include "kernels/copy.h"
 #include "kernels/quantize_dispatch.h"
-#include "kernels/vectorised.h"
+#include "kernels/vectorized.h"
 #include "support/error.h"
 #include "support/memory.h"
 
@@ -25,7 +25,7 @@ constexpr std::pair<const char*, at::ScalarType> kNames[] = {
 };
 
 template <typename Code, typename From>
-ZERO3_VECTORISED void quantize_row(uint8_t* to, const From* from, int64_t numel, int64_t block) {
+ZERO3_VECTORIZED void quantize_row(uint8_t* to, const From* from, int64_t numel, int64_t block) {
   float values[kPart];
   for (int64_t first = 0; first < numel; first += block) {
     uint32_t largest = 0;
@@ -47,7 +47,7 @@ ZERO3_VECTORISED void quantize_row(uint8_t* to, const From* from, int64_t numel,
 }
 
 template <typename Code, typename To>
-ZERO3_VECTORISED void dequantize_row(To* to, const uint8_t* from, int64_t numel, int64_t block) {
+ZERO3_VECTORIZED void dequantize_row(To* to, const uint8_t* from, int64_t numel, int64_t block) {
   for (int64_t first = 0; first < numel; first += block) {
     float scale;
     std::memcpy(&scale, from + scale_offset(numel, first / block), sizeof(scale));
@@ -57,7 +57,7 @@ ZERO3_VECTORISED void dequantize_row(To* to, const uint8_t* from, int64_t numel,
 }
 
 template <typename Code, typename To>
-ZERO3_VECTORISED void sum_row(To* to, const std::vector<const uint8_t*>& addends, int64_t numel,
+ZERO3_VECTORIZED void sum_row(To* to, const std::vector<const uint8_t*>& addends, int64_t numel,
                               int64_t block, float divisor) {
   float sums[kPart];
   for (int64_t first = 0; first < numel; first += block) {

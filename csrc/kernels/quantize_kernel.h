@@ -1,5 +1,5 @@
 // Codes of one byte for floating-point numbers. Plain functions of their arguments, without
-// branches, so that a compiler vectorises them for a CPU, and a GPU's kernels call them too.
+// branches, so that a compiler vectorizes them for a CPU, and a GPU's kernels call them too.
 #pragma once
 
 #include <bit>
@@ -17,7 +17,7 @@ namespace zero3 {
 constexpr uint32_t kInfinityBits = 0x7F800000;  // of a float
 constexpr uint32_t kNanBits = 0x7FC00000;
 
-// A conditional expression by masks. gcc vectorises no loop with one that computes floats.
+// A conditional expression by masks. gcc vectorizes no loop with one that computes floats.
 ZERO3_HOST_DEVICE inline uint32_t select(bool condition, uint32_t yes, uint32_t no) {
   const uint32_t mask = 0u - static_cast<uint32_t>(condition);
   return (yes & mask) | (no & ~mask);

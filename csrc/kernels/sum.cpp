@@ -8,7 +8,7 @@
 
 #include "kernels/copy.h"
 #include "kernels/nontemporal_copy.h"
-#include "kernels/vectorised.h"
+#include "kernels/vectorized.h"
 
 namespace zero3 {
 namespace {
@@ -16,7 +16,7 @@ namespace {
 constexpr int64_t kBlock = 128;  // elements; their sums stay in registers, or nearly so
 
 template <typename Addend, typename Out>
-ZERO3_VECTORISED void sum_on_cpu(Out* out, const std::vector<const Addend*>& addends, int64_t numel,
+ZERO3_VECTORIZED void sum_on_cpu(Out* out, const std::vector<const Addend*>& addends, int64_t numel,
                                  bool round, double divisor) {
   constexpr bool is_double = std::is_same_v<Addend, double> || std::is_same_v<Out, double>;
   using Sum = std::conditional_t<is_double, double, float>;

@@ -26,7 +26,6 @@ inline void bind_parameters(pybind11::module_& m) {
                              [](const GradientDtypes& self) {
                                return self.quantized ? self.quantized->text() : std::string();
                              })
-      .def_readonly("feeds_error_back", &GradientDtypes::feeds_error_back)
       .def("quantized_like",
            [](GradientDtypes self, const GradientDtypes& other) {
              self.quantized = other.quantized;
@@ -85,7 +84,8 @@ inline void bind_parameters(pybind11::module_& m) {
       .def_readwrite("presence_id", &Parameter::presence_id)
       .def_property(
           "transport", [](const Parameter& self) { return self.transport; }, &Parameter::connect)
-      .def_property("messages", &Parameter::messages, &Parameter::set_messages)
+      .def_property("payload_transport", &Parameter::payload_transport,
+                    &Parameter::set_payload_transport)
       .def_property_readonly("can",
                              [](const Parameter& self) {
                                ZERO3_CHECK(self.transport, "'", self.fqn, "' has no transport yet");

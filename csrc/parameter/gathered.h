@@ -5,7 +5,8 @@
 
 namespace zero3 {
 
-// Not thread-safe: for the forward or backward that is running, which may have released the GIL.
+// Not thread-safe. Only the running forward or backward of the model uses it, with or without the
+// GIL.
 class Gathered {
  public:
   enum class State {

@@ -14,13 +14,13 @@ namespace zero3 {
 // The dtypes of a gradient at each stage.
 struct GradientDtypes {
   std::optional<at::ScalarType> leaf;   // the leaf's contract; nullopt: as it arrives
-  std::optional<at::ScalarType> wire;   // nullopt: the normalised dtype
-  std::optional<at::ScalarType> shard;  // the optimizer's; nullopt: the normalised dtype
+  std::optional<at::ScalarType> wire;   // nullopt: the normalized dtype
+  std::optional<at::ScalarType> shard;  // the optimizer's; nullopt: the normalized dtype
   std::optional<QuantizedFormat> quantized = std::nullopt;  // on the wire, in place of `wire`
   bool feeds_error_back = false;  // adds what quantizing one gradient has lost to the next
 
   // Dtype to which `raw` is cast first.
-  at::ScalarType normalised(const at::Tensor& raw) const {
+  at::ScalarType normalized(const at::Tensor& raw) const {
     return leaf.value_or(raw.scalar_type());
   }
 };
@@ -66,7 +66,7 @@ class GradientAccumulator {
 
   struct Sum {
     at::Tensor grad;               // full shape
-    at::ScalarType arrived_dtype;  // holds all gradients as normalised
+    at::ScalarType arrived_dtype;  // holds all gradients as normalized
   };
   std::optional<Sum> take_sum();
   bool has_sum() const;

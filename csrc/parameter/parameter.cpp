@@ -36,7 +36,9 @@ void Parameter::connect(std::shared_ptr<Transport> to) {
   transport = std::move(to);
 }
 
-void Parameter::follow_version(const at::Tensor& leaf) { version_ = version_counter_of(leaf); }
+void Parameter::follow_version(const at::Tensor& dtensor) {
+  version_ = version_counter_of(dtensor);
+}
 
 uint64_t Parameter::shard_version() const {
   return (version_.enabled() ? version_.current_version() : 0) +
@@ -75,7 +77,7 @@ ParameterPtr Parameter::quantized(const QuantizedFormat& format) {
             {rows(), row_bytes}, {row_bytes, 1}, at::kByte, device, rank, world_size, owner},
         nullptr, at::Tensor());
     bytes->quantized_as_ = " " + format.text();
-    bytes->connect(messages());
+    bytes->connect(payload_transport());
     found = quantized_.insert(quantized_.end(), {format, std::move(bytes), 0});
   }
   auto& [_, bytes, version] = *found;

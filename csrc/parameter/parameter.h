@@ -67,7 +67,7 @@ struct Settings {
   bool reshard_after_forward = false;           // true only if set explicitly
   bool reshard_after_backward = true;
   bool detects_nonfinite = false;
-  bool deferred = false;        // reduce_deposited() reduces the sums, not a backward
+  bool deferred = false;        // reduce_deferred() reduces the sums, not a backward
   bool delivers_early = false;  // once its bucket is reduced, not when the backward has ended
 };
 
@@ -94,16 +94,20 @@ struct Parameter : public ParameterSpec {
   // Sets the transport, once.
   void connect(std::shared_ptr<Transport> to);
   // The transport of what is gathered in place of the shard.
-  const std::shared_ptr<Transport>& messages() const { return messages_ ? messages_ : transport; }
-  void set_messages(std::shared_ptr<Transport> messages) { messages_ = std::move(messages); }
+  const std::shared_ptr<Transport>& payload_transport() const {
+    return payload_transport_ ? payload_transport_ : transport;
+  }
+  void set_payload_transport(std::shared_ptr<Transport> messages) {
+    payload_transport_ = std::move(messages);
+  }
 
   // Describes this parameter's chunk in the key of a message.
   std::string chunk_key() const {
     return fqn + "[" + std::to_string(chunk_numel()) + "]" + quantized_as_;
   }
 
-  // Follows the version of `leaf`, the DTensor around `shard`: an optimizer bumps only that one.
-  void follow_version(const at::Tensor& leaf);
+  // Follows the version of `dtensor`, the DTensor around `shard`: an optimizer bumps only that one.
+  void follow_version(const at::Tensor& dtensor);
   // Number of changes to the shard that torch's version counters record.
   uint64_t shard_version() const;
 
@@ -128,7 +132,7 @@ struct Parameter : public ParameterSpec {
   // Whether the shard and its gradients are in host memory, and not on the device that computes.
   bool is_on_host() const { return shard.is_cpu() && !device.is_cpu() && !device.is_meta(); }
   // Whether other ranks add to its gradients.
-  bool has_others() const { return world_size > 1 || replicas; }
+  bool is_reduced_over_ranks() const { return world_size > 1 || replicas; }
   // Bytes that are sent for one chunk of its gradient.
   int64_t sent_chunk_bytes(at::ScalarType wire_dtype) const;
   // Throws unless `raw` can be its full gradient.
@@ -154,7 +158,7 @@ struct Parameter : public ParameterSpec {
   };
   std::vector<Quantized> quantized_;  // one for each format that was asked for
   std::string quantized_as_;          // format of the bytes, if this is such a parameter
-  std::shared_ptr<Transport> messages_;
+  std::shared_ptr<Transport> payload_transport_;
 };
 
 using ParameterPtr = std::shared_ptr<Parameter>;

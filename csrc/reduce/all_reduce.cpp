@@ -106,7 +106,7 @@ void AllReduces::start(std::vector<ParameterPtr> parameters,
     (*like)->add(parameter, std::move(*partial));
   }
   for (auto& all_reduce : started) {
-    while (in_flight_.size() >= kMostInFlight) finish_oldest(results);
+    while (in_flight_.size() >= kMaxInFlight) finish_oldest(results);
     all_reduce->start();
     in_flight_.push_back(std::move(all_reduce));
   }

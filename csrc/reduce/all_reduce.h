@@ -16,7 +16,7 @@ namespace zero3 {
 
 // Maximum number of buckets, and of all-reduces, in flight: a further one waits for the oldest.
 // Bounds communication memory.
-constexpr size_t kMostInFlight = 1;
+constexpr size_t kMaxInFlight = 1;
 
 // A reduced gradient, where the parameter's shard is. If that is host memory, a copy is started.
 struct ReducedGradient {

@@ -11,39 +11,39 @@
 namespace zero3 {
 namespace {
 
-Announced announce(const Parameter& parameter, Occasion occasion) {
+Presence announce(const Parameter& parameter, Occasion occasion) {
   const auto& placeholder = parameter.placeholder;
   const auto dtype = parameter.gradients.arrived_dtype();
-  const auto presence = [&] {
-    if (!placeholder.requires_grad()) return Presence::kFrozen;
-    if (!parameter.is_reduced_now()) return Presence::kWithheld;
+  const auto state = [&] {
+    if (!placeholder.requires_grad()) return PresenceState::kFrozen;
+    if (!parameter.is_reduced_now()) return PresenceState::kWithheld;
     if (occasion == Occasion::kBackward && is_in_graph(placeholder) && is_wanted(placeholder))
-      return Presence::kGradient;
-    return dtype ? Presence::kSum : Presence::kNothing;
+      return PresenceState::kGradient;
+    return dtype ? PresenceState::kSum : PresenceState::kNothing;
   }();
-  return {presence, dtype ? static_cast<int8_t>(*dtype) : Announced::kNoDtype};
+  return {state, dtype ? static_cast<int8_t>(*dtype) : Presence::kNoDtype};
 }
 
 // Combines the presences of two ranks, or of two sets of ranks.
-Presence combine(Presence one, Presence other) {
+PresenceState combine(PresenceState one, PresenceState other) {
   if (one == other) return one;
-  const auto has_some = [](Presence presence) {
-    return presence == Presence::kGradient || presence == Presence::kSum ||
-           presence == Presence::kOnAll;
+  const auto has_some = [](PresenceState state) {
+    return state == PresenceState::kGradient || state == PresenceState::kSum ||
+           state == PresenceState::kOnAll;
   };
-  if (has_some(one) && has_some(other)) return Presence::kOnAll;
-  const auto may_lack = [&](Presence presence) {
-    return has_some(presence) || presence == Presence::kNothing || presence == Presence::kOnSome;
+  if (has_some(one) && has_some(other)) return PresenceState::kOnAll;
+  const auto may_lack = [&](PresenceState state) {
+    return has_some(state) || state == PresenceState::kNothing || state == PresenceState::kOnSome;
   };
-  if (may_lack(one) && may_lack(other)) return Presence::kOnSome;
-  const auto has_none = [](Presence presence) {
-    return presence == Presence::kNothing || presence == Presence::kFrozen;
+  if (may_lack(one) && may_lack(other)) return PresenceState::kOnSome;
+  const auto has_none = [](PresenceState state) {
+    return state == PresenceState::kNothing || state == PresenceState::kFrozen;
   };
-  return has_none(one) && has_none(other) ? Presence::kFrozen : Presence::kConflict;
+  return has_none(one) && has_none(other) ? PresenceState::kFrozen : PresenceState::kConflict;
 }
 
 int8_t promote(int8_t one, int8_t other) {
-  if (one == Announced::kNoDtype || other == Announced::kNoDtype) return std::max(one, other);
+  if (one == Presence::kNoDtype || other == Presence::kNoDtype) return std::max(one, other);
   return static_cast<int8_t>(
       c10::promoteTypes(static_cast<at::ScalarType>(one), static_cast<at::ScalarType>(other)));
 }
@@ -52,20 +52,20 @@ Presences combine(const std::vector<Presences>& ranks) {
   Presences result = ranks.front();
   for (auto& of_rank : ranks)
     for (size_t i = 0; i < result.size(); ++i)
-      result[i] = {combine(result[i].presence, of_rank[i].presence),
+      result[i] = {combine(result[i].state, of_rank[i].state),
                    promote(result[i].sum_dtype, of_rank[i].sum_dtype)};
   return result;
 }
 
-const char* name_of(Presence presence) {
-  switch (presence) {
-    case Presence::kGradient:
+const char* name_of(PresenceState state) {
+  switch (state) {
+    case PresenceState::kGradient:
       return "has a gradient";
-    case Presence::kSum:
+    case PresenceState::kSum:
       return "has a sum that is not reduced yet";
-    case Presence::kFrozen:
+    case PresenceState::kFrozen:
       return "is frozen (requires_grad=False)";
-    case Presence::kWithheld:
+    case PresenceState::kWithheld:
       return "is not reduced now (set_requires_gradient_sync(False), or defer_reduction)";
     default:
       return "has no gradient";
@@ -75,14 +75,14 @@ const char* name_of(Presence presence) {
 // "'fqn' has a gradient on rank 0, 2, is frozen (requires_grad=False) on rank 1"
 std::string describe(const std::string& fqn, const std::vector<Presences>& ranks, size_t i) {
   std::string text = "'" + fqn + "'";
-  for (auto presence : {Presence::kGradient, Presence::kSum, Presence::kNothing, Presence::kFrozen,
-                        Presence::kWithheld}) {
+  for (auto state : {PresenceState::kGradient, PresenceState::kSum, PresenceState::kNothing,
+                     PresenceState::kFrozen, PresenceState::kWithheld}) {
     std::string which;
     for (size_t rank = 0; rank < ranks.size(); ++rank)
-      if (ranks[rank][i].presence == presence)
+      if (ranks[rank][i].state == state)
         which += (which.empty() ? "" : ", ") + std::to_string(rank);
     if (which.empty()) continue;
-    text += std::string(text.back() == '\'' ? " " : ", ") + name_of(presence) + " on rank " + which;
+    text += std::string(text.back() == '\'' ? " " : ", ") + name_of(state) + " on rank " + which;
   }
   return text;
 }
@@ -123,17 +123,17 @@ void PresenceCheck::finish() {
         gather_presences(*parameters_.front()->replicas, parameters_, all, occasion_)->finish());
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const auto& parameter = parameters_[i];
-    const auto [presence, sum_dtype] = all[i];
-    const bool has_sums = sum_dtype != Announced::kNoDtype;
+    const auto [state, sum_dtype] = all[i];
+    const bool has_sums = sum_dtype != Presence::kNoDtype;
     if (has_sums) sums_.emplace_back(parameter, static_cast<at::ScalarType>(sum_dtype));
     // A parameter that was frozen since has its sum reduced all the same.
-    const bool is_mixed = presence == Presence::kOnAll || presence == Presence::kOnSome ||
-                          presence == Presence::kConflict ||
-                          (presence == Presence::kFrozen && has_sums);
+    const bool is_mixed = state == PresenceState::kOnAll || state == PresenceState::kOnSome ||
+                          state == PresenceState::kConflict ||
+                          (state == PresenceState::kFrozen && has_sums);
     if (!is_mixed) continue;
     const bool is_strict =
-        presence == Presence::kOnSome && parameter->settings.requires_gradient_on_all_ranks;
-    ZERO3_CHECK(presence != Presence::kConflict && !is_strict,
+        state == PresenceState::kOnSome && parameter->settings.requires_gradient_on_all_ranks;
+    ZERO3_CHECK(state != PresenceState::kConflict && !is_strict,
                 "ranks disagree on a gradient: ", describe(parameter->fqn, ranks, i),
                 is_replicated ? " (of those with other shards; replicas may differ too)" : "",
                 is_strict
@@ -145,7 +145,7 @@ void PresenceCheck::finish() {
                 parameter->fqn,
                 "', and cannot know each other's dtypes, since its grad_dtype is None: set "
                 "grad_dtype, or reduce_dtype of MixedPrecisionPolicy");
-    if (mine_[i].presence != Presence::kGradient && mine_[i].sum_dtype == Announced::kNoDtype)
+    if (mine_[i].state != PresenceState::kGradient && mine_[i].sum_dtype == Presence::kNoDtype)
       missing_.push_back(parameter);
   }
 }

@@ -41,10 +41,10 @@ std::vector<int64_t> model_numbers_of(const std::vector<ParameterPtr>& parameter
 void set_deliver(Deliver function) { deliver = std::move(function); }
 void set_interrupted(Interrupted function) { interrupted = std::move(function); }
 
-void reduce_deposited(const std::vector<ParameterPtr>& parameters) {
+void reduce_deferred(const std::vector<ParameterPtr>& parameters) {
   c10::InferenceMode no_inference_mode(false);  // the user's hooks run in the modes of a backward
   c10::NoGradGuard no_grad;
-  std::make_shared<Reduction>()->finish_deposited(parameters);
+  std::make_shared<Reduction>()->finish_deferred(parameters);
 }
 
 std::shared_ptr<Reduction> Reduction::current() {
@@ -91,7 +91,7 @@ void Reduction::add_locked(const ParameterPtr& parameter, const at::Tensor& raw,
   if (!parameter->transport->can.reduces_in_any_order) finish_presence_checks();
   const bool held = is_held(parameter);
   if (at_once && !held) {
-    const auto dtype = parameter->settings.gradient_dtypes.normalised(raw);
+    const auto dtype = parameter->settings.gradient_dtypes.normalized(raw);
     send(parameter, raw, dtype, dtype, owned);
     return;
   }
@@ -119,7 +119,7 @@ void Reduction::add_product(const ParameterPtr& parameter, const at::Tensor& lef
   const std::array sizes{left.size(0), right.size(1)};
   const bool may_be_held =
       !parameter->transport->can.reduces_in_any_order;  // then computed by itself
-  const bool keeps_dtype = dtypes.normalised(left) == dtype &&
+  const bool keeps_dtype = dtypes.normalized(left) == dtype &&
                            dtypes.wire.value_or(dtype) == dtype &&
                            !parameter->settings.detects_nonfinite &&
                            at::IntArrayRef(sizes) == at::IntArrayRef(parameter->sizes);
@@ -204,16 +204,16 @@ void Reduction::send_accumulated(const ParameterPtr& parameter) {
 }
 
 void Reduction::send(const ParameterPtr& parameter, const at::Tensor& grad, at::ScalarType through,
-                     at::ScalarType normalised_dtype, bool owned) {
-  auto& bucket = bucket_for(parameter, normalised_dtype);
-  bucket.add(parameter, grad, through, normalised_dtype, owned);
+                     at::ScalarType normalized_dtype, bool owned) {
+  auto& bucket = bucket_for(parameter, normalized_dtype);
+  bucket.add(parameter, grad, through, normalized_dtype, owned);
   launch_if_full(bucket);
 }
 
 ReduceBucket& Reduction::bucket_for(const ParameterPtr& parameter,
-                                    at::ScalarType normalised_dtype) {
+                                    at::ScalarType normalized_dtype) {
   // The first gradient need not wait for other ranks to begin, unless it shares a message.
-  const auto wire_dtype = parameter->settings.gradient_dtypes.wire.value_or(normalised_dtype);
+  const auto wire_dtype = parameter->settings.gradient_dtypes.wire.value_or(normalized_dtype);
   const auto nbytes = parameter->sent_chunk_bytes(wire_dtype);
   const bool in_any_order = parameter->transport->can.reduces_in_any_order;
   if (std::exchange(has_sent_, true) || nbytes < kWorthAMessage || !in_any_order)
@@ -244,7 +244,7 @@ void Reduction::launch_if_full(const ReduceBucket& bucket) {
 }
 
 void Reduction::launch(std::unique_ptr<ReduceBucket> bucket) {
-  while (in_flight_.size() >= kMostInFlight) finish_oldest();
+  while (in_flight_.size() >= kMaxInFlight) finish_oldest();
   const ProfilerRange range([&] { return scope_name(bucket->collective(), "start"); });
   bucket->close();
   in_flight_.push_back(std::move(bucket));
@@ -290,13 +290,13 @@ void Reduction::finish_backward() {
   finish(parameters);
 }
 
-void Reduction::finish_deposited(const std::vector<ParameterPtr>& parameters) {
+void Reduction::finish_deferred(const std::vector<ParameterPtr>& parameters) {
   {
     WithoutUserModes guard;
     std::lock_guard lock(mutex_);
     auto with_others = parameters;
-    std::erase_if(with_others, [](auto& parameter) { return !parameter->has_others(); });
-    for (auto& check : presence_checks_of(with_others, Occasion::kDeposits)) {
+    std::erase_if(with_others, [](auto& parameter) { return !parameter->is_reduced_over_ranks(); });
+    for (auto& check : presence_checks_of(with_others, Occasion::kDeferred)) {
       check->finish();
       for (auto& [parameter, dtype] : check->sums()) {
         const auto options = at::TensorOptions(dtype).device(parameter->device);

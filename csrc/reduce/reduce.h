@@ -1,18 +1,16 @@
 // Reduces raw full gradients to shards.
 //
-//   raw gradient -> its dtype by the leaf's contract, which decides the bucket, together with
-//                   transport, replicas, wire dtype, quantized format, divide factor, device and
-//                   early delivery
-//       -> pack: cast to that dtype, and then to the wire's, or quantize
+//   raw gradient -> normalized dtype: the leaf's grad_dtype, or the dtype that arrives
+//       -> bucket: one for each transport, replicas, wire dtype (by default the normalized one),
+//          quantized format, divide factor, device and early delivery
+//       -> pack: cast to the normalized dtype and then to the wire's, or quantize
 //       -> reduce-scatter -> divide, or all-reduce over replicas, if there are any, and then divide
 //       -> the parameter's `.grad`
 //
-// A reduction belongs to one backward of the autograd engine, or to one reduce_deposited(), which
-// delivers when it ends. That of a backward begins with the first gradient that arrives and ends in
-// a callback which the engine runs when that backward has ended. That callback delivers the
-// gradients, unless a parameter's is delivered when its bucket is reduced. A backward that raises
-// never runs the callback; its reduction is dropped with the engine's graph task, and the next
-// backward starts clean.
+// A Reduction belongs to one backward, or to one call of reduce_deferred(). The first gradient of a
+// backward creates it. When the backward has ended, the engine runs a callback, which delivers what
+// was not delivered early. If the backward raises, the engine drops the callback, and the Reduction
+// with it: the next backward starts clean.
 #pragma once
 
 #include <functional>
@@ -30,7 +28,7 @@ namespace zero3 {
 // backward inside of another one, or at the end of any other.
 enum class Moment : uint8_t { kEarly, kNestedEnd, kEnd };
 // Receives reduced gradients, in an order that may differ between ranks. At the end of a backward,
-// or of a reduce_deposited(), also receives the numbers of all models whose gradients it has
+// or of a reduce_deferred(), also receives the numbers of all models whose gradients it has
 // delivered, early ones included. Called without the GIL.
 using Deliver = std::function<void(const std::vector<ReducedGradient>&, Moment,
                                    const std::vector<int64_t>& model_numbers)>;
@@ -41,7 +39,7 @@ using Interrupted = std::function<void(const std::vector<int64_t>& model_numbers
 void set_interrupted(Interrupted interrupted);
 
 // Reduces the deposited gradients of `parameters`, in order, and delivers them. Collective.
-void reduce_deposited(const std::vector<ParameterPtr>& parameters);
+void reduce_deferred(const std::vector<ParameterPtr>& parameters);
 
 class Backward;
 class PresenceCheck;
@@ -67,7 +65,7 @@ class Reduction {
   void add_product(const ParameterPtr& parameter, const at::Tensor& left, const at::Tensor& right);
 
   // Lets ranks tell each other which parameters have deposited gradients, then calls finish().
-  void finish_deposited(const std::vector<ParameterPtr>& parameters);
+  void finish_deferred(const std::vector<ParameterPtr>& parameters);
   // Sends the sums of `parameters`, launches the remaining buckets, waits and delivers.
   void finish(const std::vector<ParameterPtr>& parameters);
 
@@ -103,12 +101,12 @@ class Reduction {
   void move_first_if_mixed();
   // The backward of the parameter's transport. Begins it on the first call.
   Backward& backward_of(const Parameter& parameter);
-  // `through` is the normalised dtype for a raw gradient, and the sum's own dtype for a sum.
+  // `through` is the normalized dtype for a raw gradient, and the sum's own dtype for a sum.
   void send(const ParameterPtr& parameter, const at::Tensor& grad, at::ScalarType through,
-            at::ScalarType normalised_dtype, bool owned);
+            at::ScalarType normalized_dtype, bool owned);
   void send_accumulated(const ParameterPtr& parameter);
   // An open bucket with room for `parameter`.
-  ReduceBucket& bucket_for(const ParameterPtr& parameter, at::ScalarType normalised_dtype);
+  ReduceBucket& bucket_for(const ParameterPtr& parameter, at::ScalarType normalized_dtype);
   void launch_if_full(const ReduceBucket& bucket);
   void launch(std::unique_ptr<ReduceBucket> bucket);
   void finish_oldest();

@@ -19,7 +19,8 @@ bool exchanges_presence(const Parameter& parameter) {
   const auto& settings = parameter.settings;
   const bool is_asked_for =
       settings.reduce_scatter_unused_params || settings.requires_gradient_on_all_ranks;
-  return parameter.has_others() && can.tells_presence && (can.reduces_in_any_order || is_asked_for);
+  return parameter.is_reduced_over_ranks() && can.tells_presence &&
+         (can.reduces_in_any_order || is_asked_for);
 }
 
 }  // namespace

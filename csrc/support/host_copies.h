@@ -17,8 +17,8 @@ enum class CopyStream : uint8_t {
   kLoads,      // of those, to the device
 };
 
-// While it lives, the device's current stream is one for copies. What is enqueued there waits for
-// what has been enqueued on the stream that is current now.
+// While an instance lives, the copy stream is the device's current stream. Its work waits for what
+// was enqueued before on the stream that was current.
 class OnCopyStream {
  public:
   OnCopyStream(at::Device device, CopyStream stream);

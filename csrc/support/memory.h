@@ -6,7 +6,7 @@
 
 namespace zero3 {
 
-// Returns an uninitialised tensor. On a CPU its memory comes from the pool and returns there when
+// Returns an uninitialized tensor. On a CPU its memory comes from the pool and returns there when
 // its storage dies, on any thread. On other devices torch's allocator pools memory itself.
 at::Tensor pooled_empty(at::IntArrayRef sizes, at::IntArrayRef strides,
                         const at::TensorOptions& options);

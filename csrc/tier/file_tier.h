@@ -44,7 +44,7 @@ class FileTier : public std::enable_shared_from_this<FileTier> {
   FileTier(const FileTier&) = delete;
   FileTier& operator=(const FileTier&) = delete;
 
-  // Returns an uninitialised tensor in the file. Throws if the disk is full.
+  // Returns an uninitialized tensor in the file. Throws if the disk is full.
   at::Tensor empty(at::IntArrayRef sizes, at::IntArrayRef strides,
                    const at::TensorOptions& options);
   // Returns a copy in the file, with the strides of `tensor`.

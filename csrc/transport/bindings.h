@@ -21,7 +21,7 @@ inline void bind_transports(pybind11::module_& m) {
       .def_readonly("sends_messages", &Capabilities::sends_messages);
   pybind11::class_<Transport, std::shared_ptr<Transport>>(m, "Transport")
       .def_property_readonly("name", &Transport::name)
-      .def_property_readonly("number", &Transport::number);
+      .def_property_readonly("parameter_index", &Transport::parameter_index);
 
   pybind11::class_<Channel, std::shared_ptr<Channel>>(m, "Channel")
       .def_property_readonly("name", [](const Channel& self) { return self.name; })

@@ -40,7 +40,7 @@ class Exchange {
   // alone take a broadcast for each piece.
   virtual void gather(const std::vector<Piece>& pieces) = 0;
 
-  // Nobody but a backend may write to `rows` before wait(), and nobody read them.
+  // Until wait(), only the backend reads or writes `rows`.
   virtual void reduce(const Rows& rows, const std::string& key) = 0;
 
   // Like reduce(), but the backend sums nothing.

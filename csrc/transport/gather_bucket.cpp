@@ -8,8 +8,8 @@ GatherBucket::GatherBucket(std::vector<ParameterPtr> parameters)
     : parameters_(std::move(parameters)) {
   for (auto& parameter : parameters_)
     ZERO3_CHECK(!parameter->shard.is_meta() || parameter->device.is_meta(), "'", parameter->fqn,
-                "' is still on the meta device. Materialise the sharded model first: "
-                "model.to_empty(device=...), then initialise it or load a checkpoint.");
+                "' is still on the meta device. Materialize the sharded model first: "
+                "model.to_empty(device=...), then initialize it or load a checkpoint.");
 }
 
 Collective GatherBucket::collective() const {

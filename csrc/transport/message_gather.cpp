@@ -48,7 +48,7 @@ class MessageGather : public GatherBucket {
     exchange_ = channel_->exchange();
     std::optional<OnCopyStream> beside;
     if (std::ranges::any_of(parameters_, [](auto& parameter) { return parameter->is_on_host(); }))
-      begin_beside(beside);
+      switch_to(beside);
     std::vector<Copy> copies;
     std::vector<Exchange::Piece> pieces;
     const auto send = [&] {
@@ -111,12 +111,12 @@ class MessageGather : public GatherBucket {
   }
 
  private:
-  // Goes on beside the computation, whose memory the rows are in.
-  void begin_beside(std::optional<OnCopyStream>& beside) {
-    beside.emplace(parameters_.front()->device, CopyStream::kShards);
+  // Switches to the copy stream, which uses memory that the computation's stream has allocated.
+  void switch_to(std::optional<OnCopyStream>& copy_stream) {
+    copy_stream.emplace(parameters_.front()->device, CopyStream::kShards);
     for (auto& memory : alone_)
-      if (memory.defined()) memory.record_stream(beside->stream());
-    if (shared_rows_.defined()) shared_rows_.record_stream(beside->stream());
+      if (memory.defined()) memory.record_stream(copy_stream->stream());
+    if (shared_rows_.defined()) shared_rows_.record_stream(copy_stream->stream());
   }
 
   // Elements that a rank's chunk takes in shared rows.

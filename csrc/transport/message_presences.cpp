@@ -35,9 +35,9 @@ class MessagePresences : public PresenceGather {
                    const std::string& key)
       : stream_(side_stream(device)), exchange_(channel.exchange()) {
     const c10::OptionalStreamGuard guard(stream_);
-    const auto nbytes = static_cast<int64_t>(mine.size() * sizeof(Announced));
+    const auto nbytes = static_cast<int64_t>(mine.size() * sizeof(Presence));
     rows_ = pooled_empty({channel.world_size, nbytes}, at::TensorOptions(at::kByte).device(device));
-    auto* first = const_cast<Announced*>(mine.data());
+    auto* first = const_cast<Presence*>(mine.data());
     rows_[channel.rank].copy_(at::from_blob(first, {nbytes}, at::kByte));
     exchange_->gather({{rows_.unbind(), key}});
   }
@@ -58,8 +58,8 @@ class MessagePresences : public PresenceGather {
     std::exchange(exchange_, nullptr)->wait();
     std::vector<Presences> all;
     for (auto& row : rows_.cpu().unbind()) {
-      const auto* first = static_cast<const Announced*>(row.const_data_ptr());
-      all.emplace_back(first, first + row.numel() / static_cast<int64_t>(sizeof(Announced)));
+      const auto* first = static_cast<const Presence*>(row.const_data_ptr());
+      all.emplace_back(first, first + row.numel() / static_cast<int64_t>(sizeof(Presence)));
     }
     return all;
   }

@@ -47,8 +47,8 @@ class MessageReduce : public ReduceBucket {
         continue;
       }
       const bool takes_over = is_alone && shard_dtype == wire_dtype();
-      // A received addend's memory: this rank's own addend, the first on the first rank, may be
-      // rows of the whole gradient.
+      // Reuses a received addend. This rank's own, the first on the first rank, may be a view of
+      // the whole gradient, which would stay alive.
       const auto& memory = addends[addends.size() > 1 && rank_ == 0 ? 1 : 0];
       const auto shard = takes_over ? memory : pooled_empty(sizes, options_.dtype(shard_dtype));
       const bool is_there = takes_over && addends.size() == 1 && divisor_now() == 1;

@@ -12,10 +12,10 @@ namespace zero3 {
 class Channel;
 
 // The occasion on which ranks exchange presences.
-enum class Occasion : uint8_t { kBackward, kDeposits };
+enum class Occasion : uint8_t { kBackward, kDeferred };
 
 // State of a parameter's gradient in a backward, on one rank or combined over several.
-enum class Presence : uint8_t {
+enum class PresenceState : uint8_t {
   kNothing,
   kGradient,  // arrives in this backward
   kSum,       // a sum of earlier backwards, reduced when this one ends
@@ -27,15 +27,15 @@ enum class Presence : uint8_t {
 };
 
 // One rank's announcement for a parameter.
-struct Announced {
-  Presence presence = Presence::kNothing;
+struct Presence {
+  PresenceState state = PresenceState::kNothing;
   int8_t sum_dtype = kNoDtype;  // holds all that arrived, if there is a sum
 
   static constexpr int8_t kNoDtype = -1;
 };
 
 // One announcement for each parameter.
-using Presences = std::vector<Announced>;
+using Presences = std::vector<Presence>;
 
 // Gathers the presences of all ranks of one process group. This rank's own are already announced.
 class PresenceGather {

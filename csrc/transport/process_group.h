@@ -1,7 +1,7 @@
 // Exchanges over a c10d process group.
 //
-// On gloo, gathers and reductions are sends and receives in place: its all-gather copies twice, and
-// its reduce-scatter is an all-reduce. Other backends use their own collectives.
+// On gloo between CPUs, gathers and reductions are sends and receives in place: its all-gather
+// copies twice, and its reduce-scatter is an all-reduce. Other backends use their own collectives.
 #pragma once
 
 #include <chrono>

@@ -54,8 +54,8 @@ bool ReduceBucket::has_room_for(const Parameter& parameter) const {
 }
 
 void ReduceBucket::add(const ParameterPtr& parameter, const at::Tensor& grad,
-                       at::ScalarType through, at::ScalarType normalised_dtype, bool owned) {
-  const auto shard_dtype = note(parameter, normalised_dtype);
+                       at::ScalarType through, at::ScalarType normalized_dtype, bool owned) {
+  const auto shard_dtype = note(parameter, normalized_dtype);
   send(parameter, grad, through, shard_dtype, owned);
 }
 
@@ -64,8 +64,8 @@ void ReduceBucket::add_product(const ParameterPtr& parameter, const at::Tensor& 
   send_product(parameter, left, right, note(parameter, wire_dtype()));
 }
 
-void ReduceBucket::add_zero(const ParameterPtr& parameter, at::ScalarType normalised_dtype) {
-  send_zero(parameter, note(parameter, normalised_dtype));
+void ReduceBucket::add_zero(const ParameterPtr& parameter, at::ScalarType normalized_dtype) {
+  send_zero(parameter, note(parameter, normalized_dtype));
 }
 
 void ReduceBucket::send_zero(const ParameterPtr& parameter, at::ScalarType shard_dtype) {
@@ -80,10 +80,10 @@ void ReduceBucket::send_product(const ParameterPtr& parameter, const at::Tensor&
   send(parameter, grad, wire_dtype(), shard_dtype, /*owned=*/true);
 }
 
-at::ScalarType ReduceBucket::note(const ParameterPtr& parameter, at::ScalarType normalised_dtype) {
+at::ScalarType ReduceBucket::note(const ParameterPtr& parameter, at::ScalarType normalized_dtype) {
   used_ += space_of(*parameter);
   parameters_.push_back(parameter);
-  auto shard_dtype = parameter->settings.gradient_dtypes.shard.value_or(normalised_dtype);
+  auto shard_dtype = parameter->settings.gradient_dtypes.shard.value_or(normalized_dtype);
   shard_dtypes_.push_back(shard_dtype);
   if (parameter->replicas)
     shard_dtype = c10::promoteTypes(c10::promoteTypes(shard_dtype, wire_dtype()), at::kFloat);

@@ -31,11 +31,11 @@ class ReduceBucket {
   // Adds `grad`, cast to `through` and then to the wire dtype. If `owned`, the bucket takes
   // over the memory of `grad`. Otherwise `grad` may be reused when add() returns.
   void add(const ParameterPtr& parameter, const at::Tensor& grad, at::ScalarType through,
-           at::ScalarType normalised_dtype, bool owned);
+           at::ScalarType normalized_dtype, bool owned);
   // Adds left @ right, both in the wire dtype.
   void add_product(const ParameterPtr& parameter, const at::Tensor& left, const at::Tensor& right);
   // Adds zeros.
-  void add_zero(const ParameterPtr& parameter, at::ScalarType normalised_dtype);
+  void add_zero(const ParameterPtr& parameter, at::ScalarType normalized_dtype);
   void close();  // no gradients are added after this
 
   // Divisor still to be applied to the sum over all ranks. Where shards are replicated, AllReduce
@@ -81,7 +81,7 @@ class ReduceBucket {
   // Elements of `parameter` per rank, on average.
   int64_t space_of(const Parameter& parameter) const;
   // Notes `parameter`, and returns the dtype of its reduced shard.
-  at::ScalarType note(const ParameterPtr& parameter, at::ScalarType normalised_dtype);
+  at::ScalarType note(const ParameterPtr& parameter, at::ScalarType normalized_dtype);
 
   const std::shared_ptr<Transport> transport_;
   const std::shared_ptr<Channel> replicas_;

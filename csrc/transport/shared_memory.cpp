@@ -31,7 +31,7 @@ SharedMemory::SharedMemory(std::shared_ptr<OneHost> one_host, const ParameterSpe
       gather_words(reinterpret_cast<Progress*>(data_of(progress)), spec.rank, spec.world_size),
       blocks(blocks_of(spec.rows(), spec.nbytes() / spec.rows(), spec.world_size, spec.owner)),
       one_host_(std::move(one_host)),
-      number_(one_host_->parameters++),
+      parameter_index_(one_host_->parameters++),
       progress_(std::move(progress)),
       copy_memory_(std::move(copy_memory)) {
   copy_memory_->ring.admit(spec.nbytes());

@@ -35,7 +35,7 @@ class SharedMemory : public Transport {
   at::Tensor empty(const Parameter& parameter, at::IntArrayRef sizes,
                    const at::TensorOptions& options) override;
   // Index among the parameters of the OneHost.
-  uint64_t number() const override { return number_; }
+  uint64_t parameter_index() const override { return parameter_index_; }
 
   void count_unpublished_forward() override;
   uint64_t epoch() const override { return gather_words.epoch(); }
@@ -69,7 +69,7 @@ class SharedMemory : public Transport {
   using Views = std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>>;
 
   const std::shared_ptr<OneHost> one_host_;
-  const uint64_t number_;
+  const uint64_t parameter_index_;
   const at::Tensor progress_;
   const std::shared_ptr<CopyMemory> copy_memory_;
   std::shared_ptr<Ring::Turn> turn_;  // turn of the latest publication

@@ -70,7 +70,7 @@ void SharedPresences::read() {
     auto& presences = all_.emplace_back();
     for (size_t i = 0; i < parameters_.size(); ++i)
       presences.push_back(
-          std::bit_cast<Announced>(progress(i)[rank].presence.load(std::memory_order_relaxed)));
+          std::bit_cast<Presence>(progress(i)[rank].presence.load(std::memory_order_relaxed)));
   }
   acknowledge();
 }

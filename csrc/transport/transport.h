@@ -26,9 +26,9 @@ struct Capabilities {
   bool ranks_meet_in_backward = true;  // a gather in backward needs all ranks
   bool sends_any_dtype = false;  // sends a gradient as it is if the wire dtype holds it exactly
   bool sums_in_fp32 = false;     // or wider, for any wire dtype
-  bool bounds_buckets = true;  // to `bucket_bytes`; false: one bucket takes any number of gradients
-  bool sends_messages = true;  // rather than reading other ranks' memory
-  bool empty_waits = false;    // empty() may wait until other ranks have read what fills memory
+  bool bounds_buckets = true;    // to `bucket_bytes`; false: only those with early delivery
+  bool sends_messages = true;    // rather than reading other ranks' memory
+  bool empty_waits = false;      // empty() may wait until other ranks have read what fills memory
   // Ranks may start the reductions of a backward in different orders.
   bool reduces_in_any_order = true;
   // Ranks tell each other their presence when a backward begins; the cost is negligible if
@@ -78,7 +78,7 @@ class Transport {
   }
   // Index of the parameter among those of its process group, the same on all ranks; 0 if they all
   // share this transport. That of a model's first parameter tells models apart: see presence_id.
-  virtual uint64_t number() const { return 0; }
+  virtual uint64_t parameter_index() const { return 0; }
 
   // ---- transports that publish
 

@@ -29,7 +29,7 @@ from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.torch_internals import OpOverload, tree_flatten, tree_unflatten
 
 # A result this many times smaller than its inputs is a reduction, and cheap to save.
-_REDUCTION = 4
+_SMALL_RESULT_RATIO = 4
 # Keys in a node's meta that tell a partitioner what to do.
 _POLICY = ("recompute", "ac_graph_id")
 
@@ -39,7 +39,7 @@ def decide_backward_gathers(
     parameters: Mapping[fx.Node, ParameterFacts],
     tangents: Sequence[fx.Node],
     num_outputs: int,
-    neutral: Sequence[fx.Node] = (),
+    metadata: Sequence[fx.Node] = (),
 ) -> None:
     """Tags the nodes of a joint graph with what a partitioner may do.
 
@@ -48,10 +48,10 @@ def decide_backward_gathers(
         parameters: the graph's inputs that are parameters.
         tangents: the graph's inputs that are gradients of outputs.
         num_outputs: number of the graph's outputs that are those of the forward.
-        neutral: other inputs that functions of parameters alone may read.
+        metadata: other inputs that functions of parameters alone may read.
     """
     regathered = {node: f for node, f in parameters.items() if f.reshard_after_forward is not False}
-    gradients, spared = recompute_functions_of_parameters(gm, regathered, tangents, neutral)
+    gradients, spared = recompute_functions_of_parameters(gm, regathered, tangents, metadata)
     saved = _save_for_backward(
         gm.graph,
         [node for node, f in parameters.items() if f.is_trained and f.may_be_kept],
@@ -72,7 +72,7 @@ def recompute_functions_of_parameters(
     gm: fx.GraphModule,
     parameters: Mapping[fx.Node, ParameterFacts],
     tangents: Sequence[fx.Node],
-    neutral_inputs: Sequence[fx.Node] = (),
+    metadata_inputs: Sequence[fx.Node] = (),
 ) -> tuple[set[fx.Node], list[fx.Node]]:
     """Tags nodes of a joint graph so that no function of ``parameters`` alone is saved.
 
@@ -87,13 +87,13 @@ def recompute_functions_of_parameters(
     of_spared: list[fx.Node] = []
     gradients = _reached(tangents, lambda node: node.users)
     alone = set(parameters)  # functions of parameters alone
-    neutral = set(neutral_inputs)  # and constants and reductions, which such functions may read too
+    others = set(metadata_inputs)  # constants and reductions too, which such functions may read
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "output") or node in gradients:
             continue
         inputs = set(node.all_input_nodes)
         is_plain = isinstance(node.target, OpOverload) or node.target is operator.getitem
-        is_known = all(n in alone or n in neutral or _is_size(n) for n in inputs)
+        is_known = all(n in alone or n in others or _is_size(n) for n in inputs)
         is_known &= node.target is not torch.ops.aten.embedding.default  # even at constant places
         is_function = is_plain and is_known and not _is_random(node)
         if is_function and inputs & alone and not _is_reduction(node):
@@ -106,7 +106,7 @@ def recompute_functions_of_parameters(
         elif not is_function and inputs & embedding:
             _tag(node, CheckpointPolicy.MUST_SAVE)
         if is_function and node not in alone:
-            neutral.add(node)
+            others.add(node)
     _tag_saved(gm.graph, of_spared)
     return gradients, of_spared
 
@@ -250,9 +250,9 @@ def _outputs(graph: fx.Graph) -> list[Any]:
 
 
 def _set_output(graph: fx.Graph, position: int, node: fx.Node) -> None:
-    """Returns ``node`` at one position of the output.
+    """Makes the graph return ``node`` at ``position``.
 
-    The former node may be returned at other positions too.
+    The node that it replaces there may be returned at other positions too.
     """
     output = graph.output_node()
     leaves, structure = tree_flatten(output.args)
@@ -293,12 +293,12 @@ def _tag(node: fx.Node, policy: CheckpointPolicy) -> None:
 
 
 def _reached(
-    roots: Iterable[fx.Node], neighbours: Callable[[fx.Node], Iterable[fx.Node]]
+    roots: Iterable[fx.Node], neighbors: Callable[[fx.Node], Iterable[fx.Node]]
 ) -> set[fx.Node]:
     found = set(roots)
     pending = list(found)
     while pending:
-        for node in neighbours(pending.pop()):
+        for node in neighbors(pending.pop()):
             if node not in found:
                 found.add(node)
                 pending.append(node)
@@ -320,7 +320,7 @@ def _is_reduction(node: fx.Node) -> bool:
         _numel(node.meta["val"]),
         sum(_numel(n.meta["val"]) for n in node.all_input_nodes),
     )
-    return isinstance(result, int) and isinstance(read, int) and result * _REDUCTION < read
+    return isinstance(result, int) and isinstance(read, int) and result * _SMALL_RESULT_RATIO < read
 
 
 def _numel(value: Any) -> int:

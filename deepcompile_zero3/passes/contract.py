@@ -1,4 +1,4 @@
-"""Declares the leaf's contracts in Dynamo's graph, or leaves them to the run."""
+"""Declares the leaf's contracts in Dynamo's graph, or lets each unshard look its own up."""
 
 from collections.abc import Iterator, Mapping
 

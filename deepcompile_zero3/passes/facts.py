@@ -11,7 +11,7 @@ class ParameterFacts:
 
     Attributes:
         fqn: its name, for people.
-        process_group: number of the process group of its shards. Only neighbours of one group are
+        process_group: number of the process group of its shards. Only neighbors of one group are
             gathered together.
         nbytes: size in bytes of the full tensor in the compute dtype.
         gathers_views: whether the gathered tensor is memory that nobody may write to.
@@ -19,7 +19,7 @@ class ParameterFacts:
             is stale or overwritten.
         sends_any_dtype: whether its gradient is sent in its own dtype, if the wire dtype can hold
             it.
-        dim: number of its dimensions.
+        ndim: number of its dimensions.
         uses: positions of its uses in the model's forward as written, before any transformation: a
             transformed graph may depend on the batch.
         only_embeds: whether all uses look up rows.
@@ -43,7 +43,7 @@ class ParameterFacts:
     gathers_views: bool = False
     publishes: bool = False
     sends_any_dtype: bool = False
-    dim: int = 2
+    ndim: int = 2
     uses: tuple[int, ...] = (0,)
     only_embeds: bool = False
     is_spared: bool = False

@@ -37,7 +37,7 @@ def insert_gathers(
 ) -> None:
     """Inserts gathers of all ``parameters`` (by graph input), in their order.
 
-    Neighbours of one process group share a collective, up to ``bucket_bytes`` together.
+    Neighbors of one process group share a collective, up to ``bucket_bytes`` together.
 
     The wait for a collective comes just before the first use of what it, or a later collective,
     gathers. Uses may come in another order, collectives may not. The start of a collective comes

@@ -52,7 +52,7 @@ def saved_positions(output: fx.Node) -> set[int]:
     results: Any = output.args[0]
     if FIRST_SAVED in output.meta:
         return set(range(output.meta[FIRST_SAVED], len(results)))
-    return {  # of a graph without parameters, which another partitioner made
+    return {  # another partitioner may have made a graph without parameters
         position
         for position, description in enumerate(output.meta.get("desc", ()))
         if isinstance(description, compiler.SAVED_OUTPUTS)

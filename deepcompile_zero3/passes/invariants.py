@@ -75,7 +75,9 @@ def _is_operator(node: fx.Node) -> bool:
     if isinstance(node.target, torch_internals.OpOverload) or node.target is operator.getitem:
         return True
     values = [source.meta.get("val") for source in node.all_input_nodes]
-    return not any(isinstance(value, torch.Tensor | list | tuple) for value in values)  # of sizes
+    return not any(
+        isinstance(value, torch.Tensor | list | tuple) for value in values
+    )  # an op on sizes
 
 
 @_invariant("a graph keeps its inputs, and the number, dtypes, shapes and devices of its results")
@@ -220,7 +222,7 @@ def _depends(gather: fx.Node, earlier: fx.Node) -> bool:
         seen.add(node)
         is_gather = node.target in WAITS or node.target is ops.all_gather_start.default
         sources = [each for each in node.args if isinstance(each, fx.Node) and each not in seen]
-        pending += [each for each in sources if is_gather or each.target in WAITS]  # of a token
+        pending += [each for each in sources if is_gather or each.target in WAITS]  # its token
     return False
 
 

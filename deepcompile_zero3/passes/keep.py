@@ -7,21 +7,21 @@ from torch import fx
 from deepcompile_zero3.passes.facts import ParameterFacts
 
 
-def choose_kept(parameters: Mapping[fx.Node, ParameterFacts], most_bytes: float) -> set[fx.Node]:
+def choose_kept(parameters: Mapping[fx.Node, ParameterFacts], max_bytes: float) -> set[fx.Node]:
     """Returns the ``parameters`` that a forward keeps.
 
     ``parameters`` are keyed by graph input, in the order in which backward needs them. Only inputs
     that the graph saves for backward are kept. Where ``reshard_after_forward`` is None, each byte
     that is held saves a gathered byte, whichever parameter it is of. The earlier backward needs a
-    parameter, the shorter it is held. So the first ones that fit into ``most_bytes`` are kept.
+    parameter, the shorter it is held. So the first ones that fit into ``max_bytes`` are kept.
     """
     kept = set()
     for node, facts in parameters.items():
         if not facts.may_be_kept or not any(user.op == "output" for user in node.users):
             continue
         if facts.reshard_after_forward is None:
-            if facts.nbytes > most_bytes:
+            if facts.nbytes > max_bytes:
                 continue
-            most_bytes -= facts.nbytes
+            max_bytes -= facts.nbytes
         kept.add(node)
     return kept

@@ -37,12 +37,12 @@ class Offload(NamedTuple):
     """Where saved tensors go.
 
     Attributes:
-        most_bytes: maximum size in bytes of those that stay in memory.
+        max_bytes: maximum size in bytes of those that stay in memory.
         tier: number of the file, or None for page-locked host memory beside a GPU.
         device: type of the device that computes. Tensors of others stay where they are.
     """
 
-    most_bytes: float
+    max_bytes: float
     tier: int | None
     device: str = "cpu"
 
@@ -94,7 +94,7 @@ def offload_saved(gm: fx.GraphModule, saved: Mapping[int, str], offload: Offload
     ends = {node: max(_uses(node), key=order.__getitem__) for node in stores}
     stay = (each.node for each in activations if not each.goes)
     tokens = {*stores.values(), *filter(_is_plain, stay), *filter(_is_token, order)}
-    places = _places_of_waits(order, activations, stores, ends, tokens, offload.most_bytes)
+    places = _places_of_waits(order, activations, stores, ends, tokens, offload.max_bytes)
     last = max(tokens, key=order.__getitem__, default=output)
     waits: dict[fx.Node, fx.Node] = {}  # the last one behind each node
     for node in sorted(stores, key=order.__getitem__):
@@ -112,13 +112,13 @@ def offload_saved(gm: fx.GraphModule, saved: Mapping[int, str], offload: Offload
     return Saved(frozenset(offloaded), tuple(resident))
 
 
-def load_saved(gm: fx.GraphModule, saved: Saved, most_bytes: float) -> None:
+def load_saved(gm: fx.GraphModule, saved: Saved, max_bytes: float) -> None:
     """Makes a backward load the saved tensors that a forward has offloaded, ahead of their use.
 
     Args:
         gm: a backward graph.
         saved: what its forward saves.
-        most_bytes: size in bytes up to which the saved tensors that are in memory at a time leave
+        max_bytes: size in bytes up to which the saved tensors that are in memory at a time leave
             room for a load.
     """
     nodes = list(gm.graph.nodes)
@@ -136,7 +136,7 @@ def load_saved(gm: fx.GraphModule, saved: Saved, most_bytes: float) -> None:
             free[max(uses, key=order.__getitem__)] += hinted_nbytes_of(node)
     pending = [node for use in sorted(needed, key=order.__getitem__) for node in needed[use]]
     resident = sum(each.nbytes for each in saved.resident)
-    loads = _Loads(gm.graph, pending, resident, most_bytes)
+    loads = _Loads(gm.graph, pending, resident, max_bytes)
     begin, token = next(node for node in nodes if node.op != "placeholder"), None
     loads.start(begin.prev, None)
     for node in nodes:
@@ -156,12 +156,12 @@ class _Loads:
     """
 
     def __init__(
-        self, graph: fx.Graph, inputs: Sequence[fx.Node], resident: int, most_bytes: float
+        self, graph: fx.Graph, inputs: Sequence[fx.Node], resident: int, max_bytes: float
     ) -> None:
         self._graph = graph
         self._pending = deque(inputs)
         self._started: dict[fx.Node, fx.Node] = {}  # handles of loads on their way
-        self._most_bytes = most_bytes
+        self._most_bytes = max_bytes
         self.live = resident
 
     def start(self, place: fx.Node, after: fx.Node | None) -> None:
@@ -236,7 +236,7 @@ def _activations(output: fx.Node, saved: Mapping[int, str], offload: Offload) ->
     for base in sorted(names, key=order.__getitem__):
         nodes, nbytes = sorted(names[base], key=order.__getitem__), hinted_nbytes_of(base)
         is_returned = base in returned
-        goes = len(nodes) == 1 and not is_returned and left > offload.most_bytes
+        goes = len(nodes) == 1 and not is_returned and left > offload.max_bytes
         goes = goes and _fits(nodes[0], offload)
         left -= nbytes * goes
         shared = () if is_returned else tuple(chain(*names[base].values()))
@@ -250,7 +250,7 @@ def _places_of_waits(
     stores: Mapping[fx.Node, fx.Node],
     ends: Mapping[fx.Node, fx.Node],
     tokens: Collection[fx.Node],
-    most_bytes: float,
+    max_bytes: float,
 ) -> dict[fx.Node, fx.Node]:
     """Returns the tokens behind which stores are waited for, of all but those at the end.
 
@@ -261,10 +261,12 @@ def _places_of_waits(
         ends: the last uses of what is stored.
         tokens: nodes that exist in any case, so that a wait may take one: starts, tokens of
             gathers, and activations that stay.
-        most_bytes: size in bytes up to which nothing is waited for.
+        max_bytes: size in bytes up to which nothing is waited for.
     """
     sizes = {each.node: each.nbytes for each in activations}
-    change = Counter({each.base: each.nbytes for each in activations})  # of live bytes, at a node
+    change = Counter(
+        {each.base: each.nbytes for each in activations}
+    )  # change of live bytes at each node
     stored = {start: node for node, start in stores.items()}
     live = 0
     started: deque[fx.Node] = deque()  # those that are not waited for
@@ -275,7 +277,7 @@ def _places_of_waits(
         live += change[place]
         if place in stored:
             started.append(stored[place])
-        while place in tokens and live > most_bytes and len(started) > _STORES_AHEAD:
+        while place in tokens and live > max_bytes and len(started) > _STORES_AHEAD:
             node = started.popleft()
             if ends[node] in passed:
                 live -= sizes[node]

@@ -106,7 +106,7 @@ class Pipeline:
         self._prefix = common.rfind(".") + 1  # characters of the common module's FQN
         self._kept: dict[str, int] = {}
         self._saved = Saved(frozenset(), ())
-        self.number = -1  # of the forward in this process, once it is rewritten
+        self.number = -1  # number of the forward in this process, once it is rewritten
         self._is_shown = False  # whether passes are captured
 
     @property
@@ -216,7 +216,7 @@ class Pipeline:
             insert_gathers(graph_module, nodes, self._bucket_bytes, ahead=self._ahead)
         with run("load_saved"):
             if self._offload is not None:
-                load_saved(graph_module, self._saved, self._offload.most_bytes)
+                load_saved(graph_module, self._saved, self._offload.max_bytes)
         return run
 
     def _run(

@@ -113,7 +113,7 @@ class State(NamedTuple):
         inputs: its inputs.
         output: the node that returned its results.
         results: what it returned.
-        kinds: texts of these results' dtypes and shapes, or what else they were.
+        kinds: dtype, shape and device of each of these results as text, or what else it was.
         origins: the placeholder of the parameter that each result is a view of, if any.
         kept: the inputs that were marked to be kept.
         regions: kinds of the inputs and results of the graphs that it calls.

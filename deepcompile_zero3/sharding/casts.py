@@ -38,7 +38,7 @@ def _cast_floats(tree: Any, dtype: torch.dtype) -> Any:
         if is_dataclass and not isinstance(leaf, type):
             values = {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf) if f.init}
             return dataclasses.replace(leaf, **_cast_floats(values, dtype))
-        if isinstance(leaf, dict):  # of a class that torch does not know
+        if isinstance(leaf, dict):  # a subclass that torch does not know
             cast_dict = copy.copy(leaf)
             cast_dict.update(_cast_floats(dict(leaf), dtype))
             return cast_dict

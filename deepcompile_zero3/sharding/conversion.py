@@ -79,7 +79,7 @@ def _rebuild_converted(group: ParameterGroup) -> None:
         return
     group.reshard()
     connected: list[tuple[ShardedParameter, torch.Tensor, Connection]] = []
-    for ranks, connect in group.connect.items():
+    for ranks, connect in group.connects.items():
         members = [(p, full) for p, full in converted if p.layout.ranks is ranks]
         if not members:
             continue
@@ -104,9 +104,9 @@ def _rebuild_converted(group: ParameterGroup) -> None:
 
 
 def _full_of_converted(parameter: ShardedParameter) -> torch.Tensor | None:
-    """Returns ``Layout.full_like`` of a shard that was converted to another dtype, else None.
+    """Returns a meta tensor like the placeholder, in the dtype that a converted shard computes in.
 
-    Shards may be converted before their first forward.
+    Returns None unless the shard was converted to another dtype before its first forward.
     """
     converted = None if parameter.has_run else parameter.registered.converted_dtype
     if converted is None:

@@ -133,7 +133,7 @@ def reduce_deferred(parameters: Sequence[ShardedParameter], what: str) -> None:
         for parameter in parameters:
             parameter.prepare_reduction()  # frozen or thawed meanwhile
             parameter.settings.deferred = False
-        _C.reduce_deposited([parameter.handle for parameter in parameters])
+        _C.reduce_deferred([parameter.handle for parameter in parameters])
     except BaseException:
         drop_deferred(parameters)
         raise

@@ -1,4 +1,4 @@
-"""The runtime's callbacks: delivery of gradients to ``.grad``, and preparation of an unshard."""
+"""Callbacks of the runtime that deliver gradients to ``.grad`` and prepare an unshard."""
 
 from collections.abc import Callable, Sequence
 from typing import cast
@@ -25,12 +25,12 @@ def _deliver(
 ) -> None:
     """Adds reduced gradients to ``.grad``.
 
-    The runtime calls this at the end of a backward or of ``reduce_deposited``, and earlier for
+    The runtime calls this at the end of a backward or of ``reduce_deferred``, and earlier for
     parameters that ``step_in_backward`` steps.
     """
     # A parameter that is missing was deleted during its own backward.
     arrived = [(parameter_of(handle.placeholder), reduced) for handle, reduced in gradients]
-    sums: dict[ShardedParameter, torch.Tensor] = {}  # of several forwards
+    sums: dict[ShardedParameter, torch.Tensor] = {}  # gradients of several forwards are added
     for parameter, reduced in arrived:
         if parameter is not None:
             sums[parameter] = sums[parameter] + reduced if parameter in sums else reduced
@@ -78,16 +78,16 @@ def _run_all_reduce_hooks(reduced: Sequence[tuple[ShardedParameter, torch.Tensor
 
 @torch_internals.disable_dynamo
 def _prepare_unshard(placeholder: torch.Tensor) -> None:
-    """Prepares ``zero3::unshard`` of a parameter where no property of ours ran.
+    """Prepares a ``zero3::unshard`` that runs without a read of the module's property.
 
-    Follows the shard and, in a forward, fixes the settings of the parameter's group. The runtime
+    Follows the shard and, in a forward, records the settings of the parameter's group. The runtime
     calls it.
     """
     parameter = parameter_of(placeholder)
     if parameter is None:
         return
     if isinstance(parameter, Payload):
-        payload, parameter = parameter, cast(ShardedParameter, parameter.owner)
+        payload, parameter = parameter, cast(ShardedParameter, parameter.parameter)
         if parameter.extension is not None:
             parameter.refresh()
             parameter.extension.prepare_op(payload, parameter.registered.local)

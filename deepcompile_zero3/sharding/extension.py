@@ -28,7 +28,7 @@ PLACEHOLDER_OF = "_zero3_placeholder_of"
 _IS_METADATA = "_zero3_is_metadata"
 
 
-class _Owner(Protocol):
+class _Parameter(Protocol):
     """The part of ``ShardedParameter`` that its payloads need."""
 
     layout: Layout
@@ -63,13 +63,13 @@ class Payload:
     memory = None
     is_read_as_gathered = True
 
-    def __init__(self, owner: _Owner, number: int, value: torch.Tensor) -> None:
-        self._owner = weakref.ref(owner)
-        self.fqn = f"{owner.fqn}.payload_{number}"
-        world_size = owner.handle.world_size
+    def __init__(self, parameter: _Parameter, number: int, value: torch.Tensor) -> None:
+        self._parameter = weakref.ref(parameter)
+        self.fqn = f"{parameter.fqn}.payload_{number}"
+        world_size = parameter.handle.world_size
         sizes = [world_size * value.shape[0], *value.shape[1:]]
         like = torch.empty(sizes, dtype=value.dtype, device="meta")
-        strides, device = list(like.stride()), owner.handle.device
+        strides, device = list(like.stride()), parameter.handle.device
         self.placeholder = nn.Parameter(
             _C.make_placeholder(sizes, strides, value.dtype, device), requires_grad=False
         )
@@ -80,22 +80,22 @@ class Payload:
             strides=strides,
             compute_dtype=value.dtype,
             device=device,
-            rank=owner.handle.rank,
+            rank=parameter.handle.rank,
             world_size=world_size,
             placeholder=self.placeholder,
         )
-        self.handle.transport = owner.handle.messages
+        self.handle.transport = parameter.handle.payload_transport
         self.handle.fqn = self.fqn
         self.handle.model_number = -1  # no gradient of it is ever missing
         self.handle.register()
 
     @property
-    def owner(self) -> _Owner:
+    def parameter(self) -> _Parameter:
         """The parameter. Raises Zero3Error if its model was deleted."""
-        owner = self._owner()
-        if owner is None:
+        parameter = self._parameter()
+        if parameter is None:
             raise Zero3Error(f"the model of '{self.fqn}' was deleted")
-        return owner
+        return parameter
 
     @property
     def settings(self) -> _C.Settings:
@@ -110,12 +110,12 @@ class Payload:
     @property
     def group(self) -> "weakref.ref[object] | None":
         """The group that gathers the parameter."""
-        return self.owner.group
+        return self.parameter.group
 
     @property
     def model(self) -> Any:
         """The model of the parameter."""
-        return self.owner.model
+        return self.parameter.model
 
     @property
     def nbytes(self) -> int:
@@ -125,12 +125,12 @@ class Payload:
     @property
     def reshard_after_forward(self) -> bool | None:
         """The parameter's own choice."""
-        return self.owner.reshard_after_forward
+        return self.parameter.reshard_after_forward
 
     @property
     def shard_group_name(self) -> str:
         """Name of the process group of the ranks that have the shards."""
-        return self.owner.shard_group_name
+        return self.parameter.shard_group_name
 
 
 class Extension:
@@ -142,16 +142,18 @@ class Extension:
             forward replaces.
     """
 
-    def __init__(self, owner: _Owner, module: nn.Module, mp_policy: MixedPrecisionPolicy) -> None:
-        self._owner = weakref.ref(owner)
+    def __init__(
+        self, parameter: _Parameter, module: nn.Module, mp_policy: MixedPrecisionPolicy
+    ) -> None:
+        self._parameter = weakref.ref(parameter)
         self._module = weakref.ref(module)
-        self._mesh = owner.layout.shard_mesh
+        self._mesh = parameter.layout.shard_mesh
         self._mp_policy = mp_policy
         self.payloads: list[Payload] = []
         self.metadata: Any = None
         self._traced: tuple[list[Any], Any] | None = None  # leaves and structure of `metadata`
         self._local: Any = torch.empty(0)
-        self._takes = 0  # number of arguments of its fsdp_pre_all_gather
+        self._num_arguments = 0  # number of arguments of its fsdp_pre_all_gather
         self._served: set[Payload] = set()
 
     @property
@@ -163,30 +165,30 @@ class Extension:
     @torch.no_grad()
     def take(self, local: Any) -> Any:
         """Takes the payloads of ``local``, the shard as it is now, and returns the metadata."""
-        owner = self._owner()
-        assert owner is not None  # which calls this
+        parameter = self._parameter()
+        assert parameter is not None  # it calls this
         if not has_extension(local):
             raise Zero3Error(
-                f"the shard of '{owner.fqn}' is a {type(local).__name__} now, without "
+                f"the shard of '{parameter.fqn}' is a {type(local).__name__} now, without "
                 "fsdp_pre_all_gather, which it had when it was sharded"
             )
         if type(local) is not type(self._local):
-            self._takes = len(inspect.signature(local.fsdp_pre_all_gather).parameters)
+            self._num_arguments = len(inspect.signature(local.fsdp_pre_all_gather).parameters)
         self._local = local
-        _C.note_other_gather(owner.handle)
-        inputs, metadata = self._pre_all_gather(owner, local)
+        _C.note_other_gather(parameter.handle)
+        inputs, metadata = self._pre_all_gather(parameter, local)
         if not self.payloads:
-            self.payloads = [Payload(owner, i, each) for i, each in enumerate(inputs)]
+            self.payloads = [Payload(parameter, i, each) for i, each in enumerate(inputs)]
         if len(inputs) != len(self.payloads):
             raise Zero3Error(
-                f"fsdp_pre_all_gather of '{owner.fqn}' gave {len(inputs)} tensors, and "
+                f"fsdp_pre_all_gather of '{parameter.fqn}' gave {len(inputs)} tensors, and "
                 f"{len(self.payloads)} the first time: it always gives as many"
             )
         for payload, value in zip(self.payloads, inputs, strict=True):
-            sizes = [owner.handle.world_size * value.shape[0], *value.shape[1:]]
+            sizes = [parameter.handle.world_size * value.shape[0], *value.shape[1:]]
             if payload.handle.sizes != sizes or payload.compute_dtype != value.dtype:
                 raise Zero3Error(
-                    f"fsdp_pre_all_gather of '{owner.fqn}' gave a {value.dtype} tensor "
+                    f"fsdp_pre_all_gather of '{parameter.fqn}' gave a {value.dtype} tensor "
                     f"{list(value.shape)} for '{payload.fqn}' {payload.handle.sizes} of "
                     f"{payload.compute_dtype}: shapes and dtypes must stay as they were"
                 )
@@ -204,10 +206,10 @@ class Extension:
             return
         traced, traced_structure = self._traced
         if structure != traced_structure or not all(map(_is_alike, traced, leaves)):
-            owner = cast(_Owner, self._owner())
+            parameter = cast(_Parameter, self._parameter())
             raise Zero3Error(
-                f"fsdp_pre_all_gather of '{owner.fqn}' gave metadata that is not what graphs were "
-                "compiled with: what changes from step to step must be the values of tensors"
+                f"fsdp_pre_all_gather of '{parameter.fqn}' gave metadata that is not what graphs "
+                "were compiled with: what changes from step to step must be the values of tensors"
             )
         for mine, value in zip(traced, leaves, strict=True):
             if isinstance(mine, torch.Tensor):
@@ -220,49 +222,52 @@ class Extension:
             self._served.clear()
         self._served.add(payload)
 
-    def _pre_all_gather(self, owner: _Owner, local: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
-        if self._takes == 1:
+    def _pre_all_gather(
+        self, parameter: _Parameter, local: Any
+    ) -> tuple[tuple[torch.Tensor, ...], Any]:
+        if self._num_arguments == 1:
             inputs, metadata = local.fsdp_pre_all_gather(self._mesh)
-        elif self._takes == 5:
-            shape = torch.Size(owner.handle.sizes)
-            stride = tuple(owner.handle.strides)
+        elif self._num_arguments == 5:
+            shape = torch.Size(parameter.handle.sizes)
+            stride = tuple(parameter.handle.strides)
             inputs, metadata = local.fsdp_pre_all_gather(
                 self._mesh, shape, stride, self._module(), self._mp_policy
             )
         else:
             raise Zero3Error(
-                f"fsdp_pre_all_gather of '{owner.fqn}' takes {self._takes} arguments; it takes a "
-                "mesh, or a mesh, the outer size, the outer stride, the module and the mp_policy"
+                f"fsdp_pre_all_gather of '{parameter.fqn}' takes {self._num_arguments} arguments; "
+                "it takes a mesh, or a mesh, the outer size, the outer stride, the module and "
+                "the mp_policy"
             )
-        chunk_rows = -(-owner.handle.sizes[0] // owner.handle.world_size)
+        chunk_rows = -(-parameter.handle.sizes[0] // parameter.handle.world_size)
         for each in inputs:
             if torch_internals.is_wrapper(each) or each.dim() == 0:
                 raise Zero3Error(
-                    f"fsdp_pre_all_gather of '{owner.fqn}' gave a {type(each).__name__} of shape "
-                    f"{list(each.shape)}: it gives plain tensors of at least one dimension"
+                    f"fsdp_pre_all_gather of '{parameter.fqn}' gave a {type(each).__name__} of "
+                    f"shape {list(each.shape)}: it gives plain tensors of at least one dimension"
                 )
             if each.shape == local.shape and each.shape[0] != chunk_rows:
                 raise Zero3Error(
-                    f"fsdp_pre_all_gather of '{owner.fqn}' gave {each.shape[0]} rows where other "
-                    f"ranks have {chunk_rows}: it pads uneven shards"
+                    f"fsdp_pre_all_gather of '{parameter.fqn}' gave {each.shape[0]} rows where "
+                    f"other ranks have {chunk_rows}: it pads uneven shards"
                 )
         return tuple(inputs), metadata
 
     def full(self, gathered: Sequence[torch.Tensor], metadata: Any) -> torch.Tensor:
         """Returns the full parameter that the gathered payloads make up."""
         local = self._local
-        owner = cast(_Owner, self._owner())
+        parameter = cast(_Parameter, self._parameter())
         dtype = self._mp_policy.param_dtype or local.dtype
         full, _ = local.fsdp_post_all_gather(tuple(gathered), metadata, dtype)
-        sizes = owner.handle.sizes
+        sizes = parameter.handle.sizes
         if list(full.shape) == sizes:
             return full
         if torch_internals.is_wrapper(full) or full.numel() < math.prod(sizes):
             raise Zero3Error(
-                f"fsdp_post_all_gather of '{owner.fqn}' gave shape {list(full.shape)}, and the "
+                f"fsdp_post_all_gather of '{parameter.fqn}' gave shape {list(full.shape)}, and the "
                 f"parameter has {sizes}"
             )
-        return full.as_strided(sizes, owner.handle.strides, 0)  # without padding
+        return full.as_strided(sizes, parameter.handle.strides, 0)  # without padding
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -271,9 +276,9 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return copy
 
 
-def owner_of(parameter: "_Owner | Payload") -> Any:
+def parameter_behind(parameter: "_Parameter | Payload") -> Any:
     """Returns the parameter in whose place ``parameter`` is gathered, or else ``parameter``."""
-    return parameter.owner if isinstance(parameter, Payload) else parameter
+    return parameter.parameter if isinstance(parameter, Payload) else parameter
 
 
 def is_metadata(value: object) -> bool:

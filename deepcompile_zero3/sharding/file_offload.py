@@ -13,6 +13,7 @@ import torch
 from torch.distributed.fsdp import OffloadPolicy
 
 from deepcompile_zero3 import torch_internals
+from deepcompile_zero3.options import Options
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 
@@ -132,7 +133,7 @@ class BudgetedMemory:
         return f"{self.tier.number}, {self.activation_bytes:.0f} bytes"
 
     def place(self, parameter: ShardedParameter) -> None:
-        """Moves the shard of ``parameter`` to the file, if it is one of those that go."""
+        """Moves the shard of ``parameter`` to the file, if the budget offloads it."""
         local = parameter.registered.local
         if self.offloads(parameter) and _is_movable(local) and not _C.is_in_file(local):
             with torch.inference_mode(False), torch.no_grad():  # it is no inference tensor
@@ -140,7 +141,7 @@ class BudgetedMemory:
                 parameter.handle.shard = parameter.layout.shard_rows(local)
 
     def offloads(self, parameter: ShardedParameter) -> bool:
-        """Returns whether the shard of ``parameter`` is one of those that go."""
+        """Returns whether the budget offloads the shard of ``parameter``."""
         self._decide()
         local = parameter.registered.local
         return parameter not in self._stay and not torch_internals.is_wrapper(local)
@@ -202,7 +203,7 @@ def is_worth_a_file(tensor: object) -> bool:
 
 
 _SMALL = 64 << 10  # bytes; each tensor in a file takes pages of its own
-_BUCKET = 64 << 20  # bytes; the default of option "gather_bucket_mb"
+_BUCKET = int(Options.gather_bucket_mb * 2**20)  # bytes, by default
 
 
 def _is_movable(tensor: torch.Tensor) -> bool:

@@ -130,6 +130,7 @@ def refused(name: str, why: str) -> Callable[..., NoReturn]:
     return method
 
 
+# Methods of FSDP2 that are refused, each with the reason.
 REFUSED = {
     "_set_unshard_async_op": "prefetch with set_modules_to_forward_prefetch",
     "set_allocate_memory_from_process_group_for_comm": "the runtime has buffers of its own",
@@ -139,7 +140,6 @@ REFUSED = {
     "set_reduce_scatter_max_input_buffers": "the runtime has buffers of its own",
     "set_symm_mem_for_comm": "the runtime has buffers of its own",
 }
-"""Methods of FSDP2's, and why a sharded module does not do as they say."""
 
 for _name, _why in REFUSED.items():
     setattr(FSDP2Methods, _name, refused(_name, _why))

@@ -25,7 +25,7 @@ class FsdpState:
     _fsdp_param_group = None  # likewise, in torch 2.11
 
     def __init__(self, module: nn.Module, group: ParameterGroup) -> None:
-        self._module: weakref.ref[Any] = weakref.ref(module)  # which has this state
+        self._module: weakref.ref[Any] = weakref.ref(module)  # the module that has this state
         self._group = group
         # Pipelines compare this context to learn whether stages share communication. The runtime's
         # streams are shared anyway, so each state has its own.

@@ -79,7 +79,7 @@ def fully_shard(
         reshard_after_forward: True: backward gathers parameters again. False: forward keeps what it
             gathered for backward. None: the compiler chooses within its option ``keep_mb``; eager
             code gathers again. An int: after forward, parameters are sharded over that many ranks,
-            neighbours in the mesh, and backward gathers from those. Where ranks share memory, only
+            neighbors in the mesh, and backward gathers from those. Where ranks share memory, only
             True bounds the memory of gathered parameters; otherwise the host holds one copy of
             each.
         shard_placement_fn: a function that takes a parameter and returns its ``Shard``, or None for
@@ -92,13 +92,13 @@ def fully_shard(
             (``reduce_dtype``) and of the forward's outputs (``output_dtype``).
         offload_policy: ``CPUOffloadPolicy``, as in FSDP2: shards, their gradients and so what
             optimizers keep are in host memory, page-locked unless ``pin_memory`` is False. It has
-            no effect where the mesh is on the CPU. :class:`FileOffloadPolicy`: a budget of memory;
-            only there.
+            no effect where the mesh is on the CPU. :class:`FileOffloadPolicy`: a budget of memory,
+            only for meshes on the CPU.
         ignored_params: parameters to leave as they are.
         dp_mesh_dims: a ``DataParallelMeshDims`` of torch. It names the dimensions of ``mesh`` to
             shard over and those of replicas. Parameters are DTensors on all of ``mesh`` then, and
             are read as such: ``Replicate()`` on the named dimensions. ``mesh`` may have more.
-        transport: the means of gathers and reductions. ``"shared_memory"``: memory that ranks
+        transport: how ranks exchange shards and gradients. ``"shared_memory"``: memory that ranks
             share, which must all be on one host and compute on its CPU. ``"c10d"``: messages of
             the process group, also to itself if a rank is alone. ``"auto"``: shared memory where
             possible, unless the environment variable ``ZERO3_TRANSPORT`` names another transport.
@@ -266,10 +266,10 @@ def _register_model(modules: list[nn.Module], group: ParameterGroup, number: int
     # class and number. Numbers follow the order of the fully_shard calls. The number of a deleted
     # model is free again.
     label = "" if number == 1 else f"{original_class(modules[0]).__name__}:{number}."
-    names = {id(tensor): fqn for fqn, tensor in model_module.named_parameters()}
+    fqns = {id(tensor): fqn for fqn, tensor in model_module.named_parameters()}
     model = ShardedModel(number, parameters)
     for child in groups:
         child.model = model
     for parameter in parameters:
-        name = names.get(id(parameter.shard))  # None: its module was deleted
-        parameter.join(model, parameter.fqn if name is None else label + name)
+        fqn = fqns.get(id(parameter.shard))  # None: its module was deleted
+        parameter.join(model, parameter.fqn if fqn is None else label + fqn)

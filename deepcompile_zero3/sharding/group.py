@@ -3,7 +3,7 @@
 Groups form a tree: the group of the outermost sharded module, and below it the groups of the blocks
 that were sharded before it. The parameters of a group are gathered together when the first of them
 is read in a forward, and freed when that forward ends. Backward gathers again what autograd saves
-of them (see ``saved``). Compiled graphs gather for themselves, in :func:`compiled_forward`.
+of them (see ``saved``). Compiled graphs gather by operators, in a :func:`compiled_forward`.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ class ParameterGroup:
         parameters: the parameters that the group owns. A tied one belongs to the group that met it
             first.
         casts: casts of a forward's inputs and output.
-        connect: the functions that connect parameters, by the ranks that they are sharded over.
+        connects: the functions that connect parameters, by the ranks that they are sharded over.
         model: the sharded model that the group belongs to.
         depth: number of forwards of the group's module that are running.
         forward_prefetch: groups that an eager forward starts to gather once it has this group.
@@ -63,13 +63,13 @@ class ParameterGroup:
         self,
         parameters: list[ShardedParameter],
         casts: ForwardCasts,
-        connect: Mapping[DataParallelRanks, Connect],
+        connects: Mapping[DataParallelRanks, Connect],
         num_modules: int = 1,
     ) -> None:
         self.parameters = parameters
         self.casts = casts
-        self.connect = connect
-        self._num_modules = num_modules  # that have this group
+        self.connects = connects
+        self._num_modules = num_modules  # number of modules that share the group
         self.model: ShardedModel | None = None
         self.forward_prefetch: list[weakref.ref[ParameterGroup]] = []
         self.backward_prefetch: list[weakref.ref[ParameterGroup]] = []
@@ -80,7 +80,7 @@ class ParameterGroup:
         self._forward: EagerForward | None = None  # if the running forward began with this group
         self._unshard_called = False  # from unshard() until reshard() or the end of a forward
         self._gathering: AllGather | None = None
-        self._values: dict[ShardedParameter, torch.Tensor] = {}  # that reads have returned
+        self._values: dict[ShardedParameter, torch.Tensor] = {}  # values that reads have returned
         for parameter in parameters:
             parameter.group = weakref.ref(self)
 
@@ -239,8 +239,8 @@ class ParameterGroup:
             # A checkpoint requires the same number of saved tensors when it recomputes: inside a
             # checkpointed block nothing is packed, whether or not the block is in its model's
             # forward. An outermost module always packs. A transform has no hooks.
-            takes = not recomputes and not torch_internals.is_checkpointed()
-            if (takes or self.parent is None) and not torch_internals.is_in_transform():
+            packs = not recomputes and not torch_internals.is_checkpointed()
+            if (packs or self.parent is None) and not torch_internals.is_in_transform():
                 forward.saved.start()
             self._forward = forward
         self.depth += 1

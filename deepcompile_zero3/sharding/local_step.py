@@ -91,7 +91,7 @@ def function_of(step: Callable[..., Any]) -> Callable[..., Any]:
     """Returns ``step`` as a function of an optimizer, which it does not keep alive."""
     if hasattr(step, "__func__"):
         return cast(Callable[..., Any], step.__func__)
-    return lambda _, **kwargs: step(**kwargs)  # of a scheduler, which has a weak reference
+    return lambda _, **kwargs: step(**kwargs)  # a scheduler has a weak reference to it
 
 
 class WeakMethod:
@@ -195,7 +195,7 @@ class _LocalTensors:
                     _update(states[parameter], found, parameter, local.shape)
                 if is_in_parts and local.numel():
                     local.data = local.new_empty(0)  # the memory is lent for a part of a step
-            states.update(local_states)  # of plain parameters, and of none
+            states.update(local_states)  # those of plain parameters, and of none
 
     def _local(self, parameter: DTensor) -> nn.Parameter:
         local = torch_internals.local_tensor(parameter)
@@ -208,7 +208,7 @@ class _LocalTensors:
             mine.data = rows_of(local, parameter)  # the local tensor has other memory now
         gradient = torch_internals.local_gradient(parameter)
         if gradient is not None:
-            if mine.grad_dtype != parameter.grad_dtype:  # which may change between steps
+            if mine.grad_dtype != parameter.grad_dtype:  # it may change between steps
                 mine.grad_dtype = parameter.grad_dtype
             mine.grad = rows_of(gradient, parameter)
         return mine

@@ -29,14 +29,17 @@ class ShardedModel:
         _models.add(self)
 
     def update(self) -> None:
-        """Recomputes ``nbytes``, positions and presence ids: when built, and after a conversion."""
+        """Recomputes ``nbytes``, positions, presence ids and guard keys.
+
+        When the model is built, and after a conversion.
+        """
         self.nbytes = sum(parameter.nbytes for parameter in self.parameters)
-        first: dict[str, int] = {}  # the model's number in each process group, whoever is alive
+        first: dict[str, int] = {}  # by process group: index of the model's first parameter there
         for position, parameter in enumerate(self.parameters):
             parameter.position = position
             transport = cast(_C.Transport, parameter.handle.transport)  # parameters are installed
             parameter.handle.presence_id = first.setdefault(
-                parameter.shard_group_name, transport.number
+                parameter.shard_group_name, transport.parameter_index
             )
             parameter.update_guard_key()
 

@@ -58,7 +58,7 @@ class Muon(torch.optim.Muon):
         given = param_group["params"]
         if isinstance(given, torch.Tensor):
             given = [given]
-        elif not isinstance(given, set):  # which torch refuses, like what is not a tensor
+        elif not isinstance(given, set):  # torch refuses sets, like what is not a tensor
             given = list(given)
         for each in given:
             fqn, parameter = each if isinstance(each, tuple) else (None, each)

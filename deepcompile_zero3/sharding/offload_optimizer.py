@@ -172,7 +172,7 @@ class _Part:
                 tensor, stored, load = loads.pop()
                 tensor.data = load.wait()
                 swapped.append((tensor, stored))
-                del load  # which has the memory too
+                del load  # it has the memory too
             yield
         finally:
             for tensor, stored in swapped:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DeviceMesh, DTensor, Replicate
 
 from deepcompile_zero3 import grad_dtype, torch_internals
-from deepcompile_zero3.transport.process_groups import neighbours
+from deepcompile_zero3.transport.process_groups import neighbors
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class OwnerMesh(DeviceMesh):
         shards = self.shard_group
         # Meshes of equal ranks and names are equal, and torch takes one for the other.
         names = ("replicas", f"owned in {shards.group_name}")[-whole.ndim :]
-        alone = neighbours(shards, 1)  # on all ranks: some backends split a group together
+        alone = neighbors(shards, 1)  # on all ranks: some backends split a group together
         replicas = [whole.get_group(dim) for dim in range(whole.ndim - 1)]
         groups = [*replicas, alone] if owner == shards.rank() else []
         ranks = whole.mesh[..., owner : owner + 1]

@@ -65,7 +65,8 @@ class ShardedParameter:
             until then. None leaves the choice to the compiler, and gathers again in eager.
         guard_key: text of all that graphs depend on. Parameters that are alike in it and in their
             placeholders may share compiled graphs.
-        declared_grad_dtype: ``grad_dtype`` of the shard when the latest forward began.
+        compute_dtype: dtype of the full tensor.
+        declared_grad_dtype: ``grad_dtype`` of the shard, initially or in the latest forward.
         leaf_contract: the leaf's contract in the spelling of ``zero3::unshard``.
     """
 
@@ -157,7 +158,7 @@ class ShardedParameter:
 
     @property
     def has_run(self) -> bool:
-        """Whether a forward has used the parameter."""
+        """Whether a forward of the parameter's group, or a reduction, was prepared."""
         return self._forward_shard_id != 0
 
     def rebuild(self, full: torch.Tensor, connection: Connection) -> None:
@@ -269,7 +270,7 @@ class ShardedParameter:
         return shard
 
     def prepare_forward(self) -> bool:
-        """Fixes the settings that a forward uses and that its backward keeps.
+        """Records the settings that a forward uses and that its backward keeps.
 
         Returns:
             Whether ``requires_grad`` and ``grad_dtype`` are those that graphs were traced with. If
@@ -303,10 +304,8 @@ class ShardedParameter:
         return as_traced
 
     def prepare_reduction(self) -> None:
-        """Prepares a reduction outside of a backward. No forward may have come before it.
-
-        If the shard was replaced after a forward, the settings of that forward stay.
-        """
+        """Prepares a reduction outside of a backward, perhaps before the first forward."""
+        # If the shard was replaced after a forward, the settings of that forward stay.
         if not self._was_replaced(self.refresh()):
             self.prepare_forward()
 
@@ -339,7 +338,7 @@ class ShardedParameter:
 
 
 def parameter_of(placeholder: object) -> ShardedParameter | None:
-    """Returns the live parameter that has this placeholder, or None."""
+    """Returns the live parameter, or ``Payload``, that has this placeholder, or None."""
     reference = getattr(placeholder, extension.PLACEHOLDER_OF, None)
     return None if reference is None else reference()
 

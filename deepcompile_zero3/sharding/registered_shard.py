@@ -37,7 +37,7 @@ class RegisteredShard:
         self._layout = layout
         self._places = [(weakref.ref(blueprint.module), blueprint.attribute)]  # several: tied
         shard = nn.Parameter(layout.shard(parameter), requires_grad=parameter.requires_grad)
-        inner = vars(torch_internals.local_tensor(cast(DTensor, shard)))  # of a wrapper
+        inner = vars(torch_internals.local_tensor(cast(DTensor, shard)))  # attributes of a wrapper
         own_attributes = {k: v for k, v in vars(parameter).items() if k not in inner}
         shard.__dict__.update(own_attributes)
         is_special = nn.Parameter in type(parameter).__mro__[1:]

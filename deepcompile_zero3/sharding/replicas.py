@@ -45,7 +45,7 @@ def different_replicas(delivered: Iterable[ShardedParameter]) -> str:
     return (
         f"replicas have different values, and stay different: {shorten(told)}. Before training, "
         "give all replicas the same values: call torch.manual_seed with one seed on all ranks "
-        "before the model is built or initialised, load one checkpoint, or broadcast the values of "
+        "before the model is built or initialized, load one checkpoint, or broadcast the values of "
         "one replica. Name parameters that are meant to differ in ignored_params of fully_shard"
     )
 

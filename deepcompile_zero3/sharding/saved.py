@@ -27,7 +27,7 @@ from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.all_gather import AllGather
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 
-_Group = TypeVar("_Group", bound=Hashable)  # that gathers parameters together
+_Group = TypeVar("_Group", bound=Hashable)  # its parameters are gathered together
 
 
 class _Regather(Generic[_Group]):

@@ -208,6 +208,7 @@ def refuse_if_stepped_in_backward(parameter: torch.Tensor, caller: str) -> None:
 
 
 def _interrupted(model_numbers: Sequence[int]) -> None:
+    """Warns of parameters that were stepped. The runtime calls it if their backward raises."""
     names = sorted(name for number in model_numbers for name in _stepped.pop(number, ()))
     if names:
         others = f" and {len(names) - 1} others" if len(names) > 1 else ""

@@ -1,9 +1,10 @@
-"""The class swap: a property for each parameter, which a compiler traces as one op.
+"""The class swap: a property for each parameter, which a compiler traces.
 
 A module whose parameters are sharded gets a subclass of its class: ``Linear`` -> ``Zero3Linear``,
 or ``FSDPLinear`` if ``fully_shard`` was called on it. In a trace the property is one op,
-``zero3.unshard``. In eager code it asks the parameter's group. ``module._parameters`` keeps the
-DTensors, so that ``parameters()``, ``state_dict()`` and optimizers see nothing else.
+``zero3.unshard``, or several if the parameter has an all-gather extension. In eager code it asks
+the parameter's group. ``module._parameters`` keeps the DTensors, so that ``parameters()``,
+``state_dict()`` and optimizers see nothing else.
 """
 
 import contextlib

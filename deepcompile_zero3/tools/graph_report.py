@@ -115,7 +115,7 @@ def graph_of(direction: str, captured: CapturedGraph, formats: Mapping[str, str]
     graph = captured.inlined.graph
     saved = _saved(graph)
     stores: dict[Any, Any] = {n: n.args[0] for n in saved if n.target is ops.store_wait.default}
-    in_file = {node for node, start in stores.items() if start.args[1:]}  # which names a tier
+    in_file = {node for node, start in stores.items() if start.args[1:]}  # they name a tier
     return Graph(
         direction,
         gathers=tuple(_gathers(graph)),

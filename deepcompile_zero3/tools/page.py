@@ -18,7 +18,7 @@ from deepcompile_zero3.tools.timeline import LANES, Sample, Span, Timeline
 _PIXELS = 2500
 _NAMES_SHOWN = 5
 
-# Colours of each lane: two shades that distinguish neighbours, and one for bars that a search
+# Colors of each lane: two shades that distinguish neighbors, and one for bars that a search
 # does not find.
 _LANE_COLORS = {
     "compute": ("#4c78a8", "#6790bd", "#d9e2ec"),
@@ -44,7 +44,7 @@ def save_page(
         path: the path of the file. An existing file is replaced.
         title: the heading of the page.
         text: shown below the title, line by line.
-        timelines: drawn below one another, with the same time axis. In long timelines, neighbouring
+        timelines: drawn below one another, with the same time axis. In long timelines, neighboring
             spans that are too narrow to see are drawn as one.
         tables: shown below the timelines. The text in the page's search box selects the rows that
             contain it, and the spans whose operator or parameters contain it.
@@ -102,7 +102,7 @@ def draw(timelines: Sequence[Timeline]) -> Any:
         subplot_titles=titles,
     )
     colors = itertools.cycle(_KIND_COLORS)
-    legend: dict[str, str] = {}  # colours of kinds of memory
+    legend: dict[str, str] = {}  # colors of kinds of memory
     for row, (timeline, lanes) in enumerate(panels, 1):
         for lane in lanes:
             figure.add_trace(_bars(lane, timeline.of(lane), duration), row, 1)
@@ -165,7 +165,7 @@ def _bars(lane: str, spans: list[Span], duration: float) -> dict[str, Any]:
 
 
 def _runs(spans: list[Span], duration: float) -> Iterator[list[Span]]:
-    """Yields each span alone or, if there are many, with the neighbours that share its pixel."""
+    """Yields each span alone or, if there are many, with the neighbors that share its pixel."""
     pixel = duration / _PIXELS if len(spans) > _PIXELS else 0.0
     run: list[Span] = []
     for span in spans:

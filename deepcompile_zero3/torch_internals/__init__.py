@@ -1,4 +1,4 @@
-"""Names of torch's private modules that training uses; ``compiler`` has those of its compiler."""
+"""Private names of torch that training uses. ``compiler`` has those of torch.compile."""
 
 import contextlib
 import datetime
@@ -236,7 +236,7 @@ def placement_on_mesh(result: Any) -> tuple[Any, DeviceMesh, tuple[int | None, i
     Returns:
         The placement or None, the mesh, and its dimensions that replicate and that shard.
     """
-    if type(result).__name__ != "ShardPlacementResult":  # which torch has from 2.13 on
+    if type(result).__name__ != "ShardPlacementResult":  # torch has it from 2.13 on
         return None
     info = result.mesh_info
     return result.placement, info.mesh, (info.replicate_mesh_dim, info.shard_mesh_dim)

@@ -106,7 +106,7 @@ def custom_partitioner(config: Mapping[str, Any]) -> Any:
 def forbid_cuda_graphs(gm: torch.fx.GraphModule, config: dict[str, Any]) -> None:
     """Makes Inductor capture nothing of ``gm``, also where torch is told to capture all graphs."""
     config["triton.cudagraphs"] = False
-    gm.meta.pop("cudagraph_annotation", None)  # of torch._dynamo.override_cudagraphs
+    gm.meta.pop("cudagraph_annotation", None)  # set by torch._dynamo.override_cudagraphs
 
 
 def has_memory_budget(gm: torch.fx.GraphModule) -> bool:
@@ -121,7 +121,7 @@ def has_memory_budget(gm: torch.fx.GraphModule) -> bool:
 
 
 _KEEPS_STRIDES = "user_visible_output_idxs"  # in the meta of an output
-_MEMORY_BUDGET = "_region_activation_memory_budget"  # of torch.fx.traceback, from 2.13
+_MEMORY_BUDGET = "_region_activation_memory_budget"  # an attribute of torch.fx.traceback, from 2.13
 _FOLLOWS = "step_unsupported"  # a frame broke because a frame it calls did, and told why
 _BRANCH = "Data-dependent branching"  # Dynamo's reason in frames that other frames call
 
@@ -157,7 +157,7 @@ def _place(stack: list[traceback.FrameSummary]) -> str:
 
 
 def with_named_kernels() -> contextlib.AbstractContextManager[None]:
-    """Makes the CPU kernels that Inductor generates in the context report to a profiler.
+    """While the block runs, the CPU kernels that Inductor generates report to a profiler.
 
     They report their names and when they run.
     """
@@ -247,12 +247,12 @@ def config_key(config: Mapping[str, Any]) -> tuple[str, *tuple[bytes, ...]] | No
 
 
 def without_autograd_cache() -> contextlib.AbstractContextManager[None]:
-    """Disables AOTAutograd's disk cache in the context."""
+    """Disables AOTAutograd's disk cache while the block runs."""
     return _functorch_config.patch(enable_autograd_cache=False)
 
 
 def with_eager_backwards() -> contextlib.AbstractContextManager[None]:
-    """Compiles each backward with its forward in the context, not when it is first called."""
+    """While the block runs, compiles each backward with its forward, not at its first call."""
     private("torch._functorch", "config.force_non_lazy_backward_lowering")
     return _functorch_config.patch(force_non_lazy_backward_lowering=True)
 
@@ -268,7 +268,7 @@ def makes_cpp_wrapper(config: Mapping[str, Any]) -> bool:
 
 
 def without_donated_buffers() -> contextlib.AbstractContextManager[None]:
-    """Keeps backwards compiled in the context from writing to what their forwards saved.
+    """Keeps backwards that are compiled in the block from writing to what their forwards saved.
 
     Inductor counts such inputs of a backward by position, and takes the inputs of a subgraph at the
     same positions for them.

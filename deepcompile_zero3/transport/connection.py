@@ -10,7 +10,7 @@ import torch.distributed as dist
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.transport.choice import TransportName
 from deepcompile_zero3.transport.one_host import MappedMemory, share
-from deepcompile_zero3.transport.process_groups import group_for_reductions, neighbours
+from deepcompile_zero3.transport.process_groups import group_for_reductions, neighbors
 
 
 @dataclass(frozen=True)
@@ -22,14 +22,14 @@ class Connection:
     Attributes:
         medium: the memory that ranks share, or the transport by messages, which is one for all
             parameters of a group.
-        messages: the transport of payloads and of quantized shards. They are converted after the
-            gather, so that to read them in shared memory would save no copy.
+        payload_transport: the transport of payloads and of quantized shards. They are converted
+            after the gather, so reading them in shared memory would save no copy.
         after_forward: the ranks that a parameter is sharded over between forward and backward, if
             they are others, and the messages between them.
     """
 
     medium: MappedMemory | _C.Messages
-    messages: _C.Messages
+    payload_transport: _C.Messages
     after_forward: tuple[_C.Channel, _C.Messages] | None = None
 
     def connect(self, parameter: _C.Parameter) -> None:
@@ -37,7 +37,7 @@ class Connection:
 
         All ranks call this for their parameters in the same order.
         """
-        parameter.messages = self.messages
+        parameter.payload_transport = self.payload_transport
         if not isinstance(self.medium, MappedMemory):
             parameter.transport = self.medium
             return
@@ -50,7 +50,7 @@ class Connection:
         )
 
 
-# ``connect`` with all arguments but the first two.
+# ``connect`` with all arguments but the first two bound.
 Connect: TypeAlias = Callable[[Sequence[torch.Tensor], Sequence[int | None]], list[Connection]]
 
 
@@ -83,14 +83,14 @@ def connect(
     asked = transport == "c10d"
     gathers = channel_of(group, device, sends_to_itself=asked)
     if parts is not None:
-        payload_messages = _C.Messages(gathers, gathers)
-        return [Connection(part, payload_messages) for part in parts]
+        payloads = _C.Messages(gathers, gathers)
+        return [Connection(part, payloads) for part in parts]
     # To make a process group is collective: it comes before all that may fail on one rank.
     reductions = channel_of(group_for_reductions(group), device, sends_to_itself=asked)
     messages = _C.Messages(gathers, reductions)
     fewer = None
     if after_forward is not None:
-        channel = channel_of(neighbours(group, after_forward), device)
+        channel = channel_of(neighbors(group, after_forward), device)
         fewer = channel, _C.Messages(channel, reductions)
     return [Connection(messages, messages, fewer)] * len(fulls)
 

@@ -149,7 +149,7 @@ class _Segments:
         self._one_host = _one_hosts.get(group)
         self._takes_turns = take_turns
         self._ring = _rings.get(group) if take_turns else None
-        self._offsets: list[int] = []  # of copies with places of their own
+        self._offsets: list[int] = []  # offsets of copies with places of their own
         self._mapped: dict[str, torch.Tensor] = {}
         self._nbytes: dict[str, int] = {}
 

@@ -28,7 +28,7 @@ def group_for_reductions(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return _own_group(group, dist.get_process_group_ranks(group), "reductions")
 
 
-def neighbours(group: dist.ProcessGroup, world_size: int) -> dist.ProcessGroup:
+def neighbors(group: dist.ProcessGroup, world_size: int) -> dist.ProcessGroup:
     """Returns the group of ``world_size`` consecutive ranks of ``group`` that has this rank."""
     first = group.rank() // world_size * world_size
     ranks = dist.get_process_group_ranks(group)[first : first + world_size]

@@ -111,7 +111,7 @@ def compile_ahead(
         found.graphs.append(
             GraphAhead(
                 seconds=time.perf_counter() - start,
-                parameters=compiled.number_of_parameters,
+                parameters=compiled.num_parameters,
                 regions={name: len(calls) for name, calls in calls_by_region(gm).items()},
                 is_stored=compiler.count_of_stored_graphs() > before,
             )

@@ -175,7 +175,7 @@ def trace(model: nn.Module, call: Mapping[str, Any]) -> Trace:
         Zero3Error: no graph was compiled, or code outside the graphs reads parameters.
     """
     parameters = all_parameters_of(model, "plan")
-    _materialise(model)
+    _materialize(model)
     partitioned: list[tuple[Pipeline, fx.GraphModule, bool]] = []
 
     def note(pipeline: Pipeline, gm: fx.GraphModule, _: Any, **settings: Any) -> Callable:
@@ -209,7 +209,7 @@ def check_compiled(graphs: Sequence[Any]) -> None:
         raise Zero3Error("no graph was compiled: is torch.compile disabled, or the whole call?")
 
 
-def _materialise(model: nn.Module) -> None:
+def _materialize(model: nn.Module) -> None:
     """Gives memory to buffers, and to parameters that are not sharded, once each."""
     whole: dict[torch.Tensor, nn.Parameter] = {}
     for module in model.modules():

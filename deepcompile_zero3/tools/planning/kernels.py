@@ -214,7 +214,7 @@ def _flops(node: fx.Node) -> float:
     flops = float(_int(formula(*arguments, **keywords, out_val=_value(node))))
     names = [argument.name for argument in torch_internals.schema_of(node.target).arguments]
     given = dict(zip(names, node.args, strict=False)) | node.kwargs
-    return flops / 2 if given.get("is_causal") else flops  # which computes half of all pairs
+    return flops / 2 if given.get("is_causal") else flops  # half of all pairs are computed
 
 
 def _dtype(node: fx.Node) -> torch.dtype:

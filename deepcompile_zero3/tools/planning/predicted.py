@@ -49,7 +49,7 @@ class Plan(Document):
     advice: tuple[str, ...] = ()
 
     @property
-    def utilisation(self) -> float:
+    def utilization(self) -> float:
         """The fraction of the machine's FLOP/s that the matrix products of the step reach."""
         return self.product_seconds / self.seconds
 
@@ -65,7 +65,7 @@ class Plan(Document):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the plan as numbers, strings, lists and dicts, for JSON; without the report."""
-        names = ("ranks", "seconds", "computing", "waiting", "flops", "utilisation")
+        names = ("ranks", "seconds", "computing", "waiting", "flops", "utilization")
         more = ("tokens_per_second", "peak", "memory", "fits")
         return {
             "model": self.report.model,
@@ -97,7 +97,7 @@ class Plan(Document):
         step = f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
         yield (
             f"predicted: {step} a step, {waits:.1%} of it waiting for others; {speed}"
-            f"{self.utilisation:.0%} of the {reached / 1e12:.0f} TFLOP/s that a rank is taken to "
+            f"{self.utilization:.0%} of the {reached / 1e12:.0f} TFLOP/s that a rank is taken to "
             "reach"
         )
         unit, scale = ("GB", 1e9) if self.peak >= 1e9 else ("MB", 1e6)

@@ -278,7 +278,7 @@ class _Simulation:
     def _reduce(self, node: fx.Node) -> None:
         [name] = fqns_of(node)
         dtypes: ReductionComment = node.meta[COMMENT]
-        if node.target is not ops.reduce_mm.default:  # which has packed its product
+        if node.target is not ops.reduce_mm.default:  # reduce_mm packs its product
             packed = dtypes.numel * dtypes.wire.itemsize
             self._compute("pack", packed + sum(map(nbytes_of, memory_of(node))), [name])
         parameter = self.parameters[name]
@@ -297,7 +297,7 @@ class _Simulation:
         for record in self.log.take():
             while record.op == "all_reduce" and self._number_of("reduce_scatter") > 0:
                 self._finish_reduction()
-            while self._number_of(record.op) >= _C.MOST_IN_FLIGHT:
+            while self._number_of(record.op) >= _C.MAX_IN_FLIGHT:
                 self._finish_reduction()
             self.reductions.append(self._launch("reduce", record))
 

@@ -32,7 +32,7 @@ def table(knob: str, plans: Mapping[float, Plan]) -> Table:
             f"{plan.seconds * 1e3:.4g}",
             f"{plan.tokens_per_second:,.0f}" if plan.tokens else "",
             f"{plan.waiting / plan.seconds:.1%}",
-            f"{plan.utilisation:.0%}",
+            f"{plan.utilization:.0%}",
             f"{plan.peak / 1e9:.3g}",
             "yes" if plan.fits else "no",
         )

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from deepcompile_zero3.transport.json_collectives import all_gather_json, on_all_ranks
 
-_PART = 0.9  # of the free memory that may be taken
+_PART = 0.9  # part of the free memory that may be taken
 
 
 def free_bytes(device: torch.device, group: dist.ProcessGroup) -> float:

@@ -36,7 +36,7 @@ from deepcompile_zero3.transport.json_collectives import (
 _CALL = "MeasuredSchedule"
 _WORTH = 0.01  # fraction of a step that a schedule has to save, by the clock
 _TRIED = 0.02  # fraction of a step that it has to save in the simulation, to be tried
-_VERSION = 1  # of the file
+_VERSION = 1  # version of the file's format
 
 
 _log = logging.getLogger(__name__)
@@ -191,7 +191,7 @@ class MeasuredSchedule:
         return first, best if saved >= _TRIED else first, f"{saved:.1%}"
 
     def _machine(self) -> Machine:
-        """Measures the machine and its links, without a trace. Collective."""
+        """Measures the machine and its links. Keeps the random state. Collective."""
         device = torch.device(self._mesh.device_type)
         devices = [] if device.type == "cpu" else [torch.accelerator.current_device_index()]
         dtypes = [torch.float32, torch.bfloat16]

@@ -24,7 +24,7 @@ from deepcompile_zero3.transport.json_collectives import all_gather_json, on_all
 _STEPS_OF_FIT = 6  # each halves the interval of the link's factor, in logarithms
 _WIDEST = 16.0  # the link may be so many times slower or quicker than when measured alone
 _SMALLEST_BUCKET = 1.0  # MiB
-_MOST_AHEAD = 4
+_MAX_AHEAD = 4
 _WORTH = 0.002  # fraction of a step: a change that saves less is left out
 
 
@@ -100,11 +100,11 @@ class Search:
         seconds = step.seconds("compute", "waiting")
         return Predicted(seconds, waiting, sum(step.peak.values()))
 
-    def best(self, most_bytes: float) -> tuple[Schedule, float]:
+    def best(self, max_bytes: float) -> tuple[Schedule, float]:
         """Returns the quickest schedule found, and the seconds of a step that it saves. Collective.
 
         Args:
-            most_bytes: bytes that it may take beyond the peak of the measured schedule.
+            max_bytes: bytes that it may take beyond the peak of the measured schedule.
         """
         best = self.options.schedule
         now = start = self._as_it_ran()
@@ -112,7 +112,7 @@ class Search:
             schedules = candidates(best)
             predicted = self._of_ranks(functools.partial(self._predict_all, schedules))
             for schedule, each in zip(schedules, predicted, strict=True):
-                fits = each.peak - start.peak <= most_bytes
+                fits = each.peak - start.peak <= max_bytes
                 if fits and each.seconds < now.seconds * (1 - _WORTH):
                     best, now = schedule, each
         return best, start.seconds - now.seconds
@@ -149,7 +149,7 @@ class Search:
         ]
 
     def _aheads(self, schedule: Schedule) -> list[Schedule]:
-        several = range(schedule.gathers_ahead + 1, _MOST_AHEAD + 1)
+        several = range(schedule.gathers_ahead + 1, _MAX_AHEAD + 1)
         return [schedule._replace(gathers_ahead=ahead) for ahead in several]
 
     # ---- the measured step

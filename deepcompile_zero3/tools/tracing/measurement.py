@@ -17,7 +17,7 @@ class Measurement(Document):
 
     script: str  # the name of its file
     rank: int
-    number: int  # of the step, counted from 1
+    number: int  # number of the step, counted from 1
     durations: tuple[float, ...]  # seconds of all profiled steps
     duration: float  # seconds of this step, which is their median
     timeline: Timeline

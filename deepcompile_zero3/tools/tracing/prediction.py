@@ -15,7 +15,7 @@ from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.graph.capture import CapturedGraph, CapturedGraphs
 from deepcompile_zero3.graph.size import nbytes_of_tensor
 from deepcompile_zero3.runtime import _C
-from deepcompile_zero3.sharding.extension import owner_of
+from deepcompile_zero3.sharding.extension import parameter_behind
 from deepcompile_zero3.sharding.model import parameters_beside
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.tools.planning.kernels import Kernel, kernels_of
@@ -126,8 +126,8 @@ def _what_ran(
     parameters = parameters_beside(names)
     if not names or names - parameters.keys():
         raise Zero3Error("no model is sharded whose graphs ran in the step")
-    owners = [owner_of(each) for each in parameters.values()]
-    if any(owner.layout.inner is not None for owner in owners):
+    behind = [parameter_behind(each) for each in parameters.values()]
+    if any(each.layout.inner is not None for each in behind):
         raise Zero3Error("ranks that share a tensor's computation are not planned")
     ran = CapturedGraphs(forward, backward)
     if not _share_memory(parameters):
@@ -184,8 +184,8 @@ def _what_to_measure(
             step cannot be predicted.
     """
     graphs, parameters = _what_ran(captured, profiled)
-    owners = [owner_of(each) for each in parameters.values()]
-    mesh, *others = {owner.layout.mesh for owner in owners}
+    behind = [parameter_behind(each) for each in parameters.values()]
+    mesh, *others = {each.layout.mesh for each in behind}
     if others or mesh.ndim != 1:
         raise Zero3Error("the machine at hand is measured over one mesh of one dimension")
     if mesh.device_type != "cpu":

@@ -44,7 +44,7 @@ class Event:
     name: str
     start: float
     end: float
-    thread: int = 0  # of the host; the one that launched a kernel
+    thread: int = 0  # thread of the host; the one that launched a kernel
     launched: float = 0.0  # the time of a kernel's launch
     nbytes: int = 0  # what is allocated from ``start`` on, for memory
 
@@ -88,7 +88,7 @@ def events_of(trace: Mapping[str, Any]) -> list[Event]:
         events.append(Event(kind, record["name"], start, end, thread, launched))
     samples = [record for record in records if record.get("name") == "[memory]"]
     types = {sample["args"]["Device Type"] for sample in samples}
-    for sample in samples:  # of the GPU if it allocates, else of the host
+    for sample in samples:  # samples of the GPU if it allocates, else of the host
         if sample["args"]["Device Type"] == (_CUDA if _CUDA in types else _CPU):
             time, nbytes = sample["ts"] * 1e-6, sample["args"]["Total Allocated"]
             events.append(Event("memory", "allocated", time, time, sample["tid"], nbytes=nbytes))
@@ -233,7 +233,7 @@ def _transfers(ranges: Sequence[_Range], step: Event) -> Iterator[Span]:
                 sent.pop(name, None)
             yield replace(span, start=same.popleft().start if same else step.start)
     for same in starts.values():
-        for span in same:  # of collectives that are awaited after the step
+        for span in same:  # spans of collectives that are awaited after the step
             yield replace(span, end=step.end)
 
 

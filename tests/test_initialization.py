@@ -1,4 +1,4 @@
-"""Models that no rank ever holds whole: sharded on the meta device, then initialised."""
+"""Models that no rank ever holds whole: sharded on the meta device, then initialized."""
 
 import ctypes
 import gc
@@ -49,7 +49,7 @@ def _reset(model):
 
 
 def _of_nn_init(model):
-    initialisers = (
+    initializers = (
         nn.init.normal_,
         nn.init.xavier_uniform_,
         nn.init.kaiming_normal_,
@@ -57,8 +57,8 @@ def _of_nn_init(model):
         nn.init.ones_,
     )
     matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
-    for initialise, weight in zip(initialisers, matrices, strict=True):
-        initialise(weight)
+    for initialize, weight in zip(initializers, matrices, strict=True):
+        initialize(weight)
     for parameter in model.parameters():
         if parameter.dim() == 1:
             nn.init.uniform_(parameter)
@@ -75,9 +75,9 @@ KINDS = {
 }
 
 
-def _initialised(sharding, kind, replicas, seed):
+def _initialized(sharding, kind, replicas, seed):
     """Returns a model and the next random number of this rank."""
-    build, initialise = KINDS[kind]
+    build, initialize = KINDS[kind]
     model = _on_meta(build)
     mesh = init_device_mesh(
         "cpu", (replicas, dist.get_world_size() // replicas), mesh_dim_names=("replicate", "shard")
@@ -89,7 +89,7 @@ def _initialised(sharding, kind, replicas, seed):
     torch.manual_seed(seed)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "DTensor random operators may not have complete support")
-        initialise(model)
+        initialize(model)
     return model, torch.rand(1)
 
 
@@ -100,12 +100,12 @@ def _agreed(tensor):
 
 
 def _as_in_fsdp2(kind):
-    """Initialises as in FSDP2: each rank draws the numbers of its own shard. With one seed, shards
+    """Initializes as in FSDP2: each rank draws the numbers of its own shard. With one seed, shards
     of one shape are alike; with a seed for each rank, replicas differ.
     """
     for replicas, seed in ((1, 1), (1, [1, 2]), (2, 1), (2, [1, 2])):
-        model, drawn = _initialised(fully_shard, kind, replicas, seed)
-        expected, expected_drawn = _initialised(torch_fully_shard, kind, replicas, seed)
+        model, drawn = _initialized(fully_shard, kind, replicas, seed)
+        expected, expected_drawn = _initialized(torch_fully_shard, kind, replicas, seed)
         assert torch.equal(drawn, expected_drawn)
         for (fqn, ours), (_, theirs) in zip(
             model.named_parameters(), expected.named_parameters(), strict=True
@@ -117,12 +117,12 @@ def _as_in_fsdp2(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_shards_are_initialised_as_in_fsdp2(run_ranks, kind):
+def test_shards_are_initialized_as_in_fsdp2(run_ranks, kind):
     run_ranks(2, _as_in_fsdp2, kind)
 
 
 def _trained(how):
-    model, _ = _initialised(fully_shard, "reset_parameters", 1, [1, 2])
+    model, _ = _initialized(fully_shard, "reset_parameters", 1, [1, 2])
     reference = Layers()
     reference.load_state_dict({k: v.full_tensor() for k, v in model.state_dict().items()})
     run = compiled(model, how)
@@ -133,7 +133,7 @@ def _trained(how):
 
 
 @each_way
-def test_a_model_that_was_initialised_in_shards_trains(run_ranks, how):
+def test_a_model_that_was_initialized_in_shards_trains(run_ranks, how):
     run_ranks(2, _trained, how)
 
 
@@ -175,25 +175,25 @@ def _sharded_on_meta(**kwargs):
     return fully_shard(model, **kwargs)
 
 
-def _initialised_in_shards(transport):
-    def initialise():
+def _initialized_in_shards(transport):
+    def initialize():
         model = _sharded_on_meta(transport=transport).to_empty(device="cpu")
         for layer in model:
             layer.reset_parameters()
         return model
 
-    growth, model = _growth(initialise)
+    growth, model = _growth(initialize)
     assert all(parameter.to_local().count_nonzero() for parameter in model.parameters())
     return growth
 
 
 @either_transport
-def test_initialising_a_model_takes_the_memory_of_its_shards(run_ranks, transport):
-    for growth in run_ranks(4, _initialised_in_shards, transport):
+def test_initializing_a_model_takes_the_memory_of_its_shards(run_ranks, transport):
+    for growth in run_ranks(4, _initialized_in_shards, transport):
         assert 0.9 * SHARDS <= growth <= 1.3 * SHARDS, growth / MIB
 
 
-def _loaded_from_the_first_rank(materialised):
+def _loaded_from_the_first_rank(materialized):
     """Loads a state of equal rows that only rank 0 has."""
     first = dist.get_rank() == 0
     names = [f"{layer}.weight" for layer in range(LAYERS)]
@@ -202,7 +202,7 @@ def _loaded_from_the_first_rank(materialised):
 
     def load():
         model = _sharded_on_meta()
-        if materialised:
+        if materialized:
             model.to_empty(device="cpu")
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_model_state_dict(model, state, options=options)
@@ -222,7 +222,7 @@ def _loaded_from_the_first_rank(materialised):
     return growth
 
 
-@pytest.mark.parametrize("materialised", [True, False], ids=["to_empty", "meta"])
-def test_a_state_of_the_first_rank_is_loaded_a_parameter_at_a_time(run_ranks, materialised):
-    for growth in run_ranks(4, _loaded_from_the_first_rank, materialised):
+@pytest.mark.parametrize("materialized", [True, False], ids=["to_empty", "meta"])
+def test_a_state_of_the_first_rank_is_loaded_a_parameter_at_a_time(run_ranks, materialized):
+    for growth in run_ranks(4, _loaded_from_the_first_rank, materialized):
         assert 0.9 * SHARDS <= growth <= 1.3 * SHARDS + 2 * LAYER, growth / MIB

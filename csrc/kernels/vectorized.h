@@ -3,7 +3,7 @@
 #pragma once
 
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__)
-#define ZERO3_VECTORISED __attribute__((target_clones("avx2", "default")))
+#define ZERO3_VECTORIZED __attribute__((target_clones("avx2", "default")))
 #else
-#define ZERO3_VECTORISED
+#define ZERO3_VECTORIZED
 #endif
