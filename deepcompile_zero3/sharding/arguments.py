@@ -231,8 +231,9 @@ def check_module(module: nn.Module, ignored: set[nn.Parameter]) -> None:
             )
         if parameters_of(submodule):
             raise Zero3Error(
-                f"the parameters of {where} were sharded already, with an enclosing module: call "
-                "fully_shard on the blocks first and on the model last"
+                f"the parameters of {where} were sharded already, with an enclosing module or "
+                "with another module that shares them: call fully_shard on the blocks first, also "
+                "on those that are shared, and on the model last"
             )
         own = {n: p for n, p in submodule._parameters.items() if p is not None and p not in ignored}
         for attribute, parameter in own.items():

@@ -238,9 +238,9 @@ class ParameterGroup:
             forward = EagerForward()
             # A checkpoint requires the same number of saved tensors when it recomputes: inside a
             # checkpointed block nothing is packed, whether or not the block is in its model's
-            # forward. An outermost module always packs. A transform has no hooks.
+            # forward. An outermost module packs, if it may. Transforms refuse hooks around them.
             packs = not recomputes and not torch_internals.is_checkpointed()
-            if (packs or self.parent is None) and not torch_internals.is_in_transform():
+            if (packs or self.parent is None) and torch_internals.may_pack_saved_tensors():
                 forward.saved.start()
             self._forward = forward
         self.depth += 1

@@ -150,6 +150,8 @@ def _prepare(placeholder: torch.Tensor) -> str:
     Runs when Dynamo meets it, not in the graph. A Zero3Error is left to the graph, which raises it
     when it runs.
     """
+    if torch_internals.is_differentiated_by_transform():
+        torch_internals.refuse_to_be_traced("a sharded parameter that torch.func differentiates")
     parameter = parameter_of(placeholder)
     if parameter is None:
         return ""  # its model was deleted: running the graph tells

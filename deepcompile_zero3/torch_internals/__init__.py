@@ -71,6 +71,9 @@ _fully_shard: Callable = private("torch.distributed.fsdp", "fully_shard.__wrappe
 _FORWARD_HOOK = -1
 _nn_module: Any = private("torch.nn.modules", "module")
 _top_saved_tensors_hooks = private("torch._C._autograd", "_top_saved_tensors_default_hooks")
+_why_no_saved_tensors_hooks: Callable[[], str | None] = private(
+    "torch._C._autograd", "_saved_tensors_hooks_get_disabled_error_message"
+)
 _will_execute: Callable[[Any], bool] = private("torch._C", "_will_engine_execute_node")
 
 
@@ -139,6 +142,12 @@ def outer_saved_tensors_hooks() -> tuple[Callable, Callable] | None:
     return _top_saved_tensors_hooks(False)
 
 
+def may_pack_saved_tensors() -> bool:
+    """Returns whether hooks on saved tensors are allowed, and tensors may be saved, here."""
+    is_allowed = _why_no_saved_tensors_hooks() is None and not is_in_transform()
+    return is_allowed and torch.is_grad_enabled()
+
+
 def backward_reaches(leaf: torch.Tensor) -> bool:
     """Returns whether the running backward, with ``create_graph``, accumulates into ``leaf``."""
     view = leaf.view_as(leaf)
@@ -148,6 +157,12 @@ def backward_reaches(leaf: torch.Tensor) -> bool:
 def is_in_transform() -> bool:
     """Returns whether a transform of ``torch.func`` is running."""
     return _peek_functorch() is not None
+
+
+def is_differentiated_by_transform() -> bool:
+    """Returns whether the innermost transform of ``torch.func`` that runs computes derivatives."""
+    transform = _peek_functorch()
+    return transform is not None and transform.key().name in ("Grad", "Jvp")
 
 
 def outside_transforms() -> contextlib.AbstractContextManager[Any]:
