@@ -91,6 +91,7 @@ void check_reducible(const Parameter& parameter, const std::string& contract) {
 Tensor reduce_grad(const Tensor& grad, const Tensor& placeholder,
                    const std::optional<Tensor>& after, int64_t use, std::string contract) {
   auto parameter = Registry::get().find(placeholder);
+  at::AutoDispatchBelowADInplaceOrView guard;
   if (parameter->settings.deferred && contract.empty()) {
     parameter->deposit(grad);
   } else {

@@ -185,8 +185,7 @@ class CompiledGraph:
             outputs = run_recorded(self._run, args, self._pipeline.number, parameters)
         else:
             outputs = self._run(*args)
-        nodes = _nodes_of(outputs) if has_backward else ()
-        if not nodes:
+        if not has_backward:
             _C.wait_for_shards()  # no backward does so
             return outputs
         epochs = _C.ForwardEpochs([parameter.handle for parameter in parameters])
@@ -196,7 +195,7 @@ class CompiledGraph:
                 _refuse_create_graph(parameters)
             epochs.begin_backward()
 
-        for node in nodes:
+        for node in _nodes_of(outputs):
             keep_models_alive(node, parameters)
             node.register_prehook(begin_backward)
         return outputs

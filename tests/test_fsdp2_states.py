@@ -1,6 +1,5 @@
 """Scenarios of FSDP2's own tests: unshard, optimizers, dtypes, states and meshes."""
 
-import contextlib
 import copy
 
 import pytest
@@ -436,57 +435,7 @@ def test_one_rank_divides_by_the_factor_too(factor):
     assert torch.equal(model.weight.grad.to_local(), torch.full((4, 8), 3 / (factor or 1)))
 
 
-# ---- transforms, subclasses
-
-
-@needs_a_job
-def test_a_forward_may_be_transformed_by_torch_func():
-    model, reference = shard(nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4)))
-    x, tangent = batch_of(2, 8), batch_of(2, 8, seed=1)
-    ours = torch.func.jvp(model, (x,), (tangent,))
-    assert_close(ours, torch.func.jvp(reference, (x,), (tangent,)))
-    constant = torch.func.jvp(lambda unused: model(x), (tangent,), (tangent,))
-    assert_close(constant, (reference(x), torch.zeros(2, 4)))
-
-
-class _Differentiates(nn.Module):
-    """A layer, and how the square of its results changes with them."""
-
-    def __init__(self, of_parameters):
-        super().__init__()
-        self.inner, self.outer = nn.Linear(8, 6), nn.Linear(6, 4)
-        self.of_parameters = of_parameters
-
-    def forward(self, x):
-        if self.of_parameters:
-            return self.outer(torch.func.jvp(self.inner, (x,), (torch.ones_like(x),))[1])
-        slope = torch.func.grad(lambda y: y.square().sum())
-        return self.outer(self.inner(x) + slope(self.inner(x)))
-
-
-@needs_a_job
-@pytest.mark.parametrize("of_parameters", [False, True])
-def test_torch_func_in_an_eager_forward(of_parameters):
-    model, reference = shard(_Differentiates(of_parameters))
-    x = batch_of(2, 8)
-    with torch.no_grad():
-        assert_close(model(x), reference(x))
-    hooks = torch.autograd.graph.disable_saved_tensors_hooks("torch.func")
-    with contextlib.nullcontext() if of_parameters else hooks:
-        for module in (model, reference):
-            module(x).square().sum().backward()
-    assert_same_gradients(model, reference)
-
-
-@needs_a_job
-@pytest.mark.parametrize("of_parameters", [False, True])
-def test_torch_func_in_a_compiled_forward(of_parameters):
-    model, reference = shard(_Differentiates(of_parameters))
-    run = compiled(model, "interpreted")
-    x = batch_of(2, 8)
-    for module in (run, reference):
-        module(x).square().sum().backward()
-    assert_same_gradients(model, reference)
+# ---- subclasses
 
 
 @needs_a_job

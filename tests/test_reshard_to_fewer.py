@@ -78,25 +78,25 @@ def test_one_rank_keeps_it_and_all_are_the_usual_ones(
 
 
 def _held(how):
-    """Returns the bytes that a rank holds between forward and backward, and after."""
+    """Returns the elements that a rank holds between forward and backward, and after."""
     model = Stack(WIDTH)
     model, _ = shard(model, [*model.blocks], reshard_after_forward=2, transport="c10d")
     run = compiled(model, how)
     handles = [p.handle for m in model.modules() for p in parameters_of(m).values()]
 
-    def gathered_fqns():
+    def held_numels():
         return [
             handle.after_forward.shard.numel() if handle.after_forward.shard is not None else 0
             for handle in handles
         ]
 
     loss = mean_square(run, mine(batch_of(8, WIDTH)))
-    between = gathered_fqns()
+    between = held_numels()
     loss.backward()
-    after = gathered_fqns()
+    after = held_numels()
     with torch.no_grad():
         run(mine(batch_of(8, WIDTH)))
-    evaluated = gathered_fqns()
+    evaluated = held_numels()
     whole = [handle.placeholder.numel() for handle in handles]
     return between, after, evaluated, whole
 

@@ -97,9 +97,7 @@ struct Parameter : public ParameterSpec {
   const std::shared_ptr<Transport>& payload_transport() const {
     return payload_transport_ ? payload_transport_ : transport;
   }
-  void set_payload_transport(std::shared_ptr<Transport> messages) {
-    payload_transport_ = std::move(messages);
-  }
+  void set_payload_transport(std::shared_ptr<Transport> to) { payload_transport_ = std::move(to); }
 
   // Describes this parameter's chunk in the key of a message.
   std::string chunk_key() const {

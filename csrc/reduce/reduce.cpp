@@ -1,5 +1,6 @@
 #include "reduce/reduce.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/mm.h>
 
 #include <array>
@@ -311,6 +312,7 @@ void Reduction::finish_deferred(const std::vector<ParameterPtr>& parameters) {
 
 void Reduction::finish(const std::vector<ParameterPtr>& parameters) {
   std::optional<WithoutUserModes> guard(std::in_place);
+  std::optional<at::AutoDispatchBelowADInplaceOrView> below_autograd(std::in_place);
   std::unique_lock lock(mutex_);
   finish_presence_checks();
   for (auto& parameter : parameters)
@@ -336,6 +338,7 @@ void Reduction::finish(const std::vector<ParameterPtr>& parameters) {
   unforeseen_.clear();
   for (auto& result : results_) delivered_.push_back(result.parameter);
   lock.unlock();
+  below_autograd.reset();
   guard.reset();  // the user's hooks run now
   if (deliver)
     deliver(std::exchange(results_, {}), is_nested() ? Moment::kNestedEnd : Moment::kEnd,

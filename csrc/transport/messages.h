@@ -11,8 +11,8 @@ namespace zero3 {
 
 class Messages : public Transport {
  public:
-  // Two process groups, so that no gather waits for a reduction. Their ranks are the same, except
-  // in the transport of Parameter::after_forward, which only gathers.
+  // Channels of two process groups, so that no gather waits for a reduction, or one channel twice
+  // for what is only gathered. Both have the same ranks, except in Parameter::after_forward.
   Messages(std::shared_ptr<Channel> gathers, std::shared_ptr<Channel> reductions)
       : Transport({.sums_in_fp32 = reductions->traits.is_point_to_point,
                    .reduces_in_any_order = reductions->traits.is_point_to_point,

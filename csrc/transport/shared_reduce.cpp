@@ -89,28 +89,28 @@ class SharedReduce : public ReduceBucket {
 class SharedBackward : public Backward {
  public:
   explicit SharedBackward(std::shared_ptr<OneHost> one_host)
-      : one_host_(std::move(one_host)), parameter_index_(one_host_->backwards.begin()) {
+      : one_host_(std::move(one_host)), number_(one_host_->backwards.begin()) {
     one_host_->waiter->begin_anew();
   }
   ~SharedBackward() override {
-    one_host_->backwards.end(parameter_index_);
+    one_host_->backwards.end(number_);
     one_host_->waiter->notify();
   }
 
   std::unique_ptr<ReduceBucket> reduce_bucket(const Parameter& like, at::ScalarType wire_dtype,
                                               bool) override {
-    return std::make_unique<SharedReduce>(like, wire_dtype, parameter_index_);
+    return std::make_unique<SharedReduce>(like, wire_dtype, number_);
   }
 
   std::unique_ptr<PresenceGather> gather_presences(const std::vector<ParameterPtr>& parameters,
                                                    const Presences& mine,
                                                    Occasion occasion) override {
-    return std::make_unique<SharedPresences>(parameters, parameter_index_, mine, occasion);
+    return std::make_unique<SharedPresences>(parameters, number_, mine, occasion);
   }
 
  private:
   const std::shared_ptr<OneHost> one_host_;
-  const uint64_t parameter_index_;
+  const uint64_t number_;
 };
 
 }  // namespace

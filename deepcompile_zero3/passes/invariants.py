@@ -75,9 +75,8 @@ def _is_operator(node: fx.Node) -> bool:
     if isinstance(node.target, torch_internals.OpOverload) or node.target is operator.getitem:
         return True
     values = [source.meta.get("val") for source in node.all_input_nodes]
-    return not any(
-        isinstance(value, torch.Tensor | list | tuple) for value in values
-    )  # an op on sizes
+    # A function of sizes is none.
+    return not any(isinstance(value, torch.Tensor | list | tuple) for value in values)
 
 
 @_invariant("a graph keeps its inputs, and the number, dtypes, shapes and devices of its results")

@@ -161,7 +161,7 @@ class _Loads:
         self._graph = graph
         self._pending = deque(inputs)
         self._started: dict[fx.Node, fx.Node] = {}  # handles of loads on their way
-        self._most_bytes = max_bytes
+        self._max_bytes = max_bytes
         self.live = resident
 
     def start(self, place: fx.Node, after: fx.Node | None) -> None:
@@ -196,7 +196,7 @@ class _Loads:
         return (
             on_their_way == 0
             or on_their_way + nbytes <= _LOADED_AHEAD
-            or self.live + nbytes <= self._most_bytes
+            or self.live + nbytes <= self._max_bytes
         )
 
 
@@ -264,9 +264,8 @@ def _places_of_waits(
         max_bytes: size in bytes up to which nothing is waited for.
     """
     sizes = {each.node: each.nbytes for each in activations}
-    change = Counter(
-        {each.base: each.nbytes for each in activations}
-    )  # change of live bytes at each node
+    # How live bytes change at each node.
+    change = Counter({each.base: each.nbytes for each in activations})
     stored = {start: node for node, start in stores.items()}
     live = 0
     started: deque[fx.Node] = deque()  # those that are not waited for

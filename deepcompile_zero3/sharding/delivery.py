@@ -87,7 +87,8 @@ def _prepare_unshard(placeholder: torch.Tensor) -> None:
     if parameter is None:
         return
     if isinstance(parameter, Payload):
-        payload, parameter = parameter, cast(ShardedParameter, parameter.parameter)
+        payload = parameter
+        parameter = cast(ShardedParameter, payload.parameter)
         if parameter.extension is not None:
             parameter.refresh()
             parameter.extension.prepare_op(payload, parameter.registered.local)

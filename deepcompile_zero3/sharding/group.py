@@ -281,10 +281,9 @@ class ParameterGroup:
         forward, self._forward = self._forward, None
         if forward is None:
             return [self]
-        groups = dict.fromkeys([self, *forward.saved.stop()])
-        trained = (p.placeholder.requires_grad for group in groups for p in group.parameters)
-        if not torch.is_grad_enabled() or not any(trained):
+        if not torch.is_grad_enabled():
             _C.wait_for_shards()  # no backward does so
+        groups = dict.fromkeys([self, *forward.saved.stop()])
         for group in forward.prefetched:
             group._gathering = None  # no longer needed
         return list(groups)

@@ -31,7 +31,7 @@ class ShardedModel:
     def update(self) -> None:
         """Recomputes ``nbytes``, positions, presence ids and guard keys.
 
-        When the model is built, and after a conversion.
+        Called when the model is built and after a conversion.
         """
         self.nbytes = sum(parameter.nbytes for parameter in self.parameters)
         first: dict[str, int] = {}  # by process group: index of the model's first parameter there

@@ -42,7 +42,7 @@ StridedShard: Any = private("torch.distributed.tensor.placement_types", "_Stride
 is_transformed: Callable[[torch.Tensor], bool] = private(
     "torch._C._functorch", "is_functorch_wrapped_tensor"
 )
-_peek_functorch = private("torch._C._functorch", "peek_interpreter_stack")
+_functorch_stack = private("torch._C._functorch", "get_interpreter_stack")
 _without_functorch = private("torch._functorch.pyfunctorch", "temporarily_clear_interpreter_stack")
 # Whether a tensor is a wrapper subclass, made of other tensors.
 is_wrapper: Callable[[object], bool] = private(
@@ -156,13 +156,12 @@ def backward_reaches(leaf: torch.Tensor) -> bool:
 
 def is_in_transform() -> bool:
     """Returns whether a transform of ``torch.func`` is running."""
-    return _peek_functorch() is not None
+    return bool(_functorch_stack())
 
 
 def is_differentiated_by_transform() -> bool:
-    """Returns whether the innermost transform of ``torch.func`` that runs computes derivatives."""
-    transform = _peek_functorch()
-    return transform is not None and transform.key().name in ("Grad", "Jvp")
+    """Returns whether a transform of ``torch.func`` that runs computes derivatives."""
+    return any(each.key().name in ("Grad", "Jvp") for each in _functorch_stack() or ())
 
 
 def outside_transforms() -> contextlib.AbstractContextManager[Any]:
