@@ -118,7 +118,7 @@ def test_a_conversion_that_fails_on_one_mesh_changes_no_parameter(monkeypatch):
     on_other = fsdp2.ShardPlacementResult(None, fsdp2.FSDPMeshInfo(other, shard_mesh_dim=0))
     model = nn.Linear(8, 5)
     fully_shard(model, shard_placement_fn=lambda p: on_other if p.dim() == 1 else None)
-    connects = model._zero3_group.connect
+    connects = model._zero3_group.connects
     assert len(connects) == 2
     handles = [parameter.handle for parameter in registered_in(model)]
     with monkeypatch.context() as patch:

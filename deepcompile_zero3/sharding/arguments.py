@@ -16,6 +16,7 @@ from deepcompile_zero3 import grad_dtype, torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.sharding.extension import has_extension
 from deepcompile_zero3.sharding.file_offload import FileOffloadPolicy
+from deepcompile_zero3.sharding.inner_tensors import is_made_of_rows
 from deepcompile_zero3.sharding.layout import DataParallelRanks, Layout, SpmdMesh
 from deepcompile_zero3.sharding.module import Zero3Module
 from deepcompile_zero3.sharding.module_parameters import (
@@ -251,8 +252,14 @@ def _check_parameter(fqn: str, parameter: nn.Parameter) -> None:
         if isinstance(parameter, DTensor) or not has_extension(local) or not is_flat:
             raise NotImplementedError(
                 f"'{fqn}' is a {name}, a tensor subclass, and fully_shard supports those that have "
-                "fsdp_pre_all_gather and fsdp_post_all_gather and are no part of a DTensor: pass "
-                "it in ignored_params"
+                "fsdp_pre_all_gather and fsdp_post_all_gather, or whose inner tensors have a row "
+                "for each row of the parameter, and are no part of a DTensor: pass it in "
+                "ignored_params"
+            )
+        if parameter.requires_grad and is_made_of_rows(local):
+            raise NotImplementedError(
+                f"'{fqn}' is a {name}, a tensor subclass without fsdp_pre_all_gather, and is "
+                "trained: call requires_grad_(False), or pass it in ignored_params"
             )
     if parameter.is_complex():
         raise Zero3Error(

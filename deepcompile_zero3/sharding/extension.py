@@ -1,6 +1,7 @@
 """Parameters that are gathered as other tensors: FSDP2's all-gather extensions.
 
-The local tensor of such a parameter is a tensor subclass with two methods. ``fsdp_pre_all_gather``
+The local tensor of such a parameter is a tensor subclass with two methods, or
+:class:`InnerTensors` stands in for them. ``fsdp_pre_all_gather``
 returns the tensors that are gathered in the parameter's place, the *payloads*, and metadata.
 ``fsdp_post_all_gather`` makes the full parameter of the gathered payloads. A payload is one more
 parameter of the runtime, without a gradient. In a compiled graph, the payloads are inputs, and what
@@ -15,11 +16,16 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.runtime import _C
+from deepcompile_zero3.sharding.blueprint import Blueprint
+from deepcompile_zero3.sharding.inner_tensors import (
+    InnerTensors,
+    is_made_of_rows,
+    says_what_to_gather,
+)
 from deepcompile_zero3.sharding.layout import Layout
 
 # Attribute of a placeholder: a weak reference to its parameter or payload.
@@ -45,9 +51,8 @@ class _Parameter(Protocol):
 
 
 def has_extension(local: torch.Tensor) -> bool:
-    """Returns whether a local tensor says what is gathered in its place."""
-    methods = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
-    return all(hasattr(local, name) for name in methods)
+    """Returns whether other tensors are gathered in the place of a local tensor."""
+    return says_what_to_gather(local) or is_made_of_rows(local)
 
 
 class Payload:
@@ -142,13 +147,15 @@ class Extension:
             forward replaces.
     """
 
-    def __init__(
-        self, parameter: _Parameter, module: nn.Module, mp_policy: MixedPrecisionPolicy
-    ) -> None:
+    def __init__(self, parameter: _Parameter, blueprint: Blueprint) -> None:
         self._parameter = weakref.ref(parameter)
-        self._module = weakref.ref(module)
-        self._mesh = parameter.layout.shard_mesh
-        self._mp_policy = mp_policy
+        self._module = weakref.ref(blueprint.module)
+        self._mesh = blueprint.layout.shard_mesh
+        self._mp_policy = blueprint.mp_policy
+        self._inner: InnerTensors | None = None
+        if not says_what_to_gather(blueprint.parameter):
+            world_size = blueprint.layout.ranks.shard_group.size()
+            self._inner = InnerTensors(blueprint.parameter, world_size)
         self.payloads: list[Payload] = []
         self.metadata: Any = None
         self._traced: tuple[list[Any], Any] | None = None  # leaves and structure of `metadata`
@@ -167,12 +174,13 @@ class Extension:
         """Takes the payloads of ``local``, the shard as it is now, and returns the metadata."""
         parameter = self._parameter()
         assert parameter is not None  # it calls this
-        if not has_extension(local):
+        is_known = says_what_to_gather(local) if self._inner is None else self._inner.takes(local)
+        if not is_known:
             raise Zero3Error(
                 f"the shard of '{parameter.fqn}' is a {type(local).__name__} now, without "
-                "fsdp_pre_all_gather, which it had when it was sharded"
+                "fsdp_pre_all_gather or the inner tensors that it had when it was sharded"
             )
-        if type(local) is not type(self._local):
+        if self._inner is None and type(local) is not type(self._local):
             self._num_arguments = len(inspect.signature(local.fsdp_pre_all_gather).parameters)
         self._local = local
         _C.note_other_gather(parameter.handle)
@@ -225,6 +233,8 @@ class Extension:
     def _pre_all_gather(
         self, parameter: _Parameter, local: Any
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
+        if self._inner is not None:
+            return self._inner.pre_all_gather(local)
         if self._num_arguments == 1:
             inputs, metadata = local.fsdp_pre_all_gather(self._mesh)
         elif self._num_arguments == 5:
@@ -258,6 +268,8 @@ class Extension:
         local = self._local
         parameter = cast(_Parameter, self._parameter())
         dtype = self._mp_policy.param_dtype or local.dtype
+        if self._inner is not None:
+            return self._inner.post_all_gather(gathered, metadata, dtype)
         full, _ = local.fsdp_post_all_gather(tuple(gathered), metadata, dtype)
         sizes = parameter.handle.sizes
         if list(full.shape) == sizes:

@@ -31,6 +31,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.sharding.first_of_equal import FirstOfEqual
+from deepcompile_zero3.sharding.inner_tensors import chunk_of_rows, is_made_of_rows
 from deepcompile_zero3.sharding.owned import Owned, OwnerMesh, own
 
 
@@ -292,7 +293,9 @@ class Layout:
             shape=value.shape,
             stride=torch.empty(value.shape, device="meta").stride(),
         )
-        if torch_internals.is_wrapper(rows):
+        if is_made_of_rows(full):
+            local = rows.clone().to(target)
+        elif torch_internals.is_wrapper(rows):
             # Not clone(): NF4Tensor would quantize again.
             options: Any = {} if rows.device == target else {"device": target}
             local = rows.new_zeros(rows.shape, **options).copy_(rows)
@@ -328,6 +331,8 @@ class Layout:
     def _chunk_of(self, full: torch.Tensor) -> torch.Tensor:
         """Returns this rank's rows of ``full``, in the layout of torch.chunk."""
         group = self.ranks.shard_group
+        if is_made_of_rows(full):
+            return chunk_of_rows(full, group.rank(), group.size())
         chunks = full.chunk(group.size())
         return chunks[group.rank()] if group.rank() < len(chunks) else full[:0]
 

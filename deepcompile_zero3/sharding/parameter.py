@@ -85,7 +85,7 @@ class ShardedParameter:
         self.schedule: Schedule | None = None
         self.extension: extension.Extension | None = None
         if extension.has_extension(blueprint.parameter):
-            self.extension = extension.Extension(self, blueprint.module, blueprint.mp_policy)
+            self.extension = extension.Extension(self, blueprint)
         self._forward_shard_id = 0
         self.ranks_meet_in_backward = True
         self.replicas_are_compared = layout.ranks.replicate_group is None

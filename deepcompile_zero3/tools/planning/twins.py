@@ -48,7 +48,10 @@ def twins_of(
                 setattr(twin.settings, setting, getattr(handle.settings, setting))
             if not handle.can.bounds_buckets:
                 twin.settings.bucket_bytes = _UNBOUNDED
-            twin.shard = torch.empty_like(handle.shard, device="meta")
+            shard = handle.shard  # a tensor subclass may have no empty_like
+            twin.shard = torch.empty_strided(
+                shard.shape, shard.stride(), dtype=shard.dtype, device="meta"
+            )
             twin.model_number = model_number
             twin.fqn = _PREFIX + name
             twin.register()
