@@ -1,5 +1,6 @@
 """The options of the ``zero3`` backend."""
 
+import difflib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -133,8 +134,10 @@ class Options:
         known = [f.name for f in fields(Options)]
         unknown = sorted(set(options or ()) - set(known))
         if unknown:
+            near = difflib.get_close_matches(unknown[0], known, 1)
             raise ValueError(
                 f"unknown option {', '.join(map(repr, unknown))} of backend 'zero3'; "
-                f"the options are {', '.join(map(repr, known))}"
+                + "".join(f"did you mean {name!r}? " for name in near)
+                + f"The options are {', '.join(map(repr, known))}"
             )
         return Options(**(options or {}))

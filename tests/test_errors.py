@@ -44,7 +44,7 @@ def test_a_misspelt_option_is_refused_with_the_list_of_options(x):
         compiled(x)
 
     message = str(error.value)
-    assert "unknown option 'inductr'" in message
+    assert "unknown option 'inductr' of backend 'zero3'; did you mean 'inductor'?" in message
     assert all(repr(name) in message for name in vars(Options()))
 
 

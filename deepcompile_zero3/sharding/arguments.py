@@ -24,6 +24,7 @@ from deepcompile_zero3.sharding.module_parameters import (
     registered_in,
     unsharded_modules,
 )
+from deepcompile_zero3.sharding.swap import original_class
 from deepcompile_zero3.transport.process_groups import exists
 
 
@@ -207,7 +208,7 @@ def check_module(module: nn.Module, ignored: set[nn.Parameter]) -> None:
     """Raises unless ``module`` can be sharded."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"fully_shard takes an nn.Module, got {type(module).__name__}")
-    kind = type(module).__name__
+    kind = original_class(module).__name__
     if isinstance(module, Zero3Module):
         raise Zero3Error(f"fully_shard was called twice on the same {kind}: remove one call")
     if getattr(module.forward, "__name__", "") == "_forward_unimplemented":
@@ -220,7 +221,8 @@ def check_module(module: nn.Module, ignored: set[nn.Parameter]) -> None:
             for sharded in submodule._zero3_group.parameters:
                 _ = sharded.shard  # raises if the parameter was replaced
     for prefix, submodule in unsharded_modules([module]):
-        where = f"'{prefix}' ({type(submodule).__name__})" if prefix else f"the {kind}"
+        name = original_class(submodule).__name__
+        where = f"'{prefix}' ({name})" if prefix else f"the {kind}"
         if isinstance(submodule, FSDPModule):
             raise Zero3Error(
                 f"{where} was sharded by torch's fully_shard already: use one of the two for all"
@@ -231,10 +233,11 @@ def check_module(module: nn.Module, ignored: set[nn.Parameter]) -> None:
                 "module itself, and use torch.compile in place of torch.jit"
             )
         if parameters_of(submodule):
+            inside = f" in the {kind}" if prefix else ""
             raise Zero3Error(
-                f"the parameters of {where} were sharded already, with an enclosing module or "
-                "with another module that shares them: call fully_shard on the blocks first, also "
-                "on those that are shared, and on the model last"
+                f"the parameters of {where}{inside} were sharded already, with an enclosing module or "
+                "with another module that has it too: call fully_shard on the blocks first, and "
+                "on the model last"
             )
         own = {n: p for n, p in submodule._parameters.items() if p is not None and p not in ignored}
         for attribute, parameter in own.items():
