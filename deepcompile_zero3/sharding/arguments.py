@@ -235,8 +235,8 @@ def check_module(module: nn.Module, ignored: set[nn.Parameter]) -> None:
         if parameters_of(submodule):
             inside = f" in the {kind}" if prefix else ""
             raise Zero3Error(
-                f"the parameters of {where}{inside} were sharded already, with an enclosing module or "
-                "with another module that has it too: call fully_shard on the blocks first, and "
+                f"the parameters of {where}{inside} were sharded already, with an enclosing module "
+                "or with another module that has it too: call fully_shard on the blocks first, and "
                 "on the model last"
             )
         own = {n: p for n, p in submodule._parameters.items() if p is not None and p not in ignored}
