@@ -8,4 +8,4 @@ from deepcompile_zero3.runtime.buffers import (
 )
 from deepcompile_zero3.runtime.collective_log import Collective, CollectiveLog, record_collectives
 from deepcompile_zero3.runtime.load import _C
-from deepcompile_zero3.runtime.operators import REDUCTIONS, WAITS, ops
+from deepcompile_zero3.runtime.operators import LOADS, REDUCTIONS, STORES, WAITS, ops

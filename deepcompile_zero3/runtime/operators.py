@@ -124,6 +124,10 @@ REDUCTIONS = (ops.reduce_grad.default, ops.reduce_mm.default, ops.reduce_rows.de
 
 WAITS = (ops.all_gather_wait.default, ops.all_gather_views.default)
 
+# Copies of activations, beside the computation.
+STORES = (ops.store_start.default, ops.store_wait.default)
+LOADS = (ops.load_start.default, ops.load_wait.default)
+
 # Without this, compilers delete these ops as dead code. Nothing reads the result of a reduction.
 # Perhaps nothing reads that of a gather either, while another rank needs the gather and waits.
 for _op in (*REDUCTIONS, ops.all_gather_start.default, *WAITS):

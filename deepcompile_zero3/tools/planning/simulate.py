@@ -19,7 +19,7 @@ from deepcompile_zero3.graph.metadata import COMMENT, formats_of, fqns_of
 from deepcompile_zero3.graph.peak import gathered_items
 from deepcompile_zero3.graph.size import nbytes_of
 from deepcompile_zero3.passes.reduce import ReductionComment
-from deepcompile_zero3.runtime import _C, REDUCTIONS, WAITS, ops
+from deepcompile_zero3.runtime import _C, LOADS, REDUCTIONS, STORES, WAITS, ops
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.tools.planning.kernels import Kernel, items_of, memory_of, results_of
 from deepcompile_zero3.tools.planning.machine import Machine, Ranks
@@ -27,13 +27,6 @@ from deepcompile_zero3.tools.planning.measure import key_of
 from deepcompile_zero3.tools.planning.memory import KINDS, Memory
 from deepcompile_zero3.tools.planning.twins import names_in, twins_of
 from deepcompile_zero3.tools.timeline import Span, Timeline
-
-_COPIES = (  # beside the computation
-    ops.store_start.default,
-    ops.store_wait.default,
-    ops.load_start.default,
-    ops.load_wait.default,
-)
 
 
 @dataclass
@@ -102,16 +95,9 @@ def simulate(
     states = math.inf if memory is None else memory.bytes_for_states(parameters.values())
     backwards = sorted(graphs.backward, key=lambda graph: graph.number, reverse=True)
     with twins_of(parameters, machine.backend) as twins:
-        measured = seconds_by_kernel or {}
+        slower, measured = slower or Slower(), seconds_by_kernel or {}
         simulation = _Simulation(
-            twins,
-            trained,
-            in_file,
-            machine,
-            optimizer_bytes,
-            prefetch,
-            measured,
-            slower or Slower(),
+            twins, trained, in_file, machine, optimizer_bytes, prefetch, measured, slower
         )
         simulation.reserve(states)
         return simulation.run(graphs.forward, backwards)
@@ -206,7 +192,7 @@ class _Simulation:
         gathers: dict[fx.Node, _Started] = {}
         for position, item in enumerate(items):
             first = item.nodes[0] if isinstance(item, Kernel) else item
-            if isinstance(item, Kernel) and first.target not in _COPIES:
+            if isinstance(item, Kernel) and first.target not in (*STORES, *LOADS):
                 self._run_kernel(item)
             if first.target is ops.all_gather_start.default and self.prefetch:
                 gathers[first] = self._start_gather(first)
