@@ -15,8 +15,9 @@ from models import (
     mine,
 )
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from deepcompile_zero3 import explain, fully_shard, record_collectives, torch_internals
+from deepcompile_zero3 import Zero3Error, explain, fully_shard, record_collectives, torch_internals
 
 quantization = pytest.importorskip("torchao.quantization")
 granularity = pytest.importorskip("torchao.quantization.granularity")
@@ -106,14 +107,39 @@ class _Packed(Wrapped):
         self.inner = inner.reshape(inner.shape[0] // 2, -1) if inner.shape[0] > 1 else inner
 
 
+class _Declines(Wrapped):
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.slice.Tensor:
+            return NotImplemented
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class _Dequantizes(Wrapped):
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.slice.Tensor:
+            return func(args[0].inner, *args[1:])
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
 def _refused():
     model = nn.Linear(8, 8, bias=False)
-    model.weight = nn.Parameter(Wrapped(model.weight.detach()))
+    weight = model.weight.detach()
+    model.weight = nn.Parameter(Wrapped(weight))
     with pytest.raises(NotImplementedError, match=r"'weight' is a Wrapped.* is trained"):
         fully_shard(model)
-    model.weight = nn.Parameter(_Packed(model.weight.detach().inner), requires_grad=False)
-    with pytest.raises(NotImplementedError, match=r"'weight' is a _Packed.*a row for each row"):
-        fully_shard(model)
+    columns = Wrapped(weight.t().contiguous().t())
+    others = [_Packed(weight), _Declines(weight), _Dequantizes(weight), columns]
+    for value in (*others, Wrapped(torch.ones(()))):
+        model.weight = nn.Parameter(value, requires_grad=False)
+        with pytest.raises(NotImplementedError, match=r"'weight' is a .*a row for each row"):
+            fully_shard(model)
+    model = _model("int8")
+    with pytest.raises(
+        NotImplementedError, match=r"'base.weight' is a Int8Tensor of torch.float32"
+    ):
+        fully_shard(model[0], mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
 
 
 def test_others_are_refused(run_ranks):
@@ -129,3 +155,31 @@ def _explained():
 
 def test_explain_knows_inner_tensors(run_ranks):
     run_ranks(1, _explained)
+
+
+def _replaced():
+    model = _model("int8")
+    for block in model:
+        fully_shard(block)
+    fully_shard(model)
+    model(batch_of(2, 64))
+    local = torch_internals.local_tensor(model[0].base._parameters["weight"])
+    local.act_pre_scale = torch.ones(64)
+    with pytest.raises(Zero3Error, match=r"'0.base.weight' is a Int8Tensor now, without the inner"):
+        model(batch_of(2, 64))
+
+
+def test_another_shard_is_noticed(run_ranks):
+    run_ranks(1, _replaced)
+
+
+def _unlike():
+    model = _model("int8, one scale")[0]
+    if torch.distributed.get_rank() == 1:
+        model.base.weight.scale.mul_(2)
+    with pytest.raises(Zero3Error, match=r"Int8Tensor.*checksums"):
+        fully_shard(model)
+
+
+def test_a_scale_for_all_is_the_same_on_all_ranks(run_ranks):
+    run_ranks(2, _unlike)

@@ -128,14 +128,14 @@ def offloaded(
     """Returns ``layout`` with the shards where ``offload_policy`` wants them.
 
     Raises:
-        NotImplementedError: ``parameter`` has all-gather extensions and would be offloaded.
+        NotImplementedError: ``parameter`` is a tensor subclass and would be offloaded.
     """
     is_on_cpu = layout.ranks.mesh.device_type == "cpu"
     if is_on_cpu or not isinstance(offload_policy, CPUOffloadPolicy):
         return layout
     if has_extension(parameter):
         raise NotImplementedError(
-            f"'{fqn}' is a {type(parameter).__name__} with fsdp_pre_all_gather, which "
+            f"'{fqn}' is a {type(parameter).__name__}, a tensor subclass, which "
             "CPUOffloadPolicy does not offload yet: shard its module without the policy"
         )
     return dataclasses.replace(layout, offload=offload_policy)
@@ -255,9 +255,9 @@ def _check_parameter(fqn: str, parameter: nn.Parameter) -> None:
         if isinstance(parameter, DTensor) or not has_extension(local) or not is_flat:
             raise NotImplementedError(
                 f"'{fqn}' is a {name}, a tensor subclass, and fully_shard supports those that have "
-                "fsdp_pre_all_gather and fsdp_post_all_gather, or whose inner tensors have a row "
-                "for each row of the parameter, and are no part of a DTensor: pass it in "
-                "ignored_params"
+                "fsdp_pre_all_gather and fsdp_post_all_gather, or, if frozen, whose inner tensors "
+                "have a row for each row of the parameter, and are no part of a DTensor: pass it "
+                "in ignored_params"
             )
         if parameter.requires_grad and is_made_of_rows(local):
             raise NotImplementedError(

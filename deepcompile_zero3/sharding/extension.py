@@ -1,11 +1,11 @@
 """Parameters that are gathered as other tensors: FSDP2's all-gather extensions.
 
 The local tensor of such a parameter is a tensor subclass with two methods, or
-:class:`InnerTensors` stands in for them. ``fsdp_pre_all_gather``
-returns the tensors that are gathered in the parameter's place, the *payloads*, and metadata.
-``fsdp_post_all_gather`` makes the full parameter of the gathered payloads. A payload is one more
-parameter of the runtime, without a gradient. In a compiled graph, the payloads are inputs, and what
-``fsdp_post_all_gather`` computes of them is traced.
+:class:`InnerTensors` stands in for them. ``fsdp_pre_all_gather`` returns the tensors that are
+gathered in the parameter's place, the *payloads*, and metadata. ``fsdp_post_all_gather`` makes the
+full parameter of the gathered payloads. A payload is one more parameter of the runtime, without a
+gradient. In a compiled graph, the payloads are inputs, and what ``fsdp_post_all_gather`` computes
+of them is traced.
 """
 
 import inspect
@@ -150,10 +150,11 @@ class Extension:
     def __init__(self, parameter: _Parameter, blueprint: Blueprint) -> None:
         self._parameter = weakref.ref(parameter)
         self._module = weakref.ref(blueprint.module)
-        self._mesh = blueprint.layout.shard_mesh
         self._mp_policy = blueprint.mp_policy
         self._inner: InnerTensors | None = None
-        if not says_what_to_gather(blueprint.parameter):
+        if says_what_to_gather(blueprint.parameter):
+            self._mesh = blueprint.layout.shard_mesh
+        else:
             world_size = blueprint.layout.ranks.shard_group.size()
             self._inner = InnerTensors(blueprint.parameter, world_size)
         self.payloads: list[Payload] = []
@@ -176,9 +177,12 @@ class Extension:
         assert parameter is not None  # it calls this
         is_known = says_what_to_gather(local) if self._inner is None else self._inner.takes(local)
         if not is_known:
+            had = (
+                "fsdp_pre_all_gather" if self._inner is None else "the inner tensors or attributes"
+            )
             raise Zero3Error(
-                f"the shard of '{parameter.fqn}' is a {type(local).__name__} now, without "
-                "fsdp_pre_all_gather or the inner tensors that it had when it was sharded"
+                f"the shard of '{parameter.fqn}' is a {type(local).__name__} now, without {had} "
+                "that it had when it was sharded"
             )
         if self._inner is None and type(local) is not type(self._local):
             self._num_arguments = len(inspect.signature(local.fsdp_pre_all_gather).parameters)
@@ -267,9 +271,9 @@ class Extension:
         """Returns the full parameter that the gathered payloads make up."""
         local = self._local
         parameter = cast(_Parameter, self._parameter())
-        dtype = self._mp_policy.param_dtype or local.dtype
         if self._inner is not None:
-            return self._inner.post_all_gather(gathered, metadata, dtype)
+            return self._inner.post_all_gather(gathered, metadata)
+        dtype = self._mp_policy.param_dtype or local.dtype
         full, _ = local.fsdp_post_all_gather(tuple(gathered), metadata, dtype)
         sizes = parameter.handle.sizes
         if list(full.shape) == sizes:

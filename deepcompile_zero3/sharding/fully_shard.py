@@ -19,6 +19,11 @@ from deepcompile_zero3.sharding.casts import ForwardCasts
 from deepcompile_zero3.sharding.file_offload import FileOffloadPolicy
 from deepcompile_zero3.sharding.fsdp_state import FsdpState
 from deepcompile_zero3.sharding.group import ParameterGroup
+from deepcompile_zero3.sharding.inner_tensors import (
+    check_param_dtype,
+    description_of,
+    is_made_of_rows,
+)
 from deepcompile_zero3.sharding.layout import DataParallelRanks, Layout
 from deepcompile_zero3.sharding.model import ShardedModel
 from deepcompile_zero3.sharding.module import groups_in
@@ -72,7 +77,8 @@ def fully_shard(
             device, unless they are on the meta device. A list of modules makes one group of all
             their parameters. Within the forward of an enclosing sharded module, eager code frees
             these parameters when the last module of the list has run. A parameter may be a tensor
-            subclass with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.
+            subclass with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, or a frozen one that
+            can be sliced along its rows.
         mesh: a 1-D mesh, or a 2-D mesh whose last dimension shards and whose first dimension
             replicates. The default is all ranks of the job, on the accelerator if there is one,
             else on the CPU.
@@ -152,6 +158,9 @@ def fully_shard(
             f"reduce_dtype={policy.reduce_dtype}, owner={layout.owner}, "
             f"reshard_after_forward={reshard_after_forward}"
         )
+        if is_made_of_rows(parameter):
+            check_param_dtype(fqn, parameter, policy.param_dtype)
+            described += f", {description_of(parameter)}"
         blueprints.append(
             Blueprint(parameter, submodule, attribute, layout, policy, full, reshard, described)
         )

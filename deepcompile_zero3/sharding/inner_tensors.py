@@ -2,17 +2,19 @@
 
 torch's traceable wrapper subclasses are made of inner tensors. torchao's weights for inference, for
 example, are made of codes, scales and zero points. Inner tensors that have a row for each row of
-the parameter are gathered in its place. The others are the same on all ranks.
+the parameter are gathered in its place. The others must be the same on all ranks.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import torch_internals
+from deepcompile_zero3.sharding.checksum import checksum
 
 
 def says_what_to_gather(tensor: torch.Tensor) -> bool:
@@ -28,47 +30,68 @@ def is_made_of_rows(tensor: torch.Tensor) -> bool:
     return has_inner and not says_what_to_gather(tensor) and bool(_names_of(tensor)[0])
 
 
-def _names_of(tensor: torch.Tensor) -> tuple[list[str], list[str]]:
+def _names_of(tensor: Any) -> tuple[list[str], list[str]]:
     """Returns the names of the inner tensors that have its rows, and of the others.
 
     None have its rows if they cannot be gathered.
     """
-    tensor = tensor.detach()
-    names = tensor.__tensor_flatten__()[0]  # type: ignore[attr-defined]
+    names = tensor.__tensor_flatten__()[0]
     try:
+        tensor = tensor.detach()
         first = tensor[:1]
-    except (ArithmeticError, AssertionError, RuntimeError, ValueError):  # its own code
+    except Exception:  # whatever a subclass raises for what it does not support
+        return [], names
+    if type(first) is not type(tensor) or first.__tensor_flatten__()[0] != names:
         return [], names
     rows = tensor.shape[0]
     sliced: list[str] = []
     others: list[str] = []
     for name in names:
         inner = getattr(tensor, name)
-        is_sliced = getattr(first, name).shape != inner.shape or (rows == 1 and inner.dim() > 0)
-        if torch_internals.is_wrapper(inner) or (is_sliced and inner.shape[0] != rows):
+        part = getattr(first, name).shape
+        is_sliced = part != inner.shape or (rows == 1 and part[:1] == (1,))
+        has_rows = part[:1] == (1,) and inner.shape == (rows, *part[1:]) and inner.is_contiguous()
+        if torch_internals.is_wrapper(inner) or (is_sliced and not has_rows):
             return [], names
         (sliced if is_sliced else others).append(name)
     return sliced, others
 
 
-def chunk_of_rows(full: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
-    """Returns a rank's rows of ``full``, in the layout of torch.chunk. There may be none."""
+def description_of(full: torch.Tensor) -> str:
+    """Returns a text that is the same on all ranks if they can gather ``full`` together."""
     names, others = _names_of(full)
-    inner = {name: getattr(full, name) for name in others}
+    kinds = {n: (list(t.shape), t.dtype) for n in names + others for t in [getattr(full, n)]}
+    sums = {name: checksum(getattr(full, name)) for name in others}
+    return f"{type(full.detach()).__name__} of {kinds}, checksums {sums}"
+
+
+def check_param_dtype(fqn: str, full: nn.Parameter, param_dtype: torch.dtype | None) -> None:
+    """Raises NotImplementedError if computing with ``full`` would take a cast of it."""
+    if param_dtype not in (None, full.dtype) and is_made_of_rows(full):
+        raise NotImplementedError(
+            f"'{fqn}' is a {type(full.detach()).__name__} of {full.dtype}, which param_dtype="
+            f"{param_dtype} does not cast: convert the model before it is quantized, or shard the "
+            "parameter's module without param_dtype"
+        )
+
+
+def chunk_of_rows(
+    full: torch.Tensor, group: dist.ProcessGroup, device: torch.device
+) -> torch.Tensor:
+    """Returns a copy of this rank's rows of ``full``, in the layout of torch.chunk."""
+    rank, world_size = group.rank(), group.size()
+    names, others = _names_of(full)
+    parts = {name: getattr(full, name) for name in others}
     for name in names:
         chunks = getattr(full, name).chunk(world_size)
-        inner[name] = chunks[rank] if rank < len(chunks) else getattr(full, name)[:0]
+        parts[name] = chunks[rank] if rank < len(chunks) else getattr(full, name)[:0]
+    # By the inner tensors: the subclass's own clone() and to() may compute.
+    inner = {name: part.to(device, copy=True) for name, part in parts.items()}
+    cls: Any = type(full)
+    attributes = full.__tensor_flatten__()[1]  # type: ignore[attr-defined]
     shape = (inner[names[0]].shape[0], *full.shape[1:])
-    return _made_of(full, inner, shape)
-
-
-def _made_of(
-    like: torch.Tensor, inner: dict[str, torch.Tensor], shape: Sequence[int]
-) -> torch.Tensor:
-    attributes = like.__tensor_flatten__()[1]  # type: ignore[attr-defined]
-    cls: Any = type(like)
-    made: torch.Tensor = cls.__tensor_unflatten__(inner, attributes, shape, like.stride())
-    return made
+    chunk: torch.Tensor = cls.__tensor_unflatten__(inner, attributes, shape, full.stride())
+    return chunk
 
 
 class InnerTensors:
@@ -80,15 +103,18 @@ class InnerTensors:
     """
 
     def __init__(self, full: nn.Parameter, world_size: int) -> None:
-        self._class = type(full.detach())
-        self._attributes = full.detach().__tensor_flatten__()[1]  # type: ignore[attr-defined]
+        self._class: Any = type(full.detach())
+        self._attributes = full.__tensor_flatten__()[1]  # type: ignore[attr-defined]
         self._names, self._others = _names_of(full)
         self._shape, self._stride = full.shape, full.stride()
         self._chunk_rows = -(-full.shape[0] // world_size)
 
     def takes(self, local: torch.Tensor) -> bool:
         """Returns whether ``local`` is made as the parameter was."""
-        return type(local) is self._class
+        if type(local) is not self._class:
+            return False
+        names, attributes = local.__tensor_flatten__()  # type: ignore[attr-defined]
+        return {*names} == {*self._names, *self._others} and bool(attributes == self._attributes)
 
     def pre_all_gather(
         self, local: torch.Tensor
@@ -101,19 +127,20 @@ class InnerTensors:
         inputs = []
         for name in self._names:
             rows: torch.Tensor = getattr(local, name)
-            padded = rows.new_zeros(self._chunk_rows, *rows.shape[1:])
-            padded[: rows.shape[0]] = rows
-            inputs.append(padded)
+            if rows.shape[0] < self._chunk_rows:
+                short, rows = rows, rows.new_zeros(self._chunk_rows, *rows.shape[1:])
+                rows[: short.shape[0]] = short
+            inputs.append(rows)
         return tuple(inputs), tuple(getattr(local, name) for name in self._others)
 
     def post_all_gather(
-        self, gathered: Sequence[torch.Tensor], others: Sequence[torch.Tensor], dtype: torch.dtype
+        self, gathered: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """Returns the whole parameter, of ``dtype``."""
+        """Returns the whole parameter."""
         inner = dict(zip(self._others, others, strict=True))
         for name, rows in zip(self._names, gathered, strict=True):
             inner[name] = rows[: self._shape[0]]
-        full = self._class.__tensor_unflatten__(  # type: ignore[attr-defined]
+        full: torch.Tensor = self._class.__tensor_unflatten__(
             inner, self._attributes, self._shape, self._stride
         )
-        return full if full.dtype == dtype else full.to(dtype)
+        return full

@@ -280,11 +280,13 @@ class Layout:
     def shard(self, value: torch.Tensor) -> DTensor:
         """Returns a DTensor with a copy of this rank's rows of ``value``, which may be freed."""
         full = self.full(value.detach())
-        if self.owner is None:
+        target = full.device if full.is_meta else self.device
+        if is_copied := is_made_of_rows(full):
+            rows = chunk_of_rows(full, self.ranks.shard_group, target)
+        elif self.owner is None:
             rows = self.local(self._chunk_of(full))
         else:
             rows = full[:0] if self.is_elsewhere else full
-        target = full.device if full.is_meta else self.device
         like = DTensor.from_local(  # would move other tensors to the mesh's device
             torch.empty(rows.shape, dtype=full.dtype, device="meta"),
             self.mesh,
@@ -293,8 +295,8 @@ class Layout:
             shape=value.shape,
             stride=torch.empty(value.shape, device="meta").stride(),
         )
-        if is_made_of_rows(full):
-            local = rows.clone().to(target)
+        if is_copied:
+            local = rows
         elif torch_internals.is_wrapper(rows):
             # Not clone(): NF4Tensor would quantize again.
             options: Any = {} if rows.device == target else {"device": target}
@@ -331,8 +333,6 @@ class Layout:
     def _chunk_of(self, full: torch.Tensor) -> torch.Tensor:
         """Returns this rank's rows of ``full``, in the layout of torch.chunk."""
         group = self.ranks.shard_group
-        if is_made_of_rows(full):
-            return chunk_of_rows(full, group.rank(), group.size())
         chunks = full.chunk(group.size())
         return chunks[group.rank()] if group.rank() < len(chunks) else full[:0]
 

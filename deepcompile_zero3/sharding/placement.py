@@ -11,6 +11,7 @@ from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.sharding import arguments
 from deepcompile_zero3.sharding.extension import has_extension
+from deepcompile_zero3.sharding.inner_tensors import says_what_to_gather
 from deepcompile_zero3.sharding.layout import DataParallelRanks, Layout, SpmdMesh
 from deepcompile_zero3.sharding.owned import Owned
 
@@ -67,15 +68,16 @@ def resolve_layout(
             f"shard_placement_fn gave {placement!r} for '{fqn}', which has {parameter.dim()} "
             "dimensions, counted from 0"
         )
-    if has_extension(parameter) and ranks.mesh.ndim > 1 and not ranks.mesh.mesh_dim_names:
+    is_nameless = ranks.mesh.ndim > 1 and not ranks.mesh.mesh_dim_names
+    if is_nameless and says_what_to_gather(parameter):
         raise ValueError(
             f"'{fqn}' is a {type(parameter).__name__} with fsdp_pre_all_gather, which gets the "
             "mesh of the shards: pass mesh_dim_names to init_device_mesh"
         )
     if dim != 0 and has_extension(parameter):
         raise NotImplementedError(
-            f"shard_placement_fn gave {placement!r} for '{fqn}', a {type(parameter).__name__} with "
-            "fsdp_pre_all_gather, which is sharded on dimension 0"
+            f"shard_placement_fn gave {placement!r} for '{fqn}', a {type(parameter).__name__}, "
+            "a tensor subclass, which is sharded on dimension 0"
         )
     return _layout_along(dim if parameter.numel() else None, fqn, parameter, ranks, spmd)
 
@@ -95,7 +97,7 @@ def _layout_of_owned(
         )
     if has_extension(parameter):
         raise NotImplementedError(
-            f"'{fqn}' is a {type(parameter).__name__} with fsdp_pre_all_gather, and no rank can "
+            f"'{fqn}' is a {type(parameter).__name__}, a tensor subclass, and no rank can "
             "own it: shard_placement_fn has to give Shard(0) or None for it"
         )
     if spmd is not None or isinstance(parameter, DTensor):
