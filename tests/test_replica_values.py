@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
 from deepcompile_zero3 import Zero3Error, fully_shard
-from deepcompile_zero3.sharding.replicas import _checksum
+from deepcompile_zero3.sharding.checksum import checksum
 
 
 def _initialized_apart(how):
@@ -79,7 +79,7 @@ def test_signs_of_zeros_and_nans_are_no_difference(run_ranks):
 def test_values_without_gradients_are_compared_by_their_bytes(dtype):
     values = torch.arange(64, dtype=torch.uint8)
     one, other = (bits.view(dtype) for bits in (values % 2, values.flip(0) % 2))
-    assert _checksum(one) == _checksum(one.clone()) != _checksum(other)
+    assert checksum(one) == checksum(one.clone()) != checksum(other)
 
 
 def _replaced():
