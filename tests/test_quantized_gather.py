@@ -163,9 +163,10 @@ def _fraction(dtype, block):
 
 @each_format
 @pytest.mark.parametrize("block", [None, 64, 256])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.thin
-def test_bytes_on_the_wire(run_ranks, dtype, block):
-    for full, sent in run_ranks(2, _fraction, dtype, block):
+def test_bytes_on_the_wire(run_ranks, world_size, dtype, block):
+    for full, sent in run_ranks(world_size, _fraction, dtype, block):
         assert full == 2 * 4 * 512 * 512  # a forward and a backward
         assert sent == pytest.approx(full * (1 / 4 + 1 / (block or 128)), rel=0.02)
         assert sent <= 0.27 * full
