@@ -19,7 +19,9 @@ def _release() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-if ".".join(map(str, _release())) not in TRIED:
+RELEASE = _release()
+
+if ".".join(map(str, RELEASE)) not in TRIED:
     warnings.warn(
         f"deepcompile_zero3 was tried with torch {', '.join(TRIED)}, not with {torch.__version__}",
         stacklevel=2,

@@ -23,6 +23,7 @@ from deepcompile_zero3.sharding.group import ParameterGroup, group_of
 from deepcompile_zero3.sharding.module import Zero3Module
 from deepcompile_zero3.sharding.module_parameters import parameters_of
 from deepcompile_zero3.sharding.parameter import ShardedParameter, parameter_of
+from deepcompile_zero3.torch_release import RELEASE
 
 # Name of a parameter, whether it is read as gathered, and whether it has attributes to carry over.
 _Read: TypeAlias = tuple[str, bool, bool]
@@ -151,6 +152,12 @@ def _prepare(placeholder: torch.Tensor) -> str:
     when it runs.
     """
     if torch_internals.is_differentiated_by_transform():
+        if RELEASE < (2, 13):
+            raise Zero3Error(
+                "torch.func differentiates a function of a sharded parameter in what is compiled. "
+                "Dynamo would leave it to eager code, and this release of torch then computes some "
+                "derivatives wrongly: decorate the code with torch.compiler.disable"
+            )
         torch_internals.refuse_to_be_traced("a sharded parameter that torch.func differentiates")
     parameter = parameter_of(placeholder)
     if parameter is None:
