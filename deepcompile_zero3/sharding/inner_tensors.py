@@ -66,8 +66,8 @@ def description_of(full: torch.Tensor) -> str:
 
 
 def check_param_dtype(fqn: str, full: nn.Parameter, param_dtype: torch.dtype | None) -> None:
-    """Raises NotImplementedError if computing with ``full`` would take a cast of it."""
-    if param_dtype not in (None, full.dtype) and is_made_of_rows(full):
+    """Raises NotImplementedError if ``full``, made of rows, would be cast to be computed with."""
+    if param_dtype not in (None, full.dtype):
         raise NotImplementedError(
             f"'{fqn}' is a {type(full.detach()).__name__} of {full.dtype}, which param_dtype="
             f"{param_dtype} does not cast: convert the model before it is quantized, or shard the "
