@@ -220,7 +220,7 @@ def test_a_module_inside_of_another_of_its_list_belongs_to_that():
         (list, ValueError, "empty list"),
         (lambda: [nn.Linear(2, 2), 3], TypeError, "a list with 3"),
         (lambda: [nn.Linear(2, 2), nn.ModuleList()], Zero3Error, "a ModuleList has no forward"),
-        (lambda: [fully_shard(nn.Linear(2, 2))], Zero3Error, "twice on the same FSDPLinear"),
+        (lambda: [fully_shard(nn.Linear(2, 2))], Zero3Error, "twice on the same Linear"),
     ],
     ids=["empty", "no module", "a container", "sharded already"],
 )
