@@ -1,14 +1,13 @@
 """Parameters that are gathered as other tensors: FSDP2's all-gather extensions.
 
-The local tensor of such a parameter is a tensor subclass with two methods, or
-:class:`InnerTensors` stands in for them. ``fsdp_pre_all_gather`` returns the tensors that are
-gathered in the parameter's place, the *payloads*, and metadata. ``fsdp_post_all_gather`` makes the
-full parameter of the gathered payloads. A payload is one more parameter of the runtime, without a
-gradient. In a compiled graph, the payloads are inputs, and what ``fsdp_post_all_gather`` computes
-of them is traced.
+The local tensor of such a parameter is a tensor subclass with two methods. ``fsdp_pre_all_gather``
+returns the tensors that are gathered in the parameter's place, the *payloads*, and metadata.
+``fsdp_post_all_gather`` makes the full parameter of the gathered payloads. :class:`OwnMethods`
+calls them, and :class:`InnerTensors` stands in for them. A payload is one more parameter of the
+runtime, without a gradient. In a compiled graph, the payloads are inputs, and what
+``fsdp_post_all_gather`` computes of them is traced.
 """
 
-import inspect
 import math
 import weakref
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.blueprint import Blueprint
+from deepcompile_zero3.sharding.extension_methods import OwnMethods
 from deepcompile_zero3.sharding.inner_tensors import (
     InnerTensors,
     is_made_of_rows,
@@ -149,19 +149,15 @@ class Extension:
 
     def __init__(self, parameter: _Parameter, blueprint: Blueprint) -> None:
         self._parameter = weakref.ref(parameter)
-        self._module = weakref.ref(blueprint.module)
-        self._mp_policy = blueprint.mp_policy
-        self._inner: InnerTensors | None = None
-        if says_what_to_gather(blueprint.parameter):
-            self._mesh = blueprint.layout.shard_mesh
-        else:
-            world_size = blueprint.layout.ranks.shard_group.size()
-            self._inner = InnerTensors(blueprint.parameter, world_size)
+        self._methods: OwnMethods | InnerTensors = (
+            OwnMethods(blueprint)
+            if says_what_to_gather(blueprint.parameter)
+            else InnerTensors(blueprint.parameter)
+        )
         self.payloads: list[Payload] = []
         self.metadata: Any = None
         self._traced: tuple[list[Any], Any] | None = None  # leaves and structure of `metadata`
         self._local: Any = torch.empty(0)
-        self._num_arguments = 0  # number of arguments of its fsdp_pre_all_gather
         self._served: set[Payload] = set()
 
     @property
@@ -175,20 +171,14 @@ class Extension:
         """Takes the payloads of ``local``, the shard as it is now, and returns the metadata."""
         parameter = self._parameter()
         assert parameter is not None  # it calls this
-        is_known = says_what_to_gather(local) if self._inner is None else self._inner.takes(local)
-        if not is_known:
-            had = (
-                "fsdp_pre_all_gather" if self._inner is None else "the inner tensors or attributes"
-            )
+        if not self._methods.takes(local):
             raise Zero3Error(
-                f"the shard of '{parameter.fqn}' is a {type(local).__name__} now, without {had} "
-                "that it had when it was sharded"
+                f"the shard of '{parameter.fqn}' is a {type(local).__name__} now, without "
+                f"{self._methods.needed} that it had when it was sharded"
             )
-        if self._inner is None and type(local) is not type(self._local):
-            self._num_arguments = len(inspect.signature(local.fsdp_pre_all_gather).parameters)
         self._local = local
         _C.note_other_gather(parameter.handle)
-        inputs, metadata = self._pre_all_gather(parameter, local)
+        inputs, metadata = self._methods.pre_all_gather(local, parameter.handle)
         if not self.payloads:
             self.payloads = [Payload(parameter, i, each) for i, each in enumerate(inputs)]
         if len(inputs) != len(self.payloads):
@@ -234,47 +224,10 @@ class Extension:
             self._served.clear()
         self._served.add(payload)
 
-    def _pre_all_gather(
-        self, parameter: _Parameter, local: Any
-    ) -> tuple[tuple[torch.Tensor, ...], Any]:
-        if self._inner is not None:
-            return self._inner.pre_all_gather(local)
-        if self._num_arguments == 1:
-            inputs, metadata = local.fsdp_pre_all_gather(self._mesh)
-        elif self._num_arguments == 5:
-            shape = torch.Size(parameter.handle.sizes)
-            stride = tuple(parameter.handle.strides)
-            inputs, metadata = local.fsdp_pre_all_gather(
-                self._mesh, shape, stride, self._module(), self._mp_policy
-            )
-        else:
-            raise Zero3Error(
-                f"fsdp_pre_all_gather of '{parameter.fqn}' takes {self._num_arguments} arguments; "
-                "it takes a mesh, or a mesh, the outer size, the outer stride, the module and "
-                "the mp_policy"
-            )
-        chunk_rows = -(-parameter.handle.sizes[0] // parameter.handle.world_size)
-        for each in inputs:
-            if torch_internals.is_wrapper(each) or each.dim() == 0:
-                raise Zero3Error(
-                    f"fsdp_pre_all_gather of '{parameter.fqn}' gave a {type(each).__name__} of "
-                    f"shape {list(each.shape)}: it gives plain tensors of at least one dimension"
-                )
-            if each.shape == local.shape and each.shape[0] != chunk_rows:
-                raise Zero3Error(
-                    f"fsdp_pre_all_gather of '{parameter.fqn}' gave {each.shape[0]} rows where "
-                    f"other ranks have {chunk_rows}: it pads uneven shards"
-                )
-        return tuple(inputs), metadata
-
     def full(self, gathered: Sequence[torch.Tensor], metadata: Any) -> torch.Tensor:
         """Returns the full parameter that the gathered payloads make up."""
-        local = self._local
         parameter = cast(_Parameter, self._parameter())
-        if self._inner is not None:
-            return self._inner.post_all_gather(gathered, metadata)
-        dtype = self._mp_policy.param_dtype or local.dtype
-        full, _ = local.fsdp_post_all_gather(tuple(gathered), metadata, dtype)
+        full = self._methods.post_all_gather(self._local, gathered, metadata)
         sizes = parameter.handle.sizes
         if list(full.shape) == sizes:
             return full

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import torch_internals
+from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.checksum import checksum
 
 
@@ -99,15 +100,15 @@ class InnerTensors:
 
     Args:
         full: the whole parameter, which is made of rows.
-        world_size: number of ranks that its rows are sharded over.
     """
 
-    def __init__(self, full: nn.Parameter, world_size: int) -> None:
+    needed = "the inner tensors or attributes"
+
+    def __init__(self, full: nn.Parameter) -> None:
         self._class: Any = type(full.detach())
         self._attributes = full.__tensor_flatten__()[1]  # type: ignore[attr-defined]
         self._names, self._others = _names_of(full)
         self._shape, self._stride = full.shape, full.stride()
-        self._chunk_rows = -(-full.shape[0] // world_size)
 
     def takes(self, local: torch.Tensor) -> bool:
         """Returns whether ``local`` is made as the parameter was."""
@@ -117,24 +118,29 @@ class InnerTensors:
         return {*names} == {*self._names, *self._others} and bool(attributes == self._attributes)
 
     def pre_all_gather(
-        self, local: torch.Tensor
+        self, local: torch.Tensor, handle: _C.Parameter
     ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
         """Returns the inner tensors that are gathered, with as many rows on all ranks, and others.
 
         Args:
             local: this rank's rows of the parameter.
+            handle: the parameter in the C++ runtime.
         """
+        chunk_rows = -(-handle.sizes[0] // handle.world_size)
         inputs = []
         for name in self._names:
             rows: torch.Tensor = getattr(local, name)
-            if rows.shape[0] < self._chunk_rows:
-                short, rows = rows, rows.new_zeros(self._chunk_rows, *rows.shape[1:])
+            if rows.shape[0] < chunk_rows:
+                short, rows = rows, rows.new_zeros(chunk_rows, *rows.shape[1:])
                 rows[: short.shape[0]] = short
             inputs.append(rows)
         return tuple(inputs), tuple(getattr(local, name) for name in self._others)
 
     def post_all_gather(
-        self, gathered: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
+        self,
+        local: torch.Tensor,
+        gathered: Sequence[torch.Tensor],
+        others: Sequence[torch.Tensor],
     ) -> torch.Tensor:
         """Returns the whole parameter."""
         inner = dict(zip(self._others, others, strict=True))
