@@ -45,6 +45,7 @@ from deepcompile_zero3.sharding.extension import is_metadata, parameter_behind
 from deepcompile_zero3.sharding.group import compiled_forward, group_of
 from deepcompile_zero3.sharding.parameter import ShardedParameter, keep_models_alive, parameter_of
 from deepcompile_zero3.torch_internals import compiler
+from deepcompile_zero3.torch_internals.vector_instructions import known_vector_instructions
 
 # Compiles a partitioned graph. Takes a Pipeline, then the arguments of compile_fx_inner.
 GraphCompiler: TypeAlias = Callable[..., Callable]
@@ -247,6 +248,7 @@ def _compile(
             other = compiler.custom_partitioner(config)
             config["custom_partitioner_fn"] = Partitioner(pipeline, regions, other)
             compiler.forbid_cuda_graphs(gm, config)
+            config |= known_vector_instructions(config)
         if any(facts.ndim == 4 for facts in pipeline.inputs.values()):
             # It reorders the 4-D ancestors of a convolution and would read a placeholder.
             config["layout_optimization"] = False

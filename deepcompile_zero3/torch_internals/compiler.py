@@ -100,7 +100,7 @@ def flop_formulas() -> dict[Any, Callable[..., int]]:
 
 def custom_partitioner(config: Mapping[str, Any]) -> Any:
     """Returns the partitioner that Inductor uses with settings changed by ``config``, or None."""
-    return _setting(config, "custom_partitioner_fn")
+    return setting(config, "custom_partitioner_fn")
 
 
 def forbid_cuda_graphs(gm: torch.fx.GraphModule, config: dict[str, Any]) -> None:
@@ -164,7 +164,7 @@ def with_named_kernels() -> contextlib.AbstractContextManager[None]:
     return _inductor_config.patch({"cpp.enable_kernel_profile": True})
 
 
-def _setting(config: Mapping[str, Any], name: str) -> Any:
+def setting(config: Mapping[str, Any], name: str) -> Any:
     """Returns a setting of Inductor, None if this release has none of that name."""
     if name in config:
         return config[name]
@@ -190,13 +190,13 @@ def why_not_stored(config: Mapping[str, Any]) -> str:
     Args:
         config: changes to Inductor's settings.
     """
-    stores = _setting(config, "fx_graph_cache") and not _setting(config, "force_disable_caches")
+    stores = setting(config, "fx_graph_cache") and not setting(config, "force_disable_caches")
     if not (stores and _functorch_config.enable_autograd_cache):
         return (
             "torch's caches are off: unset TORCHINDUCTOR_FORCE_DISABLE_CACHES, "
             "TORCHINDUCTOR_FX_GRAPH_CACHE and TORCHINDUCTOR_AUTOGRAD_CACHE, or set the latter to 1"
         )
-    communicating = [name for name in COMMUNICATING if _setting(config, name)]
+    communicating = [name for name in COMMUNICATING if setting(config, name)]
     communicating += [
         name for name in COMMUNICATING_IN_AOT if getattr(_functorch_config, name, False)
     ]
@@ -218,7 +218,7 @@ def may_be_stored(function: Callable, config: Mapping[str, Any]) -> dict[str, An
         config: changes to the settings.
     """
     name = "unsafe_marked_cacheable_functions"  # maps names to keys of versions
-    return {name: {**_setting(config, name), f"{function.__module__}.{function.__qualname__}": ""}}
+    return {name: {**setting(config, name), f"{function.__module__}.{function.__qualname__}": ""}}
 
 
 def cache_folder() -> pathlib.Path:
@@ -264,7 +264,7 @@ def is_traced() -> bool:
 
 def makes_cpp_wrapper(config: Mapping[str, Any]) -> bool:
     """Returns whether Inductor makes a wrapper in C++, in which not every release has subgraphs."""
-    return bool(_setting(config, "cpp_wrapper"))
+    return bool(setting(config, "cpp_wrapper"))
 
 
 def without_donated_buffers() -> contextlib.AbstractContextManager[None]:
