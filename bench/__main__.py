@@ -220,7 +220,7 @@ def offload(args: argparse.Namespace) -> None:
     given = args.shape, args.budget_mb, args.folder, args.cgroup, args.rounds
     for row in offloading.compare(*given):
         rows.append(row)
-        console.print(row[0])
+        console.print(row.name)
     print(f"`{_command()}`, {_machine('2 ranks')}, {_now()}\n")
     print(offloading.table(rows))
     print(f"\nThe disk: {written / 1e9:.2f} GB/s written, {read / 1e9:.2f} GB/s read.")

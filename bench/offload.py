@@ -2,14 +2,16 @@
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from statistics import median
 from tempfile import TemporaryDirectory, TemporaryFile
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from bench.ranks import Memory, Ranks, join, memory_of_this_process
 from bench.workloads import Workload
@@ -56,6 +58,33 @@ class Step:
     waited: float = 0.0  # seconds of these that computation waited
 
 
+@dataclass(frozen=True)
+class Row:
+    """What a way of training took.
+
+    Attributes:
+        name: the way.
+        losses: the loss of each step of rank 0, also of those that are not measured.
+        steps: the measured steps of rank 0.
+        rest, peak: the ranks' memory between steps, and at its peak in the measured steps.
+        held: bytes of the ranks' shards, optimizer states and buffers that are in memory between
+            steps.
+    """
+
+    name: str
+    losses: list[float]
+    steps: list[Step]
+    rest: list[Memory]
+    peak: list[Memory]
+    held: list[int]
+
+    @property
+    def peak_of_model(self) -> int:
+        """Peak in bytes beyond what Python, torch and its compiler leave in memory."""
+        ranks = zip(self.peak, self.rest, self.held, strict=True)
+        return max(peak.peak - rest.resident + held for peak, rest, held in ranks)
+
+
 class Rank:
     """A rank that trains in one way."""
 
@@ -69,6 +98,7 @@ class Rank:
         import deepcompile_zero3 as zero3
 
         zero3.limit_buffers(BUFFERS)
+        self._buffer_stats = zero3.buffer_stats
         self._shape = replace(SHAPES[shape], device="meta")
         self._policy = None
         settings: dict = {"reshard_after_forward": True, "transport": "c10d"}
@@ -117,13 +147,23 @@ class Rank:
     def memory(self) -> Memory:
         return memory_of_this_process()
 
+    def held(self) -> int:
+        from deepcompile_zero3.runtime import _C
+
+        values = chain.from_iterable(
+            (parameter, *self._optimizer.state[parameter].values())
+            for group in self._optimizer.param_groups
+            for parameter in group["params"]
+        )
+        tensors = (each.to_local() for each in values if isinstance(each, DTensor))
+        here = sum(each.nbytes for each in tensors if not _C.is_in_file(each))
+        return here + self._buffer_stats().kept
+
 
 def compare(
     shape: str, budget_mb: float, folder: str, cgroup: str | None, steps: int
-) -> Iterator[tuple[str, list[float], list[Step], list[Memory], list[Memory]]]:
-    """Yields for each way of training: its name, the losses and the steps of rank 0, and what the
-    ranks' memory was at rest and at its peak. The first two steps are not measured.
-    """
+) -> Iterator[Row]:
+    """Yields a row for each way of training. The first two steps are not measured."""
     ways = {
         "in memory": Way(),
         "in memory, stepped in backward": Way(steps_in_backward=True),
@@ -135,12 +175,13 @@ def compare(
             ranks = Ranks(partial(Rank, shape, way, folder), 2, cache)
             try:
                 losses = [ranks.call("step")[0].loss for _ in range(2)]
-                rest = ranks.call("memory")
+                rest, held = ranks.call("memory"), ranks.call("held")
                 measured = [ranks.call("step")[0] for _ in range(steps)]
                 peak = ranks.call("memory")
             finally:
                 ranks.close()
-            yield name, [*losses, *(step.loss for step in measured)], measured, rest, peak
+            losses += [step.loss for step in measured]
+            yield Row(name, losses, measured, rest, peak, held)
 
 
 def bandwidth(folder: str, nbytes: int = 512 << 20) -> tuple[float, float]:
@@ -161,14 +202,16 @@ def bandwidth(folder: str, nbytes: int = 512 << 20) -> tuple[float, float]:
         return nbytes / written, nbytes / (time.perf_counter() - start)
 
 
-def table(rows: list[tuple[str, list[float], list[Step], list[Memory], list[Memory]]]) -> str:
+def table(rows: Iterable[Row]) -> str:
     """Returns the rows of :func:`compare` as a table."""
     lines = [
-        "| | step, s | at rest, MiB | peak, MiB | written, MiB | read, MiB | hidden | loss |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| | step, s | at rest, MiB | peak, MiB | of the model, MiB | written, MiB | read, MiB "
+        "| hidden | loss |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     mib = 2**20
-    for name, losses, steps, rest, peak in rows:
+    for row in rows:
+        steps, rest, peak = row.steps, row.rest, row.peak
         seconds = median(step.seconds for step in steps)
         written, read = (
             median(getattr(step, kind) for step in steps) / mib for kind in ("written", "read")
@@ -176,7 +219,8 @@ def table(rows: list[tuple[str, list[float], list[Step], list[Memory], list[Memo
         transfer, waited = (sum(getattr(s, k) for s in steps) for k in ("transfer", "waited"))
         hidden = f"{1 - waited / transfer:.0%}" if transfer else ""
         lines.append(
-            f"| {name} | {seconds:.2f} | {rest[0].resident / mib:.0f} | {peak[0].peak / mib:.0f} "
-            f"| {written:.0f} | {read:.0f} | {hidden} | {losses[-1]:.9f} |"
+            f"| {row.name} | {seconds:.2f} | {rest[0].resident / mib:.0f} "
+            f"| {peak[0].peak / mib:.0f} | {row.peak_of_model / mib:.0f} "
+            f"| {written:.0f} | {read:.0f} | {hidden} | {row.losses[-1]:.9f} |"
         )
     return "\n".join(lines)

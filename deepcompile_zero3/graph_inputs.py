@@ -16,6 +16,7 @@ from deepcompile_zero3.passes.pipeline import Pipeline
 from deepcompile_zero3.passes.regions import RegionFacts, outline_regions
 from deepcompile_zero3.passes.spare import find_spared
 from deepcompile_zero3.sharding.extension import Payload, parameter_behind
+from deepcompile_zero3.sharding.memory import LOADED_AHEAD
 from deepcompile_zero3.sharding.module import Zero3Module
 from deepcompile_zero3.sharding.parameter import ShardedParameter, parameter_of
 from deepcompile_zero3.torch_internals import compiler
@@ -139,11 +140,12 @@ def _offload(parameters: Collection[ShardedParameter], options: Options) -> Offl
     distinct = list(map(parameter_behind, parameters))
     if options.activations_mb < math.inf and distinct:
         max_bytes = options.activations_mb * 2**20 * _share(parameters)
-        return Offload(max_bytes, None, distinct[0].placeholder.device.type)
+        return Offload(max_bytes, LOADED_AHEAD, None, distinct[0].placeholder.device.type)
     memory = next((each.memory for each in distinct if each.memory), None)
     if memory is None:
         return None
-    return Offload(int(memory.activation_bytes * _share(parameters)), memory.tier.number)
+    max_bytes = int(memory.activation_bytes * _share(parameters))
+    return Offload(max_bytes, LOADED_AHEAD, memory.tier.number)
 
 
 def _share(parameters: Collection[ShardedParameter]) -> float:

@@ -7,6 +7,7 @@ from torch import fx
 
 from deepcompile_zero3.passes.offload import Offload, load_saved, offload_saved
 from deepcompile_zero3.runtime import ops
+from deepcompile_zero3.sharding.memory import LOADED_AHEAD
 
 MIB = 2**20
 SIZES = st.lists(st.integers(1, 64), min_size=1, max_size=12)  # MiB
@@ -46,7 +47,7 @@ def _nbytes(node):
 def _offloaded(gm, most):
     """Runs the pass over a forward, whose results are all saved, with ``most`` MiB to stay."""
     names = {i: node.name for i, node in enumerate(gm.graph.output_node().args[0])}
-    saved = offload_saved(gm, names, Offload(most * MIB, None))
+    saved = offload_saved(gm, names, Offload(most * MIB, LOADED_AHEAD, None))
     gm.graph.lint()
     return saved
 
@@ -114,7 +115,7 @@ def test_a_backward_loads_ahead_where_there_is_room(sizes, most):
     saved = _offloaded(_forward(sizes), most)
     resident = {name for each in saved.resident for name in each.names}
     gm = _backward(sizes)
-    load_saved(gm, saved, most * MIB)
+    load_saved(gm, saved, Offload(most * MIB, LOADED_AHEAD, None))
     gm.graph.lint()
     live, on_their_way, started, loaded = sum(e.nbytes for e in saved.resident), 0, [], {}
     expected = [f"a{i}" for i in reversed(range(len(sizes))) if f"a{i}" in saved.offloaded]
@@ -149,7 +150,7 @@ def test_tensors_that_share_memory_stay_until_all_are_used():
     view.meta["val"] = a1.meta["val"]
     output.args = ((a0, a1, view, a2),)
     names = {0: "a0", 1: "a1", 2: "shared", 3: "a2"}
-    saved = offload_saved(gm, names, Offload(0, None))
+    saved = offload_saved(gm, names, Offload(0, LOADED_AHEAD, None))
     assert saved == (frozenset({"a0", "a2"}), ((64 * MIB, ("a1", "shared")),))
-    saved = offload_saved(_forward([64]), {}, Offload(0, None))
+    saved = offload_saved(_forward([64]), {}, Offload(0, LOADED_AHEAD, None))
     assert saved == (frozenset(), ())

@@ -30,7 +30,6 @@ from deepcompile_zero3.torch_internals import OpOverload, compiler, is_wrapper
 
 _SMALL = 256 << 10  # bytes; smaller tensors stay, since a copy has a cost of its own
 _STORES_AHEAD = 2  # stores that start before one is waited for
-_LOADED_AHEAD = 64 << 20  # bytes of loads that start before one is waited for, if several
 
 
 class Offload(NamedTuple):
@@ -38,11 +37,13 @@ class Offload(NamedTuple):
 
     Attributes:
         max_bytes: maximum size in bytes of those that stay in memory.
+        loaded_ahead: bytes of loads that start before one is waited for, if several.
         tier: number of the file, or None for page-locked host memory beside a GPU.
         device: type of the device that computes. Tensors of others stay where they are.
     """
 
     max_bytes: float
+    loaded_ahead: int
     tier: int | None
     device: str = "cpu"
 
@@ -112,14 +113,14 @@ def offload_saved(gm: fx.GraphModule, saved: Mapping[int, str], offload: Offload
     return Saved(frozenset(offloaded), tuple(resident))
 
 
-def load_saved(gm: fx.GraphModule, saved: Saved, max_bytes: float) -> None:
+def load_saved(gm: fx.GraphModule, saved: Saved, offload: Offload) -> None:
     """Makes a backward load the saved tensors that a forward has offloaded, ahead of their use.
 
     Args:
         gm: a backward graph.
         saved: what its forward saves.
-        max_bytes: size in bytes up to which the saved tensors that are in memory at a time leave
-            room for a load.
+        offload: where they are. There is room for a load where the saved tensors that are in memory
+            are smaller than may stay.
     """
     nodes = list(gm.graph.nodes)
     order = {node: position for position, node in enumerate(nodes)}
@@ -136,7 +137,7 @@ def load_saved(gm: fx.GraphModule, saved: Saved, max_bytes: float) -> None:
             free[max(uses, key=order.__getitem__)] += hinted_nbytes_of(node)
     pending = [node for use in sorted(needed, key=order.__getitem__) for node in needed[use]]
     resident = sum(each.nbytes for each in saved.resident)
-    loads = _Loads(gm.graph, pending, resident, max_bytes)
+    loads = _Loads(gm.graph, pending, resident, offload)
     begin, token = next(node for node in nodes if node.op != "placeholder"), None
     loads.start(begin.prev, None)
     for node in nodes:
@@ -156,12 +157,12 @@ class _Loads:
     """
 
     def __init__(
-        self, graph: fx.Graph, inputs: Sequence[fx.Node], resident: int, max_bytes: float
+        self, graph: fx.Graph, inputs: Sequence[fx.Node], resident: int, offload: Offload
     ) -> None:
         self._graph = graph
         self._pending = deque(inputs)
         self._started: dict[fx.Node, fx.Node] = {}  # handles of loads on their way
-        self._max_bytes = max_bytes
+        self._offload = offload
         self.live = resident
 
     def start(self, place: fx.Node, after: fx.Node | None) -> None:
@@ -195,8 +196,8 @@ class _Loads:
         on_their_way = sum(map(hinted_nbytes_of, self._started))
         return (
             on_their_way == 0
-            or on_their_way + nbytes <= _LOADED_AHEAD
-            or self.live + nbytes <= self._max_bytes
+            or on_their_way + nbytes <= self._offload.loaded_ahead
+            or self.live + nbytes <= self._offload.max_bytes
         )
 
 

@@ -216,7 +216,7 @@ class Pipeline:
             insert_gathers(graph_module, nodes, self._bucket_bytes, ahead=self._ahead)
         with run("load_saved"):
             if self._offload is not None:
-                load_saved(graph_module, self._saved, self._offload.max_bytes)
+                load_saved(graph_module, self._saved, self._offload)
         return run
 
     def _run(

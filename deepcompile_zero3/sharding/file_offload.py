@@ -15,6 +15,7 @@ from torch.distributed.fsdp import OffloadPolicy
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.options import Options
 from deepcompile_zero3.runtime import _C
+from deepcompile_zero3.sharding.memory import LOADED_AHEAD
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 
 
@@ -44,8 +45,9 @@ class FileOffloadPolicy(OffloadPolicy):
     """An ``offload_policy`` of ``fully_shard`` for training with less memory than it takes.
 
     Each rank may use ``memory_budget_mb`` of memory for gradients, two buckets of gathered
-    parameters and one of gradients on their way, shards, optimizer states and saved activations.
-    What exceeds that goes to a file in ``folder``, the cheapest to move first:
+    parameters, a bucket of gradients on their way and of what comes of it, activations on their way
+    back, shards, optimizer states and saved activations. What exceeds that goes to a file in
+    ``folder``, the cheapest to move first:
 
     1. activations that compiled forwards save for backward, which other threads write and read
        while the graphs compute (2 bytes are moved in a step for each byte that leaves memory);
@@ -177,8 +179,13 @@ class BudgetedMemory:
             groups[id(each.group and each.group())] += each.nbytes
         whole = groups.total()
         gathered = min(max(_BUCKET, *groups.values()), whole)
-        reduced = min(max(each.settings.bucket_bytes for each in mine), whole)
-        room = self._nbytes - 2 * gathered - reduced - sum(map(_nbytes_of_gradient, mine))
+        bucket = min(max(each.settings.bucket_bytes for each in mine), whole)
+        reduced = 2 * bucket  # packed, and what others sent with the sum of both
+        if any(each.step_early for each in mine):
+            reduced += int(sum(self._states.values()) * bucket / whole)
+        loaded = min(LOADED_AHEAD, whole)
+        gradients = sum(map(_nbytes_of_gradient, mine))
+        room = self._nbytes - 2 * gathered - reduced - loaded - gradients
         for each in mine:
             nbytes = _numel_of_shard(each) * each.registered.dtype.itemsize
             if nbytes <= room:

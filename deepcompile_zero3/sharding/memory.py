@@ -4,6 +4,9 @@ from typing import Any, Protocol
 
 from deepcompile_zero3.runtime import _C
 
+# Bytes of saved activations that a backward brings back before it waits for one, if several.
+LOADED_AHEAD = 64 << 20
+
 
 class Memory(Protocol):
     """A budget of memory, and the file for what exceeds it; see ``file_offload``."""
