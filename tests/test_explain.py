@@ -327,6 +327,7 @@ def test_a_step_then_moves_what_was_predicted(run_ranks, make, transport, again,
     for report, is_alike, gathered, reduced in results:
         assert is_alike
         assert report.is_shared == (transport == "shared_memory")
+        assert report.is_shared == ("are read in the memory that ranks share" in str(report))
         assert (report.gathered, report.reduced) == (gathered, reduced)
         assert report.shards == report.nbytes // report.world_size
         assert any(graph.kept for graph in report.graphs) == is_kept

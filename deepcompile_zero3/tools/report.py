@@ -105,7 +105,10 @@ class Report(Document):
             is_forward = graph.direction == "forward"
             more = f", {mib(graph.saved)} MiB of activations saved" if is_forward else keeps
             name = f"{graph.direction} {numbers[graph.direction]}"
-            yield f"{name}: at most {mib(graph.gathered_peak)} MiB gathered at once{more}"
+            gathered = f"at most {mib(graph.gathered_peak)} MiB gathered at once"
+            if self.is_shared and graph.gathers and not graph.gathered_peak:
+                gathered = "all parameters are read in the memory that ranks share"
+            yield f"{name}: {gathered}{more}"
             yield from graph.parts()
             numbers[graph.direction] += 1
         if self.quantized:
