@@ -201,8 +201,8 @@ class RegisteredShard:
         else:
             shard.grad = self._gradient(local + reduced, shard)
 
-    @staticmethod
-    def _gradient(local: torch.Tensor, shard: DTensor) -> DTensor:
+    def _gradient(self, local: torch.Tensor, shard: DTensor) -> DTensor:
         gradient = torch_internals.dtensor_like(local, shard)
-        own(gradient)
+        if self._layout.owner is not None:
+            own(gradient)
         return gradient

@@ -183,8 +183,8 @@ def run_early_steps(
             parameters.update(dict.fromkeys(each.parameters))
     by_step: dict[Callable[[Sequence[ShardedParameter]], None], list[ShardedParameter]] = {}
     for parameter in parameters:
-        model, step = parameter.model, parameter.step_early
-        if step is None or model is None or not model.is_last_backward:
+        step = parameter.step_early
+        if step is None or (model := parameter.model) is None or not model.is_last_backward:
             continue
         deliver_early_if_possible(parameter)
         if parameter.shard.grad is not None:
