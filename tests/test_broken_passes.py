@@ -233,6 +233,12 @@ def swaps_parameters_of_reductions(n):
     n.reduce_grad_2.update_arg(1, n._1_weight)
 
 
+@broken("gradients", "result 2, a gradient, was .*", "backward", after="drop_needed_in_backward")
+def halves_a_gradient(n):
+    gradient = n.output.args[0][2]
+    n.output.replace_input_with(gradient, add(gradient, aten.mul.Tensor, gradient, 0.5))
+
+
 @broken("reductions_are_chained", ".* before it, 'reduce_grad_1', at the .*", "backward")
 def reduces_with_an_earlier_token(n):
     n.reduce_grad_2.update_arg(2, n.reduce_grad)

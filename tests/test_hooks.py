@@ -5,6 +5,8 @@ import torch
 from models import Block, batch_of
 from one_rank import one_rank  # noqa: F401 (a fixture)
 from torch import nn
+from torch._dynamo.utils import counters
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.modules import module as nn_module
 
 from deepcompile_zero3 import fully_shard
@@ -105,3 +107,17 @@ def test_a_base_class_does_not_see_the_class_of_a_sharded_module():
     model = fully_shard(nn.Sequential(Registered(3, 2)))
     assert type(model[0]).__name__ == "Zero3Registered"
     assert _registry == ["Registered"]
+
+
+def test_hooks_of_this_library_are_no_graphs_of_their_own():
+    torch._dynamo.reset()
+    policy = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)
+    model = nn.Sequential(*(Block(8) for _ in range(2)))
+    for block in model:
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    for block in model:
+        block.compile(backend="zero3", options={"inductor": False}, fullgraph=True)
+    counters.clear()
+    _results(model, model)
+    assert counters["stats"]["unique_graphs"] == 1

@@ -305,3 +305,40 @@ def _lower_gradients():
 
 def test_gradients_may_have_another_dtype(run_ranks):
     assert run_ranks(2, _lower_gradients) == [0, 1]
+
+
+class _WithFactors(torch.optim.Optimizer):
+    """Keeps a square matrix for the rows of a parameter, as Shampoo does."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                self.state[parameter]["rows"] = parameter.grad @ parameter.grad.T
+
+
+def _step_with_factors():
+    model, _, owners = owned(Stack())
+    optimizer = _WithFactors([p for n, p in model.named_parameters() if n in owners.rank_of])
+    step_locally(optimizer, is_elementwise=True)
+    mean_square(model, mine(batch_of(8, 8))).backward()
+    with pytest.raises(Zero3Error, match=r"state 'rows' of an owned .* without step_locally"):
+        optimizer.step()
+
+
+def test_states_that_checkpoints_would_lose_are_refused(run_ranks):
+    run_ranks(2, _step_with_factors)
+
+
+@needs_a_job
+def test_a_local_step_is_left_to_python():
+    model = fully_shard(Stack())
+    optimizer = torch.optim.AdamW(model.parameters())
+    step_locally(optimizer)
+    mean_square(model, batch_of(2, 8)).backward()
+    before = model.head.weight.to_local().clone()
+    torch.compile(optimizer.step, backend="eager")()
+    assert not torch.equal(model.head.weight.to_local(), before)

@@ -40,9 +40,9 @@ class _Lists(nn.Module):
         self.shifts = nn.ParameterDict({"a": torch.zeros(WIDTH)})
 
     def forward(self, x):
-        for scale in self.scales:
+        for scale in (*self.scales, *self.scales[:1], *self.scales[-1:]):
             x = x * scale
-        return x + self.shifts["a"]
+        return x + self.shifts["a"] + self.shifts.copy()["a"]
 
 
 class _Attention(nn.Module):

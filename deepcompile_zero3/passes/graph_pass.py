@@ -187,7 +187,11 @@ def check_passes(passes: Sequence[Any]) -> None:
             raise ValueError(
                 f"option 'passes' has two passes named '{each.name}': override the property 'name'"
             )
-        if callable(each.uuid()):
+        try:
+            key = each.uuid()
+        except Exception as error:
+            raise ValueError(f"uuid of pass '{each.name}' raised {error!r}") from error
+        if callable(key):
             raise ValueError(
                 f"uuid of pass '{each.name}' is a key, such as a string, and no function"
             )

@@ -247,8 +247,11 @@ def _reductions_once(graph: Rewritten, before: State) -> Iterator[Violation]:
             yield f"the gradient of '{fqn}' is not reduced", None
 
 
-@_invariant("a reduction gets the nodes that it got: the runtime casts and scales a gradient")
+@_invariant("gradients, and later what reductions get, stay: the runtime casts and scales them")
 def _gradients(graph: Rewritten, before: State) -> Iterator[Violation]:
+    for position in graph.gradient_positions if "insert_reduces" not in graph.ran else ():
+        if graph.results[position] is not (was := before.results[position]):
+            yield f"result {position}, a gradient, was '{was}'", graph.output
     for node in graph.reductions if before.reduced else []:
         fqn = fqns_of(node)[0]
         was, now = (before.reduced or {}).get(fqn), sources_of(node)

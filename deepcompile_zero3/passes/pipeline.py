@@ -63,7 +63,9 @@ _CHANGES = {
     "insert_gathers": ("gradients",),  # a parameter may be a gradient, or a factor of one
     "insert_reduces": ("signature",),  # None takes the place of a gradient
     "widen_weight_gradients": ("gradients",),
-    "move_products_out": ("regions",),
+    "drop_needed_in_backward": ("gradients",),
+    "drop_saved_markers": ("gradients",),
+    "move_products_out": ("regions", "gradients"),
     "load_saved": ("gradients",),  # what a gradient is a product of may be loaded
 }
 

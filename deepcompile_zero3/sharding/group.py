@@ -218,19 +218,19 @@ class ParameterGroup:
     @torch_internals.inline_only
     def pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Forward pre-hook of the group's module."""
-        if not torch.compiler.is_compiling():
-            self._begin()
-        return self.casts.inputs(args, kwargs)
+        if torch.compiler.is_compiling():
+            return self.casts.inputs(args, kwargs)
+        return self._begin(args, kwargs)
 
     @torch_internals.inline_only
     def post_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
         """Forward hook of the group's module. It runs even when the forward raised."""
-        if not torch.compiler.is_compiling():
-            self._end(module)
-        return self.casts.output(output)
+        if torch.compiler.is_compiling():
+            return self.casts.output(output)
+        return self._end(module, output)
 
     @torch_internals.disable_dynamo
-    def _begin(self) -> None:
+    def _begin(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if self.forward is None:
             recomputes = _C.in_backward()
             if not recomputes and self.model is not None:
@@ -244,18 +244,19 @@ class ParameterGroup:
                 forward.saved.start()
             self._forward = forward
         self.depth += 1
+        return self.casts.inputs(args, kwargs)
 
     @torch_internals.disable_dynamo
-    def _end(self, module: nn.Module) -> None:
-        if self.depth == 0:
-            return  # something raised before _begin
-        self.depth -= 1
-        if self.depth > 0:
-            return
+    def _end(self, module: nn.Module, output: Any) -> Any:
+        is_last, self.depth = self.depth == 1, max(self.depth - 1, 0)  # 0: it raised before _begin
+        if is_last:
+            self._leave(module)
+        return self.casts.output(output)
+
+    def _leave(self, module: nn.Module) -> None:
         forward = self.forward
         if forward is not None and forward is not self._forward:
-            run = forward.modules_run.setdefault(self, set())
-            run.add(id(module))
+            (run := forward.modules_run.setdefault(self, set())).add(id(module))
             if len(run) < self._num_modules:
                 return  # other modules of the group may read them
             run.clear()

@@ -46,7 +46,7 @@ def step_locally(optimizer: torch.optim.Optimizer, *, is_elementwise: bool = Fal
     this call, a step sees plain tensors: the local tensors of parameters, gradients and states. Its
     ``foreach`` and ``fused`` kernels apply. Between steps, ``param_groups`` and ``state`` have
     DTensors as before, so that state dicts and checkpoints stay the same. Hooks of ``step`` see
-    plain tensors.
+    plain tensors. ``torch.compile(optimizer.step)`` runs it uncompiled.
 
     Call it before or after a scheduler of learning rates is made, once.
 
@@ -58,7 +58,8 @@ def step_locally(optimizer: torch.optim.Optimizer, *, is_elementwise: bool = Fal
     Raises:
         TypeError: ``optimizer`` is not an optimizer.
         ValueError: the optimizer may need more of a parameter than this rank's elements.
-        Zero3Error: the call is the second for ``optimizer``.
+        Zero3Error: the call is the second for ``optimizer``. Steps raise it if the optimizer keeps
+            tensors of another shape for a parameter that one rank owns, as Shampoo does.
     """
     check_optimizer(
         "step_locally",
@@ -102,6 +103,7 @@ class WeakMethod:
         self.__func__ = function
         self._owner = weakref.ref(owner)
 
+    @torch_internals.disable_dynamo  # it exchanges the optimizer's tensors, as no graph can
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the method."""
         return self.__func__(self._owner(), *args, **kwargs)
@@ -170,6 +172,7 @@ class _LocalTensors:
         local_states: defaultdict[Any, Any] = defaultdict(dict)
         local_states.update((k, v) for k, v in states.items() if not isinstance(k, torch.Tensor))
         local_of: list[tuple[DTensor, nn.Parameter]] = []
+        others: list[str] = []
         try:
             locals_of_groups: list[list[torch.Tensor]] = []
             for group in optimizer.param_groups:
@@ -192,10 +195,15 @@ class _LocalTensors:
             for parameter, local in local_of:
                 local.grad = None
                 if found := local_states.pop(local, None):
-                    _update(states[parameter], found, parameter, local.shape)
+                    others += _update(states[parameter], found, parameter, local.shape)
                 if is_in_parts and local.numel():
                     local.data = local.new_empty(0)  # the memory is lent for a part of a step
             states.update(local_states)  # those of plain parameters, and of none
+        if others:
+            raise Zero3Error(
+                f"step_locally: {others[0]}, which other ranks and checkpoints would lose: step "
+                f"this {type(optimizer).__name__} without step_locally"
+            )
 
     def _local(self, parameter: DTensor) -> nn.Parameter:
         local = torch_internals.local_tensor(parameter)
@@ -223,10 +231,11 @@ def _localized(state: _State, parameter: DTensor) -> _State:
     }
 
 
-def _update(state: _State, local: _State, parameter: DTensor, shape: torch.Size) -> None:
+def _update(state: _State, local: _State, parameter: DTensor, shape: torch.Size) -> Iterator[str]:
     """Takes what has changed of the ``local`` state over into that of ``parameter``.
 
-    ``shape`` is that of the local tensor.
+    Yields descriptions of tensors that are no parts of tensors like ``parameter``, and of which
+    other ranks have none. ``shape`` is that of the local tensor.
     """
     for key in state.keys() - local.keys():
         del state[key]
@@ -241,3 +250,6 @@ def _update(state: _State, local: _State, parameter: DTensor, shape: torch.Size)
         is_like = isinstance(value, torch.Tensor) and value.shape == shape and not is_number
         state[key] = torch_internals.dtensor_like(value, parameter) if is_like else value
         own(state[key])
+        is_tensor = isinstance(value, torch.Tensor) and value.dim() > 0
+        if is_tensor and not is_like and isinstance(parameter, OwnedTensor):
+            yield f"state '{key}' of an owned {list(shape)} is {list(value.shape)}"

@@ -69,9 +69,9 @@ def offload_optimizer(
         "may need several parameters at once, or other ranks; if it updates each parameter by "
         "itself, pass is_separate=True",
     )
-    if not part_mb > 0 or not state_bytes >= 0:
+    if not 0 < part_mb < 2**40 or not 0 <= state_bytes < 2**40:
         raise ValueError(
-            "part_mb is a positive number of MiB and state_bytes a number of bytes, got "
+            "part_mb is a positive number of MiB and state_bytes a number of bytes, finite, got "
             f"{part_mb!r} and {state_bytes!r}"
         )
     found = parameters_in(optimizer, model, "offload_optimizer")

@@ -90,6 +90,8 @@ def _layout_of_owned(
     spmd: SpmdMesh | None,
 ) -> Layout:
     world_size = ranks.shard_group.size()
+    if isinstance(placement.rank, bool) or not isinstance(placement.rank, int):
+        raise TypeError(f"shard_placement_fn gave {placement!r} for '{fqn}': its rank is an int")
     if placement.rank not in range(world_size):
         raise ValueError(
             f"shard_placement_fn gave {placement!r} for '{fqn}', which is sharded over "

@@ -1,0 +1,34 @@
+"""Containers of parameters, whose slices and copies torch makes of parameters of their own."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class SlicesTensors:
+    """Base of sharded ``nn.ParameterList`` modules: in a forward, a slice is a list of tensors.
+
+    torch's would make each gathered tensor a parameter, to which no gradient flows.
+    """
+
+    def __getitem__(self: Any, index: Any) -> Any:
+        """Returns one entry, or several of a slice."""
+        if isinstance(index, slice):
+            values = [self[i] for i in range(*index.indices(len(self)))]
+            if any(map(_is_gathered, values)):
+                return values
+        return super().__getitem__(index)  # type: ignore[misc]
+
+
+class CopiesTensors:
+    """Base of sharded ``nn.ParameterDict`` modules: in a forward, a copy is a dict of tensors."""
+
+    def copy(self: Any) -> Any:
+        """Returns a copy."""
+        values = {key: self[key] for key in self}
+        return values if any(map(_is_gathered, values.values())) else super().copy()  # type: ignore[misc]
+
+
+def _is_gathered(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
