@@ -145,7 +145,7 @@ def _offload(parameters: Collection[ShardedParameter], options: Options) -> Offl
     if memory is None:
         return None
     max_bytes = int(memory.activation_bytes * _share(parameters))
-    return Offload(max_bytes, LOADED_AHEAD, memory.tier.number)
+    return Offload(max_bytes, memory.loaded_ahead, memory.tier.number)
 
 
 def _share(parameters: Collection[ShardedParameter]) -> float:

@@ -59,7 +59,7 @@ def _first_step():
 @pytest.mark.inductor
 def test_one_rank_compiles_and_the_others_load(new_processes, tmp_path):
     assert sorted(new_processes(_first_step)) == [((0, 1, 1), 2), ((1, 0, 0), 0)]
-    if known_vector_instructions({}):  # then no file is compiled to see what they are
+    if known_vector_instructions({}):  # then no file is compiled to see what torch's library has
         assert not any("__avx_chk_kernel" in file.read_text() for file in tmp_path.rglob("*.cpp"))
 
 

@@ -294,6 +294,8 @@ def test_views_of_another_dtype_are_saved_as_they_are(run_ranks):
 class _ListsItsParameters(nn.Linear):
     def forward(self, x):
         self.read = self.weight, next(self.parameters())
+        with pytest.raises(AttributeError, match=r"not an nn\.Parameter"):
+            self.get_parameter("weight")
         return super().forward(x)
 
 
@@ -302,5 +304,5 @@ def test_parameters_lists_shards_in_a_forward_too():
     model = fully_shard(_ListsItsParameters(4, 4))
     model(batch_of(2, 4))
     weight, listed = model.read
-    assert not isinstance(weight, DTensor)
+    assert not isinstance(weight, DTensor | nn.Parameter)
     assert listed is model.weight

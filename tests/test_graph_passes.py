@@ -89,6 +89,11 @@ class _Nothing(GraphPass):
         pass
 
 
+class _Keyless(_Nothing):
+    def uuid(self):
+        return 1 / 0
+
+
 @pytest.mark.parametrize(
     ("passes", "message"),
     [
@@ -110,6 +115,7 @@ class _Nothing(GraphPass):
         ([_noting("p", [], needs="insert_gathers")], "'p' has needs='insert_gathers'"),
         ([_noting("p", [], changes=None)], "'p' has changes=None"),
         ([_noting("p", [], uuid=lambda: "v1")], "uuid of pass 'p' is a key"),
+        ([_Keyless()], "uuid of pass '_Keyless' raised ZeroDivisionError"),
         ([_noting("chain_reductions", [])], "a pass is named 'chain_reductions'"),
     ],
 )

@@ -180,6 +180,36 @@ def test_modules_that_keep_weights_in_their_own_way_train_as_in_one_process(run_
     run_ranks(2, _trains, kind, how)
 
 
+class _Reversed(nn.ParameterList):
+    """A list whose slices are in another order."""
+
+    def __getitem__(self, index):
+        found = super().__getitem__
+        return (
+            [*map(found, range(len(self) - 1, -1, -1))]
+            if isinstance(index, slice)
+            else found(index)
+        )
+
+
+class _ReadsReversed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weights = _Reversed([torch.ones(WIDTH), torch.full((WIDTH,), 2.0)])
+
+    def forward(self, x):
+        return x * self.weights[:][0]
+
+
+def _reads_its_own_slices():
+    model = fully_shard(_ReadsReversed())
+    assert model(torch.ones(1, WIDTH))[0, 0] == 2.0
+
+
+def test_slices_of_a_list_may_be_its_own(run_ranks):
+    run_ranks(1, _reads_its_own_slices)
+
+
 def _lives_of_parametrized_modules():
     """Returns how many of two modules are alive after all references to them are gone."""
     models = weakref.WeakSet()

@@ -469,6 +469,8 @@ def _refusals():
     model = nn.Linear(4, 4)
     with pytest.raises(ValueError, match=r"Owned\(rank=2\) for 'weight', which is sharded over 2"):
         fully_shard(model, shard_placement_fn=lambda p: Owned(2))
+    with pytest.raises(TypeError, match=r"Owned\(rank=1.0\) for .*: its rank is an int"):
+        fully_shard(model, shard_placement_fn=lambda p: Owned(1.0))
     with pytest.raises(Zero3Error, match="owner="):
         fully_shard(model, shard_placement_fn=lambda p: Owned(dist.get_rank()))
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))

@@ -73,7 +73,12 @@ NOT_COMPILED = {
 }
 
 # In which rounding errors of float32 grow tenfold in a few steps.
-IN_DOUBLE = {"Gemma4ForCausalLM", "Gemma4UnifiedForCausalLM", "Lfm3ForCausalLM"}
+IN_DOUBLE = {
+    "BitNetForCausalLM",
+    "Gemma4ForCausalLM",
+    "Gemma4UnifiedForCausalLM",
+    "Lfm3ForCausalLM",
+}
 
 
 def _steps(model, run, optimizer, batch, steps):

@@ -249,7 +249,8 @@ def _reductions_once(graph: Rewritten, before: State) -> Iterator[Violation]:
 
 @_invariant("gradients, and later what reductions get, stay: the runtime casts and scales them")
 def _gradients(graph: Rewritten, before: State) -> Iterator[Violation]:
-    for position in graph.gradient_positions if "insert_reduces" not in graph.ran else ():
+    is_early = "insert_reduces" not in graph.ran and "gradient_nodes" not in graph.changes
+    for position in graph.gradient_positions if is_early else ():
         if graph.results[position] is not (was := before.results[position]):
             yield f"result {position}, a gradient, was '{was}'", graph.output
     for node in graph.reductions if before.reduced else []:

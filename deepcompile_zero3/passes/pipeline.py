@@ -58,14 +58,15 @@ from deepcompile_zero3.torch_internals import compiler
 
 _Key = TypeVar("_Key")
 
-# The invariants that passes of this library give up.
+# The invariants that passes of this library give up. Some replace the nodes of gradients by others
+# of the same values and kinds: "gradient_nodes".
 _CHANGES = {
     "insert_gathers": ("gradients",),  # a parameter may be a gradient, or a factor of one
     "insert_reduces": ("signature",),  # None takes the place of a gradient
     "widen_weight_gradients": ("gradients",),
-    "drop_needed_in_backward": ("gradients",),
-    "drop_saved_markers": ("gradients",),
-    "move_products_out": ("regions", "gradients"),
+    "drop_needed_in_backward": ("gradient_nodes",),
+    "drop_saved_markers": ("gradient_nodes",),
+    "move_products_out": ("regions", "gradient_nodes"),
     "load_saved": ("gradients",),  # what a gradient is a product of may be loaded
 }
 

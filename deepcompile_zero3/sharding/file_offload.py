@@ -111,10 +111,12 @@ class BudgetedMemory:
 
     Attributes:
         tier: the file.
+        loaded_ahead: bytes of activations that come back before one is waited for, if several.
     """
 
     def __init__(self, folder: str, nbytes: float) -> None:
         self.tier = _C.FileTier(folder)
+        self.loaded_ahead = LOADED_AHEAD
         self._nbytes = nbytes
         self._parameters: list[weakref.ref[ShardedParameter]] = []
         self._decided: weakref.WeakSet[ShardedParameter] = weakref.WeakSet()
@@ -182,10 +184,10 @@ class BudgetedMemory:
         bucket = min(max(each.settings.bucket_bytes for each in mine), whole)
         reduced = 2 * bucket  # packed, and what others sent with the sum of both
         if any(each.step_early for each in mine):
-            reduced += int(sum(self._states.values()) * bucket / whole)
-        loaded = min(LOADED_AHEAD, whole)
+            reduced += int(sum(self._states.values()) * bucket / max(whole, 1))
+        self.loaded_ahead = min(LOADED_AHEAD, whole)
         gradients = sum(map(_nbytes_of_gradient, mine))
-        room = self._nbytes - 2 * gathered - reduced - loaded - gradients
+        room = self._nbytes - 2 * gathered - reduced - self.loaded_ahead - gradients
         for each in mine:
             nbytes = _numel_of_shard(each) * each.registered.dtype.itemsize
             if nbytes <= room:

@@ -142,7 +142,7 @@ class InnerTensors:
         gathered: Sequence[torch.Tensor],
         others: Sequence[torch.Tensor],
     ) -> torch.Tensor:
-        """Returns the whole parameter."""
+        """Returns the whole parameter. ``local`` is not needed."""
         inner = dict(zip(self._others, others, strict=True))
         for name, rows in zip(self._names, gathered, strict=True):
             inner[name] = rows[: self._shape[0]]

@@ -16,6 +16,7 @@ from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.sharding.muon import Muon
 from deepcompile_zero3.sharding.owned import OwnedTensor, own, rows_of
+from deepcompile_zero3.torch_internals import tree_leaves
 
 # Optimizers of torch that update an element by its own gradient and state.
 ELEMENTWISE = (
@@ -58,8 +59,9 @@ def step_locally(optimizer: torch.optim.Optimizer, *, is_elementwise: bool = Fal
     Raises:
         TypeError: ``optimizer`` is not an optimizer.
         ValueError: the optimizer may need more of a parameter than this rank's elements.
-        Zero3Error: the call is the second for ``optimizer``. Steps raise it if the optimizer keeps
-            tensors of another shape for a parameter that one rank owns, as Shampoo does.
+        Zero3Error: the call is the second for ``optimizer``. Steps raise it, at their end, if the
+            optimizer keeps tensors of another shape for a parameter that one rank owns, as Shampoo
+            does.
     """
     check_optimizer(
         "step_locally",
@@ -240,16 +242,17 @@ def _update(state: _State, local: _State, parameter: DTensor, shape: torch.Size)
     for key in state.keys() - local.keys():
         del state[key]
     for key, value in local.items():
+        # A number of the optimizer's is not a part of a scalar parameter.
+        is_number = shape == () and key in _NUMBERS
+        is_like = isinstance(value, torch.Tensor) and value.shape == shape and not is_number
+        if isinstance(parameter, OwnedTensor) and not is_like:
+            tensors = (each for each in tree_leaves(value) if isinstance(each, torch.Tensor))
+            for each in (each for each in tensors if each.dim() > 0):
+                yield f"state '{key}' of an owned {list(shape)} is {list(each.shape)}"
         known = state.get(key)
         if known is value or (
             isinstance(known, DTensor) and torch_internals.local_tensor(known) is value
         ):
             continue
-        # A number of the optimizer's is not a part of a scalar parameter.
-        is_number = shape == () and key in _NUMBERS
-        is_like = isinstance(value, torch.Tensor) and value.shape == shape and not is_number
         state[key] = torch_internals.dtensor_like(value, parameter) if is_like else value
         own(state[key])
-        is_tensor = isinstance(value, torch.Tensor) and value.dim() > 0
-        if is_tensor and not is_like and isinstance(parameter, OwnedTensor):
-            yield f"state '{key}' of an owned {list(shape)} is {list(value.shape)}"

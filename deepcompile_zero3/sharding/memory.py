@@ -5,13 +5,14 @@ from typing import Any, Protocol
 from deepcompile_zero3.runtime import _C
 
 # Bytes of saved activations that a backward brings back before it waits for one, if several.
-LOADED_AHEAD = 64 << 20
+LOADED_AHEAD = 64 << 20  # at most
 
 
 class Memory(Protocol):
     """A budget of memory, and the file for what exceeds it; see ``file_offload``."""
 
     tier: _C.FileTier
+    loaded_ahead: int  # bytes of activations that come back before one is waited for
 
     @property
     def key(self) -> str:

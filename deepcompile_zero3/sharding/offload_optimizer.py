@@ -71,7 +71,7 @@ def offload_optimizer(
     )
     if not 0 < part_mb < 2**40 or not 0 <= state_bytes < 2**40:
         raise ValueError(
-            "part_mb is a positive number of MiB and state_bytes a number of bytes, finite, got "
+            "part_mb is a positive number of MiB and state_bytes one of bytes, below 2**40, got "
             f"{part_mb!r} and {state_bytes!r}"
         )
     found = parameters_in(optimizer, model, "offload_optimizer")

@@ -30,5 +30,14 @@ class CopiesTensors:
         return values if any(map(_is_gathered, values.values())) else super().copy()  # type: ignore[misc]
 
 
+def bases_of_container(cls: type) -> tuple[type, ...]:
+    """Returns the bases that a sharded ``cls`` needs: none where it has methods of its own."""
+    if issubclass(cls, nn.ParameterList) and cls.__getitem__ is nn.ParameterList.__getitem__:
+        return (SlicesTensors,)
+    if issubclass(cls, nn.ParameterDict) and cls.copy is nn.ParameterDict.copy:
+        return (CopiesTensors,)
+    return ()
+
+
 def _is_gathered(value: object) -> bool:
     return isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)

@@ -1,5 +1,6 @@
 """Resolves the ``shard_placement_fn`` of ``fully_shard`` to layouts."""
 
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -90,7 +91,7 @@ def _layout_of_owned(
     spmd: SpmdMesh | None,
 ) -> Layout:
     world_size = ranks.shard_group.size()
-    if isinstance(placement.rank, bool) or not isinstance(placement.rank, int):
+    if not isinstance(placement.rank, numbers.Integral):
         raise TypeError(f"shard_placement_fn gave {placement!r} for '{fqn}': its rank is an int")
     if placement.rank not in range(world_size):
         raise ValueError(

@@ -23,17 +23,11 @@ from deepcompile_zero3.sharding.group import ParameterGroup, group_of
 from deepcompile_zero3.sharding.module import Zero3Module
 from deepcompile_zero3.sharding.module_parameters import parameters_of
 from deepcompile_zero3.sharding.parameter import ShardedParameter, parameter_of
-from deepcompile_zero3.sharding.parameter_lists import CopiesTensors, SlicesTensors
+from deepcompile_zero3.sharding.parameter_lists import bases_of_container
 from deepcompile_zero3.torch_release import RELEASE
 
 # Name of a parameter, whether it is read as gathered, and whether it has attributes to carry over.
 _Read: TypeAlias = tuple[str, bool, bool]
-# Classes of torch, and what takes the place of some of their methods.
-_REPLACED: dict[type, type] = {
-    nn.RNNBase: ReadsFlatWeights,
-    nn.ParameterList: SlicesTensors,
-    nn.ParameterDict: CopiesTensors,
-}
 
 
 def original_class(module: nn.Module) -> type:
@@ -107,9 +101,9 @@ def _new_subclass(cls: type, bases: tuple[type, ...], reads: tuple[_Read, ...]) 
     body["__module__"] = cls.__module__
     body["__doc__"] = cls.__doc__
     prefix = "FSDP" if bases else "Zero3"  # FSDP2's prefix, which frameworks strip from names
-    for base, replaced in _REPLACED.items():
-        if issubclass(cls, base):
-            bases = (*bases, replaced)
+    if issubclass(cls, nn.RNNBase):
+        bases = (*bases, ReadsFlatWeights)
+    bases = (*bases, *bases_of_container(cls))
     return type(f"{prefix}{cls.__name__}", (_Swapped, *bases, cls), body)
 
 

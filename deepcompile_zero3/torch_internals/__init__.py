@@ -204,7 +204,7 @@ def spec_of(tensor: DTensor) -> Any:
 
 def with_spec(local: torch.Tensor, spec: Any) -> DTensor:
     """Returns the DTensor of this local tensor. Not differentiable."""
-    # Without __init__, which does nothing, in wrappers that take longer than the rest.
+    # Without __init__, which serves torch.export, in wrappers that take longer than the rest.
     return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
