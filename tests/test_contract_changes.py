@@ -14,6 +14,7 @@ from deepcompile_zero3 import Zero3Error, fully_shard
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
+@pytest.mark.smoke
 @each_way
 def test_a_contract_that_changes_between_steps_holds_from_the_next_forward_on(how):
     model = fully_shard(nn.Sequential(nn.Linear(8, 8).bfloat16(), Kernel(8, 8).bfloat16()))
@@ -30,6 +31,7 @@ def test_a_contract_that_changes_between_steps_holds_from_the_next_forward_on(ho
             model.zero_grad()
 
 
+@pytest.mark.smoke
 @each_way
 def test_a_contract_that_changes_before_backward_is_refused(how):
     # Eager code gathers the second layer's weight again in backward.

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from deepcompile_zero3 import step_locally
+from deepcompile_zero3.torch_release import RELEASE
 
 # DTensor has no rules for Adafactor, Rprop and fused SGD, and SparseAdam wants sparse gradients.
 OPTIMIZERS = [
@@ -72,9 +73,10 @@ def _on_local_tensors():
             mean_square(model, mine(batch_of(4, 8, seed=seed))).backward()
             mean_square(reference, batch_of(4, 8, seed=seed)).backward()
             if seed == 0:
-                with pytest.raises(Exception, match=r"placement changes|sharding strategy"):
-                    optimizers[0].step()
-                optimizers[0] = cls(model.parameters(), lr=0.01, **kwargs)
+                if cls is not torch.optim.Rprop or RELEASE < (2, 15):
+                    with pytest.raises(Exception, match=r"placement changes|sharding strategy"):
+                        optimizers[0].step()
+                    optimizers[0] = cls(model.parameters(), lr=0.01, **kwargs)
                 step_locally(optimizers[0])
             for optimizer in optimizers:
                 optimizer.step()

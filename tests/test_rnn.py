@@ -50,7 +50,9 @@ def _trains(kind, how):
         batch = batch_of(4, 4, WIDTH, seed=seed)
         with torch._dynamo.config.patch(allow_rnn=how == "one graph"), record_collectives() as log:
             run(mine(batch)).square().mean().backward()
-        assert len([c for c in log if c.op == "all_gather"]) <= 4
+        # A graph break gathers what is used on both of its sides again; torch 2.15 makes two.
+        gathers = [c for c in log if c.op == "all_gather"]
+        assert len(gathers) <= (6 if how == "graph breaks" else 4)
         for rows in batch.chunk(2):
             (reference(rows).square().mean() / 2).backward()
         assert_same_gradients(model, reference)

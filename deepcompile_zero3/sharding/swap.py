@@ -115,7 +115,8 @@ def _property(name: str, is_read_as_gathered: bool, has_attributes: bool) -> pro
         if torch.compiler.is_dynamo_compiling():  # False where Dynamo's guards call hasattr()
             placeholder = parameter.placeholder
             leaf_contract = _prepare(placeholder)
-            parameter.guard_key == ""  # noqa: B015 (read so that it is guarded)
+            if not parameter.guard_key:  # Dynamo guards on what decides a branch
+                raise AssertionError(f"'{parameter.fqn}' has no key")
             extension = parameter.extension
             if extension is None:
                 full = ops.unshard.default(placeholder, leaf_contract)
