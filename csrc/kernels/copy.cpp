@@ -6,12 +6,14 @@
 #include <algorithm>
 #include <cmath>
 
+#include "support/memory.h"
+
 namespace zero3 {
 namespace {
 
 void copy_divided(const at::Tensor& to, const at::Tensor& from, double divisor) {
   if (divisor == 1.0)
-    to.copy_(from);
+    copy(to, from);
   else
     at::div_out(const_cast<at::Tensor&>(to), from, at::scalar_tensor(divisor, at::kDouble));
 }

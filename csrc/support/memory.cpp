@@ -196,7 +196,28 @@ at::Tensor pooled_empty(at::IntArrayRef sizes, const at::TensorOptions& options)
 }
 
 at::Tensor pooled_copy(const at::Tensor& tensor) {
-  return pooled_empty(tensor.sizes(), tensor.strides(), tensor.options()).copy_(tensor);
+  auto result = pooled_empty(tensor.sizes(), tensor.strides(), tensor.options());
+  copy(result, tensor);
+  return result;
+}
+
+at::Tensor part_of(const at::Tensor& memory, int64_t offset, at::IntArrayRef sizes) {
+  auto part = at::detail::make_tensor<c10::TensorImpl>(
+      c10::TensorImpl::VIEW, c10::Storage(memory.storage()), memory.key_set(), memory.dtype());
+  part.unsafeGetTensorImpl()->set_storage_offset(memory.storage_offset() + offset);
+  part.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
+  return part;
+}
+
+void copy(const at::Tensor& to, const at::Tensor& from) {
+  const bool as_bytes = to.is_cpu() && from.is_cpu() && to.dtype() == from.dtype() &&
+                        to.sizes() == from.sizes() && to.is_contiguous() && from.is_contiguous() &&
+                        !from.is_neg() && !from._is_zerotensor();
+  const auto nbytes = static_cast<int64_t>(to.nbytes());
+  if (!as_bytes || nbytes >= kSmall)
+    to.copy_(from);
+  else if (nbytes > 0)
+    std::memcpy(to.mutable_data_ptr(), from.const_data_ptr(), nbytes);
 }
 
 void poison(const at::Tensor& unwritten) {

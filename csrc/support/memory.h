@@ -13,6 +13,12 @@ at::Tensor pooled_empty(at::IntArrayRef sizes, at::IntArrayRef strides,
 at::Tensor pooled_empty(at::IntArrayRef sizes, const at::TensorOptions& options);
 at::Tensor pooled_copy(const at::Tensor& tensor);
 
+// Returns the contiguous tensor of `sizes` that begins at element `offset` of `memory`.
+at::Tensor part_of(const at::Tensor& memory, int64_t offset, at::IntArrayRef sizes);
+
+// to.copy_(from). On a CPU it takes a fraction of that for small tensors of one dtype.
+void copy(const at::Tensor& to, const at::Tensor& from);
+
 // If the environment has ZERO3_DEBUG=1, fills CPU memory with 0xFF, NaN in floating dtypes, to
 // expose reads of unwritten memory. Memory from pooled_empty(), and memory returned to the pool, is
 // filled already.

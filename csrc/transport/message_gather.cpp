@@ -59,16 +59,16 @@ class MessageGather : public GatherBucket {
       const Parameter& parameter = *parameters_[i];
       const auto key = " " + parameter.chunk_key();
       if (alone_[i].defined()) {
-        auto rows = rows_of(parameter, alone_[i]);
         if (parameter.owner)
           copies.push_back({full_of(parameter, alone_[i]).narrow(0, 0, parameter.shard_rows()),
                             parameter.shard});
         else
-          write(parameter, rows[first.rank], copies);
-        pieces.push_back({std::move(rows), kind + key});
+          write(parameter, alone_[i], first.rank * parameter.chunk_numel(), parameter.chunk_numel(),
+                copies);
+        pieces.push_back({rows_of(parameter, alone_[i]), kind + key});
       } else {
         const int64_t space = space_of(parameter);
-        write(parameter, shared_rows_[first.rank].narrow(0, offset, space), copies);
+        write(parameter, shared_rows_, first.rank * shared_numel_ + offset, space, copies);
         offset += space;
         shared += key;
       }
@@ -99,9 +99,8 @@ class MessageGather : public GatherBucket {
         const int64_t rows = parameter.rows_of(rank);
         if (rows == 0) break;
         copies.push_back({full.narrow(0, parameter.first_row_of(rank), rows),
-                          shared_rows_[rank]
-                              .narrow(0, offset, rows * parameter.row_numel())
-                              .view(parameter.sizes_with_rows(rows))});
+                          part_of(shared_rows_, rank * shared_numel_ + offset,
+                                  parameter.sizes_with_rows(rows))});
       }
       fulls.push_back(full);
       offset += space_of(parameter);
@@ -124,11 +123,12 @@ class MessageGather : public GatherBucket {
     return aligned(parameter.chunk_numel(), parameter.compute_dtype);
   }
 
-  static void write(const Parameter& parameter, const at::Tensor& chunk,
-                    std::vector<Copy>& copies) {
+  // Writes the shard, and zeros behind it, to the `space` elements of `memory` from `offset` on.
+  static void write(const Parameter& parameter, const at::Tensor& memory, int64_t offset,
+                    int64_t space, std::vector<Copy>& copies) {
     const int64_t numel = parameter.shard_rows() * parameter.row_numel();
-    copies.push_back({chunk.narrow(0, 0, numel).view(parameter.shard.sizes()), parameter.shard});
-    copies.push_back({chunk.narrow(0, numel, chunk.numel() - numel), {}});
+    copies.push_back({part_of(memory, offset, parameter.shard.sizes()), parameter.shard});
+    if (numel < space) copies.push_back({part_of(memory, offset + numel, {space - numel}), {}});
   }
 
   // The part of each rank in the memory of a parameter that travels alone.

@@ -40,7 +40,7 @@ class MessageReduce : public ReduceBucket {
       const auto sent_sizes = format_ ? std::vector<int64_t>{rows, row} : sizes;
       Rows addends;
       for (auto& addend : exchange_->addends()[*piece])
-        addends.push_back(addend.narrow(0, offset, rows * row).view(sent_sizes));
+        addends.push_back(part_of(addend, offset, sent_sizes));
       if (format_) {
         shards.push_back(pooled_empty(sizes, options_.dtype(shard_dtype)));
         sum_quantized(shards.back(), addends, *format_, divisor_now());
@@ -135,11 +135,11 @@ class MessageReduce : public ReduceBucket {
     std::vector<Copy> copies;
     const int64_t numel = aligned(sent_chunk(parameter), sent_dtype());
     for (int64_t rank = 0; rank < world_size_; ++rank) {
-      auto chunk = slab_[rank].narrow(0, slab_used_, numel);
+      const int64_t offset = rank * slab_.size(1) + slab_used_;
       auto source = rows_of(grad, parameter, rank);
       const int64_t owned = source.numel();
-      copies.push_back({chunk.narrow(0, 0, owned).view(source.sizes()), source});
-      copies.push_back({chunk.narrow(0, owned, chunk.numel() - owned), {}});
+      copies.push_back({part_of(slab_, offset, source.sizes()), source});
+      if (owned < numel) copies.push_back({part_of(slab_, offset + owned, {numel - owned}), {}});
     }
     copy_all(copies, through, pre_divide_factor_);
     slab_used_ += numel;
