@@ -25,8 +25,6 @@ from models import (
 )
 from torch.distributed.device_mesh import DeviceMesh
 
-from deepcompile_zero3 import Zero3Error
-
 pytestmark = pytest.mark.skipif(
     os.environ.get("ZERO3_TRANSPORT") == "c10d", reason="ranks are told to exchange messages"
 )
