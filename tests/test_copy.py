@@ -61,3 +61,15 @@ def test_copies_fill_launches(device, count):
     _C.copy_all(targets, sources, torch.float32, 2)
     for to, source in zip(targets, sources, strict=True):
         assert torch.equal(to, (source / 2).bfloat16())
+
+
+def test_small_copies_negate_and_conjugate_what_is_so_when_read():
+    values = torch.randn(3, 4)
+    target = torch.empty(3, 4)
+    _C.copy_all([target], [torch._neg_view(values)], torch.float32, 1)
+    assert torch.equal(target, -values)
+
+    values = torch.randn(3, 4, dtype=torch.complex64)
+    target = torch.empty_like(values)
+    _C.copy_all([target], [values.conj()], torch.complex64, 1)
+    assert torch.equal(target, values.conj())

@@ -163,39 +163,3 @@ def test_a_gradient_that_was_cast_from_another_dtype_keeps_the_cast(dtype, how):
     compiled(model, how)(x).sum().backward()
     reference(x).sum().backward()
     assert torch.equal(model.weight.grad.full_tensor(), reference.weight.grad)
-
-
-class _Negated(torch.autograd.Function):
-    """A function whose weight gradient is a tensor that torch negates when it is read."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x)
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        rows = grad.t() @ x
-        negated = torch.complex(rows, -rows).conj().imag
-        assert negated.is_neg()
-        return None, negated
-
-
-class _Negating(nn.Linear):
-    def forward(self, x):
-        return _Negated.apply(x, self.weight)
-
-
-def _negated_gradients(transport):
-    model, reference = shard(_Negating(8, 6, bias=False), transport=transport)
-    batch = batch_of(4, 8)
-    model(mine(batch)).sum().backward()
-    for rows in batch.chunk(dist.get_world_size()):
-        (reference(rows).sum() / dist.get_world_size()).backward()
-    torch.testing.assert_close(model.weight.grad.full_tensor(), reference.weight.grad)
-
-
-@pytest.mark.parametrize("transport", ["c10d", "shared_memory"])
-def test_a_gradient_that_is_negated_when_read_is_reduced(run_ranks, transport):
-    run_ranks(2, _negated_gradients, transport)

@@ -13,7 +13,7 @@ namespace {
 
 void copy_divided(const at::Tensor& to, const at::Tensor& from, double divisor) {
   if (divisor == 1.0)
-    copy(to, from);
+    copy_into(to, from);
   else
     at::div_out(const_cast<at::Tensor&>(to), from, at::scalar_tensor(divisor, at::kDouble));
 }

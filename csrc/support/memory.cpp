@@ -16,8 +16,9 @@
 namespace zero3 {
 namespace {
 
-constexpr int64_t kSmall = 64 << 10;  // bytes; malloc itself keeps smaller blocks
-constexpr double kMostWaste = 1.125;  // maximum size of a block, relative to the request
+constexpr int64_t kSmall = 64 << 10;           // bytes; malloc itself keeps smaller blocks
+constexpr int64_t kWorthADispatch = 64 << 10;  // bytes; torch copies larger tensors as quickly
+constexpr double kMostWaste = 1.125;           // maximum size of a block, relative to the request
 
 struct Block {
   c10::DataPtr memory;
@@ -197,7 +198,7 @@ at::Tensor pooled_empty(at::IntArrayRef sizes, const at::TensorOptions& options)
 
 at::Tensor pooled_copy(const at::Tensor& tensor) {
   auto result = pooled_empty(tensor.sizes(), tensor.strides(), tensor.options());
-  copy(result, tensor);
+  copy_into(result, tensor);
   return result;
 }
 
@@ -209,12 +210,12 @@ at::Tensor part_of(const at::Tensor& memory, int64_t offset, at::IntArrayRef siz
   return part;
 }
 
-void copy(const at::Tensor& to, const at::Tensor& from) {
+void copy_into(const at::Tensor& to, const at::Tensor& from) {
   const bool as_bytes = to.is_cpu() && from.is_cpu() && to.dtype() == from.dtype() &&
                         to.sizes() == from.sizes() && to.is_contiguous() && from.is_contiguous() &&
-                        !from.is_neg() && !from._is_zerotensor();
+                        !from.is_neg() && !from.is_conj() && !from._is_zerotensor();
   const auto nbytes = static_cast<int64_t>(to.nbytes());
-  if (!as_bytes || nbytes >= kSmall)
+  if (!as_bytes || nbytes >= kWorthADispatch)
     to.copy_(from);
   else if (nbytes > 0)
     std::memcpy(to.mutable_data_ptr(), from.const_data_ptr(), nbytes);

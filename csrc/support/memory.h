@@ -16,8 +16,9 @@ at::Tensor pooled_copy(const at::Tensor& tensor);
 // Returns the contiguous tensor of `sizes` that begins at element `offset` of `memory`.
 at::Tensor part_of(const at::Tensor& memory, int64_t offset, at::IntArrayRef sizes);
 
-// to.copy_(from). On a CPU it takes a fraction of that for small tensors of one dtype.
-void copy(const at::Tensor& to, const at::Tensor& from);
+// to.copy_(from), which takes longer for small tensors of one dtype on a CPU. Neither autograd nor
+// the version of `to` need notice; the tensors do not overlap.
+void copy_into(const at::Tensor& to, const at::Tensor& from);
 
 // If the environment has ZERO3_DEBUG=1, fills CPU memory with 0xFF, NaN in floating dtypes, to
 // expose reads of unwritten memory. Memory from pooled_empty(), and memory returned to the pool, is

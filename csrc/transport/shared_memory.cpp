@@ -105,7 +105,7 @@ void SharedMemory::publish(const Parameter& parameter, const at::Tensor& shard) 
                is_gradient_dtype(shard.scalar_type())) {
       sum_and_divide(mine, {shard}, shard.scalar_type(), 1);  // faster than torch's cast
     } else {
-      copy(mine, shard);
+      copy_into(mine, shard);
     }
     finish_reading(shard);
   }

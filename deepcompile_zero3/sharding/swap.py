@@ -115,7 +115,7 @@ def _property(name: str, is_read_as_gathered: bool, has_attributes: bool) -> pro
         if torch.compiler.is_dynamo_compiling():  # False where Dynamo's guards call hasattr()
             placeholder = parameter.placeholder
             leaf_contract = _prepare(placeholder)
-            if not parameter.guard_key:  # Dynamo guards on what decides a branch
+            if not parameter.guard_key:  # never: Dynamo guards on what decides a branch
                 raise AssertionError(f"'{parameter.fqn}' has no key")
             extension = parameter.extension
             if extension is None:
