@@ -23,7 +23,8 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from deepcompile_zero3 import step_locally
 from deepcompile_zero3.torch_release import RELEASE
 
-# DTensor has no rules for Adafactor, Rprop (before torch 2.15) and fused SGD, and SparseAdam wants sparse gradients.
+# DTensor has no rules for Adafactor, Rprop (before torch 2.15) and fused SGD, and SparseAdam wants
+# sparse gradients.
 OPTIMIZERS = [
     (torch.optim.Adadelta, {}),
     (torch.optim.Adagrad, {}),
