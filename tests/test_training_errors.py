@@ -6,7 +6,7 @@ from extensions import Bf16Gathered, wrap
 from models import batch_of, compiled, each_way
 from one_rank import one_rank  # noqa: F401
 from torch import nn
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import parametrizations
 
 from deepcompile_zero3 import Zero3Error, fully_shard
@@ -73,6 +73,23 @@ def test_a_gradient_of_another_placement_is_refused_before_any_is_added(how, gra
 class _Broken(Bf16Gathered):
     def fsdp_post_all_gather(self, *args, out=None, **kwargs):
         return self.no_such_attribute
+
+
+@pytest.mark.parametrize("rows", [3, 5])
+@pytest.mark.parametrize("already_ran", [False, True], ids=["before the first step", "later"])
+@each_way
+def test_a_shard_of_other_rows_cannot_replace_one(how, already_ran, rows):
+    model = fully_shard(nn.Linear(4, 4, bias=False))
+    run, x = compiled(model, how), batch_of(2, 4)
+    if already_ran:
+        run(x).sum().backward()
+    mesh, placements = model.weight.device_mesh, model.weight.placements
+    local = torch.ones(rows, 4)
+    wrong = DTensor.from_local(local, mesh, placements, shape=torch.Size([4, 4]), stride=(4, 1))
+    model.weight = nn.Parameter(wrong)
+    found = rf"shard of '.*weight' has shape \[4, 4\] and was replaced by .* \[{rows}, 4\]"
+    with pytest.raises(Zero3Error, match=found):
+        run(x)
 
 
 def test_an_attribute_that_is_missing_while_a_parameter_is_read_is_told():

@@ -2,7 +2,6 @@
 #include <optional>
 
 #include "kernels/copy.h"
-#include "support/error.h"
 #include "support/host_copies.h"
 #include "support/memory.h"
 #include "support/profiler_range.h"
@@ -128,9 +127,6 @@ class MessageGather : public GatherBucket {
   static void write(const Parameter& parameter, const at::Tensor& memory, int64_t offset,
                     int64_t space, std::vector<Copy>& copies) {
     const int64_t numel = parameter.shard_rows() * parameter.row_numel();
-    ZERO3_CHECK(parameter.shard.numel() == numel, "the shard of '", parameter.fqn, "' has shape ",
-                parameter.shard.sizes(), " where this rank has ", parameter.shard_rows(),
-                " rows of a parameter ", at::IntArrayRef(parameter.sizes));
     copies.push_back({part_of(memory, offset, parameter.shard.sizes()), parameter.shard});
     if (numel < space) copies.push_back({part_of(memory, offset + numel, {space - numel}), {}});
   }

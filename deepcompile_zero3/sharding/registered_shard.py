@@ -163,6 +163,11 @@ class RegisteredShard:
                 "shape, placement and mesh".format(self.fqn, *mine, *found)
             )
         local, device = torch_internals.local_tensor(shard), self._layout.device
+        if local.shape != self.local.shape:
+            raise Zero3Error(
+                f"this rank's shard of '{self.fqn}' has shape {list(self.local.shape)} and was "
+                f"replaced by one of shape {list(local.shape)}; keep the local tensor's shape"
+            )
         if local.device.type not in ("meta", device.type) and not self._layout.is_elsewhere:
             reason = (
                 f"its mesh computes on {device}"
