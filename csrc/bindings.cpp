@@ -217,6 +217,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         [](const at::Tensor& rows, const at::Tensor& quantized, const std::string& format) {
           dequantize(rows, quantized, parse_formats(format, 1).front().value());
         });
+  m.def("copy_to_flat", &copy_to_flat);
+  m.def("copy_from_flat", &copy_from_flat);
   m.def("copy_all",
         [](const std::vector<at::Tensor>& to, const std::vector<std::optional<at::Tensor>>& from,
            at::ScalarType through, double divisor) {

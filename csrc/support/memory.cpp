@@ -180,6 +180,12 @@ at::Tensor take(at::IntArrayRef sizes, at::IntArrayRef strides, const at::Tensor
       .make_tensor();
 }
 
+bool is_in_memory_of_cpu(const at::Tensor& tensor) {
+  return tensor.is_cpu() && tensor.layout() == at::kStrided &&
+         !tensor.key_set().has(c10::DispatchKey::Python) && tensor.is_contiguous() &&
+         tensor.numel() > 0 && !tensor.is_neg() && !tensor.is_conj() && !tensor._is_zerotensor();
+}
+
 }  // namespace
 
 at::Tensor pooled_empty(at::IntArrayRef sizes, at::IntArrayRef strides,
@@ -219,6 +225,40 @@ void copy_into(const at::Tensor& to, const at::Tensor& from) {
     to.copy_(from);
   else if (nbytes > 0)
     std::memcpy(to.mutable_data_ptr(), from.const_data_ptr(), nbytes);
+}
+
+std::optional<at::Tensor> copy_to_flat(const std::vector<at::Tensor>& tensors) {
+  int64_t numel = 0;
+  std::vector<const void*> places;
+  for (auto& tensor : tensors) {
+    if (!is_in_memory_of_cpu(tensor) || tensor.dtype() != tensors.front().dtype()) return {};
+    numel += tensor.numel();
+    places.push_back(tensor.const_data_ptr());
+  }
+  std::ranges::sort(places);
+  if (std::ranges::adjacent_find(places) != places.end()) return {};
+  auto flat = at::detail::empty_cpu({numel}, tensors.front().scalar_type());
+  auto* to = static_cast<char*>(flat.mutable_data_ptr());
+  for (auto& tensor : tensors) {
+    std::memcpy(to, tensor.const_data_ptr(), tensor.nbytes());
+    to += tensor.nbytes();
+  }
+  return flat;
+}
+
+void copy_from_flat(const at::Tensor& flat, const std::vector<at::Tensor>& tensors) {
+  size_t nbytes = 0;
+  for (auto& tensor : tensors) {
+    TORCH_INTERNAL_ASSERT(is_in_memory_of_cpu(tensor) && tensor.dtype() == flat.dtype());
+    nbytes += tensor.nbytes();
+  }
+  TORCH_INTERNAL_ASSERT(is_in_memory_of_cpu(flat) && nbytes == flat.nbytes());
+  auto* from = static_cast<const char*>(flat.const_data_ptr());
+  for (auto& tensor : tensors) {
+    std::memcpy(tensor.mutable_data_ptr(), from, tensor.nbytes());
+    tensor.unsafeGetTensorImpl()->bump_version();
+    from += tensor.nbytes();
+  }
 }
 
 void poison(const at::Tensor& unwritten) {

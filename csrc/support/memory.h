@@ -4,6 +4,9 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
+#include <vector>
+
 namespace zero3 {
 
 // Returns an uninitialized tensor. On a CPU its memory comes from the pool and returns there when
@@ -19,6 +22,13 @@ at::Tensor part_of(const at::Tensor& memory, int64_t offset, at::IntArrayRef siz
 // to.copy_(from), which takes longer for small tensors of one dtype on a CPU. Neither autograd nor
 // the version of `to` need notice; the tensors do not overlap.
 void copy_into(const at::Tensor& to, const at::Tensor& from);
+
+// Returns a tensor [sum of elements] of `tensors`, one behind the other. Returns none if dtypes
+// differ, one is not contiguous in a CPU's memory, or two begin at one place.
+std::optional<at::Tensor> copy_to_flat(const std::vector<at::Tensor>& tensors);
+
+// Copies the parts of `flat` to such tensors. Each has another version then.
+void copy_from_flat(const at::Tensor& flat, const std::vector<at::Tensor>& tensors);
 
 // If the environment has ZERO3_DEBUG=1, fills CPU memory with 0xFF, NaN in floating dtypes, to
 // expose reads of unwritten memory. Memory from pooled_empty(), and memory returned to the pool, is

@@ -14,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.sharding.flat_parameter import FlatParameter, flat_parameters
 from deepcompile_zero3.sharding.muon import Muon
 from deepcompile_zero3.sharding.owned import OwnedTensor, own, rows_of
 from deepcompile_zero3.torch_internals import tree_leaves
@@ -45,9 +46,10 @@ def step_locally(optimizer: torch.optim.Optimizer, *, is_elementwise: bool = Fal
     torch's optimizers work on the DTensors of a sharded model, and pay for DTensor's dispatch of
     each operator on each parameter, which takes longer than the update of a small parameter. After
     this call, a step sees plain tensors: the local tensors of parameters, gradients and states. Its
-    ``foreach`` and ``fused`` kernels apply. Between steps, ``param_groups`` and ``state`` have
-    DTensors as before, so that state dicts and checkpoints stay the same. Hooks of ``step`` see
-    plain tensors. ``torch.compile(optimizer.step)`` runs it uncompiled.
+    ``foreach`` and ``fused`` kernels apply. On a CPU, an elementwise optimizer of ``torch.optim``
+    steps many small parameters as one, with the same bits. Between steps, ``param_groups`` and
+    ``state`` have DTensors as before, so that state dicts and checkpoints stay the same. Hooks of
+    ``step`` see plain tensors. ``torch.compile(optimizer.step)`` runs it uncompiled.
 
     Call it before or after a scheduler of learning rates is made, once.
 
@@ -174,12 +176,20 @@ class _LocalTensors:
         local_states: defaultdict[Any, Any] = defaultdict(dict)
         local_states.update((k, v) for k, v in states.items() if not isinstance(k, torch.Tensor))
         local_of: list[tuple[DTensor, nn.Parameter]] = []
+        flats: list[FlatParameter] = []
         others: list[str] = []
         try:
             locals_of_groups: list[list[torch.Tensor]] = []
             for group in optimizer.param_groups:
-                locals_of_groups.append([])
-                for parameter in group["params"]:
+                given = group["params"]
+                is_flat = _may_be_flat(optimizer, group)
+                flats_of_group = flat_parameters(given, states) if is_flat else []
+                flats += flats_of_group
+                locals_of_groups.append([flat.parameter for flat in flats_of_group])
+                done = {id(parameter) for flat in flats_of_group for parameter in flat.parameters}
+                for parameter in given:
+                    if id(parameter) in done:
+                        continue
                     state = states.get(parameter)
                     local = parameter
                     if isinstance(parameter, DTensor):
@@ -189,11 +199,22 @@ class _LocalTensors:
                     if state:
                         local_states[local] = state
                     locals_of_groups[-1].append(local)
+            local_states.update((flat.parameter, flat.state) for flat in flats)
             cast(Any, optimizer).state = local_states
             with parameters_replaced(optimizer, locals_of_groups):
                 yield
         finally:
             cast(Any, optimizer).state = states
+            if any(flat.has_new_states for flat in flats):
+                # Ranks differ in what is flat, and must not in the order of states.
+                new = {id(p) for flat in flats if flat.state for p in flat.parameters}
+                new |= {id(p) for p, local in local_of if local_states.get(local)}
+                for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                    if id(parameter) in new:
+                        states[parameter]  # a defaultdict
+            for flat in flats:
+                local_states.pop(flat.parameter, None)
+                flat.store(states)
             for parameter, local in local_of:
                 local.grad = None
                 if found := local_states.pop(local, None):
@@ -222,6 +243,17 @@ class _LocalTensors:
                 mine.grad_dtype = parameter.grad_dtype
             mine.grad = rows_of(gradient, parameter)
         return mine
+
+
+def _may_be_flat(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+    """Returns whether parameters of ``group`` may be stepped as one, and nobody notices."""
+    return (
+        type(optimizer) in ELEMENTWISE
+        and not (group.get("differentiable") or group.get("capturable"))
+        and getattr(optimizer, "grad_scale", None) is None  # gradients are unscaled in place
+        and not hasattr(optimizer.step, "_steps_in_parts")  # memory is scarce
+        and not torch_internals.has_step_hooks(optimizer)
+    )
 
 
 def _localized(state: _State, parameter: DTensor) -> _State:

@@ -170,10 +170,7 @@ def outside_transforms() -> contextlib.AbstractContextManager[Any]:
 
 
 def local_tensor(tensor: DTensor) -> torch.Tensor:
-    """Returns the local tensor of ``tensor`` itself.
-
-    ``to_local()`` would return a new, differentiable view.
-    """
+    """Returns the local tensor itself; ``to_local()`` would return a new, differentiable view."""
     return tensor._local_tensor
 
 
@@ -275,6 +272,11 @@ def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
     return with_spec(local, spec)
 
 
+def has_step_hooks(optimizer: Any) -> bool:
+    """Returns whether hooks of ``optimizer`` see its steps."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
 def post_accumulate_grad_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
     """Returns the hooks of ``register_post_accumulate_grad_hook``, in order of registration."""
     return list((parameter._post_accumulate_grad_hooks or {}).values())
@@ -324,9 +326,7 @@ def fsdp_state_of(module: nn.Module) -> Any:
 
 
 def dynamo_is_tracing() -> bool:
-    """Returns whether Dynamo traces a frame now. True in Dynamo's own code, unlike
-    ``torch.compiler.is_compiling``.
-    """
+    """Returns whether Dynamo traces a frame now, even in its own code (unlike is_compiling)."""
     return _TracingContext.try_get() is not None
 
 

@@ -1,0 +1,162 @@
+"""Small shards that take a step together, in one flat tensor."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from deepcompile_zero3 import torch_internals
+from deepcompile_zero3.runtime import _C
+from deepcompile_zero3.torch_internals import local_tensor, spec_of
+
+# Bytes of a shard up to which copies take less time than an optimizer's operators.
+_SMALL = 16 << 10
+# torch computes whole vectors, and what is left over otherwise. Shards of a multiple of these bytes
+# have the same bits whether they are stepped together or each by itself.
+_WHOLE_VECTORS = 128
+# Elements from which torch divides a tensor among threads, at any place.
+_DIVIDED = 1 << 15
+_FEWEST = 4  # shards that are worth a flat parameter
+
+_States = dict[Any, dict[str, Any]]
+# A parameter, its local tensor, that of its gradient, and those of its states.
+_Small = list[Any]
+
+
+class FlatParameter:
+    """Shards, their gradients and their states, copied to flat tensors for a step.
+
+    Attributes:
+        parameters: the parameters, of one dtype.
+        parameter: the flat parameter [sum of the shards' elements], with its gradient.
+        state: its state.
+    """
+
+    def __init__(self, members: Sequence[_Small], keys: Sequence[str]) -> None:
+        """Copies tensors.
+
+        Args:
+            members: parameters whose states are alike, and of numbers have the same values.
+            keys: names of the states.
+
+        Raises:
+            ValueError: tensors are not alike.
+        """
+        columns: list[tuple[Any, ...]] = list(zip(*members, strict=True))
+        self.parameters: tuple[DTensor, ...] = columns[0]
+        self._locals: tuple[torch.Tensor, ...] = columns[1]
+        self._states = dict(zip(keys, columns[3:], strict=True))
+        self.parameter = nn.Parameter(_flat(self._locals))
+        gradient = _flat(columns[2])
+        self.parameter.grad_dtype = gradient.dtype
+        self.parameter.grad = gradient
+        self.state: dict[str, Any] = {}
+        for key, each in self._states.items():
+            self.state[key] = value = each[0].clone() if each[0].dim() == 0 else _flat(each)
+            if value.dim() and value.shape != self.parameter.shape:
+                raise ValueError(f"{key} has other shapes than the parameters")
+
+    @property
+    def has_new_states(self) -> bool:
+        """Whether the optimizer has made states that the parameters do not have."""
+        return self.state.keys() != self._states.keys()
+
+    def store(self, states: _States) -> None:
+        """Copies shards and states back, and gives the parameters what is new in the state."""
+        _C.copy_from_flat(self.parameter, self._locals)
+        for key, value in self.state.items():
+            if key in self._states:
+                is_number = value.dim() == 0
+                flat = value.expand(len(self._locals)).contiguous() if is_number else value
+                _C.copy_from_flat(flat, self._states[key])
+                continue
+            for parameter, part in zip(self.parameters, self._divided(value), strict=True):
+                states[parameter][key] = part
+
+    def _divided(self, value: Any) -> Iterator[Any]:
+        """Yields each parameter's part of a state."""
+        is_number = not isinstance(value, torch.Tensor) or value.dim() == 0
+        offset = 0
+        for parameter, local in zip(self.parameters, self._locals, strict=True):
+            if is_number:
+                yield value.clone() if isinstance(value, torch.Tensor) else value
+                continue
+            part = value[offset : offset + local.numel()].clone().view(local.shape)
+            yield torch_internals.dtensor_like(part, parameter)
+            offset += local.numel()
+
+
+def flat_parameters(given: Iterable[torch.Tensor], states: _States) -> list[FlatParameter]:
+    """Returns flat parameters of those of ``given`` that can take a step together.
+
+    Args:
+        given: parameters of a group of an optimizer that updates each element by itself.
+        states: the optimizer's states.
+    """
+    alike: defaultdict[tuple[Any, ...], list[_Small]] = defaultdict(list)
+    for parameter in given:
+        state = states.get(parameter) or {}
+        if (small := _small(parameter, state)) is not None:
+            alike[small[1].dtype, small[2].dtype, *state].append(small)
+    found = []
+    with torch.inference_mode(False), torch.no_grad():
+        for (dtype, gradient_dtype, *keys), members in alike.items():
+            # What is left over after whole vectors of the shards' dtype differs in a smaller one.
+            if not dtype.is_floating_point or gradient_dtype.itemsize < dtype.itemsize:
+                continue
+            try:
+                found += [FlatParameter(each, keys) for each in _divided(members)]
+            except (TypeError, ValueError):  # states are not tensors, or not alike
+                continue
+    return found
+
+
+def _small(parameter: torch.Tensor, state: dict[str, Any]) -> _Small | None:
+    """Returns ``parameter`` with its tensors, or None if it takes a step by itself."""
+    if type(parameter) is not DTensor or type(gradient := parameter.grad) is not DTensor:
+        return None
+    local = local_tensor(parameter)
+    nbytes = local.nbytes
+    if not 0 < nbytes <= _SMALL or nbytes % _WHOLE_VECTORS:
+        return None
+    mine, theirs = spec_of(parameter), spec_of(gradient)
+    if mine is not theirs and mine.placements != theirs.placements:
+        return None
+    locals_ = [local_tensor(v) if type(v) is DTensor else v for v in state.values()]
+    return [parameter, local, local_tensor(gradient), *locals_]
+
+
+def _divided(members: Sequence[_Small]) -> Iterator[list[_Small]]:
+    """Yields members of equal numbers, few enough for one tensor and enough to be worth it."""
+    _, locals_, _, *states = zip(*members, strict=True)
+    if not all(isinstance(column[0], torch.Tensor) for column in states):
+        raise ValueError("states are not tensors")
+    _flat(locals_)  # no two are in one memory
+    numbers = [_flat(column).tolist() for column in states if column[0].dim() == 0]
+    by_numbers: defaultdict[tuple[float, ...], list[_Small]] = defaultdict(list)
+    values = zip(*numbers, strict=True) if numbers else [()] * len(members)
+    for member, each in zip(members, values, strict=True):
+        by_numbers[each].append(member)
+    for equal in by_numbers.values():
+        some: list[_Small] = []
+        numel = 0
+        for member in equal:
+            numel += member[1].numel()
+            if numel >= _DIVIDED:
+                yield some
+                some, numel = [], member[1].numel()
+            some.append(member)
+        if len(some) >= _FEWEST:
+            yield some
+
+
+def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    flat = _C.copy_to_flat(tensors)
+    if flat is None:
+        raise ValueError(
+            "tensors differ in dtype, are elsewhere than in a CPU's memory, or share it"
+        )
+    return flat
