@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from one_rank import needs_a_job, one_rank  # noqa: F401
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from deepcompile_zero3 import fully_shard, step_in_backward, step_locally
 from deepcompile_zero3.sharding import local_step
@@ -189,18 +190,70 @@ def test_a_step_that_raises_keeps_shards_and_states(moment, flat):
     assert set(flat) == {6}
 
 
+def _clip_each(optimizer, *_):
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad /= parameter.grad.norm()
+
+
 @needs_a_job
 def test_hooks_of_steps_see_each_parameter(flat):
     pair = _Pair(torch.optim.SGD, [(32,)] * 6)
     for optimizer in pair.optimizers:
-
-        def clip(optimizer, *_):
-            for parameter in optimizer.param_groups[0]["params"]:
-                parameter.grad /= parameter.grad.norm()
-
-        optimizer.register_step_pre_hook(clip)
+        optimizer.register_step_pre_hook(_clip_each)
     pair.step()
     assert flat == []
+
+
+@needs_a_job
+def test_hooks_of_all_steps_see_each_parameter(flat):
+    pair = _Pair(torch.optim.SGD, [(32,)] * 6)
+    hook = register_optimizer_step_pre_hook(_clip_each)
+    try:
+        pair.step()
+    finally:
+        hook.remove()
+    assert flat == []
+    pair.step()
+    assert flat == [6]
+
+
+@needs_a_job
+def test_functions_around_a_step_see_each_parameter_and_schedulers_need_not(flat):
+    def wrapped(parameters):
+        optimizer = torch.optim.SGD(parameters, 0.1)
+        step = optimizer.step
+
+        def clip_and_step():
+            _clip_each(optimizer)
+            step()
+
+        optimizer.step = clip_and_step
+        return optimizer
+
+    def scheduled(parameters):
+        optimizer = torch.optim.SGD(parameters, 0.1)
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        return optimizer
+
+    _Pair(wrapped, [(32,)] * 6).step()
+    assert flat == []
+    _Pair(scheduled, [(32,)] * 6).step()
+    assert flat == [6]
+
+
+@needs_a_job
+@pytest.mark.parametrize("shapes", [[(4, 32), (32, 4)] * 3, [(32,), (64,)] * 3])
+def test_states_of_other_shapes_raise_as_without_flat_parameters(shapes, flat):
+    pair = _Pair(torch.optim.AdamW, shapes)
+    pair.step()
+    pair.set_gradients()
+    optimizer, weights = pair.optimizers[0], pair.models[0].weights
+    optimizer.state[weights[0]], optimizer.state[weights[1]] = (
+        optimizer.state[weights[1]],
+        optimizer.state[weights[0]],
+    )
+    with pytest.raises(RuntimeError, match="must match the size of tensor b"):
+        optimizer.step()
 
 
 @needs_a_job
@@ -274,3 +327,16 @@ def test_buckets_that_backwards_step_have_the_same_bits(flat):
         for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
             assert torch.equal(ours.to_local(), theirs.to_local())
     assert sum(flat) > 16
+
+
+@needs_a_job
+def test_states_of_inference_mode_raise_before_a_shard_changes():
+    pair = _Pair(lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), [(32,)] * 6)
+    with torch.inference_mode():
+        pair.step()
+    pair.set_gradients()
+    before = [weight.to_local().clone() for weight in pair.models[0].weights]
+    with pytest.raises(RuntimeError, match="Inplace update to inference tensor"):
+        pair.optimizers[0].step()
+    for weight, value in zip(pair.models[0].weights, before, strict=True):
+        assert torch.equal(weight.to_local(), value)

@@ -227,7 +227,10 @@ void copy_into(const at::Tensor& to, const at::Tensor& from) {
     std::memcpy(to.mutable_data_ptr(), from.const_data_ptr(), nbytes);
 }
 
-std::optional<at::Tensor> copy_to_flat(const std::vector<at::Tensor>& tensors) {
+std::optional<at::Tensor> copy_to_flat(const std::vector<at::Tensor>& tensors,
+                                       const std::vector<at::Tensor>& like) {
+  if (tensors.empty()) return {};
+  if (!std::ranges::equal(tensors, like, {}, &at::Tensor::sizes, &at::Tensor::sizes)) return {};
   int64_t numel = 0;
   std::vector<const void*> places;
   for (auto& tensor : tensors) {
@@ -255,8 +258,8 @@ void copy_from_flat(const at::Tensor& flat, const std::vector<at::Tensor>& tenso
   TORCH_INTERNAL_ASSERT(is_in_memory_of_cpu(flat) && nbytes == flat.nbytes());
   auto* from = static_cast<const char*>(flat.const_data_ptr());
   for (auto& tensor : tensors) {
+    tensor.unsafeGetTensorImpl()->bump_version();  // raises where torch would
     std::memcpy(tensor.mutable_data_ptr(), from, tensor.nbytes());
-    tensor.unsafeGetTensorImpl()->bump_version();
     from += tensor.nbytes();
   }
 }

@@ -23,9 +23,12 @@ at::Tensor part_of(const at::Tensor& memory, int64_t offset, at::IntArrayRef siz
 // the version of `to` need notice; the tensors do not overlap.
 void copy_into(const at::Tensor& to, const at::Tensor& from);
 
-// Returns a tensor [sum of elements] of `tensors`, one behind the other. Returns none if dtypes
-// differ, one is not contiguous in a CPU's memory, or two begin at one place.
-std::optional<at::Tensor> copy_to_flat(const std::vector<at::Tensor>& tensors);
+// Returns a tensor [sum of elements] of `tensors`, one behind the other. Returns none if there are
+// none, their sizes are not those of `like`, dtypes differ, two begin at one place, or one is empty
+// or not plain: contiguous in a CPU's memory, of no subclass with a dispatch of its own, and
+// negated or conjugated by no flag.
+std::optional<at::Tensor> copy_to_flat(const std::vector<at::Tensor>& tensors,
+                                       const std::vector<at::Tensor>& like);
 
 // Copies the parts of `flat` to such tensors. Each has another version then.
 void copy_from_flat(const at::Tensor& flat, const std::vector<at::Tensor>& tensors);

@@ -49,15 +49,18 @@ class FlatParameter:
         self.parameters: tuple[DTensor, ...] = columns[0]
         self._locals: tuple[torch.Tensor, ...] = columns[1]
         self._states = dict(zip(keys, columns[3:], strict=True))
-        self.parameter = nn.Parameter(_flat(self._locals))
-        gradient = _flat(columns[2])
+        self.parameter = nn.Parameter(_flat(self._locals, self._locals))
+        gradient = _flat(columns[2], self._locals)
         self.parameter.grad_dtype = gradient.dtype
         self.parameter.grad = gradient
         self.state: dict[str, Any] = {}
         for key, each in self._states.items():
-            self.state[key] = value = each[0].clone() if each[0].dim() == 0 else _flat(each)
-            if value.dim() and value.shape != self.parameter.shape:
-                raise ValueError(f"{key} has other shapes than the parameters")
+            is_number = each[0].dim() == 0
+            self.state[key] = each[0].clone() if is_number else _flat(each, self._locals)
+        # What is left over after whole vectors of the shards' dtype differs in a smaller one.
+        tensors = (gradient, *(each for each in self.state.values() if each.dim() > 0))
+        if any(each.itemsize < self.parameter.itemsize for each in tensors):
+            raise ValueError("a gradient or a state has smaller elements than the shards")
 
     @property
     def has_new_states(self) -> bool:
@@ -73,10 +76,10 @@ class FlatParameter:
                 flat = value.expand(len(self._locals)).contiguous() if is_number else value
                 _C.copy_from_flat(flat, self._states[key])
                 continue
-            for parameter, part in zip(self.parameters, self._divided(value), strict=True):
+            for parameter, part in zip(self.parameters, self._parts(value), strict=True):
                 states[parameter][key] = part
 
-    def _divided(self, value: Any) -> Iterator[Any]:
+    def _parts(self, value: Any) -> Iterator[Any]:
         """Yields each parameter's part of a state."""
         is_number = not isinstance(value, torch.Tensor) or value.dim() == 0
         offset = 0
@@ -94,22 +97,21 @@ def flat_parameters(given: Iterable[torch.Tensor], states: _States) -> list[Flat
 
     Args:
         given: parameters of a group of an optimizer that updates each element by itself.
-        states: the optimizer's states.
+        states: the optimizer's states. No two tensors of them, and no two parameters, share memory
+            (where those of one flat parameter begin at one place, it is not made).
     """
     alike: defaultdict[tuple[Any, ...], list[_Small]] = defaultdict(list)
     for parameter in given:
         state = states.get(parameter) or {}
         if (small := _small(parameter, state)) is not None:
-            alike[small[1].dtype, small[2].dtype, *state].append(small)
+            kinds = *map(type, state.values()), small[1].dtype, small[2].dtype
+            alike[(*state,), kinds].append(small)
     found = []
     with torch.inference_mode(False), torch.no_grad():
-        for (dtype, gradient_dtype, *keys), members in alike.items():
-            # What is left over after whole vectors of the shards' dtype differs in a smaller one.
-            if not dtype.is_floating_point or gradient_dtype.itemsize < dtype.itemsize:
-                continue
+        for (keys, _), members in alike.items():
             try:
-                found += [FlatParameter(each, keys) for each in _divided(members)]
-            except (TypeError, ValueError):  # states are not tensors, or not alike
+                found += [FlatParameter(each, keys) for each in _chunks(members)]
+            except ValueError:  # each takes a step by itself
                 continue
     return found
 
@@ -129,13 +131,17 @@ def _small(parameter: torch.Tensor, state: dict[str, Any]) -> _Small | None:
     return [parameter, local, local_tensor(gradient), *locals_]
 
 
-def _divided(members: Sequence[_Small]) -> Iterator[list[_Small]]:
+def _chunks(members: Sequence[_Small]) -> Iterator[list[_Small]]:
     """Yields members of equal numbers, few enough for one tensor and enough to be worth it."""
     _, locals_, _, *states = zip(*members, strict=True)
+    if not locals_[0].is_floating_point():
+        raise ValueError("torch may step complex numbers as pairs")
     if not all(isinstance(column[0], torch.Tensor) for column in states):
         raise ValueError("states are not tensors")
-    _flat(locals_)  # no two are in one memory
-    numbers = [_flat(column).tolist() for column in states if column[0].dim() == 0]
+    if any(any(map(torch.Tensor.is_inference, column)) for column in (locals_, *states)):
+        raise ValueError("a step outside of inference mode cannot change its tensors")
+    _flat(locals_, locals_)  # no two are in one memory
+    numbers = [_flat(each, each[:1] * len(each)).tolist() for each in states if each[0].dim() == 0]
     by_numbers: defaultdict[tuple[float, ...], list[_Small]] = defaultdict(list)
     values = zip(*numbers, strict=True) if numbers else [()] * len(members)
     for member, each in zip(members, values, strict=True):
@@ -146,17 +152,16 @@ def _divided(members: Sequence[_Small]) -> Iterator[list[_Small]]:
         for member in equal:
             numel += member[1].numel()
             if numel >= _DIVIDED:
-                yield some
+                if len(some) >= _FEWEST:
+                    yield some
                 some, numel = [], member[1].numel()
             some.append(member)
         if len(some) >= _FEWEST:
             yield some
 
 
-def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    flat = _C.copy_to_flat(tensors)
+def _flat(tensors: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> torch.Tensor:
+    flat = _C.copy_to_flat(tensors, like)
     if flat is None:
-        raise ValueError(
-            "tensors differ in dtype, are elsewhere than in a CPU's memory, or share it"
-        )
+        raise ValueError("tensors have other shapes or dtypes, are not plain, or share memory")
     return flat

@@ -18,6 +18,7 @@ from deepcompile_zero3.sharding.flat_parameter import FlatParameter, flat_parame
 from deepcompile_zero3.sharding.muon import Muon
 from deepcompile_zero3.sharding.owned import OwnedTensor, own, rows_of
 from deepcompile_zero3.torch_internals import tree_leaves
+from deepcompile_zero3.torch_internals.optimizers import has_step_hooks, has_step_of_its_class
 
 # Optimizers of torch that update an element by its own gradient and state.
 ELEMENTWISE = (
@@ -76,7 +77,8 @@ def step_locally(optimizer: torch.optim.Optimizer, *, is_elementwise: bool = Fal
         raise Zero3Error("step_locally comes before offload_optimizer: call it first")
     if hasattr(optimizer.step, "_steps_locally"):
         raise Zero3Error(f"step_locally was called twice on the same {type(optimizer).__name__}")
-    step, locals_of = function_of(optimizer.step), _LocalTensors()
+    locals_of = _LocalTensors(is_wrapped=not has_step_of_its_class(optimizer))
+    step = function_of(optimizer.step)
 
     @functools.wraps(step)
     def local_step(self: torch.optim.Optimizer, closure: Any = None, **kwargs: Any) -> Any:
@@ -163,7 +165,9 @@ def parameters_replaced(
 class _LocalTensors:
     """The local tensors of an optimizer's parameters, as parameters of their own."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_wrapped: bool) -> None:
+        # Somebody's function around the optimizer's step may look at each parameter.
+        self._is_wrapped = is_wrapped
         # For each local tensor, a parameter in the same memory. Not for each DTensor: one with weak
         # references cannot be swapped, as to_empty() does.
         self._parameters = WeakIdKeyDictionary()
@@ -182,7 +186,7 @@ class _LocalTensors:
             locals_of_groups: list[list[torch.Tensor]] = []
             for group in optimizer.param_groups:
                 given = group["params"]
-                is_flat = _may_be_flat(optimizer, group)
+                is_flat = not self._is_wrapped and _may_be_flat(optimizer, group)
                 flats_of_group = flat_parameters(given, states) if is_flat else []
                 flats += flats_of_group
                 locals_of_groups.append([flat.parameter for flat in flats_of_group])
@@ -252,7 +256,7 @@ def _may_be_flat(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> boo
         and not (group.get("differentiable") or group.get("capturable"))
         and getattr(optimizer, "grad_scale", None) is None  # gradients are unscaled in place
         and not hasattr(optimizer.step, "_steps_in_parts")  # memory is scarce
-        and not torch_internals.has_step_hooks(optimizer)
+        and not has_step_hooks(optimizer)
     )
 
 

@@ -272,11 +272,6 @@ def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
     return with_spec(local, spec)
 
 
-def has_step_hooks(optimizer: Any) -> bool:
-    """Returns whether hooks of ``optimizer`` see its steps."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
-
-
 def post_accumulate_grad_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
     """Returns the hooks of ``register_post_accumulate_grad_hook``, in order of registration."""
     return list((parameter._post_accumulate_grad_hooks or {}).values())

@@ -1,0 +1,25 @@
+"""Private names of torch's optimizers."""
+
+from typing import Any
+
+from deepcompile_zero3.torch_release import private
+
+# Hooks of ``register_optimizer_step_pre_hook`` and ``_post_hook``, by id.
+_hooks_of_all = tuple(
+    private("torch.optim.optimizer", f"_global_optimizer_{moment}_hooks")
+    for moment in ("pre", "post")
+)
+
+
+def has_step_hooks(optimizer: Any) -> bool:
+    """Returns whether hooks see the steps of ``optimizer``, its own ones or those of all."""
+    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    return any((*own, *_hooks_of_all))
+
+
+def has_step_of_its_class(optimizer: Any) -> bool:
+    """Returns whether nobody but a scheduler has put another ``step`` in place of its class's."""
+    step = optimizer.step
+    if hasattr(step, "_wrapped_by_lr_sched"):  # counts the calls
+        step = step.__wrapped__
+    return getattr(step, "__func__", step) is type(optimizer).step
