@@ -10,6 +10,7 @@ import traceback
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -63,16 +64,22 @@ class Ranks:
         """
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         context = mp.get_context("spawn")
+        environment = {
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+            "TORCHINDUCTOR_CACHE_DIR": cache,
+        }
         self._ranks = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             store = f"{self._folder.name}/store"
             process = context.Process(
                 target=_serve,
-                args=(theirs, make, rank, world_size, store, cache),
+                args=(theirs, make, rank, world_size, store),
                 daemon=True,
             )
-            process.start()
+            with patch.dict(os.environ, environment):  # as torchrun has it
+                process.start()
             theirs.close()
             self._ranks.append((process, ours))
 
@@ -204,8 +211,6 @@ def join(rank: int, world_size: int, store: str, device: str = "cpu") -> None:
         torch.cuda.set_device(of_rank)
         # For AdamW over tensors in host memory.
         torch.set_num_threads(max(len(os.sched_getaffinity(0)) // world_size, 1))
-    else:  # ranks share the processor
-        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     dist.init_process_group(
         "gloo" if of_rank is None else "nccl",
         init_method=f"file://{store}",
@@ -216,9 +221,8 @@ def join(rank: int, world_size: int, store: str, device: str = "cpu") -> None:
     )
 
 
-def _serve(pipe, make, rank, world_size, store, cache) -> None:
+def _serve(pipe, make, rank, world_size, store) -> None:
     faulthandler.register(signal.SIGUSR1)
-    os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", TORCHINDUCTOR_CACHE_DIR=cache)
     torch.set_num_threads(1)
     made = error = None
     while True:

@@ -175,6 +175,24 @@ def test_a_parameter_of_any_dtype_has_a_norm_if_its_gradient_has(dtype):
     assert parameters[0].grad.abs().sum() == pytest.approx(1.4)
 
 
+@pytest.mark.parametrize("foreach", [None, True, False])
+@pytest.mark.parametrize("norm_type", NORMS)
+def test_many_small_gradients_have_the_norm_that_torch_computes(norm_type, foreach):
+    torch.manual_seed(0)
+    shapes = [(3, 5), (), (0, 4), (64, 64), (65, 64), (7,)] * 30
+    gradients = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    gradients[0] = gradients[0].t().contiguous().t()  # clones keep its strides
+    ours, theirs = ([_parameter(g.clone(), g.clone()) for g in gradients] for _ in range(2))
+    if norm_type in (-1.0, math.inf, -math.inf):  # torch has none of a tensor without elements
+        ours, theirs = ([p for p in each if p.numel()] for each in (ours, theirs))
+    norm = clip_grad_norm_(ours, 1.0, norm_type, foreach=foreach)
+    torch.testing.assert_close(
+        norm, nn.utils.clip_grad_norm_(theirs, 1.0, norm_type, foreach=foreach)
+    )
+    for clipped, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(clipped.grad, expected.grad)
+
+
 def test_the_signature_is_torchs():
     def described(function):
         parameters = inspect.signature(function).parameters.values()

@@ -234,7 +234,8 @@ std::optional<at::Tensor> copy_to_flat(const std::vector<at::Tensor>& tensors,
   int64_t numel = 0;
   std::vector<const void*> places;
   for (auto& tensor : tensors) {
-    if (!is_in_memory_of_cpu(tensor) || tensor.dtype() != tensors.front().dtype()) return {};
+    if (!is_in_memory_of_cpu(tensor) || tensor.is_inference()) return {};
+    if (tensor.dtype() != tensors.front().dtype()) return {};
     numel += tensor.numel();
     places.push_back(tensor.const_data_ptr());
   }

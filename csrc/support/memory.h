@@ -25,8 +25,8 @@ void copy_into(const at::Tensor& to, const at::Tensor& from);
 
 // Returns a tensor [sum of elements] of `tensors`, one behind the other. Returns none if there are
 // none, their sizes are not those of `like`, dtypes differ, two begin at one place, or one is empty
-// or not plain: contiguous in a CPU's memory, of no subclass with a dispatch of its own, and
-// negated or conjugated by no flag.
+// or not plain: contiguous in a CPU's memory, not of inference mode, of no subclass with a dispatch
+// of its own, and negated or conjugated by no flag.
 std::optional<at::Tensor> copy_to_flat(const std::vector<at::Tensor>& tensors,
                                        const std::vector<at::Tensor>& like);
 

@@ -50,8 +50,8 @@ def clip_grad_norm_(
         RuntimeError: the norm is not finite, and ``error_if_nonfinite`` asks for an error.
         Zero3Error: a backward steps a parameter, see :func:`step_in_backward`.
     """
-    parameters = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-    groups_of: dict[Any, ProcessGroups] = {}
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    groups_of: dict[int, ProcessGroups] = {}  # of specs that `parameters` keep alive
     parts = []
     for parameter in parameters:
         refuse_if_stepped_in_backward(parameter, "clip_grad_norm_")

@@ -104,11 +104,10 @@ def flat_parameters(given: Iterable[torch.Tensor], states: _States) -> list[Flat
     for parameter in given:
         state = states.get(parameter) or {}
         if (small := _small(parameter, state)) is not None:
-            kinds = *map(type, state.values()), small[1].dtype, small[2].dtype
-            alike[(*state,), kinds].append(small)
+            alike[small[1].dtype, small[2].dtype, *state].append(small)
     found = []
     with torch.inference_mode(False), torch.no_grad():
-        for (keys, _), members in alike.items():
+        for (_, _, *keys), members in alike.items():
             try:
                 found += [FlatParameter(each, keys) for each in _chunks(members)]
             except ValueError:  # each takes a step by itself
@@ -127,8 +126,13 @@ def _small(parameter: torch.Tensor, state: dict[str, Any]) -> _Small | None:
     mine, theirs = spec_of(parameter), spec_of(gradient)
     if mine is not theirs and mine.placements != theirs.placements:
         return None
-    locals_ = [local_tensor(v) if type(v) is DTensor else v for v in state.values()]
-    return [parameter, local, local_tensor(gradient), *locals_]
+    small = [parameter, local, local_tensor(gradient)]
+    for value in state.values():
+        kind = type(value)
+        if kind is not DTensor and kind is not torch.Tensor:
+            return None
+        small.append(local_tensor(value) if kind is DTensor else value)
+    return small
 
 
 def _chunks(members: Sequence[_Small]) -> Iterator[list[_Small]]:
@@ -136,10 +140,6 @@ def _chunks(members: Sequence[_Small]) -> Iterator[list[_Small]]:
     _, locals_, _, *states = zip(*members, strict=True)
     if not locals_[0].is_floating_point():
         raise ValueError("torch may step complex numbers as pairs")
-    if not all(isinstance(column[0], torch.Tensor) for column in states):
-        raise ValueError("states are not tensors")
-    if any(any(map(torch.Tensor.is_inference, column)) for column in (locals_, *states)):
-        raise ValueError("a step outside of inference mode cannot change its tensors")
     _flat(locals_, locals_)  # no two are in one memory
     numbers = [_flat(each, each[:1] * len(each)).tolist() for each in states if each[0].dim() == 0]
     by_numbers: defaultdict[tuple[float, ...], list[_Small]] = defaultdict(list)

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,12 @@ from torch.distributed.tensor import DeviceMesh, DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from deepcompile_zero3 import torch_internals
+from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.owned import OwnerMesh
+
+# Bytes of a tensor up to which a copy takes less time than the operators of its norm, and how many
+# such tensors are copied together.
+_SMALL, _TOGETHER = 16 << 10, 64
 
 # The process groups that a tensor is sharded over, in the order of its mesh's dimensions.
 ProcessGroups = tuple[dist.ProcessGroup, ...]
@@ -32,30 +37,32 @@ class GradientPart:
     __slots__ = ("device", "dtype", "grad", "groups", "summed")
 
     def __init__(
-        self, parameter: torch.Tensor, dtype: torch.dtype, groups_of: dict[Any, ProcessGroups]
+        self, parameter: torch.Tensor, dtype: torch.dtype, groups_of: dict[int, ProcessGroups]
     ) -> None:
         """Collective if the gradient is a partial sum.
 
         Args:
             parameter: a parameter.
             dtype: see the attribute.
-            groups_of: the process groups that are known, by mesh and placements. Others are added.
+            groups_of: the process groups that are known, by the id of a DTensor's spec, which
+                parameters of one shape share. Others are added.
         """
         self.dtype = dtype
         self.device = parameter.device
-        self.groups: ProcessGroups = ()
-        self.grad = self.summed = parameter.grad
+        grad = self.grad = self.summed = parameter.grad
         if not isinstance(parameter, DTensor):
+            self.groups: ProcessGroups = ()
             return
         spec = torch_internals.spec_of(parameter)
-        key = id(spec.mesh), spec.placements
-        groups = groups_of.get(key)  # one lookup: hashing placements takes time
+        groups = groups_of.get(id(spec))
         if groups is None:
-            groups = groups_of[key] = _groups_of(spec.mesh, spec.placements)
+            groups = groups_of[id(spec)] = _groups_of(spec.mesh, spec.placements)
         self.groups = groups
-        if self.grad is not None:
-            self.grad = torch_internals.local_tensor(cast(DTensor, self.grad))
-            self.summed = torch_internals.local_gradient(parameter)
+        if grad is not None:
+            grad = cast(DTensor, grad)
+            self.grad = self.summed = torch_internals.local_tensor(grad)
+            if torch_internals.spec_of(grad) is not spec:
+                self.summed = torch_internals.local_gradient(parameter)
 
 
 def total_norm(
@@ -134,7 +141,20 @@ def _local_norms(
     tensors_with_rows = [t for t in tensors if t.numel() > 0]  # others have no infinity norm
     if not tensors_with_rows:
         return tensors[0].new_full([1], math.inf if norm_type < 0 else 0.0)
+    if foreach is not False:
+        tensors_with_rows = _small_joined(tensors_with_rows, norm_type)
     return nn.utils.get_total_norm(tensors_with_rows, norm_type, foreach=foreach).reshape(1)
+
+
+def _small_joined(tensors: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
+    """Returns tensors of the same norm: fewer in place of the small ones, if these lie on a CPU."""
+    small = [tensor for tensor in tensors if tensor.nbytes <= _SMALL]
+    joined = [tensor for tensor in tensors if tensor.nbytes > _SMALL]
+    for start in range(0, len(small), _TOGETHER):
+        some = small[start : start + _TOGETHER]
+        flat = _C.copy_to_flat(some, some)
+        joined += some if flat is None else [torch.linalg.vector_norm(flat, norm_type).reshape(1)]
+    return joined
 
 
 def _over_ranks(norms: torch.Tensor, norm_type: float, group: dist.ProcessGroup) -> torch.Tensor:
