@@ -12,8 +12,8 @@ from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.torch_internals import local_tensor, spec_of
 
-# Bytes of a shard up to which copies take less time than an optimizer's operators.
-_SMALL = 16 << 10
+# Bytes of a tensor up to which a copy takes less time than operators on the tensor by itself.
+SMALL = 16 << 10
 # torch computes whole vectors, and what is left over otherwise. Shards of a multiple of these bytes
 # have the same bits whether they are stepped together or each by itself.
 _WHOLE_VECTORS = 128
@@ -121,7 +121,7 @@ def _small(parameter: torch.Tensor, state: dict[str, Any]) -> _Small | None:
         return None
     local = local_tensor(parameter)
     nbytes = local.nbytes
-    if not 0 < nbytes <= _SMALL or nbytes % _WHOLE_VECTORS:
+    if not 0 < nbytes <= SMALL or nbytes % _WHOLE_VECTORS:
         return None
     mine, theirs = spec_of(parameter), spec_of(gradient)
     if mine is not theirs and mine.placements != theirs.placements:

@@ -13,11 +13,10 @@ from torch.distributed.tensor.placement_types import Placement
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.runtime import _C
+from deepcompile_zero3.sharding.flat_parameter import SMALL
 from deepcompile_zero3.sharding.owned import OwnerMesh
 
-# Bytes of a tensor up to which a copy takes less time than the operators of its norm, and how many
-# such tensors are copied together.
-_SMALL, _TOGETHER = 16 << 10, 64
+_TOGETHER = 64  # small tensors that are copied to one for their norm
 
 # The process groups that a tensor is sharded over, in the order of its mesh's dimensions.
 ProcessGroups = tuple[dist.ProcessGroup, ...]
@@ -148,8 +147,8 @@ def _local_norms(
 
 def _small_joined(tensors: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
     """Returns tensors of the same norm: fewer in place of the small ones, if these lie on a CPU."""
-    small = [tensor for tensor in tensors if tensor.nbytes <= _SMALL]
-    joined = [tensor for tensor in tensors if tensor.nbytes > _SMALL]
+    small = [tensor for tensor in tensors if tensor.nbytes <= SMALL]
+    joined = [tensor for tensor in tensors if tensor.nbytes > SMALL]
     for start in range(0, len(small), _TOGETHER):
         some = small[start : start + _TOGETHER]
         flat = _C.copy_to_flat(some, some)
