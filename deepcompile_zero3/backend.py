@@ -39,6 +39,7 @@ from deepcompile_zero3.passes.graph_pass import parse_options
 from deepcompile_zero3.passes.lift import attach, lift_unshards
 from deepcompile_zero3.passes.partitioner import Partitioner
 from deepcompile_zero3.passes.pipeline import Pipeline, source_key
+from deepcompile_zero3.passes.region_reductions import reduce_in_regions
 from deepcompile_zero3.passes.regions import RegionFacts
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.extension import is_metadata, parameter_behind
@@ -90,6 +91,8 @@ def compile_with_inductor(
     """Rewrites a partitioned graph and compiles it. Takes the arguments of ``compile_fx_inner``."""
     is_backward = bool(kwargs.get("is_backward"))
     pipeline(graph_module, is_backward)
+    if is_backward and pipeline.inputs:
+        reduce_in_regions(graph_module)
     if is_backward and pipeline.offloads:
         example_inputs = _where_they_are(graph_module, example_inputs)
     return compiler.compile_fx_inner(graph_module, example_inputs, **kwargs)

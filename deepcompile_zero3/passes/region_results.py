@@ -27,7 +27,7 @@ def separate_results(gm: fx.GraphModule) -> None:
         inputs = _positions_of_inputs(region)
         replays = {
             position: _replay(result)
-            for position, result in enumerate(_results(region))
+            for position, result in enumerate(results_in(region))
             if result is not None
         }
         bases = dict.fromkeys(base for replay in replays.values() for base in replay.bases)
@@ -35,7 +35,7 @@ def separate_results(gm: fx.GraphModule) -> None:
         for call in calls:
             for position, item in results_of(call):
                 _compute_behind(call, item, replays[position], inputs, results)
-        _return(region, results, calls)
+        return_from(region, results, calls)
     gm.graph.lint()
     gm.recompile()
 
@@ -50,12 +50,12 @@ def move_products_out(gm: fx.GraphModule, gradients: Iterable[int]) -> None:
         gm: a backward graph.
         gradients: positions of parameters' gradients in its output.
     """
-    outputs = _results(gm)
+    outputs = results_in(gm)
     sent = (outputs[position] for position in gradients)
     gradient_nodes = {untransposed(node) for node in sent if node is not None}
     for name, calls in calls_by_region(gm).items():
         region = region_named(gm, name)
-        results = _results(region)
+        results = results_in(region)
         products = {}
         for position, item in (result for call in calls for result in results_of(call)):
             product = results[position]
@@ -73,7 +73,7 @@ def move_products_out(gm: fx.GraphModule, gradients: Iterable[int]) -> None:
             for position, item in results_of(call):
                 if position in products:
                     _compute_behind(call, item, products[position], inputs, results)
-        _return(region, results, calls)
+        return_from(region, results, calls)
 
 
 def keep_strides_of_regions(gm: fx.GraphModule) -> None:
@@ -84,11 +84,13 @@ def keep_strides_of_regions(gm: fx.GraphModule) -> None:
     arguments = set()
     for name, calls in calls_by_region(gm).items():
         region = region_named(gm, name)
-        compiler.keep_strides(region.graph, range(len(_results(region))))
+        compiler.keep_strides(region.graph, range(len(results_in(region))))
         given = (argument for call in calls for argument in arguments_of(call))
         arguments |= {base_of(each) for each in given if isinstance(each, fx.Node)}
     saved = (
-        i for i, r in enumerate(_results(gm)) if isinstance(r, fx.Node) and base_of(r) in arguments
+        i
+        for i, r in enumerate(results_in(gm))
+        if isinstance(r, fx.Node) and base_of(r) in arguments
     )
     compiler.keep_strides(gm.graph, saved)
 
@@ -152,12 +154,13 @@ def _compute_behind(
         for node in replay.nodes:
             outside[node] = graph.node_copy(node, outside.__getitem__)
             # Inductor finds what shares memory by the storages of these values.
-            outside[node].meta = {"val": _value_of(outside[node])}
+            outside[node].meta = {"val": value_of(outside[node])}
     item.replace_all_uses_with(outside[(*replay.bases, *replay.nodes)[-1]])
     graph.erase_node(item)
 
 
-def _value_of(node: fx.Node) -> Any:
+def value_of(node: fx.Node) -> Any:
+    """Returns the value that tracing would record for ``node``, from those of its arguments."""
     target: Any = node.target
     args, kwargs = map_aggregate(
         (node.args, node.kwargs), lambda a: a.meta["val"] if isinstance(a, fx.Node) else a
@@ -170,13 +173,14 @@ def _positions_of_inputs(region: fx.GraphModule) -> dict[fx.Node, int]:
     return {node: position for position, node in enumerate(inputs)}
 
 
-def _results(gm: fx.GraphModule) -> list[Any]:
+def results_in(gm: fx.GraphModule) -> list[Any]:
+    """Returns the results of a graph: nodes, or None."""
     results: Any = gm.graph.output_node().args[0]
     return list(results)
 
 
-def _return(region: fx.GraphModule, results: list[Any], calls: Iterable[fx.Node]) -> None:
-    """Makes a region return ``results``."""
+def return_from(region: fx.GraphModule, results: list[Any], calls: Iterable[fx.Node]) -> None:
+    """Makes a region return ``results``, without what is not needed for them."""
     compiler.set_results(region.graph, results)
     region.graph.output_node().meta.pop("desc", None)
     region.graph.eliminate_dead_code()

@@ -1,0 +1,92 @@
+"""Regions reduce the gradients of their calls, as Inductor gets them."""
+
+import pytest
+import torch
+from models import Block
+from one_rank import one_rank  # noqa: F401 (a fixture)
+from torch import nn
+
+from deepcompile_zero3 import capture_graphs, fully_shard
+from deepcompile_zero3.graph.calls import inlined
+from deepcompile_zero3.passes.region_reductions import reduce_in_regions
+from deepcompile_zero3.runtime import REDUCTIONS
+
+WIDTH = 160  # 100 KiB a matrix: their products are computed where they are sent from
+
+
+class _Model(nn.Module):
+    def __init__(self, depth, *, embeds=True, adds_after=None):
+        super().__init__()
+        self.embedding = nn.Embedding(8, WIDTH) if embeds else nn.Identity()
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(depth))
+        self.adds_after = adds_after
+        if adds_after is not None:
+            self.added = nn.Parameter(torch.zeros(2, WIDTH))
+
+    def forward(self, x):
+        h = self.embedding(x)
+        for position, block in enumerate(self.blocks):
+            h = block(h)
+            if position == self.adds_after:
+                h = h + self.added
+        return h
+
+
+def _backward(model):
+    """Returns the rewritten backward graph of a sharded model."""
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    x = torch.randn(2, WIDTH, requires_grad=True)
+    if isinstance(model.embedding, nn.Embedding):
+        x = torch.arange(2)
+    options = {"inductor": False, "regions": True}
+    with capture_graphs() as graphs:
+        torch.compile(model, backend="zero3", options=options)(x).sum().backward()
+    return graphs.backward[0].graph_module
+
+
+def _reductions(graph):
+    return [node for node in graph.nodes if node.target in REDUCTIONS]
+
+
+def _sent(gm):
+    """Returns the reductions of a graph and of its regions, in their order."""
+    whole = inlined(gm).graph
+    whole.lint()
+    reductions = _reductions(whole)
+    for before, reduction in zip([None, *reductions], reductions, strict=False):
+        if before is not None:
+            assert reduction.args[2] is before
+    return [(str(n.target), n.args[1].name, dict(n.kwargs)) for n in reductions]
+
+
+@pytest.mark.parametrize("adds_after", [None, 0, 1, 2])
+def test_a_call_takes_its_reductions_along(one_rank, adds_after):  # noqa: F811
+    gm = _backward(_Model(3, adds_after=adds_after))
+    expected, before = _sent(gm), len(gm.graph.nodes)
+    of_others = 1 if adds_after is None else 2
+    assert len(expected) == len(_reductions(gm.graph)) == 3 * 6 + of_others
+    assert {target for target, _, _ in expected} == {
+        "zero3.reduce_mm.default",
+        "zero3.reduce_grad.default",
+    }
+    reduce_in_regions(gm)
+    assert len(_reductions(gm.graph)) == of_others
+    assert len(gm.graph.nodes) < before - 3 * 12  # views, and what gets a result of a call
+    assert _sent(gm) == expected
+
+
+def test_reductions_stay_where_nothing_reads_the_last_call(one_rank):  # noqa: F811
+    gm = _backward(_Model(3, embeds=False))
+    reduce_in_regions(gm)
+    assert len(_reductions(gm.graph)) == 3 * 6
+
+
+def test_reductions_stay_where_calls_differ_in_them(one_rank):  # noqa: F811
+    gm = _backward(_Model(3))
+    _reductions(gm.graph)[8].update_kwarg("contract", "bfloat16")
+    expected = _sent(gm)
+    reduce_in_regions(gm)
+    assert len(_reductions(gm.graph)) == len(expected)
+    assert _sent(gm) == expected
