@@ -57,7 +57,7 @@ test-torch:
 CUDA_HOME ?= /usr/local/cuda
 check-cuda: VENV = .venv-cuda
 check-cuda: TORCH = 2.15.0
-check-cuda: export TORCH_CUDA_ARCH_LIST = 8.0;9.0;10.0
+check-cuda: export TORCH_CUDA_ARCH_LIST ?= 8.0;9.0;10.0
 check-cuda:
 	@test -x $(CUDA_HOME)/bin/nvcc || \
 	  { echo "there is no $(CUDA_HOME)/bin/nvcc: make check-cuda CUDA_HOME=..." >&2; exit 1; }

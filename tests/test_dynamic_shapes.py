@@ -115,6 +115,7 @@ def test_dimensions_marked_as_dynamic_are_compiled_once(run_ranks, said):
 # ---- different from rank to rank
 
 
+@pytest.mark.long
 def test_a_rank_may_compile_while_another_does_not(run_ranks):
     shapes = [
         [(2, 8), (2, 8)],

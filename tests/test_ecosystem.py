@@ -130,6 +130,7 @@ def _compiled_optimizer():
     assert_same_parameters(model, reference, tolerance=1e-3)
 
 
+@pytest.mark.long
 @pytest.mark.inductor
 def test_the_step_of_an_optimizer_can_be_compiled(run_ranks):
     run_ranks(2, _compiled_optimizer)

@@ -100,7 +100,10 @@ def _moved_by_a_step(folder, budget_mb):
     return found[1].written - found[0].written, found[1].read - found[0].read
 
 
-@pytest.mark.parametrize("budget_mb", [0, 21, 25])
+@pytest.mark.parametrize(
+    "budget_mb",
+    [pytest.param(0, marks=pytest.mark.long), 21, pytest.param(25, marks=pytest.mark.long)],
+)
 def test_a_plan_tells_what_is_moved(run_ranks, tmp_path, budget_mb):
     def sharded(model, mesh):
         policy = FileOffloadPolicy(tmp_path, budget_mb)
@@ -284,6 +287,7 @@ def _dynamic(folder):
     assert policy.stats().written > 8 * MIB
 
 
+@pytest.mark.long
 def test_sizes_may_be_symbols(run_ranks, tmp_path):
     run_ranks(2, _dynamic, str(tmp_path))
 

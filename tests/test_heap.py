@@ -36,6 +36,7 @@ def _faults_of_steps(how, steps):
     return faults
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "how",
     [

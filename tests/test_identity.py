@@ -277,11 +277,11 @@ def _partitioned(transport, of, config, budget, keep):
 @pytest.mark.parametrize(
     ("of", "config", "budget", "keep"),
     [
-        ("stack", "default_partition", 1.0, None),
         ("returns", None, 0.5, False),
         *(
             pytest.param(*case, marks=pytest.mark.long)
             for case in [
+                ("stack", "default_partition", 1.0, None),
                 ("returns", "default_partition", 1.0, False),
                 ("stack", None, 0.0, None),
                 ("stack", None, 0.5, False),

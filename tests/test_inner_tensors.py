@@ -153,6 +153,7 @@ def _explained():
     assert "i8/f32" in report
 
 
+@pytest.mark.long
 def test_explain_knows_inner_tensors(run_ranks):
     run_ranks(1, _explained)
 

@@ -297,6 +297,7 @@ print("trained")
 """
 
 
+@pytest.mark.long
 def test_workers_are_forked_and_a_process_ends_with_models_alive(tmp_path):
     ranks = [
         subprocess.Popen(

@@ -50,6 +50,7 @@ def build(tmp_path_factory):
     return build
 
 
+@pytest.mark.long
 def test_random_gathers_and_reductions_are_right(build):
     ran = _run(build())
     assert "WARNING: ThreadSanitizer" not in ran.stderr, ran.stderr

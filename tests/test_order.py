@@ -39,7 +39,7 @@ def _collectives(run, batch):
     [
         ("llama", "interpreted"),
         pytest.param("gpt2", "interpreted", marks=pytest.mark.long),
-        ("vit", "interpreted"),
+        pytest.param("vit", "interpreted", marks=pytest.mark.long),
         pytest.param("llama", "zero3", marks=INDUCTOR_TOO),
     ],
 )

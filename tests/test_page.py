@@ -317,6 +317,7 @@ def _hover(driver, element):
     return found[0].text
 
 
+@pytest.mark.long
 @in_browser
 def test_a_search_finds_rows_and_bars(opened):
     driver = opened(save_example)

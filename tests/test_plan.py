@@ -97,6 +97,7 @@ def test_real_ranks_send_what_was_planned(run_ranks, name):
     assert expected["reduce_scatter"][0] > 2
 
 
+@pytest.mark.long
 def test_replicas_send_what_was_planned(run_ranks):
     settings = "llama", (2, 2), None, 1 << 14
     expected = _planned(*settings)
@@ -181,6 +182,7 @@ def test_spans_of_a_lane_follow_each_other_and_memory_is_never_negative(large):
     assert last["activations"] == last["gathered"] == last["communication"] == 0
 
 
+@pytest.mark.long
 def test_a_quicker_machine_takes_less_and_numbers_can_be_set(large):
     slow = MACHINES["h100"].with_numbers(flops=1e13, remote_bandwidth=1e9)
     other = plan(_wide, _tokens(1, 2048), world_size=1024, shard=_in_bf16, machine=slow)
@@ -201,6 +203,7 @@ def test_flops_are_those_that_torch_counts():
     assert found.flops == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
+@pytest.mark.long
 def test_without_prefetch_all_gathers_are_waited_for():
     settings = {"world_size": 64, "shard": _in_bf16}
     found = plan(_wide, _tokens(1, 2048), prefetch=False, **settings)

@@ -124,6 +124,7 @@ def test_operations_without_a_product_between_are_one_kernel():
     assert len(names) < sum(node.op == "call_function" for node in forward.graph_module.graph.nodes)
 
 
+@pytest.mark.long
 def test_kernels_of_layers_that_are_alike_are_measured_once():
     graphs = _graphs("llama")
     kernels = [

@@ -73,6 +73,7 @@ def _most(found, kind):
     return max(memory[timeline.kinds.index(kind)] for _, memory in timeline.memory)
 
 
+@pytest.mark.long
 def test_a_backend_has_buffers_of_its_own():
     call = {"world_size": 2, "shard": partial(_shard, 64 << 20), "advise": False}
     grouped = plan(_llama, _tokens(), **call)
@@ -143,6 +144,7 @@ def test_gathered_bytes_have_their_padding():
     assert _most(found, "gathered") == 4 * (4 * 8 * 256 * 256)
 
 
+@pytest.mark.long
 def test_nothing_of_a_simulation_is_left(monkeypatch):
     before, _ = _C.meta_buffers()
     plan(_llama, _tokens(), world_size=4, advise=False)

@@ -41,6 +41,7 @@ def _losses(script, folder):
     return [[float(loss) for rank, loss in found if rank == wanted] for wanted in "01"]
 
 
+@pytest.mark.long
 def test_the_script_trains(tmp_path):
     """Runs without Inductor, which would take most of the time."""
     script, changed = re.subn(

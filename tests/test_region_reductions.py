@@ -1,15 +1,17 @@
 """Regions reduce the gradients of their calls, as Inductor gets them."""
 
+import operator
+
 import pytest
 import torch
 from models import Block
 from one_rank import one_rank  # noqa: F401 (a fixture)
 from torch import nn
 
-from deepcompile_zero3 import capture_graphs, fully_shard
+from deepcompile_zero3 import MixedPrecisionPolicy, backend, capture_graphs, fully_shard
 from deepcompile_zero3.graph.calls import inlined
 from deepcompile_zero3.passes.region_reductions import reduce_in_regions
-from deepcompile_zero3.runtime import REDUCTIONS
+from deepcompile_zero3.runtime import REDUCTIONS, ops
 
 WIDTH = 160  # 100 KiB a matrix: their products are computed where they are sent from
 
@@ -34,16 +36,23 @@ class _Model(nn.Module):
 
 def _backward(model):
     """Returns the rewritten backward graph of a sharded model."""
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
+    with capture_graphs() as graphs:
+        _step(model, inductor=False, regions=True)
+    return graphs.backward[0].graph_module
+
+
+def _step(model, **options):
+    torch._dynamo.reset()
     x = torch.randn(2, WIDTH, requires_grad=True)
     if isinstance(model.embedding, nn.Embedding):
         x = torch.arange(2)
-    options = {"inductor": False, "regions": True}
-    with capture_graphs() as graphs:
-        torch.compile(model, backend="zero3", options=options)(x).sum().backward()
-    return graphs.backward[0].graph_module
+    torch.compile(model, backend="zero3", options=options)(x).square().sum().backward()
+
+
+def _sharded(model, **settings):
+    for block in model.blocks:
+        fully_shard(block, **settings)
+    return fully_shard(model, **settings)
 
 
 def _reductions(graph):
@@ -63,7 +72,7 @@ def _sent(gm):
 
 @pytest.mark.parametrize("adds_after", [None, 0, 1, 2])
 def test_a_call_takes_its_reductions_along(one_rank, adds_after):  # noqa: F811
-    gm = _backward(_Model(3, adds_after=adds_after))
+    gm = _backward(_sharded(_Model(3, adds_after=adds_after)))
     expected, before = _sent(gm), len(gm.graph.nodes)
     of_others = 1 if adds_after is None else 2
     assert len(expected) == len(_reductions(gm.graph)) == 3 * 6 + of_others
@@ -77,16 +86,51 @@ def test_a_call_takes_its_reductions_along(one_rank, adds_after):  # noqa: F811
     assert _sent(gm) == expected
 
 
+def test_what_waits_for_a_reduction_waits_for_its_call(one_rank):  # noqa: F811
+    gm = _backward(_sharded(_Model(3)))
+    reduction = _reductions(gm.graph)[2]
+    with gm.graph.inserting_after(reduction):  # as the load of an activation does
+        args = gm.graph.find_nodes(op="placeholder")[0], reduction
+        reader = gm.graph.call_function(ops.load_start.default, args)
+        reader.meta["val"] = torch.empty(1, dtype=torch.int64)
+    gm.graph.output_node().args = ([reader],)
+    reduce_in_regions(gm)
+    gm.graph.lint()
+    assert reader.args[1].target is operator.getitem  # of the call's results
+    assert len(_reductions(gm.graph)) == 1
+
+
 def test_reductions_stay_where_nothing_reads_the_last_call(one_rank):  # noqa: F811
-    gm = _backward(_Model(3, embeds=False))
+    gm = _backward(_sharded(_Model(3, embeds=False)))
     reduce_in_regions(gm)
     assert len(_reductions(gm.graph)) == 3 * 6
 
 
 def test_reductions_stay_where_calls_differ_in_them(one_rank):  # noqa: F811
-    gm = _backward(_Model(3))
+    gm = _backward(_sharded(_Model(3)))
     _reductions(gm.graph)[8].update_kwarg("contract", "bfloat16")
     expected = _sent(gm)
     reduce_in_regions(gm)
     assert len(_reductions(gm.graph)) == len(expected)
     assert _sent(gm) == expected
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_no_bit_changes(one_rank, monkeypatch, dtype):  # noqa: F811
+    gradients, left = [], []
+    for moves in (True, False):
+
+        def move(gm, moves=moves):
+            if moves:
+                reduce_in_regions(gm)
+            left.append(len(_reductions(gm.graph)))
+
+        monkeypatch.setattr(backend, "reduce_in_regions", move)
+        torch.manual_seed(0)
+        model = _sharded(_Model(2), mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+        _step(model, inductor_config={"force_disable_caches": True})
+        gradients.append([parameter.grad.to_local() for parameter in model.parameters()])
+    assert left == [1, 13]
+    for actual, expected in zip(*gradients, strict=True):
+        assert torch.equal(actual, expected)

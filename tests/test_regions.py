@@ -326,6 +326,7 @@ def _assert_equal(left, expected, **tolerance):
             torch.testing.assert_close(actual, whole, **tolerance)
 
 
+@pytest.mark.long
 @pytest.mark.inductor
 @pytest.mark.parametrize("settings", [{}, pytest.param(SEQUENCES, marks=pytest.mark.long)])
 def test_inductor_reuses_no_memory_that_a_region_shares(one_rank, settings):  # noqa: F811

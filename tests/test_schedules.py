@@ -100,6 +100,7 @@ def _train(order):
     return [_gathers(code) for code in codes], [[c for c in first if c[0] == k] for k in kinds]
 
 
+@pytest.mark.long
 @pytest.mark.inductor
 @pytest.mark.parametrize("order", ["inductor", pytest.param("random", marks=pytest.mark.long)])
 def test_gathers_start_one_bucket_ahead_in_any_order_of_other_nodes(run_ranks, order):

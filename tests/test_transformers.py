@@ -260,6 +260,7 @@ def _train_adapters(folder):
     assert_same_gradients(model, reference)
 
 
+@pytest.mark.long
 def test_adapters_on_a_model_that_was_loaded_in_shards_are_sharded_apart(run_apart, tmp_path):
     pytest.importorskip("peft")
     run_apart(_train_adapters, _save_model(tmp_path, tied=False))

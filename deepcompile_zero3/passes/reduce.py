@@ -17,7 +17,7 @@ from deepcompile_zero3.runtime import _C, ops
 from deepcompile_zero3.torch_internals import compiler
 
 _LARGE = 64 << 10  # bytes of a gradient that is computed where it is sent from
-_CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def _embedding_rows(grad: fx.Node) -> list[fx.Node] | None:
 
 def is_cast_to(node: fx.Node, dtype: torch.dtype | None) -> bool:
     """Returns whether ``node`` only casts what could be a gradient to ``dtype``."""
-    if node.target not in _CASTS:
+    if node.target not in CASTS:
         return False
     value, source = node.meta["val"], node.all_input_nodes[0].meta["val"]
     return source.dtype in DTYPES and value.dtype == dtype and value.device == source.device

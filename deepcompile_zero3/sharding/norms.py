@@ -146,13 +146,23 @@ def _local_norms(
 
 
 def _small_joined(tensors: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
-    """Returns tensors of the same norm: fewer in place of the small ones, if these lie on a CPU."""
-    small = [tensor for tensor in tensors if tensor.nbytes <= SMALL]
-    joined = [tensor for tensor in tensors if tensor.nbytes > SMALL]
+    """Returns tensors of the same norm: fewer in place of the small ones, if these lie on a CPU.
+
+    Their norms are in float64. A sum of so many squares in their dtype would be less precise than
+    a sum of tensors' norms, and might overflow.
+    """
+    small: list[torch.Tensor] = []
+    joined: list[torch.Tensor] = []
+    for tensor in tensors:
+        (small if tensor.numel() * tensor.itemsize <= SMALL else joined).append(tensor)
     for start in range(0, len(small), _TOGETHER):
         some = small[start : start + _TOGETHER]
         flat = _C.copy_to_flat(some, some)
-        joined += some if flat is None else [torch.linalg.vector_norm(flat, norm_type).reshape(1)]
+        if flat is None:
+            joined += some
+            continue
+        dtype = torch.promote_types(flat.dtype, torch.float64)
+        joined.append(torch.linalg.vector_norm(flat, norm_type, dtype=dtype).reshape(1))
     return joined
 
 
