@@ -91,7 +91,7 @@ def compile_with_inductor(
     """Rewrites a partitioned graph and compiles it. Takes the arguments of ``compile_fx_inner``."""
     is_backward = bool(kwargs.get("is_backward"))
     pipeline(graph_module, is_backward)
-    if is_backward and pipeline.inputs:
+    if is_backward and pipeline.inputs:  # others are compiled as by Inductor alone
         reduce_in_regions(graph_module)
     if is_backward and pipeline.offloads:
         example_inputs = _where_they_are(graph_module, example_inputs)

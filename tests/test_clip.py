@@ -193,6 +193,19 @@ def test_many_small_gradients_have_the_norm_that_torch_computes(norm_type, forea
         torch.testing.assert_close(clipped.grad, expected.grad)
 
 
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0])
+def test_many_small_gradients_of_low_precision_keep_their_norm(norm_type):
+    halves = [torch.full((100,), 400.0, dtype=torch.float16) for _ in range(128)]
+    floats = [torch.full((4096,), 0.1) for _ in range(200)]
+    # The norm of order 1 of all these halves is too large for a half.
+    for gradients in ([*halves, torch.ones(5000)], floats):
+        parts = torch.cat([gradient.double() for gradient in gradients])
+        norm = clip_grad_norm_([_parameter(g, g.clone()) for g in gradients], 1.0, norm_type)
+        assert norm.dtype == torch.float32
+        expected = torch.linalg.vector_norm(parts, norm_type)
+        torch.testing.assert_close(norm.double(), expected, rtol=1e-6, atol=0)
+
+
 def test_the_signature_is_torchs():
     def described(function):
         parameters = inspect.signature(function).parameters.values()

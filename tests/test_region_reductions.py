@@ -1,15 +1,16 @@
 """Regions reduce the gradients of their calls, as Inductor gets them."""
 
+import itertools
 import operator
 
 import pytest
 import torch
-from models import Block
+from models import Block, shard
 from one_rank import one_rank  # noqa: F401 (a fixture)
 from torch import nn
 
-from deepcompile_zero3 import MixedPrecisionPolicy, backend, capture_graphs, fully_shard
-from deepcompile_zero3.graph.calls import inlined
+from deepcompile_zero3 import MixedPrecisionPolicy, backend, capture_graphs
+from deepcompile_zero3.graph.calls import calls_by_region, inlined
 from deepcompile_zero3.passes.region_reductions import reduce_in_regions
 from deepcompile_zero3.runtime import REDUCTIONS, ops
 
@@ -34,6 +35,22 @@ class _Model(nn.Module):
         return h
 
 
+class _WithDeadCalls(nn.Module):
+    """Backward reads nothing of what regions of the first blocks return: products leave them."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Identity()
+        projections = (nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False)) for _ in range(3))
+        self.blocks = nn.ModuleList([*projections, *(Block(WIDTH) for _ in range(3))])
+
+    def forward(self, x):
+        h = sum(torch.relu(block(x.detach() * 2)) for block in self.blocks[:3])
+        for block in self.blocks[3:]:
+            h = block(h)
+        return h
+
+
 def _backward(model):
     """Returns the rewritten backward graph of a sharded model."""
     with capture_graphs() as graphs:
@@ -50,9 +67,7 @@ def _step(model, **options):
 
 
 def _sharded(model, **settings):
-    for block in model.blocks:
-        fully_shard(block, **settings)
-    return fully_shard(model, **settings)
+    return shard(model, model.blocks, **settings)[0]
 
 
 def _reductions(graph):
@@ -64,9 +79,8 @@ def _sent(gm):
     whole = inlined(gm).graph
     whole.lint()
     reductions = _reductions(whole)
-    for before, reduction in zip([None, *reductions], reductions, strict=False):
-        if before is not None:
-            assert reduction.args[2] is before
+    for before, reduction in itertools.pairwise(reductions):
+        assert reduction.args[2] is before
     return [(str(n.target), n.args[1].name, dict(n.kwargs)) for n in reductions]
 
 
@@ -98,6 +112,15 @@ def test_what_waits_for_a_reduction_waits_for_its_call(one_rank):  # noqa: F811
     gm.graph.lint()
     assert reader.args[1].target is operator.getitem  # of the call's results
     assert len(_reductions(gm.graph)) == 1
+
+
+def test_calls_that_nothing_reads_are_left_out(one_rank):  # noqa: F811
+    gm = _backward(_sharded(_WithDeadCalls()))
+    assert any(not call.users for calls in calls_by_region(gm).values() for call in calls)
+    expected = _sent(gm)
+    reduce_in_regions(gm)
+    assert len(_reductions(gm.graph)) == 3
+    assert _sent(gm) == expected
 
 
 def test_reductions_stay_where_nothing_reads_the_last_call(one_rank):  # noqa: F811

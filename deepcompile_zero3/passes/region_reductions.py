@@ -33,12 +33,13 @@ def reduce_in_regions(gm: fx.GraphModule) -> None:
     Args:
         gm: a rewritten graph whose reductions are chained.
     """
+    if not calls_by_region(gm):
+        return
     gm.graph.eliminate_dead_code()  # here, so that no call is deleted below
     following = _reductions_by_call(gm.graph)
     for name, calls in calls_by_region(gm).items():
-        order = {node: position for position, node in enumerate(gm.graph.nodes)}
         count = min(len(following[call]) for call in calls)  # outer parameters may follow the last
-        found = (_tail_of(call, following[call][:count], order) for call in calls)
+        found = (_tail_of(call, following[call][:count]) for call in calls)
         tails = [tail for tail in found if tail is not None]
         if len(tails) < len(calls) or any(tail.kinds != tails[0].kinds for tail in tails):
             continue
@@ -51,7 +52,7 @@ def reduce_in_regions(gm: fx.GraphModule) -> None:
         used = {position for call in calls for position, _ in results_of(call)}
         return_from(region, [r if i in used else None for i, r in enumerate(results)], calls)
         compiler.keep_strides(region.graph, range(len(results)))
-        gm.recompile()  # Inductor finds a stored graph by its code
+    gm.recompile()  # Inductor finds a stored graph by its code
 
 
 class _Tail(NamedTuple):
@@ -84,12 +85,12 @@ def _reductions_by_call(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     return result
 
 
-def _tail_of(call: fx.Node, reductions: list[fx.Node], order: dict[fx.Node, int]) -> _Tail | None:
+def _tail_of(call: fx.Node, reductions: list[fx.Node]) -> _Tail | None:
     if not reductions or not reductions[-1].users:
         return None
     follows = all(_after(b) is a for a, b in itertools.pairwise(reductions))
     before = _after(reductions[0])
-    if not follows or (before is not None and order[before] > order[call]):
+    if not follows or (before is not None and before > call):
         return None
     before = before or reductions[-1]  # a token of that kind can be made
     kinds = [

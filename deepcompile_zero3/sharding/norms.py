@@ -153,7 +153,7 @@ def _small_joined(tensors: list[torch.Tensor], norm_type: float) -> list[torch.T
     """
     small: list[torch.Tensor] = []
     joined: list[torch.Tensor] = []
-    for tensor in tensors:
+    for tensor in tensors:  # sparse ones, which torch refuses, have no `nbytes`
         (small if tensor.numel() * tensor.itemsize <= SMALL else joined).append(tensor)
     for start in range(0, len(small), _TOGETHER):
         some = small[start : start + _TOGETHER]
