@@ -5,6 +5,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
+#include <unistd.h>
 
 #include "gather/gather.h"
 #include "kernels/copy.h"
@@ -17,6 +18,8 @@
 #include "support/heap.h"
 #include "support/host_copies.h"
 #include "support/memory.h"
+#include "support/signals.h"
+#include "support/user_state.h"
 #include "tier/bindings.h"
 #include "transport/bindings.h"
 #include "transport/transport.h"
@@ -44,6 +47,7 @@ void set_python_prepare_unshard(py::function function) {
   PyObject* callable = function.release().ptr();
   set_prepare_unshard([callable](const at::Tensor& placeholder) {
     py::gil_scoped_acquire gil;
+    const UserState user;
     py::reinterpret_borrow<py::function>(callable)(placeholder);
   });
 }
@@ -55,6 +59,7 @@ void set_python_deliver(py::function function) {
     wait_for_host_copies(CopyStream::kGradients);
     if (moment != Moment::kEarly) wait_for_host_copies(CopyStream::kShards);
     py::gil_scoped_acquire gil;
+    const UserState user;
     py::list arguments;
     for (auto& [parameter, shard] : gradients) arguments.append(py::make_tuple(parameter, shard));
     py::reinterpret_borrow<py::function>(callable)(arguments, moment, model_numbers);
@@ -66,6 +71,7 @@ void set_python_interrupted(py::function function) {
   set_interrupted([callable](const std::vector<int64_t>& model_numbers) {
     if (!Py_IsInitialized()) return;
     py::gil_scoped_acquire gil;
+    const UserState user;
     py::error_scope scope;  // the error of the backward may be set
     try {
       py::reinterpret_borrow<py::function>(callable)(model_numbers);
@@ -91,8 +97,23 @@ void set_python_error(py::object type) {
   set_throw([error](const std::string& message) { throw PythonError(message, error); });
 }
 
+bool is_python_finalizing() {
+#if PY_VERSION_HEX >= 0x030D0000
+  return Py_IsFinalizing();
+#else
+  return _Py_IsFinalizing();
+#endif
+}
+
 void check_python_signals() {
+  if (gettid() != getpid()) {  // Python handles signals on the main thread alone
+    // Once the interpreter ends, a thread that asks for the GIL is ended inside of C++ frames,
+    // which aborts the process.
+    while (is_python_finalizing()) sleep(1);
+    return;
+  }
   py::gil_scoped_acquire gil;
+  const UserState user;
   if (PyErr_CheckSignals() == 0) return;
   python_error raised;
   raised.persist();
@@ -170,6 +191,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::call_guard<py::gil_scoped_release>());
   m.def("running_backward", &running_backward);
   m.def("in_backward", &in_backward);
+  m.def("handles_signals", &handles_signals);
   m.def("forget_uses", [](int64_t model_number) {
     for (auto& parameter : Registry::get().of_model(model_number))
       parameter->gradients.forget_uses();

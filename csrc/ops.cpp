@@ -22,6 +22,7 @@
 #include "support/grad_dtype.h"
 #include "support/in_flight.h"
 #include "support/memory.h"
+#include "support/user_state.h"
 
 namespace zero3 {
 namespace {
@@ -91,7 +92,7 @@ void check_reducible(const Parameter& parameter, const std::string& contract) {
 Tensor reduce_grad(const Tensor& grad, const Tensor& placeholder,
                    const std::optional<Tensor>& after, int64_t use, std::string contract) {
   auto parameter = Registry::get().find(placeholder);
-  at::AutoDispatchBelowADInplaceOrView guard;
+  const BelowAutograd guard;
   if (parameter->settings.deferred && contract.empty()) {
     parameter->deposit(grad);
   } else {
@@ -106,7 +107,7 @@ Tensor reduce_mm(at::TensorList factors, const Tensor& placeholder,
   ZERO3_CHECK(factors.size() == 2, "zero3::reduce_mm takes two matrices, got ", factors.size());
   auto parameter = Registry::get().find(placeholder);
   check_reducible(*parameter, contract);
-  at::AutoDispatchBelowADInplaceOrView guard;
+  const BelowAutograd guard;
   Reduction::current()->add_product(parameter, factors[0], factors[1]);
   return token(factors[0]);
 }
@@ -116,7 +117,7 @@ Tensor reduce_rows(at::TensorList rows, const Tensor& placeholder,
   ZERO3_CHECK(rows.size() == 2, "zero3::reduce_rows takes indices and values, got ", rows.size());
   auto parameter = Registry::get().find(placeholder);
   check_reducible(*parameter, contract);
-  at::AutoDispatchBelowADInplaceOrView guard;
+  const BelowAutograd guard;
   auto reduction = Reduction::current();
   auto grad = reduction->empty_for(*parameter, parameter->sizes, rows[1].options());
   auto indices = rows[0].reshape({-1}).clamp(0, grad.size(0) - 1);  // rows of zeros may lie outside
@@ -187,7 +188,7 @@ class Unshard : public torch::autograd::Function<Unshard> {
     context->saved_data["use"] = is_traced(placeholder) ? next_traced_use(placeholder) : 0;
     context->set_materialize_grads(false);
     if (gathered) return view_of(*gathered);
-    at::AutoDispatchBelowADInplaceOrView guard;
+    const BelowAutograd guard;
     return call_unshard(placeholder, contract);
   }
 
@@ -209,6 +210,7 @@ class Unshard : public torch::autograd::Function<Unshard> {
 // An empty contract means the parameter's present contract.
 Tensor apply_unshard(const Tensor& placeholder, std::string contract,
                      const std::optional<Tensor>& gathered) {
+  const RuntimeState user_is_outside;  // autograd's functions change it
   auto parameter = is_traced(placeholder) ? nullptr : Registry::get().find_or_null(placeholder);
   if (parameter && contract.empty())
     contract = contract_name(parameter->settings.gradient_dtypes.leaf);

@@ -1,6 +1,7 @@
 """Parameters that change between a forward and its backward, or while they are gathered."""
 
 import contextlib
+import functools
 import time
 
 import pytest
@@ -20,7 +21,7 @@ from models import (
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from deepcompile_zero3 import fully_shard
+from deepcompile_zero3 import Zero3Error, fully_shard, step_locally
 
 each_transport = pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
 
@@ -115,27 +116,73 @@ def test_so_it_has_where_copies_take_turns(run_ranks, how):
     run_ranks(2, in_little_memory, _swap_in_turns, how)
 
 
-def _step_before_backward(how):
+def _multiply(model):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+
+
+def _take_a_step(kind, is_local, model):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **{kind: True} if kind else {})
+    if is_local:
+        step_locally(optimizer)
+    optimizer.step()
+
+
+changes = [_multiply] + [
+    functools.partial(_take_a_step, kind, is_local)
+    for kind in ("fused", "foreach")
+    for is_local in (False, True)
+]
+
+
+def _change_before_backward(how, rows, change):
     """Compares the gradients of both transports."""
     found = []
     for transport in ("shared_memory", "c10d"):
         torch.manual_seed(0)
-        blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)]
+        blocks = [nn.Sequential(nn.Linear(8, rows), nn.Linear(rows, 8)) for _ in range(4)]
         model = nn.Sequential(*blocks)
         model, _ = shard(model, blocks, transport=transport, reshard_after_forward=True)
-        loss = mean_square(compiled(model, how), mine(batch_of(4, 8)).requires_grad_())
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(2)
-        loss.backward()
+        run = compiled(model, how)
+        for changes_now in (False, True):  # the optimizer needs gradients
+            loss = mean_square(run, mine(batch_of(4, 8)).requires_grad_())
+            if changes_now:
+                change(model)
+            loss.backward()
         found.append([parameter.grad.full_tensor() for parameter in model.parameters()])
     for ours, by_messages in zip(*found, strict=True):
         torch.testing.assert_close(ours, by_messages)
 
 
+@pytest.mark.thin
+@pytest.mark.parametrize("rows", [8, 65])  # 65: the first rank has more, and not whole vectors
+@pytest.mark.parametrize("change", changes)
 @each_way
-def test_backward_gathers_changed_parameters_anew(run_ranks, how):
-    run_ranks(2, _step_before_backward, how)
+def test_backward_gathers_changed_parameters_anew(run_ranks, how, rows, change):
+    run_ranks(2, _change_before_backward, how, rows, change)
+
+
+def _step_while_held(how, rows, change, transport):
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(8, rows), nn.Linear(rows, 8)) for _ in range(4)]
+    model, _ = shard(nn.Sequential(*blocks), blocks, transport=transport)
+    model.set_reshard_after_backward(False)
+    run = compiled(model, how)
+    mean_square(run, mine(batch_of(4, 8))).backward()
+    mean_square(run, mine(batch_of(4, 8))).backward()  # nothing has changed
+    change(model)
+    with pytest.raises(Zero3Error, match=r"'0\.0\.weight' has changed since it was gathered"):
+        run(mine(batch_of(4, 8)))
+
+
+@pytest.mark.thin
+@each_transport
+@pytest.mark.parametrize("rows", [8, 65])
+@pytest.mark.parametrize("change", changes)
+@each_way
+def test_a_step_while_weights_are_held_is_refused(run_ranks, how, rows, change, transport):
+    run_ranks(2, _step_while_held, how, rows, change, transport)
 
 
 class Chosen(nn.Module):

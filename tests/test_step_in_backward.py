@@ -95,6 +95,66 @@ def test_early_steps_change_the_same_bits(run_ranks, how, transport, optimizer):
     assert optimizer == "muon" or max(most) <= 6  # of 14: those of two buckets
 
 
+def _hooks_see(how, transport):
+    """Returns what hooks of early and of late parameters see, which are in ``late``."""
+    torch.manual_seed(0)
+    model = Stack(width=16)
+    for block in model.blocks:
+        fully_shard(block, transport=transport)
+    fully_shard(model, transport=transport)
+    early = [p for name, p in model.named_parameters() if "head" not in name]
+    optimizer = torch.optim.SGD(early, 0.1)
+    step_in_backward(model, optimizer, bucket_mb=ONE_KIB)
+    seen = {True: set(), False: set()}
+
+    def look(parameter):
+        before = parameter._version
+        with torch.no_grad():
+            parameter.mul_(1.5)
+        x = torch.ones(3, requires_grad=True)
+        with torch.enable_grad():
+            (gradient,) = torch.autograd.grad((x * x).sum(), x)
+        is_early = any(parameter is each for each in early)
+        seen[is_early].add(
+            (
+                parameter._version - before,
+                torch.is_grad_enabled(),
+                (parameter.detach() * 2).to_local().is_leaf,
+                gradient.sum().item(),
+            )
+        )
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(look)
+    run = compiled(model, how)
+    for seed in range(2):
+        mean_square(run, mine(batch_of(8, 16, seed=seed))).backward()
+    assert len(seen[True]) == 1
+    assert seen[True] == seen[False]
+
+
+@each_way
+@either_transport
+def test_hooks_of_early_gradients_see_the_state_of_others(run_ranks, how, transport):
+    run_ranks(2, _hooks_see, how, transport)
+
+
+def _step_early_while_held(how, transport):
+    model = fully_shard(Stack(width=16), transport=transport)
+    step_in_backward(model, torch.optim.AdamW(model.parameters(), fused=True), bucket_mb=ONE_KIB)
+    model.set_reshard_after_backward(False)
+    run = compiled(model, how)
+    mean_square(run, mine(batch_of(8, 16))).backward()
+    with pytest.raises(Zero3Error, match="has changed since it was gathered"):
+        run(mine(batch_of(8, 16)))
+
+
+@each_way
+@either_transport
+def test_an_early_step_of_weights_that_are_held_is_noticed(run_ranks, how, transport):
+    run_ranks(2, _step_early_while_held, how, transport)
+
+
 def _two_forwards(how, settings):
     models, optimizers = _models("adamw", **settings)
     seen: list[int] = []

@@ -6,7 +6,8 @@
 #include "support/error.h"
 #include "support/memory.h"
 #include "support/profiler_range.h"
-#include "support/without_user_modes.h"
+#include "support/signals.h"
+#include "support/user_state.h"
 #include "transport/transport.h"
 
 namespace zero3 {
@@ -20,6 +21,9 @@ Gather::Gather(std::vector<ParameterPtr> parameters, std::vector<Format> formats
 
 void Gather::start() {
   WithoutUserModes guard;
+  ZERO3_CHECK(!handles_signals() || parameters_.empty(), "a signal handler cannot gather '",
+              parameters_.front()->fqn,
+              "', since other ranks do not: read shards, or set a flag and act between steps");
   is_started_ = true;
   note_skipped_gathers(parameters_);
   std::vector<ParameterPtr> sources;  // for each parameter, the one whose shards are gathered

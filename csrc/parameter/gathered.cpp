@@ -1,7 +1,7 @@
 #include "parameter/gathered.h"
 
 #include "support/memory.h"
-#include "support/without_user_modes.h"
+#include "support/user_state.h"
 
 namespace zero3 {
 

@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "support/memory.h"
-#include "support/without_user_modes.h"
+#include "support/user_state.h"
 
 namespace zero3 {
 

@@ -1,6 +1,5 @@
 #include "reduce/reduce.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/mm.h>
 
 #include <array>
@@ -14,7 +13,8 @@
 #include "support/heap.h"
 #include "support/memory.h"
 #include "support/profiler_range.h"
-#include "support/without_user_modes.h"
+#include "support/signals.h"
+#include "support/user_state.h"
 #include "transport/channel.h"
 #include "transport/reduce_bucket.h"
 #include "transport/transport.h"
@@ -50,6 +50,9 @@ void reduce_deferred(const std::vector<ParameterPtr>& parameters) {
 
 std::shared_ptr<Reduction> Reduction::current() {
   const int task = running_backward();
+  ZERO3_CHECK(!handles_signals(),
+              "a signal handler cannot run the backward of a sharded model, since other ranks do "
+              "not: set a flag, and act between steps");
   ZERO3_CHECK(task != -1, "zero3::reduce_grad was called outside of a backward");
   std::lock_guard lock(running_mutex);
   auto& slot = running_reductions[task];
@@ -125,7 +128,7 @@ void Reduction::add_product(const ParameterPtr& parameter, const at::Tensor& lef
                            !parameter->settings.detects_nonfinite &&
                            at::IntArrayRef(sizes) == at::IntArrayRef(parameter->sizes);
   if (keeps_dtype && !may_be_held) {
-    std::optional<WithoutUserModes> guard(std::in_place);
+    const WithoutUserModes guard;
     std::unique_lock lock(mutex_);
     if (goes_at_once(*parameter)) {
       arrives(parameter);
@@ -133,7 +136,6 @@ void Reduction::add_product(const ParameterPtr& parameter, const at::Tensor& lef
       bucket.add_product(parameter, left, right);
       launch_if_full(bucket);
       lock.unlock();
-      guard.reset();
       deliver_early();
       return;
     }
@@ -311,8 +313,8 @@ void Reduction::finish_deferred(const std::vector<ParameterPtr>& parameters) {
 }
 
 void Reduction::finish(const std::vector<ParameterPtr>& parameters) {
-  std::optional<WithoutUserModes> guard(std::in_place);
-  std::optional<at::AutoDispatchBelowADInplaceOrView> below_autograd(std::in_place);
+  const WithoutUserModes guard;
+  const BelowAutograd below_autograd;
   std::unique_lock lock(mutex_);
   finish_presence_checks();
   for (auto& parameter : parameters)
@@ -338,8 +340,6 @@ void Reduction::finish(const std::vector<ParameterPtr>& parameters) {
   unforeseen_.clear();
   for (auto& result : results_) delivered_.push_back(result.parameter);
   lock.unlock();
-  below_autograd.reset();
-  guard.reset();  // the user's hooks run now
   if (deliver)
     deliver(std::exchange(results_, {}), is_nested() ? Moment::kNestedEnd : Moment::kEnd,
             model_numbers_of(delivered_));

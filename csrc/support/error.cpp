@@ -6,7 +6,6 @@ namespace zero3 {
 namespace {
 
 std::function<void(const std::string&)> throw_function;
-std::function<void()> check_signals_function;
 
 }  // namespace
 
@@ -18,14 +17,6 @@ void throw_error(const std::string& message) {
 
 void set_throw(std::function<void(const std::string&)> function) {
   throw_function = std::move(function);
-}
-
-void check_signals() {
-  if (check_signals_function) check_signals_function();
-}
-
-void set_check_signals(std::function<void()> function) {
-  check_signals_function = std::move(function);
 }
 
 }  // namespace zero3

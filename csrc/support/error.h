@@ -11,10 +11,6 @@ namespace zero3 {
 // Sets the function that throws. Without one, throw_error() throws std::runtime_error.
 void set_throw(std::function<void(const std::string& message)> function);
 
-// Lets Python handle its signals, such as a keyboard interrupt, in a long wait. May throw.
-void check_signals();
-void set_check_signals(std::function<void()> function);
-
 }  // namespace zero3
 
 // Formats the message as TORCH_CHECK does.

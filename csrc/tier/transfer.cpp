@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "support/error.h"
+#include "support/signals.h"
 
 namespace zero3 {
 namespace {

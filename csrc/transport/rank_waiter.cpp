@@ -14,6 +14,7 @@
 #include <sstream>
 
 #include "support/error.h"
+#include "support/signals.h"
 
 namespace zero3 {
 namespace {

@@ -17,6 +17,7 @@ from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.sharding.flat_parameter import FlatParameter, flat_parameters
 from deepcompile_zero3.sharding.muon import Muon
 from deepcompile_zero3.sharding.owned import OwnedTensor, own, rows_of
+from deepcompile_zero3.sharding.step_versions import count_step
 from deepcompile_zero3.torch_internals import tree_leaves
 from deepcompile_zero3.torch_internals.optimizers import has_step_hooks, has_step_of_its_class
 
@@ -86,8 +87,11 @@ def step_locally(optimizer: torch.optim.Optimizer, *, is_elementwise: bool = Fal
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with locals_of.swapped_into(self):
-            step(self, **kwargs)
+        try:
+            with locals_of.swapped_into(self):
+                step(self, **kwargs)
+        finally:
+            count_step(self)  # the hooks have seen local tensors
         return loss
 
     cast(Any, local_step)._steps_locally = True
@@ -256,7 +260,7 @@ def _may_be_flat(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> boo
         and not (group.get("differentiable") or group.get("capturable"))
         and getattr(optimizer, "grad_scale", None) is None  # gradients are unscaled in place
         and not hasattr(optimizer.step, "_steps_in_parts")  # memory is scarce
-        and not has_step_hooks(optimizer)
+        and not has_step_hooks(optimizer, other_than=count_step)
     )
 
 

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.parameter import ShardedParameter
+from deepcompile_zero3.sharding.step_versions import count_steps_while_alive
 
 
 class ShardedModel:
@@ -27,6 +28,7 @@ class ShardedModel:
         self.is_last_backward = True
         self.update()
         _models.add(self)
+        count_steps_while_alive(self)
 
     def update(self) -> None:
         """Recomputes ``nbytes``, positions, presence ids and guard keys.

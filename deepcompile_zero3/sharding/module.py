@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error, check_bool
+from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.conversion import convert
 from deepcompile_zero3.sharding.defer import reduce_deferred
 from deepcompile_zero3.sharding.fsdp_methods import FSDP2Methods, refused
@@ -42,6 +43,11 @@ class Zero3Module(FSDP2Methods):
             args, kwargs = self._zero3_group.casts.inputs(args, kwargs)
             output = self.forward(*args, **kwargs)  # type: ignore[attr-defined]
             return self._zero3_group.casts.output(output)
+        if _C.handles_signals():  # before the hooks, which would end the forward that waits
+            raise Zero3Error(
+                "a signal handler cannot run a sharded module while this rank waits for others: "
+                "set a flag, and act between steps"
+            )
         depth = self._zero3_group.depth
         try:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]

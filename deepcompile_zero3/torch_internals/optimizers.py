@@ -1,5 +1,6 @@
 """Private names of torch's optimizers."""
 
+from collections.abc import Callable
 from typing import Any
 
 from deepcompile_zero3.torch_release import private
@@ -11,10 +12,11 @@ _hooks_of_all = tuple(
 )
 
 
-def has_step_hooks(optimizer: Any) -> bool:
+def has_step_hooks(optimizer: Any, other_than: Callable[..., None]) -> bool:
     """Returns whether hooks see the steps of ``optimizer``, its own ones or those of all."""
     own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    return any((*own, *_hooks_of_all))
+    hooks = [hook for hooks in (*own, *_hooks_of_all) for hook in hooks.values()]
+    return any(hook is not other_than for hook in hooks)
 
 
 def has_step_of_its_class(optimizer: Any) -> bool:

@@ -1,0 +1,49 @@
+"""Counts steps of optimizers in the versions of DTensors, on all ranks alike.
+
+The runtime gathers a shard again if the version of its DTensor, or that of its local tensor, has
+changed. Ranks gather together, so that all of them have to notice a step. Some kernels write and
+count nothing: fused ones, and foreach ones over DTensors. Others count on some ranks only: small
+shards of one rank are stepped in a flat tensor, where those of another have too few elements.
+"""
+
+import weakref
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook as register_post_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook as register_pre_hook
+
+_handles: list[Any] = []  # of the hooks, while there are owners
+_owners = 0
+
+
+def count_steps_while_alive(owner: object) -> None:
+    """Counts the steps of all optimizers as long as ``owner``, or another owner, lives."""
+    global _owners
+    _owners += 1
+    if not _handles:
+        # Before a step too, since one that raises may have changed some parameters.
+        _handles.extend((register_pre_hook(count_step), register_post_hook(count_step)))
+    weakref.finalize(owner, _forget_owner).atexit = False
+
+
+def _forget_owner() -> None:
+    global _owners
+    _owners -= 1
+    while _handles and not _owners:
+        _handles.pop().remove()
+
+
+def count_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Counts a write to each DTensor of ``optimizer`` that has a gradient."""
+    if torch.compiler.is_compiling():
+        return  # what a graph writes is counted
+    torch.autograd.graph.increment_version(
+        [
+            parameter
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None and isinstance(parameter, DTensor)
+        ]
+    )
