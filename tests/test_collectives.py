@@ -4,6 +4,7 @@
 """
 
 import copy
+import math
 import os
 import shutil
 from unittest import mock
@@ -30,12 +31,14 @@ from models import (
 from random_backwards import random_backwards
 from ranks import RankPool
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from deepcompile_zero3 import (
     Owned,
     Zero3Error,
     fully_shard,
+    quantize_gradients,
     record_collectives,
     step_in_backward,
 )
@@ -273,3 +276,23 @@ def _some_are_owned():
 
 def test_experts_may_have_owners_and_be_stepped_in_the_backward(run_collectives):
     run_collectives(2, _some_are_owned)
+
+
+def _reduce_in_float16(shape, quantized):
+    """Reduces gradients whose sums exceed float16's maximum, 65504, but whose means do not."""
+    model = nn.Linear(24, 8, bias=False)
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float16)
+    fully_shard(model, mesh=init_device_mesh("cpu", shape), mp_policy=policy)
+    if quantized:
+        quantize_gradients(model, quantized)
+    model(torch.full((1, 24), 40000.0)).sum().backward()
+    gradient = model.weight.grad.full_tensor()
+    torch.testing.assert_close(gradient, torch.full_like(gradient, 40000.0))
+
+
+@pytest.mark.parametrize("quantized", [None, torch.int8], ids=str)
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2), (2, 2)], ids=str)
+def test_a_mean_over_replicas_that_fits_float16_does_not_overflow(
+    run_collectives, shape, quantized
+):
+    run_collectives(math.prod(shape), _reduce_in_float16, shape, quantized)

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <type_traits>
 
 #include "kernels/copy.h"
@@ -70,7 +71,8 @@ void sum_and_divide(const at::Tensor& out, const std::vector<at::Tensor>& addend
     auto wide = c10::promoteTypes(c10::promoteTypes(wire_dtype, out.scalar_type()), at::kFloat);
     auto sum = addends.front().to(wide);
     for (size_t k = 1; k < addends.size(); ++k) sum = sum.add(addends[k]);
-    out.copy_(sum.to(wire_dtype).to(wide).div(divisor));
+    if (wire_dtype != at::kHalf) sum = sum.to(wire_dtype).to(wide);
+    out.copy_(sum.div(divisor));
     return;
   }
   const bool round = dtype == wire_dtype && wire_dtype != at::kHalf;
@@ -82,6 +84,10 @@ void sum_and_divide(const at::Tensor& out, const std::vector<at::Tensor>& addend
       sum_on_cpu(out.mutable_data_ptr<scalar_t>(), pointers, out.numel(), round, divisor);
     });
   });
+}
+
+double divisor_before_fp16_sum(double divisor) {
+  return std::exp2(std::ceil(std::log2(std::sqrt(std::max(divisor, 1.0)))));
 }
 
 }  // namespace zero3

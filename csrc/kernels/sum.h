@@ -15,4 +15,9 @@ namespace zero3 {
 void sum_and_divide(const at::Tensor& out, const std::vector<at::Tensor>& addends,
                     at::ScalarType wire_dtype, double divisor);
 
+// Returns the part of `divisor` that addends are divided by ahead of a sum in fp16, a power of two.
+// Half the scaling comes before such a sum and half after, so that the sum neither overflows nor
+// underflows.
+double divisor_before_fp16_sum(double divisor);
+
 }  // namespace zero3

@@ -31,6 +31,7 @@ struct PartialGradient {
   at::ScalarType wire_dtype;
   at::ScalarType shard_dtype;  // dtype of the delivered gradient
   double divisor;              // to be applied to the sum over replicas
+  double divisor_over_shards;  // part of it: makes `shard` the mean over the ranks of the shards
 };
 
 // Nonfinite elements of gradients that arrived.

@@ -16,8 +16,9 @@ AllReduce::AllReduce(const Parameter& like, const PartialGradient& partial)
     : channel_(like.replicas),
       options_(at::TensorOptions(partial.wire_dtype).device(like.device)),
       capacity_(like.settings.bucket_bytes / static_cast<int64_t>(options_.dtype().itemsize())),
-      sends_means_(partial.wire_dtype == at::kHalf && channel_->traits.is_point_to_point),
-      shard_ranks_(static_cast<double>(like.world_size)) {}
+      divisor_between_(partial.wire_dtype == at::kHalf && channel_->traits.is_point_to_point
+                           ? static_cast<double>(channel_->world_size)
+                           : 1) {}
 
 bool AllReduce::accepts(const Parameter& parameter, const PartialGradient& partial) const {
   return is_same(channel_.get(), parameter.replicas.get()) &&
@@ -29,6 +30,13 @@ void AllReduce::add(const ParameterPtr& parameter, PartialGradient partial) {
   numel_ += partial.shard.numel();
   parameters_.push_back(parameter);
   partials_.push_back(std::move(partial));
+}
+
+double AllReduce::divisor_before(const PartialGradient& partial) const {
+  if (options_.dtype() != at::kHalf) return 1;
+  const double over_shards = partial.divisor_over_shards;
+  if (channel_->traits.is_point_to_point) return over_shards;
+  return over_shards * divisor_before_fp16_sum(partial.divisor / over_shards);
 }
 
 std::string AllReduce::key() const {
@@ -52,10 +60,11 @@ void AllReduce::start() {
   for (auto& partial : partials_) {
     const int64_t count = partial.shard.numel();
     const Copy copy{rest.narrow(0, 0, count).view(partial.shard.sizes()), partial.shard};
-    if (sends_means_)
-      copy_all({copy}, at::kDouble, divisor_over_shards(partial.divisor));
-    else
+    const double divisor = divisor_before(partial);
+    if (divisor == 1)
       copies.push_back(copy);
+    else
+      copy_all({copy}, at::kDouble, divisor);
     rest = rest.narrow(0, count, rest.numel() - count);
   }
   copies.push_back({rest, {}});
@@ -70,19 +79,18 @@ void AllReduce::finish(std::vector<ReducedGradient>& results) {
   exchange_->wait();
   const auto wire_dtype = options_.dtype().toScalarType();
   auto mine = rows_[channel_->rank];
-  const auto replicas = static_cast<double>(channel_->world_size);
-  sum_and_divide(mine, exchange_->addends().front(), wire_dtype, sends_means_ ? replicas : 1);
+  sum_and_divide(mine, exchange_->addends().front(), wire_dtype, divisor_between_);
   exchange_ = channel_->exchange();
   exchange_->gather({{rows_.unbind(), "gather " + key()}});
   exchange_->wait();
   auto rest = rows_.view(-1);
   for (size_t i = 0; i < partials_.size(); ++i) {
-    auto& [shard, _, shard_dtype, divisor] = partials_[i];
+    auto& partial = partials_[i];
+    auto& shard = partial.shard;
     const int64_t count = shard.numel();
-    const double rest_of_divisor =
-        sends_means_ ? divisor / (divisor_over_shards(divisor) * replicas) : divisor;
-    if (shard.scalar_type() != shard_dtype)
-      shard = pooled_empty(shard.sizes(), shard.options().dtype(shard_dtype));
+    const double rest_of_divisor = partial.divisor / (divisor_before(partial) * divisor_between_);
+    if (shard.scalar_type() != partial.shard_dtype)
+      shard = pooled_empty(shard.sizes(), shard.options().dtype(partial.shard_dtype));
     sum_and_divide(shard, {rest.narrow(0, 0, count).view(shard.sizes())}, wire_dtype,
                    rest_of_divisor);
     rest = rest.narrow(0, count, rest.numel() - count);

@@ -3,7 +3,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <algorithm>
 #include <memory>
 #include <string>
 #include <vector>
@@ -47,11 +46,11 @@ class AllReduce {
   const std::shared_ptr<Channel> channel_;
   const at::TensorOptions options_;  // on the wire
   const int64_t capacity_;           // elements
-  // In fp16 and on a point-to-point channel the wire carries means, over the shards' ranks and then
-  // over the replicas: sums may overflow.
-  const bool sends_means_;
-  const double shard_ranks_;
-  double divisor_over_shards(double divisor) const { return std::min(shard_ranks_, divisor); }
+  // Divisor of a partial gradient before it is sent. In fp16 the wire carries means over the ranks
+  // of the shards, whose sums may overflow, and parts of them if the backend sums.
+  double divisor_before(const PartialGradient& partial) const;
+  // Divisor of the sum over replicas before it is gathered: it may overflow fp16 too.
+  const double divisor_between_;
   int64_t numel_ = 0;
   std::vector<ParameterPtr> parameters_;
   std::vector<PartialGradient> partials_;

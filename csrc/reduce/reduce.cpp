@@ -270,8 +270,8 @@ void Reduction::finish_oldest() {
   for (size_t i = 0; i < shards.size(); ++i) {
     const auto& parameter = bucket.parameters()[i];
     if (parameter->replicas)
-      parameter->gradients.add_partial(
-          {shards[i], bucket.wire_dtype(), bucket.shard_dtypes()[i], bucket.divisor()});
+      parameter->gradients.add_partial({shards[i], bucket.wire_dtype(), bucket.shard_dtypes()[i],
+                                        bucket.divisor(), bucket.divisor_over_shards()});
     else
       results_.emplace_back(parameter, shards[i]);
   }

@@ -2,10 +2,10 @@
 
 #include <ATen/ops/mm.h>
 
-#include <cmath>
 #include <limits>
 
 #include "kernels/copy.h"
+#include "kernels/sum.h"
 #include "support/memory.h"
 #include "transport/channel.h"
 #include "transport/transport.h"
@@ -13,13 +13,10 @@
 namespace zero3 {
 namespace {
 
-// Where a backend sums in fp16, half the scaling comes before the sum and half after, so that the
-// sum neither overflows nor underflows.
 double pre_divide_factor(const Parameter& like, at::ScalarType wire_dtype) {
   return wire_dtype == at::kHalf && !like.transport->can.sums_in_fp32 &&
                  !like.settings.gradient_dtypes.quantized
-             ? std::exp2(
-                   std::ceil(std::log2(std::sqrt(std::max(like.settings.divide_factor, 1.0)))))
+             ? divisor_before_fp16_sum(like.settings.divide_factor)
              : 1.0;
 }
 

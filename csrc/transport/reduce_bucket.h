@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -41,6 +42,11 @@ class ReduceBucket {
   // Divisor still to be applied to the sum over all ranks. Where shards are replicated, AllReduce
   // applies it.
   double divisor() const { return divide_factor_ / pre_divide_factor_; }
+  // Part of divisor(): makes the sum over the ranks of the shards their mean, or the result if that
+  // is larger.
+  double divisor_over_shards() const {
+    return std::min(static_cast<double>(world_size_), divide_factor_) / pre_divide_factor_;
+  }
 
   // Waits, and returns the reduced and scaled shard of each of parameters(), in its dtype of
   // shard_dtypes(). A replicated shard is not scaled, and its dtype also holds the wire dtype and
