@@ -134,7 +134,7 @@ def linear_with_weight(weight):
 UNSHARDABLE = {
     "a cache of weights": (
         WithCachedWeights,
-        r"'bad' \(WithCachedWeights\) .*'weight' in 'cache'.*self.weight in forward",
+        r"'bad' \(WithCachedWeights\) .*'bad.weight' in self.cache\['plain'\].*self.weight in forw",
     ),
     "a scripted module": (
         lambda: torch.jit.script(nn.Linear(2, 2)),

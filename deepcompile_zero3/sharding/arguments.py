@@ -239,10 +239,9 @@ def check_module(module: nn.Module, ignored: set[nn.Parameter]) -> None:
                 "or with another module that has it too: call fully_shard on the blocks first, and "
                 "on the model last"
             )
-        own = {n: p for n, p in submodule._parameters.items() if p is not None and p not in ignored}
-        for attribute, parameter in own.items():
-            _check_parameter(f"{prefix}.{attribute}".lstrip("."), parameter)
-        _check_private_references(where, submodule, own)
+        for attribute, parameter in submodule._parameters.items():
+            if parameter is not None and parameter not in ignored:
+                _check_parameter(f"{prefix}.{attribute}".lstrip("."), parameter)
 
 
 def _check_parameter(fqn: str, parameter: nn.Parameter) -> None:
@@ -272,23 +271,3 @@ def _check_parameter(fqn: str, parameter: nn.Parameter) -> None:
     if parameter.layout != torch.strided:
         raise Zero3Error(f"'{fqn}' is {parameter.layout}; only dense parameters can be sharded")
     grad_dtype.check(fqn, parameter)
-
-
-def _check_private_references(where: str, module: nn.Module, own: dict[str, nn.Parameter]) -> None:
-    """Raises Zero3Error if the module keeps a parameter in another attribute too.
-
-    The parameter would stay whole there, and go stale.
-    """
-    names = {id(parameter): attribute for attribute, parameter in own.items()}
-    followed = (torch_internals.FLAT_WEIGHTS,) if isinstance(module, nn.RNNBase) else ()
-    for attribute, value in vars(module).items():
-        if attribute in ("_parameters", "_modules", "_buffers", *followed):
-            continue
-        values = value.values() if isinstance(value, dict) else value
-        for item in values if isinstance(value, list | tuple | dict) else (value,):
-            if id(item) in names and isinstance(item, nn.Parameter):
-                raise Zero3Error(
-                    f"{where} keeps a second reference to its parameter '{names[id(item)]}' in "
-                    f"'{attribute}', which would go stale: read self.{names[id(item)]} in forward "
-                    "instead, or pass the module's parameters in ignored_params"
-                )

@@ -30,6 +30,7 @@ from deepcompile_zero3.sharding.module import groups_in
 from deepcompile_zero3.sharding.module_parameters import parameters_of, unsharded_modules
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.sharding.placement import resolve_layout
+from deepcompile_zero3.sharding.private_references import check_private_references
 from deepcompile_zero3.sharding.swap import original_class, swap_class
 from deepcompile_zero3.transport.choice import TransportName, resolve
 from deepcompile_zero3.transport.connection import Connect, connect
@@ -135,6 +136,7 @@ def fully_shard(
             )
     arguments.check_offloading(mesh, offload_policy, modules)
     new = _new_parameters(modules, ignored)
+    check_private_references(modules, functools.partial(_fqn_of, new))
     layouts: dict[nn.Parameter, Layout] = {
         parameter: arguments.offloaded(
             resolve_layout(fqn, parameter, ranks_of_mesh, shard_placement_fn, ranks_of, spmd),
@@ -223,6 +225,16 @@ def _new_parameters(
             fqn = f"{prefix}.{attribute}".lstrip(".")
             new.setdefault(parameter, (fqn, submodule, attribute))
     return new
+
+
+def _fqn_of(
+    new: Mapping[nn.Parameter, tuple[str, nn.Module, str]], tensor: torch.Tensor
+) -> str | None:
+    """Returns the name of a tensor that is one of ``new``, or became a shard earlier."""
+    if isinstance(tensor, nn.Parameter) and tensor in new:
+        return new[tensor][0]
+    known = getattr(tensor, _SHARDED_AS, None)
+    return None if known is None else known.fqn
 
 
 def _install(
