@@ -307,35 +307,6 @@ def test_gradients_may_have_another_dtype(run_ranks):
     assert run_ranks(2, _lower_gradients) == [0, 1]
 
 
-class _WithFactors(torch.optim.Optimizer):
-    """Keeps a square matrix for the rows of a parameter, as Shampoo does."""
-
-    def __init__(self, params):
-        super().__init__(params, {})
-
-    @torch.no_grad()
-    def step(self):
-        for parameter in self.param_groups[0]["params"]:
-            if parameter.grad is not None:
-                square = parameter.grad @ parameter.grad.T
-                [rows] = self.state[parameter].setdefault("rows", [torch.zeros_like(square)])
-                rows.add_(square)
-
-
-def _step_with_factors():
-    model, _, owners = owned(Stack())
-    optimizer = _WithFactors([p for n, p in model.named_parameters() if n in owners.rank_of])
-    step_locally(optimizer, is_elementwise=True)
-    mean_square(model, mine(batch_of(8, 8))).backward()
-    for _ in range(2):
-        with pytest.raises(Zero3Error, match=r"state 'rows' of an owned .* without step_locally"):
-            optimizer.step()
-
-
-def test_states_that_checkpoints_would_lose_are_refused(run_ranks):
-    run_ranks(2, _step_with_factors)
-
-
 @needs_a_job
 def test_a_local_step_is_left_to_python():
     (model, other), _, _ = _two(OPTIMIZERS["adamw"])

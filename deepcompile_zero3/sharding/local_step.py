@@ -17,8 +17,14 @@ from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.sharding.flat_parameter import FlatParameter, flat_parameters
 from deepcompile_zero3.sharding.muon import Muon
 from deepcompile_zero3.sharding.owned import OwnedTensor, own, rows_of
+from deepcompile_zero3.sharding.rank_states import (
+    NUMBERS,
+    is_elsewhere,
+    localized,
+    state_to_load,
+    state_to_save,
+)
 from deepcompile_zero3.sharding.step_versions import count_step
-from deepcompile_zero3.torch_internals import tree_leaves
 from deepcompile_zero3.torch_internals.optimizers import has_step_hooks, has_step_of_its_class
 
 # Optimizers of torch that update an element by its own gradient and state.
@@ -36,9 +42,6 @@ ELEMENTWISE = (
     torch.optim.SGD,
 )
 
-# Their states that are numbers, whatever the shape of a parameter.
-_NUMBERS = ("step", "eta", "mu", "mu_product")
-
 _State = dict[str, Any]
 
 
@@ -53,32 +56,44 @@ def step_locally(optimizer: torch.optim.Optimizer, *, is_elementwise: bool = Fal
     ``state`` have DTensors as before, so that state dicts and checkpoints stay the same. Hooks of
     ``step`` see plain tensors. ``torch.compile(optimizer.step)`` runs it uncompiled.
 
+    An optimizer of any class may step parameters that ranks have whole: those with an owner
+    (:class:`MatrixOwners`), which only the owner steps. What such an optimizer, or another one that
+    is not of ``torch.optim``, keeps may have any shape. Between steps its ``state`` has the plain
+    tensors of this rank. Its ``state_dict()`` is then collective, and makes DTensors of them. A
+    state whose shapes follow those of the shards, and one of an owner, loads on any number of
+    ranks; any other on as many ranks as saved it.
+
     Call it before or after a scheduler of learning rates is made, once.
 
     Args:
         optimizer: an optimizer of ``torch.optim`` that updates each element by itself, such as
-            AdamW or SGD, or Muon of matrices that ranks have whole.
-        is_elementwise: says that an optimizer of another class does so too.
+            AdamW or SGD; or one of any class, such as Shampoo, that updates each parameter by
+            itself, and of whose parameters ranks have all or nothing.
+        is_elementwise: says that an optimizer of another class updates each element by itself. Of
+            parameters with an owner it may use more.
 
     Raises:
         TypeError: ``optimizer`` is not an optimizer.
         ValueError: the optimizer may need more of a parameter than this rank's elements.
-        Zero3Error: the call is the second for ``optimizer``. Steps raise it, at their end, if the
-            optimizer keeps tensors of another shape for a parameter that one rank owns, as Shampoo
-            does.
+        Zero3Error: the call is the second for ``optimizer``. ``state_dict()`` raises it if ranks
+            have different numbers for one parameter, and ``load_state_dict()``, before it changes
+            anything, for states of another number of ranks.
     """
     check_optimizer(
         "step_locally",
         optimizer,
-        is_elementwise,
+        is_elementwise or _has_whole_parameters(optimizer),
         "may need more of a parameter than the elements that a rank has; if it updates each "
-        "element by itself, pass is_elementwise=True",
+        "element by itself, pass is_elementwise=True; if it needs whole parameters, give each to "
+        "one rank by fully_shard(shard_placement_fn=MatrixOwners(model)), and leave the others to "
+        "another optimizer",
     )
     if hasattr(optimizer.step, "_steps_in_parts"):
         raise Zero3Error("step_locally comes before offload_optimizer: call it first")
     if hasattr(optimizer.step, "_steps_locally"):
         raise Zero3Error(f"step_locally was called twice on the same {type(optimizer).__name__}")
-    locals_of = _LocalTensors(is_wrapped=not has_step_of_its_class(optimizer))
+    has_known_states = type(optimizer) in ELEMENTWISE or _is_muon_of_matrices(optimizer)
+    locals_of = _LocalTensors(not has_step_of_its_class(optimizer), has_known_states)
     step = function_of(optimizer.step)
 
     @functools.wraps(step)
@@ -96,13 +111,33 @@ def step_locally(optimizer: torch.optim.Optimizer, *, is_elementwise: bool = Fal
 
     cast(Any, local_step)._steps_locally = True
     cast(Any, optimizer).step = WeakMethod(local_step, optimizer)
+    if not has_known_states:
+        _store_states_of_ranks(optimizer)
+
+
+def _store_states_of_ranks(optimizer: Any) -> None:
+    """Makes state dicts of ``optimizer`` hold what differs between ranks."""
+    save, load = function_of(optimizer.state_dict), function_of(optimizer.load_state_dict)
+
+    @functools.wraps(save)
+    def save_all(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return state_to_save(self, save(self, *args, **kwargs))
+
+    @functools.wraps(load)
+    def load_mine(self: torch.optim.Optimizer, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        return load(self, state_to_load(self, state_dict), *args, **kwargs)
+
+    optimizer.state_dict = WeakMethod(save_all, optimizer)
+    optimizer.load_state_dict = WeakMethod(load_mine, optimizer)
 
 
 def function_of(step: Callable[..., Any]) -> Callable[..., Any]:
     """Returns ``step`` as a function of an optimizer, which it does not keep alive."""
     if hasattr(step, "__func__"):
         return cast(Callable[..., Any], step.__func__)
-    return lambda _, **kwargs: step(**kwargs)  # a scheduler has a weak reference to it
+    return lambda _, *args, **kwargs: step(
+        *args, **kwargs
+    )  # a scheduler has a weak reference to it
 
 
 class WeakMethod:
@@ -150,6 +185,20 @@ def _is_muon_of_matrices(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
+def _has_whole_parameters(optimizer: object) -> bool:
+    """Returns whether ranks have all or nothing of each parameter of ``optimizer``.
+
+    LBFGS also needs the other ranks' parameters.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
+        return False
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return all(
+        not isinstance(p, DTensor) or all(each.is_replicate() for each in p.placements)
+        for p in parameters
+    )
+
+
 @contextlib.contextmanager
 def parameters_replaced(
     optimizer: torch.optim.Optimizer, replacements: Sequence[list[torch.Tensor]]
@@ -169,7 +218,9 @@ def parameters_replaced(
 class _LocalTensors:
     """The local tensors of an optimizer's parameters, as parameters of their own."""
 
-    def __init__(self, is_wrapped: bool) -> None:
+    def __init__(self, is_wrapped: bool, has_known_states: bool) -> None:
+        # States are numbers, or have the shapes of parameters.
+        self._has_known_states = has_known_states
         # Somebody's function around the optimizer's step may look at each parameter.
         self._is_wrapped = is_wrapped
         # For each local tensor, a parameter in the same memory. Not for each DTensor: one with weak
@@ -185,7 +236,7 @@ class _LocalTensors:
         local_states.update((k, v) for k, v in states.items() if not isinstance(k, torch.Tensor))
         local_of: list[tuple[DTensor, nn.Parameter]] = []
         flats: list[FlatParameter] = []
-        others: list[str] = []
+        elsewhere: list[torch.Tensor] = []
         try:
             locals_of_groups: list[list[torch.Tensor]] = []
             for group in optimizer.param_groups:
@@ -200,10 +251,14 @@ class _LocalTensors:
                         continue
                     state = states.get(parameter)
                     local = parameter
+                    if not self._has_known_states and is_elsewhere(parameter):
+                        if parameter.grad is not None:
+                            elsewhere.append(parameter)
+                        continue
                     if isinstance(parameter, DTensor):
                         local = self._local(parameter)
                         local_of.append((parameter, local))
-                        state = state and _localized(state, parameter)
+                        state = state and localized(state, parameter)
                     if state:
                         local_states[local] = state
                     locals_of_groups[-1].append(local)
@@ -226,15 +281,15 @@ class _LocalTensors:
             for parameter, local in local_of:
                 local.grad = None
                 if found := local_states.pop(local, None):
-                    others += _update(states[parameter], found, parameter, local.shape)
+                    if self._has_known_states:
+                        _update(states[parameter], found, parameter, local.shape)
+                    else:
+                        states[parameter] = found
                 if is_in_parts and local.numel():
                     local.data = local.new_empty(0)  # the memory is lent for a part of a step
             states.update(local_states)  # those of plain parameters, and of none
-        if others:
-            raise Zero3Error(
-                f"step_locally: {others[0]}, which other ranks and checkpoints would lose: step "
-                f"this {type(optimizer).__name__} without step_locally"
-            )
+            for parameter in elsewhere:  # torch steps an optimizer without entries to make states
+                states[parameter]
 
     def _local(self, parameter: DTensor) -> nn.Parameter:
         local = torch_internals.local_tensor(parameter)
@@ -264,31 +319,17 @@ def _may_be_flat(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> boo
     )
 
 
-def _localized(state: _State, parameter: DTensor) -> _State:
-    return {
-        key: rows_of(torch_internals.local_tensor(value), parameter)
-        if isinstance(value, DTensor)
-        else value
-        for key, value in state.items()
-    }
-
-
-def _update(state: _State, local: _State, parameter: DTensor, shape: torch.Size) -> Iterator[str]:
+def _update(state: _State, local: _State, parameter: DTensor, shape: torch.Size) -> None:
     """Takes what has changed of the ``local`` state over into that of ``parameter``.
 
-    Yields descriptions of tensors that are no parts of tensors like ``parameter``, and of which
-    other ranks have none. ``shape`` is that of the local tensor.
+    ``shape`` is that of the local tensor.
     """
     for key in state.keys() - local.keys():
         del state[key]
     for key, value in local.items():
         # A number of the optimizer's is not a part of a scalar parameter.
-        is_number = shape == () and key in _NUMBERS
+        is_number = shape == () and key in NUMBERS
         is_like = isinstance(value, torch.Tensor) and value.shape == shape and not is_number
-        if isinstance(parameter, OwnedTensor) and not is_like:
-            tensors = (each for each in tree_leaves(value) if isinstance(each, torch.Tensor))
-            for each in (each for each in tensors if each.dim() > 0):
-                yield f"state '{key}' of an owned {list(shape)} is {list(each.shape)}"
         known = state.get(key)
         if known is value or (
             isinstance(known, DTensor) and torch_internals.local_tensor(known) is value

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DeviceMesh, DTensor, Replicate
 
 from deepcompile_zero3 import grad_dtype, torch_internals
+from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.transport.process_groups import neighbors
 
 
@@ -28,6 +29,15 @@ class Owned:
     """
 
     rank: int
+
+
+# Errors of DTensor, and what they mean for tensors that one rank owns.
+_REASONS = {
+    "got mixed torch.Tensor and DTensor": "a plain tensor meets a tensor that one rank owns: make "
+    "it by zeros_like of that",
+    "Cannot cast None to number": "the number of a tensor that one rank owns exists on that rank "
+    "alone: take it of full_tensor()",
+}
 
 
 class OwnerMesh(DeviceMesh):
@@ -74,8 +84,17 @@ class OwnedTensor(DTensor):
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         if name == "_amp_foreach_non_finite_check_and_unscale_":
             return _unscale(*args, **kwargs)
-        with torch_internals.WithoutTorchFunction():
-            result = func(*args, **kwargs)
+        try:
+            with torch_internals.WithoutTorchFunction():
+                result = func(*args, **kwargs)
+        except RuntimeError as error:
+            reason = next((_REASONS[said] for said in _REASONS if said in str(error)), None)
+            if reason is None:
+                raise
+            raise Zero3Error(
+                f"{name}: {reason}; for an optimizer that does this with parameters, gradients or "
+                "states, such as Shampoo, call deepcompile_zero3.step_locally(optimizer)"
+            ) from error
         for each in result if isinstance(result, list | tuple) else (result,):
             own(each)
         if isinstance(result, OwnedTensor) and result.device_mesh.get_coordinate() is None:

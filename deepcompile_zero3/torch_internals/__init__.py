@@ -258,15 +258,21 @@ def flat_submesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
 
 
-def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
+def dtensor_like(local: torch.Tensor, like: DTensor, full: torch.Tensor | None = None) -> DTensor:
     """Returns a DTensor of the shape and placements of ``like`` whose local tensor is ``local``.
 
     Both share one spec if the dtype is the same: torch replaces specs and does not change them.
+
+    Args:
+        local: the local tensor.
+        like: a DTensor.
+        full: has the shape and strides, in place of ``like``. It may be on the meta device.
     """
     spec = like._spec
     meta: Any = spec.tensor_meta
-    if local.dtype != meta.dtype:
-        meta = _TensorMeta(meta.shape, meta.stride, local.dtype)
+    if full is not None or local.dtype != meta.dtype:
+        shape, stride = (meta.shape, meta.stride) if full is None else (full.shape, full.stride())
+        meta = _TensorMeta(shape, stride, local.dtype)
         spec = _DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
     return with_spec(local, spec)
 
