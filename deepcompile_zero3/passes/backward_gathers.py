@@ -12,7 +12,9 @@ runtime knows whose gradient it is. Where forward may save the full tensor in pl
 placeholder, it saves both.
 
 A function of parameters alone, such as ``w.bfloat16()``, is recomputed: saving it would keep the
-parameter. Its reductions, such as ``w.norm()``, are left to the partitioner.
+parameter. Its reductions, such as ``w.norm()``, are left to the partitioner. So are operators that
+are not torch's: one that draws random numbers gives other results when it runs again, and nothing
+has to say that it does.
 """
 
 import operator
@@ -32,6 +34,8 @@ from deepcompile_zero3.torch_internals import OpOverload, tree_flatten, tree_unf
 _SMALL_RESULT_RATIO = 4
 # Keys in a node's meta that tell a partitioner what to do.
 _POLICY = ("recompute", "ac_graph_id")
+# Namespaces of operators whose tags tell whether they draw random numbers.
+_TAGGED_NAMESPACES = ("aten", "prims", "zero3")
 
 
 def decide_backward_gathers(
@@ -92,7 +96,7 @@ def recompute_functions_of_parameters(
         if node.op in ("placeholder", "output") or node in gradients:
             continue
         inputs = set(node.all_input_nodes)
-        is_plain = isinstance(node.target, OpOverload) or node.target is operator.getitem
+        is_plain = _is_of_torch(node) or node.target is operator.getitem
         is_known = all(n in alone or n in others or _is_size(n) for n in inputs)
         is_known &= node.target is not torch.ops.aten.embedding.default  # even at constant places
         is_function = is_plain and is_known and not _is_random(node)
@@ -303,6 +307,11 @@ def _reached(
                 found.add(node)
                 pending.append(node)
     return found
+
+
+def _is_of_torch(node: fx.Node) -> bool:
+    op = node.target
+    return isinstance(op, OpOverload) and op.namespace in _TAGGED_NAMESPACES
 
 
 def _is_random(node: fx.Node) -> bool:
