@@ -13,6 +13,7 @@ from deepcompile_zero3.passes.backward_gathers import (
 )
 from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.passes.graph_parameters import find_parameters
+from deepcompile_zero3.passes.mutated_inputs import save_mutated_inputs_as_read
 from deepcompile_zero3.passes.pipeline import Pipeline, source_key
 from deepcompile_zero3.passes.region_results import separate_results
 from deepcompile_zero3.passes.regions import RegionFacts, region_of
@@ -54,7 +55,9 @@ class Partitioner(compiler.CustomPartitionerFn):  # type: ignore[misc]
                 facts if saves else _gathered_again(facts),
                 [node for node in inputs if node.name.startswith("tangents")],
             )
-            return partition(gm, joint_inputs, **kwargs)
+            forward, backward = partition(gm, joint_inputs, **kwargs)
+            save_mutated_inputs_as_read(forward, backward, kwargs["num_fwd_outputs"])
+            return forward, backward
         separate_results(gm)
         nodes, _ = find_parameters(gm, self._inputs)
         tangents = [
@@ -70,6 +73,7 @@ class Partitioner(compiler.CustomPartitionerFn):  # type: ignore[misc]
         num_outputs = kwargs["num_fwd_outputs"]
         decide_backward_gathers(gm, nodes, tangents, num_outputs, metadata)
         forward, backward = partition(gm, joint_inputs, **kwargs)
+        save_mutated_inputs_as_read(forward, backward, num_outputs)
         forward.graph.output_node().meta[FIRST_SAVED] = num_outputs
         return forward, backward
 
