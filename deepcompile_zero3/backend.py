@@ -45,6 +45,7 @@ from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.extension import is_metadata, parameter_behind
 from deepcompile_zero3.sharding.group import compiled_forward, group_of
 from deepcompile_zero3.sharding.parameter import ShardedParameter, keep_models_alive, parameter_of
+from deepcompile_zero3.sharding.reads import is_forward
 from deepcompile_zero3.torch_internals import compiler
 from deepcompile_zero3.torch_internals.vector_instructions import known_vector_instructions
 
@@ -123,6 +124,7 @@ class CompiledGraph:
         options: Options,
         compile_graph: GraphCompiler,
     ) -> None:
+        self._is_forward = is_forward(gm)
         self._eager = copy.deepcopy(gm)
         forget_contracts(self._eager)
         parameters = sharded_inputs(example_inputs)
@@ -165,7 +167,7 @@ class CompiledGraph:
                 "or two parameters were tied, and one of its parameters is gathered as other "
                 "tensors: run the model again, it compiles anew; tie parameters before fully_shard"
             )
-        with compiled_forward(parameters) as is_whole:
+        with compiled_forward(parameters, self._is_forward) as is_whole:
             return self._forward(args, parameters, as_traced, is_whole)
 
     def _forward(

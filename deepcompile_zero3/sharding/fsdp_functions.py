@@ -1,13 +1,15 @@
 """FSDP2's functions beside ``fully_shard``."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
+from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.sharding.module import Zero3Module, weak_groups_of
+from deepcompile_zero3.sharding.reads import marks_forward
 
 
 def share_comm_ctx(modules: Iterable[Zero3Module]) -> None:
@@ -40,18 +42,25 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     method = getattr(module, method_name, None)
     if not callable(method):
         raise ValueError(f"{type(module).__name__} has no method {method_name!r}")
-    group = module._zero3_group
 
     @functools.wraps(method)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        depth = 0 if torch.compiler.is_compiling() else group.depth
-        try:
-            args, kwargs = group.pre_forward(module, args, kwargs)
-            output = method(*args, **kwargs)
-        except BaseException:
-            if not torch.compiler.is_compiling():
-                group.abort_forward(depth)
-            raise
-        return group.post_forward(module, args, output)
+        return _forward(module, method, args, kwargs)
 
     setattr(module, method_name, forward)
+
+
+@marks_forward
+@torch_internals.inline_only
+def _forward(module: Any, method: Callable, args: tuple, kwargs: dict) -> Any:
+    """Calls ``method`` of ``module`` between the hooks of a forward."""
+    group = module._zero3_group
+    depth = 0 if torch.compiler.is_compiling() else group.depth
+    try:
+        args, kwargs = group.pre_forward(module, args, kwargs)
+        output = method(*args, **kwargs)
+    except BaseException:
+        if not torch.compiler.is_compiling():
+            group.abort_forward(depth)
+        raise
+    return group.post_forward(module, args, output)

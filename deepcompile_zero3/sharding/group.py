@@ -23,6 +23,7 @@ from deepcompile_zero3.sharding.casts import ForwardCasts
 from deepcompile_zero3.sharding.layout import DataParallelRanks
 from deepcompile_zero3.sharding.model import ShardedModel
 from deepcompile_zero3.sharding.parameter import ShardedParameter
+from deepcompile_zero3.sharding.reads import Reads
 from deepcompile_zero3.sharding.saved import SavedTensors
 from deepcompile_zero3.transport.connection import Connect
 
@@ -81,8 +82,11 @@ class ParameterGroup:
         self._unshard_called = False  # from unshard() until reshard() or the end of a forward
         self._gathering: AllGather | None = None
         self._values: dict[ShardedParameter, torch.Tensor] = {}  # values that reads have returned
+        self._children: list[weakref.ref[ParameterGroup]] = []
+        self._reads = Reads()
         for parameter in parameters:
             parameter.group = weakref.ref(self)
+            parameter.reads = self._reads
 
     @property
     def parent(self) -> "ParameterGroup | None":
@@ -92,6 +96,7 @@ class ParameterGroup:
     @parent.setter
     def parent(self, group: "ParameterGroup") -> None:
         self._parent = weakref.ref(group)
+        group._children.append(weakref.ref(self))
 
     def ancestry(self) -> Iterator["ParameterGroup"]:
         """Yields this group and those around it, innermost first."""
@@ -107,6 +112,12 @@ class ParameterGroup:
         return forwards[-1] if forwards else None
 
     # ---- reads
+
+    def _update_reads(self) -> None:
+        """Tells compilers whether a read returns a full tensor, here and in groups below."""
+        self._reads.are_whole = self.forward is not None or self._unshard_called
+        for group in _alive(self._children):
+            group._update_reads()
 
     @torch_internals.disable_dynamo
     def read(self, parameter: ShardedParameter) -> torch.Tensor:
@@ -169,6 +180,7 @@ class ParameterGroup:
     def unshard(self, async_op: bool) -> None:
         """Gathers for reads until ``reshard`` or the end of the next forward that reads."""
         self._unshard_called = True
+        self._reads.are_whole = True
         self.start_gather()
         if not async_op:
             self.gather()
@@ -190,6 +202,7 @@ class ParameterGroup:
         Returns the FQNs of those that were written to.
         """
         self._unshard_called = False
+        self._reads.are_whole = self.forward is not None
         self._gathering = None
         self._values.clear()
         for group in self.ancestry():
@@ -245,6 +258,7 @@ class ParameterGroup:
             if (packs or self.parent is None) and torch_internals.may_pack_saved_tensors():
                 forward.saved.start()
             self._forward = forward
+            self._update_reads()
         self.depth += 1
         return self.casts.inputs(args, kwargs)
 
@@ -284,6 +298,7 @@ class ParameterGroup:
         forward, self._forward = self._forward, None
         if forward is None:
             return [self]
+        self._update_reads()
         if not torch.is_grad_enabled():
             _C.wait_for_shards()  # no backward does so
         groups = dict.fromkeys([self, *forward.saved.stop()])
@@ -293,10 +308,13 @@ class ParameterGroup:
 
 
 @contextlib.contextmanager
-def compiled_forward(parameters: Sequence[ShardedParameter]) -> Iterator[bool]:
+def compiled_forward(
+    parameters: Sequence[ShardedParameter], is_forward: bool = True
+) -> Iterator[bool]:
     """Enters and leaves a forward of a compiled graph, which gathers for itself.
 
     Yields whether the graph is the whole forward. An eager forward around it frees what it holds.
+    Without ``is_forward`` the graph runs inside of one, or between ``unshard()`` and ``reshard()``.
     """
     republish_if_recomputing(parameters)
     groups = dict.fromkeys(map(group_of, parameters))  # in one order
@@ -306,6 +324,9 @@ def compiled_forward(parameters: Sequence[ShardedParameter]) -> Iterator[bool]:
     unsharded = [group for group in groups if group.is_unsharded_by_user]
     for group in unsharded:
         group.gather()
+    if not is_forward:
+        yield False
+        return
     try:
         yield True
     finally:

@@ -18,6 +18,7 @@ from deepcompile_zero3.sharding.group import ParameterGroup
 from deepcompile_zero3.sharding.handles import GatherHandle, GradientReductionHandle
 from deepcompile_zero3.sharding.module_parameters import registered_in
 from deepcompile_zero3.sharding.parameter import ShardedParameter
+from deepcompile_zero3.sharding.reads import marks_forward
 from deepcompile_zero3.sharding.step_in_backward import refuse_if_stepped_in_backward
 
 
@@ -34,6 +35,7 @@ class Zero3Module(FSDP2Methods):
         """
         return self._call(*args, **kwargs)
 
+    @marks_forward
     @torch_internals.inline_only  # a forward with a graph break ends here, in eager
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():

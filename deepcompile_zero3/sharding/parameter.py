@@ -26,6 +26,7 @@ from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding import extension
 from deepcompile_zero3.sharding.blueprint import Blueprint
 from deepcompile_zero3.sharding.memory import Memory
+from deepcompile_zero3.sharding.reads import Reads
 from deepcompile_zero3.sharding.registered_shard import RegisteredShard
 from deepcompile_zero3.transport.connection import Connection, channel_of
 
@@ -54,6 +55,7 @@ class ShardedParameter:
         replicas_are_compared: whether the values of its replicas were compared, or it has none.
         is_read_as_gathered: whether a module reads the gathered tensor as it is.
         group: the ``ParameterGroup`` that gathers it, weakly; see ``group_of``.
+        reads: what reads return in eager code, for all parameters of the group.
         extension: what is gathered in the parameter's place, or None.
         step_early: steps parameters whose gradients have come; see ``step_in_backward``.
         memory: the budget of memory that the shard is part of, or None.
@@ -74,6 +76,7 @@ class ShardedParameter:
         layout = blueprint.layout
         self.registered = RegisteredShard(blueprint)
         self.group: weakref.ref[object] | None = None
+        self.reads = Reads()
         self._model: weakref.ref[_Model] | None = None
         self.position = 0
         self.layout = layout

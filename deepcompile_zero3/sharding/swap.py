@@ -17,13 +17,15 @@ from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.runtime import ops
+from deepcompile_zero3.runtime import _C, ops
 from deepcompile_zero3.sharding.flat_weights import ReadsFlatWeights, forget_flat_weights
-from deepcompile_zero3.sharding.group import ParameterGroup, group_of
+from deepcompile_zero3.sharding.group import ParameterGroup, group_of, group_or_none
 from deepcompile_zero3.sharding.module import Zero3Module
 from deepcompile_zero3.sharding.module_parameters import parameters_of
 from deepcompile_zero3.sharding.parameter import ShardedParameter, parameter_of
 from deepcompile_zero3.sharding.parameter_lists import bases_of_container
+from deepcompile_zero3.sharding.reads import mark_no_forward, modules_in_traced_forward
+from deepcompile_zero3.sharding.traced_writes import refuse_traced_writes
 from deepcompile_zero3.torch_release import RELEASE
 
 # Name of a parameter, whether it is read as gathered, and whether it has attributes to carry over.
@@ -115,6 +117,10 @@ def _property(name: str, is_read_as_gathered: bool, has_attributes: bool) -> pro
         if torch.compiler.is_dynamo_compiling():  # False where Dynamo's guards call hasattr()
             placeholder = parameter.placeholder
             leaf_contract = _prepare(placeholder)
+            if leaf_contract is None:  # a state of eager code decides, which Dynamo guards on
+                if not parameter.reads.are_whole:
+                    return self._parameters[name]
+                leaf_contract = _prepare_if_whole(placeholder)
             if not parameter.guard_key:  # never: Dynamo guards on what decides a branch
                 raise AssertionError(f"'{parameter.fqn}' has no key")
             extension = parameter.extension
@@ -148,11 +154,38 @@ def _unshard(placeholder: torch.Tensor) -> torch.Tensor:
 
 
 @torch_internals.assume_constant_result
-def _prepare(placeholder: torch.Tensor) -> str:
-    """Prepares a parameter that is being traced, and returns its leaf contract.
+def _prepare(placeholder: torch.Tensor) -> str | None:
+    """Prepares a parameter that is being traced in a forward, and returns its leaf contract.
 
-    Runs when Dynamo meets it, not in the graph. A Zero3Error is left to the graph, which raises it
-    when it runs.
+    Runs when Dynamo meets it, not in the graph. Returns None if no call that Dynamo traces is a
+    forward that gathers the parameter: eager code around the frame may be in one.
+    """
+    parameter = parameter_of(placeholder)
+    if parameter is None or _is_traced_in_forward(parameter):
+        return _contract(placeholder)
+    # Activations may be recomputed, as in ParameterGroup.read.
+    recomputes = torch.is_grad_enabled() and _C.in_backward() and not parameter.reads.are_whole
+    return _contract(placeholder) if recomputes else None
+
+
+@torch_internals.assume_constant_result
+def _prepare_if_whole(placeholder: torch.Tensor) -> str:
+    """Prepares a parameter that eager code has gathered, and returns its leaf contract."""
+    torch_internals.when_traced(mark_no_forward)
+    return _contract(placeholder)
+
+
+def _is_traced_in_forward(parameter: ShardedParameter) -> bool:
+    group = group_or_none(parameter)
+    groups = set() if group is None else set(group.ancestry())
+    modules = modules_in_traced_forward()
+    return any(getattr(module, "_zero3_group", None) in groups for module in modules)
+
+
+def _contract(placeholder: torch.Tensor) -> str:
+    """Prepares a parameter whose gathered tensor is being traced, and returns its leaf contract.
+
+    A Zero3Error is left to the graph, which raises it when it runs.
     """
     if torch_internals.is_differentiated_by_transform():
         if RELEASE < (2, 13):
@@ -162,6 +195,7 @@ def _prepare(placeholder: torch.Tensor) -> str:
                 "derivatives wrongly: decorate the code with torch.compiler.disable"
             )
         torch_internals.refuse_to_be_traced("a sharded parameter that torch.func differentiates")
+    torch_internals.when_traced(refuse_traced_writes)
     parameter = parameter_of(placeholder)
     if parameter is None:
         return ""  # its model was deleted: running the graph tells

@@ -1,8 +1,10 @@
 """Private names of torch that training uses. ``compiler`` has those of torch.compile."""
 
 import contextlib
+import dataclasses
 import datetime
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from types import CodeType
 from typing import Any, TypeVar
 
 import torch
@@ -225,6 +227,57 @@ def refuse_to_be_traced(what: str) -> None:
     if _try_get_tracing_context() is not None:
         unsupported = private("torch._dynamo.exc", "Unsupported")  # loaded by now
         raise unsupported(f"{what} cannot be traced", gb_type=what)
+
+
+def traced_arguments(names: Mapping[CodeType, str]) -> Iterator[Any]:
+    """Yields an argument of each call that Dynamo traces now, innermost first.
+
+    Args:
+        names: the name of the argument, by the function's code. Other functions' calls are skipped.
+    """
+    frame = _translator().output.current_tx
+    while frame is not None:
+        name = names.get(frame.f_code)
+        if name in frame.symbolic_locals:
+            yield getattr(frame.symbolic_locals[name].realize(), "value", None)
+        frame = frame.parent
+
+
+def when_traced(check: Callable[[Any], None]) -> None:
+    """Makes Dynamo call ``check`` with the graph that it traces now, once it is complete.
+
+    An error of ``check`` is raised as that of a backend, which Dynamo tells whole.
+    """
+    output = _translator().output
+    finalizer = _Check(check, output.compiler_fn)
+    if finalizer not in output.register_finalizer_fns:
+        output.add_graph_finalizer(finalizer)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Check:
+    """See :func:`when_traced`."""
+
+    check: Callable[[Any], None]
+    backend: Any
+
+    def __call__(self, gm: Any) -> None:
+        try:
+            self.check(gm)
+        except Exception as error:
+            failed = private("torch._dynamo.exc", "BackendCompilerFailed")
+            raise failed(self.backend, error, None) from error
+
+
+def traced_input(node: Any) -> object:
+    """Returns the value that an input of a graph of Dynamo's was traced with, or None."""
+    argument = node.meta.get("grapharg")
+    return None if argument is None else argument.example
+
+
+def _translator() -> Any:
+    """Returns Dynamo's translator of the frame that it traces now. Dynamo is loaded."""
+    return private("torch._dynamo.symbolic_convert", "InstructionTranslator").current_tx()
 
 
 def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
