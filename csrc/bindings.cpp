@@ -132,7 +132,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(py::init([](std::vector<ParameterPtr> parameters, const std::string& formats) {
              py::gil_scoped_release released;
              auto parsed = parse_formats(formats, parameters.size());
-             begin_reductions_of(parameters);
              return std::make_unique<Gather>(std::move(parameters), std::move(parsed));
            }),
            py::arg("parameters"), py::arg("formats") = "")

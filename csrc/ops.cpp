@@ -54,7 +54,6 @@ Tensor all_gather_start(at::TensorList placeholders, const std::optional<Tensor>
                         std::string formats) {
   std::vector<ParameterPtr> parameters;
   for (auto& placeholder : placeholders) parameters.push_back(Registry::get().find(placeholder));
-  begin_reductions_of(parameters);
   return InFlight<Gather>::get().add(
       std::make_unique<Gather>(std::move(parameters), parse_formats(formats, placeholders.size())));
 }
@@ -131,7 +130,6 @@ Tensor reduce_rows(at::TensorList rows, const Tensor& placeholder,
 Tensor unshard(const Tensor& placeholder, std::string contract) {
   auto parameter = Registry::get().find(placeholder);
   if (prepare_unshard) prepare_unshard(parameter->placeholder);
-  begin_reductions_of({parameter});
   return gather({parameter})[0];
 }
 
@@ -301,7 +299,6 @@ Tensor read_as(const ParameterPtr& parameter, const Tensor& full) {
 }
 
 Tensor gather_and_read(const ParameterPtr& parameter) {
-  begin_reductions_of({parameter});
   return apply_unshard(parameter->placeholder, "", gather({parameter})[0]);
 }
 

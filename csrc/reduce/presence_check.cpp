@@ -124,11 +124,6 @@ void PresenceCheck::finish() {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const auto& parameter = parameters_[i];
     const auto [state, sum_dtype] = all[i];
-    const bool may_be_of_replicas =
-        is_replicated && (state == PresenceState::kOnSome || state == PresenceState::kOnAll);
-    has_gradients_ |= may_be_of_replicas || std::ranges::any_of(ranks, [i](auto& presences) {
-                        return presences[i].state == PresenceState::kGradient;
-                      });
     const bool has_sums = sum_dtype != Presence::kNoDtype;
     if (has_sums) sums_.emplace_back(parameter, static_cast<at::ScalarType>(sum_dtype));
     // A parameter that was frozen since has its sum reduced all the same.

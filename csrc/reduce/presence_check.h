@@ -32,9 +32,6 @@ class PresenceCheck {
   // After finish(): whether ranks send their gradients of `parameter` at different times, since
   // some have none, or a sum of earlier backwards.
   bool is_mixed(const ParameterPtr& parameter) const;
-  // Whether some rank has a gradient, and not only a sum of earlier backwards.
-  bool has_gradients() const { return has_gradients_; }
-  int64_t model_number() const { return parameters_.front()->model_number; }
   // Mixed parameters of which this rank has no gradient, in order of registration.
   const std::vector<ParameterPtr>& missing() const { return missing_; }
   // Parameters with a sum on some rank, each with a dtype that holds what arrived on any rank.
@@ -46,7 +43,6 @@ class PresenceCheck {
   const Occasion occasion_;
   Presences mine_;
   std::unique_ptr<PresenceGather> gather_;  // until finish()
-  bool has_gradients_ = false;
   std::vector<ParameterPtr> mixed_;
   std::vector<ParameterPtr> missing_;
   std::vector<std::pair<ParameterPtr, at::ScalarType>> sums_;

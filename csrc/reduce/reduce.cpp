@@ -48,13 +48,6 @@ void reduce_deferred(const std::vector<ParameterPtr>& parameters) {
   std::make_shared<Reduction>()->finish_deferred(parameters);
 }
 
-void begin_reductions_of(const std::vector<ParameterPtr>& parameters) {
-  if (!in_backward()) return;
-  for (auto& parameter : parameters)
-    if (parameter->model_number > 0 && parameter->transport->meets_in_backward(*parameter))
-      Reduction::current()->begin_reduction_of(*parameter);
-}
-
 std::shared_ptr<Reduction> Reduction::current() {
   const int task = running_backward();
   ZERO3_CHECK(!handles_signals(),
@@ -285,18 +278,10 @@ void Reduction::finish_oldest() {
 void Reduction::finish_backward() {
   std::vector<ParameterPtr> parameters;
   {
-    const WithoutUserModes guard;
-    const BelowAutograd below_autograd;
     std::lock_guard lock(mutex_);
-    finish_presence_checks();
     for (auto& parameter : arrived_) parameter->gradients.end_backward();
-    auto numbers = model_numbers_of(arrived_);
-    for (auto& check : presence_checks_)  // this rank may have no gradient of a model
-      if (check->has_gradients() &&
-          std::ranges::find(numbers, check->model_number()) == numbers.end())
-        numbers.push_back(check->model_number());
     // Finishes all parameters of their models: micro-batches may have accumulated without sync.
-    for (int64_t number : numbers)
+    for (int64_t number : model_numbers_of(arrived_))
       for (auto& parameter : Registry::get().of_model(number)) parameters.push_back(parameter);
     std::ranges::sort(parameters, {}, [](auto& parameter) { return parameter->order; });
     for (auto& parameter : parameters) {

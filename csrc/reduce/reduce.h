@@ -38,11 +38,6 @@ void set_deliver(Deliver deliver);
 using Interrupted = std::function<void(const std::vector<int64_t>& model_numbers)>;
 void set_interrupted(Interrupted interrupted);
 
-// Call when the running backward is about to gather `parameters`. If their ranks meet for that, and
-// the backward may bring gradients of their model, they begin to tell each other which: a rank that
-// has a gradient first waits for that, and gathers later.
-void begin_reductions_of(const std::vector<ParameterPtr>& parameters);
-
 // Reduces the deposited gradients of `parameters`, in order, and delivers them. Collective.
 void reduce_deferred(const std::vector<ParameterPtr>& parameters);
 
@@ -61,9 +56,6 @@ class Reduction {
   // Allocates a gradient that is about to be added, in the memory it will be sent from.
   at::Tensor empty_for(const Parameter& parameter, at::IntArrayRef sizes,
                        const at::TensorOptions& options);
-
-  // Begins the presence checks of a parameter's model, if a backward may bring it gradients.
-  void begin_reduction_of(const Parameter& parameter);
 
   // Adds a raw gradient of the full shape, in any gradient dtype and strides. If `owned`, the
   // reduction takes over its memory.

@@ -6,7 +6,6 @@
 #include "reduce/reduce.h"
 #include "support/autograd.h"
 #include "support/error.h"
-#include "support/user_state.h"
 #include "transport/reduce_bucket.h"
 #include "transport/transport.h"
 
@@ -34,20 +33,6 @@ std::vector<std::unique_ptr<PresenceCheck>> Reduction::presence_checks_of(
     checks.push_back(std::make_unique<PresenceCheck>(std::move(group), backward, occasion));
   }
   return checks;
-}
-
-void Reduction::begin_reduction_of(const Parameter& parameter) {
-  std::lock_guard lock(mutex_);
-  if (std::ranges::find(checked_, parameter.model_number) != checked_.end()) return;
-  const auto is_trained = [](auto& p) {
-    return p->placeholder.requires_grad() && p->is_reduced_now();
-  };
-  if (!std::ranges::any_of(Registry::get().of_model(parameter.model_number), is_trained)) {
-    checked_.push_back(parameter.model_number);
-    return;
-  }
-  const WithoutUserModes guard;
-  begin_presence_checks(parameter);
 }
 
 void Reduction::begin_presence_checks(const Parameter& parameter) {

@@ -32,7 +32,6 @@ class SharedMemory : public Transport {
   // In shared_gather.cpp and shared_reduce.cpp.
   std::unique_ptr<GatherBucket> gather_bucket(std::vector<ParameterPtr> parameters) override;
   std::unique_ptr<Backward> begin_backward() override;
-  bool meets_in_backward(const Parameter& parameter) const override { return is_stale(parameter); }
   at::Tensor empty(const Parameter& parameter, at::IntArrayRef sizes,
                    const at::TensorOptions& options) override;
   // Index among the parameters of the OneHost.

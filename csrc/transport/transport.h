@@ -69,10 +69,6 @@ class Transport {
   // Returns a bucket of parameters whose transports join. Its gather is not started.
   virtual std::unique_ptr<GatherBucket> gather_bucket(std::vector<ParameterPtr> parameters) = 0;
   virtual std::unique_ptr<Backward> begin_backward() = 0;
-  // Whether a gather of the parameter in a backward needs all ranks now.
-  virtual bool meets_in_backward(const Parameter& parameter) const {
-    return can.ranks_meet_in_backward;
-  }
 
   // Allocates a gradient that is about to be reduced, in the memory it will be sent from. May wait
   // until other ranks have read what fills that memory.
