@@ -170,9 +170,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("stop", &CollectiveLog::stop)
       .def("records", &CollectiveLog::records);
 
-  m.def("add_uses", [](const std::vector<ParameterPtr>& parameters, bool first) {
-    for (auto& parameter : parameters) parameter->add_use(first);
-  });
+  m.def("add_uses", &add_uses, py::call_guard<py::gil_scoped_release>());
   m.def(
       "wait_for_shards", [] { wait_for_host_copies(CopyStream::kShards); },
       py::call_guard<py::gil_scoped_release>());
@@ -197,8 +195,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       parameter->gradients.forget_uses();
   });
   m.def("live_model_numbers", [] { return Registry::get().live_model_numbers(); });
-  m.def("read_gathered", &read_gathered);
-  m.def("read_as", &read_as);
+  m.def("read_gathered", &read_gathered, py::call_guard<py::gil_scoped_release>());
+  m.def("read_as", &read_as, py::call_guard<py::gil_scoped_release>());
   m.def("gather_and_read", &gather_and_read, py::call_guard<py::gil_scoped_release>());
   m.def("contract_name", &contract_name);
   m.def(

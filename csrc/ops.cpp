@@ -217,7 +217,7 @@ Tensor apply_unshard(const Tensor& placeholder, std::string contract,
   auto full = Unshard::apply(placeholder, contract, gathered);
   if (!full.requires_grad()) return full;
   declare_grad_dtype(full, contract_dtype(contract));
-  if (parameter) parameter->add_use(/*first=*/false);
+  if (parameter) add_uses({parameter}, /*first=*/false);
   return full;
 }
 
@@ -286,6 +286,11 @@ TORCH_LIBRARY_IMPL(zero3, SparseCUDA, m) { m.impl("reduce_grad", reduce_grad); }
 TORCH_LIBRARY_IMPL(zero3, Autograd, m) {
   m.impl("unshard", unshard_autograd);
   m.impl("unshard_as", unshard_as_autograd);
+}
+
+void add_uses(const std::vector<ParameterPtr>& parameters, bool first) {
+  for (auto& parameter : parameters) parameter->add_use(first);
+  exchange_presences(parameters);
 }
 
 Tensor read_gathered(const ParameterPtr& parameter) {

@@ -5,8 +5,8 @@ from pathlib import Path
 
 CSRC = Path(__file__).parent.parent / "csrc"
 LEVELS = {
-    "": 5,
-    "gather": 4,
+    "": 6,
+    "gather": 5,
     "reduce": 4,
     "transport": 3,
     "parameter": 2,

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "reduce/reduce.h"
 #include "support/autograd.h"
 #include "support/error.h"
 #include "support/memory.h"
@@ -62,6 +63,8 @@ void Gather::start() {
   }
   for (auto& [_, bucket] : buckets_) {  // once every bucket has accepted its parameters
     const ProfilerRange range([&] { return scope_name(bucket->collective(), "start"); });
+  ranks_meet_ = std::ranges::any_of(buckets_, [](auto& each) { return each.bucket->ranks_meet(); });
+  if (ranks_meet_) announce_presences(parameters_);
     bucket->start();
   }
 }
@@ -77,6 +80,7 @@ std::vector<at::Tensor> Gather::finish(bool fresh) {
   if (!is_started_) start();
   is_started_ = false;
   auto fulls = std::exchange(unsharded_, {});
+  if (ranks_meet_) exchange_presences(parameters_);
   const auto versions = std::exchange(versions_, {});
   for (auto& [places, bucket] : std::exchange(buckets_, {})) {
     const ProfilerRange range([&] { return scope_name(bucket->collective(), "wait"); });

@@ -54,6 +54,7 @@ class Gather {
   std::vector<uint64_t> versions_;     // versions of the shards
   std::vector<Started> buckets_;
   bool is_started_ = false;
+  bool ranks_meet_ = false;  // for some bucket
 };
 
 // Tells the transports of those `parameters` that are retained that a forward reads them without a

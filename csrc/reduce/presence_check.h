@@ -32,6 +32,7 @@ class PresenceCheck {
   // After finish(): whether ranks send their gradients of `parameter` at different times, since
   // some have none, or a sum of earlier backwards.
   bool is_mixed(const ParameterPtr& parameter) const;
+  const std::vector<ParameterPtr>& mixed() const { return mixed_; }
   // Mixed parameters of which this rank has no gradient, in order of registration.
   const std::vector<ParameterPtr>& missing() const { return missing_; }
   // Parameters with a sum on some rank, each with a dtype that holds what arrived on any rank.

@@ -69,9 +69,10 @@ std::shared_ptr<Reduction> Reduction::current() {
 }
 
 Reduction::~Reduction() {
-  // After finish(), `arrived_` is empty. Otherwise the backward raised: the sums of its model's
+  // After finish(), there are none. Otherwise the backward raised: the sums of its models'
   // parameters are incomplete, and must not leak into the next backward.
-  for (int64_t number : model_numbers_of(arrived_))
+  for (auto& parameter : arrived_) checked_.push_back(parameter->model_number);
+  for (int64_t number : std::set<int64_t>(checked_.begin(), checked_.end()))
     for (auto& parameter : Registry::get().of_model(number)) parameter->drop_gradients();
   if (!delivered_.empty() && interrupted) interrupted(model_numbers_of(delivered_));
   forget_delivered();
@@ -276,12 +277,16 @@ void Reduction::finish_oldest() {
 }
 
 void Reduction::finish_backward() {
+  exchange({});
   std::vector<ParameterPtr> parameters;
   {
     std::lock_guard lock(mutex_);
     for (auto& parameter : arrived_) parameter->gradients.end_backward();
+    auto of_some_rank = arrived_;
+    for (auto& check : presence_checks_)
+      of_some_rank.insert(of_some_rank.end(), check->mixed().begin(), check->mixed().end());
     // Finishes all parameters of their models: micro-batches may have accumulated without sync.
-    for (int64_t number : model_numbers_of(arrived_))
+    for (int64_t number : model_numbers_of(of_some_rank))
       for (auto& parameter : Registry::get().of_model(number)) parameters.push_back(parameter);
     std::ranges::sort(parameters, {}, [](auto& parameter) { return parameter->order; });
     for (auto& parameter : parameters) {
@@ -316,6 +321,7 @@ void Reduction::finish(const std::vector<ParameterPtr>& parameters) {
   const WithoutUserModes guard;
   const BelowAutograd below_autograd;
   std::unique_lock lock(mutex_);
+  is_ending_ = true;
   finish_presence_checks();
   for (auto& parameter : parameters)
     if (parameter->is_reduced_now()) send_accumulated(parameter);
@@ -337,6 +343,7 @@ void Reduction::finish(const std::vector<ParameterPtr>& parameters) {
   presence_checks_.clear();
   backwards_.clear();
   arrived_.clear();
+  checked_.clear();
   unforeseen_.clear();
   for (auto& result : results_) delivered_.push_back(result.parameter);
   lock.unlock();

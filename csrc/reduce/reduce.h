@@ -8,15 +8,17 @@
 //       -> the parameter's `.grad`
 //
 // A Reduction belongs to one backward, or to one call of reduce_deferred(). The first gradient of a
-// backward creates it. When the backward has ended, the engine runs a callback, which delivers what
-// was not delivered early. If the backward raises, the engine drops the callback, and the Reduction
-// with it: the next backward starts clean.
+// backward creates it, or what comes before: a gather, or a recomputed forward. When the backward
+// has ended, the engine runs a callback, which delivers what was not delivered early. If the
+// backward raises, the engine drops the callback, and the Reduction with it: the next backward
+// starts clean.
 #pragma once
 
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <vector>
 
 #include "parameter/parameter.h"
@@ -41,6 +43,17 @@ void set_interrupted(Interrupted interrupted);
 // Reduces the deposited gradients of `parameters`, in order, and delivers them. Collective.
 void reduce_deferred(const std::vector<ParameterPtr>& parameters);
 
+// Ranks tell each other which gradients of the models of `parameters` a backward will bring them,
+// before anything in it for which ranks wait for each other. Both have no effect outside a
+// backward, and in one that reduces no gradient of these models.
+//
+// Announces this rank's. Call when a gather starts.
+void announce_presences(const std::vector<ParameterPtr>& parameters);
+// Also waits for the other ranks' announcements, and sends zeros for the gradients that only they
+// have. Call before a wait for a gather: others may not come to it while their gradients wait. Also
+// call when a forward is recomputed: a backward may follow inside of this one.
+void exchange_presences(const std::vector<ParameterPtr>& parameters);
+
 class Backward;
 class PresenceCheck;
 enum class Occasion : uint8_t;
@@ -60,6 +73,10 @@ class Reduction {
   // Adds a raw gradient of the full shape, in any gradient dtype and strides. If `owned`, the
   // reduction takes over its memory.
   void add(const ParameterPtr& parameter, const at::Tensor& raw, bool owned);
+
+  // See announce_presences() and exchange_presences().
+  void announce(const std::vector<ParameterPtr>& parameters);
+  void exchange(const std::vector<ParameterPtr>& parameters);
 
   // Adds left @ right. Computes it in the memory it is sent from, and in parts if that is better.
   void add_product(const ParameterPtr& parameter, const at::Tensor& left, const at::Tensor& right);
@@ -82,9 +99,10 @@ class Reduction {
   // Begins checks of `parameters`.
   std::vector<std::unique_ptr<PresenceCheck>> presence_checks_of(
       const std::vector<ParameterPtr>& parameters, Occasion occasion);
-  // Begins the checks of a parameter's model, once. If its ranks reduce in one order, begins those
-  // of all such models in this backward.
+  // Begins the checks of a parameter's model, and of all other models in this backward, once.
   void begin_presence_checks(const Parameter& parameter);
+  // Begins those of the models of `parameters` that this backward reduces.
+  void begin_presence_checks(const std::vector<ParameterPtr>& parameters);
   // Waits for the checks, and sends zeros for the gradients that only other ranks have, unless
   // they are held.
   void finish_presence_checks();
@@ -113,10 +131,12 @@ class Reduction {
   void finish_backward();
 
   std::mutex mutex_;  // gradients on two devices arrive on two threads
+  bool is_ending_ = false;
   // The backward of each transport. Backwards outlive their buckets.
   std::vector<std::pair<std::shared_ptr<Transport>, std::unique_ptr<Backward>>> backwards_;
   std::vector<ParameterPtr> arrived_;
   std::vector<int64_t> checked_;  // models that have a presence check
+  std::set<int64_t> unreduced_;   // models of which this backward reduces no gradient
   std::vector<std::unique_ptr<PresenceCheck>> presence_checks_;
   bool has_sent_ = false;
   std::vector<std::unique_ptr<ReduceBucket>> open_;  // in order of opening

@@ -1,4 +1,6 @@
 // The part of a reduction in which ranks tell each other which gradients they bring.
+#include <ATen/core/LegacyTypeDispatch.h>
+
 #include <set>
 
 #include "parameter/registry.h"
@@ -6,6 +8,7 @@
 #include "reduce/reduce.h"
 #include "support/autograd.h"
 #include "support/error.h"
+#include "support/without_user_modes.h"
 #include "transport/reduce_bucket.h"
 #include "transport/transport.h"
 
@@ -15,6 +18,7 @@ namespace {
 
 // Whether ranks tell each other, when a backward begins, whether they have its gradient.
 bool exchanges_presence(const Parameter& parameter) {
+  if (!parameter.transport) return false;
   const auto& can = parameter.transport->can;
   const auto& settings = parameter.settings;
   const bool is_asked_for =
@@ -23,7 +27,25 @@ bool exchanges_presence(const Parameter& parameter) {
          (can.reduces_in_any_order || is_asked_for);
 }
 
+// Whether the running backward reduces a gradient of `parameter`, if it has one on some rank.
+bool brings_gradient(const ParameterPtr& parameter) {
+  return exchanges_presence(*parameter) && parameter->is_reduced_now() &&
+         parameter->placeholder.requires_grad() && parameter->is_wanted();
+}
+
+bool contains(const std::vector<int64_t>& numbers, int64_t number) {
+  return std::ranges::find(numbers, number) != numbers.end();
+}
+
 }  // namespace
+
+void announce_presences(const std::vector<ParameterPtr>& parameters) {
+  if (in_backward()) Reduction::current()->announce(parameters);
+}
+
+void exchange_presences(const std::vector<ParameterPtr>& parameters) {
+  if (in_backward()) Reduction::current()->exchange(parameters);
+}
 
 std::vector<std::unique_ptr<PresenceCheck>> Reduction::presence_checks_of(
     const std::vector<ParameterPtr>& parameters, Occasion occasion) {
@@ -35,17 +57,41 @@ std::vector<std::unique_ptr<PresenceCheck>> Reduction::presence_checks_of(
   return checks;
 }
 
+void Reduction::announce(const std::vector<ParameterPtr>& parameters) {
+  WithoutUserModes guard;
+  std::lock_guard lock(mutex_);
+  begin_presence_checks(parameters);
+}
+
+void Reduction::exchange(const std::vector<ParameterPtr>& parameters) {
+  WithoutUserModes guard;
+  at::AutoDispatchBelowADInplaceOrView below_autograd;  // a recomputed forward records
+  std::lock_guard lock(mutex_);
+  begin_presence_checks(parameters);
+  finish_presence_checks();
+}
+
+void Reduction::begin_presence_checks(const std::vector<ParameterPtr>& parameters) {
+  if (is_ending_) return;  // hooks of gradients gather too
+  for (auto& parameter : parameters) {
+    const int64_t number = parameter->model_number;
+    if (contains(checked_, number) || unreduced_.contains(number)) continue;
+    if (std::ranges::any_of(Registry::get().of_model(number), brings_gradient))
+      begin_presence_checks(*parameter);
+    else
+      unreduced_.insert(number);
+  }
+}
+
 void Reduction::begin_presence_checks(const Parameter& parameter) {
-  if (std::ranges::find(checked_, parameter.model_number) != checked_.end()) return;
+  if (contains(checked_, parameter.model_number)) return;
+  // Ranks may come to the models in different orders.
   std::set<int64_t> numbers{parameter.model_number};
-  const auto is_ordered = [](const Parameter& p) { return !p.transport->can.reduces_in_any_order; };
-  if (is_ordered(parameter))
-    for (auto& other : Registry::get().alive())
-      if (other->transport && is_ordered(*other) && exchanges_presence(*other) &&
-          is_in_graph(other->placeholder))
-        numbers.insert(other->model_number);
+  for (auto& other : Registry::get().alive())
+    if (exchanges_presence(*other) && other->is_wanted() && is_in_graph(other->placeholder))
+      numbers.insert(other->model_number);
   for (const int64_t number : numbers) {
-    if (std::ranges::find(checked_, number) != checked_.end()) continue;
+    if (contains(checked_, number)) continue;
     checked_.push_back(number);
     auto parameters = Registry::get().of_model(number);
     std::erase_if(parameters, [](auto& other) { return !exchanges_presence(*other); });

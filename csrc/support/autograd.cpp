@@ -28,6 +28,7 @@ bool is_wanted(const at::Tensor& leaf) {
 }
 
 bool is_in_graph(const at::Tensor& leaf) {
+  if (!leaf.defined()) return false;  // of a parameter in a plan
   const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
   const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(leaf);
   return accumulator && nodes != nullptr && nodes->contains(accumulator.get());

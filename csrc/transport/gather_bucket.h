@@ -19,6 +19,9 @@ class GatherBucket {
 
   Collective collective() const;
 
+  // Before start(): whether all ranks have to take part. A backward may read what its forward has
+  // published.
+  virtual bool ranks_meet() const { return true; }
   virtual void start() = 0;
   // Lets the shards change from now on: finish() returns their values as of start().
   virtual void snapshot() {}

@@ -1,4 +1,6 @@
 // Gathers of ranks that share memory: each rank publishes its rows of a copy.
+#include <algorithm>
+
 #include "support/autograd.h"
 #include "support/error.h"
 #include "support/memory.h"
@@ -13,6 +15,7 @@ class SharedGather : public GatherBucket {
   using GatherBucket::GatherBucket;
   ~SharedGather() override;
 
+  bool ranks_meet() const override;
   // Publishes this rank's rows. A backward publishes only if its forward's copy is stale.
   void start() override;
   void snapshot() override;
@@ -41,6 +44,13 @@ class SharedGather : public GatherBucket {
 
 SharedGather::~SharedGather() {
   if (waits_for_room_) --one_host().waiting_for_room;
+}
+
+bool SharedGather::ranks_meet() const {
+  return !in_backward() || std::ranges::any_of(parameters_, [](auto& parameter) {
+    return parameter->transport->can.ranks_meet_in_backward ||
+           SharedMemory::of(*parameter).is_stale(*parameter);
+  });
 }
 
 void SharedGather::start() {
