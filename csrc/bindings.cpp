@@ -175,9 +175,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       "wait_for_shards", [] { wait_for_host_copies(CopyStream::kShards); },
       py::call_guard<py::gil_scoped_release>());
   m.def("note_skipped_gathers", &note_skipped_gathers);
-  m.def("note_other_gather", [](const Parameter& parameter) {
-    if (!in_backward()) parameter.transport->count_unpublished_forward();
-  });
+  m.def("note_other_gather", [](const ParameterPtr& parameter) { count_unpublished({parameter}); });
   m.def("reshard_retained_after_forward", &reshard_retained_after_forward);
   m.def("reduce_deferred", &reduce_deferred, py::call_guard<py::gil_scoped_release>());
   m.def(

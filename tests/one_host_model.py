@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 TORN = 255
-GRADIENTS = 8  # at most, of a parameter in a backward: 1 << 16 in C++
-ROUNDS = 2  # of announcements, at most, in a backward: 1 << 8 in C++
-BACKWARDS = 2  # at most, between two publications: 1 << 12 in C++
+GRADIENTS = 8  # at most, of a parameter in a backward: 1 << kGradientBits in C++
+ROUNDS = 2  # of announcements, at most, in a backward: 1 << kRoundBits in C++
+BACKWARDS = 2  # at most, between two gathers of forwards: 1 << kBackwardBits in C++
 RAISES = 1 << 20  # steps by which a rank that raises goes on: beyond its last
 
 Memory = bytes  # one byte for each word
@@ -210,7 +210,7 @@ class Rank(Program):
         self._waiting_for_room: list[Bucket] = []
         self._epochs = [0] * parameters  # as in GatherWords
         self._latest = [0] * parameters  # as in ReduceWords
-        self._publications = 0
+        self._gathers = 0  # of forwards
         self._latest_backward = 0
         self._latest_round = 0
         self._running: set[int] = set()
@@ -220,6 +220,9 @@ class Rank(Program):
     def start(self, *parameters: int, in_backward: bool = False) -> None:
         """Arrives as far as there is room, and publishes to copies that nobody reads any more."""
         bucket = self._buckets[parameters] = Bucket(parameters, in_backward)
+        if not in_backward:
+            self._gathers += 1
+            self._show_oldest()
         if not self._waiting_for_room or self._without == "line":
             for p in self._start_some(bucket):
                 self._start_publishing(p)
@@ -232,9 +235,6 @@ class Rank(Program):
             if not bucket.in_backward or self._turns[p].is_over:
                 if not self._arrive(p, even_if_pinned=at_least_one):
                     break
-                if not bucket.in_backward:
-                    self._publications += 1
-                    self._show_oldest()
                 arrived.append(p)
             if self._without != "pins":
                 self._turns[p].pins += 1
@@ -366,11 +366,7 @@ class Rank(Program):
 
     def _next_backward(self) -> int:
         number = self._latest_backward + 1
-        return (
-            number
-            if self._without == "publications"
-            else max(number, self._publications * BACKWARDS)
-        )
+        return number if self._without == "gathers" else max(number, self._gathers * BACKWARDS)
 
     def _show_oldest(self) -> None:
         if self._without != "oldest_backward":

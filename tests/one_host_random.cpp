@@ -184,14 +184,15 @@ using PendingSumPtr = std::shared_ptr<PendingSum>;
 
 class Rank {
  public:
-  Rank(const Shared& shared, int64_t rank, Random program)
+  // `gathers` are counted already.
+  Rank(const Shared& shared, int64_t rank, Random program, uint64_t gathers)
       : shared_(shared),
         rank_(rank),
         program_(program),
         own_(program() + rank),
         waiter_(shared.wake_word, shared.states, rank,
                 std::vector<pid_t>(shared.world_size, getpid()), kTimeout),
-        backwards_(shared.states, rank),
+        backwards_(shared.states, rank, gathers),
         announcements_(shared.states, rank, shared.world_size),
         arena_(kMailbox) {
     const auto ring = std::make_shared<Ring>(shared.capacity);
@@ -282,6 +283,7 @@ class Rank {
   }
 
   void start(Bucket& bucket) {
+    if (!bucket.in_backward) backwards_.count_gather();
     if (waiting_for_room_ == 0) start_some(bucket, /*at_least_one=*/false);
     bucket.waits_for_room = bucket.started < bucket.parameters.size();
     waiting_for_room_ += bucket.waits_for_room;
@@ -312,7 +314,6 @@ class Rank {
       if (!bucket.in_backward || copy.is_stale()) {
         linger();
         if (!copy.arrive(at_least_one)) break;
-        if (!bucket.in_backward) backwards_.count_publication();
         ++operations_;
       }
       if (MISTAKE != 3) bucket.pins.push_back(copy.pin());
@@ -594,18 +595,41 @@ class Rank {
   int operations_ = 0;
 };
 
-void run(int64_t world_size, uint64_t seed) {
+void run(int64_t world_size, uint64_t seed, uint64_t gathers = 0) {
   const Random random(seed * 16 + world_size);
   const Shared shared(world_size, random);
   std::vector<std::jthread> threads;
   for (int64_t rank = 0; rank < world_size; ++rank)
     threads.emplace_back([&, rank] {
       try {
-        Rank(shared, rank, random).run();
+        Rank(shared, rank, random, gathers).run();
       } catch (const std::exception& error) {
         fail(error.what());
       }
     });
+}
+
+// Counts gathers up to the limit: words stay in order, and there is an error behind it.
+void run_to_the_limit() {
+  RankState state{};
+  Backwards backwards(&state, 0, kMostGathers - 1);
+  const uint64_t before = backwards.begin();
+  backwards.end(before);
+  backwards.count_gather();
+  const uint64_t last = backwards.begin();
+  Progress progress{};
+  ReduceWords words(&progress, &state, 0, 1);
+  const uint64_t earlier = words.next_epoch(before);
+  if (last <= before || words.next_epoch(last) <= earlier || words.next_epoch(last) >> 63 == 0)
+    fail("epochs start again");
+  backwards.end(last);
+  if (state.oldest_backward <= last) fail("the oldest backward starts again");
+  try {
+    backwards.count_gather();
+  } catch (const std::exception& error) {
+    if (std::string(error.what()).find("start them again") != std::string::npos) return;
+  }
+  fail("gathers are counted for ever");
 }
 
 }  // namespace
@@ -613,4 +637,6 @@ void run(int64_t world_size, uint64_t seed) {
 int main(int argc, char** argv) {
   const uint64_t seed = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 0;
   for (int64_t world_size : {2, 3, 4}) run(world_size, seed);
+  run(2, seed, kMostGathers - kOperations);
+  run_to_the_limit();
 }

@@ -352,7 +352,7 @@ MISTAKES = {
     ),
     "counts backwards, and not what they belong to": (
         partial(raising, counts=(0, 1)),
-        {"without": "publications"},
+        {"without": "gathers"},
         "reads gradient of",
     ),
     "reads before the others have announced": (telling, {"without": "announced"}, "reads topic"),

@@ -27,8 +27,9 @@ void Gather::start() {
               "', since other ranks do not: read shards, or set a flag and act between steps");
   is_started_ = true;
   note_skipped_gathers(parameters_);
-  std::vector<ParameterPtr> sources;  // for each parameter, the one whose shards are gathered
-  std::vector<size_t> missing;        // places among `parameters_`
+  std::vector<ParameterPtr> sources;   // for each parameter, the one whose shards are gathered
+  std::vector<size_t> missing;         // places among `parameters_`
+  std::vector<ParameterPtr> replaced;  // something else is gathered for them
   for (auto& parameter : parameters_) {
     ZERO3_CHECK(!in_backward() || !parameter->gradients.is_delivered_early, "'", parameter->fqn,
                 "' may have been stepped in this backward, which needs it again: leave it out of "
@@ -41,13 +42,14 @@ void Gather::start() {
     if (format) {
       // Rows that a forward has left on fewer ranks are rounded already.
       if (sources[place] == parameter) sources[place] = parameter->quantized(*format);
-      if (!in_backward()) parameter->transport->count_unpublished_forward();
+      replaced.push_back(parameter);
     } else if (parameter->gathered.is_unsharded()) {
       continue;
     }
     has_codes_[place] = format && sources[place]->compute_dtype == at::kByte;
     missing.push_back(place);
   }
+  count_unpublished(replaced);
   while (!missing.empty()) {
     const auto& first = *sources[missing.front()];
     const auto alike = [&](size_t place) {
@@ -61,10 +63,10 @@ void Gather::start() {
     for (auto place : places) members.push_back(sources[place]);
     buckets_.push_back({std::move(places), first.transport->gather_bucket(std::move(members))});
   }
-  for (auto& [_, bucket] : buckets_) {  // once every bucket has accepted its parameters
-    const ProfilerRange range([&] { return scope_name(bucket->collective(), "start"); });
   ranks_meet_ = std::ranges::any_of(buckets_, [](auto& each) { return each.bucket->ranks_meet(); });
   if (ranks_meet_) announce_presences(parameters_);
+  for (auto& [_, bucket] : buckets_) {  // once every bucket has accepted its parameters
+    const ProfilerRange range([&] { return scope_name(bucket->collective(), "start"); });
     bucket->start();
   }
 }
@@ -78,9 +80,9 @@ std::vector<at::Tensor> Gather::finish(bool fresh) {
   const bool is_recorded = at::GradMode::is_enabled();  // eager code records for a backward
   WithoutUserModes guard;
   if (!is_started_) start();
+  if (ranks_meet_) exchange_presences(parameters_);
   is_started_ = false;
   auto fulls = std::exchange(unsharded_, {});
-  if (ranks_meet_) exchange_presences(parameters_);
   const auto versions = std::exchange(versions_, {});
   for (auto& [places, bucket] : std::exchange(buckets_, {})) {
     const ProfilerRange range([&] { return scope_name(bucket->collective(), "wait"); });
@@ -127,11 +129,24 @@ std::vector<at::Tensor> Gather::finish_owned() {
   return fulls;
 }
 
-void note_skipped_gathers(const std::vector<ParameterPtr>& parameters) {
+void count_unpublished(const std::vector<ParameterPtr>& parameters) {
   if (in_backward()) return;
-  for (auto& parameter : parameters)
-    if (parameter->gathered.state() == Gathered::State::kRetained)
-      parameter->transport->count_unpublished_forward();
+  std::vector<Transport*> counted;
+  for (auto& parameter : parameters) {
+    auto* transport = parameter->transport.get();
+    if (std::ranges::any_of(counted, [&](auto* other) { return other->joins(*transport); }))
+      continue;
+    transport->count_unpublished_forward();
+    counted.push_back(transport);
+  }
+}
+
+void note_skipped_gathers(const std::vector<ParameterPtr>& parameters) {
+  auto retained = parameters;
+  std::erase_if(retained, [](auto& parameter) {
+    return parameter->gathered.state() != Gathered::State::kRetained;
+  });
+  count_unpublished(retained);
 }
 
 void reshard_retained_after_forward(const std::vector<ParameterPtr>& parameters) {

@@ -57,6 +57,10 @@ class Gather {
   bool ranks_meet_ = false;  // for some bucket
 };
 
+// Tells the transports of `parameters` that a forward reads them without a publication. Counts once
+// for all whose transports join, and not in a backward.
+void count_unpublished(const std::vector<ParameterPtr>& parameters);
+
 // Tells the transports of those `parameters` that are retained that a forward reads them without a
 // gather.
 void note_skipped_gathers(const std::vector<ParameterPtr>& parameters);

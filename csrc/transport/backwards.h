@@ -4,21 +4,32 @@
 #include <algorithm>
 #include <mutex>
 #include <set>
+#include <string>
 #include <vector>
 
+#include "support/error.h"
 #include "transport/words.h"
 
 namespace zero3 {
 
 // Numbers the backwards of a group. All ranks count alike, even after a backward that raised on
-// some ranks before it began there: the next forward, in which all ranks meet, realigns them.
+// some ranks before it began there: the next gather of a forward, in which all ranks meet, realigns
+// them.
 class Backwards {
  public:
-  Backwards(RankState* ranks, int64_t rank) : ranks_(ranks), rank_(rank) {}
+  // Tests begin with `gathers` that were counted already.
+  Backwards(RankState* ranks, int64_t rank, uint64_t gathers = 0)
+      : ranks_(ranks), rank_(rank), gathers_(gathers) {}
 
-  void count_publication() {
+  // Counts a gather of a forward, whatever the number of its parameters.
+  void count_gather() {
     std::lock_guard lock(mutex_);
-    ++publications_;
+    if (gathers_ == kMostGathers)
+      throw_error(
+          "the forwards of a sharded model's process group have gathered " +
+          std::to_string(gathers_) +
+          " times, and its ranks cannot count further: start them again, from a checkpoint");
+    ++gathers_;
     show_oldest();
   }
 
@@ -38,9 +49,7 @@ class Backwards {
   }
 
  private:
-  static constexpr int kPublicationShift = 12;  // 4096 backwards per publication suffice
-
-  uint64_t next() const { return std::max(latest_ + 1, publications_ << kPublicationShift); }
+  uint64_t next() const { return std::max(latest_ + 1, gathers_ << kBackwardBits); }
   void show_oldest() {
     const uint64_t oldest = running_.empty() ? next() : *running_.begin();
     ranks_[rank_].oldest_backward.store(oldest, std::memory_order_release);
@@ -49,7 +58,7 @@ class Backwards {
   RankState* ranks_;
   int64_t rank_;
   std::mutex mutex_;  // a thread may be in a forward while another is in a backward
-  uint64_t publications_ = 0;
+  uint64_t gathers_;
   uint64_t latest_ = 0;
   std::set<uint64_t> running_;  // nested ones
 };
@@ -66,11 +75,11 @@ class Announcements {
   std::vector<int64_t> readers() const {
     return ranks_where(world_size_, [&](int64_t r) {
       return ranks_[r].acknowledged.load(std::memory_order_acquire) < latest_ &&
-             !ranks_[r].has_left(latest_ >> kBackwardShift);
+             !ranks_[r].has_left(latest_ >> kRoundBits);
     });
   }
   uint64_t next(uint64_t backward) {
-    return latest_ = std::max(latest_, backward << kBackwardShift) + 1;
+    return latest_ = std::max(latest_, backward << kRoundBits) + 1;
   }
   void announce(uint64_t round, uint64_t topic) {
     ranks_[rank_].topic.store(topic, std::memory_order_relaxed);
@@ -89,7 +98,7 @@ class Announcements {
   // The unannounced() ranks that have gone on, and will never announce in `round`.
   std::vector<int64_t> ranks_gone(uint64_t round) const {
     return ranks_where(world_size_, [&](int64_t r) {
-      return ranks_[r].has_left(round >> kBackwardShift) &&
+      return ranks_[r].has_left(round >> kRoundBits) &&
              ranks_[r].announced.load(std::memory_order_acquire) < round;
     });
   }
@@ -98,8 +107,6 @@ class Announcements {
   }
 
  private:
-  static constexpr int kBackwardShift = 8;
-
   RankState* ranks_;
   int64_t rank_;
   int64_t world_size_;

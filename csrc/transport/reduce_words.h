@@ -30,13 +30,13 @@ class ReduceWords {
   std::vector<int64_t> readers(uint64_t epoch) const {
     return ranks_where(world_size_, [&](int64_t r) {
       return is_read_by(r) && ranks_[r].consumed.load(std::memory_order_acquire) < epoch &&
-             !states_[r].has_left(epoch >> kBackwardShift);
+             !states_[r].has_left(epoch >> kGradientBits);
     });
   }
 
   // The epoch of the next gradient in this backward. The latest() epoch must have no readers().
   uint64_t next_epoch(uint64_t backward) const {
-    const uint64_t first = backward << kBackwardShift;
+    const uint64_t first = backward << kGradientBits;
     return std::max(latest_, first) + 1;
   }
   uint64_t latest() const { return latest_; }
@@ -58,7 +58,7 @@ class ReduceWords {
   // The writers() that have gone on, and will never post their gradient of `epoch`.
   std::vector<int64_t> ranks_gone(uint64_t epoch) const {
     return ranks_where(world_size_, [&](int64_t r) {  // in this order: a rank posts, then leaves
-      return states_[r].has_left(epoch >> kBackwardShift) && !has_posted(r, epoch);
+      return states_[r].has_left(epoch >> kGradientBits) && !has_posted(r, epoch);
     });
   }
 
@@ -74,8 +74,6 @@ class ReduceWords {
   }
 
  private:
-  static constexpr int kBackwardShift = 16;
-
   bool has_posted(int64_t r, uint64_t epoch) const {
     return ranks_[r].posted.load(std::memory_order_acquire) >= epoch;
   }

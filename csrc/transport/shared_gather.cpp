@@ -58,6 +58,7 @@ void SharedGather::start() {
   for (auto& parameter : parameters_)
     sources_.push_back({parameter->shard, parameter->shard_version()});
   one_host().waiter->begin_anew();
+  if (!in_backward_) one_host().backwards.count_gather();  // now, whenever there is room
   if (one_host().waiting_for_room == 0) start_some(/*at_least_one=*/false);
   waits_for_room_ = started_ < parameters_.size();
   if (waits_for_room_) ++one_host().waiting_for_room;
@@ -101,7 +102,6 @@ void SharedGather::start_some(bool at_least_one) {
     auto& shared = SharedMemory::of(parameter);
     if (!in_backward_ || shared.is_stale(parameter)) {
       if (!shared.arrive(parameter, sources_[started_].version, at_least_one)) break;
-      if (!in_backward_) one_host().backwards.count_publication();
       arrived = true;
     }
     pins_.push_back(shared.pin());

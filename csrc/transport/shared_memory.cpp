@@ -54,10 +54,10 @@ at::Tensor SharedMemory::empty(const Parameter& parameter, at::IntArrayRef sizes
   return one_host_->mailbox->empty(sizes, dtype, parameter.fqn);
 }
 
-// This forward counts as a publication, since publications number the backwards.
+// Counts as a gather, since gathers number the backwards.
 void SharedMemory::count_unpublished_forward() {
   one_host_->waiter->begin_anew();
-  one_host_->backwards.count_publication();
+  one_host_->backwards.count_gather();
 }
 
 bool SharedMemory::expect_epoch(const Parameter& parameter, uint64_t epoch) {

@@ -82,8 +82,8 @@ class Transport {
 
   // ---- transports that publish
 
-  // Counts a forward that reads the parameter without a publication: it is retained, or something
-  // else is gathered in its place.
+  // Counts a forward that reads parameters of this transport, and of those that join, without a
+  // publication: they are retained, or something else is gathered in their place.
   virtual void count_unpublished_forward() {}
   // Number of publications of the parameter so far.
   virtual uint64_t epoch() const { return 0; }

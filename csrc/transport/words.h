@@ -21,6 +21,21 @@ inline uint64_t in_cache_lines(uint64_t nbytes) {
   return (std::max<uint64_t>(nbytes, 1) + kCacheLine - 1) / kCacheLine * kCacheLine;
 }
 
+// Epochs of reductions and rounds of announcements, from their highest bits to their lowest:
+//
+//   gathers of forwards | backwards since | gradients of a parameter, or rounds, in the backward
+//
+// Epochs that start again at zero would free memory that others still read. Ranks therefore raise
+// once half of all epochs are used up, which takes 280 years at a thousand gathers a second. A
+// count that outgrows its part goes on in the next higher one: memory stays safe, since a rank that
+// has left a later backward has left the earlier one too, but ranks notice later that one has
+// raised.
+constexpr int kBackwardBits = 10;
+constexpr int kGradientBits = 10;
+constexpr int kRoundBits = 8;
+constexpr uint64_t kMostGathers = uint64_t{1} << (63 - kBackwardBits - kGradientBits);
+static_assert(kRoundBits <= kGradientBits);
+
 // Progress of one rank with one block of a parameter's gradient. The first block's progress also
 // has the words of gathers and presences.
 struct alignas(kCacheLine) Progress {
