@@ -200,6 +200,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def(
       "release_buffers",
       [] {
+        drop_exchanges_of_destroyed_groups();  // whose tensors go to the pool
         const auto nbytes = release_pool();
         let_go_of_heap();
         return nbytes;

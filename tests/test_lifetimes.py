@@ -7,10 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Stack, assert_same_step, batch_of, mean_square, mine, optimizers_of, shard
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from deepcompile_zero3 import fully_shard, release_buffers
+from deepcompile_zero3 import buffer_stats, fully_shard, release_buffers
 from deepcompile_zero3.runtime import _C
 
 LIVES = ["model", "run", "optimizer", "graph", "group"]
@@ -107,3 +108,27 @@ def _destroy_with_work_in_flight(transport):
 @pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
 def test_a_group_may_go_with_work_in_flight(run_ranks, transport):
     run_ranks(2, _destroy_with_work_in_flight, transport)
+
+
+def _destroy_with_dropped_work(frees):
+    """Destroys the group of a gather that was started and dropped, which nothing waits for."""
+    group = dist.new_group()
+    mesh = DeviceMesh.from_group(group, "cpu")
+    model = fully_shard(nn.Linear(512, 512), mesh=mesh, transport="c10d")
+    before = buffer_stats().in_use
+    model.unshard(async_op=True)
+    model.reshard()
+    nbytes = buffer_stats().in_use - before
+    assert nbytes >= 4 * 512 * 512, "the transfer still needs its tensors"
+    dist.barrier()
+    dist.destroy_process_group(group)
+    if frees == "release_buffers":
+        release_buffers()
+    else:
+        _train_another("c10d")
+    assert buffer_stats().in_use <= before
+
+
+@pytest.mark.parametrize("frees", ["release_buffers", "another group"])
+def test_tensors_of_dropped_work_end_with_its_group(run_ranks, frees):
+    run_ranks(2, _destroy_with_dropped_work, frees)

@@ -5,8 +5,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <iterator>
 #include <limits>
-#include <map>
 #include <mutex>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -60,6 +60,15 @@ struct Transfers {
   }
 };
 
+// Whether `group` was not destroyed: until then, torch finds it by its name.
+bool is_alive(const c10::intrusive_ptr<Group>& group) {
+  try {
+    return c10d::resolve_process_group(group->getGroupName()) == group;
+  } catch (const c10::Error&) {
+    return false;
+  }
+}
+
 // Transfers that nobody waits for any more. gloo never recovers if a message's buffer is gone.
 class AbandonedTransfers {
  public:
@@ -70,26 +79,34 @@ class AbandonedTransfers {
 
   void add(std::unique_ptr<Transfers> transfers) {
     std::lock_guard lock(mutex_);
-    by_group_name_[transfers->group->getGroupName()].push_back(std::move(transfers));
+    transfers_.push_back(std::move(transfers));
   }
 
-  // Waits for the transfers of `group`. Drops the transfers of a former group of the same name.
+  // Waits for the transfers of `group`, and drops those of destroyed groups.
   void wait(const c10::intrusive_ptr<Group>& group) {
-    std::vector<std::unique_ptr<Transfers>> mine;
-    {
-      std::lock_guard lock(mutex_);
-      auto found = by_group_name_.find(group->getGroupName());
-      if (found == by_group_name_.end()) return;
-      mine = std::move(found->second);
-      by_group_name_.erase(found);
-    }
-    for (auto& transfers : mine)
-      if (transfers->group == group) transfers->wait();
+    for (auto& transfers : take([&](auto& other) { return other == group; })) transfers->wait();
+    drop_of_destroyed_groups();
+  }
+
+  void drop_of_destroyed_groups() {
+    take([](auto& group) { return !is_alive(group); });  // destroyed without the lock
   }
 
  private:
+  // Takes the transfers of groups that are `wanted`.
+  template <typename Wanted>
+  std::vector<std::unique_ptr<Transfers>> take(Wanted wanted) {
+    std::lock_guard lock(mutex_);
+    const auto rest = std::ranges::stable_partition(
+        transfers_, [&](auto& transfers) { return !wanted(transfers->group); });
+    std::vector<std::unique_ptr<Transfers>> taken(std::move_iterator(rest.begin()),
+                                                  std::move_iterator(rest.end()));
+    transfers_.erase(rest.begin(), rest.end());
+    return taken;
+  }
+
   std::mutex mutex_;
-  std::map<std::string, std::vector<std::unique_ptr<Transfers>>> by_group_name_;
+  std::vector<std::unique_ptr<Transfers>> transfers_;  // in the order of their starts
 };
 
 // A Work copies the thread-local state and frees the copy on its own thread, late or never. The
@@ -310,6 +327,8 @@ at::Tensor one_run(const Rows& rows) {
 std::string backend_name(const std::string& group_name, at::Device device) {
   return group_of(group_name)->getBackend(device.type())->getBackendName();
 }
+
+void drop_exchanges_of_destroyed_groups() { AbandonedTransfers::get().drop_of_destroyed_groups(); }
 
 void check_exists(const std::string& group_name) { group_of(group_name); }
 

@@ -12,7 +12,8 @@
 namespace zero3 {
 
 // An exchange that is dropped before wait(), by an exception for example, goes on by itself. The
-// next exchange of its group waits for it: either all ranks have dropped it, or a rank is gone.
+// next exchange of its group waits for it: either all ranks have dropped it, or a rank is gone. If
+// its group is destroyed, the next exchange of any group frees its tensors.
 class ProcessGroupChannel : public Channel {
  public:
   // With `sends_to_itself`, a rank that is alone calls the backend's collectives as others do.
@@ -30,6 +31,10 @@ std::string backend_name(const std::string& group_name, at::Device device);
 // Seconds that threads of this process have waited for exchanges. Where a device waits, and not the
 // host, these are next to nothing.
 double seconds_waited();
+
+// Frees the tensors of dropped exchanges whose groups were destroyed. Call without the GIL, which
+// threads of a group take when they end.
+void drop_exchanges_of_destroyed_groups();
 
 // Raises if the group was destroyed.
 void check_exists(const std::string& group_name);
