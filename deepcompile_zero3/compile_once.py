@@ -1,17 +1,25 @@
 """Lets one process of a host compile a graph while the others wait, and load what it compiled."""
 
 import contextlib
+import fcntl
+import functools
 import hashlib
+import logging
+import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 import torch
-from filelock import FileLock, Timeout
 from torch import fx
 
 from deepcompile_zero3.torch_internals import compiler
 
 PATIENCE = 600.0  # seconds that a process waits for another that compiles
+TELL_AFTER = 30.0  # seconds after which a process says that it waits
+
+_log = logging.getLogger(__name__)
 
 
 def graph_key(
@@ -51,6 +59,9 @@ def first_alone(key: str, patience: float = PATIENCE) -> Iterator[None]:
     raises, the next one takes its place. If torch cannot store the graph, the others compile it,
     and so does a later process, without waiting.
 
+    A process that is killed while it compiles may leave half a shared object, which torch would
+    load for ever. The process that takes its place removes such objects.
+
     Args:
         key: the graph's key.
         patience: seconds after which a process that waits compiles too.
@@ -60,11 +71,88 @@ def first_alone(key: str, patience: float = PATIENCE) -> Iterator[None]:
         try:
             compiled.parent.mkdir(parents=True, exist_ok=True)
             if not compiled.exists():
-                stack.enter_context(FileLock(compiled.with_suffix(".lock"), timeout=patience))
+                stack.enter_context(_locked(compiled.with_suffix(".lock"), patience))
             if compiled.exists():
                 stack.close()  # nobody need wait for this process
-        except (OSError, NotImplementedError, Timeout):
+            else:
+                stack.enter_context(_unfinished(compiled.with_suffix(".unfinished")))
+        except OSError:
             pass  # no folder to write to, no locks in it, or the first one takes too long
         yield
         with contextlib.suppress(OSError):
             compiled.touch()
+
+
+@contextlib.contextmanager
+def _locked(path: Path, patience: float) -> Iterator[None]:
+    """Holds a lock that ends with the process.
+
+    Raises:
+        TimeoutError: another process has held the lock for ``patience`` seconds.
+        OSError: the file system has no locks.
+    """
+    with path.open("w") as file:
+        start = time.monotonic()
+        while not _try_lock(file):
+            waited = time.monotonic() - start
+            if waited > patience:
+                raise TimeoutError
+            if waited > TELL_AFTER:
+                _tell_of_wait(path, patience)
+            time.sleep(0.05)
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # a forked child may have the file open
+
+
+def _try_lock(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        _tell_of_no_locks(Path(file.name).parent, str(error))
+        raise
+    return True
+
+
+@contextlib.contextmanager
+def _unfinished(mark: Path) -> Iterator[None]:
+    """Leaves ``mark`` if the process dies in the block. Cleans up if another process has died."""
+    if mark.exists():
+        _clean_up()
+    mark.touch()
+    try:
+        yield
+    finally:
+        mark.unlink(missing_ok=True)
+
+
+def _clean_up() -> None:
+    """Removes what compilers of C++ were writing when they died."""
+    for lock, files in compiler.unfinished_objects():
+        with contextlib.suppress(OSError), _locked(lock, patience=0):
+            for path in files:
+                path.unlink()
+                _log.warning("removed %s: a process was killed while it wrote the file", path)
+
+
+@functools.cache
+def _tell_of_wait(path: Path, patience: float) -> None:
+    warnings.warn(
+        f"another process has held {path} for {TELL_AFTER:.0f} s, and compiles the graph that "
+        f"this one waits for; after {patience:.0f} s, this one compiles too. If that process "
+        "hangs, end it; if there is none, set TORCHINDUCTOR_CACHE_DIR to a folder of this host",
+        stacklevel=2,
+    )
+
+
+@functools.cache
+def _tell_of_no_locks(folder: Path, error: str) -> None:
+    warnings.warn(
+        f"files in {folder} cannot be locked ({error}): each process compiles all graphs, and "
+        "none waits for another. Set TORCHINDUCTOR_CACHE_DIR to a folder with locks (flock), "
+        "such as one of this host",
+        stacklevel=2,
+    )

@@ -1,11 +1,14 @@
 """One process of a host compiles a graph; the others wait for it and load."""
 
 import dataclasses
+import errno
+import fcntl
 import logging
 import os
 import signal
 import threading
 import time
+import warnings
 
 import pytest
 import torch
@@ -81,6 +84,74 @@ def test_a_folder_that_cannot_be_written_stops_nobody(folder):
     (folder / "zero3").write_text("a file")
     with first_alone("key"):
         pass
+
+
+def _half_an_object(folder, name):
+    """Leaves what torch leaves if it is killed while a compiler writes a shared object."""
+    place = folder / name[1:3]
+    (place / f"{name}.main_CxxBuild").mkdir(parents=True)
+    (place / f"{name}.main.cpp").write_text("int main() {}")
+    (place / f"{name}.main.so").write_bytes(b"\x7fELF")
+    lock = folder / "locks" / f"{name}.lock"
+    lock.parent.mkdir(exist_ok=True)
+    lock.touch()
+    return place / f"{name}.main.so", lock
+
+
+def test_a_process_that_takes_the_place_of_a_dead_one_removes_what_is_half_written(folder, caplog):
+    half, _ = _half_an_object(folder, "cabhalf")
+    under_way, lock = _half_an_object(folder, "cabother")  # by a process that lives
+    whole = folder / "ab" / "cabwhole.main.so"
+    whole.touch()
+    with first_alone("other"):
+        assert half.exists(), "nobody has died: a compiler may be writing the file"
+    first = Process()
+    first.kill()
+    with lock.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with first_alone("key"):
+            assert not half.exists()
+            assert half.with_suffix(".cpp").exists()
+            assert under_way.exists()
+            assert whole.exists()
+    assert f"removed {half}" in caplog.text
+    assert not list(folder.glob("zero3/*.unfinished"))
+
+
+def test_a_process_that_raises_is_not_taken_for_a_dead_one(folder):
+    half, _ = _half_an_object(folder, "cabhalf")
+    with pytest.raises(RuntimeError), first_alone("key"):
+        raise RuntimeError
+    with first_alone("key"):
+        assert half.exists()
+
+
+def test_a_folder_without_locks_is_told_once_and_stops_nobody(folder, monkeypatch):
+    def refuse(file, operation):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for key in ("key", "other"):
+            with first_alone(key):
+                pass
+    (warning,) = told
+    assert f"{folder / 'zero3'} cannot be locked ([Errno 13] Permission denied)" in str(
+        warning.message
+    )
+    assert "Set TORCHINDUCTOR_CACHE_DIR" in str(warning.message)
+
+
+def test_a_long_wait_is_told_once(folder, monkeypatch):
+    monkeypatch.setattr(compile_once, "TELL_AFTER", 0.05)
+    first = Process()
+    try:
+        with pytest.warns(UserWarning, match="key.lock for") as told, first_alone("key", 0.4):
+            pass
+    finally:
+        first.kill()
+    assert len(told) == 1
 
 
 def _traced(function):

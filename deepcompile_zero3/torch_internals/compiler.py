@@ -77,6 +77,8 @@ free_unbacked_symbols: Callable[[Any], set] = private(
 _functorch_config = private("torch._functorch", "config")
 _inductor_config = private("torch._inductor", "config")
 _cache_dir: Callable[[], str] = private("torch._inductor.runtime.cache_dir_utils", "cache_dir")
+_lock_folder: Callable[[], str] = private("torch._inductor.codecache", "get_lock_dir")
+_build_folder: str = private("torch._inductor.cpp_builder", "_BUILD_TEMP_DIR")  # its suffix
 _trace_log: Any = private("torch._logging._internal", "trace_log")
 
 
@@ -224,6 +226,20 @@ def may_be_stored(function: Callable, config: Mapping[str, Any]) -> dict[str, An
 def cache_folder() -> pathlib.Path:
     """Returns the folder of Inductor's caches."""
     return pathlib.Path(_cache_dir())
+
+
+def unfinished_objects() -> Iterator[tuple[pathlib.Path, list[pathlib.Path]]]:
+    """Yields the files that C++ compilers write or did not finish, with the lock of their writer.
+
+    torch removes the folder ``<name>_CxxBuild`` once ``<name>.so`` is complete, and compiles
+    nothing that exists. A folder that was left tells of a writer that was killed.
+    """
+    for folder in cache_folder().glob(f"??/*_{_build_folder}"):
+        name = folder.name.removesuffix(f"_{_build_folder}")
+        lock = pathlib.Path(_lock_folder(), f"{name.split('.')[0]}.lock")
+        objects = [path for path in folder.parent.glob(f"{name}.*") if path.suffix in (".so", ".o")]
+        if lock.exists():
+            yield lock, objects
 
 
 def count_of_stored_graphs() -> int:
