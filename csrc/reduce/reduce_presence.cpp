@@ -1,6 +1,4 @@
 // The part of a reduction in which ranks tell each other which gradients they bring.
-#include <ATen/core/LegacyTypeDispatch.h>
-
 #include <set>
 
 #include "parameter/registry.h"
@@ -8,7 +6,7 @@
 #include "reduce/reduce.h"
 #include "support/autograd.h"
 #include "support/error.h"
-#include "support/without_user_modes.h"
+#include "support/user_state.h"
 #include "transport/reduce_bucket.h"
 #include "transport/transport.h"
 
@@ -65,7 +63,7 @@ void Reduction::announce(const std::vector<ParameterPtr>& parameters) {
 
 void Reduction::exchange(const std::vector<ParameterPtr>& parameters) {
   WithoutUserModes guard;
-  at::AutoDispatchBelowADInplaceOrView below_autograd;  // a recomputed forward records
+  const BelowAutograd below_autograd;  // a recomputed forward records
   std::lock_guard lock(mutex_);
   begin_presence_checks(parameters);
   finish_presence_checks();
