@@ -12,6 +12,7 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -33,7 +34,7 @@ from deepcompile_zero3.graph_inputs import (
     scheduled,
     sharded_inputs,
 )
-from deepcompile_zero3.options import Options
+from deepcompile_zero3.options import REFUSED_SETTINGS, Options, refused_setting
 from deepcompile_zero3.passes.contract import declare_grad_dtypes, forget_contracts
 from deepcompile_zero3.passes.graph_pass import parse_options
 from deepcompile_zero3.passes.lift import attach, lift_unshards
@@ -68,22 +69,36 @@ def zero3(
         gm: Dynamo's graph, which reads sharded parameters through ``zero3.unshard``.
         example_inputs: example inputs of ``gm``.
         options: see :class:`Options`.
-        mode: not supported; use ``options={"inductor_config": ...}``.
+        mode: name of a set of Inductor's settings, which ``torch._inductor.list_mode_options()``
+            lists. ``inductor_config`` has precedence.
 
     Returns:
         A callable that runs the compiled graph.
 
     Raises:
-        ValueError: an option is unknown or not valid, or a mode is given.
-        NotImplementedError: CUDA graphs are asked for.
+        ValueError: an option or the mode is unknown, or an option is not valid.
+        NotImplementedError: a setting of Inductor is refused, such as CUDA graphs.
         Zero3Error: the model was deleted while it was compiled.
     """
+    parsed = parse_options(options)
     if mode is not None:
-        raise ValueError(
-            f"backend 'zero3' has no mode {mode!r}; give Inductor's settings as "
-            "options={'inductor_config': {...}}"
+        config = {**_settings_of_mode(mode), **parsed.inductor_config}
+        parsed = replace(parsed, inductor_config=config)
+    return CompiledGraph(gm, example_inputs, parsed, compile_with_inductor)
+
+
+def _settings_of_mode(mode: str) -> dict[str, Any]:
+    """Returns Inductor's settings of a mode."""
+    modes = compiler.settings_of_modes()
+    refused = {name: refused_setting(settings) for name, settings in modes.items()}
+    offered = ", ".join(repr(name) for name, setting in refused.items() if setting is None)
+    if mode not in modes:
+        raise ValueError(f"unknown mode {mode!r} of backend 'zero3'; the modes are {offered}")
+    if (setting := refused[mode]) is not None:
+        raise NotImplementedError(
+            f"mode {mode!r} sets {setting!r}, but {REFUSED_SETTINGS[setting]}: use one of {offered}"
         )
-    return CompiledGraph(gm, example_inputs, parse_options(options), compile_with_inductor)
+    return modes[mode]
 
 
 def compile_with_inductor(
@@ -91,6 +106,7 @@ def compile_with_inductor(
 ) -> Callable:
     """Rewrites a partitioned graph and compiles it. Takes the arguments of ``compile_fx_inner``."""
     is_backward = bool(kwargs.get("is_backward"))
+    compiler.forbid_donation()
     pipeline(graph_module, is_backward)
     if is_backward and pipeline.inputs:  # others are compiled as by Inductor alone
         reduce_in_regions(graph_module)
@@ -196,6 +212,7 @@ class CompiledGraph:
             return outputs
         epochs = _C.ForwardEpochs([parameter.handle for parameter in parameters])
 
+        @torch_internals.disable_dynamo  # compiled autograd would trace it
         def begin_backward(_: Any) -> None:
             if torch.is_grad_enabled():
                 _refuse_create_graph(parameters)
@@ -243,31 +260,29 @@ def _compile(
     compile_graph: GraphCompiler,
 ) -> Callable:
     declare_grad_dtypes(gm, pipeline.inputs)
-    # Offloaded tensors are no memory to compute in. Donation is for all saved tensors or none.
-    keeps = regions or pipeline.offloads
-    with compiler.without_donated_buffers() if keeps else contextlib.nullcontext():
-        if not options.inductor:
-            return _interpreted(gm, example_inputs, pipeline, regions)
-        config = dict(options.inductor_config)
-        if pipeline.inputs:
-            other = compiler.custom_partitioner(config)
-            config["custom_partitioner_fn"] = Partitioner(pipeline, regions, other)
-            compiler.forbid_cuda_graphs(gm, config)
-            config |= known_vector_instructions(config)
-        if any(facts.ndim == 4 for facts in pipeline.inputs.values()):
-            # It reorders the 4-D ancestors of a convolution and would read a placeholder.
-            config["layout_optimization"] = False
-        if any(facts.declares_grad_dtype for facts in pipeline.inputs.values()):
-            config |= compiler.may_be_stored(declare, config)
-        if not all(facts.is_gathered for facts in pipeline.inputs.values()):
-            config |= compiler.may_be_stored(attach, config)
-        with _stored(gm, example_inputs, pipeline, options, compile_graph):
-            return compiler.compile_fx(
-                gm,
-                example_inputs,
-                inner_compile=functools.partial(compile_graph, pipeline),
-                config_patches=config or None,
-            )
+    if not options.inductor:
+        return _interpreted(gm, example_inputs, pipeline, regions)
+    config = dict(options.inductor_config)
+    if pipeline.inputs:
+        other = compiler.custom_partitioner(config)
+        config["custom_partitioner_fn"] = Partitioner(pipeline, regions, other)
+        compiler.forbid_cuda_graphs(gm, config)
+        config |= compiler.describing_inputs()
+        config |= known_vector_instructions(config)
+    if any(facts.ndim == 4 for facts in pipeline.inputs.values()):
+        # It reorders the 4-D ancestors of a convolution and would read a placeholder.
+        config["layout_optimization"] = False
+    if any(facts.declares_grad_dtype for facts in pipeline.inputs.values()):
+        config |= compiler.may_be_stored(declare, config)
+    if not all(facts.is_gathered for facts in pipeline.inputs.values()):
+        config |= compiler.may_be_stored(attach, config)
+    with _stored(gm, example_inputs, pipeline, options, compile_graph):
+        return compiler.compile_fx(
+            gm,
+            example_inputs,
+            inner_compile=functools.partial(compile_graph, pipeline),
+            config_patches=config or None,
+        )
 
 
 @contextlib.contextmanager
@@ -307,6 +322,7 @@ def _interpreted(
 ) -> Callable:
     def interpret(is_backward: bool) -> Callable:
         def rewritten(graph_module: fx.GraphModule, _: Sequence[Any]) -> Callable:
+            compiler.forbid_donation()
             pipeline(graph_module, is_backward)
             return compiler.make_boxed_func(graph_module.forward)
 

@@ -12,6 +12,17 @@ from torch import nn
 from deepcompile_zero3.errors import check_bool
 from deepcompile_zero3.quantized_format import check_block, check_dtype
 
+# Inductor's settings that are refused, and why.
+REFUSED_SETTINGS = {
+    "triton.cudagraphs": "graphs that gather parameters are not captured as CUDA graphs",
+    "selective_decompose": "torch then does not tell which inputs of a graph are parameters",
+}
+
+
+def refused_setting(config: Mapping[str, Any]) -> str | None:
+    """Returns the name of a setting of Inductor in ``config`` that is refused, or None."""
+    return next((name for name in REFUSED_SETTINGS if config.get(name)), None)
+
 
 class Schedule(NamedTuple):
     """The options of :class:`Options` that say how graphs gather.
@@ -94,10 +105,10 @@ class Options:
             )
         if self.inductor_config and not self.inductor:
             raise ValueError("option 'inductor_config' needs 'inductor': True")
-        if self.inductor_config.get("triton.cudagraphs"):
+        if (refused := refused_setting(self.inductor_config)) is not None:
             raise NotImplementedError(
-                "option 'inductor_config' has 'triton.cudagraphs': True, but graphs that gather "
-                "parameters are not captured as CUDA graphs: leave it out"
+                f"option 'inductor_config' has {refused!r}: True, but {REFUSED_SETTINGS[refused]}: "
+                "leave it out"
             )
         if type(self.gathers_ahead) is not int or self.gathers_ahead < 1:
             raise ValueError(
@@ -129,7 +140,7 @@ class Options:
         Raises:
             ValueError: a key is unknown, and the message lists the known ones; or a value is not
                 valid.
-            NotImplementedError: CUDA graphs are asked for.
+            NotImplementedError: a setting of Inductor is refused, such as CUDA graphs.
         """
         known = [f.name for f in fields(Options)]
         unknown = sorted(set(options or ()) - set(known))

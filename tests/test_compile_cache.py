@@ -17,6 +17,7 @@ from models import (
 )
 from partitioners import DefaultPartition
 from ranks import RankPool
+from test_retained_graphs import compare_two_losses
 from torch._dynamo.utils import counters
 
 from deepcompile_zero3 import capture_graphs, record_collectives
@@ -54,6 +55,12 @@ def _first_step():
         mean_square(run, mine(batch)).backward()
     assert len(captured.forward) == len(captured.backward) == 1
     return found
+
+
+@pytest.mark.inductor
+def test_graphs_may_be_retained_whoever_compiled_them(new_processes):
+    for _ in range(2):  # one rank compiles and the other loads; then both load
+        new_processes(compare_two_losses, "zero3")
 
 
 @pytest.mark.inductor

@@ -9,10 +9,16 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
-from models import assert_same_gradients, assert_same_parameters, optimizers_of, shard
+from models import (
+    assert_same_gradients,
+    assert_same_parameters,
+    assert_same_step,
+    batch_of,
+    optimizers_of,
+    shard,
+)
 from one_rank import one_rank  # noqa: F401
 from torch import nn
-from torch._dynamo.exc import BackendCompilerFailed
 from transformer_models import VOCABULARY, llama
 
 from deepcompile_zero3 import backend, capture_graphs, fully_shard, record_collectives
@@ -141,12 +147,47 @@ def test_a_rank_may_have_one_row_where_another_has_many(run_ranks):
 # ---- modes
 
 
+def _step_in_mode(mode, transport):
+    model, reference = shard(nn.Linear(8, 8), transport=transport)
+    run = torch.compile(model, backend="zero3", mode=mode)
+    assert_same_step(model, reference, batch_of(4, 8), run=run)
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize(
+    ("mode", "transport"),
+    [
+        ("default", "c10d"),
+        ("max-autotune-no-cudagraphs", "shared_memory"),
+        ("max-autotune-no-cudagraphs", "c10d"),
+    ],
+)
+def test_modes_without_cuda_graphs_are_inductors_settings(run_ranks, mode, transport):
+    run_ranks(2, _step_in_mode, mode, transport)
+
+
+@pytest.mark.inductor
+def test_a_mode_of_all_of_torch_hides_no_parameters(run_ranks):
+    run_ranks(2, _step_with_lite_settings)
+
+
+def _step_with_lite_settings():
+    lite = torch._inductor.list_mode_options().get("lite", {})  # a release may not have it
+    with torch._inductor.config.patch(lite):
+        _step_in_mode("default", "shared_memory")
+
+
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("mode", ["max-autotune", "max-autotune-no-cudagraphs", "reduce-overhead"])
-def test_modes_are_refused_by_name(mode):
-    run = torch.compile(fully_shard(nn.Linear(2, 2)), backend="zero3", mode=mode)
-    with pytest.raises(BackendCompilerFailed, match=f"no mode '{mode}'.*inductor_config"):
-        run(torch.ones(1, 2))
+def test_settings_of_the_users_have_precedence_over_those_of_a_mode(monkeypatch):
+    given = []
+    monkeypatch.setattr(
+        backend, "CompiledGraph", lambda gm, inputs, options, compile_graph: given.append(options)
+    )
+    mine = {"inductor_config": {"max_autotune": False}, "keep_mb": 1}
+    backend.zero3(None, (), options=mine, mode="max-autotune-no-cudagraphs")
+    expected = {"max_autotune": False, "coordinate_descent_tuning": True}
+    assert given[0].inductor_config == expected
+    assert given[0].keep_mb == 1
 
 
 @pytest.mark.inductor

@@ -85,10 +85,19 @@ def test_cuda_graphs_are_refused():
         Options.parse({"inductor_config": {"triton.cudagraphs": True}})
 
 
-def test_a_mode_is_refused_and_the_option_to_use_named(x):
-    compiled = torch.compile(nn.Linear(2, 2), backend="zero3", mode="reduce-overhead")
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [
+        ("reduce-overhead", r"'triton.cudagraphs'.*use one of .*'max-autotune-no-cudagraphs'"),
+        ("max-autotune", r"'triton.cudagraphs'.*use one of .*'max-autotune-no-cudagraphs'"),
+        ("lite", r"(sets 'selective_decompose'|unknown mode).*'max-autotune-no-cudagraphs'"),
+        ("fastest", r"unknown mode 'fastest'.*'default'.*'max-autotune-no-cudagraphs'"),
+    ],
+)
+def test_other_modes_are_refused_and_those_to_use_named(x, mode, message):
+    compiled = torch.compile(nn.Linear(2, 2), backend="zero3", mode=mode)
 
-    with pytest.raises(BackendCompilerFailed, match=r"no mode 'reduce-overhead'.*inductor_config"):
+    with pytest.raises(BackendCompilerFailed, match=message):
         compiled(x)
 
 

@@ -64,6 +64,7 @@ exit_autocast: Callable = private("torch.amp.autocast_mode", "_exit_autocast")
 trace_structured: Callable[..., None] = private("torch._logging", "trace_structured")
 
 _CompileContext: Any = private("torch._guards", "CompileContext")
+_TracingContext: Any = private("torch._guards", "TracingContext")
 REGION = "Torch-Compiled Region: "  # prefix of a compiled frame's range in a profile
 
 _reset_code: Callable[..., None] = private("torch._dynamo.eval_frame", "reset_code")
@@ -109,6 +110,13 @@ def forbid_cuda_graphs(gm: torch.fx.GraphModule, config: dict[str, Any]) -> None
     """Makes Inductor capture nothing of ``gm``, also where torch is told to capture all graphs."""
     config["triton.cudagraphs"] = False
     gm.meta.pop("cudagraph_annotation", None)  # set by torch._dynamo.override_cudagraphs
+
+
+def describing_inputs() -> dict[str, Any]:
+    """Returns Inductor's settings with which AOTAutograd describes the inputs of graphs."""
+    # It does not if this is set for all of torch. Not every release has the setting.
+    name = "selective_decompose"
+    return {name: False} if setting({}, name) else {}
 
 
 def has_memory_budget(gm: torch.fx.GraphModule) -> bool:
@@ -175,6 +183,11 @@ def setting(config: Mapping[str, Any], name: str) -> Any:
         value = getattr(value, part, None)
     return value
 
+
+# Maps the values of ``torch.compile(mode=...)`` to Inductor's settings.
+settings_of_modes: Callable[[], dict[str, dict[str, Any]]] = private(
+    "torch._inductor", "list_mode_options"
+)
 
 # Settings of Inductor and AOTAutograd with which ranks communicate while they compile. A rank must
 # not wait for another then. Not every release has all of them.
@@ -283,13 +296,19 @@ def makes_cpp_wrapper(config: Mapping[str, Any]) -> bool:
     return bool(setting(config, "cpp_wrapper"))
 
 
-def without_donated_buffers() -> contextlib.AbstractContextManager[None]:
-    """Keeps backwards that are compiled in the block from writing to what their forwards saved.
+def forbid_donation() -> None:
+    """Keeps the backward of the graph that is compiled now from writing to what forward saved.
 
-    Inductor counts such inputs of a backward by position, and takes the inputs of a subgraph at the
-    same positions for them.
+    The compilers of a forward and of a backward call it. AOTAutograd has noted by then which saved
+    tensors a backward may overwrite: they are "donated". It refuses ``retain_graph=True`` as long
+    as there are any, except in the first call of a backward that is compiled in that call.
     """
-    return _functorch_config.patch(donated_buffer=False)
+    context = _TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        # In place: the description of a graph with tensor subclasses has this list too.
+        donated: list[int] | None = context.fw_metadata.bw_donated_idxs
+        if donated is not None:
+            donated.clear()
 
 
 def set_results(graph: torch.fx.Graph, results: Sequence[torch.fx.Node | None]) -> None:
