@@ -87,6 +87,7 @@ void check_reducible(const Parameter& parameter, const std::string& contract) {
   ZERO3_CHECK(in_backward(), "the gradient of '", parameter.fqn,
               "' was computed in forward. It does not depend on that of the loss, and this backend "
               "moved it there: use backend='zero3', or eager");
+  check_not_compiled(parameter.fqn);
 }
 
 Tensor reduce_grad(const Tensor& grad, const Tensor& placeholder,

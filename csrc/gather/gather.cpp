@@ -158,13 +158,15 @@ std::vector<at::Tensor> gather(const std::vector<ParameterPtr>& parameters) {
   return Gather(parameters).finish_owned();
 }
 
-ForwardEpochs::ForwardEpochs(const std::vector<ParameterPtr>& parameters) {
+ForwardEpochs::ForwardEpochs(const std::vector<ParameterPtr>& parameters)
+    : fqn_(parameters.empty() ? "" : parameters.front()->fqn) {
   for (auto& parameter : parameters)
     if (parameter->transport->can.publishes)
       epochs_.emplace_back(parameter, parameter->transport->epoch());
 }
 
 bool ForwardEpochs::begin_backward() const {
+  if (!fqn_.empty()) check_not_compiled(fqn_);
   bool publishes = false;
   for (auto& [weak, epoch] : epochs_)
     if (const auto parameter = weak.lock())

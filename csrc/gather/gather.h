@@ -77,10 +77,11 @@ class ForwardEpochs {
   explicit ForwardEpochs(const std::vector<ParameterPtr>& parameters);
 
   // Call when the backward of this forward begins. Returns whether a read will publish again, for
-  // which all ranks have to meet.
+  // which all ranks have to meet. Raises under compiled autograd, before that reads a parameter.
   bool begin_backward() const;
 
  private:
+  std::string fqn_;  // of a parameter, or "" if there are none
   std::vector<std::pair<std::weak_ptr<Parameter>, uint64_t>> epochs_;
 };
 

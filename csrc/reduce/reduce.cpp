@@ -3,6 +3,7 @@
 #include <ATen/ops/mm.h>
 
 #include <array>
+#include <exception>
 #include <unordered_map>
 
 #include "parameter/registry.h"
@@ -35,6 +36,16 @@ std::vector<int64_t> model_numbers_of(const std::vector<ParameterPtr>& parameter
     if (std::ranges::find(result, parameter->model_number) == result.end())
       result.push_back(parameter->model_number);
   return result;
+}
+
+// Warns that a backward has ended without an error, and without a call of finish().
+void warn_of_lost(const std::vector<ParameterPtr>& parameters) noexcept {
+  try {
+    TORCH_WARN("the autograd engine has dropped a backward without an error: the gradients of '",
+               parameters.front()->fqn, "' and others, ", parameters.size(),
+               " in all, are lost. Was backward() called by compiled autograd?");
+  } catch (...) {  // a warning that is an error
+  }
 }
 
 }  // namespace
@@ -71,6 +82,7 @@ std::shared_ptr<Reduction> Reduction::current() {
 Reduction::~Reduction() {
   // After finish(), there are none. Otherwise the backward raised: the sums of its models'
   // parameters are incomplete, and must not leak into the next backward.
+  if (!arrived_.empty() && std::uncaught_exceptions() == 0) warn_of_lost(arrived_);
   for (auto& parameter : arrived_) checked_.push_back(parameter->model_number);
   for (int64_t number : std::set<int64_t>(checked_.begin(), checked_.end()))
     for (auto& parameter : Registry::get().of_model(number)) parameter->drop_gradients();

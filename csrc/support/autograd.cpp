@@ -15,6 +15,15 @@ int running_backward() { return torch::autograd::get_current_graph_task_id(); }
 
 bool is_nested() { return torch::autograd::get_current_node() != nullptr; }
 
+void check_not_compiled(const std::string& fqn) {
+  // The engine notes which node it runs; a trace of the nodes runs outside of them.
+  ZERO3_CHECK(!in_backward() || torch::autograd::get_current_node() != nullptr,
+              "compiled autograd runs the backward of '", fqn,
+              "' and would drop the gradients of sharded parameters: call backward() outside of "
+              "functions that torch.compile compiles, or set "
+              "torch._dynamo.config.compiled_autograd = False");
+}
+
 void at_end_of_backward(std::function<void()> function) {
   torch::autograd::Engine::get_default_engine().queue_callback(std::move(function));
 }

@@ -5,6 +5,7 @@
 
 #include <functional>
 #include <optional>
+#include <string>
 
 namespace zero3 {
 
@@ -13,6 +14,10 @@ int running_backward();
 inline bool in_backward() { return running_backward() != -1; }
 // At the end of a backward: whether it ran inside of another, as reentrant checkpoints do.
 bool is_nested();
+
+// Raises under compiled autograd, which calls a trace of a backward's nodes in place of the engine
+// and nothing at the end of the backward. `fqn` names a parameter of the backward.
+void check_not_compiled(const std::string& fqn);
 
 // Calls `function` at the end of the running backward. The backward owns `function` until then.
 void at_end_of_backward(std::function<void()> function);
