@@ -305,6 +305,64 @@ def test_metadata_that_graphs_cannot_follow_is_refused(run_ranks):
     run_ranks(1, _changing_number)
 
 
+class _UsesItself(Bf16Gathered):
+    """Reads attributes and methods of the shard when it is gathered, and has a state."""
+
+    width = 8
+
+    def __init__(self, inner, factor=2.0, state=None):
+        super().__init__(inner)
+        self.factor, self.state = factor, state
+
+    def __tensor_flatten__(self):
+        return ["inner"] if self.state is None else ["inner", "state"], self.factor
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, factor, size, stride):
+        return cls(inner["inner"], factor, inner.get("state"))
+
+    @property
+    def twice(self):
+        return 2 * self.factor
+
+    def scaled(self, full):
+        return full.float() * self.twice
+
+    @classmethod
+    def unscaled(cls, full):
+        return full / cls.width
+
+    @staticmethod
+    def halved(full):
+        return full / 2
+
+    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
+        assert self.shape[1] == self.size(1) == self.width
+        assert (self.dtype, self.device.type) == (param_dtype, "cpu")
+        full = self.halved(self.unscaled(self.scaled(outputs[0][: metadata[0][0]])))
+        return full * self.width, outputs
+
+
+def _uses_itself(how):
+    model = nn.Linear(8, 6, bias=False)
+    whole = model.weight.detach().bfloat16().float()
+    fully_shard(wrap(model, _UsesItself))
+    run = compiled(model, how, fullgraph=how != "eager")
+    x = torch.ones(2, 8)
+    local = model.weight._local_tensor
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for state in (None, torch.ones(3), torch.ones(())):  # of no account to a graph
+            local.state = state
+            torch.testing.assert_close(run(x), 2 * x @ whole.T)
+    local.factor = 4.0
+    torch.testing.assert_close(run(x), 4 * x @ whole.T)
+
+
+@each_way
+def test_graphs_take_the_attributes_of_a_shard_and_not_the_shard(run_ranks, how):
+    run_ranks(2, _uses_itself, how)
+
+
 def _under_no_grad():
     """A weight that a compiled forward reads under no_grad alone is that of this step."""
     Int8Gathered.factor = torch.ones(())

@@ -157,7 +157,6 @@ class Extension:
         self.payloads: list[Payload] = []
         self.metadata: Any = None
         self._traced: tuple[list[Any], Any] | None = None  # leaves and structure of `metadata`
-        self._local: Any = torch.empty(0)
         self._served: set[Payload] = set()
 
     @property
@@ -176,7 +175,6 @@ class Extension:
                 f"the shard of '{parameter.fqn}' is a {type(local).__name__} now, without "
                 f"{self._methods.needed} that it had when it was sharded"
             )
-        self._local = local
         _C.note_other_gather(parameter.handle)
         inputs, metadata = self._methods.pre_all_gather(local, parameter.handle)
         if not self.payloads:
@@ -227,7 +225,7 @@ class Extension:
     def full(self, gathered: Sequence[torch.Tensor], metadata: Any) -> torch.Tensor:
         """Returns the full parameter that the gathered payloads make up."""
         parameter = cast(_Parameter, self._parameter())
-        full = self._methods.post_all_gather(self._local, gathered, metadata)
+        full = self._methods.post_all_gather(gathered, metadata)
         sizes = parameter.handle.sizes
         if list(full.shape) == sizes:
             return full

@@ -10,6 +10,7 @@ import torch
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.runtime import _C
+from deepcompile_zero3.sharding.attributes_of_shard import follow
 from deepcompile_zero3.sharding.blueprint import Blueprint
 from deepcompile_zero3.sharding.inner_tensors import says_what_to_gather
 
@@ -25,6 +26,8 @@ class OwnMethods:
         self._mp_policy = blueprint.mp_policy
         self._class: type | None = None
         self._num_arguments = 0  # number of arguments of its fsdp_pre_all_gather
+        self._local: Any = None  # the shard, as it was gathered last
+        self._in_graphs: Any = None  # what graphs take in place of it
 
     def takes(self, local: torch.Tensor) -> bool:
         """Returns whether ``local`` has the methods."""
@@ -50,6 +53,8 @@ class OwnMethods:
                 "it takes a mesh, or a mesh, the outer size, the outer stride, the module and "
                 "the mp_policy"
             )
+        self._local = local
+        self._in_graphs = follow(self._in_graphs, local)
         chunk_rows = -(-handle.sizes[0] // handle.world_size)
         for each in inputs:
             if torch_internals.is_wrapper(each) or each.dim() == 0:
@@ -64,10 +69,9 @@ class OwnMethods:
                 )
         return tuple(inputs), metadata
 
-    def post_all_gather(
-        self, local: Any, gathered: Sequence[torch.Tensor], metadata: Any
-    ) -> torch.Tensor:
+    def post_all_gather(self, gathered: Sequence[torch.Tensor], metadata: Any) -> torch.Tensor:
         """Returns what the gathered tensors make up: the whole parameter, perhaps with padding."""
+        local = self._in_graphs if torch.compiler.is_dynamo_compiling() else self._local
         dtype = self._mp_policy.param_dtype or local.dtype
         full: torch.Tensor
         full, _ = local.fsdp_post_all_gather(tuple(gathered), metadata, dtype)

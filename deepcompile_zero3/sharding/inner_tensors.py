@@ -137,12 +137,9 @@ class InnerTensors:
         return tuple(inputs), tuple(getattr(local, name) for name in self._others)
 
     def post_all_gather(
-        self,
-        local: torch.Tensor,
-        gathered: Sequence[torch.Tensor],
-        others: Sequence[torch.Tensor],
+        self, gathered: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """Returns the whole parameter. ``local`` is not needed."""
+        """Returns the whole parameter."""
         inner = dict(zip(self._others, others, strict=True))
         for name, rows in zip(self._names, gathered, strict=True):
             inner[name] = rows[: self._shape[0]]
