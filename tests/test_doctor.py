@@ -14,6 +14,7 @@ from command_line import call
 import deepcompile_zero3
 from deepcompile_zero3.__main__ import main
 from deepcompile_zero3.tools import doctor
+from deepcompile_zero3.tools.progress import progress
 
 
 def _run(*arguments, **environment):
@@ -32,6 +33,9 @@ def test_all_is_well():
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert ran.stdout.count("a step is right, by messages") == 2
     assert "transformers " in ran.stdout
+    stages = [line.split(" s  ")[1] for line in ran.stderr.splitlines() if " s  " in line]
+    assert stages[0] == "looking at what is installed"
+    assert stages[-1] == "taking a step: two ranks, compiled"
 
 
 def _wait_for_ever(model):
@@ -52,6 +56,15 @@ def _refuse(model):
 def test_a_step_that_fails_is_reported():
     [finding] = doctor.try_steps({"two ranks": _refuse, "not tried": _refuse})
     assert finding == ("two ranks", "failed", "RuntimeError: no compiler today")
+
+
+def test_stages_go_to_standard_error(capsys):
+    with progress() as tell:
+        tell("one")
+        tell("two")
+    told = capsys.readouterr()
+    assert [line.split(" s  ")[1] for line in told.err.splitlines()] == ["one", "two"]
+    assert not told.out
 
 
 def test_it_says_what_to_do_without_the_runtime(tmp_path):

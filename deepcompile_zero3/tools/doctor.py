@@ -30,9 +30,11 @@ import deepcompile_zero3.torch_internals.compiler
 from deepcompile_zero3 import torch_release
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.module_parameters import all_parameters_of
+from deepcompile_zero3.tools.progress import Tell, progress, say_nothing
 
 _TIMEOUT = datetime.timedelta(seconds=180)
 _OPTIONAL = ("transformers", "plotly", "matplotlib")  # for plans of configs, pages and pictures
+_STAGE = ".stage"  # a file with what the ranks do
 _SLOW = (
     "a busy machine needs longer; ranks that wait for each other for ever may use the wrong "
     "network: GLOO_SOCKET_IFNAME=lo"
@@ -49,9 +51,10 @@ class Finding(NamedTuple):
 
 def main() -> int:
     """Prints the findings and returns the number of those that need a remedy."""
-    print("taking a step of two ranks, eager and compiled: half a minute", file=sys.stderr)
     ways = {"two ranks, eager": _eager, "two ranks, compiled": _compiled}
-    findings = [*_installed(), *try_steps(ways)]
+    with progress() as tell:
+        tell("looking at what is installed")
+        findings = [*_installed(), *try_steps(ways, tell)]
     table = Table(box=None, pad_edge=False, show_header=False)
     for style in ("bold", "", "red"):
         table.add_column(style=style, overflow="fold")
@@ -96,16 +99,19 @@ def _eager(model: nn.Module) -> Callable:
 
 
 def _compiled(model: nn.Module) -> Callable:
+    # Into an empty folder, where Inductor also finds out what the C++ compiler can do.
     return torch.compile(model, backend="zero3")
 
 
-def try_steps(ways: Mapping[str, Callable]) -> Iterator[Finding]:
+def try_steps(ways: Mapping[str, Callable], tell: Tell = say_nothing) -> Iterator[Finding]:
     """Yields whether two ranks take a correct step of ``way(model)``, for each way until one fails.
 
-    The keys are what findings call the ways.
+    Args:
+        ways: by what findings call them.
+        tell: called with each stage as it begins.
     """
     with tempfile.TemporaryDirectory() as folder:
-        problem = _run_ranks(folder, ways)
+        problem = _run_ranks(folder, ways, tell)
         for what in ways:
             found = Path(folder, what)
             if not found.exists():
@@ -114,12 +120,17 @@ def try_steps(ways: Mapping[str, Callable]) -> Iterator[Finding]:
             yield Finding(what, found.read_text())
 
 
-def _run_ranks(folder: str, ways: Mapping[str, Callable]) -> tuple[str, str]:
+def _run_ranks(folder: str, ways: Mapping[str, Callable], tell: Tell) -> tuple[str, str]:
     """Runs two ranks, and returns the problem and the remedy of one that did not take a step."""
+    tell("starting two processes, each of which imports torch and its compiler")
+    stage = Path(folder, _STAGE)
     context = mp.spawn(_steps, args=(2, folder, ways), nprocs=2, join=False)
     deadline = time.monotonic() + _TIMEOUT.total_seconds()
     try:
         while not context.join(timeout=1):
+            if stage.exists():
+                tell(stage.read_text())
+                stage.unlink()
             if time.monotonic() > deadline:
                 return f"no step in {_TIMEOUT.total_seconds():g} s", _SLOW
         return "ended without a step", ""
@@ -143,6 +154,8 @@ def _steps(rank: int, world_size: int, folder: str, ways: Mapping[str, Callable]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT)
     try:
         for what, way in ways.items():
+            if rank == 0:
+                _begin(folder, f"taking a step: {what}")
             shares = _step(rank, world_size, way)
             dist.barrier()  # it was right on all ranks
             transport = "in memory that they share" if shares else "by messages"
@@ -150,6 +163,13 @@ def _steps(rank: int, world_size: int, folder: str, ways: Mapping[str, Callable]
                 Path(folder, what).write_text(f"a step is right, {transport}")
     finally:
         dist.destroy_process_group()
+
+
+def _begin(folder: str, stage: str) -> None:
+    """Lets the process that waits for the ranks know what they do."""
+    written = Path(folder, f"{_STAGE}.new")
+    written.write_text(stage)
+    written.rename(Path(folder, _STAGE))  # at once, for who reads it
 
 
 def _step(rank: int, world_size: int, way: Callable) -> bool:

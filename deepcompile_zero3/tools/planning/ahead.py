@@ -19,6 +19,7 @@ from deepcompile_zero3.tools.planning.graphs import (
     fake_model,
     zeros_like,
 )
+from deepcompile_zero3.tools.progress import Tell, say_nothing
 from deepcompile_zero3.tools.table import Table
 from deepcompile_zero3.torch_internals import compiler
 
@@ -72,6 +73,7 @@ def compile_ahead(
     replicas: int = 1,
     shard: ShardModel | None = None,
     options: Mapping[str, Any] | None = None,
+    tell: Tell = say_nothing,
 ) -> CompiledAhead:
     """Compiles and stores the graphs of ``model(**call)`` and its backward.
 
@@ -83,6 +85,7 @@ def compile_ahead(
 
     Args:
         build, call, world_size, replicas, shard, options: see :func:`plan`.
+        tell: called with the name of each stage as it begins.
 
     Raises:
         TypeError: ``build`` does not return a module, or ``call`` is not a mapping.
@@ -106,6 +109,7 @@ def compile_ahead(
             node.meta["example_value"] if isinstance(node, fx.Node) else node
             for node in gm.graph.output_node().args[0]  # type: ignore[union-attr]
         ]
+        tell(f"compiling graph {len(found.graphs)} and its backward")
         before, start = compiler.count_of_stored_graphs(), time.perf_counter()
         compiled = CompiledGraph(gm, example_inputs, parsed, compile_with_inductor)
         found.graphs.append(
@@ -118,9 +122,11 @@ def compile_ahead(
         )
         return lambda *_: [zeros_like(output) for output in outputs]
 
+    tell("building and sharding the model")
     with fake_model(build, call, world_size, replicas, shard) as model:
         model.to_empty(device="cpu")
         try:
+            tell("tracing the model")
             torch.compile(model, backend=backend)(**call)
         finally:
             torch.compiler.reset()

@@ -5,8 +5,6 @@ import functools
 import json
 from typing import Any
 
-from rich.console import Console
-
 from deepcompile_zero3.tools.arguments import add_numbers, add_outputs, new_file, run_plainly
 from deepcompile_zero3.tools.document import text_of
 from deepcompile_zero3.tools.planning import job, sweep
@@ -14,6 +12,7 @@ from deepcompile_zero3.tools.planning.ahead import compile_ahead
 from deepcompile_zero3.tools.planning.machine import MACHINES
 from deepcompile_zero3.tools.planning.plan import plan
 from deepcompile_zero3.tools.planning.predicted import Plan
+from deepcompile_zero3.tools.progress import progress
 
 
 def add_to(commands: Any) -> None:
@@ -72,22 +71,24 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 
 def _compile(arguments: argparse.Namespace) -> int:
-    with Console(stderr=True).status("compiling"):
-        compiled = compile_ahead(**job.job_of(arguments))
+    with progress() as tell:
+        tell("reading the model")
+        compiled = compile_ahead(**job.job_of(arguments), tell=tell)
     compiled.show(data=arguments.json)
     return 0 if all(graph.is_stored for graph in compiled.graphs) else 1
 
 
 def _planned(arguments: argparse.Namespace, advise: bool = True, **changes: float) -> Plan:
-    """Returns the plan for ``arguments`` with ``changes``, and shows its progress on a terminal."""
+    """Returns the plan for ``arguments`` with ``changes``, and says what it does meanwhile."""
     asked = argparse.Namespace(**vars(arguments) | changes)
     changed = "".join(f"{name}={value}: " for name, value in changes.items())
-    with Console(stderr=True).status("") as status:
+    with progress() as tell:
+        tell(f"{changed}reading the model")
         return plan(
             **job.job_of(asked),
             machine=MACHINES[asked.machine].with_numbers(**dict(asked.set)),
             optimizer_bytes=asked.optimizer_bytes,
             prefetch=not asked.no_prefetch,
             advise=advise,
-            tell=lambda phase: status.update(changed + phase),
+            tell=lambda phase: tell(changed + phase),
         )

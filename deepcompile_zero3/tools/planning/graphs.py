@@ -26,6 +26,7 @@ from deepcompile_zero3.sharding.model import ShardedModel, by_fqn
 from deepcompile_zero3.sharding.module_parameters import all_parameters_of, registered_in
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.tools.explain import without_a_trace
+from deepcompile_zero3.tools.progress import Tell, say_nothing
 from deepcompile_zero3.tools.report import line_of_break
 from deepcompile_zero3.torch_internals import compiler
 
@@ -163,13 +164,14 @@ class Trace:
         return graphs
 
 
-def trace(model: nn.Module, call: Mapping[str, Any]) -> Trace:
+def trace(model: nn.Module, call: Mapping[str, Any], tell: Tell = say_nothing) -> Trace:
     """Traces ``model(**call)`` and its backward without computing anything.
 
     Args:
         model: a model sharded over :func:`fake_ranks`, on the meta device. Its buffers and its
             parameters that are not sharded get memory on the CPU.
         call: keyword arguments of the call; tensors on the CPU, whose values do not matter.
+        tell: called with the name of each stage as it begins.
 
     Raises:
         Zero3Error: no graph was compiled, or code outside the graphs reads parameters.
@@ -186,9 +188,11 @@ def trace(model: nn.Module, call: Mapping[str, Any]) -> Trace:
         return compiler.make_boxed_func(lambda *_: list(map(zeros_like, results)))
 
     def backend(gm: fx.GraphModule, example_inputs: Any) -> CompiledGraph:
+        tell(f"tracing forward and backward: {len(gm.graph.nodes):,} operations")
         return CompiledGraph(gm, example_inputs, Options(regions=False), note)
 
     try:
+        tell("tracing the model")
         with compiler.graph_breaks() as breaks, without_a_trace(model, parameters):
             compiler.call_compiled_apart(model, backend, (), dict(call))
     except Zero3Error as error:

@@ -14,6 +14,7 @@ from deepcompile_zero3.tools.planning.graphs import ShardModel, Trace, fake_mode
 from deepcompile_zero3.tools.planning.machine import Machine, machine_of
 from deepcompile_zero3.tools.planning.predicted import Plan
 from deepcompile_zero3.tools.planning.simulate import simulate
+from deepcompile_zero3.tools.progress import Tell, say_nothing
 from deepcompile_zero3.tools.report import line_of_break, report_of
 
 _WORTH = 0.02  # fraction of a step
@@ -32,7 +33,7 @@ def plan(
     prefetch: bool = True,
     advise: bool = True,
     seconds_by_kernel: Mapping[str, float] | None = None,
-    tell: Callable[[str], object] = lambda phase: None,
+    tell: Tell = say_nothing,
 ) -> Plan:
     """Predicts a step of ``build()`` on ``world_size`` ranks of a machine.
 
@@ -75,8 +76,7 @@ def plan(
         parameters = all_parameters_of(model, "plan")
         for memory in filter(None, {parameter.memory for parameter in parameters}):
             memory.reserve_states([p for p in parameters if p.memory is memory], optimizer_bytes)
-        tell("tracing it")
-        traced = trace(model, call)
+        traced = trace(model, call, tell)
         tokens = call.get("input_ids")
 
         def predict(options: Options) -> Plan:
