@@ -339,7 +339,8 @@ class _UsesItself(Bf16Gathered):
     def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
         assert self.shape[1] == self.size(1) == self.width
         assert (self.dtype, self.device.type) == (param_dtype, "cpu")
-        full = self.halved(self.unscaled(self.scaled(outputs[0][: metadata[0][0]])))
+        full, _ = super().fsdp_post_all_gather(outputs, metadata, param_dtype)
+        full = self.halved(self.unscaled(self.scaled(full)))
         return full * self.width, outputs
 
 

@@ -7,6 +7,7 @@ then compiles again, or fails.
 """
 
 import functools
+import types
 from typing import Any
 
 import torch
@@ -45,16 +46,33 @@ def follow(attributes: Any, local: torch.Tensor) -> Any:
 
 
 @functools.cache
-def _class_like(original: Any) -> type:
+def _class_like(original: Any) -> Any:
     """Returns a class with what a tensor subclass defines, calls of which make its tensors."""
-    body: dict[str, Any] = {}
-    for cls in reversed(original.__mro__[: original.__mro__.index(torch.Tensor)]):
-        for name, value in vars(cls).items():
-            if name.startswith("__"):
-                continue
-            # Class methods make tensors of the subclass.
-            is_bound = isinstance(value, classmethod)
-            body[name] = staticmethod(getattr(original, name)) if is_bound else value
-    body["__new__"] = lambda cls, *args, **kwargs: original(*args, **kwargs)
-    body["__slots__"] = ()
-    return type(original.__name__, (_Attributes,), body)
+    if original is torch.Tensor:
+        return _Attributes
+    if not issubclass(original, torch.Tensor):
+        return original
+    new: dict[str, Any] = {"__slots__": (), "__new__": lambda _, *args, **kw: original(*args, **kw)}
+    bases = dict.fromkeys(map(_class_like, original.__bases__))
+    cls = type(original.__name__, tuple(bases), new)
+    for name, value in vars(original).items():
+        if not name.startswith("__"):
+            setattr(cls, name, _defined_in(cls, original, name, value))
+    return cls
+
+
+def _defined_in(cls: type, original: type, name: str, value: Any) -> Any:
+    """Returns what ``cls`` has in the place of ``original.name``, which is defined as ``value``."""
+    if isinstance(value, classmethod):  # makes tensors of the original
+        return staticmethod(getattr(original, name))
+    if isinstance(value, property):
+        functions = value.fget, value.fset, value.fdel
+        return property(*(_defined_in(cls, original, name, function) for function in functions))
+    if isinstance(value, types.FunctionType) and "__class__" in value.__code__.co_freevars:
+        cells = dict(zip(value.__code__.co_freevars, value.__closure__ or (), strict=True))
+        cells["__class__"] = types.CellType(cls)  # in which super() looks
+        parts = value.__code__, value.__globals__, value.__name__, value.__defaults__
+        function = types.FunctionType(*parts, tuple(cells.values()))
+        function.__kwdefaults__ = value.__kwdefaults__
+        return function
+    return value
