@@ -79,52 +79,6 @@ def test_a_loss_may_leave_a_head_out(run_ranks, transport, how):
     run_ranks(2, _one_loss, transport, how)
 
 
-class Checkpointed(TwoHeads):
-    """A body that backward computes again, and a head in a group of its own behind it."""
-
-    def __init__(self, use_reentrant):
-        super().__init__()
-        self.use_reentrant = use_reentrant
-
-    def forward(self, x):
-        x = checkpoint(self.body, x.requires_grad_(), use_reentrant=self.use_reentrant).tanh()
-        return x, self.right(x)
-
-
-def _head_ahead_of_a_checkpoint(how, transport, use_reentrant, micro_batches):
-    """Trains with a loss that uses the head on rank 0 only: the other one gathers first."""
-    torch.manual_seed(0)
-    model = Checkpointed(use_reentrant)
-    reference = copy.deepcopy(model)
-    fully_shard(model.body, transport=transport, reshard_after_forward=True)
-    fully_shard(model.right, transport=transport, reshard_after_forward=False)
-    fully_shard(model, transport=transport).set_reduce_scatter_unused_params(True)
-    run = compiled(model, how)
-
-    def loss(outputs, rank):
-        x, right = outputs
-        return x.square().mean() if rank else right.square().mean()
-
-    for number in range(micro_batches):
-        batch = batch_of(4, 8, seed=number)
-        model.set_requires_gradient_sync(number == micro_batches - 1)
-        loss(run(mine(batch)), dist.get_rank()).backward()
-        losses = [loss(reference(rows), rank) for rank, rows in enumerate(batch.chunk(2))]
-        sum(losses).div(2).backward()
-    assert_same_gradients(model, reference)
-
-
-@pytest.mark.thin
-@each_way
-@pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_a_head_ahead_of_a_checkpoint_may_be_used_by_some_ranks(
-    run_ranks, how, transport, use_reentrant, micro_batches
-):
-    run_ranks(2, _head_ahead_of_a_checkpoint, how, transport, use_reentrant, micro_batches)
-
-
 def _two_models(transport):
     """Trains three models of one large parameter: one call of ranks is pending in the next."""
     torch.manual_seed(0)
