@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections import defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +11,10 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from deepcompile_zero3 import torch_internals
+from deepcompile_zero3.torch_release import RELEASE
+
+# Whether Dynamo traces the attributes of an object, and what makes objects without ``__init__``.
+_TRACES_ATTRIBUTES = RELEASE >= (2, 13)
 
 
 class ForwardCasts:
@@ -57,13 +61,15 @@ def _cast_floats(value: Any, dtype: torch.dtype, above: Sequence[tuple[Any, Any]
                 return made
     if not _holds_others(value, dtype, ()):
         return value
-    if isinstance(value, tuple) and not _is_structseq(value):
+    rebuilds = _rebuilds(value)
+    if isinstance(value, tuple) and not _is_structseq(value) and not rebuilds:
         made = tuple.__new__(type(value), [_cast_floats(each, dtype, above) for each in value])
-        for name, attribute in getattr(value, "__dict__", {}).items():
-            object.__setattr__(made, name, attribute)
+        if _TRACES_ATTRIBUTES or not torch.compiler.is_compiling():
+            for name, attribute in getattr(value, "__dict__", {}).items():
+                object.__setattr__(made, name, attribute)
         return made
     is_dataclass = _is_dataclass(value)
-    if not (is_dataclass or isinstance(value, list | deque | dict)):
+    if rebuilds or not (is_dataclass or isinstance(value, list | deque | dict)):
         children, spec = _flatten_once(value)
         above = (*above, (value, value))
         return torch_internals.tree_unflatten(
@@ -140,13 +146,27 @@ def _shallow_copy(value: Any) -> Any:
     if isinstance(value, list | deque | dict) or not torch.compiler.is_compiling():
         return copy.copy(value)
     made = object.__new__(type(value))
-    attributes = {name: getattr(value, name) for name in _fields_of(value)}  # it may have slots
-    for name, attribute in (attributes | getattr(value, "__dict__", {})).items():
-        object.__setattr__(made, name, attribute)
+    for name in _fields_of(value):  # it may have slots
+        object.__setattr__(made, name, getattr(value, name))
+    if _TRACES_ATTRIBUTES and hasattr(value, "__dict__"):
+        for name, attribute in value.__dict__.items():
+            object.__setattr__(made, name, attribute)
     return made
 
 
+def _rebuilds(value: Any) -> bool:
+    """Returns whether pytree makes a new container, with its own attributes alone."""
+    if _TRACES_ATTRIBUTES or not torch.compiler.is_compiling():
+        return False
+    if type(value) is tuple or type(value) is list or type(value) is dict or type(value) is deque:
+        return False
+    children, _ = _flatten_once(value)
+    return not (len(children) == 1 and children[0] is value)
+
+
 def _is_dataclass(value: Any) -> bool:
+    if type(value) is OrderedDict or type(value) is defaultdict:
+        return False  # torch 2.11 cannot ask them for an attribute
     # Not is_dataclass(): torch 2.11 breaks a graph at an attribute of a type.
     return isinstance(getattr(value, "__dataclass_fields__", None), dict)
 
