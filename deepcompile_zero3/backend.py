@@ -212,16 +212,20 @@ class CompiledGraph:
             return outputs
         epochs = _C.ForwardEpochs([parameter.handle for parameter in parameters])
 
-        @torch_internals.disable_dynamo  # compiled autograd would trace it
-        def begin_backward(_: Any) -> None:
-            if torch.is_grad_enabled():
-                _refuse_create_graph(parameters)
-            epochs.begin_backward()
-
+        begin_backward = functools.partial(_begin_backward, parameters, epochs)
         for node in _nodes_of(outputs):
             keep_models_alive(node, parameters)
             node.register_prehook(begin_backward)
         return outputs
+
+
+@torch_internals.disable_dynamo  # compiled autograd would trace it
+def _begin_backward(
+    parameters: Sequence[ShardedParameter], epochs: _C.ForwardEpochs, _: Any
+) -> None:
+    if torch.is_grad_enabled():
+        _refuse_create_graph(parameters)
+    epochs.begin_backward()
 
 
 def _nodes_of(outputs: Iterable[Any]) -> set[torch.autograd.graph.Node]:

@@ -31,8 +31,8 @@ def _refused(how, transport):
 
 @each_way
 @either_transport
-def test_compiled_autograd_is_refused(run_ranks, how, transport):
-    run_ranks(2, _refused, how, transport)
+def test_compiled_autograd_is_refused(run_apart, how, transport):
+    run_apart(_refused, how, transport)
 
 
 class _BackwardInBackward(torch.autograd.Function):
@@ -59,5 +59,5 @@ def _lost():
         _BackwardInBackward.apply(x, [loss]).backward()
 
 
-def test_gradients_that_the_engine_drops_are_missed_aloud(run_ranks):
-    run_ranks(2, _lost)
+def test_gradients_that_the_engine_drops_are_missed_aloud(run_apart):
+    run_apart(_lost)

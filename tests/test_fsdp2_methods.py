@@ -1,6 +1,5 @@
 """The methods that a sharded module shares with FSDP2."""
 
-import dataclasses
 import inspect
 import re
 
@@ -34,6 +33,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
+from torch.utils._pytree import register_pytree_node
 from torch.utils.checkpoint import checkpoint
 
 from deepcompile_zero3 import (
@@ -396,15 +396,16 @@ def test_a_method_can_be_registered_whether_or_not_its_module_is_sharded():
         register_fsdp_forward_method(model, "decode")
 
 
-@dataclasses.dataclass
 class Single:
     """An input that is of single precision."""
 
-    x: torch.Tensor
+    def __init__(self, x):
+        self.x = x
+        if x.dtype != torch.float32:
+            raise ValueError(f"a Single of {x.dtype}")
 
-    def __post_init__(self):
-        if self.x.dtype != torch.float32:
-            raise ValueError(f"a Single of {self.x.dtype}")
+
+register_pytree_node(Single, lambda single: ([single.x], None), lambda values, _: Single(*values))
 
 
 @needs_a_job
