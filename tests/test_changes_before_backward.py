@@ -185,6 +185,17 @@ def test_a_step_while_weights_are_held_is_refused(run_ranks, how, rows, change, 
     run_ranks(2, _step_while_held, how, rows, change, transport)
 
 
+def _take_a_compiled_step(kind, backend, model):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **{kind: True})
+    torch.compile(optimizer.step, backend=backend)()
+
+
+@pytest.mark.parametrize(("kind", "backend"), [("fused", "aot_eager"), ("foreach", "eager")])
+def test_a_compiled_step_while_weights_are_held_is_refused(run_ranks, kind, backend):
+    change = functools.partial(_take_a_compiled_step, kind, backend)
+    run_ranks(2, _step_while_held, "eager", 8, change, "c10d")
+
+
 class Chosen(nn.Module):
     """A model, in two dtypes, of which autograd saves different tensors on each rank."""
 

@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook as register_post_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook as register_pre_hook
 
+from deepcompile_zero3 import torch_internals
+
 _handles: list[Any] = []  # of the hooks, while there are owners
 _owners = 0
 
@@ -35,10 +37,9 @@ def _forget_owner() -> None:
         _handles.pop().remove()
 
 
+@torch_internals.disable_dynamo  # a frame around the step is traced apart from what steps
 def count_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Counts a write to each DTensor of ``optimizer`` that has a gradient."""
-    if torch.compiler.is_compiling():
-        return  # what a graph writes is counted
     torch.autograd.graph.increment_version(
         [
             parameter
