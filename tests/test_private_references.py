@@ -92,6 +92,11 @@ def test_ignored_parameters_may_be_held():
     assert model.embedding.weight.grad is not None
 
 
+class _NoRepr:
+    def __repr__(self):
+        raise AssertionError
+
+
 class _Harmless(nn.Module):
     """Holds modules, other tensors and objects that must not be asked for anything."""
 
@@ -103,6 +108,7 @@ class _Harmless(nn.Module):
         self.others["others"] = self.others
         gone = _Plain(3)
         self.proxies = [weakref.proxy(gone)]
+        self.by_object = {_NoRepr(): 3}
         self.vocabulary = {str(i): i for i in range(1000)}
         self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
 

@@ -80,7 +80,7 @@ def _tensors_in(path: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
 def _items_of(path: str, value: Any) -> Iterable[tuple[str, Any]]:
     kind = type(value)  # isinstance() would ask a proxy of an object, which may be gone
     if issubclass(kind, dict):
-        return [(f"{path}[{key!r}]", item) for key, item in dict.items(value)]
+        return [(f"{path}[{_named(key)}]", item) for key, item in dict.items(value)]
     if issubclass(kind, list | tuple | collections.deque):
         return [(f"{path}[{i}]", item) for i, item in enumerate(value)]
     if issubclass(kind, set | frozenset):
@@ -94,3 +94,8 @@ def _items_of(path: str, value: Any) -> Iterable[tuple[str, Any]]:
                 attributes[field.name] = getattr(value, field.name)
         return [(f"{path}.{name}", item) for name, item in attributes.items()]
     return ()
+
+
+def _named(key: Any) -> str:
+    """Returns ``repr(key)``, without calling that of an object, which may print a tensor."""
+    return repr(key) if type(key) in (str, int) else f"<{type(key).__name__}>"
