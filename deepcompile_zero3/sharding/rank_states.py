@@ -95,7 +95,8 @@ def state_to_save(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> di
         if state := _merged(stored, of_ranks, mine or {}):
             states[key] = _by_rank_first(state)
     states = _by_rank_first(states)
-    states.update((k, v) for k, v in saved["state"].items() if k not in {key for key, *_ in found})
+    of_parameters = {key for key, *_ in found}
+    states.update((k, v) for k, v in saved["state"].items() if k not in of_parameters)
     return {**saved, "state": states}
 
 
