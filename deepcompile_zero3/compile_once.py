@@ -131,9 +131,9 @@ def _unfinished(mark: Path) -> Iterator[None]:
 
 def _clean_up() -> None:
     """Removes what compilers of C++ were writing when they died."""
-    for lock, files in compiler.unfinished_objects():
+    for lock, objects in compiler.unfinished_objects():
         with contextlib.suppress(OSError), _locked(lock, patience=0):
-            for path in files:
+            for path in objects():
                 path.unlink()
                 _log.warning("removed %s: a process was killed while it wrote the file", path)
 

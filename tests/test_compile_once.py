@@ -118,6 +118,23 @@ def test_a_process_that_takes_the_place_of_a_dead_one_removes_what_is_half_writt
     assert not list(folder.glob("zero3/*.unfinished"))
 
 
+def test_what_is_finished_while_others_take_its_lock_stays(folder, monkeypatch):
+    finished, _ = _half_an_object(folder, "cabhalf")
+    first = Process()
+    first.kill()
+    flock = fcntl.flock
+
+    def finish(file, operation):
+        build_folder = finished.with_name("cabhalf.main_CxxBuild")
+        if "cabhalf" in file.name and build_folder.exists():
+            build_folder.rmdir()
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", finish)
+    with first_alone("key"):
+        assert finished.exists()
+
+
 def test_a_process_that_raises_is_not_taken_for_a_dead_one(folder):
     half, _ = _half_an_object(folder, "cabhalf")
     with pytest.raises(RuntimeError), first_alone("key"):

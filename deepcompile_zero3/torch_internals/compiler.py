@@ -4,6 +4,7 @@ It takes seconds to import: only code that compiles imports it.
 """
 
 import contextlib
+import functools
 import importlib
 import inspect
 import pathlib
@@ -241,18 +242,25 @@ def cache_folder() -> pathlib.Path:
     return pathlib.Path(_cache_dir())
 
 
-def unfinished_objects() -> Iterator[tuple[pathlib.Path, list[pathlib.Path]]]:
-    """Yields the files that C++ compilers write or did not finish, with the lock of their writer.
+def unfinished_objects() -> Iterator[tuple[pathlib.Path, Callable[[], list[pathlib.Path]]]]:
+    """Yields the locks of C++ compilers that are writing or did not finish.
+
+    With each comes a function that returns what the compiler did not finish. It is to be called
+    with the lock held: a compiler may finish before the lock is taken.
 
     torch removes the folder ``<name>_CxxBuild`` once ``<name>.so`` is complete, and compiles
     nothing that exists. A folder that was left tells of a writer that was killed.
     """
+
+    def objects(folder: pathlib.Path, name: str) -> list[pathlib.Path]:
+        files = folder.parent.glob(f"{name}.*") if folder.exists() else ()
+        return [path for path in files if path.suffix in (".so", ".o")]
+
     for folder in cache_folder().glob(f"??/*_{_build_folder}"):
         name = folder.name.removesuffix(f"_{_build_folder}")
         lock = pathlib.Path(_lock_folder(), f"{name.split('.')[0]}.lock")
-        objects = [path for path in folder.parent.glob(f"{name}.*") if path.suffix in (".so", ".o")]
         if lock.exists():
-            yield lock, objects
+            yield lock, functools.partial(objects, folder, name)
 
 
 def count_of_stored_graphs() -> int:
