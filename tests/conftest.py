@@ -1,23 +1,15 @@
-import contextlib
-import fcntl
 import functools
 import gc
-import hashlib
 import itertools
 import os
-import platform
 import shutil
 import sys
-import time
-from pathlib import Path
 
-import collectives
-import one_rank
 import pytest
 import torch
-from ranks import RankPool
-
-ROOT = Path(__file__).parent.parent
+from support import collectives, job
+from support.compiler_cache import CompilerCache
+from support.ranks import RankPool
 
 
 def pytest_addoption(parser):
@@ -52,52 +44,12 @@ def pytest_configure(config):
                 "a plugin has imported torch's compiler: set the folder of its cache, "
                 "TORCHINDUCTOR_CACHE_DIR"
             )
-        config.stash[_CACHE] = cache = _CompilerCache()
+        config.stash[_CACHE] = cache = CompilerCache()
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache.folder)
         config.add_cleanup(lambda: os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None))
 
 
-class _CompilerCache:
-    """Keeps compiled code for the next test run if torch, this library and the processor are
-    unchanged: a stale graph would hide what a change breaks.
-
-    A rank that was killed while it compiled may have left half a file. Each run therefore leaves a
-    mark in the folder and removes the mark if it ends well. A run that has the folder to itself
-    empties it if a mark is left.
-    """
-
-    def __init__(self):
-        caches = ROOT / "build" / "compiled-by-tests"
-        self.folder = caches / self._digest()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        os.utime(self.folder)
-        for other in caches.iterdir():
-            if time.time() - other.stat().st_mtime > 7 * 86400:
-                shutil.rmtree(other, ignore_errors=True)
-        self._lock = open(caches / f"{self.folder.name}.lock", "w")  # noqa: SIM115 (for ever)
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if any(self.folder.glob("unfinished-*")):
-                shutil.rmtree(self.folder)
-                self.folder.mkdir()
-        fcntl.flock(self._lock, fcntl.LOCK_SH)
-        self._mark = self.folder / f"unfinished-{os.getpid()}"
-        self._mark.touch()
-
-    @staticmethod
-    def _digest():
-        digest = hashlib.sha256(f"{torch.version.git_version} {platform.machine()}".encode())
-        digest.update(torch.backends.cpu.get_cpu_capability().encode())
-        for pattern in ("deepcompile_zero3/**/*.py", "csrc/**/*.*"):
-            for path in sorted(ROOT.glob(pattern)):
-                digest.update(path.read_bytes())
-        return digest.hexdigest()[:16]
-
-    def end_well(self):
-        self._mark.unlink(missing_ok=True)
-
-
-_CACHE = pytest.StashKey[_CompilerCache]()
+_CACHE = pytest.StashKey[CompilerCache]()
 
 
 def pytest_sessionfinish(session, exitstatus):
@@ -247,11 +199,43 @@ def run_spawned():
     return _run_in_new_ranks("spawn")
 
 
+@pytest.fixture(scope="module")
+def run_collectives():
+    """``run_collectives(world_size, function, *args)`` runs ``function(*args)`` on every rank, over
+    collectives in the way of NCCL, on CPUs.
+    """
+    if shutil.which("g++") is None:
+        pytest.skip("there is no g++")
+    library = collectives.build()
+    environment = {collectives.LIBRARY: library, "ZERO3_TRANSPORT": "c10d"}
+    pools = {number: RankPool(number, **environment) for number in (1, 2, 3, 4)}
+    yield lambda number, *call: pools[number].run(*call)
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture
+def one_rank(tmp_path, request):
+    """A process group of one rank; sharded models and their names are gone afterwards.
+
+    With ``--device cuda`` models are made on a GPU, over NCCL.
+    """
+    if request.config.getoption("--device") == "cpu":
+        job.start("gloo", tmp_path)
+        yield
+    else:
+        torch.cuda.set_device(0)
+        job.start("nccl", tmp_path, device_id=torch.device("cuda", 0))
+        with torch.device("cuda"):
+            yield
+    job.end()
+
+
 def _job_on_gpu(backend, folder):
     torch.cuda.set_device(0)
-    one_rank.start(backend, folder, device_id=torch.device("cuda", 0))
+    job.start(backend, folder, device_id=torch.device("cuda", 0))
     yield
-    one_rank.end()
+    job.end()
 
 
 @pytest.fixture

@@ -1,0 +1,160 @@
+"""``offload_optimizer``: an optimizer steps part by part, with states in a file."""
+
+import os
+import resource
+
+import pytest
+import torch
+from support.models import batch_of, mean_square, mine
+from support.offloading import MIB, ROWS, WIDTH, shard, tensors_of, train
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+from deepcompile_zero3 import (
+    FileOffloadPolicy,
+    Zero3Error,
+    fully_shard,
+    offload_optimizer,
+    step_locally,
+)
+from deepcompile_zero3.runtime import _C
+
+
+def _resume(folder, policy):
+    """Returns the losses of some steps after a state dict has made the states, as a resume does."""
+    model = shard(policy)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    step_locally(optimizer)
+    if policy is not None:
+        offload_optimizer(model, optimizer, part_mb=0.5)
+    get_optimizer_state_dict(model, optimizer)
+    losses = []
+    for seed in range(3):
+        loss = mean_square(model, mine(batch_of(2 * ROWS, WIDTH, seed=seed)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _resume_both(folder):
+    assert _resume(folder, FileOffloadPolicy(folder)) == _resume(folder, None)
+
+
+def test_states_may_be_there_before_the_first_forward(run_ranks, tmp_path):
+    run_ranks(2, _resume_both, str(tmp_path))
+
+
+def _states_in_memory(folder, budget_mb, stepping):
+    model, optimizer, _ = train(
+        FileOffloadPolicy(folder, budget_mb), "eager", steps=2, stepping=stepping
+    )
+    return sum(
+        state.nbytes
+        for state in tensors_of(model, optimizer)[1]
+        if state.nbytes >= 64 * 1024 and not _C.is_in_file(state)
+    )
+
+
+@pytest.mark.parametrize("stepping", ["plain", "in backward"])
+def test_states_stay_within_the_budget(run_ranks, tmp_path, stepping):
+    # Shards take 1.6 MiB, and so do gradients unless they are stepped in backward. The rest are
+    # gathered parameters, reduced gradients, activations on their way back, and a bucket's states.
+    always = 6.6 + 6.6 + 3.3 if stepping == "plain" else 6.6 + 1.0 + 3.3 + 0.5
+    room = 1.0
+    budget = always + (2 if stepping == "plain" else 1) * 1.64 + room
+    for nbytes in run_ranks(2, _states_in_memory, str(tmp_path), budget, stepping):
+        assert 0 < nbytes <= 1.2 * room * MIB
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_full_disk_ends_a_step_once_all_parameters_are_stepped(tmp_path):
+    policy = FileOffloadPolicy(tmp_path)
+    model = shard(policy)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    offload_optimizer(model, optimizer, part_mb=0.5)
+    mean_square(model, batch_of(ROWS, WIDTH)).backward()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (policy.stats().file_bytes, before[1]))
+    try:
+        with pytest.raises(Zero3Error, match=r"taking \d+ bytes failed"):
+            optimizer.step()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert {state["step"].item() for state in optimizer.state.values()} == {1.0}
+    optimizer.step()
+    assert {state["step"].item() for state in optimizer.state.values()} == {2.0}
+
+
+def _anonymous():
+    """Returns the bytes of memory of this process that is in no file."""
+    with open("/proc/self/status") as lines:
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("is_local", [False, True])
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs Linux")
+def test_a_step_has_some_parts_in_memory_at_a_time(tmp_path, is_local):
+    layers = [nn.Linear(1024, 1024, bias=False) for _ in range(16)]  # 4 MiB each, 8 of states
+    model = fully_shard(nn.Sequential(*layers), offload_policy=FileOffloadPolicy(tmp_path))
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    if is_local:
+        step_locally(optimizer)
+    offload_optimizer(model, optimizer, part_mb=4)
+    mean_square(model, batch_of(2, 1024)).backward()
+    optimizer.step()
+    peaks = []
+    optimizer.register_step_post_hook(lambda *_: peaks.append(_anonymous()))
+    at_rest = _anonymous()
+    optimizer.step()
+    assert len(peaks) == 16
+    # All take 192 MiB, and three parts 36. malloc keeps some of what was freed.
+    assert max(*peaks, _anonymous()) - at_rest < 96 * MIB
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_step_that_raises_leaves_the_file_whole(tmp_path):
+    model = shard(FileOffloadPolicy(tmp_path))
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    offload_optimizer(model, optimizer, part_mb=0.1)
+    mean_square(model, batch_of(ROWS, WIDTH)).backward()
+    optimizer.step()
+    before = [parameter.to_local().clone() for parameter in model.parameters()]
+    calls = []
+
+    def fail(*_):
+        calls.append(None)
+        if len(calls) == 2:
+            raise KeyError("by a hook")
+
+    handle = optimizer.register_step_pre_hook(fail)
+    with pytest.raises(KeyError, match="by a hook"):
+        optimizer.step()
+    handle.remove()
+    changed = [
+        not torch.equal(parameter.to_local(), was)
+        for parameter, was in zip(model.parameters(), before, strict=True)
+    ]
+    assert changed[0]
+    assert not all(changed)
+    optimizer.step()
+    assert {state["step"].item() for state in optimizer.state.values()} == {2.0, 3.0}
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_optimizers_that_cannot_be_offloaded_are_refused(tmp_path):
+    model = fully_shard(nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(Zero3Error, match="no parameter of the optimizer was sharded with"):
+        offload_optimizer(model, optimizer)
+    model = fully_shard(nn.Linear(4, 4), offload_policy=FileOffloadPolicy(tmp_path))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ValueError, match="part_mb is a positive number"):
+        offload_optimizer(model, optimizer, part_mb=0)
+    offload_optimizer(model, optimizer)
+    with pytest.raises(Zero3Error, match="called twice on one AdamW"):
+        offload_optimizer(model, optimizer)
+    with pytest.raises(ValueError, match="may need several parameters at once"):
+        offload_optimizer(model, torch.optim.LBFGS(model.parameters()))

@@ -1,0 +1,485 @@
+"""Equal blocks are compiled once inside of one graph, and compute what they did."""
+
+import operator
+from functools import partial
+
+import pytest
+import torch
+from support.models import Block, Stack, assert_same_step, batch_of, optimizers_of, shard
+from support.pass_graphs import assert_text
+from torch import nn
+from torch._inductor import metrics
+from torch._inductor.utils import fresh_cache
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from deepcompile_zero3 import capture_graphs, fully_shard, record_collectives
+from deepcompile_zero3.graph.alias import is_view
+from deepcompile_zero3.graph.calls import calls_by_region
+from deepcompile_zero3.graph.metadata import fqns_of
+from deepcompile_zero3.runtime import ops
+
+WIDTH = 16
+
+
+class _Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.a = nn.Linear(WIDTH, WIDTH)
+        self.b = nn.Linear(WIDTH, WIDTH)
+
+    def inner(self, h):
+        return h
+
+    def forward(self, x):
+        return x + self.b(self.inner(torch.relu(self.a(self.norm(x)))))
+
+
+class _Dropout(_Plain):
+    def inner(self, h):
+        return nn.functional.dropout(h, 0.5, training=True)
+
+
+class _Tied(_Plain):
+    def __init__(self):
+        super().__init__()
+        self.b.weight = self.a.weight
+
+
+class _Embeds(_Plain):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(4, WIDTH)
+
+    def inner(self, h):
+        return h + self.table(torch.arange(len(h)) % 4)
+
+
+class _WithoutResidual(_Plain):
+    def forward(self, x):
+        return super().forward(x) - x
+
+
+class _TwoResults(_Plain):
+    def forward(self, x):
+        y = super().forward(x)
+        return y, y * 2
+
+
+class _PostNorm(_Plain):
+    """Saves a view of what it reads, and what it returns."""
+
+    def forward(self, x):
+        return torch.tanh(self.norm(self.a(x)))
+
+
+class _ForLogging(_Plain):
+    """Trains ``b`` with nothing but what only a log reads."""
+
+    def forward(self, x):
+        return x + self.a(x), self.b(x).mean()
+
+
+class _DetachesInside(_Plain):
+    def forward(self, x):
+        y = super().forward(x)
+        return y, y.detach() * 2
+
+
+class _TakesASize(_Plain):
+    def forward(self, x, size):
+        return super().forward(x).view(size)
+
+
+class _UsedTwice(_Plain):
+    def inner(self, h):
+        return self.a(h)
+
+
+class _Splits(_Plain):
+    def inner(self, h):
+        left, right = h.chunk(2, -1)
+        return torch.cat([left * right, torch.tanh(left)], -1)
+
+
+class _Selective(_Plain):
+    def forward(self, x):
+        saves = self.saves
+        contexts = partial(create_selective_checkpoint_contexts, list(saves))
+        return checkpoint(super().forward, x, use_reentrant=False, context_fn=contexts)
+
+
+class _SavesProducts(_Selective):
+    saves = (torch.ops.aten.addmm.default,)
+
+
+class _SavesNothing(_Selective):
+    saves = ()
+
+
+class _Checkpointed(_Plain):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class _ReadsOutsideOfItsCheckpoint(_Plain):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False) * self.norm.weight
+
+
+class _Marked(_Plain):
+    @torch.compiler.nested_compile_region
+    def forward(self, x):
+        return super().forward(x)
+
+
+class _BatchNorm(_Plain):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+
+class _ChangesABuffer(_Plain):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+    def inner(self, h):
+        self.scale.add_(1)
+        return h * self.scale
+
+
+class _WritesInPlace(_Plain):
+    def inner(self, h):
+        return (h * 1).add_(2)
+
+
+class _Autocast(_Plain):
+    def inner(self, h):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            h = self.a(h)
+        return h.float()
+
+
+class _WithoutGradient(_Plain):
+    def inner(self, h):
+        with torch.no_grad():
+            mean = h.mean()
+        return h - mean
+
+
+class _ReturnsAView(_Plain):
+    def forward(self, x):
+        return x.view(-1, WIDTH), super().forward(x)
+
+
+class _BreaksTheGraph(_Plain):
+    def inner(self, h):
+        torch._dynamo.graph_break()
+        return h
+
+
+class _Model(nn.Module):
+    def __init__(self, *classes):
+        super().__init__()
+        self.blocks = nn.ModuleList(cls() for cls in classes)
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x):
+        rest = 0
+        for block in self.blocks:
+            x = block(x, x.size()) if isinstance(block, _TakesASize) else block(x)
+            if isinstance(x, tuple):
+                x, other = x
+                other = other.detach() if isinstance(block, _ForLogging) else other
+                rest = rest + other.sum()
+        return self.head(x).sum() + rest
+
+
+def _freeze(*names):
+    def prepare(model):
+        for name, parameter in model.named_parameters():
+            if name.startswith(names):
+                parameter.requires_grad_(False)
+
+    return prepare
+
+
+def _contract_of_its_own(model):
+    for parameter in model.blocks.parameters():
+        parameter.grad_dtype = torch.bfloat16
+
+
+def _step(
+    regions,
+    classes,
+    *,
+    prepare=None,
+    batches=((8, WIDTH),),
+    dynamic=None,
+    autocast=False,
+    inductor=False,
+    **kwargs,
+):
+    """Returns what steps leave in a model, and how often its graphs call each region."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = _Model(*classes)
+    for block in model.blocks:
+        fully_shard(block, **kwargs)
+    fully_shard(model, **kwargs)
+    if prepare is not None:
+        prepare(model)
+    options = {"inductor": inductor, "regions": regions}
+    run = torch.compile(model, backend="zero3", dynamic=dynamic, options=options)
+    left = []
+    with capture_graphs() as graphs:
+        for shape in batches:
+            torch.manual_seed(shape[0])
+            batch = torch.randn(shape, requires_grad=True)
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                loss = run(batch)
+            loss.backward()
+            left += [loss.detach(), batch.grad]
+    left += [None if p.grad is None else p.grad.to_local() for p in model.parameters()]
+    left += model.buffers()
+    return left, [list(map(_calls, graphs.forward)), list(map(_calls, graphs.backward))]
+
+
+def _calls(graph):
+    """Returns how often a graph calls each of its regions, whose results share no memory."""
+    calls = []
+    for name, of_region in calls_by_region(graph.graph_module).items():
+        calls.append(len(of_region))
+        region = graph.graph_module.get_submodule(name).graph
+        results = [node for node in region.output_node().args[0] if node is not None]
+        assert len(set(results)) == len(results)
+        for node in results:
+            assert node.op != "placeholder"
+            is_one_of_several = node.target is operator.getitem
+            assert not is_view(node.all_input_nodes[0] if is_one_of_several else node)
+    return sorted(calls)
+
+
+ONE_REGION = [[[3]], [[3]]]  # in forward and backward, called three times
+NONE = [[[]], [[]]]
+TWICE = [[[3], [3]], [[3], [3]]]  # two graphs: one of the first size, one of any
+ROWS = {"batches": ((8, WIDTH), (6, WIDTH), (5, WIDTH))}
+SEQUENCES = {"batches": ((2, 8, WIDTH), (2, 6, WIDTH))}
+
+
+@pytest.mark.parametrize(
+    ("classes", "settings", "calls"),
+    [
+        ([_Plain] * 3, {}, ONE_REGION),
+        ([_Plain, _TwoResults, _Plain, _TwoResults], {}, [[[2, 2]], [[2, 2]]]),
+        pytest.param([_Plain, _TwoResults, _Dropout], {}, NONE, marks=pytest.mark.long),
+        ([_Dropout] * 3, {}, ONE_REGION),
+        ([_Tied] * 3, {}, ONE_REGION),
+        ([_Embeds] * 3, {}, ONE_REGION),
+        ([_WithoutResidual] * 3, {}, ONE_REGION),
+        pytest.param([_PostNorm] * 3, {}, ONE_REGION, marks=pytest.mark.long),
+        ([_PostNorm] * 3, SEQUENCES, TWICE),
+        pytest.param([_Plain] * 3, SEQUENCES | {"dynamic": True}, None, marks=pytest.mark.long),
+        ([_Checkpointed] * 3, {}, ONE_REGION),
+        ([_ReadsOutsideOfItsCheckpoint] * 3, {}, ONE_REGION),
+        pytest.param([_Checkpointed] * 3, {"autocast": True}, ONE_REGION, marks=pytest.mark.long),
+        ([_Plain] * 3, ROWS, TWICE),
+        pytest.param(
+            [_Plain] * 3, {"reshard_after_forward": False}, ONE_REGION, marks=pytest.mark.long
+        ),
+        ([_Plain] * 3, {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}, ONE_REGION),
+        ([_Plain] * 3, {"prepare": _contract_of_its_own}, NONE),
+        ([_UsedTwice] * 3, {}, ONE_REGION),
+        pytest.param([_Splits] * 3, {}, ONE_REGION, marks=pytest.mark.long),
+        ([_Plain] * 3, {"prepare": _freeze("blocks.0.a", "blocks.1.a", "blocks.2.a")}, ONE_REGION),
+        ([_Plain] * 4, {"prepare": _freeze("blocks.0", "blocks.1")}, [[[2, 2]], [[2, 2]]]),
+        pytest.param([_BatchNorm] * 3, {}, NONE, marks=pytest.mark.long),
+        ([_ChangesABuffer] * 3, {}, NONE),
+        ([_WritesInPlace] * 3, {}, NONE),
+        ([_Autocast] * 3, {}, NONE),
+        ([_WithoutGradient] * 3, {}, NONE),
+        ([_ReturnsAView] * 3, {}, NONE),
+        pytest.param([_ForLogging] * 3, {}, NONE, marks=pytest.mark.long),
+        ([_DetachesInside] * 3, {}, NONE),
+        ([_TakesASize] * 3, SEQUENCES | {"dynamic": True}, None),
+        ([_SavesProducts, _SavesNothing] * 2, {}, [[[2, 2]], [[2, 2]]]),
+        ([_BreaksTheGraph] * 2, {}, [[[], []], [[], []]]),
+    ],
+)
+def test_a_region_computes_what_its_blocks_did(one_rank, classes, settings, calls):
+    left, found = _step(True, classes, **settings)
+    expected, without = _step(False, classes, **settings)
+    assert calls is None or found == calls
+    assert not any(number for direction in without for graph in direction for number in graph)
+    _assert_equal(left, expected, atol=0, rtol=0)
+
+
+def _assert_equal(left, expected, **tolerance):
+    assert len(left) == len(expected)
+    for actual, whole in zip(left, expected, strict=True):
+        if whole is None:
+            assert actual is None
+        else:
+            torch.testing.assert_close(actual, whole, **tolerance)
+
+
+@pytest.mark.long
+@pytest.mark.inductor
+@pytest.mark.parametrize("settings", [{}, pytest.param(SEQUENCES, marks=pytest.mark.long)])
+def test_inductor_reuses_no_memory_that_a_region_shares(one_rank, settings):
+    classes = [_PostNorm] * 3 + [_Plain] * 3 + [_PostNorm]
+    left, found = _step(True, classes, inductor=True, **settings)
+    expected, _ = _step(False, classes, inductor=True, **settings)
+    assert found[0][0] == [3, 4]
+    _assert_equal(left, expected)
+
+
+@pytest.mark.inductor
+def test_calls_of_a_region_get_the_same_strides_where_inductor_pads(one_rank):
+    model = Stack(width=1040, depth=3)  # rows of 130 * 32 bytes, which are padded to 128
+    model, reference = shard(model, model.blocks)
+    config = {"disable_padding_cpu": False}  # as on a GPU
+    run = torch.compile(model, backend="zero3", options={"inductor_config": config})
+    padded = metrics.num_comprehensive_padding
+    batch, optimizers = batch_of(2, 1040), optimizers_of(model, reference)
+    with fresh_cache():  # nothing is padded where compiled code is loaded
+        assert_same_step(model, reference, batch, run=run, optimizers=optimizers)
+    assert metrics.num_comprehensive_padding > padded
+
+
+@pytest.mark.parametrize("regions", [True, False])
+def test_regions_that_the_user_marks_gather_again(one_rank, regions):
+    left, found = _step(regions, [_Marked] * 3)
+    expected, _ = _step(False, [_Plain] * 3)
+    assert all(sum(calls) == 3 for direction in found for calls in direction)
+    _assert_equal(left, expected)
+
+
+def test_a_graph_shows_a_block_once(one_rank):
+    model = Stack(width=4)
+    for block in model.blocks:
+        fully_shard(block, reshard_after_forward=True)
+    fully_shard(model)
+    run = torch.compile(model, backend="zero3", options={"inductor": False, "regions": True})
+    with capture_graphs() as graphs:
+        run(torch.randn(2, 4, requires_grad=True)).sum().backward()
+    lines = graphs.forward[0].text.splitlines() + graphs.backward[0].text.splitlines()
+    shown = [line for line in lines if "FSDPBlock" in line or line.startswith("    ")]
+    text = "\n".join(f"{line:.78}" for line in shown)
+    assert_text(
+        graphs.forward[0].graph_module,
+        """\
+        invoke_subgraph_4 = partitioned_fw_FSDPBlock_0_0(primals_3, blocks_0_norm_weig
+        invoke_subgraph_6 = partitioned_fw_FSDPBlock_0_0(getitem_43, blocks_1_norm_wei
+        partitioned_fw_FSDPBlock_0_0, called 2 times:
+            primals_0: f32[2, 4]
+            primals_1: f32[4]
+            primals_2: f32[4]
+            primals_3: f32[8, 4]
+            primals_4: f32[8]
+            primals_5: f32[4, 8]
+            primals_6: f32[4]
+            native_layer_norm = aten.native_layer_norm(primals_0, [4], primals_1, prim
+            getitem: f32[2, 4] = getitem(native_layer_norm, 0)
+            getitem_1: f32[2, 1] = getitem(native_layer_norm, 1)
+            getitem_2: f32[2, 1] = getitem(native_layer_norm, 2)
+            t: f32[4, 8] = aten.t(primals_3)
+            addmm: f32[2, 8] = aten.addmm(primals_4, getitem, t)
+            gelu: f32[2, 8] = aten.gelu(addmm)
+            t_1: f32[8, 4] = aten.t(primals_5)
+            addmm_1: f32[2, 4] = aten.addmm(primals_6, gelu, t_1)
+            add: f32[2, 4] = aten.add.Tensor(primals_0, addmm_1)
+            return [add, getitem, getitem_1, getitem_2, addmm, gelu]
+        invoke_subgraph_7 = partitioned_bw_FSDPBlock_0_0(getitem_43, blocks_1_norm_wei
+        invoke_subgraph_5 = partitioned_bw_FSDPBlock_0_0(primals_3, blocks_0_norm_weig
+        partitioned_bw_FSDPBlock_0_0, called 2 times:
+            primals_0: f32[2, 4]
+            primals_1: f32[4]
+            primals_2: f32[4]
+            primals_3: f32[8, 4]
+            primals_5: f32[4, 8]
+            getitem: f32[2, 4]
+            getitem_1: f32[2, 1]
+            getitem_2: f32[2, 1]
+            addmm: f32[2, 8]
+            gelu: f32[2, 8]
+            tangents_0: f32[2, 4]
+            t_1: f32[8, 4] = aten.t(primals_5)
+            t_2: f32[4, 8] = aten.t(t_1)
+            mm: f32[2, 8] = aten.mm(tangents_0, t_2)
+            sum_1: f32[1, 4] = aten.sum.dim_IntList(tangents_0, [0], True)
+            gelu_backward: f32[2, 8] = aten.gelu_backward(mm, addmm)
+            t: f32[4, 8] = aten.t(primals_3)
+            t_6: f32[8, 4] = aten.t(t)
+            mm_2: f32[2, 4] = aten.mm(gelu_backward, t_6)
+            sum_2: f32[1, 8] = aten.sum.dim_IntList(gelu_backward, [0], True)
+            native_layer_norm_backward = aten.native_layer_norm_backward(mm_2, primals
+            getitem_3: f32[2, 4] = getitem(native_layer_norm_backward, 0)
+            getitem_4: f32[4] = getitem(native_layer_norm_backward, 1)
+            getitem_5: f32[4] = getitem(native_layer_norm_backward, 2)
+            add_1: f32[2, 4] = aten.add.Tensor(tangents_0, getitem_3)
+            return [add_1, getitem_4, getitem_5, None, sum_2, None, sum_1, gelu_backwa
+        """,
+        text,
+    )
+
+
+def _trained(regions, transport):
+    """Returns the collectives of three steps; compares training with one process."""
+    model = Stack(width=32, depth=4)
+    model, reference = shard(model, model.blocks, transport=transport, reshard_after_forward=True)
+    options = {"inductor": False, "regions": regions, "gather_bucket_mb": 0.01}
+    run = torch.compile(model, backend="zero3", fullgraph=True, options=options)
+    optimizers = optimizers_of(model, reference)
+    with record_collectives() as log:
+        for seed in range(3):
+            batch = batch_of(4, 32, seed=seed).requires_grad_()
+            assert_same_step(model, reference, batch, run=run, optimizers=optimizers)
+    return [(c.op, c.params, c.nbytes) for c in log]
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
+def test_the_collectives_are_those_of_the_whole_graph(run_ranks, transport):
+    with_regions = run_ranks(2, _trained, True, transport)
+    assert with_regions == run_ranks(2, _trained, False, transport)
+
+
+def test_gathers_start_ahead_of_the_region_before(one_rank):
+    model = Stack(width=32, depth=3)  # a block has 16 KiB and takes two gathers
+    for block in model.blocks:
+        fully_shard(block, reshard_after_forward=True)
+    fully_shard(model)
+    options = {"inductor": False, "regions": True, "gather_bucket_mb": 0.01}
+    with capture_graphs() as graphs:
+        torch.compile(model, backend="zero3", options=options)(torch.randn(2, 32)).sum().backward()
+    nodes = list(graphs.forward[0].graph_module.graph.nodes)
+    starts = [i for i, n in enumerate(nodes) if n.target is ops.all_gather_start.default]
+    (calls,) = calls_by_region(graphs.forward[0].graph_module).values()
+    for block, call in enumerate(calls[:-1]):
+        needed = {name for n in nodes[: nodes.index(call)] for name in _gathers(n)}
+        for name in ("norm.weight", "up.weight", "up.bias", "down.weight", "down.bias"):
+            assert f"blocks.{block + 1}.{name}" in needed
+    assert len(starts) > 4
+
+
+def _gathers(node):
+    return fqns_of(node) if node.target is ops.all_gather_start.default else []
+
+
+@pytest.mark.inductor
+def test_kernels_do_not_grow_with_the_number_of_blocks(one_rank):
+    kernels = {}
+    for depth in (2, 6):
+        torch._dynamo.reset()
+        metrics.reset()
+        model = nn.Sequential(*(Block(8) for _ in range(depth)))
+        for block in model:
+            fully_shard(block)
+        fully_shard(model)
+        config = {"force_disable_caches": True}
+        run = torch.compile(model, backend="zero3", options={"inductor_config": config})
+        run(torch.randn(2, 8, requires_grad=True)).sum().backward()
+        kernels[depth] = metrics.generated_kernel_count
+    assert kernels[2] == kernels[6] > 0

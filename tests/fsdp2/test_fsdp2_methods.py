@@ -1,0 +1,481 @@
+"""The methods that a sharded module shares with FSDP2."""
+
+import inspect
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import documents
+from support.job import needs_a_job
+from support.models import (
+    Stack,
+    assert_same_gradients,
+    assert_same_parameters,
+    assert_same_step,
+    batch_of,
+    compiled,
+    compiled_each_way,
+    each_way,
+    either_transport,
+    gathered_fqns,
+    layers_of,
+    mean_square,
+    mine,
+    optimizers_of,
+    shard,
+)
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, UnshardHandle
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.fsdp import (
+    register_fsdp_forward_method as torch_register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+from torch.testing import assert_close
+from torch.utils._pytree import register_pytree_node
+from torch.utils.checkpoint import checkpoint
+
+from deepcompile_zero3 import (
+    Zero3Error,
+    fully_shard,
+    record_collectives,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
+from deepcompile_zero3.sharding.fsdp_methods import REFUSED
+
+
+def gathered_in(log):
+    return [fqn for c in log if c.op == "all_gather" for fqn in c.params]
+
+
+# ---- set_reshard_after_backward
+
+
+def _micro_batches(how, reshard_after_forward, transport):
+    """Compares two steps with one process; returns how often each micro-batch gathers a weight."""
+    model = layers_of(8, 12, 4)
+    model, reference = shard(
+        model, model, reshard_after_forward=reshard_after_forward, transport=transport
+    )
+    run = compiled(model, how)
+    optimizers = optimizers_of(model, reference)
+    for step in range(2):
+        counts = []
+        for micro in range(3):
+            model.set_requires_gradient_sync(micro == 2)
+            model.set_reshard_after_backward(micro == 2)
+            batch = batch_of(4, 8, seed=3 * step + micro).requires_grad_()
+            with record_collectives() as log:
+                mean_square(run, mine(batch)).backward()
+                gathered = gathered_in(log)
+            mean_square(reference, batch).backward()
+            assert gathered.count("0.weight") == gathered.count("1.weight")
+            counts.append(gathered.count("0.weight"))
+        assert gathered_fqns(model) == []
+        assert_same_gradients(model, reference)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same_parameters(model, reference)
+    return counts
+
+
+@pytest.mark.thin
+@each_way
+@either_transport
+@pytest.mark.parametrize(
+    ("reshard_after_forward", "expected"),
+    [(True, [2, 1, 1]), (False, [1, 0, 0]), (None, [1, 0, 0])],
+)
+def test_parameters_left_gathered_by_a_backward_are_not_gathered_again(
+    run_ranks, how, transport, reshard_after_forward, expected
+):
+    for counts in run_ranks(2, _micro_batches, how, reshard_after_forward, transport):
+        assert counts == expected
+
+
+def _changed_while_held(how, transport):
+    model, reference = shard(layers_of(8, 8, 4), transport=transport)
+    run = compiled(model, how)
+    optimizers = optimizers_of(model, reference)
+    model.set_reshard_after_backward(False)
+    assert_same_step(model, reference, batch_of(4, 8), run=run, optimizers=optimizers)
+    assert gathered_fqns(model) == ["0.weight", "1.weight"]
+    with pytest.raises(Zero3Error, match=r"'0\.weight' has changed since it was gathered.*reshard"):
+        run(mine(batch_of(4, 8)))
+    model.reshard()
+    assert gathered_fqns(model) == []
+    assert_same_step(model, reference, batch_of(4, 8, seed=1), run=run, optimizers=optimizers)
+
+
+@each_way
+@either_transport
+def test_a_held_tensor_is_refused_after_its_parameter_changed(run_ranks, how, transport):
+    run_ranks(2, _changed_while_held, how, transport)
+
+
+class Writing(nn.Module):
+    """A module that writes to its weight on request."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x, writes=False):
+        if writes:
+            with torch.no_grad():
+                self.weight.mul_(2)
+        return x @ self.weight
+
+
+def _alternating(how, transport):
+    """Alternates eager and compiled micro-batches, evaluates, writes to and replaces a weight."""
+    model, reference = shard(Writing(), transport=transport)
+    run = compiled(model, how)
+    optimizers = optimizers_of(model, reference)
+    for step in range(2):
+        for micro, forward in enumerate((run, model, run, model)):
+            model.set_reshard_after_backward(micro == 3)
+            batch = batch_of(4, 8, seed=4 * step + micro)
+            mean_square(forward, mine(batch)).backward()
+            mean_square(reference, batch).backward()
+            assert bool(gathered_fqns(model)) == (micro < 3)
+            with torch.inference_mode():
+                assert_close(forward(batch), reference(batch))
+        assert_same_gradients(model, reference)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same_parameters(model, reference)
+    model.set_reshard_after_backward(False)
+    mean_square(run, mine(batch)).backward()
+    with pytest.raises(Zero3Error, match="'weight' was modified in place"):
+        model(mine(batch), writes=True)
+    assert gathered_fqns(model) == []
+    mean_square(run, mine(batch)).backward()
+    model.load_state_dict({"weight": model.weight.detach().clone()}, assign=True)
+    assert_close(model(batch), reference(batch))
+
+
+@compiled_each_way
+@either_transport
+def test_eager_and_compiled_code_hold_alike(run_ranks, transport, how):
+    run_ranks(2, _alternating, how, transport)
+
+
+class Recomputing(Stack):
+    """A stack whose blocks are recomputed in backward."""
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+
+
+def _checkpointed():
+    """Returns how often each micro-batch gathers a weight whose block is recomputed."""
+    model = Recomputing()
+    model, reference = shard(model, model.blocks, reshard_after_forward=True)
+    counts = []
+    for micro in range(3):
+        model.set_reshard_after_backward(micro == 2)
+        batch = batch_of(4, 8, seed=micro).requires_grad_()
+        with record_collectives() as log:
+            mean_square(model, mine(batch)).backward()
+            counts.append(gathered_in(log).count("blocks.0.up.weight"))
+        mean_square(reference, batch).backward()
+    assert_same_gradients(model, reference)
+    assert gathered_fqns(model) == []
+    return counts
+
+
+def test_a_recomputation_leaves_it_gathered_too(run_ranks):
+    assert run_ranks(2, _checkpointed) == 2 * [[2, 1, 1]]
+
+
+# ---- unshard
+
+
+def _asynchronous_unshard(transport):
+    model = layers_of(8, 8, 4)
+    weight = model[0].weight.detach().clone()
+    fully_shard(model, transport=transport)
+    with record_collectives() as log:
+        handle = model.unshard(async_op=True)
+        assert isinstance(handle, UnshardHandle)
+        assert gathered_in(log) == ["0.weight", "1.weight"]
+        handle.wait()
+        handle.wait()
+        assert torch.equal(model[0].weight, weight)
+        model.reshard()
+        handle.wait()  # the parameter is freed
+        assert gathered_fqns(model) == []
+
+        model.unshard(async_op=True)
+        assert torch.equal(model[0].weight, weight)  # waits
+
+        model.reshard()
+        model.unshard(async_op=True)
+        model.reshard()  # before a wait
+        assert gathered_fqns(model) == []
+        model(batch_of(2, 8).requires_grad_()).sum().backward()
+        assert gathered_in(log) == 5 * ["0.weight", "1.weight"]
+
+
+@either_transport
+def test_an_unshard_may_be_waited_for_later(run_ranks, transport):
+    run_ranks(2, _asynchronous_unshard, transport)
+
+
+def _unshard_then_forward(how, transport):
+    model, reference = shard(layers_of(8, 8, 4), transport=transport)
+    run = compiled(model, how)
+    optimizers = optimizers_of(model, reference)
+    for seed in range(3):
+        with record_collectives() as log:
+            model.unshard(async_op=seed > 0)
+            loss = mean_square(run, mine(batch_of(4, 8, seed=seed)))
+            assert gathered_in(log) == ["0.weight", "1.weight"]
+        assert gathered_fqns(model) == []
+        loss.backward()
+        mean_square(reference, batch_of(4, 8, seed=seed)).backward()
+        assert_same_gradients(model, reference)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same_parameters(model, reference)
+
+
+@each_way
+@either_transport
+def test_a_forward_does_not_gather_what_is_unsharded(run_ranks, how, transport):
+    run_ranks(2, _unshard_then_forward, how, transport)
+
+
+# ---- prefetching
+
+
+class Skipping(Stack):
+    """A stack that skips its last block on request."""
+
+    def forward(self, x, skip=False):
+        for block in self.blocks[:-1] if skip else self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def _blocks_gathered_in(log):
+    return {fqn.removesuffix(".up.weight") for fqn in gathered_in(log) if "up.weight" in fqn}
+
+
+def _prefetched(transport):
+    model = Skipping(depth=3)
+    model, reference = shard(model, model.blocks, transport=transport)
+    first, second, third = model.blocks
+    first.set_modules_to_forward_prefetch([second, third])
+    third.set_modules_to_backward_prefetch([second, first])
+    optimizers = optimizers_of(model, reference)
+    logs, seen = [], []
+    see = lambda *_: seen.append(_blocks_gathered_in(logs[-1]))  # noqa: E731
+    first.register_forward_hook(see)
+
+    def see_its_gradient(module, args, output):
+        if output.requires_grad:  # after the third block's backward, before the second's
+            output.register_hook(see)
+
+    second.register_forward_hook(see_its_gradient)
+    for seed in range(2):
+        batch = batch_of(4, 8, seed=seed)
+        for part in ("forward", "backward", "evaluation"):
+            with record_collectives() as log:
+                logs.append(log)
+                if part == "forward":
+                    loss = mean_square(model, mine(batch))
+                elif part == "backward":
+                    loss.backward()
+                else:
+                    with torch.no_grad():
+                        model(batch, skip=True)  # prefetched in vain, soon stale
+        mean_square(reference, batch).backward()
+        assert_same_gradients(model, reference)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same_parameters(model, reference)
+        assert gathered_fqns(model) == []
+    return seen
+
+
+@either_transport
+def test_hinted_blocks_are_gathered_ahead_in_eager_code(run_ranks, transport):
+    every = {"blocks.0", "blocks.1", "blocks.2"}
+    for seen in run_ranks(2, _prefetched, transport):
+        assert seen == 2 * [every, every, every]
+
+
+def _ignored_when_compiled(how):
+    model = Stack()
+    model, reference = shard(model, model.blocks)
+    model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1]])
+    run = compiled(model, how)
+    assert_same_step(model, reference, batch_of(4, 8), run=run)
+
+
+@compiled_each_way
+def test_hints_do_not_disturb_a_compiled_step(run_ranks, how):
+    run_ranks(2, _ignored_when_compiled, how)
+
+
+@needs_a_job
+def test_only_sharded_modules_can_be_prefetched():
+    model = fully_shard(layers_of(2, 2))
+    for method in (model.set_modules_to_forward_prefetch, model.set_modules_to_backward_prefetch):
+        with pytest.raises(ValueError, match="Zero3Linear was not sharded: call fully_shard"):
+            method([model[0]])
+
+
+# ---- register_fsdp_forward_method
+
+
+class Encoder(nn.Module):
+    """A module with two entry points."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.down(self.encode(x))
+
+    def encode(self, x, fails=False):
+        if fails:
+            raise KeyError("as asked for")
+        return torch.tanh(x @ self.up.weight.t())  # a parameter of its own child
+
+
+def _another_way_in(how, register):
+    policy = MixedPrecisionPolicy(param_dtype=torch.float64)
+    model, reference = shard(Encoder(), mp_policy=policy)
+    register(model, "encode")
+    assert model.encode.__name__ == "encode"
+    encode = compiled(model.encode, how)
+    for seed in range(2):
+        batch = batch_of(4, 8, seed=seed)
+        output = encode(mine(batch))
+        assert output.dtype == torch.float64
+        output.square().mean().backward()
+        reference.encode(batch).square().mean().backward()
+    assert model.down.weight.grad is None
+    assert_same_gradients(model, reference)
+    with pytest.raises(KeyError):
+        model.encode(mine(batch), fails=True)
+    assert gathered_fqns(model) == [] or register is torch_register_fsdp_forward_method
+    assert_same_step(model, reference, batch)
+    assert gathered_fqns(model) == []
+
+
+@each_way
+def test_a_registered_method_is_a_forward(run_ranks, how):
+    run_ranks(2, _another_way_in, how, register_fsdp_forward_method)
+
+
+def test_a_method_that_torch_registers_is_a_forward(run_ranks):
+    run_ranks(2, _another_way_in, "eager", torch_register_fsdp_forward_method)
+
+
+@needs_a_job
+def test_a_method_can_be_registered_whether_or_not_its_module_is_sharded():
+    model = Encoder()
+    register_fsdp_forward_method(model, "encode")
+    register_fsdp_forward_method(model, "decode")
+    fully_shard(model)
+    with pytest.raises(ValueError, match="FSDPEncoder has no method 'decode'"):
+        register_fsdp_forward_method(model, "decode")
+
+
+class Single:
+    """An input that is of single precision."""
+
+    def __init__(self, x):
+        self.x = x
+        if x.dtype != torch.float32:
+            raise ValueError(f"a Single of {x.dtype}")
+
+
+register_pytree_node(Single, lambda single: ([single.x], None), lambda values, _: Single(*values))
+
+
+@needs_a_job
+def test_a_registered_method_whose_inputs_cannot_be_cast_leaves_no_forward_open():
+    model = fully_shard(Encoder(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.float64))
+    register_fsdp_forward_method(model, "encode")
+    with pytest.raises(ValueError, match=r"a Single of torch\.float64"):
+        model.encode(Single(batch_of(2, 8)))
+    assert isinstance(model.up.weight, DTensor)
+    assert model.encode(batch_of(2, 8)).dtype == torch.float64
+
+
+# ---- methods that ask for what is done always
+
+
+class Event:
+    """An event that notes who waits for it."""
+
+    waited = 0
+
+    def wait(self):
+        self.waited += 1
+
+
+def _asked_for(how):
+    model, reference = shard(layers_of(8, 8, 4))
+    share_comm_ctx([model, fully_shard(layers_of(2, 2))])
+    with pytest.raises(ValueError, match="Linear was not sharded"):
+        share_comm_ctx([nn.Linear(2, 2)])
+    model.set_force_sum_reduction_for_comms(True)
+    model.set_separate_reduce_scatter_group(recurse=True)
+    model.set_unshard_in_backward(False)
+    model.set_reduce_scatter_divide_factor(dist.get_world_size())
+    event = Event()
+    model.set_post_optim_event(event)
+    assert event.waited == 1
+    assert_same_step(model, reference, batch_of(4, 8), run=compiled(model, how))
+
+
+@each_way
+def test_methods_without_an_effect_may_be_called(run_ranks, how):
+    run_ranks(2, _asked_for, how)
+
+
+# ---- methods that are refused
+
+
+@needs_a_job
+@pytest.mark.parametrize("name", REFUSED)
+def test_methods_without_a_meaning_here_are_refused_by_name(name):
+    model = fully_shard(nn.Linear(2, 2))
+    with pytest.raises(NotImplementedError, match=f"{name} is not supported: "):
+        getattr(model, name)(True)
+
+
+# ---- the document
+
+
+ROWS = documents.rows_of("fsdp2.md")
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
+def test_each_row_of_the_document_names_the_tests_that_hold_it(row):
+    _, verdict, tests = row
+    assert verdict.split()[0].strip(",:;") in ("same", "likewise", "different", "refused")
+    documents.assert_tests_exist(tests)
+
+
+def test_the_document_has_a_row_for_each_argument_and_method_of_fsdp2():
+    names = {name for name in vars(FSDPModule) if not name.startswith("_")}
+    names |= set(inspect.signature(torch_fully_shard).parameters)
+    documented = {name for row in ROWS for name in re.findall(r"`(\w+)", row[0])}
+    assert names - documented == set()

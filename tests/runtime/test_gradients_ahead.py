@@ -1,0 +1,145 @@
+"""Gradients of some ranks that come before all ranks gather in a backward.
+
+Ranks then tell each other first which gradients they have: a rank that gathers sends zeros for
+those of others.
+"""
+
+import copy
+import functools
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.models import assert_same_gradients, batch_of, each_way, either_transport, mine
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from deepcompile_zero3 import fully_shard
+from deepcompile_zero3.transport import one_host
+
+KEPT = {"reshard_after_forward": False, "reshards": False}  # gathered for the next forward too
+
+reentrant_or_not = pytest.mark.parametrize("use_reentrant", [True, False])
+
+
+class Shifted(nn.Module):
+    """Recomputes its block in backward, after the gradients of the shifts of its output."""
+
+    def __init__(self, use_reentrant, shifts=2, width=8):
+        super().__init__()
+        self.stem = nn.Linear(8, 8)
+        self.block = nn.Linear(8, 8)
+        self.shifts = nn.ParameterList(torch.zeros(width) for _ in range(shifts))
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x, is_shifted):
+        x = checkpoint(self.block, self.stem(x), use_reentrant=self.use_reentrant)
+        loss = x.square().mean()
+        for shift in self.shifts if is_shifted else ():  # saves nothing that a backward gathers
+            loss = loss + (x.mean() + shift).mean()
+        return loss
+
+
+def _train(
+    model, how="eager", mesh=None, block_mesh=None, micro_batches=1, reshards=True, **settings
+):
+    """Trains with shifts on the first rank only."""
+    reference = copy.deepcopy(model)
+    fully_shard(model.block, mesh=block_mesh or mesh, **settings)
+    fully_shard(model, mesh=mesh, **settings).set_reduce_scatter_unused_params(True)
+    model.set_reshard_after_backward(reshards)
+    if how != "eager":
+        options = {"keep_mb": 0, "inductor": how == "zero3"}
+        model.block.compile(backend="zero3", options=options)
+    world_size = dist.get_world_size()
+    for seed in range(2 * micro_batches):
+        batch = batch_of(2 * world_size, 8, seed=seed)
+        model.set_requires_gradient_sync((seed + 1) % micro_batches == 0)
+        model(mine(batch), dist.get_rank() == 0).backward()
+        parts = enumerate(batch.chunk(world_size))
+        sum(reference(rows, rank == 0) / world_size for rank, rows in parts).backward()
+        if (seed + 1) % micro_batches == 0:
+            assert_same_gradients(model, reference)
+
+
+def _ahead(use_reentrant, how="eager", shape=(), **settings):
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", shape) if shape else None
+    _train(Shifted(use_reentrant), how, mesh, **settings)
+
+
+@each_way
+@either_transport
+@reentrant_or_not
+def test_gradients_of_some_ranks_ahead_of_a_recomputation_count_as_zero(
+    run_ranks, how, transport, use_reentrant
+):
+    settings = {"how": how, "transport": transport}
+    run_ranks(2, functools.partial(_ahead, use_reentrant, **settings), timeout=60)
+
+
+@pytest.mark.thin
+@either_transport
+@reentrant_or_not
+@pytest.mark.parametrize("how", ["eager", "interpreted"])
+@pytest.mark.parametrize(
+    "settings",
+    [{"micro_batches": 2}, KEPT, {"reshard_after_forward": True}],
+    ids=["sums of micro-batches", "nothing to gather again", "turns"],
+)
+def test_such_gradients_in_other_settings(run_ranks, how, transport, use_reentrant, settings):
+    settings = settings | {"how": how, "transport": transport}
+    run_ranks(2, functools.partial(_ahead, use_reentrant, **settings), timeout=60)
+
+
+@either_transport
+def test_such_gradients_of_some_replicas(run_ranks, transport):
+    run_ranks(4, functools.partial(_ahead, False, shape=(2, 2), transport=transport), timeout=60)
+
+
+def _two_groups(use_reentrant, transport):
+    meshes = [init_device_mesh("cpu", (2,), mesh_dim_names=(name,)) for name in ("a", "b")]
+    _ahead(use_reentrant, block_mesh=meshes[0], transport=transport)
+
+
+@either_transport
+@reentrant_or_not
+def test_such_gradients_of_two_process_groups(run_apart, transport, use_reentrant):
+    run_apart(_two_groups, use_reentrant, transport)
+
+
+def _full_mailbox(transport, settings):
+    model = Shifted(use_reentrant=True, shifts=6, width=1 << 16)
+    with mock.patch.object(one_host, "MAILBOX_BYTES", 0):  # room for two shifts
+        _train(model, transport=transport, **settings)
+
+
+@pytest.mark.parametrize("transport", ["shared_memory"])
+@pytest.mark.parametrize("settings", [{}, KEPT], ids=["gathers", "nothing to gather again"])
+def test_such_gradients_may_take_more_than_a_mailbox(run_apart, transport, settings):
+    run_apart(_full_mailbox, transport, settings)
+
+
+def _gradient_of_an_input(transport):
+    """Asks a model for the gradient of its input between two micro-batches."""
+    model = Shifted(use_reentrant=False)
+    reference = copy.deepcopy(model)
+    fully_shard(model, transport=transport)
+    batch = batch_of(4, 8)
+    for index in range(3):
+        model.set_requires_gradient_sync(index != 0)
+        x, whole = (rows.clone().requires_grad_() for rows in (mine(batch), batch))
+        if index == 1:
+            torch.autograd.grad(model(x, False), x)
+            assert all(p.grad is None for p in model.parameters()), "sums wait for a backward"
+        else:
+            model(x, False).backward()
+            reference(whole, False).backward()
+    assert_same_gradients(model, reference)
+
+
+@either_transport
+def test_a_gradient_of_an_input_reduces_no_sums(run_ranks, transport):
+    run_ranks(2, _gradient_of_an_input, transport, timeout=60)

@@ -1,0 +1,200 @@
+"""Gradients that only some ranks have: they count as zero on the others, or all ranks raise.
+
+``set_reduce_scatter_unused_params(True)`` has no effect over gloo: over collectives, in which
+test_collectives.py and ``--transport collectives`` run models of these tests, it has.
+"""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.experts import FOUR, THREE, TWO, loss_of_all, train_experts
+from support.models import (
+    assert_same_gradients,
+    batch_of,
+    compiled,
+    each_way,
+    mean_square,
+    mine,
+)
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from deepcompile_zero3 import MixedPrecisionPolicy, fully_shard
+
+
+@pytest.mark.thin
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
+@pytest.mark.parametrize("width", [8, 256])  # sent together, and alone
+def test_experts_that_some_ranks_use_are_trained(run_ranks, width, transport, micro_batches):
+    run_ranks(2, train_experts, TWO, width, transport, micro_batches, (2,))
+
+
+@pytest.mark.parametrize("width", [8, 150, 256])
+def test_no_bucket_waits_for_what_some_ranks_have(run_ranks, width):
+    """Each gradient fills a bucket, and waits for the previous one."""
+    run_ranks(2, train_experts, TWO, width, "c10d", 1, (2,), 4 * width)
+    run_ranks(3, train_experts, THREE, width, "c10d", 2, (3,), 4 * width)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
+def test_experts_that_some_replicas_use_are_trained(run_ranks, transport, micro_batches):
+    run_ranks(4, train_experts, FOUR, 8, transport, micro_batches, (2, 2))
+
+
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.left, self.right = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        x = self.body(x).tanh()
+        return self.left(x), self.right(x)
+
+
+def _one_loss(transport, how):
+    """Trains with a loss that uses the right head on rank 0 only."""
+    torch.manual_seed(0)
+    model = TwoHeads()
+    reference = copy.deepcopy(model)
+    fully_shard(model, transport=transport).set_reduce_scatter_unused_params(True)
+    run = compiled(model, how, keep_mb=64)
+
+    def loss(outputs, rank):
+        left, right = outputs
+        return left.square().mean() + (right.square().mean() if rank == 0 else 0)
+
+    batch = batch_of(4, 8)
+    loss(run(mine(batch)), dist.get_rank()).backward()
+    sum(loss(reference(rows), rank) for rank, rows in enumerate(batch.chunk(2))).div(2).backward()
+    assert_same_gradients(model, reference)
+
+
+@each_way
+@pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
+def test_a_loss_may_leave_a_head_out(run_ranks, transport, how):
+    run_ranks(2, _one_loss, transport, how)
+
+
+def _two_models(transport):
+    """Trains three models of one large parameter: one call of ranks is pending in the next."""
+    torch.manual_seed(0)
+    models = [nn.Linear(256, 256, bias=False) for _ in range(3)]
+    references = copy.deepcopy(models)
+    for model in models:
+        fully_shard(model, transport=transport).set_reduce_scatter_unused_params(True)
+    for seed in range(2):
+        batch = batch_of(4, 256, seed=seed)
+        for run, rows in ((models, mine(batch)), (references, batch)):
+            total = sum(mean_square(model, rows) for model in run)
+            total = total + checkpoint(run[0], rows.requires_grad_(), use_reentrant=True).mean()
+            total.backward()
+        for model, reference in zip(models, references, strict=True):
+            assert_same_gradients(model, reference)
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
+def test_several_models_in_one_backward(run_ranks, transport):
+    run_ranks(2, _two_models, transport)
+
+
+class Deep(nn.Module):
+    """A model that may skip its second layer, whose gradient comes first in a backward."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.first, self.second = (nn.Linear(width, width, bias=False) for _ in range(2))
+
+    def forward(self, x, whole):
+        x = self.first(x)
+        return self.second(x) if whole else x
+
+
+def _models_in_other_orders():
+    models = [nn.Linear(8, 8) for _ in range(2)]
+    references = copy.deepcopy(models)
+    for model in models:
+        fully_shard(model, transport="shared_memory")
+        model.unshard()  # otherwise forwards gather in their own orders
+    batch = batch_of(4, 8)
+    in_order = models if dist.get_rank() == 0 else reversed(models)
+    sum(mean_square(model, mine(batch)) for model in in_order).backward()
+    sum(mean_square(reference, batch) for reference in references).backward()
+    for model, reference in zip(models, references, strict=True):
+        assert_same_gradients(model, reference)
+
+
+def test_gradients_of_several_models_may_come_in_other_orders(run_ranks):
+    """Messages have to come in one order."""
+    run_ranks(2, _models_in_other_orders, timeout=60)
+
+
+def _narrow(width, transport):
+    """Trains with a gradient that is large enough to be sent alone before its cast, not after."""
+    torch.manual_seed(0)
+    model = Deep(width)
+    reference = copy.deepcopy(model)
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+    # Backward gathers nothing, since each rank would gather at its own places.
+    fully_shard(model, mp_policy=policy, reshard_after_forward=False, transport=transport)
+    model.set_reduce_scatter_unused_params(True)
+    batch, choices = batch_of(4, width), (True, False)
+    mean_square(lambda x: model(x, choices[dist.get_rank()]), mine(batch)).backward()
+    loss_of_all(reference, batch, choices).backward()
+    assert_same_gradients(model, reference, tolerance=1e-2)
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
+def test_the_first_gradient_may_be_missing_on_some_ranks(run_ranks, transport):
+    run_ranks(2, _narrow, 192, transport, timeout=60)
+
+
+class Kinds(nn.Module):
+    """A model whose gradients come in the order of its parameters, in two dtypes."""
+
+    def __init__(self):
+        super().__init__()
+        self.large = nn.Parameter(torch.ones(256, 256))
+        self.low = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+        self.small = nn.Parameter(torch.ones(8))
+
+    def forward(self, uses_large):
+        loss = self.small.sum() + self.low.float().sum()
+        return loss + self.large.sum() if uses_large else loss
+
+
+class Branches(Kinds):
+    """A model whose gradients come in a different order on each rank."""
+
+    def forward(self, is_swapped):
+        if is_swapped:
+            return self.low.float().sum() + self.small.sum()
+        return self.small.sum() + self.low.float().sum()
+
+
+def _branches(transport):
+    model = fully_shard(Branches(), transport=transport)
+    model(is_swapped=dist.get_rank() == 1).backward()
+    assert (model.small.grad.full_tensor() == 1).all()
+    assert (model.low.grad.full_tensor() == 1).all()
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
+def test_gradients_of_two_dtypes_may_come_in_other_orders(run_ranks, transport):
+    run_ranks(2, _branches, transport, timeout=60)
+
+
+def _kinds(transport):
+    model = fully_shard(Kinds(), transport=transport)
+    model.set_reduce_scatter_unused_params(True)
+    model(uses_large=dist.get_rank() == 1).backward()
+    for parameter, expected in zip(model.parameters(), (0.5, 1, 1), strict=True):
+        assert (parameter.grad.full_tensor() == expected).all()
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
+def test_nothing_waits_for_a_first_gradient_that_is_missing_on_some_ranks(run_ranks, transport):
+    run_ranks(2, _kinds, transport, timeout=60)

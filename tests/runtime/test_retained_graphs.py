@@ -1,0 +1,51 @@
+"""Several backwards through one forward: ``backward(retain_graph=True)``."""
+
+import pytest
+import torch
+from support.models import (
+    Stack,
+    assert_same_gradients,
+    batch_of,
+    compiled,
+    each_way,
+    either_transport,
+    mean_square,
+    mine,
+    shard,
+)
+from support.retained_graphs import compare_two_losses
+
+
+@each_way
+@either_transport
+def test_two_losses_of_one_forward(run_ranks, how, transport):
+    run_ranks(2, compare_two_losses, how, transport)
+
+
+def _after_one_that_releases(how):
+    model = Stack(depth=1)
+    model, reference = shard(model, model.blocks)
+    run = compiled(model, how)
+    batch = batch_of(4, 8)
+    mean_square(run, mine(batch)).backward()
+    mean_square(reference, batch).backward()
+    loss, whole = mean_square(run, mine(batch)), mean_square(reference, batch)
+    for _ in range(2):
+        loss.backward(retain_graph=True)
+        whole.backward(retain_graph=True)
+    assert_same_gradients(model, reference)
+
+
+@each_way
+def test_a_graph_may_be_retained_after_backwards_that_released_theirs(run_ranks, how):
+    run_ranks(2, _after_one_that_releases, how)
+
+
+@pytest.mark.inductor
+@pytest.mark.usefixtures("one_rank")
+def test_a_graph_without_parameters_may_be_retained():
+    x = torch.randn(4, requires_grad=True)
+    loss = torch.compile(lambda x: (x.sin() * x.cos()).sum(), backend="zero3")(x)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    torch.testing.assert_close(x.grad, 2 * (2 * x).cos().detach())

@@ -1,0 +1,72 @@
+"""Two models of one process, each trained by a thread and over a process group of its own."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+import torch.distributed as dist
+from support.models import (
+    Stack,
+    assert_same_parameters,
+    batch_of,
+    compiled,
+    each_way,
+    either_transport,
+    mean_square,
+    mine,
+    optimizers_of,
+    shard,
+)
+from torch.distributed.device_mesh import DeviceMesh
+
+_BATCHES = [batch_of(4, 1024, seed=seed) for seed in range(8)]
+
+
+def _train(run, optimizer, batches, barrier=None):
+    for batch in batches:
+        if barrier is not None:
+            barrier.wait()
+        mean_square(run, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _train_beside(run, optimizer, batches, barrier):
+    try:
+        _train(run, optimizer, batches, barrier)
+    except BaseException:
+        barrier.abort()
+        raise
+
+
+def _sharded_and_trained(name, seed, transport):
+    """Returns a sharded model, which has not trained, and an unsharded one that has."""
+    torch.manual_seed(seed)
+    # Gradients of 8 MiB are reduced in two blocks. A mesh with the other's names would equal it.
+    mesh = DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=(name,))
+    model = Stack(1024)
+    model, reference = shard(model, model.blocks, mesh=mesh, transport=transport)
+    _train(reference, *optimizers_of(reference), _BATCHES)
+    return model, reference
+
+
+def _train_in_two_threads(how, transport):
+    pairs = [_sharded_and_trained(*arguments, transport) for arguments in (("a", 0), ("b", 1))]
+    batches = [mine(batch) for batch in _BATCHES]
+    runs = [(compiled(model, how), *optimizers_of(model)) for model, _ in pairs]
+    for run, optimizer in runs:
+        _train(run, optimizer, batches[:1])  # compiles: torch lets one thread at a time do so
+    barrier = threading.Barrier(2, timeout=60)
+    with ThreadPoolExecutor(2) as threads:
+        results = [threads.submit(_train_beside, *each, batches[1:], barrier) for each in runs]
+        errors = [error for result in results if (error := result.exception()) is not None]
+    for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
+        raise error  # the cause, not that the other thread waited in vain
+    for model, reference in pairs:
+        assert_same_parameters(model, reference)
+
+
+@either_transport
+@each_way
+def test_two_threads_train_two_models(run_ranks, how, transport):
+    run_ranks(2, _train_in_two_threads, how, transport)

@@ -1,0 +1,23 @@
+"""A job of one rank in the test's process, for tests that do not depend on the world size."""
+
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+
+
+def start(backend, folder, **settings):
+    gc.collect()  # frees an earlier test's model, and with it the model's name
+    store = f"file://{folder}/store"
+    dist.init_process_group(backend, init_method=store, rank=0, world_size=1, **settings)
+    torch.manual_seed(0)
+
+
+def end():
+    torch._dynamo.reset()
+    dist.destroy_process_group()
+    gc.collect()
+
+
+needs_a_job = pytest.mark.usefixtures("one_rank")

@@ -1,0 +1,30 @@
+"""Models whose matrices have owners."""
+
+import torch
+from support.models import mean_square, mine, shard
+
+from deepcompile_zero3 import MatrixOwners
+
+
+def in_blocks(name, parameter):
+    return parameter.dim() == 2 and name.startswith("blocks")
+
+
+def owned(model, mesh=None, **settings):
+    """Returns ``model``, whose blocks' matrices have owners, an unsharded copy, and the owners."""
+    owners = MatrixOwners(model, mesh, is_matrix=in_blocks)
+    model, reference = shard(model, model.blocks, mesh=mesh, shard_placement_fn=owners, **settings)
+    return model, reference, owners
+
+
+def muon_and_adam(model, owners):
+    matrices = [p for n, p in model.named_parameters() if n in owners.rank_of]
+    others = [p for n, p in model.named_parameters() if n not in owners.rank_of]
+    return torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)
+
+
+def step(model, optimizers, batch):
+    mean_square(model, mine(batch)).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()

@@ -1,0 +1,243 @@
+"""Processes that play the ranks of a job over gloo.
+
+Processes are forked from a process that has imported torch, its compiler and this library, so that
+they start at once. The processes of a pool live as long as the test session; each run has its own
+process group. A run fails if it takes too long or if a rank fails. The other ranks then get a few
+seconds to fail on their own, the pool is killed, and the next run starts a new one. The stack of a
+rank that had to be killed is reported.
+"""
+
+import contextlib
+import faulthandler
+import fcntl
+import functools
+import gc
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+from multiprocessing import connection
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from support.collectives import backend_of_ranks
+from torch.distributed.tensor import DTensor, _random, _redistribute
+
+from deepcompile_zero3.runtime import _C
+
+# Seconds that the other ranks may go on after one has failed: they are likely to wait for it.
+GRACE_SECONDS = 5.0
+
+# Modules that take long to import.
+_PRELOADED = [
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "deepcompile_zero3.backend",
+    "deepcompile_zero3.sharding.fully_shard",
+    "transformers.modeling_utils",
+    "hypothesis",
+]
+
+
+class RankPool:
+    """``world_size`` processes that run one function at a time, with ``environment`` set.
+
+    Forked processes share the hash seed and the addresses of existing objects; "spawn" starts new
+    interpreters, which share neither.
+    """
+
+    def __init__(self, world_size, start_method="forkserver", **environment):
+        self.world_size = world_size
+        self._context = mp.get_context(start_method)
+        if start_method == "forkserver":
+            self._context.set_forkserver_preload(_PRELOADED)
+        self._environment = environment
+        self._ranks = []
+        self._folder = None  # where a rank that hangs writes its stack
+
+    def run(self, function, *args, timeout=120):
+        """Runs ``function(*args)`` on every rank and returns the results by rank.
+
+        Args:
+            function: a function of a module that the ranks can import.
+            args: arguments of the function; each rank gets a copy.
+            timeout: seconds that the run may take.
+
+        Raises:
+            AssertionError: with the traceback of every rank that failed, did not finish, or died.
+        """
+        __tracebackhide__ = True
+        if not self._ranks:
+            self._start()
+        with _four_at_once(self.world_size), tempfile.TemporaryDirectory() as folder:
+            for _, pipe in self._ranks:
+                pipe.send((function, args, os.path.join(folder, "store")))
+            results, errors = self._collect(timeout)
+        if errors:
+            self._kill()  # the ranks are out of step
+            raise AssertionError(_told_once(errors))
+        return [results[rank] for rank in range(self.world_size)]
+
+    def close(self):
+        """Ends the processes; a further run starts new ones."""
+        for _, pipe in self._ranks:
+            pipe.close()
+        for process, _ in self._ranks:
+            process.join(GRACE_SECONDS)
+        self._kill()
+
+    def _kill(self):
+        for process, pipe in self._ranks:
+            pipe.close()
+            process.kill()
+            process.join()
+        self._ranks = []
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def _collect(self, timeout):
+        """Returns the results and the errors, by rank."""
+        results, errors = {}, {}
+        deadline = time.monotonic() + timeout
+        waiting = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks)}
+        while waiting:
+            ready = connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    succeeded, value = pipe.recv()
+                except EOFError:
+                    succeeded, value = False, f"died with exit code {self._exit_code(rank)}"
+                (results if succeeded else errors)[rank] = value
+            if errors:
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        limit = f"{GRACE_SECONDS} s after another rank failed" if errors else f"{timeout} s"
+        for rank in waiting.values():
+            errors[rank] = f"killed after {limit}, in\n{self._stack_of(rank)}"
+        return results, errors
+
+    def _exit_code(self, rank):
+        process, _ = self._ranks[rank]
+        process.join(1)
+        return process.exitcode
+
+    def _stack_of(self, rank):
+        """Returns a Python traceback of all threads of ``rank``."""
+        process, _ = self._ranks[rank]
+        os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        with open(os.path.join(self._folder.name, str(rank))) as file:
+            return file.read()
+
+    def _start(self):
+        self._folder = tempfile.TemporaryDirectory()
+        for rank in range(self.world_size):
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(
+                target=_serve,
+                args=(
+                    theirs,
+                    rank,
+                    self.world_size,
+                    self._environment,
+                    os.path.join(self._folder.name, str(rank)),
+                ),
+                daemon=True,
+            )
+            process.start()
+            theirs.close()  # so that the pipe ends with the process
+            self._ranks.append((process, ours))
+
+
+@contextlib.contextmanager
+def _four_at_once(world_size):
+    """Waits until the pools of all pytest workers run no more than four ranks, with these."""
+    with open(__file__, "r+") as file:  # to write, since a lock over NFS asks for it
+        fcntl.flock(file, fcntl.LOCK_SH if world_size <= 2 else fcntl.LOCK_EX)
+        yield
+
+
+def _told_once(errors):
+    """Returns the errors as text; an error that several ranks share appears once."""
+    ranks = {}
+    for rank, error in sorted(errors.items()):
+        ranks.setdefault(error, []).append(str(rank))
+    return "\n".join(f"rank {', '.join(who)} {error}" for error, who in ranks.items())
+
+
+def _serve(pipe, rank, world_size, environment, stack_path):
+    """Runs functions in a process of a pool until its pipe is closed."""
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", **environment)
+    torch.set_num_threads(1)
+    stack = open(stack_path, "w")  # noqa: SIM115 (as long as the process)
+    faulthandler.register(signal.SIGUSR1, stack)
+    gc.collect()
+    caches = _caches_of_dtensor()
+    gc.freeze()  # otherwise each collection visits all of torch, which takes 0.2 s
+    while True:
+        try:
+            function, args, store = pipe.recv()
+        except EOFError:
+            return  # the session is over
+        try:
+            answer = True, _run(function, args, store, rank, world_size, caches)
+        except BaseException:
+            answer = False, f"failed with\n{traceback.format_exc()}"
+        sys.stdout.flush()
+        pipe.send(answer)
+
+
+def _run(function, args, store, rank, world_size, caches):
+    dist.init_process_group(
+        backend_of_ranks(),
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(hours=1),  # the pool's shorter limit shows a stack
+    )
+    try:
+        torch.manual_seed(0)
+        result = function(*args)
+        dist.barrier()  # an early rank must not hang up on a late one
+        return result
+    finally:
+        torch._dynamo.reset()
+        _forget_meshes(caches)
+        dist.destroy_process_group()
+        # A backward that failed leaves tasks in the queue of its thread, which keep the autograd
+        # graph, and with it a model, until the next backward.
+        torch.zeros((), requires_grad=True).backward()
+        gc.collect()
+        if not _C.live_model_numbers():  # a later collection may free a model that is alive
+            gc.freeze()  # later collections need not visit what modules imported and caches keep
+
+
+def _forget_meshes(caches):
+    """Empties DTensor's caches, which return meshes of earlier runs for equal ones.
+
+    A mesh keeps its process groups, and each of gloo's has a thread that wakes 100 times a second.
+    """
+    # Imports torch's compiler, before which conftest.py sets the folder of its cache.
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+    for cache in caches:
+        cache.cache_clear()
+    _random._rng_tracker = None
+    if hasattr(_redistribute, "clear_redistribute_planner_cache"):  # not in every torch
+        _redistribute.clear_redistribute_planner_cache()
+
+
+def _caches_of_dtensor():
+    """Returns what functools caches in DTensor's modules and in their classes."""
+    modules = [vars(m) for name, m in sys.modules.items() if name.startswith(DTensor.__module__)]
+    values = [value for module in modules for value in module.values()]
+    values += [each for value in values if type(value) is type for each in vars(value).values()]
+    found = {getattr(value, "__func__", value) for value in values if callable(value)}
+    return [each for each in found if type(each) is functools._lru_cache_wrapper]
