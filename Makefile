@@ -12,7 +12,7 @@ SHELL = bash
 
 BIN = $(VENV)/bin
 CXX_SOURCES = $(wildcard $(foreach kind,cpp h cu cuh,csrc/*.$(kind) csrc/*/*.$(kind)))
-CXX_TESTS = $(wildcard tests/*.cpp)
+CXX_TESTS = $(wildcard tests/*/*.cpp)
 BUILD_SOURCES = setup.py pyproject.toml $(CXX_SOURCES)
 PACKAGE_SOURCES = $(wildcard $(addprefix deepcompile_zero3/,*.py */*.py */*/*.py */*.html))
 
@@ -69,12 +69,14 @@ check-cuda:
 
 # The sanitizer watches our kernels only, and each tensor has memory of its own, past which it sees.
 # Calls that torch makes to learn what a driver can do are not errors.
+GPU_TESTS = runtime/test_gpu.py runtime/test_copy.py runtime/test_cuda_build.py \
+  features/offload/test_gpu_activations.py
 GPU_SANITIZER_FLAGS = --error-exitcode 1 --report-api-errors no --kernel-name kns=zero3
 test-gpu: $(VENV)/.installed $(VENV)/.extra-test
 	$(BIN)/python -c 'import sys, torch; from deepcompile_zero3.runtime import _C; \
 	  sys.exit(None if torch.cuda.is_available() and _C.WITH_CUDA else "there is no GPU, or \
 	  the runtime was built without CUDA: make clean, and ZERO3_CUDA=1 CUDA_HOME=... make test-gpu")'
-	$(BIN)/pytest tests/test_gpu.py tests/test_gpu_activations.py tests/test_copy.py tests/test_cuda_build.py $(ARGS)
+	$(BIN)/pytest $(addprefix tests/,$(GPU_TESTS)) $(ARGS)
 	@sanitizer=$$(PATH="$$PATH:$(CUDA_HOME)/bin" command -v compute-sanitizer) || \
 	  { echo "compute-sanitizer is neither on PATH nor in $(CUDA_HOME)/bin: not run"; exit 0; }; \
 	$$sanitizer $(BIN)/python -c 'import torch; torch.ones(1).cuda()' >/dev/null || \
@@ -82,7 +84,7 @@ test-gpu: $(VENV)/.installed $(VENV)/.extra-test
 	for tool in memcheck racecheck; do \
 	  echo "$$sanitizer --tool $$tool"; \
 	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 $$sanitizer --tool $$tool $(GPU_SANITIZER_FLAGS) \
-	    $(BIN)/python -m pytest tests/test_copy.py -m gpu || exit; \
+	    $(BIN)/python -m pytest tests/runtime/test_copy.py -m gpu || exit; \
 	done
 
 # A runtime that sanitizers watch, in an environment of its own: AddressSanitizer together with
@@ -90,16 +92,17 @@ test-gpu: $(VENV)/.installed $(VENV)/.extra-test
 # them, so they are loaded ahead of it. What they cannot tell here: a leak, since Python and torch
 # never free some memory; memory that one C++ library allocates with new and another frees, which
 # torch's wheels do; whether two libraries define the same thing, which those of torch do; races on
-# memory that only torch or Python touches, or between processes (tests/one_host_random.cpp looks for
-# those). ThreadSanitizer slows compilers down: ARGS='-m "not inductor and not long"' leaves most of
+# memory that only torch or Python touches, or between processes, for which
+# tests/transports/one_host_random.cpp looks. ThreadSanitizer slows compilers down: ARGS='-m "not inductor and not long"' leaves most of
 # Inductor out. If it ends with "unexpected memory mapping", run make under setarch -R.
 SANITIZERS ?= address,undefined
 SANITIZER_LIBRARIES = $(patsubst address,asan,$(patsubst undefined,ubsan,$(patsubst thread,tsan,\
   $(subst $(COMMA), ,$(SANITIZERS)))))
 COMMA = ,
-SANITIZED_TESTS = test_contract.py test_sizes.py test_missing_gradients.py test_threads.py \
-  test_disagreements.py test_large_gradients.py test_one_host.py test_reduction_stress.py test_fuzz.py \
-  test_file_tier.py test_file_offload.py
+SANITIZED_TESTS = contract/test_contract.py sharding/test_sizes.py whole/test_fuzz.py \
+  $(patsubst %,runtime/test_%.py,missing_gradients gradients_ahead threads disagreements large_gradients \
+  reduction_stress) transports/test_one_host.py faults/test_signals.py \
+  features/offload/test_file_tier.py features/offload/test_file_offload.py
 sanitize: VENV = .venv-sanitize-$(subst $(COMMA),-,$(SANITIZERS))
 sanitize:
 	ZERO3_SANITIZE=$(SANITIZERS) $(MAKE) VENV=$(VENV) $(VENV)/.installed-copy

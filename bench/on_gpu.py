@@ -41,8 +41,13 @@ _SANITIZER = (
     "compute-sanitizer --tool memcheck --error-exitcode 1 --report-api-errors no "
     "--kernel-name kns=zero3 "
 )
-_TESTS = "tests/test_{gpu,gpu_activations,copy,cuda_build}.py"
-_ONE_PROCESS = "tests/test_{ops,eager,hooks,contract_changes,grad_dtype_at_leaf}.py"
+_TESTS = (
+    "tests/runtime/test_{gpu,copy,cuda_build}.py tests/features/offload/test_gpu_activations.py"
+)
+_ONE_PROCESS = (
+    "tests/runtime/test_ops.py tests/sharding/test_{eager,hooks}.py "
+    "tests/contract/test_{contract_changes,grad_dtype_at_leaf}.py"
+)
 _BENCH = f"{_PYTHON} -m bench gpu --output {KEPT}/$NAME --longest 150 --minutes $MINUTES --parts "
 _STEPS = f"{_BENCH}steps --cache {KEPT}/compiled/steps --modes plain,zero3,fsdp2-blocks --rounds "
 _OTHERS = _BENCH + "steps --rounds 1 --trace plain --modes "
@@ -81,8 +86,8 @@ STAGES = [
             "sanitizer",
             most=120,
             least=60,
-            command=f"{_ONE_THREAD}1; {_SANITIZER}{_PYTEST}100 -p no:xdist tests/test_copy.py "
-            "-m gpu",
+            command=f"{_ONE_THREAD}1; {_SANITIZER}{_PYTEST}100 -p no:xdist "
+            "tests/runtime/test_copy.py -m gpu",
         ),
         Stage(
             "one-process",

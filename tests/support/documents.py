@@ -14,4 +14,5 @@ def assert_tests_exist(cell):
     """Asserts that each of a cell's tests exists."""
     for test in cell.split(", "):
         file, name = test.strip("`").split("::")
-        assert f"def {name}(" in (ROOT / "tests" / file).read_text(), test
+        (path,) = (ROOT / "tests").rglob(file)  # its room may change, its name is its own
+        assert f"def {name}(" in path.read_text(), test

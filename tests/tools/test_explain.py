@@ -451,7 +451,7 @@ def test_parameters_read_in_eager_code_are_named():
     assert any(name.startswith("blocks.0.") for name in report.in_eager)
     assert not any(name.startswith("blocks.1.") for name in report.in_eager)
     line = inspect.getsourcelines(Broken.forward)[1] + 1
-    place = f"tests/test_explain.py:{line}: "
+    place = f"tools/test_explain.py:{line}: "
     assert any(reason.startswith(place) and "disable" in reason for reason in report.breaks)
     assert sum("Data-dependent branching" in reason for reason in report.breaks) == 1
     assert any(f"test_explain.py:{line + 1}: Data" in reason for reason in report.breaks)

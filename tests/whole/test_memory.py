@@ -27,7 +27,7 @@ CONSTANT = 2 * MIB  # bytes of everything but weights: half a weight
 @pytest.fixture
 def run_ranks():
     """New processes: in used ones, memory of earlier tests would be freed during measurements.
-    Ranks exchange messages; tests/test_one_host.py measures shared memory.
+    Ranks exchange messages; tests/transports/test_one_host.py measures shared memory.
     """
 
     def run(world_size, function, *args):
