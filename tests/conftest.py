@@ -1,13 +1,12 @@
 import functools
 import gc
-import itertools
 import os
 import shutil
 import sys
 
 import pytest
 import torch
-from support import collectives, job
+from support import collectives, job, tiers
 from support.compiler_cache import CompilerCache
 from support.ranks import RankPool
 
@@ -62,86 +61,23 @@ def pytest_sessionfinish(session, exitstatus):
         cache.end_well()
 
 
-def pytest_itemcollected(item):
-    """Groups tests for pytest-xdist. One worker runs the tests whose ranks live as long as the
-    session. The other runs those that start ranks of their own, then the tests of one process.
-    """
-    fixtures = set(item.fixturenames)
-    if {"run_apart", "run_spawned"} & fixtures or hasattr(item.module, "RankPool"):
-        item.add_marker(pytest.mark.xdist_group("new ranks"))
-    elif "pools" in fixtures:
-        item.add_marker(pytest.mark.xdist_group("ranks"))
-    values = _values(item)
-    # `make test` runs pairs of ways to run and to communicate in which each way occurs.
-    if (values.get("how"), values.get("transport")) == ("eager", "c10d"):
-        item.add_marker(pytest.mark.long)
-
-
 @pytest.hookimpl(tryfirst=True)  # before -m selects tests
 def pytest_collection_modifyitems(config, items):
-    """Omits most products with Inductor, and marks variants of ``thin`` tests as ``long``.
-
-    Rewritten graphs are run op by op with each combination of a test's other parameters, and
-    through Inductor, which sees communication as opaque operators, with as many as cover each
-    value, unless the command line selects tests. `make test` runs as many variants of thin tests as
-    cover each value of each parameter or, if there are three parameters or more, each pair.
-    """
-    variants, through_inductor = {}, {}
-    for item in items:
-        test = (item.path, item.originalname)
-        if item.get_closest_marker("thin") and not item.get_closest_marker("long"):
-            variants.setdefault(test, []).append((item, item.callspec.params))
-        values = _values(item)
-        if item.get_closest_marker("long") and values.get("how") == "zero3":
-            others = {name: value for name, value in values.items() if name != "how"}
-            through_inductor.setdefault(test, []).append((item, others))
-    for several in variants.values():
-        for item in _more_than_cover(several, size=2 if len(several[0][1]) > 2 else 1):
-            item.add_marker(pytest.mark.long)
+    tiers.mark(items)
     if config.getoption("--device") == "cuda":
         of_one = [i for i in items if {"one_rank", "pools"} & {*i.fixturenames} == {"one_rank"}]
         _omit(config, items, set(items) - set(of_one))
     if config.getoption("--transport") == "collectives":  # which need ranks on gloo
-        others = [item for item in items if "shared_memory" in _values(item).values()]
+        others = [i for i in items if "shared_memory" in tiers.values_of(i).values()]
         _omit(config, items, others)
-    if config.option.keyword or any("::" in argument for argument in config.args):
-        return
-    _omit(
-        config, items, itertools.chain(*(_more_than_cover(s, 1) for s in through_inductor.values()))
-    )
+    if not config.option.keyword and not any("::" in argument for argument in config.args):
+        _omit(config, items, tiers.products_through_inductor(items))
 
 
 def _omit(config, items, some):
     omitted = set(some)
     config.hook.pytest_deselected(items=list(omitted))
     items[:] = [item for item in items if item not in omitted]
-
-
-def _values(item):
-    """Returns the values of a test's parameters by name."""
-    return item.callspec.params if hasattr(item, "callspec") else {}
-
-
-def _more_than_cover(variants, size):
-    """Returns the items that are not needed so that each ``size`` values occur together.
-
-    Args:
-        variants: pairs of an item and its parameters' values by name.
-    """
-    choices = [
-        {frozenset(some) for some in itertools.combinations(_named(values), size)} or {None}
-        for _, values in variants
-    ]
-    needed, uncovered = set(), set().union(*choices)
-    while uncovered:
-        best = max(range(len(choices)), key=lambda i: len(uncovered & choices[i]))
-        needed.add(best)
-        uncovered -= choices[best]
-    return [item for i, (item, _) in enumerate(variants) if i not in needed]
-
-
-def _named(values):
-    return [(name, repr(value)) for name, value in values.items()]
 
 
 def pytest_collection_finish():

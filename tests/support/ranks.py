@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from support.collectives import backend_of_ranks
+from support.job import collect_for_good
+from support.paths import ROOT
 from torch.distributed.tensor import DTensor, _random, _redistribute
-
-from deepcompile_zero3.runtime import _C
 
 # Seconds that the other ranks may go on after one has failed: they are likely to wait for it.
 GRACE_SECONDS = 5.0
@@ -157,10 +157,28 @@ class RankPool:
 
 @contextlib.contextmanager
 def _four_at_once(world_size):
-    """Waits until the pools of all pytest workers run no more than four ranks, with these."""
-    with open(__file__, "r+") as file:  # to write, since a lock over NFS asks for it
-        fcntl.flock(file, fcntl.LOCK_SH if world_size <= 2 else fcntl.LOCK_EX)
+    """Waits until all processes that run these tests have no more than four ranks, with these."""
+    folder = ROOT / "build" / "ranks-at-once"
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as files:
+        slots = [files.enter_context(open(folder / str(i), "w")) for i in range(4)]
+        with open(folder / "turn", "w") as turn:  # who waits for slots is the only one that does
+            fcntl.flock(turn, fcntl.LOCK_EX)
+            missing = min(world_size, len(slots))
+            while missing:
+                for slot in list(slots):
+                    if missing and _try_lock(slot):
+                        slots.remove(slot)
+                        missing -= 1
+                time.sleep(0.01 if missing else 0)
         yield
+
+
+def _try_lock(file):
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
 
 
 def _told_once(errors):
@@ -213,9 +231,7 @@ def _run(function, args, store, rank, world_size, caches):
         # A backward that failed leaves tasks in the queue of its thread, which keep the autograd
         # graph, and with it a model, until the next backward.
         torch.zeros((), requires_grad=True).backward()
-        gc.collect()
-        if not _C.live_model_numbers():  # a later collection may free a model that is alive
-            gc.freeze()  # later collections need not visit what modules imported and caches keep
+        collect_for_good()
 
 
 def _forget_meshes(caches):
