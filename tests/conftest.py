@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from support import collectives, job, tiers
+from support import collectives, job, progress, tiers
 from support.compiler_cache import CompilerCache
 from support.ranks import RankPool
 
@@ -46,6 +46,21 @@ def pytest_configure(config):
         config.stash[_CACHE] = cache = CompilerCache()
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache.folder)
         config.add_cleanup(lambda: os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None))
+
+
+@pytest.hookimpl(trylast=True)  # after pytest-xdist has its say
+def pytest_sessionstart(session):
+    if progress.is_wanted(session.config):
+        session.config.pluginmanager.register(progress.ProgressLine())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    report = yield
+    if report.failed:
+        command = progress.how_to_repeat(report, item.config)
+        report.sections.append(("this test alone", command))
+    return report
 
 
 _CACHE = pytest.StashKey[CompilerCache]()

@@ -182,11 +182,15 @@ def _try_lock(file):
 
 
 def _told_once(errors):
-    """Returns the errors as text; an error that several ranks share appears once."""
+    """Returns the errors as text, the first to come first: the others may be its consequences. An
+    error that several ranks share appears once.
+    """
     ranks = {}
-    for rank, error in sorted(errors.items()):
-        ranks.setdefault(error, []).append(str(rank))
-    return "\n".join(f"rank {', '.join(who)} {error}" for error, who in ranks.items())
+    for rank, error in errors.items():
+        ranks.setdefault(error, []).append(rank)
+    return "\n".join(
+        f"rank {', '.join(map(str, sorted(who)))} {error}" for error, who in ranks.items()
+    )
 
 
 def _serve(pipe, rank, world_size, environment, stack_path):
