@@ -1,6 +1,6 @@
 // Runs the GPU's copy kernel on the CPU, one thread after the other, and checks every written
 // element and the memory that must stay untouched.
-#include "../csrc/kernels/copy_kernel.h"
+#include "kernels/copy_kernel.h"
 
 #include <cmath>
 #include <cstdio>

@@ -2,17 +2,17 @@
 
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
+from support.paths import CSRC, ROOT
 from torch.utils.cpp_extension import include_paths
 
-TESTS = Path(__file__).parent
+SOURCE = ROOT / "tests/runtime/copy_kernel.cpp"
 FLAGS = ["-std=c++20", "-O2", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover"]
 
 
 def _compile(program, source, *arguments):
-    includes = [f"-isystem{path}" for path in include_paths()]
+    includes = [f"-I{CSRC}", *(f"-isystem{path}" for path in include_paths())]
     command = ["g++", *FLAGS, *includes, *arguments, source, "-o", program]
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
@@ -31,13 +31,14 @@ def run(tmp_path_factory):
 
     def run(*arguments):
         program = folder / "program"
-        compiled = _compile(program, TESTS / "copy_kernel.cpp", *arguments)
+        compiled = _compile(program, SOURCE, *arguments)
         assert compiled.returncode == 0, compiled.stderr
         return subprocess.run([program], capture_output=True, text=True, timeout=300)
 
     return run
 
 
+@pytest.mark.more
 def test_every_element_is_cast_divided_and_in_its_place(run):
     ran = run()
     assert ran.returncode == 0, ran.stdout + ran.stderr

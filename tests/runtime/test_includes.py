@@ -3,9 +3,8 @@
 import re
 from pathlib import Path
 
-from support.paths import ROOT
+from support.paths import CSRC
 
-CSRC = ROOT / "csrc"
 LEVELS = {
     "": 6,
     "gather": 5,

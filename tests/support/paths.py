@@ -4,3 +4,4 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
+CSRC = ROOT / "csrc"

@@ -3,14 +3,12 @@
 import os
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
+from support.paths import CSRC, ROOT
 
-TESTS = Path(__file__).parent
-CSRC = TESTS.parent / "csrc"
 OURS = [CSRC / "transport" / f"{name}.cpp" for name in ("rank_waiter", "reduce_words", "ring")]
-SOURCES = [TESTS / "one_host_random.cpp", *OURS, CSRC / "support/error.cpp"]
+SOURCES = [ROOT / "tests/transports/one_host_random.cpp", *OURS, CSRC / "support/error.cpp"]
 FLAGS = ["-std=c++20", "-O1", "-g", "-fsanitize=thread", f"-I{CSRC}"]
 
 
