@@ -11,7 +11,6 @@ import contextlib
 import faulthandler
 import fcntl
 import functools
-import gc
 import os
 import signal
 import sys
@@ -19,7 +18,8 @@ import tempfile
 import time
 import traceback
 from datetime import timedelta
-from multiprocessing import connection
+from multiprocessing import connection, forkserver
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -31,16 +31,6 @@ from torch.distributed.tensor import DTensor, _random, _redistribute
 
 # Seconds that the other ranks may go on after one has failed: they are likely to wait for it.
 GRACE_SECONDS = 5.0
-
-# Modules that take long to import.
-_PRELOADED = [
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
-    "deepcompile_zero3.backend",
-    "deepcompile_zero3.sharding.fully_shard",
-    "transformers.modeling_utils",
-    "hypothesis",
-]
 
 
 class RankPool:
@@ -54,7 +44,7 @@ class RankPool:
         self.world_size = world_size
         self._context = mp.get_context(start_method)
         if start_method == "forkserver":
-            self._context.set_forkserver_preload(_PRELOADED)
+            _start_forkserver()
         self._environment = environment
         self._ranks = []
         self._folder = None  # where a rank that hangs writes its stack
@@ -155,6 +145,16 @@ class RankPool:
             self._ranks.append((process, ours))
 
 
+def _start_forkserver():
+    """Starts the process from which ranks are forked, if it does not run."""
+    forkserver.set_forkserver_preload(["support.preloaded"])
+    # The server looks for modules before it takes the path of this process.
+    tests = str(ROOT / "tests")
+    path = os.pathsep.join(filter(None, [tests, os.environ.get("PYTHONPATH")]))
+    with mock.patch.dict(os.environ, PYTHONPATH=path):
+        forkserver.ensure_running()
+
+
 @contextlib.contextmanager
 def _four_at_once(world_size):
     """Waits until all processes that run these tests have no more than four ranks, with these."""
@@ -199,9 +199,7 @@ def _serve(pipe, rank, world_size, environment, stack_path):
     torch.set_num_threads(1)
     stack = open(stack_path, "w")  # noqa: SIM115 (as long as the process)
     faulthandler.register(signal.SIGUSR1, stack)
-    gc.collect()
     caches = _caches_of_dtensor()
-    gc.freeze()  # otherwise each collection visits all of torch, which takes 0.2 s
     while True:
         try:
             function, args, store = pipe.recv()
