@@ -142,11 +142,16 @@ def _parameters(
 
 
 def _groups(parameter: torch.Tensor) -> _Groups:
-    """Returns the process groups of the ranks among which states of ``parameter`` differ."""
+    """Returns the process groups of the ranks among which states of ``parameter`` may differ.
+
+    Replicas are among them: they have to fail together.
+    """
     if isinstance(parameter, OwnedTensor):
         return (cast(OwnerMesh, parameter.device_mesh).shard_group,)
-    dims = sharded_dims(parameter)
-    return tuple(cast(DTensor, parameter).device_mesh.get_group(dim) for dim in dims)
+    if not sharded_dims(parameter):
+        return ()
+    mesh = cast(DTensor, parameter).device_mesh
+    return tuple(mesh.get_group(dim) for dim in range(mesh.ndim))
 
 
 def _of_all_ranks(mine: dict[int, Any], groups: _Groups) -> list[dict[int, Any]]:

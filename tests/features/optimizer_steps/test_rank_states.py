@@ -314,24 +314,31 @@ def test_a_table_of_the_shape_of_a_shard_is_not_taken_for_a_part(run_ranks):
 
 
 class _WithNumbers(torch.optim.SGD):
+    ranks_with_one = 1
+
     @torch.no_grad()
     def step(self, closure=None):
         super().step(closure)
         for parameter in self.param_groups[0]["params"]:
             if parameter.grad is not None:
-                self.state[parameter]["largest"] = parameter.grad.abs().max().item()
+                self.state[parameter]["rank"] = dist.get_rank() // self.ranks_with_one
 
 
-def _numbers():
-    model, _ = shard(Stack())
+def _numbers(mesh, ranks_with_one):
+    model, _ = shard(Stack(), mesh=mesh())
     optimizer = _WithNumbers(model.parameters(), lr=0.1)
+    optimizer.ranks_with_one = ranks_with_one
     step_locally(optimizer, is_elementwise=True)
     mean_square(model, mine(batch_of(8, 8))).backward()
     optimizer.step()
-    told = r"state 'largest' of .* on one rank and .* on another.*: keep it in a floating-point"
+    told = r"state 'rank' of .* is 0 on one rank and 1 on another.*: keep it in a floating-point"
     with pytest.raises(Zero3Error, match=told):
         optimizer.state_dict()
 
 
 def test_numbers_that_differ_between_ranks_are_refused(run_ranks):
-    run_ranks(2, _numbers)
+    run_ranks(2, _numbers, _one_mesh, 1)
+
+
+def test_numbers_that_differ_between_replicas_are_refused(run_ranks):
+    run_ranks(4, _numbers, replicas, 2)
