@@ -1,5 +1,7 @@
 """Writes to gathered parameters in code that a compiler traces."""
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -19,9 +21,21 @@ def refuse_traced_writes(gm: fx.GraphModule) -> None:
             full = node.meta.get("example_value")
             if not isinstance(full, torch.Tensor) or not torch_internals.version_of(full):
                 continue
-            parameter = parameter_of(torch_internals.traced_input(node.args[0]))
+            parameter = parameter_of(_traced_with(gm, node.args[0]))
             raise Zero3Error(
                 f"'{parameter.fqn if parameter else node.args[0]}' is modified in place inside of "
                 "a compiled forward, where it is a temporary copy that is freed: modify the "
                 "parameter outside of forward"
             )
+
+
+def _traced_with(gm: fx.GraphModule, placeholder: Any) -> object:
+    """Returns the value that an input of a graph, or of a subgraph in it, was traced with.
+
+    A subgraph, of a checkpoint say, has inputs of its own, which have the values of the graph's.
+    """
+    value = placeholder.meta.get("example_value")
+    for given in gm.graph.find_nodes(op="placeholder"):
+        if value is not None and given.meta.get("example_value") is value:
+            return torch_internals.traced_input(given)
+    return None

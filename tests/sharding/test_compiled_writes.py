@@ -17,6 +17,7 @@ from support.models import (
 )
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from deepcompile_zero3 import Zero3Error
 
@@ -111,13 +112,19 @@ class _Writes(Stack):
         return super().forward(x)
 
 
-def _a_write_in_a_compiled_forward_is_refused(backend):
-    model, _ = shard(_Writes(depth=1))
+class _WritesInACheckpoint(_Writes):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def _a_write_in_a_compiled_forward_is_refused(backend, model_class):
+    model, _ = shard(model_class(depth=1))
     with pytest.raises(BackendCompilerFailed, match=r"head\.weight' is modified in") as error:
         torch.compile(model, **_BACKENDS[backend])(batch_of(2, 8))
     assert isinstance(error.value.inner_exception, Zero3Error)
 
 
 @each_backend
-def test_a_write_in_a_compiled_forward_is_refused(run_ranks, backend):
-    run_ranks(2, _a_write_in_a_compiled_forward_is_refused, backend)
+@pytest.mark.parametrize("model_class", [_Writes, _WritesInACheckpoint])
+def test_a_write_in_a_compiled_forward_is_refused(run_ranks, backend, model_class):
+    run_ranks(2, _a_write_in_a_compiled_forward_is_refused, backend, model_class)
