@@ -76,8 +76,8 @@ def refuse_writes(gm: fx.GraphModule, inputs: Mapping[int, ParameterFacts]) -> N
         facts = _facts_of(description, inputs)
         if facts is not None:
             raise Zero3Error(
-                f"'{facts.fqn}' is modified in place inside of a compiled forward, where it is a "
-                "temporary copy that is freed: modify the parameter outside of forward"
+                f"'{facts.fqn}' is modified in place in compiled code, where it is a gathered "
+                "copy that is freed: modify the parameter outside of forward, while it is sharded"
             )
 
 

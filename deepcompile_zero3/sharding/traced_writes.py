@@ -23,9 +23,9 @@ def refuse_traced_writes(gm: fx.GraphModule) -> None:
                 continue
             parameter = parameter_of(_traced_with(gm, node.args[0]))
             raise Zero3Error(
-                f"'{parameter.fqn if parameter else node.args[0]}' is modified in place inside of "
-                "a compiled forward, where it is a temporary copy that is freed: modify the "
-                "parameter outside of forward"
+                f"'{parameter.fqn if parameter else node.args[0]}' is modified in place in "
+                "compiled code, where it is a gathered copy that is freed: modify the parameter "
+                "outside of forward, while it is sharded"
             )
 
 

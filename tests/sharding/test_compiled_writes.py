@@ -124,6 +124,18 @@ def _a_write_in_a_compiled_forward_is_refused(backend, model_class):
     assert isinstance(error.value.inner_exception, Zero3Error)
 
 
+def _a_compiled_write_after_unshard_is_refused(backend):
+    model, _ = shard(Stack(depth=1))
+    model.unshard()
+    with pytest.raises(BackendCompilerFailed, match=r"head\.weight' .*, while it is sharded"):
+        torch.compile(_project, **_BACKENDS[backend])(model.head)
+
+
+@each_backend
+def test_a_compiled_write_after_unshard_is_refused(run_ranks, backend):
+    run_ranks(2, _a_compiled_write_after_unshard_is_refused, backend)
+
+
 @each_backend
 @pytest.mark.parametrize("model_class", [_Writes, _WritesInACheckpoint])
 def test_a_write_in_a_compiled_forward_is_refused(run_ranks, backend, model_class):

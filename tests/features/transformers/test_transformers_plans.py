@@ -71,7 +71,7 @@ NOT_RESUMED = LOADED_OTHERWISE | {  # no moments are saved of parameters without
 _VIEW = "view size is not compatible"
 NOT_COMPILED = {
     "DogeForCausalLM": _VIEW,
-    "Gemma3nForCausalLM": "is modified in place inside of a compiled forward",
+    "Gemma3nForCausalLM": "is modified in place in compiled code",
     "OlmoHybridForCausalLM": _VIEW,
     "Qwen3NextForCausalLM": _VIEW,
     "Qwen3_5ForCausalLM": _VIEW,
