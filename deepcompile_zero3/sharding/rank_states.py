@@ -32,7 +32,7 @@ from deepcompile_zero3.sharding.state_bytes import (
     sharded_dims,
     unpacked,
 )
-from deepcompile_zero3.transport.json_collectives import all_gather_json
+from deepcompile_zero3.transport.json_collectives import all_gather_alike
 
 # Names of floating states of no dimensions that are equal on all ranks.
 NUMBERS = ("step", "eta", "mu", "mu_product")
@@ -158,7 +158,7 @@ def _of_all_ranks(mine: dict[int, Any], groups: _Groups) -> list[dict[int, Any]]
     """Returns what each rank has, in the order of the groups' ranks, the last group's first."""
     everyone = [_encoded(mine)]
     for group in reversed(groups):
-        gathered = all_gather_json("state_dict() after step_locally", everyone, group)
+        gathered = all_gather_alike("state_dict() after step_locally", everyone, group)
         everyone = [each for some in gathered for each in some]
     return [_decoded(each) for each in everyone]
 

@@ -43,6 +43,18 @@ def all_gather_json(what: str, value: Any, group: dist.ProcessGroup) -> list[Any
     return [theirs for _, theirs in answers]
 
 
+def all_gather_alike(what: str, value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Returns the values of all ranks, as :func:`all_gather_json` does. Collective.
+
+    Ranks exchange a hash, and the values only if hashes differ.
+    """
+    text = json.dumps(value)
+    hashes = all_gather_json(what, hashlib.sha256(text.encode()).hexdigest(), group)
+    if len({*hashes}) == 1:
+        return [json.loads(text)] * len(hashes)
+    return all_gather_json(what, value, group)
+
+
 def on_all_ranks(
     what: str, function: Callable[[], _Result], group: dist.ProcessGroup | None = None
 ) -> _Result:
@@ -116,18 +128,15 @@ def check_all_alike(
 ) -> None:
     """Raises Zero3Error unless all ranks of ``group`` describe their parameters alike. Collective.
 
-    Ranks exchange a hash, and the descriptions only if hashes differ.
-
     Args:
         what: the call, in which all ranks are.
         described: for each parameter, a description.
         group: process group of the ranks.
         remedy: end of the message.
     """
-    mine = hashlib.sha256(json.dumps(described).encode()).hexdigest()
-    if len(set(all_gather_json(what, mine, group))) == 1:
-        return
-    for other, theirs in enumerate(all_gather_json(what, described, group)):
+    for other, theirs in enumerate(all_gather_alike(what, described, group)):
+        if theirs == described:
+            continue
         for position, (one, another) in enumerate(itertools.zip_longest(described, theirs)):
             if one != another:
                 raise Zero3Error(
