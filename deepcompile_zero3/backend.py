@@ -280,7 +280,8 @@ def _compile(
         config |= compiler.may_be_stored(declare, config)
     if not all(facts.is_gathered for facts in pipeline.inputs.values()):
         config |= compiler.may_be_stored(attach, config)
-    with _stored(gm, example_inputs, pipeline, options, compile_graph):
+    stored = _stored(gm, example_inputs, pipeline, options, compile_graph)
+    with compiler.noting_donations(), stored:
         return compiler.compile_fx(
             gm,
             example_inputs,
@@ -332,7 +333,7 @@ def _interpreted(
 
         return rewritten
 
-    with compiler.without_autograd_cache():
+    with compiler.noting_donations(), compiler.without_autograd_cache():
         return compiler.aot_autograd(
             fw_compiler=interpret(False),
             bw_compiler=interpret(True),

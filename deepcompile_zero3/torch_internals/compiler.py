@@ -304,12 +304,21 @@ def makes_cpp_wrapper(config: Mapping[str, Any]) -> bool:
     return bool(setting(config, "cpp_wrapper"))
 
 
+def noting_donations() -> contextlib.AbstractContextManager[None]:
+    """While the block runs, AOTAutograd notes what :func:`forbid_donation` is to forbid.
+
+    Users may turn this off. Where nothing is noted, AOTAutograd takes all for donated.
+    """
+    return _functorch_config.patch(donated_buffer=True)
+
+
 def forbid_donation() -> None:
     """Keeps the backward of the graph that is compiled now from writing to what forward saved.
 
-    The compilers of a forward and of a backward call it. AOTAutograd has noted by then which saved
-    tensors a backward may overwrite: they are "donated". It refuses ``retain_graph=True`` as long
-    as there are any, except in the first call of a backward that is compiled in that call.
+    The compilers of a forward and of a backward call it, of a graph that was traced while
+    AOTAutograd was :func:`noting_donations`. It has noted by then which saved tensors a backward
+    may overwrite: they are "donated". It refuses ``retain_graph=True`` as long as there are any,
+    except in the first call of a backward that is compiled in that call.
     """
     context = _TracingContext.try_get()
     if context is not None and context.fw_metadata is not None:

@@ -7,6 +7,7 @@ from support.models import (
     assert_same_gradients,
     batch_of,
     compiled,
+    compiled_each_way,
     each_way,
     either_transport,
     mean_square,
@@ -39,6 +40,22 @@ def _after_one_that_releases(how):
 @each_way
 def test_a_graph_may_be_retained_after_backwards_that_released_theirs(run_ranks, how):
     run_ranks(2, _after_one_that_releases, how)
+
+
+@pytest.mark.usefixtures("one_rank")
+@compiled_each_way
+def test_a_graph_that_was_compiled_without_donation_may_be_retained(how):
+    model, reference = shard(Stack(depth=1))
+    batch = batch_of(4, 8)
+    for _ in range(2):  # compiled, then loaded
+        run = compiled(model, how)
+        with torch._functorch.config.patch(donated_buffer=False):
+            mean_square(run, batch).backward()
+        two_losses(run, batch)
+        mean_square(reference, batch).backward()
+        two_losses(reference, batch)
+        assert_same_gradients(model, reference)
+        torch._dynamo.reset()
 
 
 @pytest.mark.inductor
