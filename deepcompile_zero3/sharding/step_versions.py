@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook as register_
 from torch.optim.optimizer import register_optimizer_step_pre_hook as register_pre_hook
 
 from deepcompile_zero3 import torch_internals
+from deepcompile_zero3.torch_internals.optimizers import is_stepping
 
 _handles: list[Any] = []  # of the hooks, while there are owners
 _owners = 0
@@ -33,8 +34,29 @@ def count_steps_while_alive(owner: object) -> None:
 def _forget_owner() -> None:
     global _owners
     _owners -= 1
-    while _handles and not _owners:
+    _remove_unneeded_hooks()
+
+
+def _remove_unneeded_hooks() -> None:
+    """Removes the hooks if there is no owner, at a later collection if an optimizer steps now.
+
+    The last owner may be collected in any hook, and torch goes through all hooks there.
+    """
+    if _owners:
+        return
+    if is_stepping():
+        garbage = _Garbage()
+        weakref.finalize(garbage, _remove_unneeded_hooks).atexit = False
+        garbage.itself = garbage
+        return
+    while _handles:
         _handles.pop().remove()
+
+
+class _Garbage:
+    """What only the next collection frees."""
+
+    itself: "_Garbage"
 
 
 @torch_internals.disable_dynamo  # a frame around the step is traced apart from what steps

@@ -1,7 +1,11 @@
 """Private names of torch's optimizers."""
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
+
+from torch.optim import optimizer as _torch_optimizer
 
 from deepcompile_zero3.torch_release import private
 
@@ -25,3 +29,17 @@ def has_step_of_its_class(optimizer: Any) -> bool:
     if hasattr(step, "_wrapped_by_lr_sched"):  # counts the calls
         step = step.__wrapped__
     return getattr(step, "__func__", step) is type(optimizer).step
+
+
+def is_stepping() -> bool:
+    """Returns whether a thread is inside of an optimizer's step, or of a hook of one.
+
+    Takes time: it looks at all calls of all threads.
+    """
+    frames: list[FrameType | None] = [*sys._current_frames().values()]
+    for frame in frames:
+        while frame is not None:
+            if frame.f_globals is vars(_torch_optimizer):  # which calls steps and hooks
+                return True
+            frame = frame.f_back
+    return False

@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
+from support.job import needs_a_job
 from support.models import (
     Stack,
     assert_same_step,
@@ -18,6 +19,7 @@ from support.models import (
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.optim import optimizer as optimizer_hooks
 
 from deepcompile_zero3 import buffer_stats, fully_shard, release_buffers
 from deepcompile_zero3.runtime import _C
@@ -140,3 +142,29 @@ def _destroy_with_dropped_work(frees):
 @pytest.mark.parametrize("frees", ["release_buffers", "another group"])
 def test_tensors_of_dropped_work_end_with_its_group(run_ranks, frees):
     run_ranks(2, _destroy_with_dropped_work, frees)
+
+
+@needs_a_job
+def test_a_model_may_be_collected_while_an_optimizer_steps():
+    def hooks():
+        return [*optimizer_hooks._global_optimizer_pre_hooks.values()]
+
+    gc.collect()
+    gc.disable()
+    handle = optimizer_hooks.register_optimizer_step_pre_hook(lambda *_: gc.collect() and None)
+    try:
+        before = hooks()
+        model = fully_shard(nn.Linear(4, 4))
+        model.itself = model
+        assert len(hooks()) > len(before)
+        del model
+        plain = nn.Linear(4, 4)
+        plain(batch_of(2, 4)).sum().backward()
+        optimizer = torch.optim.SGD(plain.parameters(), lr=1.0)
+        optimizer.step()  # collects the model between two hooks
+        gc.collect()
+        assert hooks() == before
+        shard(Stack())
+    finally:
+        handle.remove()
+        gc.enable()
