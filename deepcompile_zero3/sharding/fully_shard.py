@@ -31,12 +31,10 @@ from deepcompile_zero3.sharding.module_parameters import parameters_of, unsharde
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.sharding.placement import resolve_layout
 from deepcompile_zero3.sharding.private_references import check_private_references
+from deepcompile_zero3.sharding.replaced_parameters import replace, sharded_as
 from deepcompile_zero3.sharding.swap import original_class, swap_class
 from deepcompile_zero3.transport.choice import TransportName, resolve
 from deepcompile_zero3.transport.connection import Connect, connect
-
-# Attribute of a parameter that was sharded, for modules that are tied to it and come later.
-_SHARDED_AS = "_zero3_sharded_as"
 
 _AnyModule = TypeVar("_AnyModule", nn.Module, list[nn.Module])
 
@@ -220,7 +218,7 @@ def _new_parameters(
     new: dict[nn.Parameter, tuple[str, nn.Module, str]] = {}
     for prefix, submodule in unsharded_modules(modules):
         for attribute, parameter in submodule._parameters.items():
-            if parameter is None or parameter in ignored or hasattr(parameter, _SHARDED_AS):
+            if parameter is None or parameter in ignored or sharded_as(parameter) is not None:
                 continue
             fqn = f"{prefix}.{attribute}".lstrip(".")
             new.setdefault(parameter, (fqn, submodule, attribute))
@@ -233,7 +231,7 @@ def _fqn_of(
     """Returns the name of a tensor that is one of ``new``, or became a shard earlier."""
     if isinstance(tensor, nn.Parameter) and tensor in new:
         return new[tensor][0]
-    known = getattr(tensor, _SHARDED_AS, None)
+    known = sharded_as(tensor)
     return None if known is None else known.fqn
 
 
@@ -252,11 +250,11 @@ def _install(
         for attribute, parameter in list(submodule._parameters.items()):
             if parameter is None or parameter in ignored or attribute in sharded:
                 continue
-            known = getattr(parameter, _SHARDED_AS, None)
+            known = sharded_as(parameter)
             if known is None:
                 known = built[parameter]
                 known.install()
-                setattr(parameter, _SHARDED_AS, known)
+                replace(parameter, known)
             else:
                 known.registered.tie(submodule, attribute)
             sharded[attribute] = known

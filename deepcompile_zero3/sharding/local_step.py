@@ -24,6 +24,7 @@ from deepcompile_zero3.sharding.rank_states import (
     state_to_load,
     state_to_save,
 )
+from deepcompile_zero3.sharding.replaced_parameters import refuse_replaced
 from deepcompile_zero3.sharding.step_versions import count_step
 from deepcompile_zero3.torch_internals.optimizers import has_step_hooks, has_step_of_its_class
 
@@ -102,6 +103,7 @@ def step_locally(optimizer: torch.optim.Optimizer, *, is_elementwise: bool = Fal
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        refuse_replaced(self)
         try:
             with locals_of.swapped_into(self):
                 step(self, **kwargs)

@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook as register_
 from torch.optim.optimizer import register_optimizer_step_pre_hook as register_pre_hook
 
 from deepcompile_zero3 import torch_internals
+from deepcompile_zero3.sharding.replaced_parameters import refuse_replaced, sharded_as
 from deepcompile_zero3.torch_internals.optimizers import is_stepping
 
 _handles: list[Any] = []  # of the hooks, while there are owners
@@ -61,12 +62,19 @@ class _Garbage:
 
 @torch_internals.disable_dynamo  # a frame around the step is traced apart from what steps
 def count_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Counts a write to each DTensor of ``optimizer`` that has a gradient."""
-    torch.autograd.graph.increment_version(
-        [
-            parameter
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None and isinstance(parameter, DTensor)
-        ]
-    )
+    """Counts a write to each DTensor of ``optimizer`` that has a gradient.
+
+    Raises:
+        Zero3Error: see :func:`refuse_replaced`.
+    """
+    changed, has_replaced = [], False
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if isinstance(parameter, DTensor):
+                if parameter.grad is not None:
+                    changed.append(parameter)
+            elif sharded_as(parameter) is not None:
+                has_replaced = True
+    torch.autograd.graph.increment_version(changed)
+    if has_replaced and not hasattr(optimizer.step, "_steps_locally"):  # it has local tensors now
+        refuse_replaced(optimizer)

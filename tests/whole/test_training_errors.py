@@ -1,5 +1,7 @@
 """What a training step refuses, by the name of the parameter."""
 
+import copy
+
 import pytest
 import torch
 from support.extensions import Bf16Gathered, wrap
@@ -8,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import parametrizations
 
-from deepcompile_zero3 import Zero3Error, fully_shard
+from deepcompile_zero3 import Zero3Error, fully_shard, step_locally
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -97,3 +99,46 @@ def test_an_attribute_that_is_missing_while_a_parameter_is_read_is_told():
     fully_shard(model)
     with pytest.raises(Zero3Error, match=r"reading '.*weight' failed: .*no_such_attribute"):
         model(batch_of(2, 4))
+
+
+def _stepped_from_before(is_local, keeps=()):
+    """Takes a step with an optimizer that was built before ``fully_shard``."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    fully_shard(model, ignored_params={model.get_parameter(fqn) for fqn in keeps})
+    if is_local:
+        step_locally(optimizer)
+    optimizer.step()  # without gradients it does nothing
+    model(batch_of(2, 4)).sum().backward()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("is_local", [False, True])
+def test_an_optimizer_from_before_sharding_is_refused_by_the_names_of_its_parameters(is_local):
+    model, optimizer = _stepped_from_before(is_local, keeps=["0.bias"])
+    told = r"the AdamW has '0.weight' and 2 others from before fully_shard.*Build the optimizer af"
+    with pytest.raises(Zero3Error, match=told):
+        optimizer.step()
+    torch.optim.AdamW(model.parameters()).step()
+    del model
+    optimizer.step()
+
+
+@pytest.mark.parametrize("is_local", [False, True])
+def test_an_optimizer_may_have_parameters_from_before_sharding_beside_others(is_local):
+    model, optimizer = _stepped_from_before(is_local)
+    optimizer.add_param_group({"params": list(model.parameters())})
+    optimizer.step()  # of the shards
+
+
+@pytest.mark.parametrize("is_local", [False, True])
+def test_a_parameter_that_was_replaced_may_be_trained_elsewhere(is_local):
+    model, unsharded = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    unsharded.weight = model.weight
+    optimizer = torch.optim.AdamW([*unsharded.parameters(), *copy.deepcopy(model).parameters()])
+    if is_local:
+        step_locally(optimizer)
+    fully_shard(model)
+    for each in (model, unsharded):
+        each(batch_of(2, 4)).sum().backward()
+    optimizer.step()

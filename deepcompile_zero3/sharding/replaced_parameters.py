@@ -1,0 +1,47 @@
+"""Plain parameters that ``fully_shard`` has replaced with shards.
+
+Others may still have them: modules that are tied to them and come later, and optimizers that were
+built before.
+"""
+
+import torch
+
+from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.sharding.parameter import ShardedParameter
+
+_SHARDED_AS = "_zero3_sharded_as"  # attribute of such a parameter
+
+
+def replace(parameter: torch.Tensor, sharded: ShardedParameter) -> None:
+    """Notes that ``sharded`` has replaced ``parameter``."""
+    setattr(parameter, _SHARDED_AS, sharded)
+
+
+def sharded_as(tensor: torch.Tensor) -> ShardedParameter | None:
+    """Returns what has replaced ``tensor``, None if nothing has."""
+    return getattr(tensor, _SHARDED_AS, None)
+
+
+def refuse_replaced(optimizer: torch.optim.Optimizer) -> None:
+    """Raises Zero3Error if ``optimizer`` has a parameter and not its shard, which has a gradient.
+
+    The step would leave the shard as it is, without a word. A parameter is not refused if it has a
+    gradient too, as that of a module that is tied and not sharded.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    there = {id(parameter) for parameter in parameters}
+    missed = []
+    for parameter in parameters:
+        sharded = sharded_as(parameter)
+        if sharded is None or sharded.model is None or parameter.grad is not None:
+            continue
+        shard = sharded.registered.latest
+        if shard.grad is not None and id(shard) not in there:
+            missed.append(sharded.fqn)
+    if missed:
+        others = f" and {len(missed) - 1} others" if len(missed) > 1 else ""
+        raise Zero3Error(
+            f"the {type(optimizer).__name__} has '{missed[0]}'{others} from before fully_shard, "
+            "which has put a shard in the parameter's place: the shard gets the gradients. Build "
+            "the optimizer after the last fully_shard, of the parameters that the model has then"
+        )
