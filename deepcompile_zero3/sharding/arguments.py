@@ -18,7 +18,7 @@ from deepcompile_zero3.sharding.extension import has_extension
 from deepcompile_zero3.sharding.file_offload import FileOffloadPolicy
 from deepcompile_zero3.sharding.inner_tensors import is_made_of_rows
 from deepcompile_zero3.sharding.layout import DataParallelRanks, Layout, SpmdMesh
-from deepcompile_zero3.sharding.module import Zero3Module
+from deepcompile_zero3.sharding.module import Zero3Module, groups_in
 from deepcompile_zero3.sharding.module_parameters import (
     parameters_of,
     registered_in,
@@ -206,8 +206,6 @@ def resolve_ignored(parameters: Iterable[nn.Parameter] | None) -> set[nn.Paramet
 
 def check_module(module: nn.Module, ignored: set[nn.Parameter]) -> None:
     """Raises unless ``module`` can be sharded."""
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"fully_shard takes an nn.Module, got {type(module).__name__}")
     kind = original_class(module).__name__
     if isinstance(module, Zero3Module):
         raise Zero3Error(f"fully_shard was called twice on the same {kind}: remove one call")
@@ -215,6 +213,11 @@ def check_module(module: nn.Module, ignored: set[nn.Parameter]) -> None:
         raise Zero3Error(
             f"a {kind} has no forward, so nothing would say when its parameters are needed: call "
             "fully_shard on the modules in it instead"
+        )
+    if any(group.is_finalized_manually for group in groups_in(module)):
+        raise Zero3Error(
+            "a module inside has set_manual_backward_finalization(True): call it on the "
+            "outermost module, after the last fully_shard"
         )
     for submodule in module.modules():
         if isinstance(submodule, Zero3Module):

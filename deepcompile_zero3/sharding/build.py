@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -32,10 +33,10 @@ def build(
     for ranks, connect in connects.items():
         members = [each for each in blueprints if each.layout.ranks is ranks]
         described = [each.described for each in members]
-        with _caught(failures):
+        with caught(failures):
             if ranks.replicate_group is not None:
                 _check_all_alike(described, ranks.replicate_group)
-        with _caught(failures):
+        with caught(failures):
             _check_all_alike(described, ranks.shard_group)
             owners = [each.layout.owner for each in members]
             connections = connect([each.full for each in members], owners)
@@ -43,7 +44,7 @@ def build(
                 connection_of[each.parameter] = connection
     built: dict[nn.Parameter, ShardedParameter] = {}
     if not failures:
-        with _caught(failures):
+        with caught(failures):
             for each in blueprints:
                 built[each.parameter] = ShardedParameter(each, connection_of[each.parameter])
     return built, failures.pop() if failures else None
@@ -61,7 +62,7 @@ def _check_all_alike(described: Sequence[str], group: dist.ProcessGroup) -> None
 
 
 @contextlib.contextmanager
-def _caught(failures: list[Exception]) -> Iterator[None]:
+def caught(failures: list[Exception]) -> Iterator[None]:
     """Keeps an exception that the block raises, if it is the first."""
     try:
         yield
@@ -78,29 +79,55 @@ def agree_on_model_number(
     One rank may have collected a deleted model that another rank has not.
 
     Raises:
-        Zero3Error: another rank has a ``failure``. This rank's own failure is raised as it is.
+        Zero3Error: see :func:`raise_on_all_ranks`.
     """
     inner = {g.model.number for each in modules for g in groups_in(each) if g.model}
     in_use = _C.live_model_numbers() - inner
+    of_ranks = raise_on_all_ranks("fully_shard: outcome", failure, groups, sorted(in_use))
+    in_use = in_use.union(*of_ranks)
+    return next(number for number in itertools.count(1) if number not in in_use)
+
+
+def raise_on_all_ranks(
+    what: str,
+    failure: Exception | None,
+    groups: Sequence[dist.ProcessGroup],
+    value: Any = None,
+) -> list[Any]:
+    """Returns the values of all ranks of ``groups``, in any order, or raises on all. Collective.
+
+    Args:
+        what: the step of ``fully_shard``.
+        failure: what this rank has to raise, if anything.
+        groups: process groups of the ranks.
+        value: what this rank tells the others, as JSON.
+
+    Raises:
+        Zero3Error: another rank has a ``failure``. This rank's own failure is raised as it is.
+    """
     me = dist.get_rank()
     failures = {} if failure is None else {me: f"{type(failure).__name__}: {failure}"}
+    values = [value]
     try:
         for group in groups:
-            mine = [sorted(in_use), list(failures.items())]
-            for theirs, of_rank in all_gather_json("fully_shard: outcome", mine, group):
-                in_use = in_use | set(theirs)
+            mine = [values, list(failures.items())]
+            values = []
+            for theirs, of_rank in all_gather_json(what, mine, group):
+                values += [each for each in theirs if each not in values]
                 failures |= dict(of_rank)
+        if failure is not None:
+            raise failure
     except Zero3Error as error:
         raise failure or error from None
-    if failure is not None:
-        raise failure
+    finally:
+        failure = None  # its traceback holds this frame, and all that was built
     if failures:
         raise Zero3Error(
             "fully_shard has failed on rank "
             + "; on rank ".join(f"{rank}: {why}" for rank, why in sorted(failures.items()))
             + ". Nothing is sharded, on any rank"
         )
-    return next(number for number in itertools.count(1) if number not in in_use)
+    return values
 
 
 def process_groups_of(

@@ -11,10 +11,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 import deepcompile_zero3.sharding.delivery  # noqa: F401 (which the runtime calls)
 from deepcompile_zero3 import torch_internals
-from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.sharding import arguments, conversion
 from deepcompile_zero3.sharding.blueprint import Blueprint
-from deepcompile_zero3.sharding.build import agree_on_model_number, build, process_groups_of
+from deepcompile_zero3.sharding.build import (
+    agree_on_model_number,
+    build,
+    caught,
+    process_groups_of,
+    raise_on_all_ranks,
+)
 from deepcompile_zero3.sharding.casts import ForwardCasts
 from deepcompile_zero3.sharding.file_offload import FileOffloadPolicy
 from deepcompile_zero3.sharding.fsdp_state import FsdpState
@@ -119,51 +124,41 @@ def fully_shard(
     """
     mesh = arguments.default_mesh() if mesh is None else mesh
     spmd = arguments.resolve_dp_mesh_dims(mesh, dp_mesh_dims)
-    arguments.check_policy(mp_policy)
-    ignored = arguments.resolve_ignored(ignored_params)
-    transport = resolve(transport)
-    modules = _outermost(module)
     ranks_of = functools.cache(DataParallelRanks)
     ranks_of_mesh = ranks_of(mesh) if spmd is None else spmd.ranks
-    for each in modules:
-        arguments.check_module(each, ignored)
-        if any(group.is_finalized_manually for group in groups_in(each)):
-            raise Zero3Error(
-                "a module inside has set_manual_backward_finalization(True): call it on the "
-                "outermost module, after the last fully_shard"
+    modules: list[nn.Module] = []
+    failures: list[Exception] = []
+    with caught(failures):
+        modules = _outermost(module)
+        ignored = arguments.resolve_ignored(ignored_params)
+        arguments.check_policy(mp_policy)
+        arguments.check_offloading(mesh, offload_policy, modules)
+        transport = resolve(transport)
+        for each in modules:
+            arguments.check_module(each, ignored)
+        new = _new_parameters(modules, ignored)
+        check_private_references(modules, functools.partial(_fqn_of, new))
+        layouts: dict[nn.Parameter, Layout] = {
+            parameter: arguments.offloaded(
+                resolve_layout(fqn, parameter, ranks_of_mesh, shard_placement_fn, ranks_of, spmd),
+                fqn,
+                parameter,
+                offload_policy,
             )
-    arguments.check_offloading(mesh, offload_policy, modules)
-    new = _new_parameters(modules, ignored)
-    check_private_references(modules, functools.partial(_fqn_of, new))
-    layouts: dict[nn.Parameter, Layout] = {
-        parameter: arguments.offloaded(
-            resolve_layout(fqn, parameter, ranks_of_mesh, shard_placement_fn, ranks_of, spmd),
-            fqn,
-            parameter,
-            offload_policy,
-        )
-        for parameter, (fqn, _, _) in new.items()
-    }
-    # A rank that has nothing to shard over ``mesh`` takes part in the exchange, too.
-    meshes = dict.fromkeys([ranks_of_mesh, *(layout.ranks for layout in layouts.values())])
-    reshards = {ranks: arguments.resolve_reshard(reshard_after_forward, ranks) for ranks in meshes}
-    blueprints = []
-    for parameter, (fqn, submodule, attribute) in new.items():
-        layout, policy = layouts[parameter], arguments.policy_for(fqn, parameter, mp_policy)
-        full = layout.full_like(parameter, policy.param_dtype)
-        reshard, _ = reshards[layout.ranks]
-        described = (
-            f"'{fqn}' {list(full.shape)} of {full.dtype}, strides {full.stride()}, "
-            f"requires_grad={parameter.requires_grad}, grad_dtype={parameter.grad_dtype}, "
-            f"reduce_dtype={policy.reduce_dtype}, owner={layout.owner}, "
-            f"reshard_after_forward={reshard_after_forward}"
-        )
-        if is_made_of_rows(parameter):
-            check_param_dtype(fqn, parameter, policy.param_dtype)
-            described += f", {description_of(parameter)}"
-        blueprints.append(
-            Blueprint(parameter, submodule, attribute, layout, policy, full, reshard, described)
-        )
+            for parameter, (fqn, _, _) in new.items()
+        }
+        # A rank that has nothing to shard over ``mesh`` takes part in the exchange, too.
+        meshes = dict.fromkeys([ranks_of_mesh, *(layout.ranks for layout in layouts.values())])
+        reshards = {r: arguments.resolve_reshard(reshard_after_forward, r) for r in meshes}
+        blueprints = [
+            _blueprint(place, parameter, layouts[parameter], mp_policy, reshard_after_forward)
+            for parameter, place in new.items()
+        ]
+    raise_on_all_ranks(
+        "fully_shard: arguments",
+        failures.pop() if failures else None,
+        process_groups_of([ranks_of_mesh], _new_parameters(modules, set()), modules),
+    )
     connects: dict[DataParallelRanks, Connect] = {
         ranks: functools.partial(
             connect,
@@ -196,8 +191,10 @@ def fully_shard(
 
 def _outermost(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
     """Returns the given modules that are not submodules of another given module."""
-    if not isinstance(module, list | tuple):
+    if isinstance(module, nn.Module):
         return [module]
+    if not isinstance(module, list | tuple):
+        raise TypeError(f"fully_shard takes an nn.Module, got {type(module).__name__}")
     modules = list(dict.fromkeys(module))
     for each in modules:
         if not isinstance(each, nn.Module):
@@ -223,6 +220,29 @@ def _new_parameters(
             fqn = f"{prefix}.{attribute}".lstrip(".")
             new.setdefault(parameter, (fqn, submodule, attribute))
     return new
+
+
+def _blueprint(
+    place: tuple[str, nn.Module, str],
+    parameter: nn.Parameter,
+    layout: Layout,
+    mp_policy: MixedPrecisionPolicy,
+    reshard_after_forward: bool | int | None,
+) -> Blueprint:
+    fqn, submodule, attribute = place
+    policy = arguments.policy_for(fqn, parameter, mp_policy)
+    full = layout.full_like(parameter, policy.param_dtype)
+    reshard, _ = arguments.resolve_reshard(reshard_after_forward, layout.ranks)
+    described = (
+        f"'{fqn}' {list(full.shape)} of {full.dtype}, strides {full.stride()}, "
+        f"requires_grad={parameter.requires_grad}, grad_dtype={parameter.grad_dtype}, "
+        f"reduce_dtype={policy.reduce_dtype}, owner={layout.owner}, "
+        f"reshard_after_forward={reshard_after_forward}"
+    )
+    if is_made_of_rows(parameter):
+        check_param_dtype(fqn, parameter, policy.param_dtype)
+        described += f", {description_of(parameter)}"
+    return Blueprint(parameter, submodule, attribute, layout, policy, full, reshard, described)
 
 
 def _fqn_of(

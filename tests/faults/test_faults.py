@@ -107,7 +107,7 @@ def test_a_rank_that_is_killed_is_missed_at_once(moment, transport):
     assert seconds < SLACK
     if moment == "fully_shard":
         assert message.startswith(
-            "Zero3Error: fully_shard: parameters: ranks [0, 1] could not tell each other"
+            "Zero3Error: fully_shard: arguments: ranks [0, 1] could not tell each other"
         )
     else:
         assert _names_rank_1(message)

@@ -16,7 +16,9 @@ from support.models import (
     optimizers_of,
     shard,
 )
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -77,6 +79,9 @@ def _fail_on_one_of_four(kind):
         case "blocks over another mesh":
             fully_shard(model.blocks[0], mesh=mesh["rows"])
             over = mesh["columns"]
+    policy = "bf16" if dist.get_rank() == 0 else MixedPrecisionPolicy()
+    with pytest.raises((TypeError, Zero3Error), match="mp_policy must be"):
+        fully_shard(model, mesh=over, mp_policy=policy)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 0:
             _no_memory(patch, at=0)
@@ -88,6 +93,50 @@ def _fail_on_one_of_four(kind):
 @pytest.mark.parametrize("kind", ["replicas", "tensor parallel", "blocks over another mesh"])
 def test_a_failure_on_one_rank_is_an_error_on_all_of_the_model(run_ranks, kind):
     run_ranks(4, _fail_on_one_of_four, kind)
+
+
+def _keeps_a_reference(model):
+    model.head.kept = [model.head.weight]
+
+
+def _has_no_forward(model):
+    model.forward = nn.Module().forward
+
+
+BAD = {
+    "policy": ({"mp_policy": "bf16"}, None, "TypeError: mp_policy must be"),
+    "transport": ({"transport": "smoke signals"}, None, "ValueError: transport"),
+    "reshard": ({"reshard_after_forward": 3}, None, "ValueError: reshard_after_forward is"),
+    "ignored": ({"ignored_params": [3]}, None, "TypeError: ignored_params is"),
+    "placement": ({"shard_placement_fn": lambda p: 3}, None, "TypeError: shard_placement_fn"),
+    "offload": ({"offload_policy": 3}, None, "NotImplementedError: fully_shard does not"),
+    "reference": ({}, _keeps_a_reference, "Zero3Error: 'head'.* keeps a second reference"),
+    "forward": ({}, _has_no_forward, "Zero3Error: a Stack has no forward"),
+}
+
+
+def _bad_on_one(transport):
+    for bad, change, told in BAD.values():
+        model = Stack()
+        given = {"transport": transport}
+        if dist.get_rank() == 1:
+            given |= bad
+            if change is not None:
+                change(model)
+            told = told.partition(": ")[2]
+            expected = (TypeError, ValueError, NotImplementedError, Zero3Error)
+        else:
+            expected, told = Zero3Error, rf"failed on rank 1: {told}.*Nothing is sharded"
+        with pytest.raises(expected, match=told):
+            fully_shard(model, **given)
+        assert type(model) is Stack
+    model, reference = shard(Stack(), transport=transport)
+    assert_same_step(model, reference, batch_of(4, 8))
+
+
+@each_transport
+def test_what_one_rank_alone_refuses_is_told_to_the_others(run_ranks, transport):
+    run_ranks(2, _bad_on_one, transport)
 
 
 def _fail_then_train(transport):
