@@ -12,18 +12,65 @@ from typing import Any
 
 import torch
 
-_OF_TENSORS = ("shape", "dtype", "device", "requires_grad")
+_OF_TENSORS = ("shape", "dtype", "device", "requires_grad", "layout")
+_CALLED = {"stride": "_strides", "is_contiguous": "_is_contiguous"}
 
 
 class _Attributes:
-    """Base of the classes that :func:`follow` makes objects of."""
+    """Base of the classes that :func:`follow` makes objects of.
+
+    It has what a tensor tells of itself. Its methods are those of a tensor.
+    """
 
     # Beside ``__dict__``, which is that of a tensor.
-    __slots__ = (*_OF_TENSORS, "__dict__")
+    __slots__ = (*_OF_TENSORS, *_CALLED.values(), "__dict__")
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    _strides: tuple[int, ...]
+    _is_contiguous: bool
 
     def size(self, dim: int | None = None) -> Any:
-        """Returns the size of the shard."""
-        return self.shape if dim is None else self.shape[dim]  # type: ignore[attr-defined]
+        return self.shape if dim is None else self.shape[dim]
+
+    def stride(self, dim: int | None = None) -> Any:
+        return self._strides if dim is None else self._strides[dim]
+
+    def is_contiguous(self) -> bool:
+        return self._is_contiguous
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    ndimension = dim
+    ndim = property(dim)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    nelement = numel
+
+    def element_size(self) -> int:
+        return self.dtype.itemsize
+
+    itemsize = property(element_size)
+    nbytes = property(lambda self: self.numel() * self.itemsize)
+
+    def is_floating_point(self) -> bool:
+        return self.dtype.is_floating_point
+
+    def is_complex(self) -> bool:
+        return self.dtype.is_complex
+
+    is_cpu = property(lambda self: self.device.type == "cpu")
+    is_cuda = property(lambda self: self.device.type == "cuda")
+    is_meta = property(lambda self: self.device.type == "meta")
+
+    def get_device(self) -> int:
+        return -1 if self.device.index is None else self.device.index
 
 
 def follow(attributes: Any, local: torch.Tensor) -> Any:
@@ -40,6 +87,8 @@ def follow(attributes: Any, local: torch.Tensor) -> Any:
         attributes = object.__new__(cls)
     for name in _OF_TENSORS:
         setattr(attributes, name, getattr(local, name))
+    for method, name in _CALLED.items():
+        setattr(attributes, name, getattr(local, method)())
     if attributes.__dict__ is not local.__dict__:
         attributes.__dict__ = local.__dict__
     return attributes

@@ -339,6 +339,18 @@ class _UsesItself(Bf16Gathered):
     def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
         assert self.shape[1] == self.size(1) == self.width
         assert (self.dtype, self.device.type) == (param_dtype, "cpu")
+        assert self.ndim == self.dim() == self.ndimension() == 2
+        assert self.numel() == self.nelement() == len(self) * self.width
+        assert self.stride() == (self.width, 1) == (self.stride(0), self.stride(dim=-1))
+        assert self.is_contiguous()
+        assert self.layout == torch.strided
+        assert self.nbytes == self.numel() * self.itemsize == self.numel() * self.element_size()
+        assert self.is_floating_point()
+        assert not self.is_complex()
+        assert self.is_cpu
+        assert not (self.is_cuda)
+        assert not (self.is_meta)
+        assert self.get_device() == -1
         full, _ = super().fsdp_post_all_gather(outputs, metadata, param_dtype)
         full = self.halved(self.unscaled(self.scaled(full)))
         return full * self.width, outputs
