@@ -296,11 +296,13 @@ def _of_shard(
     numbers = [each.number if isinstance(each, Description) else each for each in given]
     if len(tensors) < len(given) or numbers[0] is not None:
         if any(repr(each) != repr(numbers[0]) for each in numbers):
+            # torch keeps numbers of these names in such tensors itself.
+            rename = "give it another name, and " if path[-1] in NUMBERS else ""
             raise Zero3Error(
                 f"{state} is {numbers[0]!r} on one rank and "
                 f"{next(n for n in numbers if repr(n) != repr(numbers[0]))!r} on another, which a "
-                "checkpoint would take for equal: keep it in a floating-point tensor, which is "
-                "stored for each rank"
+                f"checkpoint would take for equal: {rename}keep it in a floating-point tensor, "
+                "which is stored for each rank"
             )
         return _number(given[0], mine)
     if path in follow and len(given) == len(of_ranks):

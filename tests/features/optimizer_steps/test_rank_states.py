@@ -334,6 +334,14 @@ def _numbers(mesh, ranks_with_one):
     told = r"state 'rank' of .* is 0 on one rank and 1 on another.*: keep it in a floating-point"
     with pytest.raises(Zero3Error, match=told):
         optimizer.state_dict()
+    for state in optimizer.state.values():  # as the error says, in a name of torch's
+        state["mu"] = torch.tensor(float(state.pop("rank")))
+    told = r"'mu' of .* is 0.0 on one rank and 1.0 .*: give it another name, and keep it in a float"
+    with pytest.raises(Zero3Error, match=told):
+        optimizer.state_dict()
+    for state in optimizer.state.values():
+        state["rank"] = state.pop("mu")
+    optimizer.state_dict()
 
 
 def test_numbers_that_differ_between_ranks_are_refused(run_ranks):
