@@ -137,7 +137,7 @@ def fully_shard(
         for each in modules:
             arguments.check_module(each, ignored)
         new = _new_parameters(modules, ignored)
-        check_private_references(modules, functools.partial(_fqn_of, new))
+        check_private_references(modules, functools.partial(_fqn_of, modules, new))
         layouts: dict[nn.Parameter, Layout] = {
             parameter: arguments.offloaded(
                 resolve_layout(fqn, parameter, ranks_of_mesh, shard_placement_fn, ranks_of, spmd),
@@ -246,13 +246,18 @@ def _blueprint(
 
 
 def _fqn_of(
-    new: Mapping[nn.Parameter, tuple[str, nn.Module, str]], tensor: torch.Tensor
+    modules: Sequence[nn.Module],
+    new: Mapping[nn.Parameter, tuple[str, nn.Module, str]],
+    tensor: torch.Tensor,
 ) -> str | None:
     """Returns the name of a tensor that is one of ``new``, or became a shard earlier."""
     if isinstance(tensor, nn.Parameter) and tensor in new:
         return new[tensor][0]
     known = sharded_as(tensor)
-    return None if known is None else known.fqn
+    if known is None:
+        return None
+    named = (each for module in modules for each in module.named_parameters())
+    return next((fqn for fqn, parameter in named if parameter is known.shard), known.fqn)
 
 
 def _install(

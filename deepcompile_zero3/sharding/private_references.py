@@ -49,7 +49,8 @@ def check_private_references(
                 raise Zero3Error(
                     f"{where} keeps a second reference to the parameter '{fqn}' in {path}, which "
                     f"would get no gradient and go stale: {_remedy(module, parameter, fqn)} in "
-                    "forward instead, or pass the parameter in ignored_params"
+                    "forward instead, or pass the parameter in ignored_params of the call that "
+                    "shards it"
                 )
 
 

@@ -79,9 +79,35 @@ def test_a_reference_to_a_parameter_of_another_module_is_refused(first):
     model = _Tied()
     if first:
         fully_shard(getattr(model, first))
-    message = r"'decoder' \(_Decoder\) keeps .*weight' in self.shared\[0\].*read its 'weight'"
+    message = (
+        r"'decoder' \(_Decoder\) keeps .*'embedding.weight' in self.shared\[0\].*keep .*"
+        "'embedding', and read its 'weight'.*ignored_params of the call that shards it"
+    )
     with pytest.raises(Zero3Error, match=message):
         fully_shard(model)
+
+
+class _TiedToOthers(nn.Module):
+    """Has blocks that refer to the model and to each other, and are tied to a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(2))
+        self.head = nn.Linear(8, 8, bias=False)
+        self.head.weight = self.blocks[0].weight
+        for block, other in zip(self.blocks, reversed(self.blocks), strict=True):
+            block.others = [self, other, self.head]
+
+    def forward(self, x):
+        return self.head(self.blocks[1](self.blocks[0](x)))
+
+
+def test_blocks_may_refer_to_modules_that_a_later_call_shards():
+    model = _TiedToOthers()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)(batch_of(2, 8)).sum().backward()
+    assert model.head._parameters["weight"] is model.blocks[0]._parameters["weight"]
 
 
 def test_ignored_parameters_may_be_held():
