@@ -2,7 +2,9 @@
 
 import collections
 import dataclasses
+import functools
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import MemberDescriptorType, SimpleNamespace
 from typing import Any
@@ -13,6 +15,8 @@ from torch import nn
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.sharding.swap import original_class
+
+_log = logging.getLogger(__name__)
 
 _REGISTRIES = ("_parameters", "_modules", "_buffers")  # of an nn.Module
 _MOST_OBJECTS = 100_000  # to look at in an attribute: it may be a vocabulary
@@ -41,10 +45,10 @@ def check_private_references(
         for attribute, value in vars(module).items():
             if attribute in _REGISTRIES or attribute in skipped:
                 continue
-            for path, parameter in _tensors_in(f"self.{attribute}", value):
+            kind = original_class(module).__name__
+            for path, parameter in _tensors_in(kind, attribute, value):
                 if (fqn := fqn_of(parameter)) is None:
                     continue
-                kind = original_class(module).__name__
                 where = f"'{prefix}' ({kind})" if prefix else f"the {kind}"
                 raise Zero3Error(
                     f"{where} keeps a second reference to the parameter '{fqn}' in {path}, which "
@@ -63,11 +67,17 @@ def _remedy(module: nn.Module, parameter: torch.Tensor, fqn: str) -> str:
     return f"keep the module that has the parameter, {holder}, and read its '{name}'"
 
 
-def _tensors_in(path: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the tensors in ``value``, each with an expression for its place."""
+def _tensors_in(kind: str, attribute: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the tensors in an attribute's value, each with an expression for its place.
+
+    ``kind`` is the name of the module's class.
+    """
     seen: set[int] = set()
-    todo = collections.deque([(path, value)])
-    while todo and len(seen) < _MOST_OBJECTS:
+    todo = collections.deque([(f"self.{attribute}", value)])
+    while todo:
+        if len(seen) == _MOST_OBJECTS:
+            _warn_of_more(kind, attribute)
+            return
         path, value = todo.popleft()
         if id(value) in seen:
             continue
@@ -76,6 +86,17 @@ def _tensors_in(path: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield path, value
         else:
             todo.extend(_items_of(path, value))
+
+
+@functools.cache  # equal layers have it too, and are searched again with the model around them
+def _warn_of_more(kind: str, attribute: str) -> None:
+    _log.warning(
+        "a %s has more than %d objects in self.%s: fully_shard has not looked for references to "
+        "parameters among the rest, which would get no gradient and go stale",
+        kind,
+        _MOST_OBJECTS,
+        attribute,
+    )
 
 
 def _items_of(path: str, value: Any) -> Iterable[tuple[str, Any]]:

@@ -151,3 +151,14 @@ def test_what_does_not_go_stale_is_not_refused():
         fully_shard(block)
     fully_shard(model)(batch_of(2, 8)).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_a_search_that_ends_early_is_told_once_by_name(caplog):
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].vocabulary = {str(i): i for i in range(100_001)}
+    model[0].small = [*range(1000)]
+    for each in (model[0], model):
+        fully_shard(each)
+    model = fully_shard(nn.Sequential(model))
+    (told,) = caplog.messages
+    assert told.startswith("a Linear has more than 100000 objects in self.vocabulary: ")
