@@ -4,7 +4,7 @@ import copy
 import dataclasses
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -15,6 +15,13 @@ from deepcompile_zero3.torch_release import RELEASE
 
 # Whether Dynamo traces the attributes of an object, and what makes objects without ``__init__``.
 _TRACES_ATTRIBUTES = RELEASE >= (2, 13)
+_LEAVES = (bool, int, float, str, bytes, type, nn.Module)
+# Dynamo does not compare them. Any of these that contains itself does so in another container.
+_NOT_COMPARED = (tuple, deque, set, frozenset)
+
+# Of a container: names of fields; their values, then items; and what pytree makes it again by.
+_Parts: TypeAlias = tuple[Sequence[str], Sequence[Any], Any]
+_NO_PARTS: _Parts = ((), (), None)
 
 
 class ForwardCasts:
@@ -31,101 +38,155 @@ class ForwardCasts:
         it. Others are copied: what is written to a copy is not seen by the caller.
         """
         if self._input_dtype is not None:
-            args, kwargs = _cast_floats((args, kwargs), self._input_dtype)
+            args, kwargs = _Cast(self._input_dtype).of((args, kwargs))
         return args, kwargs
 
     def output(self, output: Any) -> Any:
         """Returns a forward's output with all floating tensors in the policy's dtype."""
         dtype = self._output_dtype
-        return output if dtype is None else _cast_floats(output, dtype)
+        return output if dtype is None else _Cast(dtype).of(output)
 
 
-def _cast_floats(value: Any, dtype: torch.dtype, above: Sequence[tuple[Any, Any]] = ()) -> Any:
-    """Returns ``value`` with its floating tensors in ``dtype``.
+class _Cast:
+    """A cast of tensors, and of the containers that they are in.
 
-    A container in which no tensor changes is returned itself. Others are shallow copies, made
-    without ``__init__``: what is not a tensor to cast stays as it is.
-
-    Args:
-        value: tensors, and lists, tuples, deques, dicts, dataclasses, their subclasses, and what is
-            registered with pytree, of any depth.
-        dtype: a floating dtype.
-        above: the containers that ``value`` is in, each with its copy. They may be in ``value``
-            too.
+    Containers are lists, tuples, sets, deques, dicts, dataclasses, their subclasses, and what is
+    registered with pytree, of any depth. One in which no tensor changes is returned itself. Others
+    are shallow copies, made without ``__init__``: what is not a tensor to cast stays as it is. What
+    is given several times, or holds itself, is so in the result.
     """
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if not isinstance(value, tuple):  # Dynamo does not compare tuples; a cycle has another object
-        for original, made in above:
-            if original is value:
-                return made
-    if not _holds_others(value, dtype, ()):
-        return value
-    rebuilds = _rebuilds(value)
-    if isinstance(value, tuple) and not _is_structseq(value) and not rebuilds:
-        made = tuple.__new__(type(value), [_cast_floats(each, dtype, above) for each in value])
-        if _TRACES_ATTRIBUTES or not torch.compiler.is_compiling():
-            for name, attribute in getattr(value, "__dict__", {}).items():
-                object.__setattr__(made, name, attribute)
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._is_traced = torch.compiler.is_compiling()
+        # What was found: tensors to cast, and what may be a container. Others name them by index.
+        self._found: list[Any] = []
+        self._index_of: dict[int, int] = {}  # by id
+        self._holders: list[list[int]] = []  # for each of them, what it is in
+        self._parts: list[tuple[_Parts, list[int]]] = []  # and what is in it, with indices
+        self._changes: list[bool] = []
+        self._made: dict[int, Any] = {}
+
+    def of(self, value: Any) -> Any:
+        """Returns ``value`` with its floating tensors in the dtype."""
+        root = self._index(value)
+        changed = []
+        at = 0
+        while at < len(self._found):
+            found = self._found[at]
+            is_tensor = isinstance(found, torch.Tensor)
+            parts = _NO_PARTS if is_tensor else _parts_of(found)
+            indices = [self._index(part) for part in parts[1]]
+            for index in indices:
+                if index >= 0:
+                    self._holders[index].append(at)
+            self._parts.append((parts, indices))
+            self._changes.append(is_tensor)
+            if is_tensor:
+                changed.append(at)
+            at += 1
+        if not changed:
+            return value
+        while changed:
+            for holder in self._holders[changed.pop()]:
+                if not self._changes[holder]:
+                    self._changes[holder] = True
+                    changed.append(holder)
+        return self._new(value, root)
+
+    def _index(self, value: Any) -> int:
+        """Returns the index of a tensor to cast or of a container, -1 of most other values."""
+        if isinstance(value, torch.Tensor):
+            if not value.is_floating_point() or value.dtype == self._dtype:
+                return -1
+        elif value is None or isinstance(value, _LEAVES):
+            return -1
+        if not self._is_traced:
+            index = self._index_of.setdefault(id(value), len(self._found))
+            if index < len(self._found):
+                return index
+        elif not isinstance(value, _NOT_COMPARED):
+            for index, found in enumerate(self._found):
+                if type(found) is type(value) and found is value:
+                    return index
+        self._found.append(value)
+        self._holders.append([])
+        return len(self._found) - 1
+
+    def _new(self, value: Any, index: int) -> Any:
+        if index < 0 or not self._changes[index]:
+            return value
+        if index not in self._made:
+            made = value.to(self._dtype) if isinstance(value, torch.Tensor) else self._copy(index)
+            self._made.setdefault(index, made)
+        return self._made[index]
+
+    def _copy(self, index: int) -> Any:
+        """Returns a copy of a container, with what is made of its parts."""
+        value = self._found[index]
+        (names, parts, spec), indices = self._parts[index]
+        is_made_first = spec is None and not isinstance(value, tuple | frozenset)
+        # It may be in its parts.
+        if is_made_first:
+            self._made[index] = _shallow_copy(value)
+        elif spec is not None:
+            self._made[index] = value
+        new = [self._new(part, i) for part, i in zip(parts, indices, strict=True)]
+        if spec is not None:
+            del self._made[index]
+            return torch_internals.tree_unflatten(new, spec)
+        if isinstance(value, tuple):
+            made = tuple.__new__(type(value), new)
+            if _TRACES_ATTRIBUTES or not self._is_traced:
+                for name, attribute in getattr(value, "__dict__", {}).items():
+                    object.__setattr__(made, name, attribute)
+            return made
+        if isinstance(value, frozenset):
+            return type(value)(new)
+        changes = [i >= 0 and self._changes[i] for i in indices]
+        if names and self._is_traced and value.__dataclass_params__.frozen:
+            # A graph returns a frozen one only with fields made before.
+            self._made[index] = _shallow_copy(value)
+        made = self._made[index]
+        for name, field, is_new in zip(names, new, changes, strict=False):
+            if is_new:
+                object.__setattr__(made, name, field)
+        items, changes = new[len(names) :], changes[len(names) :]
+        if isinstance(value, dict):
+            for key, item, is_new in zip(value, items, changes, strict=True):
+                if is_new:
+                    dict.__setitem__(made, key, item)
+        elif isinstance(value, list):
+            made[:] = items
+        elif isinstance(value, set):
+            made.clear()
+            made.update(items)
+        else:  # a deque
+            for i, item in enumerate(items):
+                made[i] = item
         return made
-    is_dataclass = _is_dataclass(value)
-    if rebuilds or not (is_dataclass or isinstance(value, list | deque | dict)):
+
+
+def _parts_of(value: Any) -> _Parts:
+    if type(value) is tuple or type(value) is list:
+        return (), value, None
+    if type(value) is dict:
+        return (), [*value.values()], None
+    if _rebuilds(value):
         children, spec = _flatten_once(value)
-        above = (*above, (value, value))
-        return torch_internals.tree_unflatten(
-            [_cast_floats(each, dtype, above) for each in children], spec
-        )
-    made = _shallow_copy(value)
-    above = (*above, (value, made))
-    if is_dataclass:
-        fields = [(name, getattr(value, name)) for name in _fields_of(value)]
-        replaced = [
-            (name, _cast_floats(field, dtype, above))
-            for name, field in fields
-            if _holds_others(field, dtype, ())
-        ]
-        if torch.compiler.is_compiling() and value.__dataclass_params__.frozen:
-            made = _shallow_copy(value)  # a graph returns a frozen one only with fields made before
-        for name, field in replaced:
-            object.__setattr__(made, name, field)
-    if isinstance(value, dict):
-        for key, item in value.items():
-            if _holds_others(item, dtype, ()):
-                dict.__setitem__(made, key, _cast_floats(item, dtype, above))
-    elif isinstance(value, list):
-        made[:] = [_cast_floats(each, dtype, above) for each in value]
-    elif isinstance(value, deque):
-        for i, each in enumerate(value):
-            made[i] = _cast_floats(each, dtype, above)
-    return made
-
-
-def _holds_others(value: Any, dtype: torch.dtype, above: Sequence[Any]) -> bool:
-    """Whether ``value`` is or holds a floating tensor of another dtype."""
-    if isinstance(value, torch.Tensor):
-        return value.is_floating_point() and value.dtype != dtype
-    if not isinstance(value, tuple):
-        for container in above:
-            if container is value:
-                return False
-        above = (*above, value)
-    return any(_holds_others(child, dtype, above) for child in _children_of(value))
-
-
-def _children_of(value: Any) -> Sequence[Any]:
-    if value is None or isinstance(value, bool | int | float | str | nn.Module | type):
-        return ()
-    children = []
+        return (), children, spec
+    names: list[str] = []
     if is_dataclass := _is_dataclass(value):
-        children += [getattr(value, name) for name in _fields_of(value)]
+        names = [each.name for each in dataclasses.fields(value) if hasattr(value, each.name)]
+    fields = [getattr(value, name) for name in names]
     if isinstance(value, dict):
-        return [*children, *value.values()]
-    if isinstance(value, list | tuple | deque):
-        return [*children, *value]
+        return names, [*fields, *value.values()], None
+    if isinstance(value, list | tuple | deque | set | frozenset):
+        return names, [*fields, *value], None
     if is_dataclass:
-        return children
-    children, _ = _flatten_once(value)
-    return () if len(children) == 1 and children[0] is value else children
+        return names, fields, None
+    children, spec = _flatten_once(value)
+    return _NO_PARTS if len(children) == 1 and children[0] is value else ((), children, spec)
 
 
 def _flatten_once(value: Any) -> tuple[list[Any], Any]:
@@ -139,15 +200,18 @@ def _shallow_copy(value: Any) -> Any:
         return [*value]
     if type(value) is dict:
         return {**value}
+    if type(value) is set:
+        return {*value}
     if type(value) is deque:
         return deque(value, value.maxlen)
     if type(value) is defaultdict:
         return defaultdict(value.default_factory, value)
-    if isinstance(value, list | deque | dict) or not torch.compiler.is_compiling():
+    if isinstance(value, list | deque | dict | set) or not torch.compiler.is_compiling():
         return copy.copy(value)
     made = object.__new__(type(value))
-    for name in _fields_of(value):  # it may have slots
-        object.__setattr__(made, name, getattr(value, name))
+    for field in dataclasses.fields(value):  # it may have slots
+        if hasattr(value, field.name):
+            object.__setattr__(made, field.name, getattr(value, field.name))
     if _TRACES_ATTRIBUTES and hasattr(value, "__dict__"):
         for name, attribute in value.__dict__.items():
             object.__setattr__(made, name, attribute)
@@ -156,6 +220,8 @@ def _shallow_copy(value: Any) -> Any:
 
 def _rebuilds(value: Any) -> bool:
     """Returns whether pytree makes a new container, with its own attributes alone."""
+    if isinstance(value, tuple) and isinstance(getattr(value, "n_fields", None), int):
+        return True  # a result of torch such as that of ``max``, which tuple cannot make
     if _TRACES_ATTRIBUTES or not torch.compiler.is_compiling():
         return False
     if type(value) is tuple or type(value) is list or type(value) is dict or type(value) is deque:
@@ -169,12 +235,3 @@ def _is_dataclass(value: Any) -> bool:
         return False  # torch 2.11 cannot ask them for an attribute
     # Not is_dataclass(): torch 2.11 breaks a graph at an attribute of a type.
     return isinstance(getattr(value, "__dataclass_fields__", None), dict)
-
-
-def _fields_of(value: Any) -> list[str]:
-    return [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-
-
-def _is_structseq(value: tuple) -> bool:
-    """Whether ``value`` is a result of torch such as that of ``max``, which tuple cannot make."""
-    return isinstance(getattr(value, "n_fields", None), int)

@@ -190,6 +190,17 @@ def test_so_it_is_with_outputs(how, kind):
     _assert_same(actual, MADE[kind](batch_of(2, 4)), torch.bfloat16)
 
 
+@pytest.mark.parametrize("kind", [set, frozenset])
+def test_tensors_in_sets_are_cast(kind):  # Dynamo takes no sets of tensors
+    block = fully_shard(_Returns(4, 4), mp_policy=IN_BF16)
+    given = kind([batch_of(2, 4), "one"])
+    actual, _ = block(given, batch_of(2, 4))
+    assert type(actual) is kind
+    assert {getattr(each, "dtype", each) for each in actual} == {torch.bfloat16, "one"}
+    assert {getattr(each, "dtype", each) for each in given} == {torch.float32, "one"}
+    assert block(actual, batch_of(2, 4))[0] is actual
+
+
 def test_a_deque_keeps_its_maximum():  # Dynamo forgets that of any deque which a graph returns
     block = fully_shard(_Returns(4, 4), mp_policy=IN_BF16)
     (actual, _) = block(collections.deque([batch_of(2, 4)], maxlen=2), batch_of(2, 4))
@@ -209,3 +220,35 @@ def test_containers_may_contain_themselves():
         assert actual.x[0].dtype == torch.bfloat16
         assert actual.x[1][0] is actual.x[1][1]["items"] is actual.x
         assert (actual is record) == (actual.x is items) == (x.dtype == torch.bfloat16)
+
+
+class _AddsToFirst(nn.Linear):
+    """A block that writes to one of its arguments, and reads others."""
+
+    def forward(self, x, others):
+        x.add_(1)
+        return super().forward(x) + others["x"][0], others["x"] is others["again"]
+
+
+@each_way
+def test_what_is_given_twice_is_one_thing_in_the_forward(how):
+    block = fully_shard(_AddsToFirst(4, 4), mp_policy=IN_BF16)
+    x, weight = batch_of(2, 4), block.weight.full_tensor().detach()
+    items = [x]
+    output, is_one = compiled(block, how, fullgraph=True)(x, {"x": items, "again": items})
+    assert is_one
+    expected = (x + 1) @ weight.T + block.bias.full_tensor() + x + 1
+    torch.testing.assert_close(output.float(), expected, rtol=0.05, atol=0.05)
+
+
+def test_containers_that_are_shared_take_no_time_that_doubles_with_depth():
+    block = fully_shard(_Returns(4, 4), mp_policy=IN_BF16)
+    for x in (batch_of(2, 4), batch_of(2, 4).bfloat16()):
+        shared = [x]
+        for _ in range(60):
+            shared = [shared, (shared,)]
+        actual, _ = block(shared, x)
+        for _ in range(60):
+            assert actual[0] is actual[1][0]
+            actual = actual[0]
+        assert actual[0].dtype == torch.bfloat16
