@@ -118,7 +118,8 @@ def fully_shard(
         ``module``, which is now a :class:`Zero3Module` too.
 
     Raises:
-        Zero3Error: the module cannot be sharded correctly. It is left unchanged.
+        Zero3Error: the module cannot be sharded correctly, or another rank has raised, whatever it
+            was. The module is left unchanged.
         TypeError, ValueError: an argument has a wrong type or value.
         NotImplementedError: an argument is not supported yet.
     """
