@@ -14,7 +14,7 @@ from support.models import (
     mine,
     shard,
 )
-from support.retained_graphs import compare_two_losses
+from support.retained_graphs import compare_two_losses, two_losses
 
 
 @each_way
