@@ -29,6 +29,8 @@ from support.job import collect_for_good
 from support.paths import ROOT
 from torch.distributed.tensor import DTensor, _random, _redistribute
 
+from deepcompile_zero3.runtime import _C
+
 # Seconds that the other ranks may go on after one has failed: they are likely to wait for it.
 GRACE_SECONDS = 5.0
 
@@ -47,6 +49,7 @@ class RankPool:
             _start_forkserver()
         self._environment = environment
         self._ranks = []
+        self._has_models = False  # whether a run left some that are alive
         self._folder = None  # where a rank that hangs writes its stack
 
     def run(self, function, *args, timeout=120):
@@ -61,6 +64,8 @@ class RankPool:
             AssertionError: with the traceback of every rank that failed, did not finish, or died.
         """
         __tracebackhide__ = True
+        if self._has_models:
+            self._kill()  # models of this run would get other names
         if not self._ranks:
             self._start()
         with _four_at_once(self.world_size), tempfile.TemporaryDirectory() as folder:
@@ -92,6 +97,7 @@ class RankPool:
     def _collect(self, timeout):
         """Returns the results and the errors, by rank."""
         results, errors = {}, {}
+        self._has_models = False
         deadline = time.monotonic() + timeout
         waiting = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks)}
         while waiting:
@@ -101,7 +107,8 @@ class RankPool:
             for pipe in ready:
                 rank = waiting.pop(pipe)
                 try:
-                    succeeded, value = pipe.recv()
+                    succeeded, value, has_models = pipe.recv()
+                    self._has_models |= has_models
                 except EOFError:
                     succeeded, value = False, f"died with exit code {self._exit_code(rank)}"
                 (results if succeeded else errors)[rank] = value
@@ -210,7 +217,7 @@ def _serve(pipe, rank, world_size, environment, stack_path):
         except BaseException:
             answer = False, f"failed with\n{traceback.format_exc()}"
         sys.stdout.flush()
-        pipe.send(answer)
+        pipe.send((*answer, bool(_C.live_model_numbers())))
 
 
 def _run(function, args, store, rank, world_size, caches):
