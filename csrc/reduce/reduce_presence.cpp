@@ -84,10 +84,13 @@ void Reduction::begin_presence_checks(const std::vector<ParameterPtr>& parameter
 void Reduction::begin_presence_checks(const Parameter& parameter) {
   if (contains(checked_, parameter.model_number)) return;
   // Ranks may come to the models in different orders.
-  std::set<int64_t> numbers{parameter.model_number};
+  std::set<int64_t> in_graph;
   for (auto& other : Registry::get().alive())
     if (exchanges_presence(*other) && other->is_wanted() && is_in_graph(other->placeholder))
-      numbers.insert(other->model_number);
+      in_graph.insert(other->model_number);
+  std::vector<int64_t> numbers(in_graph.begin(), in_graph.end());
+  // Last, if it is only gathered: a rank whose first action is a gradient has not come to it.
+  if (!in_graph.contains(parameter.model_number)) numbers.push_back(parameter.model_number);
   for (const int64_t number : numbers) {
     if (contains(checked_, number)) continue;
     checked_.push_back(number);

@@ -143,3 +143,44 @@ def _gradient_of_an_input(transport):
 @either_transport
 def test_a_gradient_of_an_input_reduces_no_sums(run_ranks, transport):
     run_ranks(2, _gradient_of_an_input, transport, timeout=60)
+
+
+class _Distilled(Shifted):
+    """Runs a model of another backward in its recomputed block."""
+
+    def __init__(self, teacher):
+        super().__init__(use_reentrant=False)
+        self.teacher = [teacher]  # no submodule
+
+    def forward(self, x, is_shifted):
+        x = checkpoint(self._body, self.stem(x), use_reentrant=False)
+        loss = x.square().mean()
+        for shift in self.shifts if is_shifted else ():
+            loss = loss + (x.mean() + shift).mean()
+        return loss
+
+    def _body(self, x):
+        with torch.no_grad():
+            target = self.teacher[0](x)
+        return self.block(x) * target
+
+
+def _another_model_in_the_recomputation(transport, is_first):
+    torch.manual_seed(0)
+    teacher = nn.Linear(8, 8)  # trainable, in other backwards
+    model = _Distilled(teacher)
+    reference = copy.deepcopy(model)
+    for each in (teacher, model) if is_first else (model, teacher):
+        fully_shard(each, transport=transport)
+    model.set_reduce_scatter_unused_params(True)
+    batch = batch_of(4, 8)
+    model(mine(batch), dist.get_rank() == 0).backward()
+    for rank, rows in enumerate(batch.chunk(2)):
+        (reference(rows, rank == 0) / 2).backward()
+    assert_same_gradients(model, reference)
+
+
+@either_transport
+@pytest.mark.parametrize("is_first", [True, False], ids=["sharded first", "sharded last"])
+def test_such_gradients_beside_a_model_without_any(run_ranks, transport, is_first):
+    run_ranks(2, _another_model_in_the_recomputation, transport, is_first, timeout=60)
