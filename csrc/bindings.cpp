@@ -170,6 +170,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("stop", &CollectiveLog::stop)
       .def("records", &CollectiveLog::records);
 
+  m.def("announce_presences", &announce_presences, py::call_guard<py::gil_scoped_release>());
   m.def("add_uses", &add_uses, py::call_guard<py::gil_scoped_release>());
   m.def(
       "wait_for_shards", [] { wait_for_host_copies(CopyStream::kShards); },

@@ -44,6 +44,7 @@ from deepcompile_zero3.passes.region_reductions import reduce_in_regions
 from deepcompile_zero3.passes.regions import RegionFacts
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.extension import is_metadata, parameter_behind
+from deepcompile_zero3.sharding.first_actions import announce_at, nodes_of
 from deepcompile_zero3.sharding.group import compiled_forward, group_of
 from deepcompile_zero3.sharding.parameter import ShardedParameter, keep_models_alive, parameter_of
 from deepcompile_zero3.sharding.reads import is_forward
@@ -197,8 +198,9 @@ class CompiledGraph:
                 for parameter in group.parameters:  # other graphs may read them
                     parameter.prepare_forward()
             outputs = self._eager(*args)
-            for node in _nodes_of(outputs):
+            for node in nodes_of(outputs):
                 keep_models_alive(node, parameters)
+            announce_at(nodes_of(outputs), map(parameter_behind, parameters))
             return outputs
         has_backward = torch.is_grad_enabled()
         if has_backward:
@@ -213,9 +215,10 @@ class CompiledGraph:
         epochs = _C.ForwardEpochs([parameter.handle for parameter in parameters])
 
         begin_backward = functools.partial(_begin_backward, parameters, epochs)
-        for node in _nodes_of(outputs):
+        for node in nodes_of(outputs):
             keep_models_alive(node, parameters)
             node.register_prehook(begin_backward)
+        announce_at(nodes_of(outputs), map(parameter_behind, parameters))
         return outputs
 
 
@@ -226,12 +229,6 @@ def _begin_backward(
     if torch.is_grad_enabled():
         _refuse_create_graph(parameters)
     epochs.begin_backward()
-
-
-def _nodes_of(outputs: Iterable[Any]) -> set[torch.autograd.graph.Node]:
-    """Returns the autograd nodes that produce ``outputs``."""
-    nodes = (output.grad_fn for output in outputs if isinstance(output, torch.Tensor))
-    return {node for node in nodes if node is not None}
 
 
 def _refuse_create_graph(parameters: Iterable[ShardedParameter]) -> None:

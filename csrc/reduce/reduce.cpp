@@ -4,6 +4,7 @@
 
 #include <array>
 #include <exception>
+#include <map>
 #include <unordered_map>
 
 #include "parameter/registry.h"
@@ -77,6 +78,17 @@ std::shared_ptr<Reduction> Reduction::current() {
     at_end_of_backward([reduction] { reduction->finish_backward(); });
   }
   return reduction;
+}
+
+std::vector<std::shared_ptr<Reduction>> Reduction::running_here() {
+  std::map<int, std::shared_ptr<Reduction>> running;  // a backward inside of another began later
+  std::lock_guard lock(running_mutex);
+  for (auto& [task, weak] : running_reductions)
+    if (auto reduction = weak.lock(); reduction && reduction->thread_ == std::this_thread::get_id())
+      running.emplace(task, std::move(reduction));
+  std::vector<std::shared_ptr<Reduction>> result;
+  for (auto& [_, reduction] : running) result.push_back(std::move(reduction));
+  return result;
 }
 
 Reduction::~Reduction() {

@@ -19,6 +19,7 @@
 #include <mutex>
 #include <optional>
 #include <set>
+#include <thread>
 #include <vector>
 
 #include "parameter/parameter.h"
@@ -47,7 +48,8 @@ void reduce_deferred(const std::vector<ParameterPtr>& parameters);
 // before anything in it for which ranks wait for each other. Both have no effect outside a
 // backward, and in one that reduces no gradient of these models.
 //
-// Announces this rank's. Call when a gather starts.
+// Announces this rank's. Call when a gather starts, and when a backward reaches an output of a
+// model: it may run another backward before anything else of that model.
 void announce_presences(const std::vector<ParameterPtr>& parameters);
 // Also waits for the other ranks' announcements, and sends zeros for the gradients that only they
 // have. Call before a wait for a gather: others may not come to it while their gradients wait. Also
@@ -73,6 +75,10 @@ class Reduction {
   // Adds a raw gradient of the full shape, in any gradient dtype and strides. If `owned`, the
   // reduction takes over its memory.
   void add(const ParameterPtr& parameter, const at::Tensor& raw, bool owned);
+
+  Reduction() = default;
+  Reduction(const Reduction&) = delete;
+  Reduction& operator=(const Reduction&) = delete;
 
   // See announce_presences() and exchange_presences().
   void announce(const std::vector<ParameterPtr>& parameters);
@@ -106,6 +112,9 @@ class Reduction {
   // Waits for the checks, and sends zeros for the gradients that only other ranks have, unless
   // they are held.
   void finish_presence_checks();
+  // Does so for the backwards that this one runs inside of: their other ranks may not come to this
+  // one while gradients of theirs wait.
+  void finish_presence_checks_around() const;
   void send_zero(const ParameterPtr& parameter);
   // After the checks: whether ranks send the parameter's gradients at different times.
   bool is_mixed(const ParameterPtr& parameter) const;
@@ -130,6 +139,10 @@ class Reduction {
   void finish_oldest();
   void finish_backward();
 
+  // The backwards that run on this thread, outermost first.
+  static std::vector<std::shared_ptr<Reduction>> running_here();
+
+  const std::thread::id thread_ = std::this_thread::get_id();
   std::mutex mutex_;  // gradients on two devices arrive on two threads
   bool is_ending_ = false;
   // The backward of each transport. Backwards outlive their buckets.

@@ -38,7 +38,7 @@ bool contains(const std::vector<int64_t>& numbers, int64_t number) {
 }  // namespace
 
 void announce_presences(const std::vector<ParameterPtr>& parameters) {
-  if (in_backward()) Reduction::current()->announce(parameters);
+  if (in_backward() && is_in_node()) Reduction::current()->announce(parameters);
 }
 
 void exchange_presences(const std::vector<ParameterPtr>& parameters) {
@@ -64,9 +64,18 @@ void Reduction::announce(const std::vector<ParameterPtr>& parameters) {
 void Reduction::exchange(const std::vector<ParameterPtr>& parameters) {
   WithoutUserModes guard;
   const BelowAutograd below_autograd;  // a recomputed forward records
+  finish_presence_checks_around();
   std::lock_guard lock(mutex_);
   begin_presence_checks(parameters);
   finish_presence_checks();
+}
+
+void Reduction::finish_presence_checks_around() const {
+  for (auto& reduction : running_here()) {
+    if (reduction.get() == this) return;
+    std::lock_guard lock(reduction->mutex_);
+    reduction->finish_presence_checks();
+  }
 }
 
 void Reduction::begin_presence_checks(const std::vector<ParameterPtr>& parameters) {
@@ -83,6 +92,7 @@ void Reduction::begin_presence_checks(const std::vector<ParameterPtr>& parameter
 
 void Reduction::begin_presence_checks(const Parameter& parameter) {
   if (contains(checked_, parameter.model_number)) return;
+  finish_presence_checks_around();
   // Ranks may come to the models in different orders.
   std::set<int64_t> in_graph;
   for (auto& other : Registry::get().alive())

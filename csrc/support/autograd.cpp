@@ -13,12 +13,13 @@ namespace zero3 {
 
 int running_backward() { return torch::autograd::get_current_graph_task_id(); }
 
-bool is_nested() { return torch::autograd::get_current_node() != nullptr; }
+bool is_in_node() { return torch::autograd::get_current_node() != nullptr; }
+
+bool is_nested() { return is_in_node(); }
 
 void check_not_compiled(const std::string& fqn) {
   // The engine notes which node it runs; a trace of the nodes runs outside of them.
-  ZERO3_CHECK(!in_backward() || torch::autograd::get_current_node() != nullptr,
-              "compiled autograd runs the backward of '", fqn,
+  ZERO3_CHECK(!in_backward() || is_in_node(), "compiled autograd runs the backward of '", fqn,
               "' and would drop the gradients of sharded parameters: call backward() outside of "
               "functions that torch.compile compiles, or set "
               "torch._dynamo.config.compiled_autograd = False");

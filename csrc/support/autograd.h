@@ -12,6 +12,9 @@ namespace zero3 {
 // Number of the backward that the autograd engine runs on this thread; -1 outside a backward.
 int running_backward();
 inline bool in_backward() { return running_backward() != -1; }
+// Whether a node of a backward runs on this thread. None does in the engine's callbacks at the end
+// of a backward, and under compiled autograd.
+bool is_in_node();
 // At the end of a backward: whether it ran inside of another, as reentrant checkpoints do.
 bool is_nested();
 

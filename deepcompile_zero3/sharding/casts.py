@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -165,6 +165,17 @@ class _Cast:
             for i, item in enumerate(items):
                 made[i] = item
         return made
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yields the tensors of a forward's output: ``value``, and those in containers of any depth."""
+    found, seen = [value], set()
+    for each in found:  # which grows
+        if isinstance(each, torch.Tensor):
+            yield each
+        elif each is not None and not isinstance(each, _LEAVES) and id(each) not in seen:
+            seen.add(id(each))
+            found += _parts_of(each)[1]
 
 
 def _parts_of(value: Any) -> _Parts:

@@ -19,7 +19,8 @@ from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.all_gather import AllGather, gather_one, republish_if_recomputing
-from deepcompile_zero3.sharding.casts import ForwardCasts
+from deepcompile_zero3.sharding.casts import ForwardCasts, tensors_in
+from deepcompile_zero3.sharding.first_actions import announce_at, nodes_of
 from deepcompile_zero3.sharding.layout import DataParallelRanks
 from deepcompile_zero3.sharding.model import ShardedModel
 from deepcompile_zero3.sharding.parameter import ShardedParameter
@@ -267,7 +268,10 @@ class ParameterGroup:
         is_last, self.depth = self.depth == 1, max(self.depth - 1, 0)  # 0: it raised before _begin
         if is_last:
             self._leave(module)
-        return self.casts.output(output)
+        output = self.casts.output(output)
+        if is_last and self.forward is None and not torch_internals.is_in_transform():
+            announce_at(nodes_of(tensors_in(output)), self.model.parameters if self.model else ())
+        return output
 
     def _leave(self, module: nn.Module) -> None:
         forward = self.forward

@@ -184,3 +184,74 @@ def _another_model_in_the_recomputation(transport, is_first):
 @pytest.mark.parametrize("is_first", [True, False], ids=["sharded first", "sharded last"])
 def test_such_gradients_beside_a_model_without_any(run_ranks, transport, is_first):
     run_ranks(2, _another_model_in_the_recomputation, transport, is_first, timeout=60)
+
+
+class _PlusStored(torch.autograd.Function):
+    """Adds the loss of a stored graph, whose backward it runs. It recomputes nothing."""
+
+    @staticmethod
+    def forward(ctx, x, losses):
+        [ctx.loss] = losses
+        return x + ctx.loss.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.loss.backward(grad.sum())
+        return grad, None
+
+
+class _Stored(Shifted):
+    """Has a graph of its block, whose backward runs inside of its own one."""
+
+    def forward(self, x, is_shifted):
+        x = self.stem(x)
+        x = _PlusStored.apply(x, [self.block(x.detach()).square().mean()])
+        loss = x.square().mean()
+        for shift in self.shifts if is_shifted else ():
+            loss = loss + (x.mean() + shift).mean()
+        return loss
+
+
+def _backward_in_backward(how, settings):
+    torch.manual_seed(0)
+    _train(_Stored(use_reentrant=False, shifts=3), how, **settings)
+
+
+@each_way
+@either_transport
+def test_such_gradients_ahead_of_a_backward_that_recomputes_nothing(run_ranks, how, transport):
+    run_ranks(2, _backward_in_backward, how, {"transport": transport}, timeout=60)
+
+
+def _only_gathered_in_the_recomputation(transport):
+    """The student is in the outer graph on the first rank alone, and its teacher on none."""
+    torch.manual_seed(0)
+    teacher = nn.Linear(8, 8)  # trainable, in other backwards
+    model = _Taught(teacher)
+    reference = copy.deepcopy(model)
+    for each in (teacher, model):
+        fully_shard(each, transport=transport)
+    batch = batch_of(4, 8).requires_grad_()
+    model(mine(batch), dist.get_rank() == 0).backward()
+    for rank, rows in enumerate(batch.chunk(2)):
+        (reference(rows, rank == 0) / 2).backward()
+    assert_same_gradients(model, reference)
+
+
+class _Taught(_Distilled):
+    def forward(self, x, is_shifted):
+        x = checkpoint(self._body, x, use_reentrant=True)
+        loss = x.square().mean()
+        for shift in self.shifts if is_shifted else ():
+            loss = loss + (x.mean() + shift).mean()
+        return loss
+
+    def _body(self, x):
+        with torch.no_grad():
+            target = self.teacher[0](x)
+        return self.block(self.stem(x)) * target
+
+
+@either_transport
+def test_such_gradients_of_a_model_whose_other_graphs_are_inner_ones(run_ranks, transport):
+    run_ranks(2, _only_gathered_in_the_recomputation, transport, timeout=60)
