@@ -93,10 +93,14 @@ std::vector<std::shared_ptr<Reduction>> Reduction::running_here() {
 
 Reduction::~Reduction() {
   // After finish(), there are none. Otherwise the backward raised: the sums of its models'
-  // parameters are incomplete, and must not leak into the next backward.
+  // parameters are incomplete, and must not leak into the next backward. Those of a model that is
+  // only gathered are whole: no rank has added to them.
   if (!arrived_.empty() && std::uncaught_exceptions() == 0) warn_of_lost(arrived_);
-  for (auto& parameter : arrived_) checked_.push_back(parameter->model_number);
-  for (int64_t number : std::set<int64_t>(checked_.begin(), checked_.end()))
+  auto incomplete = std::exchange(in_graph_, {});
+  for (auto& parameter : arrived_) incomplete.insert(parameter->model_number);
+  for (auto& check : presence_checks_)
+    for (auto& parameter : check->mixed()) incomplete.insert(parameter->model_number);
+  for (int64_t number : incomplete)
     for (auto& parameter : Registry::get().of_model(number)) parameter->drop_gradients();
   if (!delivered_.empty() && interrupted) interrupted(model_numbers_of(delivered_));
   forget_delivered();
@@ -368,6 +372,7 @@ void Reduction::finish(const std::vector<ParameterPtr>& parameters) {
   backwards_.clear();
   arrived_.clear();
   checked_.clear();
+  in_graph_.clear();
   unforeseen_.clear();
   for (auto& result : results_) delivered_.push_back(result.parameter);
   lock.unlock();

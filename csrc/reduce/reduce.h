@@ -149,6 +149,7 @@ class Reduction {
   std::vector<std::pair<std::shared_ptr<Transport>, std::unique_ptr<Backward>>> backwards_;
   std::vector<ParameterPtr> arrived_;
   std::vector<int64_t> checked_;  // models that have a presence check
+  std::set<int64_t> in_graph_;    // checked models of which a parameter is in this backward's graph
   std::set<int64_t> unreduced_;   // models of which this backward reduces no gradient
   std::vector<std::unique_ptr<PresenceCheck>> presence_checks_;
   bool has_sent_ = false;

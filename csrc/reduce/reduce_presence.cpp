@@ -98,6 +98,7 @@ void Reduction::begin_presence_checks(const Parameter& parameter) {
   for (auto& other : Registry::get().alive())
     if (exchanges_presence(*other) && other->is_wanted() && is_in_graph(other->placeholder))
       in_graph.insert(other->model_number);
+  in_graph_.insert(in_graph.begin(), in_graph.end());
   std::vector<int64_t> numbers(in_graph.begin(), in_graph.end());
   // Last, if it is only gathered: a rank whose first action is a gradient has not come to it.
   if (!in_graph.contains(parameter.model_number)) numbers.push_back(parameter.model_number);

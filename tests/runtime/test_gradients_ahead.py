@@ -255,3 +255,34 @@ class _Taught(_Distilled):
 @either_transport
 def test_such_gradients_of_a_model_whose_other_graphs_are_inner_ones(run_ranks, transport):
     run_ranks(2, _only_gathered_in_the_recomputation, transport, timeout=60)
+
+
+def _raises_beside_a_sum(transport):
+    """A backward that gathers another model raises between two micro-batches of that model."""
+    torch.manual_seed(0)
+    teacher = nn.Linear(8, 8)
+    model = _Distilled(teacher)
+    reference = copy.deepcopy(teacher)
+    for each in (teacher, model):
+        fully_shard(each, transport=transport)
+    batch = batch_of(4, 8)
+    teacher.set_requires_gradient_sync(False)
+    teacher(mine(batch)).square().mean().backward()
+    teacher.set_requires_gradient_sync(True)
+    x = mine(batch).requires_grad_()
+    x.register_hook(_raise)
+    with pytest.raises(ArithmeticError):
+        model(x, True).backward()
+    for _ in range(2):
+        reference(batch).square().mean().backward()
+    teacher(mine(batch)).square().mean().backward()
+    assert_same_gradients(teacher, reference)
+
+
+def _raise(_):
+    raise ArithmeticError
+
+
+@either_transport
+def test_a_backward_that_raises_keeps_sums_of_a_model_that_it_only_gathers(run_ranks, transport):
+    run_ranks(2, _raises_beside_a_sum, transport, timeout=60)
