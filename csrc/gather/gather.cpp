@@ -113,7 +113,7 @@ void Gather::retain(Parameter& parameter, const at::Tensor& full, bool read_only
                     bool has_backward, bool is_rounded) {
   if (parameter.after_forward && !in_backward()) {
     if (has_backward)
-      parameter.shard_after_forward(full, version);
+      parameter.shard_after_forward(full);
     else
       parameter.forget_after_forward();
   }

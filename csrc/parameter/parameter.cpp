@@ -50,11 +50,10 @@ bool Parameter::outlives_forward() const {
          (in_backward() || !settings.reshard_after_forward);
 }
 
-void Parameter::shard_after_forward(const at::Tensor& full, uint64_t version) {
+void Parameter::shard_after_forward(const at::Tensor& full) {
   auto& there = *after_forward;
   there.fqn = fqn;
   there.shard = pooled_copy(full.narrow(0, there.first_row_of(there.rank), there.shard_rows()));
-  version_after_forward_ = version;
 }
 
 void Parameter::forget_after_forward() {
@@ -63,9 +62,8 @@ void Parameter::forget_after_forward() {
 
 ParameterPtr Parameter::source_of(const ParameterPtr& parameter) {
   const auto& there = parameter->after_forward;
-  const bool is_there = in_backward() && there && there->shard.defined() &&
-                        parameter->version_after_forward_ == parameter->shard_version();
-  return is_there ? there : parameter;
+  // Whatever this rank has changed since: ranks have to gather from the same others.
+  return in_backward() && there && there->shard.defined() ? there : parameter;
 }
 
 ParameterPtr Parameter::quantized(const QuantizedFormat& format) {

@@ -117,7 +117,7 @@ struct Parameter : public ParameterSpec {
   bool outlives_forward() const;
 
   // Keeps this rank's rows of `full`, gathered in a forward, for the backward after it.
-  void shard_after_forward(const at::Tensor& full, uint64_t version);
+  void shard_after_forward(const at::Tensor& full);
   void forget_after_forward();
   // The parameter whose shards are gathered now: `parameter` or its `after_forward`.
   static std::shared_ptr<Parameter> source_of(const std::shared_ptr<Parameter>& parameter);
@@ -148,7 +148,6 @@ struct Parameter : public ParameterSpec {
 
  private:
   c10::VariableVersion version_;
-  uint64_t version_after_forward_ = 0;  // version of the shard behind `after_forward`
   struct Quantized {
     QuantizedFormat format;
     std::shared_ptr<Parameter> parameter;

@@ -26,6 +26,7 @@ class SharedGather : public GatherBucket {
   struct Source {
     at::Tensor shard;
     uint64_t version;
+    bool has_changed = false;  // gathered again for that reason alone
   };
 
   OneHost& one_host() const { return *SharedMemory::of(*parameters_.front()).one_host(); }
@@ -33,6 +34,8 @@ class SharedGather : public GatherBucket {
   void start_some(bool at_least_one);
   void publish_where_possible(bool waits);
   std::optional<RankWaiter::Missing> missing();
+  // Why this rank gathers parameter i again while others may not, if it is for a change.
+  std::string why_again(size_t i) const;
 
   std::vector<Source> sources_;  // one for each parameter
   bool in_backward_ = false;
@@ -101,6 +104,7 @@ void SharedGather::start_some(bool at_least_one) {
     auto& parameter = *parameters_[started_];
     auto& shared = SharedMemory::of(parameter);
     if (!in_backward_ || shared.is_stale(parameter)) {
+      sources_[started_].has_changed = in_backward_ && shared.has_changed(parameter);
       if (!shared.arrive(parameter, sources_[started_].version, at_least_one)) break;
       arrived = true;
     }
@@ -129,6 +133,12 @@ void SharedGather::publish_where_possible(bool waits) {
   if (published) one_host().waiter->notify();
 }
 
+std::string SharedGather::why_again(size_t i) const {
+  if (!sources_[i].has_changed) return "";
+  return ", which has changed on rank " + std::to_string(one_host().waiter->rank()) +
+         " since its forward: change parameters on all ranks, or after backward()";
+}
+
 std::optional<RankWaiter::Missing> SharedGather::missing() {
   publish_where_possible(/*waits=*/true);
   one_host().mailbox->poll_everywhere();  // others may wait for it
@@ -136,7 +146,7 @@ std::optional<RankWaiter::Missing> SharedGather::missing() {
     const auto& words = SharedMemory::of(*parameters_[i]).gather_words;
     const auto& fqn = parameters_[i]->fqn;
     if (!words.is_published())
-      return {{words.readers(), "it has not begun to gather '" + fqn + "'"}};
+      return {{words.readers(), "it has not begun to gather '" + fqn + "'" + why_again(i)}};
     if (auto writers = words.writers(); !writers.empty())
       return {{std::move(writers), "it has not published its rows of '" + fqn + "'"}};
   }

@@ -66,7 +66,12 @@ bool SharedMemory::expect_epoch(const Parameter& parameter, uint64_t epoch) {
 }
 
 bool SharedMemory::is_stale(const Parameter& parameter) const {
-  return !turn_ || turn_->is_over || is_invalid_ || parameter.shard_version() != published_version_;
+  return !turn_ || turn_->is_over || is_invalid_ || has_changed(parameter);
+}
+
+bool SharedMemory::has_changed(const Parameter& parameter) const {
+  return turn_ && !turn_->is_over && !is_invalid_ &&
+         parameter.shard_version() != published_version_;
 }
 
 bool SharedMemory::arrive(const Parameter& parameter, uint64_t version, bool even_if_pinned) {

@@ -163,6 +163,29 @@ def test_backward_gathers_changed_parameters_anew(run_ranks, how, rows, change):
     run_ranks(2, _change_before_backward, how, rows, change)
 
 
+def _change_on_one_rank(how, transport):
+    torch.manual_seed(0)
+    model, reference = shard(Stack(), transport=transport)
+    loss = mean_square(compiled(model, how), mine(batch_of(4, 8)).requires_grad_())
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            model.head.weight.mul_(1)
+    if transport == "c10d":
+        loss.backward()
+        mean_square(reference, batch_of(4, 8)).backward()
+        assert_same_gradients(model, reference)
+    else:
+        names = r"head\.weight', which has changed on rank 1 since" if dist.get_rank() == 1 else ""
+        with pytest.raises(Zero3Error, match=names):
+            loss.backward()
+
+
+@each_transport
+@each_way
+def test_a_change_on_one_rank_alone_is_gathered_or_refused_by_name(run_apart, how, transport):
+    run_apart(_change_on_one_rank, how, transport)
+
+
 def _step_while_held(how, rows, change, transport):
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(8, rows), nn.Linear(rows, 8)) for _ in range(4)]

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from support.models import (
     Stack,
+    assert_same_gradients,
     assert_same_step,
     batch_of,
     compiled,
@@ -112,21 +113,30 @@ def test_a_rank_holds_its_part_until_the_backward_ends(run_ranks, how):
         assert [a + b for a, b in zip(left[0], right[0], strict=True)] == whole
 
 
-def _changed_before_backward(how):
-    """Changes a parameter after a forward; backward gathers its new value from all ranks."""
+def _changed_before_backward(how, who_changes):
+    """Changes a parameter after a forward; backward gathers the forward's value, as in FSDP2."""
     model, reference = shard(Stack(WIDTH), reshard_after_forward=2, transport="c10d")
     run = compiled(model, how)
     batch = batch_of(8, WIDTH)
     loss = mean_square(run, mine(batch))
     with torch.no_grad():
-        for each in (model, reference):
-            for parameter in each.parameters():
-                parameter.mul_(1.0)  # another version, the same values
+        for parameter in model.parameters() if dist.get_rank() in who_changes else ():
+            parameter.mul_(2.0)
     with record_collectives() as log:
         loss.backward()
-    assert {c.world_size for c in log if c.op == "all_gather"} == {4}
-    model.zero_grad()
+    mean_square(reference, batch).backward()
+    assert {c.world_size for c in log if c.op == "all_gather"} == {2}
+    assert_same_gradients(model, reference)
+    if len(who_changes) < 4:
+        return
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.div_(2.0)
+    for each in (model, reference):
+        each.zero_grad()
     assert_same_step(model, reference, batch, run=run)
+    for each in (model, reference):
+        each.zero_grad()
     model.set_reshard_after_forward(True)
     assert_same_step(model, reference, batch, run=run)
     with record_collectives() as log:
@@ -135,8 +145,11 @@ def _changed_before_backward(how):
 
 
 @each_way
-def test_a_parameter_changed_before_backward_is_gathered_anew(run_ranks, how):
-    run_ranks(4, _changed_before_backward, how)
+@pytest.mark.parametrize("who_changes", [(1,), (0, 1, 2, 3)], ids=["one rank", "all ranks"])
+def test_a_backward_gathers_from_the_same_ranks_whatever_has_changed_where(
+    run_ranks, how, who_changes
+):
+    run_ranks(4, _changed_before_backward, how, who_changes, timeout=60)
 
 
 def _refused():
