@@ -32,7 +32,9 @@ struct Transfers {
     std::string key;
   };
 
-  c10::intrusive_ptr<Group> group;
+  explicit Transfers(c10::intrusive_ptr<Group> of) : group(std::move(of)) {}
+
+  const c10::intrusive_ptr<Group> group;
   std::vector<at::Tensor> tensors;  // all tensors that take part
   std::vector<Part> parts;
 
@@ -42,9 +44,14 @@ struct Transfers {
     attempt(with, key, [&] { parts.push_back({begin(), with, key}); });
   }
 
+  // Throws at the first part that fails. A second call waits for the parts behind it.
   void wait() {
-    for (auto& [work, with, key] : parts) attempt(with, key, [&] { work->wait(); });
+    while (waited_ < parts.size()) {
+      auto& [work, with, key] = parts[waited_++];
+      attempt(with, key, [&] { work->wait(); });
+    }
   }
+  bool is_under_way() const { return waited_ < parts.size(); }
 
  private:
   template <typename Step>
@@ -58,6 +65,8 @@ struct Transfers {
                   error.what());
     }
   }
+
+  size_t waited_ = 0;  // number of parts
 };
 
 // Whether `group` was not destroyed: until then, torch finds it by its name.
@@ -82,9 +91,20 @@ class AbandonedTransfers {
     transfers_.push_back(std::move(transfers));
   }
 
-  // Waits for the transfers of `group`, and drops those of destroyed groups.
+  // Waits for the transfers of `group`, and drops those of destroyed groups. Throws at the first
+  // that fails, and keeps the others: their memory may still be written to.
   void wait(const c10::intrusive_ptr<Group>& group) {
-    for (auto& transfers : take([&](auto& other) { return other == group; })) transfers->wait();
+    auto taken = take([&](auto& other) { return other == group; });
+    for (auto transfers = taken.begin(); transfers != taken.end(); ++transfers) {
+      try {
+        (*transfers)->wait();
+      } catch (...) {
+        std::lock_guard lock(mutex_);
+        transfers_.insert(transfers_.begin(), std::move_iterator(transfers),
+                          std::move_iterator(taken.end()));
+        throw;
+      }
+    }
     drop_of_destroyed_groups();
   }
 
@@ -165,11 +185,11 @@ class ProcessGroupExchange : public Exchange {
       : rank_(channel.rank), by_messages_(channel.traits.is_point_to_point) {
     auto group = group_of(channel.name);
     AbandonedTransfers::get().wait(group);
-    transfers_ = std::make_unique<Transfers>(Transfers{std::move(group), {}, {}});
+    transfers_ = std::make_unique<Transfers>(std::move(group));
   }
 
   ~ProcessGroupExchange() override {
-    if (transfers_ && !transfers_->parts.empty())
+    if (transfers_ && transfers_->is_under_way())
       AbandonedTransfers::get().add(std::move(transfers_));
   }
 
@@ -178,10 +198,10 @@ class ProcessGroupExchange : public Exchange {
   void all_to_all(const Rows& rows, const std::string& key) override;
 
   void wait() override {
-    auto transfers = std::exchange(transfers_, nullptr);
-    ZERO3_CHECK(transfers, "an exchange was waited for twice");
+    ZERO3_CHECK(transfers_, "an exchange was waited for twice");
     const auto start = std::chrono::steady_clock::now();
-    transfers->wait();
+    transfers_->wait();  // if it throws, what is under way is abandoned, and keeps its memory
+    transfers_ = nullptr;
     const std::chrono::nanoseconds waited = std::chrono::steady_clock::now() - start;
     nanoseconds_waited += waited.count();
   }
