@@ -42,6 +42,16 @@ at::Tensor make_placeholder(std::vector<int64_t> sizes, std::vector<int64_t> str
   return tensor;
 }
 
+// Once the interpreter ends, a thread that asks for the GIL is ended inside of C++ frames, which
+// aborts the process.
+bool is_python_finalizing() {
+#if PY_VERSION_HEX >= 0x030D0000
+  return Py_IsFinalizing();
+#else
+  return _Py_IsFinalizing();
+#endif
+}
+
 // These functions live as long as the process: Python may be gone before statics are destroyed.
 void set_python_prepare_unshard(py::function function) {
   PyObject* callable = function.release().ptr();
@@ -69,7 +79,7 @@ void set_python_deliver(py::function function) {
 void set_python_interrupted(py::function function) {
   PyObject* callable = function.release().ptr();
   set_interrupted([callable](const std::vector<int64_t>& model_numbers) {
-    if (!Py_IsInitialized()) return;
+    if (!Py_IsInitialized() || is_python_finalizing()) return;
     py::gil_scoped_acquire gil;
     const UserState user;
     py::error_scope scope;  // the error of the backward may be set
@@ -97,18 +107,8 @@ void set_python_error(py::object type) {
   set_throw([error](const std::string& message) { throw PythonError(message, error); });
 }
 
-bool is_python_finalizing() {
-#if PY_VERSION_HEX >= 0x030D0000
-  return Py_IsFinalizing();
-#else
-  return _Py_IsFinalizing();
-#endif
-}
-
 void check_python_signals() {
   if (gettid() != getpid()) {  // Python handles signals on the main thread alone
-    // Once the interpreter ends, a thread that asks for the GIL is ended inside of C++ frames,
-    // which aborts the process.
     while (is_python_finalizing()) sleep(1);
     return;
   }
