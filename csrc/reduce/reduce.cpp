@@ -3,7 +3,6 @@
 #include <ATen/ops/mm.h>
 
 #include <array>
-#include <exception>
 #include <map>
 #include <unordered_map>
 
@@ -37,16 +36,6 @@ std::vector<int64_t> model_numbers_of(const std::vector<ParameterPtr>& parameter
     if (std::ranges::find(result, parameter->model_number) == result.end())
       result.push_back(parameter->model_number);
   return result;
-}
-
-// Warns that a backward has ended without an error, and without a call of finish().
-void warn_of_lost(const std::vector<ParameterPtr>& parameters) noexcept {
-  try {
-    TORCH_WARN("the autograd engine has dropped a backward without an error: the gradients of '",
-               parameters.front()->fqn, "' and others, ", parameters.size(),
-               " in all, are lost. Was backward() called by compiled autograd?");
-  } catch (...) {  // a warning that is an error
-  }
 }
 
 }  // namespace
@@ -95,7 +84,6 @@ Reduction::~Reduction() {
   // After finish(), there are none. Otherwise the backward raised: the sums of its models'
   // parameters are incomplete, and must not leak into the next backward. Those of a model that is
   // only gathered are whole: no rank has added to them.
-  if (!arrived_.empty() && std::uncaught_exceptions() == 0) warn_of_lost(arrived_);
   auto incomplete = std::exchange(in_graph_, {});
   for (auto& parameter : arrived_) incomplete.insert(parameter->model_number);
   for (auto& check : presence_checks_)

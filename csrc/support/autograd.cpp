@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "support/error.h"
@@ -13,16 +14,26 @@ namespace zero3 {
 
 int running_backward() { return torch::autograd::get_current_graph_task_id(); }
 
-bool is_in_node() { return torch::autograd::get_current_node() != nullptr; }
+bool is_nested() { return torch::autograd::get_current_node() != nullptr; }
 
-bool is_nested() { return is_in_node(); }
+bool is_in_node() {
+  const auto node = torch::autograd::get_current_node();
+  if (node == nullptr) return false;
+  // Compiled autograd inside of a backward leaves the node of that one.
+  const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+  if (nodes == nullptr || nodes->empty() || nodes->contains(node.get())) return true;
+  // No edge leads to the first node, but its own ones do to nodes of the graph.
+  return std::ranges::any_of(node->next_edges(),
+                             [&](auto& edge) { return nodes->contains(edge.function.get()); });
+}
 
 void check_not_compiled(const std::string& fqn) {
-  // The engine notes which node it runs; a trace of the nodes runs outside of them.
-  ZERO3_CHECK(!in_backward() || is_in_node(), "compiled autograd runs the backward of '", fqn,
-              "' and would drop the gradients of sharded parameters: call backward() outside of "
+  ZERO3_CHECK(!in_backward() || is_in_node(), "a backward of '", fqn,
+              "' runs outside of the autograd engine's nodes, and would lose the gradients of "
+              "sharded parameters. If compiled autograd runs it, call backward() outside of "
               "functions that torch.compile compiles, or set "
-              "torch._dynamo.config.compiled_autograd = False");
+              "torch._dynamo.config.compiled_autograd = False. If a callback at the end of another "
+              "backward does (queue_callback), use a hook, or do so once backward() has returned");
 }
 
 void at_end_of_backward(std::function<void()> function) {

@@ -12,14 +12,15 @@ namespace zero3 {
 // Number of the backward that the autograd engine runs on this thread; -1 outside a backward.
 int running_backward();
 inline bool in_backward() { return running_backward() != -1; }
-// Whether a node of a backward runs on this thread. None does in the engine's callbacks at the end
-// of a backward, and under compiled autograd.
+// Whether the engine runs a node of the running backward on this thread. It runs none in callbacks
+// at the end of a backward, and under compiled autograd.
 bool is_in_node();
 // At the end of a backward: whether it ran inside of another, as reentrant checkpoints do.
 bool is_nested();
 
-// Raises under compiled autograd, which calls a trace of a backward's nodes in place of the engine
-// and nothing at the end of the backward. `fqn` names a parameter of the backward.
+// Raises in a backward unless is_in_node(). Compiled autograd calls a trace of a backward's nodes
+// in place of the engine, and nothing at the end of the backward. `fqn` names a parameter of the
+// backward.
 void check_not_compiled(const std::string& fqn);
 
 // Calls `function` at the end of the running backward. The backward owns `function` until then.

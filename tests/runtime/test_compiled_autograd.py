@@ -17,7 +17,7 @@ from torch._dynamo.compiled_autograd import _enable
 from deepcompile_zero3 import Zero3Error
 
 REFUSED = (
-    r"compiled autograd runs the backward of '.*(norm|head)\.weight'.*compiled_autograd = False"
+    r"a backward of '.*(norm|head)\.weight' runs outside.*compiled autograd.*callback at the end"
 )
 
 
@@ -59,14 +59,32 @@ class _BackwardInBackward(torch.autograd.Function):
         return grad, None
 
 
-def _lost():
+def _refused_inside_of_another(how, transport):
     model = Stack()
-    model, _ = shard(model, model.blocks)
+    model, _ = shard(model, model.blocks, transport=transport)
     x = torch.ones((), requires_grad=True)
-    loss = mean_square(model, mine(batch_of(4, 8)))
-    with pytest.warns(UserWarning, match=r"dropped a backward.*gradients of '.*' .* 14 in all"):
+    loss = mean_square(compiled(model, how), mine(batch_of(4, 8)))
+    with pytest.raises(Zero3Error, match=REFUSED):
         _BackwardInBackward.apply(x, [loss]).backward()
 
 
-def test_gradients_that_the_engine_drops_are_missed_aloud(run_apart):
-    run_apart(_lost)
+@each_way
+@either_transport
+def test_compiled_autograd_inside_of_another_backward_is_refused(run_apart, how, transport):
+    run_apart(_refused_inside_of_another, how, transport)
+
+
+def _refused_in_a_callback(transport):
+    """Reads what a forward has saved in a callback at the end of another backward."""
+    model, _ = shard(Stack(), transport=transport)
+    saved = model(mine(batch_of(4, 8)).requires_grad_()).grad_fn
+    x = torch.ones((), requires_grad=True)
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+    x.register_hook(lambda _: queue(lambda: saved._saved_mat2))
+    with pytest.raises(Zero3Error, match=REFUSED):
+        (2 * x).backward()
+
+
+@either_transport
+def test_a_callback_at_the_end_of_a_backward_is_told_from_compiled_autograd(run_apart, transport):
+    run_apart(_refused_in_a_callback, transport)
