@@ -185,10 +185,12 @@ void Mailbox::poll(bool all) {
 void Mailbox::check_complete(const PendingSum& pending) const {
   const auto& parameter = *pending.parameter;
   const auto ranks_gone = pending.words().ranks_gone(pending.epoch);
-  ZERO3_CHECK(ranks_gone.empty(), "a backward has ended on rank ", ranks_gone.front(),
-              " without a gradient of '", parameter.fqn,
-              "': it has raised there, or that rank does not use the parameter. All ranks must run "
-              "the same forwards and backwards");
+  ZERO3_CHECK(
+      ranks_gone.empty(), "a backward has ended on rank ", ranks_gone.front(),
+      " without a gradient of '", parameter.fqn,
+      "': it has raised there, that rank does not use the parameter, or its forwards gather "
+      "more often than here, as eager ones do beside compiled ones. All ranks must run the "
+      "same forwards and backwards");
 }
 
 std::optional<at::Tensor> Mailbox::rows_of(int64_t rank, const PendingSum& pending) const {

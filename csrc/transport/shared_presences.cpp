@@ -59,9 +59,11 @@ void SharedPresences::read() {
     auto unannounced = one_host_->announcements.unannounced(round_);
     if (unannounced.empty()) return std::nullopt;
     const auto gone = one_host_->announcements.ranks_gone(round_);
-    ZERO3_CHECK(gone.empty(), "rank ", gone.front(), " has gone on without a backward of '", first,
-                "' and the parameters after it: it has raised there, or that rank does not use "
-                "them. All ranks must run the same forwards and backwards");
+    ZERO3_CHECK(
+        gone.empty(), "rank ", gone.front(), " has gone on without a backward of '", first,
+        "' and the parameters after it: it has raised there, that rank does not use them, or "
+        "its forwards gather more often than here, as eager ones do beside compiled ones. "
+        "All ranks must run the same forwards and backwards");
     return {
         {std::move(unannounced), "it has not begun a backward of the model of '" + first + "'"}};
   });

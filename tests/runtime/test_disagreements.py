@@ -9,13 +9,18 @@ import torch
 import torch.distributed as dist
 from support.experts import Experts, loss_of_all, sharded
 from support.models import (
+from support.experts import Experts, loss_of_all, sharded
+from support.models import (
+    Stack,
     assert_same_gradients,
+    assert_same_step,
     batch_of,
     compiled,
     compiled_each_way,
     in_little_memory,
     mean_square,
     mine,
+    shard,
 )
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -355,3 +360,27 @@ def _counted():
 
 def test_messages_beside_tensors_are_no_collectives(run_ranks):
     assert run_ranks(2, _counted) == [["all_gather", "all_gather", "reduce_scatter"]] * 2
+
+
+def _eager_beside_compiled(in_blocks):
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=3)), "cpu")
+    model = Stack()
+    model, reference = shard(
+        model, model.blocks if in_blocks else (), mesh=mesh, transport="shared_memory"
+    )
+    run = compiled(model, "eager" if dist.get_rank() == 1 else "interpreted")
+    batch = batch_of(4, 8)
+    if not in_blocks:
+        assert_same_step(model, reference, batch, run=run)
+        return
+    loss = mean_square(run, mine(batch))
+    told = "forwards gather more often" if dist.get_rank() == 0 else ""  # rank 1: after the timeout
+    with pytest.raises(Zero3Error, match=told):
+        loss.backward()
+
+
+@pytest.mark.parametrize("in_blocks", [False, True])
+def test_an_eager_rank_beside_a_compiled_one_raises_unless_both_gather_equally_often(
+    run_apart, in_blocks
+):
+    run_apart(_eager_beside_compiled, in_blocks)
