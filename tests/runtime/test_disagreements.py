@@ -9,8 +9,6 @@ import torch
 import torch.distributed as dist
 from support.experts import Experts, loss_of_all, sharded
 from support.models import (
-from support.experts import Experts, loss_of_all, sharded
-from support.models import (
     Stack,
     assert_same_gradients,
     assert_same_step,
