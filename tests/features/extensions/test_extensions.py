@@ -18,13 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
-from deepcompile_zero3 import (
-    Owned,
-    Zero3Error,
-    explain,
-    fully_shard,
-    record_collectives,
-)
+from deepcompile_zero3 import Owned, Zero3Error, explain, fully_shard, record_collectives
 
 
 def _bf16_linear(rows, dtype=torch.float32):
