@@ -23,11 +23,10 @@ from support.models import (
     mine,
     shard,
 )
+from support.shared_memory import needs_shared_memory
 from torch.distributed.device_mesh import DeviceMesh
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("ZERO3_TRANSPORT") == "c10d", reason="ranks are told to exchange messages"
-)
+pytestmark = needs_shared_memory
 
 TIMEOUT = 3  # seconds; of a group whose ranks fail
 

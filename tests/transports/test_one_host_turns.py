@@ -1,6 +1,5 @@
 """Ranks of one host share memory in which regathered copies take turns."""
 
-import os
 from datetime import timedelta
 
 import pytest
@@ -19,6 +18,7 @@ from support.models import (
     optimizers_of,
     shard,
 )
+from support.shared_memory import needs_shared_memory
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -26,9 +26,7 @@ from deepcompile_zero3 import Zero3Error, fully_shard
 from deepcompile_zero3.runtime import ops
 from deepcompile_zero3.sharding.module_parameters import parameters_of
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("ZERO3_TRANSPORT") == "c10d", reason="ranks are told to exchange messages"
-)
+pytestmark = needs_shared_memory
 
 TIMEOUT = 3  # seconds; of a group whose ranks fail
 
