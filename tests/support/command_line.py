@@ -1,10 +1,11 @@
-"""Calls programs in this process: a new process takes seconds to import torch."""
+"""Calls programs, in this process where they allow it: a new one takes seconds to import torch."""
 
 import contextlib
 import io
 import os
 import subprocess
 import sys
+import textwrap
 from unittest import mock
 
 
@@ -26,3 +27,17 @@ def call(main, *arguments, **environment):
         error.write(f"{status}\n")
         status = 1
     return subprocess.CompletedProcess(arguments, status or 0, out.getvalue(), error.getvalue())
+
+
+def in_new_process(program, **environment):
+    """Runs ``program`` in a new process and returns its output."""
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout
