@@ -1,200 +1,49 @@
 """Equal blocks are compiled once inside of one graph, and compute what they did."""
 
 import operator
-from functools import partial
 
 import pytest
 import torch
 from support.models import Block, Stack, assert_same_step, batch_of, optimizers_of, shard
 from support.pass_graphs import assert_text
+from support.region_models import (
+    WIDTH,
+    Autocast,
+    BatchNorm,
+    BreaksTheGraph,
+    ChangesABuffer,
+    Checkpointed,
+    DetachesInside,
+    Dropout,
+    Embeds,
+    ForLogging,
+    Marked,
+    Model,
+    Plain,
+    PostNorm,
+    ReadsOutsideOfItsCheckpoint,
+    ReturnsAView,
+    SavesNothing,
+    SavesProducts,
+    Splits,
+    TakesASize,
+    Tied,
+    TwoResults,
+    UsedTwice,
+    WithoutGradient,
+    WithoutResidual,
+    WritesInPlace,
+)
 from torch import nn
 from torch._inductor import metrics
 from torch._inductor.utils import fresh_cache
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from deepcompile_zero3 import capture_graphs, fully_shard, record_collectives
 from deepcompile_zero3.graph.alias import is_view
 from deepcompile_zero3.graph.calls import calls_by_region
 from deepcompile_zero3.graph.metadata import fqns_of
 from deepcompile_zero3.runtime import ops
-
-WIDTH = 16
-
-
-class _Plain(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.a = nn.Linear(WIDTH, WIDTH)
-        self.b = nn.Linear(WIDTH, WIDTH)
-
-    def inner(self, h):
-        return h
-
-    def forward(self, x):
-        return x + self.b(self.inner(torch.relu(self.a(self.norm(x)))))
-
-
-class _Dropout(_Plain):
-    def inner(self, h):
-        return nn.functional.dropout(h, 0.5, training=True)
-
-
-class _Tied(_Plain):
-    def __init__(self):
-        super().__init__()
-        self.b.weight = self.a.weight
-
-
-class _Embeds(_Plain):
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(4, WIDTH)
-
-    def inner(self, h):
-        return h + self.table(torch.arange(len(h)) % 4)
-
-
-class _WithoutResidual(_Plain):
-    def forward(self, x):
-        return super().forward(x) - x
-
-
-class _TwoResults(_Plain):
-    def forward(self, x):
-        y = super().forward(x)
-        return y, y * 2
-
-
-class _PostNorm(_Plain):
-    """Saves a view of what it reads, and what it returns."""
-
-    def forward(self, x):
-        return torch.tanh(self.norm(self.a(x)))
-
-
-class _ForLogging(_Plain):
-    """Trains ``b`` with nothing but what only a log reads."""
-
-    def forward(self, x):
-        return x + self.a(x), self.b(x).mean()
-
-
-class _DetachesInside(_Plain):
-    def forward(self, x):
-        y = super().forward(x)
-        return y, y.detach() * 2
-
-
-class _TakesASize(_Plain):
-    def forward(self, x, size):
-        return super().forward(x).view(size)
-
-
-class _UsedTwice(_Plain):
-    def inner(self, h):
-        return self.a(h)
-
-
-class _Splits(_Plain):
-    def inner(self, h):
-        left, right = h.chunk(2, -1)
-        return torch.cat([left * right, torch.tanh(left)], -1)
-
-
-class _Selective(_Plain):
-    def forward(self, x):
-        saves = self.saves
-        contexts = partial(create_selective_checkpoint_contexts, list(saves))
-        return checkpoint(super().forward, x, use_reentrant=False, context_fn=contexts)
-
-
-class _SavesProducts(_Selective):
-    saves = (torch.ops.aten.addmm.default,)
-
-
-class _SavesNothing(_Selective):
-    saves = ()
-
-
-class _Checkpointed(_Plain):
-    def forward(self, x):
-        return checkpoint(super().forward, x, use_reentrant=False)
-
-
-class _ReadsOutsideOfItsCheckpoint(_Plain):
-    def forward(self, x):
-        return checkpoint(super().forward, x, use_reentrant=False) * self.norm.weight
-
-
-class _Marked(_Plain):
-    @torch.compiler.nested_compile_region
-    def forward(self, x):
-        return super().forward(x)
-
-
-class _BatchNorm(_Plain):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH)
-
-
-class _ChangesABuffer(_Plain):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("scale", torch.ones(WIDTH))
-
-    def inner(self, h):
-        self.scale.add_(1)
-        return h * self.scale
-
-
-class _WritesInPlace(_Plain):
-    def inner(self, h):
-        return (h * 1).add_(2)
-
-
-class _Autocast(_Plain):
-    def inner(self, h):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            h = self.a(h)
-        return h.float()
-
-
-class _WithoutGradient(_Plain):
-    def inner(self, h):
-        with torch.no_grad():
-            mean = h.mean()
-        return h - mean
-
-
-class _ReturnsAView(_Plain):
-    def forward(self, x):
-        return x.view(-1, WIDTH), super().forward(x)
-
-
-class _BreaksTheGraph(_Plain):
-    def inner(self, h):
-        torch._dynamo.graph_break()
-        return h
-
-
-class _Model(nn.Module):
-    def __init__(self, *classes):
-        super().__init__()
-        self.blocks = nn.ModuleList(cls() for cls in classes)
-        self.head = nn.Linear(WIDTH, 3)
-
-    def forward(self, x):
-        rest = 0
-        for block in self.blocks:
-            x = block(x, x.size()) if isinstance(block, _TakesASize) else block(x)
-            if isinstance(x, tuple):
-                x, other = x
-                other = other.detach() if isinstance(block, _ForLogging) else other
-                rest = rest + other.sum()
-        return self.head(x).sum() + rest
 
 
 def _freeze(*names):
@@ -225,7 +74,7 @@ def _step(
     """Returns what steps leave in a model, and how often its graphs call each region."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = _Model(*classes)
+    model = Model(*classes)
     for block in model.blocks:
         fully_shard(block, **kwargs)
     fully_shard(model, **kwargs)
@@ -272,40 +121,40 @@ SEQUENCES = {"batches": ((2, 8, WIDTH), (2, 6, WIDTH))}
 @pytest.mark.parametrize(
     ("classes", "settings", "calls"),
     [
-        ([_Plain] * 3, {}, ONE_REGION),
-        ([_Plain, _TwoResults, _Plain, _TwoResults], {}, [[[2, 2]], [[2, 2]]]),
-        pytest.param([_Plain, _TwoResults, _Dropout], {}, NONE, marks=pytest.mark.long),
-        ([_Dropout] * 3, {}, ONE_REGION),
-        ([_Tied] * 3, {}, ONE_REGION),
-        ([_Embeds] * 3, {}, ONE_REGION),
-        ([_WithoutResidual] * 3, {}, ONE_REGION),
-        pytest.param([_PostNorm] * 3, {}, ONE_REGION, marks=pytest.mark.long),
-        ([_PostNorm] * 3, SEQUENCES, TWICE),
-        pytest.param([_Plain] * 3, SEQUENCES | {"dynamic": True}, None, marks=pytest.mark.long),
-        ([_Checkpointed] * 3, {}, ONE_REGION),
-        ([_ReadsOutsideOfItsCheckpoint] * 3, {}, ONE_REGION),
-        pytest.param([_Checkpointed] * 3, {"autocast": True}, ONE_REGION, marks=pytest.mark.long),
-        ([_Plain] * 3, ROWS, TWICE),
+        ([Plain] * 3, {}, ONE_REGION),
+        ([Plain, TwoResults, Plain, TwoResults], {}, [[[2, 2]], [[2, 2]]]),
+        pytest.param([Plain, TwoResults, Dropout], {}, NONE, marks=pytest.mark.long),
+        ([Dropout] * 3, {}, ONE_REGION),
+        ([Tied] * 3, {}, ONE_REGION),
+        ([Embeds] * 3, {}, ONE_REGION),
+        ([WithoutResidual] * 3, {}, ONE_REGION),
+        pytest.param([PostNorm] * 3, {}, ONE_REGION, marks=pytest.mark.long),
+        ([PostNorm] * 3, SEQUENCES, TWICE),
+        pytest.param([Plain] * 3, SEQUENCES | {"dynamic": True}, None, marks=pytest.mark.long),
+        ([Checkpointed] * 3, {}, ONE_REGION),
+        ([ReadsOutsideOfItsCheckpoint] * 3, {}, ONE_REGION),
+        pytest.param([Checkpointed] * 3, {"autocast": True}, ONE_REGION, marks=pytest.mark.long),
+        ([Plain] * 3, ROWS, TWICE),
         pytest.param(
-            [_Plain] * 3, {"reshard_after_forward": False}, ONE_REGION, marks=pytest.mark.long
+            [Plain] * 3, {"reshard_after_forward": False}, ONE_REGION, marks=pytest.mark.long
         ),
-        ([_Plain] * 3, {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}, ONE_REGION),
-        ([_Plain] * 3, {"prepare": _contract_of_its_own}, NONE),
-        ([_UsedTwice] * 3, {}, ONE_REGION),
-        pytest.param([_Splits] * 3, {}, ONE_REGION, marks=pytest.mark.long),
-        ([_Plain] * 3, {"prepare": _freeze("blocks.0.a", "blocks.1.a", "blocks.2.a")}, ONE_REGION),
-        ([_Plain] * 4, {"prepare": _freeze("blocks.0", "blocks.1")}, [[[2, 2]], [[2, 2]]]),
-        pytest.param([_BatchNorm] * 3, {}, NONE, marks=pytest.mark.long),
-        ([_ChangesABuffer] * 3, {}, NONE),
-        ([_WritesInPlace] * 3, {}, NONE),
-        ([_Autocast] * 3, {}, NONE),
-        ([_WithoutGradient] * 3, {}, NONE),
-        ([_ReturnsAView] * 3, {}, NONE),
-        pytest.param([_ForLogging] * 3, {}, NONE, marks=pytest.mark.long),
-        ([_DetachesInside] * 3, {}, NONE),
-        ([_TakesASize] * 3, SEQUENCES | {"dynamic": True}, None),
-        ([_SavesProducts, _SavesNothing] * 2, {}, [[[2, 2]], [[2, 2]]]),
-        ([_BreaksTheGraph] * 2, {}, [[[], []], [[], []]]),
+        ([Plain] * 3, {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}, ONE_REGION),
+        ([Plain] * 3, {"prepare": _contract_of_its_own}, NONE),
+        ([UsedTwice] * 3, {}, ONE_REGION),
+        pytest.param([Splits] * 3, {}, ONE_REGION, marks=pytest.mark.long),
+        ([Plain] * 3, {"prepare": _freeze("blocks.0.a", "blocks.1.a", "blocks.2.a")}, ONE_REGION),
+        ([Plain] * 4, {"prepare": _freeze("blocks.0", "blocks.1")}, [[[2, 2]], [[2, 2]]]),
+        pytest.param([BatchNorm] * 3, {}, NONE, marks=pytest.mark.long),
+        ([ChangesABuffer] * 3, {}, NONE),
+        ([WritesInPlace] * 3, {}, NONE),
+        ([Autocast] * 3, {}, NONE),
+        ([WithoutGradient] * 3, {}, NONE),
+        ([ReturnsAView] * 3, {}, NONE),
+        pytest.param([ForLogging] * 3, {}, NONE, marks=pytest.mark.long),
+        ([DetachesInside] * 3, {}, NONE),
+        ([TakesASize] * 3, SEQUENCES | {"dynamic": True}, None),
+        ([SavesProducts, SavesNothing] * 2, {}, [[[2, 2]], [[2, 2]]]),
+        ([BreaksTheGraph] * 2, {}, [[[], []], [[], []]]),
     ],
 )
 def test_a_region_computes_what_its_blocks_did(one_rank, classes, settings, calls):
@@ -329,7 +178,7 @@ def _assert_equal(left, expected, **tolerance):
 @pytest.mark.inductor
 @pytest.mark.parametrize("settings", [{}, pytest.param(SEQUENCES, marks=pytest.mark.long)])
 def test_inductor_reuses_no_memory_that_a_region_shares(one_rank, settings):
-    classes = [_PostNorm] * 3 + [_Plain] * 3 + [_PostNorm]
+    classes = [PostNorm] * 3 + [Plain] * 3 + [PostNorm]
     left, found = _step(True, classes, inductor=True, **settings)
     expected, _ = _step(False, classes, inductor=True, **settings)
     assert found[0][0] == [3, 4]
@@ -351,8 +200,8 @@ def test_calls_of_a_region_get_the_same_strides_where_inductor_pads(one_rank):
 
 @pytest.mark.parametrize("regions", [True, False])
 def test_regions_that_the_user_marks_gather_again(one_rank, regions):
-    left, found = _step(regions, [_Marked] * 3)
-    expected, _ = _step(False, [_Plain] * 3)
+    left, found = _step(regions, [Marked] * 3)
+    expected, _ = _step(False, [Plain] * 3)
     assert all(sum(calls) == 3 for direction in found for calls in direction)
     _assert_equal(left, expected)
 

@@ -1,0 +1,184 @@
+"""Kinds of blocks that may be compiled once, and a model of them."""
+
+from functools import partial
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+WIDTH = 16
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.a = nn.Linear(WIDTH, WIDTH)
+        self.b = nn.Linear(WIDTH, WIDTH)
+
+    def inner(self, h):
+        return h
+
+    def forward(self, x):
+        return x + self.b(self.inner(torch.relu(self.a(self.norm(x)))))
+
+
+class Dropout(Plain):
+    def inner(self, h):
+        return nn.functional.dropout(h, 0.5, training=True)
+
+
+class Tied(Plain):
+    def __init__(self):
+        super().__init__()
+        self.b.weight = self.a.weight
+
+
+class Embeds(Plain):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(4, WIDTH)
+
+    def inner(self, h):
+        return h + self.table(torch.arange(len(h)) % 4)
+
+
+class WithoutResidual(Plain):
+    def forward(self, x):
+        return super().forward(x) - x
+
+
+class TwoResults(Plain):
+    def forward(self, x):
+        y = super().forward(x)
+        return y, y * 2
+
+
+class PostNorm(Plain):
+    """Saves a view of what it reads, and what it returns."""
+
+    def forward(self, x):
+        return torch.tanh(self.norm(self.a(x)))
+
+
+class ForLogging(Plain):
+    """Trains ``b`` with nothing but what only a log reads."""
+
+    def forward(self, x):
+        return x + self.a(x), self.b(x).mean()
+
+
+class DetachesInside(Plain):
+    def forward(self, x):
+        y = super().forward(x)
+        return y, y.detach() * 2
+
+
+class TakesASize(Plain):
+    def forward(self, x, size):
+        return super().forward(x).view(size)
+
+
+class UsedTwice(Plain):
+    def inner(self, h):
+        return self.a(h)
+
+
+class Splits(Plain):
+    def inner(self, h):
+        left, right = h.chunk(2, -1)
+        return torch.cat([left * right, torch.tanh(left)], -1)
+
+
+class Selective(Plain):
+    def forward(self, x):
+        saves = self.saves
+        contexts = partial(create_selective_checkpoint_contexts, list(saves))
+        return checkpoint(super().forward, x, use_reentrant=False, context_fn=contexts)
+
+
+class SavesProducts(Selective):
+    saves = (torch.ops.aten.addmm.default,)
+
+
+class SavesNothing(Selective):
+    saves = ()
+
+
+class Checkpointed(Plain):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class ReadsOutsideOfItsCheckpoint(Plain):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False) * self.norm.weight
+
+
+class Marked(Plain):
+    @torch.compiler.nested_compile_region
+    def forward(self, x):
+        return super().forward(x)
+
+
+class BatchNorm(Plain):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+
+class ChangesABuffer(Plain):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+    def inner(self, h):
+        self.scale.add_(1)
+        return h * self.scale
+
+
+class WritesInPlace(Plain):
+    def inner(self, h):
+        return (h * 1).add_(2)
+
+
+class Autocast(Plain):
+    def inner(self, h):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            h = self.a(h)
+        return h.float()
+
+
+class WithoutGradient(Plain):
+    def inner(self, h):
+        with torch.no_grad():
+            mean = h.mean()
+        return h - mean
+
+
+class ReturnsAView(Plain):
+    def forward(self, x):
+        return x.view(-1, WIDTH), super().forward(x)
+
+
+class BreaksTheGraph(Plain):
+    def inner(self, h):
+        torch._dynamo.graph_break()
+        return h
+
+
+class Model(nn.Module):
+    def __init__(self, *classes):
+        super().__init__()
+        self.blocks = nn.ModuleList(cls() for cls in classes)
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x):
+        rest = 0
+        for block in self.blocks:
+            x = block(x, x.size()) if isinstance(block, TakesASize) else block(x)
+            if isinstance(x, tuple):
+                x, other = x
+                other = other.detach() if isinstance(block, ForLogging) else other
+                rest = rest + other.sum()
+        return self.head(x).sum() + rest
