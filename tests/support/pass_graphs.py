@@ -8,12 +8,13 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from deepcompile_zero3.graph.metadata import PARAMETER
+from deepcompile_zero3.graph.metadata import PARAMETER, fqns_of
 from deepcompile_zero3.graph.text import graph_text
 from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.passes.reduce import insert_reduces
 
 NO_LIMIT = 2**30
+LARGE = 2**20  # bytes of a parameter whose gradient is computed where it is sent from
 
 
 def partitioned_graph(function, *inputs):
@@ -63,3 +64,9 @@ def reduce(gm, gradients):
         node.meta[PARAMETER] = of_parameter
         placeholders[of_parameter.fqn] = node
     insert_reduces(gm, gradients, placeholders)
+
+
+def reductions_of(gm):
+    """Returns the reduction's op by FQN."""
+    nodes = [node for node in gm.graph.nodes if "zero3.reduce" in str(node.target)]
+    return {fqns_of(node)[0]: node.target.name().removeprefix("zero3::") for node in nodes}
