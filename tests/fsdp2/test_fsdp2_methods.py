@@ -1,15 +1,11 @@
 """The methods that a sharded module shares with FSDP2."""
 
-import inspect
-import re
-
 import pytest
 import torch
 import torch.distributed as dist
-from support import documents
+from support.fsdp2_scenarios import Recomputing, gathered_in
 from support.job import needs_a_job
 from support.models import (
-    Stack,
     assert_same_gradients,
     assert_same_parameters,
     assert_same_step,
@@ -26,29 +22,11 @@ from support.models import (
     shard,
 )
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, UnshardHandle
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.fsdp import (
-    register_fsdp_forward_method as torch_register_fsdp_forward_method,
-)
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import UnshardHandle
 from torch.testing import assert_close
-from torch.utils._pytree import register_pytree_node
-from torch.utils.checkpoint import checkpoint
 
-from deepcompile_zero3 import (
-    Zero3Error,
-    fully_shard,
-    record_collectives,
-    register_fsdp_forward_method,
-    share_comm_ctx,
-)
+from deepcompile_zero3 import Zero3Error, fully_shard, record_collectives, share_comm_ctx
 from deepcompile_zero3.sharding.fsdp_methods import REFUSED
-
-
-def gathered_in(log):
-    return [fqn for c in log if c.op == "all_gather" for fqn in c.params]
-
 
 # ---- set_reshard_after_backward
 
@@ -165,15 +143,6 @@ def test_eager_and_compiled_code_hold_alike(run_ranks, transport, how):
     run_ranks(2, _alternating, how, transport)
 
 
-class Recomputing(Stack):
-    """A stack whose blocks are recomputed in backward."""
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        return self.head(x)
-
-
 def _checkpointed():
     """Returns how often each micro-batch gathers a weight whose block is recomputed."""
     model = Recomputing()
@@ -254,170 +223,6 @@ def test_a_forward_does_not_gather_what_is_unsharded(run_ranks, how, transport):
     run_ranks(2, _unshard_then_forward, how, transport)
 
 
-# ---- prefetching
-
-
-class Skipping(Stack):
-    """A stack that skips its last block on request."""
-
-    def forward(self, x, skip=False):
-        for block in self.blocks[:-1] if skip else self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def _blocks_gathered_in(log):
-    return {fqn.removesuffix(".up.weight") for fqn in gathered_in(log) if "up.weight" in fqn}
-
-
-def _prefetched(transport):
-    model = Skipping(depth=3)
-    model, reference = shard(model, model.blocks, transport=transport)
-    first, second, third = model.blocks
-    first.set_modules_to_forward_prefetch([second, third])
-    third.set_modules_to_backward_prefetch([second, first])
-    optimizers = optimizers_of(model, reference)
-    logs, seen = [], []
-    see = lambda *_: seen.append(_blocks_gathered_in(logs[-1]))  # noqa: E731
-    first.register_forward_hook(see)
-
-    def see_its_gradient(module, args, output):
-        if output.requires_grad:  # after the third block's backward, before the second's
-            output.register_hook(see)
-
-    second.register_forward_hook(see_its_gradient)
-    for seed in range(2):
-        batch = batch_of(4, 8, seed=seed)
-        for part in ("forward", "backward", "evaluation"):
-            with record_collectives() as log:
-                logs.append(log)
-                if part == "forward":
-                    loss = mean_square(model, mine(batch))
-                elif part == "backward":
-                    loss.backward()
-                else:
-                    with torch.no_grad():
-                        model(batch, skip=True)  # prefetched in vain, soon stale
-        mean_square(reference, batch).backward()
-        assert_same_gradients(model, reference)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        assert_same_parameters(model, reference)
-        assert gathered_fqns(model) == []
-    return seen
-
-
-@either_transport
-def test_hinted_blocks_are_gathered_ahead_in_eager_code(run_ranks, transport):
-    every = {"blocks.0", "blocks.1", "blocks.2"}
-    for seen in run_ranks(2, _prefetched, transport):
-        assert seen == 2 * [every, every, every]
-
-
-def _ignored_when_compiled(how):
-    model = Stack()
-    model, reference = shard(model, model.blocks)
-    model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1]])
-    run = compiled(model, how)
-    assert_same_step(model, reference, batch_of(4, 8), run=run)
-
-
-@compiled_each_way
-def test_hints_do_not_disturb_a_compiled_step(run_ranks, how):
-    run_ranks(2, _ignored_when_compiled, how)
-
-
-@needs_a_job
-def test_only_sharded_modules_can_be_prefetched():
-    model = fully_shard(layers_of(2, 2))
-    for method in (model.set_modules_to_forward_prefetch, model.set_modules_to_backward_prefetch):
-        with pytest.raises(ValueError, match="Zero3Linear was not sharded: call fully_shard"):
-            method([model[0]])
-
-
-# ---- register_fsdp_forward_method
-
-
-class Encoder(nn.Module):
-    """A module with two entry points."""
-
-    def __init__(self):
-        super().__init__()
-        self.up = nn.Linear(8, 16)
-        self.down = nn.Linear(16, 8)
-
-    def forward(self, x):
-        return self.down(self.encode(x))
-
-    def encode(self, x, fails=False):
-        if fails:
-            raise KeyError("as asked for")
-        return torch.tanh(x @ self.up.weight.t())  # a parameter of its own child
-
-
-def _another_way_in(how, register):
-    policy = MixedPrecisionPolicy(param_dtype=torch.float64)
-    model, reference = shard(Encoder(), mp_policy=policy)
-    register(model, "encode")
-    assert model.encode.__name__ == "encode"
-    encode = compiled(model.encode, how)
-    for seed in range(2):
-        batch = batch_of(4, 8, seed=seed)
-        output = encode(mine(batch))
-        assert output.dtype == torch.float64
-        output.square().mean().backward()
-        reference.encode(batch).square().mean().backward()
-    assert model.down.weight.grad is None
-    assert_same_gradients(model, reference)
-    with pytest.raises(KeyError):
-        model.encode(mine(batch), fails=True)
-    assert gathered_fqns(model) == [] or register is torch_register_fsdp_forward_method
-    assert_same_step(model, reference, batch)
-    assert gathered_fqns(model) == []
-
-
-@each_way
-def test_a_registered_method_is_a_forward(run_ranks, how):
-    run_ranks(2, _another_way_in, how, register_fsdp_forward_method)
-
-
-def test_a_method_that_torch_registers_is_a_forward(run_ranks):
-    run_ranks(2, _another_way_in, "eager", torch_register_fsdp_forward_method)
-
-
-@needs_a_job
-def test_a_method_can_be_registered_whether_or_not_its_module_is_sharded():
-    model = Encoder()
-    register_fsdp_forward_method(model, "encode")
-    register_fsdp_forward_method(model, "decode")
-    fully_shard(model)
-    with pytest.raises(ValueError, match="FSDPEncoder has no method 'decode'"):
-        register_fsdp_forward_method(model, "decode")
-
-
-class Single:
-    """An input that is of single precision."""
-
-    def __init__(self, x):
-        self.x = x
-        if x.dtype != torch.float32:
-            raise ValueError(f"a Single of {x.dtype}")
-
-
-register_pytree_node(Single, lambda single: ([single.x], None), lambda values, _: Single(*values))
-
-
-@needs_a_job
-def test_a_registered_method_whose_inputs_cannot_be_cast_leaves_no_forward_open():
-    model = fully_shard(Encoder(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.float64))
-    register_fsdp_forward_method(model, "encode")
-    with pytest.raises(ValueError, match=r"a Single of torch\.float64"):
-        model.encode(Single(batch_of(2, 8)))
-    assert isinstance(model.up.weight, DTensor)
-    assert model.encode(batch_of(2, 8)).dtype == torch.float64
-
-
 # ---- methods that ask for what is done always
 
 
@@ -459,23 +264,3 @@ def test_methods_without_a_meaning_here_are_refused_by_name(name):
     model = fully_shard(nn.Linear(2, 2))
     with pytest.raises(NotImplementedError, match=f"{name} is not supported: "):
         getattr(model, name)(True)
-
-
-# ---- the document
-
-
-ROWS = documents.rows_of("fsdp2.md")
-
-
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
-def test_each_row_of_the_document_names_the_tests_that_hold_it(row):
-    _, verdict, tests = row
-    assert verdict.split()[0].strip(",:;") in ("same", "likewise", "different", "refused")
-    documents.assert_tests_exist(tests)
-
-
-def test_the_document_has_a_row_for_each_argument_and_method_of_fsdp2():
-    names = {name for name in vars(FSDPModule) if not name.startswith("_")}
-    names |= set(inspect.signature(torch_fully_shard).parameters)
-    documented = {name for row in ROWS for name in re.findall(r"`(\w+)", row[0])}
-    assert names - documented == set()
