@@ -1,14 +1,13 @@
-"""Scenarios of FSDP2's own tests: unshard, optimizers, dtypes, states and meshes."""
+"""Scenarios of FSDP2's own tests: when things are gathered, optimizers and states."""
 
 import copy
 
 import pytest
 import torch
-import torch.distributed as dist
-from support.fsdp2_scenarios import fqns, step
+from support.fsdp2_scenarios import Recomputing, gathered_in, step
 from support.job import needs_a_job
+from support.mesh_models import either_way
 from support.models import (
-    Block,
     Stack,
     assert_same_gradients,
     assert_same_parameters,
@@ -22,19 +21,12 @@ from support.models import (
     shard,
 )
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing import assert_close
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from deepcompile_zero3 import Zero3Error, fully_shard, record_collectives
-
-either_way = pytest.mark.parametrize("how", ["interpreted", "eager"])
-
 
 # ---- when things are gathered
 
@@ -59,19 +51,12 @@ def _kept_by_hand(how):
     loss.backward()
     mean_square(reference, batch).backward()
     assert_same_gradients(model, reference)
-    return [fqns(log, "all_gather").count(name) for name in ("0.weight", "1.weight")]
+    return [gathered_in(log).count(name) for name in ("0.weight", "1.weight")]
 
 
 @either_way
 def test_the_outermost_module_alone_may_keep_its_weights_and_all_may_let_go(run_ranks, how):
     assert run_ranks(2, _kept_by_hand, how) == 2 * [[2, 1]]
-
-
-class Recomputing(Stack):
-    def forward(self, x):
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        return self.head(x)
 
 
 def _misguided():
@@ -139,124 +124,6 @@ def _stepped_in_hooks(how):
 @each_way
 def test_optimizers_may_change_and_step_in_hooks(run_ranks, how):
     run_ranks(2, _stepped_in_hooks, how)
-
-
-# ---- dtypes
-
-
-def _normalized(how):
-    """Compares layers of all kinds in bfloat16, and a layer with its own casts, with FSDP2."""
-    low = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    own = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
-    mixed = MixedPrecisionPolicy(output_dtype=torch.bfloat16)  # its statistics are not in bfloat16
-    whole = Normalized()
-    policies = {"last": own, "batch1d": mixed, "batch2d": mixed}
-    results = []
-    for sharding in (torch_fully_shard, fully_shard):
-        model = copy.deepcopy(whole)
-        for name, layer in model.named_children():
-            sharding(layer, mp_policy=policies.get(name, low))
-        sharding(model, mp_policy=low)
-        run = compiled(model, how) if sharding is fully_shard else model
-        output = run(mine(batch_of(4, 36)))
-        output.square().mean().backward()
-        grads = [parameter.grad.full_tensor() for parameter in model.parameters()]
-        results.append([output, *grads, *model.buffers()])
-        assert model.last.seen == (torch.float32, torch.float32)
-    for theirs, ours in zip(*results, strict=True):
-        assert_close(ours, theirs, rtol=3e-2, atol=3e-3)  # also checks the dtype
-
-
-class Casting(nn.Linear):
-    """A layer with a further input, which it casts itself."""
-
-    def forward(self, x, y):
-        self.seen = x.dtype, y.dtype
-        return super().forward((x + y).to(self.weight.dtype))
-
-
-class Normalized(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(1, 4, 3)
-        self.batch2d = nn.BatchNorm2d(4)
-        self.up = nn.Linear(64, 16)
-        self.batch1d = nn.BatchNorm1d(16)
-        self.layer = nn.LayerNorm(16)
-        self.last = Casting(16, 4)
-
-    def forward(self, x):
-        x = self.batch2d(self.conv(x.view(-1, 1, 6, 6))).flatten(1)
-        x = self.layer(self.batch1d(self.up(x)))
-        return self.last(x.float(), torch.ones(16))
-
-
-@each_way
-def test_normalization_and_casts_of_ones_own_are_those_of_fsdp2(run_ranks, how):
-    run_ranks(2, _normalized, how)
-
-
-class Noting(nn.Linear):
-    """A layer that records the dtypes of its inputs."""
-
-    def forward(self, x):
-        self.noted = [*getattr(self, "noted", ()), x.dtype]
-        return super().forward(x)
-
-
-class Rerun(nn.Module):
-    """A module that recomputes a whole layer in backward."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = Noting(8, 8)
-        self.given = []
-
-    def through(self, x):
-        x = self.layer(x)
-        self.given.append(x.dtype)
-        return x
-
-    def forward(self, x):
-        return checkpoint(self.through, x, use_reentrant=False, early_stop=False).float().sum()
-
-
-@needs_a_job
-@pytest.mark.parametrize("output_dtype", [torch.bfloat16, torch.float64], ids=str)
-def test_a_recomputation_casts_as_the_forward_did(output_dtype):
-    model = Rerun()
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=output_dtype)
-    fully_shard(model.layer, mp_policy=policy)
-    fully_shard(model)(batch_of(2, 8)).backward()
-    assert model.layer.noted == 2 * [torch.bfloat16]
-    assert model.given == 2 * [output_dtype]
-    assert model.layer.weight.grad.dtype == torch.float32
-
-
-class WithCodes(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.codes = nn.Parameter(torch.ones(8, dtype=torch.int64), requires_grad=False)
-
-    def forward(self, x):
-        return self.linear(x) * self.codes
-
-
-@needs_a_job
-@either_way
-def test_a_parameter_frozen_at_first_is_reduced_in_its_dtype_later(how):
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = fully_shard(WithCodes(), mp_policy=policy).requires_grad_(False)
-    run = compiled(model, how)
-    with torch.no_grad():
-        run(batch_of(2, 8))
-    model.linear.requires_grad_(True)
-    with record_collectives() as log:
-        run(batch_of(2, 8)).sum().backward()
-    assert {c.dtype for c in log if c.op == "reduce_scatter"} == {torch.float32}
-    assert model.linear.weight.grad.dtype == torch.float32
-    assert model.codes.grad is None
 
 
 # ---- states
@@ -338,101 +205,6 @@ def _computed(how):
 @either_way
 def test_a_parameter_may_be_computed_of_sharded_ones(run_ranks, how):
     run_ranks(2, _computed, how)
-
-
-# ---- meshes
-
-
-def _of_groups():
-    rank = dist.get_rank()
-    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
-    shards, replicas = pairs[rank // 2], pairs[2 + rank % 2]
-    mesh = DeviceMesh.from_group(
-        [replicas, shards],
-        "cpu",
-        mesh=torch.arange(4).view(2, 2),
-        mesh_dim_names=("replicate", "shard"),
-    )
-    model = Stack(depth=1)
-    model, reference = shard(model, model.blocks, mesh=mesh)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if rank >= 2:
-                parameter.fill_(7)
-            dist.broadcast(parameter.to_local(), src=rank % 2, group=replicas)
-    assert_same_parameters(model, reference)
-    mean_square(model, mine(batch_of(4, 8))).backward()
-    mean_square(reference, batch_of(4, 8)).backward()
-    assert_same_gradients(model, reference)
-
-
-def test_a_mesh_may_be_made_of_groups_and_replicas_of_the_first(run_ranks):
-    run_ranks(4, _of_groups)
-
-
-class Parallel(Block):
-    """A block with tensor parallelism, and a layer without."""
-
-    def __init__(self, width):
-        super().__init__(width)
-        self.head = nn.Linear(width, 5)
-
-    def forward(self, x):
-        return self.head(super().forward(x))
-
-
-def _in_three_dimensions():
-    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "tp"))
-    model = Parallel(8)
-    reference = copy.deepcopy(model)
-    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    parallelize_module(model, mesh["tp"], plan)
-    fully_shard(model, mesh=mesh["replicate", "shard"])
-    data = mesh["replicate"].get_group()
-    for seed in range(2):
-        mean_square(model, mine(batch_of(4, 8, seed=seed), data)).backward()
-        mean_square(reference, batch_of(4, 8, seed=seed)).backward()
-        assert_same_gradients(model, reference)
-        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-            assert_close(ours.full_tensor(), theirs)
-    assert model.up.weight.device_mesh.ndim == 3
-
-
-def test_replicas_may_be_tensor_parallel(run_ranks):
-    run_ranks(4, _in_three_dimensions)
-
-
-def _by_columns():
-    place = lambda p: Shard(1) if p.dim() > 1 else None  # noqa: E731
-    model = fully_shard(Block(8), shard_placement_fn=place)
-
-    def see(module, args):
-        assert all(p.is_contiguous() for p in (module.weight, module.bias))
-
-    for layer in (model.up, model.down):
-        layer.register_forward_pre_hook(see)
-    model(mine(batch_of(4, 8))).sum().backward()
-    for parameter in model.parameters():
-        for tensor in (parameter, parameter.grad):
-            assert tensor.is_contiguous()
-            assert tensor.to_local().is_contiguous()
-
-
-def test_shards_of_columns_are_contiguous(run_ranks):
-    run_ranks(2, _by_columns)
-
-
-# ---- one rank
-
-
-@needs_a_job
-@pytest.mark.parametrize("factor", [None, 1.0, 2.0])
-def test_one_rank_divides_by_the_factor_too(factor):
-    model = fully_shard(nn.Linear(8, 4, bias=False))
-    if factor is not None:
-        model.set_gradient_divide_factor(factor)
-    model(torch.ones(3, 8)).sum().backward()
-    assert torch.equal(model.weight.grad.to_local(), torch.full((4, 8), 3 / (factor or 1)))
 
 
 # ---- subclasses
