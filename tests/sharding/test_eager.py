@@ -7,7 +7,6 @@ import torch
 from support.job import needs_a_job
 from support.models import (
     Block,
-    Stack,
     assert_same_gradients,
     assert_same_step,
     batch_of,
@@ -16,16 +15,12 @@ from support.models import (
     mine,
     optimizers_of,
     shard,
+    shard_stack,
 )
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import fully_shard, record_collectives
-
-
-def _shard_stack(depth=2, **kwargs):
-    model = Stack(depth=depth)
-    return shard(model, model.blocks, **kwargs)
 
 
 def _gathers(log):
@@ -60,7 +55,7 @@ def test_a_weight_is_whole_in_forward_and_sharded_outside(run_ranks):
 
 
 def _gathered_groups():
-    model, reference = _shard_stack()
+    model, reference = shard_stack()
     with record_collectives() as log:
         assert_same_step(model, reference, batch_of(4, 8))
     names = ["norm.weight", "norm.bias", "up.weight", "up.bias", "down.weight", "down.bias"]
@@ -109,7 +104,7 @@ def test_a_weight_may_be_read_in_the_forward_of_an_enclosing_module(run_ranks):
 
 
 def _block_by_itself():
-    model, reference = _shard_stack()
+    model, reference = shard_stack()
     block, whole = model.blocks[0], reference.blocks[0]
     for _ in range(2):
         mean_square(block, mine(batch_of(4, 8))).backward()
@@ -126,7 +121,7 @@ def test_a_block_may_run_by_itself(run_ranks):
 
 
 def _backward_twice():
-    model, reference = _shard_stack()
+    model, reference = shard_stack()
     for m, batch in ((model, mine(batch_of(4, 8))), (reference, batch_of(4, 8))):
         loss = mean_square(m, batch)
         loss.backward(retain_graph=True)
@@ -139,7 +134,7 @@ def test_a_retained_graph_may_run_backward_twice(run_ranks):
 
 
 def _saved_elsewhere():
-    model, reference = _shard_stack()
+    model, reference = shard_stack()
     packed = []
 
     def pack(tensor):

@@ -58,11 +58,16 @@ def shard(model, blocks=(), **kwargs):
     return fully_shard(model, **kwargs), reference
 
 
+def shard_stack(depth=2, **kwargs):
+    """Returns a ``Stack``, sharded block by block, and an unsharded copy."""
+    model = Stack(depth=depth)
+    return shard(model, model.blocks, **kwargs)
+
+
 def stack_and_state(seed):
     """Returns a sharded ``Stack`` with random weights, and its state for a checkpoint."""
     torch.manual_seed(seed)
-    model = Stack()
-    model, _ = shard(model, model.blocks)
+    model, _ = shard_stack()
     return model, {"model": get_model_state_dict(model)}
 
 

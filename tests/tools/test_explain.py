@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 from support.job import needs_a_job
-from support.models import Stack, assert_same_step, batch_of, mean_square, mine, shard
+from support.models import Stack, assert_same_step, batch_of, mean_square, mine, shard, shard_stack
 from torch import nn
 
 from deepcompile_zero3 import (
@@ -136,23 +136,18 @@ def test_nothing_changes(fails):
     assert model.mask._version == buffers["mask"][1]  # nobody wrote to it
 
 
-def _shard_stack(**settings):
-    model = Stack()
-    return shard(model, model.blocks, **settings)
-
-
 @needs_a_job
 @pytest.mark.parametrize(
     "again",
     [*(pytest.param(again, marks=pytest.mark.long) for again in (True, False)), None],
 )
 def test_later_compilations_are_as_without_explain(again):
-    model, reference = _shard_stack(reshard_after_forward=again)
+    model, reference = shard_stack(reshard_after_forward=again)
     for size in range(2, 12):  # more sizes than Dynamo's recompile limit
         report = explain(model, batch_of(size, 8), options=OPTIONS | {"keep_mb": size})
         assert len(report.graphs) == 2
     run = torch.compile(model, backend="zero3", options=OPTIONS)
-    other, _ = _shard_stack(reshard_after_forward=again)
+    other, _ = shard_stack(reshard_after_forward=again)
     with capture_graphs() as graphs:
         assert_same_step(model, reference, batch_of(5, 8), run=run)
     torch._dynamo.reset()  # else `other` runs what was compiled for `model`

@@ -1,16 +1,13 @@
 """Events during and between steps: the model trains on like one process."""
 
-import copy
 import os
 from collections import Counter
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.models import (
     Stack,
     assert_same_gradients,
-    assert_same_parameters,
     assert_same_step,
     batch_of,
     compiled,
@@ -20,17 +17,13 @@ from support.models import (
     mine,
     optimizers_of,
     shard,
+    shard_stack,
 )
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import capture_graphs, record_collectives
-
-
-def _shard_stack(depth=2, **kwargs):
-    model = Stack(depth=depth)
-    return shard(model, model.blocks, **kwargs)
 
 
 def _assert_reads_are_sharded(model):
@@ -42,7 +35,7 @@ def _assert_reads_are_sharded(model):
 
 
 def _alternate():
-    model, reference = _shard_stack()
+    model, reference = shard_stack()
     optimizers = optimizers_of(model, reference)
     runs = [compiled(model, how) for how in ("zero3", "eager", "inductor", "interpreted")]
     for seed, run in enumerate(2 * runs):
@@ -107,7 +100,7 @@ def test_parameters_may_go_to_a_function_that_is_not_compiled(run_ranks, how):
 
 
 def _evaluate(how, mode):
-    model, reference = _shard_stack()
+    model, reference = shard_stack()
     run = compiled(model, how)
     optimizers = optimizers_of(model, reference)
     for seed in range(2):
@@ -125,7 +118,7 @@ def test_evaluation_between_steps_sees_the_trained_model(run_ranks, how, mode):
 
 
 def _unused_forward(how):
-    model, reference = _shard_stack()
+    model, reference = shard_stack()
     run = compiled(model, how)
     for seed in range(2):
         run(batch_of(2, 8))  # gradients enabled, but no backward
@@ -138,7 +131,7 @@ def test_a_forward_without_backward_changes_nothing(run_ranks, how):
 
 
 def _gradients_of_inputs(how):
-    model, reference = _shard_stack()
+    model, reference = shard_stack()
     run = compiled(model, how)
     batch = batch_of(4, 8)
     for _ in range(2):
@@ -156,118 +149,7 @@ def test_gradients_of_inputs_alone_leave_those_of_parameters_alone(run_ranks, ho
     run_ranks(2, _gradients_of_inputs, how)
 
 
-# ---- changes of the parameters
-
-
-def _initialize(how):
-    model, reference = _shard_stack()
-    run = compiled(model, how)
-    assert_same_step(model, reference, batch_of(4, 8), run=run)
-    for m in (model, reference):
-        m.zero_grad()
-    layer = model.blocks[0].up
-    before = layer.weight.to_local().clone()
-    nn.init.normal_(layer.weight)
-    assert not torch.equal(layer.weight.to_local(), before)
-    assert layer.weight is dict(model.named_parameters())["blocks.0.up.weight"]
-    with torch.no_grad():
-        reference.blocks[0].up.weight.copy_(layer.weight.full_tensor())
-    assert_same_step(model, reference, batch_of(4, 8), run=run)
-
-
-@each_way
-def test_initializing_a_weight_changes_the_shard(run_ranks, how):
-    run_ranks(2, _initialize, how)
-
-
-def _change(how):
-    model, reference = _shard_stack()
-    run = compiled(model, how)
-    assert_same_step(model, reference, batch_of(4, 8), run=run)
-
-    def step_after(change):
-        change()
-        for m in (model, reference):
-            m.zero_grad()
-        assert_same_step(model, reference, batch_of(4, 8), run=run)
-        assert_same_parameters(model, reference)
-
-    def copy_data():
-        for m in (model, reference):
-            for parameter in m.parameters():
-                parameter.data.copy_(parameter.data * 0.5)
-
-    def scale_data():
-        for m in (model, reference):
-            for parameter in m.parameters():
-                parameter.data.mul_(1.25)
-
-    @torch.no_grad()
-    def write_local():
-        for parameter, whole in zip(model.parameters(), reference.parameters(), strict=True):
-            parameter.to_local().neg_()
-            whole.neg_()
-
-    def load(assign):
-        other, state = _shard_stack()
-        del other
-        whole = {fqn: torch.randn_like(tensor) for fqn, tensor in state.state_dict().items()}
-        dist.broadcast_object_list(values := [whole], src=0)
-        reference.load_state_dict(values[0])
-        shards = shard(copy.deepcopy(reference))[0].state_dict()
-        model.load_state_dict(shards, assign=assign)
-
-    step_after(copy_data)
-    step_after(scale_data)
-    step_after(write_local)
-    step_after(lambda: load(assign=False))
-    step_after(lambda: load(assign=True))
-
-
-@each_way
-def test_the_next_forward_sees_every_change_of_the_parameters(run_ranks, how):
-    run_ranks(2, _change, how)
-
-
-def _attributes():
-    model = Stack()
-    for fqn, parameter in model.named_parameters():
-        parameter.tag = fqn
-    model, _ = shard(model, model.blocks)
-    for _ in range(2):
-        assert all(parameter.tag == fqn for fqn, parameter in model.named_parameters())
-        assert model.head.weight.tag == "head.weight"
-        assert all(parameter.is_leaf for parameter in model.parameters())
-        mean_square(model, batch_of(2, 8)).backward()
-
-
-def test_attributes_of_parameters_survive(run_ranks):
-    run_ranks(2, _attributes)
-
-
-# ---- hooks and errors
-
-
-def _hooks(how):
-    model, reference = _shard_stack()
-    run = compiled(model, how)
-    fired = Counter()
-
-    def hook(parameter):
-        assert isinstance(parameter, DTensor)
-        assert isinstance(parameter.grad, DTensor)
-        fired[parameter] += 1
-
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(hook)
-    for step in range(1, 3):
-        assert_same_step(model, reference, batch_of(4, 8, seed=step), run=run)
-        assert dict(fired) == dict.fromkeys(model.parameters(), step)
-
-
-@each_way
-def test_hooks_on_accumulated_gradients_fire_once_in_a_backward(run_ranks, how):
-    run_ranks(2, _hooks, how)
+# ---- errors
 
 
 class _Trap(torch.autograd.Function):
@@ -329,7 +211,7 @@ def test_a_step_that_raises_leaves_the_next_one_right(run_ranks, how, where):
 
 
 def _unshard():
-    model, reference = _shard_stack()
+    model, reference = shard_stack()
     layer, whole = model.blocks[0].up, reference.blocks[0].up
     model.blocks[0].unshard()
     assert not isinstance(layer.weight, DTensor)
@@ -383,8 +265,8 @@ def test_parameters_are_gathered_again_only_if_resharded_after_forward(run_ranks
 
 
 def _two_models(how):
-    one, one_reference = _shard_stack(depth=1)
-    two, two_reference = _shard_stack(depth=1)
+    one, one_reference = shard_stack(depth=1)
+    two, two_reference = shard_stack(depth=1)
     runs = [compiled(model, how) for model in (one, two)]
     batch = batch_of(4, 8)
 
@@ -417,7 +299,7 @@ def _pairs_of_ranks(how):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pair", "shard"))
     pair, group = mesh.get_local_rank("pair"), mesh.get_group("shard")
     torch.manual_seed(pair)
-    model, reference = _shard_stack(depth=1, mesh=mesh["shard"])
+    model, reference = shard_stack(depth=1, mesh=mesh["shard"])
     run = compiled(model, how)
     for seed in (pair, 2 + pair):
         batch = batch_of(4, 8, seed=seed)
