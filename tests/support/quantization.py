@@ -1,8 +1,10 @@
 """Quantization of parameters as plain PyTorch does it: what ranks must compute with."""
 
+import pytest
 import torch
 
 FORMATS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
+each_format = pytest.mark.parametrize("dtype", list(FORMATS), ids=str)
 
 
 def quantized(tensor, dtype, block):
