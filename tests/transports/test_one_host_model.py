@@ -6,7 +6,9 @@ The model ``one_host_model.py`` tries all orders.
 from functools import partial
 
 import pytest
-from support.one_host_model import ProtocolError, Rank, Sleeper, explore
+from support.interleavings import ProtocolError, explore
+from support.one_host_model import Rank
+from support.rank_waiter_model import Sleeper
 
 
 def gathered(rank, *buckets, ahead=1, in_backward=False):
