@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from support.models import in_backward
+from support.models import call_in_backward, in_backward
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -283,14 +283,12 @@ class _Large(nn.Module):
         return x
 
 
-class _Trap(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
+def _raise():
+    raise ValueError("trap")
 
-    @staticmethod
-    def backward(ctx, grad):
-        raise ValueError("trap")
+
+def _trap(x):
+    return call_in_backward(x, _raise)
 
 
 def _abandon():
@@ -301,7 +299,7 @@ def _abandon():
     x = torch.ones(2, 1024)
     for _ in range(3):
         with pytest.raises(ValueError, match="trap"):
-            model(x, _Trap.apply).sum().backward()
+            model(x, _trap).sum().backward()
         placeholders = [parameter.placeholder for parameter in model._zero3_group.parameters]
         ops.all_gather_start.default(placeholders)  # drops the handle
         handle = ops.all_gather_start.default(placeholders)

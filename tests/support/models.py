@@ -200,6 +200,23 @@ def in_little_memory(function, *args):
         one_host.RING_BYTES = before
 
 
+class _Calls(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, function):
+        ctx.function = function
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.function()
+        return grad, None
+
+
+def call_in_backward(x, function):
+    """Returns a copy of ``x``, whose backward calls ``function()``, which may raise."""
+    return _Calls.apply(x, function)
+
+
 def in_backward(function):
     """Returns the result of ``function()``, called by the autograd engine."""
     results = []
@@ -207,18 +224,11 @@ def in_backward(function):
     # A default device holds for its thread, and backwards on GPUs have their own.
     default = contextlib.nullcontext() if on_cpu else torch.get_default_device()
 
-    class Call(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
+    def call():
+        with default:
+            results.append(function())
 
-        @staticmethod
-        def backward(ctx, grad):
-            with default:
-                results.append(function())
-            return grad
-
-    Call.apply(torch.ones((), requires_grad=True)).backward()
+    call_in_backward(torch.ones((), requires_grad=True), call).backward()
     return results[0]
 
 

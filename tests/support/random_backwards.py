@@ -5,26 +5,13 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
+from support.models import call_in_backward
 from torch import nn
 
 from deepcompile_zero3 import MixedPrecisionPolicy, fully_shard
 
 PER_MODEL = 100
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-
-
-class _At(torch.autograd.Function):
-    """A function that calls an action in its backward."""
-
-    @staticmethod
-    def forward(ctx, x, action):
-        ctx.action = action
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.action()
-        return grad, None
 
 
 def _fail():
@@ -50,7 +37,7 @@ class Parameters(nn.Module):
         products = []
         for index, what in terms:
             if index is None:
-                products.append(_At.apply(torch.zeros((), requires_grad=True), what))
+                products.append(call_in_backward(torch.zeros((), requires_grad=True), what))
             else:
                 products.append((self.parameters_[index] * what).sum().double())
         return sum(products)

@@ -10,6 +10,7 @@ from support.models import (
     assert_same_gradients,
     assert_same_step,
     batch_of,
+    call_in_backward,
     compiled,
     compiled_each_way,
     each_way,
@@ -152,29 +153,19 @@ def test_gradients_of_inputs_alone_leave_those_of_parameters_alone(run_ranks, ho
 # ---- errors
 
 
-class _Trap(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, owner):
-        ctx.owner = owner
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        if ctx.owner.raises == "backward":
-            raise RuntimeError("raised in backward")
-        return grad, None
-
-
 class _Raising(Stack):
     """A stack that raises between its blocks on request."""
 
     raises = None
 
+    def raise_in(self, where):
+        if self.raises == where:
+            raise RuntimeError(f"raised in {where}")
+
     @torch.compiler.disable
     def trap(self, x):
-        if self.raises == "forward":
-            raise RuntimeError("raised in forward")
-        return _Trap.apply(x, self)
+        self.raise_in("forward")
+        return call_in_backward(x, lambda: self.raise_in("backward"))
 
     def forward(self, x):
         first, last = self.blocks

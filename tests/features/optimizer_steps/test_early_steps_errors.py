@@ -7,7 +7,16 @@ import torch
 import torch.distributed as dist
 from support.early_steps import ONE_KIB, OPTIMIZERS, assert_same_bits, plain_and_early
 from support.job import needs_a_job
-from support.models import Stack, batch_of, compiled, each_way, either_transport, mean_square, mine
+from support.models import (
+    Stack,
+    batch_of,
+    call_in_backward,
+    compiled,
+    each_way,
+    either_transport,
+    mean_square,
+    mine,
+)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -36,14 +45,8 @@ def test_an_early_step_of_weights_that_are_held_is_noticed(run_ranks, how, trans
     run_ranks(2, _step_early_while_held, how, transport)
 
 
-class _Raises(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise RuntimeError("a layer")
+def _raise():
+    raise RuntimeError("a layer")
 
 
 def _interrupted():
@@ -53,7 +56,7 @@ def _interrupted():
     x = mine(batch_of(8, 16))
     for block in model.blocks[:2]:
         x = block(x)
-    x = _Raises.apply(x)
+    x = call_in_backward(x, _raise)
     for block in model.blocks[2:]:
         x = block(x)
     with (
@@ -96,29 +99,11 @@ def _two_models_in_one_backward():
         pytest.warns(UserWarning, match=r"had begun to step '.*blocks.3[^']*' and [1-5] others"),
         pytest.raises(RuntimeError, match="a layer"),
     ):
-        block(_Raises.apply(x.clone().requires_grad_())).square().mean().backward()
+        block(call_in_backward(x.clone().requires_grad_(), _raise)).square().mean().backward()
 
 
 def test_a_backward_of_two_models_steps_both_and_forgets_them(run_ranks):
     run_ranks(2, _two_models_in_one_backward)
-
-
-class _Calls(torch.autograd.Function):
-    """Calls a function in backward."""
-
-    @staticmethod
-    def forward(ctx, x, function):
-        ctx.function = function
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.function()
-        return grad, None
-
-
-def _raise():
-    raise RuntimeError("a layer")
 
 
 @needs_a_job
@@ -128,7 +113,7 @@ def test_backwards_that_raise_on_two_threads_name_what_each_has_stepped():
         step_in_backward(model, OPTIMIZERS["sgd"](model), bucket_mb=ONE_KIB)
 
     def backward(model, in_its_middle):
-        x = _Calls.apply(batch_of(4, 16).requires_grad_(), in_its_middle)
+        x = call_in_backward(batch_of(4, 16).requires_grad_(), in_its_middle)
         mean_square(model, x).backward()
 
     def raise_on_another_thread():
