@@ -1,20 +1,15 @@
 """Threads that play the ranks of one host gather and reduce correctly, without data races."""
 
 import os
-import shutil
 import subprocess
 
 import pytest
+from support import cxx_programs
 from support.paths import CSRC, ROOT
 
 OURS = [CSRC / "transport" / f"{name}.cpp" for name in ("rank_waiter", "reduce_words", "ring")]
 SOURCES = [ROOT / "tests/transports/one_host_random.cpp", *OURS, CSRC / "support/error.cpp"]
-FLAGS = ["-std=c++20", "-O1", "-g", "-fsanitize=thread", f"-I{CSRC}"]
-
-
-def _compile(program, *arguments):
-    command = ["g++", *FLAGS, *arguments, "-o", program]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+FLAGS = ["-O1", "-fsanitize=thread", f"-I{CSRC}"]
 
 
 def _run(program):
@@ -27,25 +22,12 @@ def _run(program):
 @pytest.fixture(scope="module")
 def build(tmp_path_factory):
     """Returns ``build(*arguments)``, which compiles the program with the arguments."""
-    if shutil.which("g++") is None:
-        pytest.skip("there is no g++")
     folder = tmp_path_factory.mktemp("one_host_random")
-    empty = folder / "empty.cpp"
-    empty.write_text("int main() {}")
-    compiled = _compile(folder / "empty", empty)
-    if compiled.returncode != 0:
-        pytest.skip(f"g++ cannot build with ThreadSanitizer: {compiled.stderr}")
+    build = cxx_programs.builder(folder, *FLAGS)
     ran = _run(folder / "empty")
     if ran.returncode != 0:
         pytest.skip(f"ThreadSanitizer does not run here: {ran.stderr}")
-
-    def build(*arguments):
-        program = folder / "program"
-        compiled = _compile(program, *SOURCES, *arguments)
-        assert compiled.returncode == 0, compiled.stderr
-        return program
-
-    return build
+    return lambda *arguments: build(*SOURCES, *arguments)
 
 
 @pytest.mark.long
