@@ -20,6 +20,7 @@ from support.models import (
     mine,
     optimizers_of,
     shard,
+    step,
 )
 from torch import nn
 from torch.distributed.fsdp import UnshardHandle
@@ -39,12 +40,12 @@ def _micro_batches(how, reshard_after_forward, transport):
     )
     run = compiled(model, how)
     optimizers = optimizers_of(model, reference)
-    for step in range(2):
+    for number in range(2):
         counts = []
         for micro in range(3):
             model.set_requires_gradient_sync(micro == 2)
             model.set_reshard_after_backward(micro == 2)
-            batch = batch_of(4, 8, seed=3 * step + micro).requires_grad_()
+            batch = batch_of(4, 8, seed=3 * number + micro).requires_grad_()
             with record_collectives() as log:
                 mean_square(run, mine(batch)).backward()
                 gathered = gathered_in(log)
@@ -53,9 +54,7 @@ def _micro_batches(how, reshard_after_forward, transport):
             counts.append(gathered.count("0.weight"))
         assert gathered_fqns(model) == []
         assert_same_gradients(model, reference)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step(optimizers)
         assert_same_parameters(model, reference)
     return counts
 
@@ -113,19 +112,17 @@ def _alternating(how, transport):
     model, reference = shard(Writing(), transport=transport)
     run = compiled(model, how)
     optimizers = optimizers_of(model, reference)
-    for step in range(2):
+    for number in range(2):
         for micro, forward in enumerate((run, model, run, model)):
             model.set_reshard_after_backward(micro == 3)
-            batch = batch_of(4, 8, seed=4 * step + micro)
+            batch = batch_of(4, 8, seed=4 * number + micro)
             mean_square(forward, mine(batch)).backward()
             mean_square(reference, batch).backward()
             assert bool(gathered_fqns(model)) == (micro < 3)
             with torch.inference_mode():
                 assert_close(forward(batch), reference(batch))
         assert_same_gradients(model, reference)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step(optimizers)
         assert_same_parameters(model, reference)
     model.set_reshard_after_backward(False)
     mean_square(run, mine(batch)).backward()
@@ -211,9 +208,7 @@ def _unshard_then_forward(how, transport):
         loss.backward()
         mean_square(reference, batch_of(4, 8, seed=seed)).backward()
         assert_same_gradients(model, reference)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step(optimizers)
         assert_same_parameters(model, reference)
 
 

@@ -5,7 +5,6 @@ import gc
 
 import torch
 import torch.distributed as dist
-from support.fsdp2_scenarios import step
 from support.job import needs_a_job
 from support.models import (
     Stack,
@@ -18,6 +17,7 @@ from support.models import (
     mine,
     optimizers_of,
     shard,
+    step,
 )
 from torch import nn
 from torch.distributed.tensor import DTensor

@@ -19,6 +19,7 @@ from support.models import (
     mine,
     optimizers_of,
     shard,
+    step,
 )
 
 from deepcompile_zero3 import fully_shard, record_collectives
@@ -67,9 +68,7 @@ def _prefetched(transport):
                         model(batch, skip=True)  # prefetched in vain, soon stale
         mean_square(reference, batch).backward()
         assert_same_gradients(model, reference)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step(optimizers)
         assert_same_parameters(model, reference)
         assert gathered_fqns(model) == []
     return seen

@@ -8,13 +8,14 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from support.fsdp2_scenarios import fqns, step
+from support.fsdp2_scenarios import fqns
 from support.models import (
     Block,
     Stack,
     assert_same_gradients,
     assert_same_parameters,
     assert_same_step,
+    assert_same_steps,
     batch_of,
     compiled,
     each_way,
@@ -22,6 +23,7 @@ from support.models import (
     mine,
     optimizers_of,
     shard,
+    step,
 )
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -98,11 +100,7 @@ def _in_containers(how, kind):
     # Casts must reach nested tensors: inputs to float64, and outputs back.
     policy = MixedPrecisionPolicy(param_dtype=torch.float64, output_dtype=torch.float32)
     model, reference = shard(model, model.layers, mp_policy=policy)
-    run = compiled(model, how)
-    optimizers = optimizers_of(model, reference)
-    for seed in range(2):
-        batch = batch_of(4, 8, seed=seed)
-        assert_same_step(model, reference, batch, run=run, optimizers=optimizers)
+    assert_same_steps(model, reference, how, 4, 8)
 
 
 @each_way

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from support.fsdp2_scenarios import Recomputing, gathered_in, step
+from support.fsdp2_scenarios import Recomputing, gathered_in
 from support.job import needs_a_job
 from support.mesh_models import either_way
 from support.models import (
@@ -19,6 +19,7 @@ from support.models import (
     mine,
     optimizers_of,
     shard,
+    step,
 )
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor

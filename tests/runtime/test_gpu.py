@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.experts import TWO, loss_of_all, sharded
-from support.mesh_models import step
 from support.models import (
     Stack,
     assert_same_gradients,
@@ -15,6 +14,7 @@ from support.models import (
     mine,
     optimizers_of,
     shard,
+    step,
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy

@@ -7,15 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from support.models import (
-    Block,
-    assert_same_step,
-    batch_of,
-    compiled,
-    each_way,
-    either_transport,
-    optimizers_of,
-)
+from support.models import Block, assert_same_steps, batch_of, each_way, either_transport
 from support.transformer_models import llama
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -125,11 +117,7 @@ def _trained(how):
     model, _ = _initialized(fully_shard, "reset_parameters", 1, [1, 2])
     reference = Layers()
     reference.load_state_dict({k: v.full_tensor() for k, v in model.state_dict().items()})
-    run = compiled(model, how)
-    optimizers = optimizers_of(model, reference)
-    for seed in range(2):
-        batch = batch_of(4, 6, seed=seed)
-        assert_same_step(model, reference, batch, run=run, optimizers=optimizers)
+    assert_same_steps(model, reference, how, 4, 6)
 
 
 @each_way

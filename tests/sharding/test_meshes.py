@@ -11,7 +11,6 @@ from support.mesh_models import (
     data_and_tensor_parallel,
     either_way,
     sharded_by,
-    step,
     tensor_parallel,
 )
 from support.models import (
@@ -25,6 +24,7 @@ from support.models import (
     mean_square,
     mine,
     optimizers_of,
+    step,
 )
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from support.mesh_models import assert_same_step, either_way, mesh_dims, step
-from support.models import batch_of, compiled, mean_square, optimizers_of, relative_difference
+from support.mesh_models import assert_same_step, either_way, mesh_dims
+from support.models import batch_of, compiled, mean_square, optimizers_of, relative_difference, step
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.job import needs_a_job
-from support.mesh_models import assert_same_step, either_way, replicas, step
+from support.mesh_models import assert_same_step, either_way, replicas
 from support.models import (
     Stack,
     assert_same_gradients,
@@ -17,6 +17,7 @@ from support.models import (
     mine,
     optimizers_of,
     shard,
+    step,
 )
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

@@ -13,7 +13,6 @@ from support.mesh_models import (
     mean_of,
     replicas,
     sharded_by,
-    step,
     tensor_parallel,
 )
 from support.models import (
@@ -27,6 +26,7 @@ from support.models import (
     mine,
     optimizers_of,
     relative_difference,
+    step,
 )
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy

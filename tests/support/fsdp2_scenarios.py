@@ -12,12 +12,6 @@ def gathered_in(log):
     return fqns(log, "all_gather")
 
 
-def step(optimizers, set_to_none=True):
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=set_to_none)
-
-
 class Recomputing(Stack):
     """A stack whose blocks are recomputed in backward."""
 

@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 import torch.distributed as dist
-from support.models import assert_same_gradients, assert_same_parameters, mean_square, mine
+from support.models import assert_same_gradients, assert_same_parameters, mean_square, mine, step
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
@@ -56,12 +56,6 @@ def assert_same_step(model, reference, batch, *, run=None, optimizers=(), group=
     assert_same_gradients(model, reference)
     step(optimizers)
     assert_same_parameters(model, reference)
-
-
-def step(optimizers):
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def mean_of(loss, group=None):

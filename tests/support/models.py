@@ -134,11 +134,25 @@ def assert_same_step(model, reference, batch, *, run=None, optimizers=(), loss=m
     loss(model if run is None else run, mine(batch)).backward()
     loss(reference, batch).backward()
     assert_same_gradients(model, reference)
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
+    step(optimizers)
     if optimizers:
         assert_same_parameters(model, reference)
+
+
+def assert_same_steps(model, reference, how, *shape, steps=2):
+    """Takes steps with both models, of which ``model`` runs ``how``, on batches of ``shape``."""
+    run = compiled(model, how)
+    optimizers = optimizers_of(model, reference)
+    for seed in range(steps):
+        batch = batch_of(*shape, seed=seed)
+        assert_same_step(model, reference, batch, run=run, optimizers=optimizers)
+
+
+def step(optimizers, set_to_none=True):
+    """Steps with all optimizers, and drops or zeroes the gradients."""
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
 
 
 def optimizers_of(*models):

@@ -1,9 +1,13 @@
 """Models whose matrices have owners."""
 
 import torch
-from support.models import mean_square, mine, shard
+from support.models import mean_square, mine, shard, step
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from deepcompile_zero3 import MatrixOwners
+
+FULL = StateDictOptions(full_state_dict=True)
+LOAD_FULL = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
 def in_blocks(name, parameter):
@@ -23,8 +27,6 @@ def muon_and_adam(model, owners):
     return torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)
 
 
-def step(model, optimizers, batch):
+def train_on(model, optimizers, batch):
     mean_square(model, mine(batch)).backward()
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
+    step(optimizers)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.experts import FOUR, THREE, TWO, Experts, loss_of_all, train_experts
-from support.mesh_models import replicas, step
+from support.mesh_models import replicas
 from support.models import (
     Stack,
     assert_same_gradients,
@@ -25,6 +25,7 @@ from support.models import (
     mine,
     optimizers_of,
     shard,
+    step,
 )
 from support.random_backwards import random_backwards
 from torch import nn

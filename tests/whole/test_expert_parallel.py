@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support import experts, transformer_models
 from support.job import needs_a_job
-from support.mesh_models import fsdp2_common, mean_of, replicas, step
+from support.mesh_models import fsdp2_common, mean_of, replicas
 from support.models import (
     assert_same_gradients,
     assert_same_parameters,
@@ -17,6 +17,7 @@ from support.models import (
     mean_square,
     mine,
     optimizers_of,
+    step,
 )
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

@@ -9,6 +9,7 @@ from support.models import (
     Stack,
     assert_same_gradients,
     assert_same_step,
+    assert_same_steps,
     batch_of,
     call_in_backward,
     compiled,
@@ -88,11 +89,7 @@ class _OfAKernel(nn.Linear):
 
 def _disabled_function(how):
     model, reference = shard(_OfAKernel(8, 8))
-    run = compiled(model, how)
-    optimizers = optimizers_of(model, reference)
-    for seed in range(2):
-        batch = batch_of(4, 8, seed=seed)
-        assert_same_step(model, reference, batch, run=run, optimizers=optimizers)
+    assert_same_steps(model, reference, how, 4, 8)
 
 
 @compiled_each_way

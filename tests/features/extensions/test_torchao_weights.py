@@ -11,6 +11,7 @@ from support.models import (
     either_transport,
     mean_square,
     mine,
+    step,
 )
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
@@ -88,9 +89,7 @@ def _qlora(how, transport):
                 assert difference.norm() <= (1e-5 if seed else 1e-6) * whole.grad.norm(), name
         gathered = [c for c in log if c.op == "all_gather" and c.dtype == torch.uint8]
         assert sum(c.nbytes for c in gathered) == 2 * 3 * 128 * 128 // 2  # forward and backward
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step(optimizers)
 
 
 @each_way
@@ -152,7 +151,7 @@ def _lora(seed):
     return model, torch.optim.AdamW(adapters, lr=1e-2, foreach=False)
 
 
-def _trained_lora(seed, steps, folder, action):
+def _trained_lora(seed, seeds, folder, action):
     """Trains adapters for some steps, after loading a checkpoint or before saving one."""
     model, optimizer = _lora(seed)
     options = StateDictOptions(ignore_frozen_params=True, strict=False)
@@ -163,8 +162,8 @@ def _trained_lora(seed, steps, folder, action):
             model, optimizer, model_state_dict=state[0], optim_state_dict=state[1], options=options
         )
     run = compiled(model, "interpreted")
-    for step in steps:
-        mean_square(run, mine(batch_of(8, 128, seed=step))).backward()
+    for seed in seeds:
+        mean_square(run, mine(batch_of(8, 128, seed=seed))).backward()
         optimizer.step()
         optimizer.zero_grad()
     if action == "save":
@@ -207,9 +206,7 @@ def _float8(how):
         (sum(losses) / 2).backward()
         assert {c.dtype for c in log if c.op == "all_gather"} == {torch.float8_e4m3fn}
         assert_same_gradients(model, reference, 2e-2)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step(optimizers)
 
 
 @each_way

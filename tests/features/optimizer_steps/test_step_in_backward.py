@@ -7,7 +7,16 @@ import torch
 from support.early_steps import ONE_KIB, OPTIMIZERS, assert_same_bits, plain_and_early
 from support.job import needs_a_job
 from support.mesh_models import replicas
-from support.models import Stack, batch_of, compiled, each_way, either_transport, mean_square, mine
+from support.models import (
+    Stack,
+    batch_of,
+    compiled,
+    each_way,
+    either_transport,
+    mean_square,
+    mine,
+    step,
+)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -40,9 +49,7 @@ def _same_bits(how, transport, optimizer):
             mean_square(run, mine(batch_of(8, 16, seed=seed))).backward()
         if optimizer != "muon":
             assert all(p.grad is None for p in models[1].parameters())
-        for each in optimizers:
-            each.step()
-            each.zero_grad()
+        step(optimizers)
         for model in models:
             model.zero_grad()
         assert_same_bits(models)
@@ -168,9 +175,7 @@ def _micro_batches(way, mesh_of):
                 else:
                     mean_square(model, batch).backward()
                     assert way == "no sync" or model.head.weight.grad is not None
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step(optimizers)
         assert_same_bits(models)
 
 

@@ -21,10 +21,11 @@ from support.models import (
     mine,
     relative_difference,
     shard,
+    step,
 )
-from support.owned_models import in_blocks, muon_and_adam, owned
+from support.owned_models import LOAD_FULL, in_blocks, muon_and_adam, owned
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.debug import CommDebugMode
@@ -40,9 +41,6 @@ from deepcompile_zero3 import (
     gradient_norms,
     record_collectives,
 )
-
-FULL = StateDictOptions(full_state_dict=True)
-LOAD_FULL = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 # ---- training
 
@@ -105,9 +103,7 @@ def _replicated(transport):
             assert_same_gradients(model, reference)
             norms = [clip(m.parameters(), 0.1) for clip, m in _clips(model, reference)]
             torch.testing.assert_close(*norms)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            step(optimizers)
             assert_same_parameters(model, reference)
 
 

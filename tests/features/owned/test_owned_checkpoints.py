@@ -7,9 +7,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support.models import Stack, assert_same_gradients, batch_of, mean_square, shard
-from support.owned_models import in_blocks, muon_and_adam, step
+from support.owned_models import FULL, LOAD_FULL, in_blocks, muon_and_adam, train_on
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
     get_model_state_dict,
     get_state_dict,
     set_model_state_dict,
@@ -18,9 +17,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import distribute_tensor
 
 from deepcompile_zero3 import MatrixOwners
-
-FULL = StateDictOptions(full_state_dict=True)
-LOAD_FULL = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
 def _built(seed, has_owners):
@@ -34,7 +30,7 @@ def _built(seed, has_owners):
 
 def _save(folder, has_owners):
     model, optimizers = _built(1, has_owners)
-    step(model, optimizers, batch_of(8, 8))
+    train_on(model, optimizers, batch_of(8, 8))
     values, states = get_state_dict(model, optimizers)
     dcp.save({"model": values, "optimizer": states}, checkpoint_id=folder)
     return _continued(model, optimizers)
@@ -77,10 +73,10 @@ def test_a_run_with_owners_goes_on_with_other_ranks_and_with_shards(run_ranks, t
 def _goes_back():
     """The states of an optimizer are loaded into itself, after a step and another."""
     model, optimizers = _built(1, has_owners=True)
-    step(model, optimizers, batch_of(8, 8))
+    train_on(model, optimizers, batch_of(8, 8))
     state = copy.deepcopy(get_state_dict(model, optimizers))
     expected = {n: p.full_tensor().detach() for n, p in model.named_parameters()}
-    step(model, optimizers, batch_of(8, 8, seed=1))
+    train_on(model, optimizers, batch_of(8, 8, seed=1))
     assert not torch.equal(model.blocks[0].up.weight.full_tensor(), expected["blocks.0.up.weight"])
     set_state_dict(model, optimizers, model_state_dict=state[0], optim_state_dict=state[1])
     for name, parameter in model.named_parameters():

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from support.models import Stack, assert_same_gradients, batch_of, compiled, mean_square, mine
+from support.models import Stack, assert_same_gradients, batch_of, compiled, mean_square, mine, step
 from support.owned_models import muon_and_adam, owned
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -72,9 +72,7 @@ def _late_step(how, transport, settings):
             parameter.grad = torch.zeros_like(parameter)
     losses = run(mine(batch_of(8, 8))).square().mean(), reference(batch_of(8, 8)).square().mean()
     with torch.no_grad():
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step(optimizers)
     losses[0].backward()
     with torch.autograd.graph.allow_mutation_on_saved_tensors():
         reference(batch_of(8, 8)).square().mean().backward()
