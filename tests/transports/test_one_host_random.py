@@ -8,7 +8,8 @@ from support import cxx_programs
 from support.paths import CSRC, ROOT
 
 OURS = [CSRC / "transport" / f"{name}.cpp" for name in ("rank_waiter", "reduce_words", "ring")]
-SOURCES = [ROOT / "tests/transports/one_host_random.cpp", *OURS, CSRC / "support/error.cpp"]
+OURS += [CSRC / "support" / f"{name}.cpp" for name in ("error", "signals")]
+SOURCES = [ROOT / "tests/transports/one_host_random.cpp", *OURS]
 FLAGS = ["-O1", "-fsanitize=thread", f"-I{CSRC}"]
 
 
