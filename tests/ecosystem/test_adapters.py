@@ -160,6 +160,7 @@ def _of_peft(how, four_bits):
         assert_close(model(**batch).logits, base(**batch).logits)
 
 
+@pytest.mark.thin
 @each_way
 @pytest.mark.parametrize("four_bits", [False, True])
 def test_adapters_of_peft_train_as_on_one_process(run_ranks, how, four_bits):

@@ -92,6 +92,7 @@ def _checkpoint_blocks(how, way):
     assert in_blocks == {2}, gathered
 
 
+@pytest.mark.thin
 @each_way
 @pytest.mark.parametrize("way", WAYS)
 def test_a_backward_that_recomputes_gathers_no_more_than_one_that_does_not(run_ranks, how, way):

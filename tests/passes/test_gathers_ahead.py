@@ -28,6 +28,7 @@ def _steps(how, transport, ahead, regions):
         assert_same_step(model, reference, batch, run=run, optimizers=optimizers)
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("regions", [False, True])
 @pytest.mark.parametrize("ahead", [2, 5, 100])
 @either_transport

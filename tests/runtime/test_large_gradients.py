@@ -198,6 +198,7 @@ def _few_rows(how, dtype, reduce_dtype, tolerance):
         assert_same_gradients(model, reference, tolerance)
 
 
+@pytest.mark.thin
 @each_way
 @pytest.mark.parametrize(
     ("dtype", "reduce_dtype", "tolerance"),

@@ -39,6 +39,7 @@ def test_no_bucket_waits_for_what_some_ranks_have(run_ranks, width):
     run_ranks(3, train_experts, THREE, width, "c10d", 2, (3,), 4 * width)
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
 def test_experts_that_some_replicas_use_are_trained(run_ranks, transport, micro_batches):

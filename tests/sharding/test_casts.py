@@ -168,6 +168,7 @@ class _Returns(nn.Linear):
         return value, super().forward(x)
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("how", ["eager", "interpreted"])
 @pytest.mark.parametrize("kind", MADE)
 def test_a_cast_changes_tensors_and_nothing_else(how, kind):

@@ -66,6 +66,7 @@ def _compiled_projections_follow_each_step(backend, transport):
         assert_same_parameters(model, reference)
 
 
+@pytest.mark.thin
 @each_backend
 @either_transport
 def test_a_compiled_write_outside_of_a_forward_changes_the_weight(run_ranks, backend, transport):

@@ -55,6 +55,7 @@ def _results(run, model):
     return output.detach(), batch.grad, grads
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("when", ["before fully_shard", "after it", "after the first step"])
 @pytest.mark.parametrize("kind", HOOKS)
 def test_a_hook_changes_compiled_code_as_it_changes_eager_code(kind, when):

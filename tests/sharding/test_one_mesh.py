@@ -77,6 +77,7 @@ def _on_one_mesh(how, shape, names, dims):
     assert torch.equal(bias.grad.full_tensor(), torch.ones(8))
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize(
     ("shape", "names", "shard", "replicate"),
     [

@@ -45,6 +45,7 @@ def _placed(how, number):
         assert_same_step(model, reference, batch, run=run, optimizers=optimizers)
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize(
     ("how", "number"),
     [

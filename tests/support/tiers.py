@@ -30,7 +30,7 @@ def mark(items):
             item.get_closest_marker("inductor") and not item.get_closest_marker("smoke")
         ):
             item.add_marker(pytest.mark.more)
-        if item.get_closest_marker("thin"):
+        elif item.get_closest_marker("thin"):
             thin.setdefault(_test_of(item), []).append((item, values))
     for variants in thin.values():
         every_pair = _cover(variants, size=min(2, len(variants[0][1])))

@@ -78,6 +78,7 @@ def _train_where_shards_are_whole(transport, factor):
     assert_same_gradients(model, reference)
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("factor", [1.0, 2.0, 3.0])
 @pytest.mark.parametrize("transport", ["auto", "c10d"])
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -174,6 +175,7 @@ def test_each_gradient_that_some_ranks_have_may_fill_a_bucket(run_collectives):
     run_collectives(3, train_experts, THREE, 150, "c10d", 2, (3,), 600)
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_experts_that_some_replicas_use_are_trained(run_collectives, micro_batches):
     run_collectives(4, train_experts, FOUR, 8, "c10d", micro_batches, (2, 2))

@@ -71,6 +71,7 @@ def _check(run, model, reference, x):
     assert_same_gradients(model, reference)
 
 
+@pytest.mark.thin
 @needs_a_job
 @pytest.mark.parametrize("reads_parameters", [False, True])
 @pytest.mark.parametrize("transform", [*_REVERSE, _jvp, _jvp_of_vmap])
@@ -88,6 +89,7 @@ def test_transforms_in_an_eager_forward(transform, reads_parameters):
         _check(model, model, reference, x)
 
 
+@pytest.mark.thin
 @needs_a_job
 @pytest.mark.parametrize("reads_parameters", [False, True])
 @pytest.mark.parametrize("transform", [*_REVERSE, _jvp, _jvp_of_vmap])

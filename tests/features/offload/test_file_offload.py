@@ -30,6 +30,7 @@ def _compare(folder, how, stepping, budget_mb, transport):
     return policy.stats()
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("stepping", ["plain", "locally", "in backward"])
 @pytest.mark.parametrize("budget_mb", [0, 3])
 @each_way

@@ -41,6 +41,7 @@ def _assert_same(found, expected):
     assert all(torch.equal(*each) for each in zip(found, expected, strict=True))
 
 
+@pytest.mark.thin
 @each_way
 @pytest.mark.parametrize("regions", [False, True])
 @pytest.mark.parametrize("activations_mb", [0, 6])

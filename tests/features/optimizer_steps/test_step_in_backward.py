@@ -57,6 +57,7 @@ def _same_bits(how, transport, optimizer):
     return max(alive)
 
 
+@pytest.mark.thin
 @each_way
 @either_transport
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

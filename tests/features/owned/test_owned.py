@@ -80,6 +80,7 @@ def _steps_bit_for_bit(how, transport):
     return updated
 
 
+@pytest.mark.thin
 @each_way
 @either_transport
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -141,6 +142,7 @@ def _settings(how, transport, **settings):
     assert_same_gradients(model, reference)
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("how", ["eager", "interpreted"])
 @either_transport
 @pytest.mark.parametrize("reshard_after_forward", [True, False, 2])

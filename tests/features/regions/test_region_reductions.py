@@ -137,6 +137,7 @@ def test_reductions_stay_where_calls_differ_in_them(one_rank):
     assert _sent(gm) == expected
 
 
+@pytest.mark.thin
 @pytest.mark.inductor
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_no_bit_changes(one_rank, monkeypatch, dtype):
