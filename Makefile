@@ -97,16 +97,17 @@ test-gpu: $(VENV)/.installed $(VENV)/.extra-test
 # never free some memory; memory that one C++ library allocates with new and another frees, which
 # torch's wheels do; whether two libraries define the same thing, which those of torch do; races on
 # memory that only torch or Python touches, or between processes, for which
-# tests/transports/one_host_random.cpp looks. ThreadSanitizer slows compilers down: ARGS='-m "not inductor and not long"' leaves most of
-# Inductor out. If it ends with "unexpected memory mapping", run make under setarch -R.
+# tests/transports/one_host_random.cpp looks. ThreadSanitizer slows compilers down: ARGS='-m "not
+# more and not long"' leaves Inductor out. If it ends with "unexpected memory mapping", run make under
+# setarch -R.
 SANITIZERS ?= address,undefined
 SANITIZER_LIBRARIES = $(patsubst address,asan,$(patsubst undefined,ubsan,$(patsubst thread,tsan,\
   $(subst $(COMMA), ,$(SANITIZERS)))))
 COMMA = ,
 SANITIZED_TESTS = contract/test_contract.py sharding/test_sizes.py whole/test_fuzz.py \
   $(patsubst %,runtime/test_%.py,missing_gradients gradients_ahead threads disagreements large_gradients \
-  reduction_stress) transports/test_one_host.py faults/test_signals.py \
-  features/offload/test_file_tier.py features/offload/test_file_offload.py
+  reduction_stress) transports/test_one_host.py transports/test_one_host_graphs.py \
+  faults/test_signals.py $(patsubst %,features/offload/test_file_%.py,tier offload offload_plan)
 sanitize: VENV = .venv-sanitize-$(subst $(COMMA),-,$(SANITIZERS))
 sanitize:
 	ZERO3_SANITIZE=$(SANITIZERS) $(MAKE) VENV=$(VENV) $(VENV)/.installed-copy

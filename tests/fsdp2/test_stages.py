@@ -21,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 from deepcompile_zero3 import capture_graphs, fully_shard, record_collectives, release_buffers
 
 STAGES = ("none", 1, 2, 3)
-each_stage = pytest.mark.parametrize("stage", STAGES)
 
 
 def sharded(model, stage, **kwargs):
