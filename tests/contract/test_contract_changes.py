@@ -65,6 +65,7 @@ class _ReadOnceUsedTwice(nn.Linear):
         return nn.functional.linear(x, weight) * nn.functional.linear(3.3 * x, weight)
 
 
+@pytest.mark.more
 def test_another_backends_cache_keeps_contracts_apart():
     for dtype in [torch.bfloat16, torch.float32]:
         model = _ReadOnceUsedTwice(8, 8).bfloat16()

@@ -133,6 +133,7 @@ class _Sleeper:
         time.sleep(3)
 
 
+@pytest.mark.more
 def test_a_rank_that_does_not_answer_says_where_it_is(tmp_path, capfd):
     ranks = Ranks(partial(_Sleeper), 1, str(tmp_path))
     try:

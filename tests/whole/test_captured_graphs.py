@@ -112,6 +112,7 @@ def test_each_block_captures_what_is_compiled_while_it_is_open():
     assert len(outer.forward) == 2
 
 
+@pytest.mark.more
 def test_captured_graphs_read_the_same_in_every_process():
     program = """
         import tempfile

@@ -188,6 +188,7 @@ def _measure_peak(how, depth):
     return _status("VmHWM") - start - gradients
 
 
+@pytest.mark.more
 @each_way
 def test_memory_for_communication_does_not_grow_with_the_model(run_ranks, how):
     of_six = max(run_ranks(2, _measure_peak, how, 6))

@@ -45,6 +45,7 @@ def test_llama_trains_as_one_process_does(run_ranks):
     assert run_ranks(2, _train, "llama", "zero3", timeout=300) == [(1, 1)] * 2
 
 
+@pytest.mark.more
 @compiled_each_way
 @pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("t5", marks=pytest.mark.long)])
 def test_a_model_trains_as_one_process_does(run_ranks, name, how):
@@ -61,6 +62,7 @@ def test_gpt2_trains_as_one_process_does_across_its_graph_break(run_ranks, how):
     assert results == [(2, 2)] * 2
 
 
+@pytest.mark.more
 @compiled_each_way
 def test_vit_trains_as_one_process_does(run_ranks, how):
     assert run_ranks(2, _train, "vit", how, True, torch.float64, timeout=300) == [(1, 1)] * 2

@@ -330,6 +330,7 @@ def test_steps_of_parameters_that_are_gathered_as_other_tensors_are_simulated(ru
         assert reason == "the options stay: simulations save 0.0% at best"
 
 
+@pytest.mark.more
 def test_two_models_are_measured_side_by_side(run_ranks):
     for first, second in run_ranks(2, _two):
         assert first is not None
@@ -375,6 +376,7 @@ def _measured(inductor):
     return schedule.schedule, schedule.reason
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("inductor", [False, pytest.param(True, marks=INDUCTOR_TOO)])
 def test_machine_and_steps_are_measured(run_ranks, inductor):
     first, second = run_ranks(2, _measured, inductor)

@@ -55,6 +55,7 @@ def _continued(model, optimizers):
     return before, {n: p.full_tensor().detach() for n, p in model.named_parameters()}
 
 
+@pytest.mark.more
 @pytest.mark.smoke
 def test_a_run_with_owners_goes_on_with_other_ranks_and_with_shards(run_ranks, tmp_path):
     of_owners, of_shards = tmp_path / "owners", tmp_path / "shards"
