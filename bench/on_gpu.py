@@ -79,7 +79,7 @@ STAGES = [
             "tests",
             most=170,
             least=60,
-            command=f"{_ONE_THREAD}0; {_PYTEST}150 -n 6 --dist loadgroup {_TESTS}",
+            command=f"{_ONE_THREAD}0; {_PYTEST}150 -n 6 --dist worksteal {_TESTS}",
             may_fail=True,
         ),
         Stage(
