@@ -68,8 +68,8 @@ def _cover(variants, size=1):
     Args:
         variants: pairs of an item and its parameters' values by name.
     """
-    occur = {
-        item: {frozenset(some) for some in itertools.combinations(_named(values), size)}
+    occur = {  # without values, any variant is needed
+        item: {frozenset(some) for some in itertools.combinations(_named(values), size)} or {None}
         for item, values in variants
     }
     needed, uncovered = set(), set().union(*occur.values())
