@@ -4,7 +4,7 @@
 
 #include <array>
 #include <map>
-#include <unordered_map>
+#include <thread>
 
 #include "parameter/registry.h"
 #include "reduce/all_reduce.h"
@@ -26,8 +26,12 @@ namespace {
 Deliver deliver;
 Interrupted interrupted;
 
+struct Running {
+  std::weak_ptr<Reduction> reduction;
+  std::thread::id thread;
+};
 std::mutex running_mutex;
-std::unordered_map<int, std::weak_ptr<Reduction>> running_reductions;  // by graph task
+std::map<int, Running> running_reductions;  // by graph task
 
 // Returns the numbers of the models of `parameters`, in order of appearance.
 std::vector<int64_t> model_numbers_of(const std::vector<ParameterPtr>& parameters) {
@@ -56,27 +60,29 @@ std::shared_ptr<Reduction> Reduction::current() {
               "not: set a flag, and act between steps");
   ZERO3_CHECK(task != -1, "zero3::reduce_grad was called outside of a backward");
   std::lock_guard lock(running_mutex);
-  auto& slot = running_reductions[task];
-  auto reduction = slot.lock();
+  auto reduction = running_reductions[task].reduction.lock();
   if (!reduction) {
-    std::erase_if(running_reductions,
-                  [task](auto& item) { return item.first != task && item.second.expired(); });
+    std::erase_if(running_reductions, [task](auto& item) {
+      return item.first != task && item.second.reduction.expired();
+    });
     reduction = std::make_shared<Reduction>();
-    running_reductions[task] = reduction;
+    running_reductions[task] = {reduction, std::this_thread::get_id()};
     // The engine's task owns the reduction from here on.
     at_end_of_backward([reduction] { reduction->finish_backward(); });
   }
   return reduction;
 }
 
-std::vector<std::shared_ptr<Reduction>> Reduction::running_here() {
-  std::map<int, std::shared_ptr<Reduction>> running;  // a backward inside of another began later
-  std::lock_guard lock(running_mutex);
-  for (auto& [task, weak] : running_reductions)
-    if (auto reduction = weak.lock(); reduction && reduction->thread_ == std::this_thread::get_id())
-      running.emplace(task, std::move(reduction));
+std::vector<std::shared_ptr<Reduction>> Reduction::running_around() {
   std::vector<std::shared_ptr<Reduction>> result;
-  for (auto& [_, reduction] : running) result.push_back(std::move(reduction));
+  std::lock_guard lock(running_mutex);
+  for (auto& [task, running] : running_reductions) {
+    // A backward inside of another began later. All threads so lock the inner one's mutex first.
+    if (task >= running_backward()) break;
+    // Those of other threads are not owned even for a moment: one that raises may end here then.
+    if (running.thread != std::this_thread::get_id()) continue;
+    if (auto reduction = running.reduction.lock()) result.push_back(std::move(reduction));
+  }
   return result;
 }
 

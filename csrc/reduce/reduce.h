@@ -19,7 +19,6 @@
 #include <mutex>
 #include <optional>
 #include <set>
-#include <thread>
 #include <vector>
 
 #include "parameter/parameter.h"
@@ -112,9 +111,9 @@ class Reduction {
   // Waits for the checks, and sends zeros for the gradients that only other ranks have, unless
   // they are held.
   void finish_presence_checks();
-  // Does so for the backwards that this one runs inside of: their other ranks may not come to this
-  // one while gradients of theirs wait.
-  void finish_presence_checks_around() const;
+  // Does so for the backwards that the one on this thread runs inside of: their other ranks may not
+  // come to this one while gradients of theirs wait.
+  static void finish_presence_checks_around();
   void send_zero(const ParameterPtr& parameter);
   // After the checks: whether ranks send the parameter's gradients at different times.
   bool is_mixed(const ParameterPtr& parameter) const;
@@ -139,10 +138,9 @@ class Reduction {
   void finish_oldest();
   void finish_backward();
 
-  // The backwards that run on this thread, outermost first.
-  static std::vector<std::shared_ptr<Reduction>> running_here();
+  // The backwards that the one that runs on this thread runs inside of, outermost first.
+  static std::vector<std::shared_ptr<Reduction>> running_around();
 
-  const std::thread::id thread_ = std::this_thread::get_id();
   std::mutex mutex_;  // gradients on two devices arrive on two threads
   bool is_ending_ = false;
   // The backward of each transport. Backwards outlive their buckets.

@@ -70,9 +70,8 @@ void Reduction::exchange(const std::vector<ParameterPtr>& parameters) {
   finish_presence_checks();
 }
 
-void Reduction::finish_presence_checks_around() const {
-  for (auto& reduction : running_here()) {
-    if (reduction.get() == this) return;
+void Reduction::finish_presence_checks_around() {
+  for (auto& reduction : running_around()) {
     std::lock_guard lock(reduction->mutex_);
     reduction->finish_presence_checks();
   }
