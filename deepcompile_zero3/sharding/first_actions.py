@@ -5,7 +5,7 @@ or gradient of the model would do so: too late for a rank whose backward runs an
 """
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,13 +15,22 @@ from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 
+_HANDLES = "zero3_handles"  # key of a node's metadata: a parameter of each model to announce
+
 
 def announce_at(nodes: Iterable[graph.Node], parameters: Iterable[ShardedParameter]) -> None:
-    """Makes a backward that reaches one of ``nodes`` announce the models of ``parameters``."""
-    one_of_each = {parameter.model: parameter.handle for parameter in parameters}
-    announce = functools.partial(_announce, [*one_of_each.values()])
+    """Makes a backward that reaches one of ``nodes`` announce the models of ``parameters``.
+
+    A node announces a model once, also if several forwards return what it produces.
+    """
+    one_of_each = {each.handle.model_number: each.handle for each in parameters}
     for node in nodes:
-        node.register_prehook(announce)
+        metadata: dict[str, Any] = node.metadata  # type: ignore[assignment]
+        handles = metadata.get(_HANDLES)
+        if handles is None:
+            handles = metadata[_HANDLES] = {}  # by number of the model
+            node.register_prehook(functools.partial(_announce, handles))
+        handles.update(one_of_each)
 
 
 def nodes_of(outputs: Iterable[Any]) -> set[graph.Node]:
@@ -31,5 +40,5 @@ def nodes_of(outputs: Iterable[Any]) -> set[graph.Node]:
 
 
 @torch_internals.disable_dynamo  # compiled autograd would trace it
-def _announce(handles: Sequence[_C.Parameter], _: Any) -> None:
-    _C.announce_presences(handles)
+def _announce(handles: Mapping[int, _C.Parameter], _: Any) -> None:
+    _C.announce_presences([*handles.values()])

@@ -270,7 +270,8 @@ class ParameterGroup:
             self._leave(module)
         output = self.casts.output(output)
         if is_last and self.forward is None and not torch_internals.is_in_transform():
-            announce_at(nodes_of(tensors_in(output)), self.model.parameters if self.model else ())
+            one = self.model.parameters[:1] if self.model else ()
+            announce_at(nodes_of(tensors_in(output)), one)
         return output
 
     def _leave(self, module: nn.Module) -> None:

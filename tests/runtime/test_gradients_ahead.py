@@ -11,12 +11,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from support.job import needs_a_job
 from support.models import assert_same_gradients, batch_of, each_way, either_transport, mine
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from deepcompile_zero3 import fully_shard
+from deepcompile_zero3.sharding import first_actions
 from deepcompile_zero3.transport import one_host
 
 KEPT = {"reshard_after_forward": False, "reshards": False}  # gathered for the next forward too
@@ -286,3 +288,26 @@ def _raise(_):
 @either_transport
 def test_a_backward_that_raises_keeps_sums_of_a_model_that_it_only_gathers(run_ranks, transport):
     run_ranks(2, _raises_beside_a_sum, transport, timeout=60)
+
+
+class _Beside(nn.Module):
+    """Returns what it is given beside its output."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x, kept):
+        return self.linear(x), kept
+
+
+@needs_a_job
+def test_a_tensor_that_forwards_return_again_announces_a_model_once(monkeypatch):
+    announced = []
+    monkeypatch.setattr(first_actions, "_announce", lambda handles, _: announced.extend(handles))
+    kept = torch.ones(1, requires_grad=True).exp()
+    models = [fully_shard(_Beside()) for _ in range(2)]
+    for model in models * 3:
+        model(torch.ones(1, 8), kept)
+    kept.backward()
+    assert len(announced) == len(models)
