@@ -57,8 +57,11 @@ def is_wanted(config):
 
 
 def how_to_repeat(report, config):
-    """Returns a command that runs a report's test alone."""
+    """Returns a command that runs a report's test alone, in the folder of this run."""
     pytest_path = os.path.relpath(os.path.join(os.path.dirname(sys.executable), "pytest"))
-    transport = config.getoption("--transport")
+    path, *names = report.nodeid.split("::")
+    test = "::".join([os.path.relpath(config.rootpath / path), *names])
+    transport, device = config.getoption("--transport"), config.getoption("--device")
     arguments = [f"--transport={transport}"] if transport else []
-    return f"OMP_NUM_THREADS=1 {shlex.join([pytest_path, *arguments, report.nodeid])}"
+    arguments += [f"--device={device}"] if device != "cpu" else []
+    return f"OMP_NUM_THREADS=1 {shlex.join([pytest_path, *arguments, test])}"
