@@ -136,7 +136,7 @@ void SharedGather::publish_where_possible(bool waits) {
 std::string SharedGather::why_again(size_t i) const {
   if (!sources_[i].has_changed) return "";
   return ", which has changed on rank " + std::to_string(one_host().waiter->rank()) +
-         " since its forward: change parameters on all ranks, or after backward()";
+         " since its forward: if on no other, change parameters on all ranks, or after backward()";
 }
 
 std::optional<RankWaiter::Missing> SharedGather::missing() {

@@ -118,8 +118,8 @@ def fully_shard(
         ``module``, which is now a :class:`Zero3Module` too.
 
     Raises:
-        Zero3Error: the module cannot be sharded correctly, or another rank has raised, whatever it
-            was. The module is left unchanged.
+        Zero3Error: the module cannot be sharded correctly, or another rank has raised, unless it
+            was for its ``mesh`` or ``dp_mesh_dims``. The module is left unchanged.
         TypeError, ValueError: an argument has a wrong type or value.
         NotImplementedError: an argument is not supported yet.
     """
@@ -128,6 +128,7 @@ def fully_shard(
     ranks_of = functools.cache(DataParallelRanks)
     ranks_of_mesh = ranks_of(mesh) if spmd is None else spmd.ranks
     modules: list[nn.Module] = []
+    ignored: set[nn.Parameter] = set()
     failures: list[Exception] = []
     with caught(failures):
         modules = _outermost(module)
@@ -158,7 +159,7 @@ def fully_shard(
     raise_on_all_ranks(
         "fully_shard: arguments",
         failures.pop() if failures else None,
-        process_groups_of([ranks_of_mesh], _new_parameters(modules, set()), modules),
+        process_groups_of([ranks_of_mesh], _new_parameters(modules, ignored), modules),
     )
     connects: dict[DataParallelRanks, Connect] = {
         ranks: functools.partial(
