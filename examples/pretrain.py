@@ -257,6 +257,7 @@ def main() -> None:
     dcp.save(
         training.parts(), checkpoint_id=os.path.join(arguments.folder, f"step-{training.done}")
     )
+    dist.barrier()  # so that gloo's threads hold nothing of Python's when it ends
     dist.destroy_process_group()
 
 

@@ -41,6 +41,7 @@ def main() -> None:
         dist.init_process_group("gloo")
         try:
             train(args)
+            dist.barrier()  # so that gloo's threads hold nothing of Python's when it ends
         finally:
             dist.destroy_process_group()
     else:

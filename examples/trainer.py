@@ -71,6 +71,7 @@ def main() -> None:
     train(folder, options.steps, inductor=not options.no_inductor)
     if dist.get_rank() == 0:
         print(f"trained model: {folder}/trained")
+    dist.barrier()  # so that gloo's threads hold nothing of Python's when it ends
     dist.destroy_process_group()
 
 
