@@ -23,6 +23,20 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
     from deepcompile_zero3.backend import zero3
+    from deepcompile_zero3.features.checks.nonfinite import detect_nonfinite, gradient_norms
+    from deepcompile_zero3.features.offload.file_policy import FileOffloadPolicy, OffloadStats
+    from deepcompile_zero3.features.optimizer_steps.local_step import step_locally
+    from deepcompile_zero3.features.optimizer_steps.offload_optimizer import offload_optimizer
+    from deepcompile_zero3.features.optimizer_steps.step_in_backward import step_in_backward
+    from deepcompile_zero3.features.owned.matrix_owners import MatrixOwners
+    from deepcompile_zero3.features.owned.muon import Muon
+    from deepcompile_zero3.features.owned.owned import Owned
+    from deepcompile_zero3.features.quantized.gradients import quantize_gradients
+    from deepcompile_zero3.features.transformers.shard_in_transformers import shard_in_transformers
+    from deepcompile_zero3.fsdp2.functions import (
+        register_fsdp_forward_method,
+        share_comm_ctx,
+    )
     from deepcompile_zero3.graph.capture import (
         CapturedGraph,
         CapturedGraphs,
@@ -31,24 +45,10 @@ if TYPE_CHECKING:
     )
     from deepcompile_zero3.options import Options, Schedule
     from deepcompile_zero3.passes.graph_pass import GraphFacts, GraphPass, graph_pass
-    from deepcompile_zero3.sharding.checks import detect_nonfinite, gradient_norms
     from deepcompile_zero3.sharding.clip import clip_grad_norm_
     from deepcompile_zero3.sharding.defer import defer_reduction, deposit_grad
-    from deepcompile_zero3.sharding.file_offload import FileOffloadPolicy, OffloadStats
-    from deepcompile_zero3.sharding.fsdp_functions import (
-        register_fsdp_forward_method,
-        share_comm_ctx,
-    )
     from deepcompile_zero3.sharding.fully_shard import fully_shard
-    from deepcompile_zero3.sharding.in_transformers import shard_in_transformers
-    from deepcompile_zero3.sharding.local_step import step_locally
-    from deepcompile_zero3.sharding.matrix_owners import MatrixOwners
     from deepcompile_zero3.sharding.module import Zero3Module
-    from deepcompile_zero3.sharding.muon import Muon
-    from deepcompile_zero3.sharding.offload_optimizer import offload_optimizer
-    from deepcompile_zero3.sharding.owned import Owned
-    from deepcompile_zero3.sharding.quantized_gradients import quantize_gradients
-    from deepcompile_zero3.sharding.step_in_backward import step_in_backward
     from deepcompile_zero3.tools.explain import explain
     from deepcompile_zero3.tools.planning.ahead import CompiledAhead, compile_ahead
     from deepcompile_zero3.tools.planning.graphs import shard_blocks
@@ -118,9 +118,9 @@ __all__ = [
 _LATER = {
     "MixedPrecisionPolicy": "torch.distributed.fsdp",
     "OffloadPolicy": "torch.distributed.fsdp",
-    "FileOffloadPolicy": "deepcompile_zero3.sharding.file_offload",
-    "OffloadStats": "deepcompile_zero3.sharding.file_offload",
-    "offload_optimizer": "deepcompile_zero3.sharding.offload_optimizer",
+    "FileOffloadPolicy": "deepcompile_zero3.features.offload.file_policy",
+    "OffloadStats": "deepcompile_zero3.features.offload.file_policy",
+    "offload_optimizer": "deepcompile_zero3.features.optimizer_steps.offload_optimizer",
     "Options": "deepcompile_zero3.options",
     "Schedule": "deepcompile_zero3.options",
     "zero3": "deepcompile_zero3.backend",
@@ -131,20 +131,20 @@ _LATER = {
     "GraphFacts": "deepcompile_zero3.passes.graph_pass",
     "GraphPass": "deepcompile_zero3.passes.graph_pass",
     "graph_pass": "deepcompile_zero3.passes.graph_pass",
-    "detect_nonfinite": "deepcompile_zero3.sharding.checks",
-    "gradient_norms": "deepcompile_zero3.sharding.checks",
+    "detect_nonfinite": "deepcompile_zero3.features.checks.nonfinite",
+    "gradient_norms": "deepcompile_zero3.features.checks.nonfinite",
     "clip_grad_norm_": "deepcompile_zero3.sharding.clip",
     "defer_reduction": "deepcompile_zero3.sharding.defer",
     "deposit_grad": "deepcompile_zero3.sharding.defer",
     "Zero3Module": "deepcompile_zero3.sharding.module",
-    "step_in_backward": "deepcompile_zero3.sharding.step_in_backward",
-    "step_locally": "deepcompile_zero3.sharding.local_step",
-    "MatrixOwners": "deepcompile_zero3.sharding.matrix_owners",
-    "Muon": "deepcompile_zero3.sharding.muon",
-    "Owned": "deepcompile_zero3.sharding.owned",
-    "quantize_gradients": "deepcompile_zero3.sharding.quantized_gradients",
-    "register_fsdp_forward_method": "deepcompile_zero3.sharding.fsdp_functions",
-    "share_comm_ctx": "deepcompile_zero3.sharding.fsdp_functions",
+    "step_in_backward": "deepcompile_zero3.features.optimizer_steps.step_in_backward",
+    "step_locally": "deepcompile_zero3.features.optimizer_steps.local_step",
+    "MatrixOwners": "deepcompile_zero3.features.owned.matrix_owners",
+    "Muon": "deepcompile_zero3.features.owned.muon",
+    "Owned": "deepcompile_zero3.features.owned.owned",
+    "quantize_gradients": "deepcompile_zero3.features.quantized.gradients",
+    "register_fsdp_forward_method": "deepcompile_zero3.fsdp2.functions",
+    "share_comm_ctx": "deepcompile_zero3.fsdp2.functions",
     "CompiledAhead": "deepcompile_zero3.tools.planning.ahead",
     "compile_ahead": "deepcompile_zero3.tools.planning.ahead",
     "MACHINES": "deepcompile_zero3.tools.planning.machine",
@@ -156,7 +156,7 @@ _LATER = {
     "Report": "deepcompile_zero3.tools.report",
     "MeasuredSchedule": "deepcompile_zero3.tools.scheduling.measured_schedule",
     "fully_shard": "deepcompile_zero3.sharding.fully_shard",
-    "shard_in_transformers": "deepcompile_zero3.sharding.in_transformers",
+    "shard_in_transformers": "deepcompile_zero3.features.transformers.shard_in_transformers",
     "explain": "deepcompile_zero3.tools.explain",
 }
 

@@ -21,7 +21,10 @@ from torch import fx
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.compile_once import first_alone, graph_key
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.gather_format import Formats
+from deepcompile_zero3.features.extensions.extension import is_metadata, parameter_behind
+from deepcompile_zero3.features.quantized.gathers import Formats
+from deepcompile_zero3.features.regions.reductions import reduce_in_regions
+from deepcompile_zero3.features.regions.regions import RegionFacts
 from deepcompile_zero3.grad_dtype import declare
 from deepcompile_zero3.graph.capture import is_capturing
 from deepcompile_zero3.graph.log import logs_are_requested
@@ -40,10 +43,7 @@ from deepcompile_zero3.passes.graph_pass import parse_options
 from deepcompile_zero3.passes.lift import attach, lift_unshards
 from deepcompile_zero3.passes.partitioner import Partitioner
 from deepcompile_zero3.passes.pipeline import Pipeline, source_key
-from deepcompile_zero3.passes.region_reductions import reduce_in_regions
-from deepcompile_zero3.passes.regions import RegionFacts
 from deepcompile_zero3.runtime import _C
-from deepcompile_zero3.sharding.extension import is_metadata, parameter_behind
 from deepcompile_zero3.sharding.first_actions import announce_at, nodes_of
 from deepcompile_zero3.sharding.group import compiled_forward, group_of
 from deepcompile_zero3.sharding.parameter import ShardedParameter, keep_models_alive, parameter_of

@@ -6,16 +6,16 @@ from typing import Any
 
 from torch import fx
 
-from deepcompile_zero3.gather_format import gather_format
+from deepcompile_zero3.features.extensions.extension import Payload, parameter_behind
+from deepcompile_zero3.features.offload.activations import Offload
+from deepcompile_zero3.features.quantized.gathers import gather_format
+from deepcompile_zero3.features.regions.regions import RegionFacts, outline_regions
 from deepcompile_zero3.graph.recording import is_recording_graphs
 from deepcompile_zero3.options import Options
 from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.passes.lift import uses_of
-from deepcompile_zero3.passes.offload import Offload
 from deepcompile_zero3.passes.pipeline import Pipeline
-from deepcompile_zero3.passes.regions import RegionFacts, outline_regions
 from deepcompile_zero3.passes.spare import find_spared
-from deepcompile_zero3.sharding.extension import Payload, parameter_behind
 from deepcompile_zero3.sharding.memory import LOADED_AHEAD
 from deepcompile_zero3.sharding.module import Zero3Module
 from deepcompile_zero3.sharding.parameter import ShardedParameter, parameter_of

@@ -12,6 +12,12 @@ from typing import Any, TypeVar
 from torch import fx
 
 from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.features.offload.activations import Offload, Saved, load_saved, offload_saved
+from deepcompile_zero3.features.regions.results import (
+    keep_strides_of_regions,
+    move_products_out,
+)
+from deepcompile_zero3.features.wide_gradients.widen import widen_weight_gradients
 from deepcompile_zero3.graph.calls import graph_modules
 from deepcompile_zero3.graph.capture import add_capture, capture_pass
 from deepcompile_zero3.graph.log import forward_numbers, log_graph
@@ -45,15 +51,9 @@ from deepcompile_zero3.passes.graph_pass import (
     without_key,
 )
 from deepcompile_zero3.passes.keep import choose_kept
-from deepcompile_zero3.passes.offload import Offload, Saved, load_saved, offload_saved
 from deepcompile_zero3.passes.reduce import insert_reduces
-from deepcompile_zero3.passes.region_results import (
-    keep_strides_of_regions,
-    move_products_out,
-)
-from deepcompile_zero3.passes.rewritten import Rewritten, reductions_in
-from deepcompile_zero3.passes.verify import Verifier
-from deepcompile_zero3.passes.widen import widen_weight_gradients
+from deepcompile_zero3.passes.verify.rewritten import Rewritten, reductions_in
+from deepcompile_zero3.passes.verify.verifier import Verifier
 from deepcompile_zero3.torch_internals import compiler
 
 _Key = TypeVar("_Key")

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import grad_dtype, torch_internals
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.sharding.extension import has_extension
-from deepcompile_zero3.sharding.file_offload import FileOffloadPolicy
-from deepcompile_zero3.sharding.inner_tensors import is_made_of_rows
+from deepcompile_zero3.features.extensions.extension import has_extension
+from deepcompile_zero3.features.extensions.inner_tensors import is_made_of_rows
+from deepcompile_zero3.features.offload.file_policy import FileOffloadPolicy
 from deepcompile_zero3.sharding.layout import DataParallelRanks, Layout, SpmdMesh
 from deepcompile_zero3.sharding.module import Zero3Module, groups_in
 from deepcompile_zero3.sharding.module_parameters import (

@@ -7,8 +7,10 @@ import torch
 from torch import nn
 
 from deepcompile_zero3 import grad_dtype
+from deepcompile_zero3.features.optimizer_steps.step_in_backward import (
+    refuse_if_stepped_in_backward,
+)
 from deepcompile_zero3.sharding.norms import GradientPart, ProcessGroups, total_norm
-from deepcompile_zero3.sharding.step_in_backward import refuse_if_stepped_in_backward
 
 
 @torch.no_grad()

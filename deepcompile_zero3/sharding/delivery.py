@@ -7,14 +7,14 @@ import torch
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.features.checks.nonfinite import nonfinite_gradients
+from deepcompile_zero3.features.checks.replicas import different_replicas
+from deepcompile_zero3.features.extensions.extension import Payload
+from deepcompile_zero3.features.optimizer_steps.step_in_backward import run_early_steps
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.all_gather import republish_if_recomputing
-from deepcompile_zero3.sharding.checks import nonfinite_gradients
-from deepcompile_zero3.sharding.extension import Payload
 from deepcompile_zero3.sharding.group import ParameterGroup, group_of, group_or_none
 from deepcompile_zero3.sharding.parameter import ShardedParameter, parameter_of
-from deepcompile_zero3.sharding.replicas import different_replicas
-from deepcompile_zero3.sharding.step_in_backward import run_early_steps
 
 
 @torch_internals.disable_dynamo

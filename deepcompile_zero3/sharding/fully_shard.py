@@ -11,6 +11,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 import deepcompile_zero3.sharding.delivery  # noqa: F401 (which the runtime calls)
 from deepcompile_zero3 import torch_internals
+from deepcompile_zero3.features.extensions.inner_tensors import (
+    check_param_dtype,
+    description_of,
+    is_made_of_rows,
+)
+from deepcompile_zero3.features.offload.file_policy import FileOffloadPolicy
+from deepcompile_zero3.fsdp2.state import FsdpState
 from deepcompile_zero3.sharding import arguments, conversion
 from deepcompile_zero3.sharding.blueprint import Blueprint
 from deepcompile_zero3.sharding.build import (
@@ -21,14 +28,7 @@ from deepcompile_zero3.sharding.build import (
     raise_on_all_ranks,
 )
 from deepcompile_zero3.sharding.casts import ForwardCasts
-from deepcompile_zero3.sharding.file_offload import FileOffloadPolicy
-from deepcompile_zero3.sharding.fsdp_state import FsdpState
 from deepcompile_zero3.sharding.group import ParameterGroup
-from deepcompile_zero3.sharding.inner_tensors import (
-    check_param_dtype,
-    description_of,
-    is_made_of_rows,
-)
 from deepcompile_zero3.sharding.layout import DataParallelRanks, Layout
 from deepcompile_zero3.sharding.model import ShardedModel
 from deepcompile_zero3.sharding.module import groups_in

@@ -30,9 +30,9 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Replicate, Sh
 from torch.distributed.tensor.placement_types import Placement
 
 from deepcompile_zero3 import torch_internals
+from deepcompile_zero3.features.extensions.inner_tensors import chunk_of_rows, is_made_of_rows
+from deepcompile_zero3.features.owned.owned import Owned, OwnerMesh, own
 from deepcompile_zero3.sharding.first_of_equal import FirstOfEqual
-from deepcompile_zero3.sharding.inner_tensors import chunk_of_rows, is_made_of_rows
-from deepcompile_zero3.sharding.owned import Owned, OwnerMesh, own
 
 
 class DataParallelRanks:

@@ -10,16 +10,18 @@ from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error, check_bool
+from deepcompile_zero3.features.optimizer_steps.step_in_backward import (
+    refuse_if_stepped_in_backward,
+)
+from deepcompile_zero3.fsdp2.methods import FSDP2Methods, refused
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.conversion import convert
 from deepcompile_zero3.sharding.defer import reduce_deferred
-from deepcompile_zero3.sharding.fsdp_methods import FSDP2Methods, refused
 from deepcompile_zero3.sharding.group import ParameterGroup
 from deepcompile_zero3.sharding.handles import GatherHandle, GradientReductionHandle
 from deepcompile_zero3.sharding.module_parameters import registered_in
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.sharding.reads import marks_forward
-from deepcompile_zero3.sharding.step_in_backward import refuse_if_stepped_in_backward
 
 
 class Zero3Module(FSDP2Methods):

@@ -12,9 +12,9 @@ from torch.distributed.tensor import DeviceMesh, DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from deepcompile_zero3 import torch_internals
+from deepcompile_zero3.features.optimizer_steps.flat_parameter import SMALL
+from deepcompile_zero3.features.owned.owned import OwnerMesh
 from deepcompile_zero3.runtime import _C
-from deepcompile_zero3.sharding.flat_parameter import SMALL
-from deepcompile_zero3.sharding.owned import OwnerMesh
 
 _TOGETHER = 64  # small tensors that are copied to one for their norm
 

@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import grad_dtype, torch_internals
 from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.features.extensions import extension
 from deepcompile_zero3.options import Schedule
 from deepcompile_zero3.runtime import _C
-from deepcompile_zero3.sharding import extension
 from deepcompile_zero3.sharding.blueprint import Blueprint
 from deepcompile_zero3.sharding.memory import Memory
 from deepcompile_zero3.sharding.reads import Reads

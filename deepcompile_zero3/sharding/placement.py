@@ -10,11 +10,11 @@ from torch.distributed.tensor import DTensor, Shard
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.features.extensions.extension import has_extension
+from deepcompile_zero3.features.extensions.inner_tensors import says_what_to_gather
+from deepcompile_zero3.features.owned.owned import Owned
 from deepcompile_zero3.sharding import arguments
-from deepcompile_zero3.sharding.extension import has_extension
-from deepcompile_zero3.sharding.inner_tensors import says_what_to_gather
 from deepcompile_zero3.sharding.layout import DataParallelRanks, Layout, SpmdMesh
-from deepcompile_zero3.sharding.owned import Owned
 
 
 def resolve_layout(

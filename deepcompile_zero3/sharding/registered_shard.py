@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import grad_dtype, torch_internals
 from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.features.owned.owned import own
 from deepcompile_zero3.sharding.blueprint import Blueprint
-from deepcompile_zero3.sharding.owned import own
 
 
 class RegisteredShard:

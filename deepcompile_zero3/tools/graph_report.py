@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import fx
 
+from deepcompile_zero3.features.quantized.format import nbytes_of as nbytes_of_rows
 from deepcompile_zero3.graph.alias import base_of, views_of
 from deepcompile_zero3.graph.capture import CapturedGraph
 from deepcompile_zero3.graph.metadata import COMMENT, formats_of, fqns_of
@@ -16,7 +17,6 @@ from deepcompile_zero3.graph.size import nbytes_of, nbytes_of_tensor
 from deepcompile_zero3.graph.text import short_name
 from deepcompile_zero3.passes.graph_parameters import saved_outputs
 from deepcompile_zero3.passes.reduce import ReductionComment
-from deepcompile_zero3.quantized_format import nbytes_of as nbytes_of_rows
 from deepcompile_zero3.runtime import REDUCTIONS, WAITS, ops
 from deepcompile_zero3.tools.table import Table, and_more, mib
 

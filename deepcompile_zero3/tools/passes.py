@@ -14,7 +14,7 @@ from deepcompile_zero3.graph.capture import CapturedPass, capture_graphs
 from deepcompile_zero3.options import Options
 from deepcompile_zero3.passes import pipeline
 from deepcompile_zero3.passes.graph_pass import MAY_CHANGE, PASSES, GraphPass
-from deepcompile_zero3.passes.invariants import INVARIANTS
+from deepcompile_zero3.passes.verify.invariants import INVARIANTS
 from deepcompile_zero3.tools.arguments import load
 from deepcompile_zero3.tools.planning.graphs import fake_model, trace
 

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import UnshardHandle
 from torch.testing import assert_close
 
 from deepcompile_zero3 import Zero3Error, fully_shard, record_collectives, share_comm_ctx
-from deepcompile_zero3.sharding.fsdp_methods import REFUSED
+from deepcompile_zero3.fsdp2.methods import REFUSED
 
 # ---- set_reshard_after_backward
 

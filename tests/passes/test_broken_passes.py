@@ -14,7 +14,7 @@ from deepcompile_zero3 import Zero3Error, capture_graphs, fully_shard, graph_pas
 from deepcompile_zero3.graph.calls import graph_modules
 from deepcompile_zero3.graph.metadata import KEEP, KEPT_OF
 from deepcompile_zero3.passes.graph_pass import MAY_CHANGE
-from deepcompile_zero3.passes.invariants import INVARIANTS
+from deepcompile_zero3.passes.verify.invariants import INVARIANTS
 from deepcompile_zero3.runtime import ops
 
 pytestmark = needs_a_job

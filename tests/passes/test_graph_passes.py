@@ -22,7 +22,7 @@ from deepcompile_zero3 import (
     graph_pass,
 )
 from deepcompile_zero3.passes.graph_pass import PASSES
-from deepcompile_zero3.passes.invariants import INVARIANTS
+from deepcompile_zero3.passes.verify.invariants import INVARIANTS
 
 
 def _run(passes, **options):

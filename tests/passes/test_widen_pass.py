@@ -6,8 +6,8 @@ from support.pass_graphs import assert_text, facts
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from deepcompile_zero3.features.wide_gradients.widen import widen_weight_gradients
 from deepcompile_zero3.graph.text import graph_text
-from deepcompile_zero3.passes.widen import widen_weight_gradients
 
 
 def linear_backward(x, weight, tangent):

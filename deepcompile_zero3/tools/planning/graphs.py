@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.backend import CompiledGraph
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.gather_format import gather_format
+from deepcompile_zero3.features.quantized.gathers import gather_format
 from deepcompile_zero3.graph.calls import copied
 from deepcompile_zero3.graph.capture import CapturedGraph, CapturedGraphs
 from deepcompile_zero3.graph_inputs import pipeline_of

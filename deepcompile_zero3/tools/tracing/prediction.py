@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.features.extensions.extension import parameter_behind
 from deepcompile_zero3.graph.capture import CapturedGraph, CapturedGraphs
 from deepcompile_zero3.graph.size import nbytes_of_tensor
 from deepcompile_zero3.runtime import _C
-from deepcompile_zero3.sharding.extension import parameter_behind
 from deepcompile_zero3.sharding.model import parameters_beside
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.tools.planning.kernels import Kernel, kernels_of

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx
 
-from deepcompile_zero3.passes.offload import Offload, load_saved, offload_saved
+from deepcompile_zero3.features.offload.activations import Offload, load_saved, offload_saved
 from deepcompile_zero3.runtime import ops
 from deepcompile_zero3.sharding.memory import LOADED_AHEAD
 

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from deepcompile_zero3 import fully_shard, step_in_backward, step_locally
-from deepcompile_zero3.sharding import local_step
-from deepcompile_zero3.sharding.local_step import ELEMENTWISE
+from deepcompile_zero3.features.optimizer_steps import local_step
+from deepcompile_zero3.features.optimizer_steps.local_step import ELEMENTWISE
 from deepcompile_zero3.torch_internals import local_tensor
 
 OPTIMIZERS = {

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import Zero3Error, fully_shard, step_locally
-from deepcompile_zero3.sharding.local_step import ELEMENTWISE
+from deepcompile_zero3.features.optimizer_steps.local_step import ELEMENTWISE
 
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, 0.1),

@@ -9,8 +9,8 @@ from support.models import Block, shard
 from torch import nn
 
 from deepcompile_zero3 import MixedPrecisionPolicy, backend, capture_graphs
+from deepcompile_zero3.features.regions.reductions import reduce_in_regions
 from deepcompile_zero3.graph.calls import calls_by_region, inlined
-from deepcompile_zero3.passes.region_reductions import reduce_in_regions
 from deepcompile_zero3.runtime import REDUCTIONS, ops
 
 WIDTH = 160  # 100 KiB a matrix: their products are computed where they are sent from

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.sharding.owned import OwnedTensor
+from deepcompile_zero3.features.owned.owned import OwnedTensor
 
 # The key of bytes of each rank, in place of a state. torch's errors have it in the state's name. A
 # dot would divide it, where torch flattens state dicts.

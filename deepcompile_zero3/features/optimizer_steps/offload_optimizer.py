@@ -12,14 +12,14 @@ from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.runtime import _C
-from deepcompile_zero3.sharding.file_offload import is_worth_a_file
-from deepcompile_zero3.sharding.local_step import (
+from deepcompile_zero3.features.offload.file_policy import is_worth_a_file
+from deepcompile_zero3.features.optimizer_steps.local_step import (
     WeakMethod,
     check_optimizer,
     function_of,
     parameters_replaced,
 )
+from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.memory import Memory
 from deepcompile_zero3.sharding.module_parameters import parameters_in
 

@@ -14,16 +14,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.sharding.flat_parameter import FlatParameter, flat_parameters
-from deepcompile_zero3.sharding.muon import Muon
-from deepcompile_zero3.sharding.owned import OwnedTensor, own, rows_of
-from deepcompile_zero3.sharding.rank_states import (
+from deepcompile_zero3.features.optimizer_steps.flat_parameter import FlatParameter, flat_parameters
+from deepcompile_zero3.features.optimizer_steps.rank_states import (
     NUMBERS,
     is_elsewhere,
     localized,
     state_to_load,
     state_to_save,
 )
+from deepcompile_zero3.features.owned.muon import Muon
+from deepcompile_zero3.features.owned.owned import OwnedTensor, own, rows_of
 from deepcompile_zero3.sharding.replaced_parameters import refuse_replaced
 from deepcompile_zero3.sharding.step_versions import count_step
 from deepcompile_zero3.torch_internals.optimizers import has_step_hooks, has_step_of_its_class

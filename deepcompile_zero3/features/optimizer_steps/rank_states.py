@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.sharding.owned import OwnedTensor, OwnerMesh, own, rows_of
-from deepcompile_zero3.sharding.state_bytes import (
+from deepcompile_zero3.features.optimizer_steps.state_bytes import (
     BY_RANK,
     NO_BYTES,
     Description,
@@ -32,6 +31,7 @@ from deepcompile_zero3.sharding.state_bytes import (
     sharded_dims,
     unpacked,
 )
+from deepcompile_zero3.features.owned.owned import OwnedTensor, OwnerMesh, own, rows_of
 from deepcompile_zero3.transport.json_collectives import all_gather_alike
 
 # Names of floating states of no dimensions that are equal on all ranks.

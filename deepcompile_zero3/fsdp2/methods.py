@@ -8,9 +8,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import check_bool
+from deepcompile_zero3.features.optimizer_steps.step_in_backward import deliver_early_if_possible
 from deepcompile_zero3.sharding.group import ParameterGroup
 from deepcompile_zero3.sharding.parameter import ShardedParameter
-from deepcompile_zero3.sharding.step_in_backward import deliver_early_if_possible
 
 
 class _NotForDynamo(property):

@@ -8,10 +8,10 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
+from deepcompile_zero3.features.regions.results import results_in, return_from, value_of
 from deepcompile_zero3.graph.alias import is_view
 from deepcompile_zero3.graph.calls import arguments_of, calls_by_region, region_named, results_of
 from deepcompile_zero3.passes.reduce import CASTS
-from deepcompile_zero3.passes.region_results import results_in, return_from, value_of
 from deepcompile_zero3.runtime import REDUCTIONS
 from deepcompile_zero3.torch_internals import compiler
 

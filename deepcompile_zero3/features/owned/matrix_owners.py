@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.tensor import DeviceMesh, DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from deepcompile_zero3.features.owned.owned import Owned
 from deepcompile_zero3.sharding.arguments import default_mesh
-from deepcompile_zero3.sharding.owned import Owned
 
 
 def newton_schulz_cost(parameter: torch.Tensor) -> float:

@@ -18,14 +18,14 @@ from torch import nn
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.runtime import _C
-from deepcompile_zero3.sharding.blueprint import Blueprint
-from deepcompile_zero3.sharding.extension_methods import OwnMethods
-from deepcompile_zero3.sharding.inner_tensors import (
+from deepcompile_zero3.features.extensions.inner_tensors import (
     InnerTensors,
     is_made_of_rows,
     says_what_to_gather,
 )
+from deepcompile_zero3.features.extensions.own_methods import OwnMethods
+from deepcompile_zero3.runtime import _C
+from deepcompile_zero3.sharding.blueprint import Blueprint
 from deepcompile_zero3.sharding.layout import Layout
 
 # Attribute of a placeholder: a weak reference to its parameter or payload.

@@ -8,9 +8,9 @@ from typing import cast
 from torch import nn
 
 from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.features.extensions.extension import Payload
+from deepcompile_zero3.features.quantized.format import can_be_quantized, check_dtype, format_of
 from deepcompile_zero3.options import Options
-from deepcompile_zero3.quantized_format import can_be_quantized, check_dtype, format_of
-from deepcompile_zero3.sharding.extension import Payload
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 
 

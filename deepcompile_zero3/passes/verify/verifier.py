@@ -8,8 +8,8 @@ from collections.abc import Collection
 
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.passes.graph_pass import MAY_CHANGE
-from deepcompile_zero3.passes.invariants import INVARIANTS
-from deepcompile_zero3.passes.rewritten import Rewritten, State, at
+from deepcompile_zero3.passes.verify.invariants import INVARIANTS
+from deepcompile_zero3.passes.verify.rewritten import Rewritten, State, at
 
 
 class Verifier:

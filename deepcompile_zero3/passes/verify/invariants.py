@@ -18,7 +18,7 @@ from deepcompile_zero3.graph.metadata import PARAMETER, formats_of, fqns_of
 from deepcompile_zero3.graph.peak import gathered_peak
 from deepcompile_zero3.passes.backward_gathers import saved_for_backward
 from deepcompile_zero3.passes.gather import reads
-from deepcompile_zero3.passes.rewritten import (
+from deepcompile_zero3.passes.verify.rewritten import (
     Rewritten,
     State,
     described,

@@ -1,0 +1,1 @@
+"""Features: each folder plugs into the core, which trains without it."""

@@ -1,0 +1,1 @@
+"""Parameters that one rank holds whole, such as the matrices of Muon."""

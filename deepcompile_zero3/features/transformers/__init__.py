@@ -1,0 +1,1 @@
+"""Sharding inside of transformers' own loading and trainer."""

@@ -1,0 +1,1 @@
+"""The methods, states and functions that scripts know from FSDP2."""

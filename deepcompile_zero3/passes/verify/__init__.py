@@ -1,0 +1,1 @@
+"""What every rewritten graph must keep, and the check after each pass."""
