@@ -23,8 +23,6 @@ from deepcompile_zero3.compile_once import first_alone, graph_key
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.features.extensions.extension import is_metadata, parameter_behind
 from deepcompile_zero3.features.quantized.gathers import Formats
-from deepcompile_zero3.features.regions.reductions import reduce_in_regions
-from deepcompile_zero3.features.regions.regions import RegionFacts
 from deepcompile_zero3.grad_dtype import declare
 from deepcompile_zero3.graph.capture import is_capturing
 from deepcompile_zero3.graph.log import logs_are_requested
@@ -32,6 +30,7 @@ from deepcompile_zero3.graph.recording import is_recording_graphs, run_recorded
 from deepcompile_zero3.graph_inputs import (
     check_devices,
     facts_of,
+    parse_options,
     pipeline_of,
     regions_of,
     scheduled,
@@ -39,10 +38,10 @@ from deepcompile_zero3.graph_inputs import (
 )
 from deepcompile_zero3.options import REFUSED_SETTINGS, Options, refused_setting
 from deepcompile_zero3.passes.contract import declare_grad_dtypes, forget_contracts
-from deepcompile_zero3.passes.graph_pass import parse_options
 from deepcompile_zero3.passes.lift import attach, lift_unshards
 from deepcompile_zero3.passes.partitioner import Partitioner
 from deepcompile_zero3.passes.pipeline import Pipeline, source_key
+from deepcompile_zero3.passes.region_facts import RegionFacts
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.first_actions import announce_at, nodes_of
 from deepcompile_zero3.sharding.group import compiled_forward, group_of
@@ -109,9 +108,8 @@ def compile_with_inductor(
     is_backward = bool(kwargs.get("is_backward"))
     compiler.forbid_donation()
     pipeline(graph_module, is_backward)
-    if is_backward and pipeline.inputs:  # others are compiled as by Inductor alone
-        reduce_in_regions(graph_module)
-    if is_backward and pipeline.offloads:
+    if is_backward:
+        pipeline.lower()
         example_inputs = _where_they_are(graph_module, example_inputs)
     return compiler.compile_fx_inner(graph_module, example_inputs, **kwargs)
 

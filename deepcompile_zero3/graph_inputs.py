@@ -6,20 +6,19 @@ from typing import Any
 
 from torch import fx
 
+from deepcompile_zero3 import plugins
 from deepcompile_zero3.features.extensions.extension import Payload, parameter_behind
-from deepcompile_zero3.features.offload.activations import Offload
 from deepcompile_zero3.features.quantized.gathers import gather_format
-from deepcompile_zero3.features.regions.regions import RegionFacts, outline_regions
 from deepcompile_zero3.graph.recording import is_recording_graphs
 from deepcompile_zero3.options import Options
 from deepcompile_zero3.passes.facts import ParameterFacts
+from deepcompile_zero3.passes.graph_pass import Order, check_passes
 from deepcompile_zero3.passes.lift import uses_of
-from deepcompile_zero3.passes.pipeline import Pipeline
+from deepcompile_zero3.passes.pipeline import Pipeline, in_order
+from deepcompile_zero3.passes.region_facts import RegionFacts, marked_regions
 from deepcompile_zero3.passes.spare import find_spared
-from deepcompile_zero3.sharding.memory import LOADED_AHEAD
 from deepcompile_zero3.sharding.module import Zero3Module
 from deepcompile_zero3.sharding.parameter import ShardedParameter, parameter_of
-from deepcompile_zero3.torch_internals import compiler
 
 
 def sharded_inputs(example_inputs: Sequence[Any]) -> dict[int, ShardedParameter]:
@@ -104,14 +103,13 @@ def facts_of(
 def regions_of(
     lifted: fx.GraphModule, facts: Mapping[int, ParameterFacts], options: Options
 ) -> dict[str, RegionFacts]:
-    """Outlines equal blocks of Dynamo's graph, and returns facts of each, by name."""
+    """Lets features rewrite Dynamo's graph, and returns facts of the regions in it, by name."""
     inputs = lifted.graph.find_nodes(op="placeholder")
     parameters = {inputs[position]: each for position, each in facts.items()}
-    outlines = options.inductor if options.regions is None else options.regions
-    outlines &= not options.fp32_weight_grads  # it looks at what computes a gradient
-    outlines &= not (options.inductor and compiler.makes_cpp_wrapper(options.inductor_config))
-    outlines &= not compiler.has_memory_budget(lifted)  # torch cannot tell what a call costs
-    return outline_regions(lifted, parameters, lambda cls: outlines and _is_block(cls))
+    regions = marked_regions(lifted, parameters)
+    for rewrite in plugins.CAPTURED:
+        regions.update(rewrite(lifted, parameters, _is_block, options))
+    return regions
 
 
 def _is_block(cls: type) -> bool:
@@ -125,32 +123,34 @@ def pipeline_of(
     options: Options,
     metadata: Iterable[int] = (),
 ) -> Pipeline:
-    """Returns the passes over a graph, whose ``inputs`` are known by position."""
-    offload = _offload(parameters, options)
-    return Pipeline(inputs, options, _keep_bytes(parameters, options), metadata, offload)
+    """Returns the passes over a graph, whose ``inputs`` are known by position.
+
+    The graph has its share of ``keep_mb``: its parameters' share of the models' bytes.
+    """
+    distinct = list(dict.fromkeys(map(parameter_behind, parameters)))
+    whole = sum(model.nbytes for model in {each.model for each in distinct} if model is not None)
+    mine = sum(parameter.nbytes for parameter in distinct)
+    share = mine / whole if mine else 0.0
+    keep_bytes = options.keep_mb * 2**20 * share if share else 0.0
+    return Pipeline(inputs, options, keep_bytes, metadata, passes_of(distinct, share, options))
 
 
-def _keep_bytes(parameters: Collection[ShardedParameter], options: Options) -> float:
-    """Returns a graph's share of ``keep_mb``: its parameters' share of the models' bytes."""
-    return options.keep_mb * 2**20 * share if (share := _share(parameters)) else 0.0
+def passes_of(
+    parameters: Sequence[ShardedParameter] = (), share: float = 0.0, options: Options | None = None
+) -> Order:
+    """Returns the passes of the core and of features over the graphs of ``parameters``."""
+    options = options or Options()
+    made = (make(parameters, share, options) for make in plugins.PASSES)
+    return in_order(each for passes in made for each in passes)
 
 
-def _offload(parameters: Collection[ShardedParameter], options: Options) -> Offload | None:
-    """Returns where a graph's saved tensors go, if the models have a budget of memory."""
-    distinct = list(map(parameter_behind, parameters))
-    if options.activations_mb < math.inf and distinct:
-        max_bytes = options.activations_mb * 2**20 * _share(parameters)
-        return Offload(max_bytes, LOADED_AHEAD, None, distinct[0].placeholder.device.type)
-    memory = next((each.memory for each in distinct if each.memory), None)
-    if memory is None:
-        return None
-    max_bytes = int(memory.activation_bytes * _share(parameters))
-    return Offload(max_bytes, memory.loaded_ahead, memory.tier.number)
+def parse_options(options: Mapping[str, Any] | None) -> Options:
+    """Returns the options in ``options``, with passes that stand where they can.
 
-
-def _share(parameters: Collection[ShardedParameter]) -> float:
-    """Returns the share of the models' bytes that ``parameters`` have."""
-    models = {parameter.model for parameter in parameters} - {None}
-    whole = sum(model.nbytes for model in models if model is not None)
-    mine = sum(parameter.nbytes for parameter in set(map(parameter_behind, parameters)))
-    return mine / whole if mine else 0.0
+    Raises:
+        ValueError: as :meth:`Options.parse` and :func:`check_passes`.
+        NotImplementedError: as :meth:`Options.parse`.
+    """
+    parsed = Options.parse(options)
+    check_passes(parsed.passes, passes_of())
+    return parsed

@@ -128,17 +128,26 @@ def needed_in_backward(
     return gradient
 
 
-def drop_needed_in_backward(gm: fx.GraphModule) -> set[fx.Node]:
-    """Removes ``needed_in_backward`` from a backward graph, whose inputs stay.
+def is_needed_in_backward(node: fx.Node) -> bool:
+    """Returns whether a backward is to gather its input ``node``, or reads what has its value.
 
-    Returns the inputs that the graph is to gather.
+    The nodes that mark what is needed, and what is saved, read nothing.
     """
-    gathered: set[fx.Node] = set()
+    for user in node.users:
+        if user.target not in _MARKERS:
+            return True
+        if user.target is needed_in_backward and node in cast(Any, user.args[1]):
+            return True
+        if user.args[0] is node and is_needed_in_backward(user):
+            return True
+    return False
+
+
+def drop_needed_in_backward(gm: fx.GraphModule) -> None:
+    """Removes ``needed_in_backward`` from a backward graph, whose inputs stay."""
     for node in gm.graph.find_nodes(op="call_function", target=needed_in_backward):
-        gathered.update(cast(Any, node.args[1]))
         node.replace_all_uses_with(node.args[0])
         gm.graph.erase_node(node)
-    return gathered
 
 
 def saved_for_backward(value: torch.Tensor) -> torch.Tensor:
@@ -152,6 +161,9 @@ def with_saved(output: torch.Tensor, saved: Sequence[torch.Tensor]) -> torch.Ten
     It stays in a graph until :func:`drop_saved_markers`.
     """
     return output
+
+
+_MARKERS = (needed_in_backward, saved_for_backward, with_saved)
 
 
 def is_saved_for_backward(placeholder: fx.Node) -> bool:

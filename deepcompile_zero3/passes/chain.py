@@ -9,6 +9,11 @@ from deepcompile_zero3.graph.metadata import COMMENT
 from deepcompile_zero3.runtime import REDUCTIONS, WAITS, ops
 
 
+def reductions_in(graph: fx.Graph) -> list[fx.Node]:
+    """Returns all reductions of a graph, in order."""
+    return [node for node in graph.nodes if node.target in REDUCTIONS]
+
+
 def chain_reductions(gm: fx.GraphModule) -> None:
     """Passes each reduction the token of the one before it.
 
@@ -18,9 +23,7 @@ def chain_reductions(gm: fx.GraphModule) -> None:
     separate process groups, so that no order between the two is needed.
     """
     last = None
-    for node in gm.graph.nodes:
-        if node.target not in REDUCTIONS:
-            continue
+    for node in reductions_in(gm.graph):
         if last is not None:
             node.args = (*node.args[:2], last, *node.args[3:])
             # Tracing may have recorded values of the former arguments. Inductor would trust them.

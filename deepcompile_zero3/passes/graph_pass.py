@@ -1,4 +1,4 @@
-"""Passes of the user's over forward and backward graphs, and what a pass declares.
+"""Passes over forward and backward graphs, ours and the user's, and what a pass declares.
 
 ::
 
@@ -15,40 +15,20 @@
 
 import abc
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from torch import fx
 
-from deepcompile_zero3.options import Options
+from deepcompile_zero3.passes.chain import chain_reductions
 from deepcompile_zero3.passes.facts import ParameterFacts
 
 Direction: TypeAlias = Literal["forward", "backward"]
+# The passes over each graph, in their order. Those over "lowered" graphs, backwards that Inductor
+# compiles once they were shown, have no pass of the user's behind them.
+Order: TypeAlias = Mapping[Literal["forward", "backward", "lowered"], Sequence["GraphPass"]]
 
-# The passes of this library over each graph, in their order. One of the user's follows one of them.
-PASSES: Mapping[Direction, tuple[str, ...]] = {
-    "forward": (
-        "choose_kept",
-        "insert_gathers",
-        "drop_saved_markers",
-        "clone_returned_views",
-        "offload_saved",
-        "keep_strides_of_regions",
-        "chain_reductions",
-    ),
-    "backward": (
-        "drop_needed_in_backward",
-        "drop_saved_markers",
-        "move_products_out",
-        "widen_weight_gradients",
-        "insert_reduces",
-        "insert_gathers",
-        "load_saved",
-        "keep_strides_of_regions",
-        "chain_reductions",
-    ),
-}
-LAST = "chain_reductions"
+LAST = chain_reductions.__name__
 
 # The invariants that a pass may give up, if it says so.
 MAY_CHANGE = ("gather_order", "reduction_order", "gathered_peak", "gradients")
@@ -65,6 +45,12 @@ class GraphFacts:
         may_keep: FQNs of the parameters that a forward may keep gathered for backward. It keeps
             those whose inputs have ``node.meta[KEEP] = True`` behind "choose_kept".
         saved: positions of the results that a forward saves for backward.
+        saved_names: names that its backward's inputs have for these, by position.
+        gathered: the inputs that the graph gathers, in the order of its need.
+        gradients: the parameters whose gradients a backward computes, by position of the result, in
+            the order in which they are reduced.
+        placeholders: the inputs of a backward that stand for parameters, by FQN.
+        from_forward: what passes over the forward have returned, by name of the pass.
         gather_bucket_bytes: maximum size in bytes of the full tensors that one collective gathers.
         keep_bytes: maximum size in bytes of what a forward keeps gathered by choice.
         gathers_ahead: number of gathers that are in flight while a graph computes with another.
@@ -77,6 +63,11 @@ class GraphFacts:
     gather_bucket_bytes: int
     keep_bytes: float
     gathers_ahead: int = 1
+    saved_names: Mapping[int, str] = field(default_factory=dict)
+    gathered: Mapping[fx.Node, ParameterFacts] = field(default_factory=dict)
+    gradients: Mapping[int, ParameterFacts] = field(default_factory=dict)
+    placeholders: Mapping[str, fx.Node] = field(default_factory=dict)
+    from_forward: Mapping[str, Any] = field(default_factory=dict)
 
 
 class GraphPass(abc.ABC):
@@ -94,7 +85,7 @@ class GraphPass(abc.ABC):
             ``gathered_peak`` and ``gradients``.
     """
 
-    graphs: Collection[Direction] = ("forward", "backward")
+    graphs: Collection[str] = ("forward", "backward")
     after: str = LAST
     needs: Collection[str] = ()
     changes: Collection[str] = ()
@@ -110,9 +101,16 @@ class GraphPass(abc.ABC):
         names = (sorted(each) for each in (self.graphs, self.needs, self.changes))
         return self.name, self.after, *names, self.uuid()
 
+    def follows(self, name: str, direction: str) -> bool:
+        """Whether the pass runs behind the pass ``name`` over the graphs of a direction."""
+        return self.after == name and direction in self.graphs
+
     @abc.abstractmethod
-    def __call__(self, gm: fx.GraphModule, facts: GraphFacts) -> None:
-        """Rewrites ``gm`` in place."""
+    def __call__(self, gm: fx.GraphModule, facts: GraphFacts) -> Any:
+        """Rewrites ``gm`` in place.
+
+        Returns None, or, over a forward, what the pass wants to know in the backward.
+        """
 
     def uuid(self) -> Any:
         """Returns a key of all that shapes the result besides the graph, with a stable ``repr``.
@@ -123,20 +121,53 @@ class GraphPass(abc.ABC):
 
 
 class _FunctionPass(GraphPass):
-    def __init__(self, function: Callable[[fx.GraphModule, GraphFacts], None], uuid: Any) -> None:
-        self.__doc__ = function.__doc__
+    def __init__(
+        self,
+        function: Callable[[fx.GraphModule, GraphFacts], Any],
+        uuid: Any,
+        named: Callable | None = None,
+    ) -> None:
+        self._named = named or function
+        self.__doc__ = self._named.__doc__
         self._function = function
         self._uuid = uuid
 
     @property
     def name(self) -> str:
-        return getattr(self._function, "__name__", type(self._function).__name__)
+        return getattr(self._named, "__name__", type(self._named).__name__)
 
-    def __call__(self, gm: fx.GraphModule, facts: GraphFacts) -> None:
+    def __call__(self, gm: fx.GraphModule, facts: GraphFacts) -> Any:
         return self._function(gm, facts)
 
     def uuid(self) -> Any:
         return self._uuid
+
+
+def own_pass(
+    named: Callable,
+    run: Callable[[fx.GraphModule, GraphFacts], Any],
+    *,
+    graphs: Collection[str] = (),
+    after: Callable | None = None,
+    changes: Collection[str] = (),
+    uuid: Any = (),
+) -> GraphPass:
+    """Makes a pass of this library of a function, which it is named after.
+
+    Args:
+        named: the function. A pass that has nothing to do does not call it.
+        run: calls it with what it needs of the facts.
+        graphs: what a feature's pass rewrites: "forward", "backward" or "lowered".
+        after: the function of the core's pass that it follows.
+        changes: the invariants that it gives up. Some replace the nodes of gradients by others of
+            the same values and kinds: "gradient_nodes".
+        uuid: key of all that shapes the result besides graph and facts.
+    """
+    result = _FunctionPass(run, uuid, named)
+    result.graphs, result.changes = graphs, changes
+    if after is not None:
+        result.after = after.__name__
+    return result
 
 
 def graph_pass(
@@ -160,20 +191,9 @@ def graph_pass(
     return decorate
 
 
-def parse_options(options: Mapping[str, Any] | None) -> Options:
-    """Returns the options in ``options``, with passes that stand where they can.
-
-    Raises:
-        ValueError: as :meth:`Options.parse` and :func:`check_passes`.
-        NotImplementedError: as :meth:`Options.parse`.
-    """
-    parsed = Options.parse(options)
-    check_passes(parsed.passes)
-    return parsed
-
-
-def check_passes(passes: Sequence[Any]) -> None:
-    """Raises ValueError if ``passes`` are not distinct passes that stand where they can."""
+def check_passes(passes: Sequence[Any], ours: Order) -> None:
+    """Raises ValueError if ``passes`` are not distinct passes that can stand among ``ours``."""
+    known = names_of(ours)
     for position, each in enumerate(passes):
         if not isinstance(each, GraphPass):
             raise ValueError(
@@ -195,10 +215,10 @@ def check_passes(passes: Sequence[Any]) -> None:
             raise ValueError(
                 f"uuid of pass '{each.name}' is a key, such as a string, and no function"
             )
-        if any(each.name in ours for ours in PASSES.values()):
+        if any(each.name in names for names in known.values()):
             raise ValueError(f"a pass is named '{each.name}', as one of this library is")
     for each in passes:
-        _check_place(each, passes)
+        _check_place(each, passes, known)
 
 
 def _check_names(each: GraphPass) -> None:
@@ -208,7 +228,7 @@ def _check_names(each: GraphPass) -> None:
         is_names = isinstance(value, list | tuple | set | frozenset)
         if not is_names or not all(isinstance(name, str) for name in value):
             raise ValueError(f"{where} has {what}={value!r}: a tuple of names")
-    if not each.graphs or set(each.graphs) - set(PASSES):
+    if not each.graphs or set(each.graphs) - {"forward", "backward"}:
         raise ValueError(
             f"{where} has graphs={each.graphs!r}: a tuple of 'forward', 'backward' or both"
         )
@@ -219,15 +239,22 @@ def _check_names(each: GraphPass) -> None:
         )
 
 
-def _check_place(each: GraphPass, passes: Sequence[GraphPass]) -> None:
+def _check_place(
+    each: GraphPass, passes: Sequence[GraphPass], known: Mapping[str, Sequence[str]]
+) -> None:
     where = f"pass '{each.name}'"
     for direction in each.graphs:
-        order = order_of(passes, direction)
-        if each.after not in PASSES[direction]:
+        names = known[direction]
+        if each.after not in names:
             raise ValueError(
                 f"{where} has after={each.after!r}, which is no pass over the {direction} graph; "
-                f"those are {', '.join(map(repr, PASSES[direction]))}"
+                f"those are {', '.join(map(repr, names))}"
             )
+        order = [
+            name
+            for ours in names
+            for name in (ours, *(p.name for p in passes if p.follows(ours, direction)))
+        ]
         for need in each.needs:
             if need not in order[: order.index(each.name)]:
                 raise ValueError(
@@ -241,10 +268,6 @@ def without_key(passes: Sequence[GraphPass]) -> list[str]:
     return [f"pass '{each.name}'" for each in passes if each.uuid() is None]
 
 
-def order_of(passes: Sequence[GraphPass], direction: Direction) -> list[str]:
-    """Returns the names of all passes over a graph, with those of the user's in their places."""
-    order = []
-    for name in PASSES[direction]:
-        order.append(name)
-        order += [each.name for each in passes if direction in each.graphs and each.after == name]
-    return order
+def names_of(order: Order) -> dict[str, list[str]]:
+    """Returns the names of the passes over each graph, in their order."""
+    return {graph: [each.name for each in passes] for graph, passes in order.items()}

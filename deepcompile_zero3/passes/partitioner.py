@@ -6,8 +6,6 @@ from typing import Any, TypeVar
 
 from torch import fx
 
-from deepcompile_zero3.features.regions.regions import RegionFacts, region_of
-from deepcompile_zero3.features.regions.results import separate_results
 from deepcompile_zero3.graph.metadata import FIRST_SAVED
 from deepcompile_zero3.passes.backward_gathers import (
     decide_backward_gathers,
@@ -17,6 +15,8 @@ from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.passes.graph_parameters import find_parameters
 from deepcompile_zero3.passes.mutated_inputs import save_mutated_inputs_as_read
 from deepcompile_zero3.passes.pipeline import Pipeline, source_key
+from deepcompile_zero3.passes.region_facts import RegionFacts, region_of
+from deepcompile_zero3.passes.region_results import separate_results
 from deepcompile_zero3.torch_internals import compiler
 
 _Key = TypeVar("_Key")

@@ -12,12 +12,6 @@ from typing import Any, TypeVar
 from torch import fx
 
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.features.offload.activations import Offload, Saved, load_saved, offload_saved
-from deepcompile_zero3.features.regions.results import (
-    keep_strides_of_regions,
-    move_products_out,
-)
-from deepcompile_zero3.features.wide_gradients.widen import widen_weight_gradients
 from deepcompile_zero3.graph.calls import graph_modules
 from deepcompile_zero3.graph.capture import add_capture, capture_pass
 from deepcompile_zero3.graph.log import forward_numbers, log_graph
@@ -27,6 +21,7 @@ from deepcompile_zero3.options import Options
 from deepcompile_zero3.passes.backward_gathers import (
     drop_needed_in_backward,
     drop_saved_markers,
+    is_needed_in_backward,
     is_saved_for_backward,
 )
 from deepcompile_zero3.passes.chain import chain_reductions
@@ -47,28 +42,90 @@ from deepcompile_zero3.passes.graph_pass import (
     Direction,
     GraphFacts,
     GraphPass,
+    Order,
     check_passes,
+    own_pass,
     without_key,
 )
 from deepcompile_zero3.passes.keep import choose_kept
 from deepcompile_zero3.passes.reduce import insert_reduces
-from deepcompile_zero3.passes.verify.rewritten import Rewritten, reductions_in
+from deepcompile_zero3.passes.region_results import keep_strides_of_regions, move_products_out
+from deepcompile_zero3.passes.verify.rewritten import Rewritten
 from deepcompile_zero3.passes.verify.verifier import Verifier
 from deepcompile_zero3.torch_internals import compiler
 
 _Key = TypeVar("_Key")
 
-# The invariants that passes of this library give up. Some replace the nodes of gradients by others
-# of the same values and kinds: "gradient_nodes".
-_CHANGES = {
-    "insert_gathers": ("gradients",),  # a parameter may be a gradient, or a factor of one
-    "insert_reduces": ("signature",),  # None takes the place of a gradient
-    "widen_weight_gradients": ("gradients",),
-    "drop_needed_in_backward": ("gradient_nodes",),
-    "drop_saved_markers": ("gradient_nodes",),
-    "move_products_out": ("regions", "gradient_nodes"),
-    "load_saved": ("gradients",),  # what a gradient is a product of may be loaded
+
+def _mark_kept(gm: fx.GraphModule, facts: GraphFacts) -> None:
+    known = {node: each for node, each in facts.gathered.items() if _may_be_saved(node, each)}
+    for node in choose_kept(_sorted(known, in_backward_order), facts.keep_bytes):
+        node.meta[KEEP] = True
+
+
+def _insert_gathers(gm: fx.GraphModule, facts: GraphFacts) -> None:
+    keep = {node for node in facts.gathered if node.meta.get(KEEP)}
+    limits = facts.gather_bucket_bytes, keep, facts.gathers_ahead
+    insert_gathers(gm, facts.gathered, *limits)
+
+
+_GATHERS = own_pass(  # a parameter may be a gradient, or a factor of one
+    insert_gathers, _insert_gathers, changes=("gradients",)
+)
+_MARKERS = own_pass(
+    drop_saved_markers, lambda gm, _: drop_saved_markers(gm), changes=("gradient_nodes",)
+)
+_STRIDES = own_pass(keep_strides_of_regions, lambda gm, _: keep_strides_of_regions(gm))
+_CHAIN = own_pass(chain_reductions, lambda gm, _: chain_reductions(gm))
+
+# The core's passes. Features add theirs: see :func:`in_order`.
+CORE: Order = {
+    "forward": (
+        own_pass(choose_kept, _mark_kept),
+        _GATHERS,
+        _MARKERS,
+        own_pass(clone_returned_views, lambda gm, facts: clone_returned_views(gm, facts.saved)),
+        _STRIDES,
+        _CHAIN,
+    ),
+    "backward": (
+        own_pass(
+            drop_needed_in_backward,
+            lambda gm, _: drop_needed_in_backward(gm),
+            changes=("gradient_nodes",),
+        ),
+        _MARKERS,
+        own_pass(
+            move_products_out,
+            lambda gm, facts: move_products_out(gm, facts.gradients),
+            changes=("regions", "gradient_nodes"),
+        ),
+        own_pass(  # None takes the place of a gradient
+            insert_reduces,
+            lambda gm, facts: insert_reduces(gm, facts.gradients, facts.placeholders),
+            changes=("signature",),
+        ),
+        _GATHERS,
+        _STRIDES,
+        _CHAIN,
+    ),
+    "lowered": (),
 }
+
+
+def in_order(features: Iterable[GraphPass]) -> Order:
+    """Returns the core's passes, each with the passes of features behind it that follow it."""
+    features = tuple(features)
+
+    def behind(ours: GraphPass, direction: Direction) -> Iterator[GraphPass]:
+        yield ours
+        yield from (each for each in features if each.follows(ours.name, direction))
+
+    return {
+        "forward": [each for ours in CORE["forward"] for each in behind(ours, "forward")],
+        "backward": [each for ours in CORE["backward"] for each in behind(ours, "backward")],
+        "lowered": [each for each in features if "lowered" in each.graphs],
+    }
 
 
 class Pipeline:
@@ -80,7 +137,7 @@ class Pipeline:
         keep_bytes: maximum size in bytes of the full tensors that the forward may keep for backward
             by choice.
         metadata: positions of inputs that functions of parameters may read, beside parameters.
-        offload: where activations go that exceed a budget, or None.
+        order: the passes of this library.
 
     Raises:
         ValueError: ``options.passes`` are no passes, or do not stand where they can.
@@ -92,43 +149,35 @@ class Pipeline:
         options: Options,
         keep_bytes: float,
         metadata: Iterable[int] = (),
-        offload: Offload | None = None,
+        order: Order = CORE,
     ) -> None:
-        check_passes(options.passes)
+        check_passes(options.passes, order)
         self.inputs = inputs
         self.options = options
         self.metadata = frozenset(metadata)
-        self.passes = tuple(options.passes)
-        self._bucket_bytes = int(options.gather_bucket_mb * 2**20)
-        self._ahead = options.gathers_ahead
-        self._keep_bytes = keep_bytes
-        self._fp32_weight_grads = options.fp32_weight_grads
-        self._offload = offload
+        self.order = order
+        # A graph without parameters is compiled as by Inductor alone, and cached so.
+        self.passes = tuple(options.passes) if inputs else ()
+        self._limits = int(options.gather_bucket_mb * 2**20), keep_bytes, options.gathers_ahead
         fqns = [facts.fqn for facts in inputs.values()]
         common = os.path.commonprefix(fqns)  # noqa: RUF071 (by characters, then cut at a dot)
         self._prefix = common.rfind(".") + 1  # characters of the common module's FQN
         self._kept: dict[str, int] = {}
-        self._saved = Saved(frozenset(), ())
+        self._from_forward: dict[str, Any] = {}
+        self._run: _Run | None = None  # the latest
         self.number = -1  # number of the forward in this process, once it is rewritten
-        self._is_shown = False  # whether passes are captured
 
     @property
     def settings(self) -> tuple:
         """Inputs of the passes besides the graph."""
-        limits = self._bucket_bytes, self._ahead, self._keep_bytes
-        keys = [each.declared for each in self.passes if self.inputs]
-        metadata = sorted(self.metadata)
-        return self.inputs, metadata, *limits, self._fp32_weight_grads, self._offload, keys
-
-    @property
-    def offloads(self) -> bool:
-        """Whether a forward may save copies in another place."""
-        return self._offload is not None
+        ours = [each.declared for passes in self.order.values() for each in passes]
+        passes = [each.declared for each in self.passes]
+        return self.inputs, sorted(self.metadata), *self._limits, ours, passes
 
     @property
     def may_be_stored(self) -> bool:
         """Whether caches may hold what the passes make of a graph."""
-        return not (self.inputs and without_key(self.passes))
+        return not without_key(self.passes)
 
     def __call__(self, graph_module: fx.GraphModule, is_backward: bool) -> None:
         """Rewrites a graph that will run, numbers it, and shows it to those who want to see it."""
@@ -149,154 +198,148 @@ class Pipeline:
 
         If it ``is_shown``, ``capture_graphs(passes=True)`` sees the passes.
         """
-        self._is_shown = is_shown
         refuse_writes(graph_module, self.inputs)
-        if is_backward:
-            run = self._rewrite_backward(graph_module)
-        else:
-            run = self._rewrite_forward(graph_module)
-        with run("keep_strides_of_regions"):
-            keep_strides_of_regions(graph_module)
-        with run("chain_reductions"):
-            chain_reductions(graph_module)
-        for each in graph_modules(graph_module):  # once, since it takes longer than the passes
-            each.recompile()
+        describe = self._describe_backward if is_backward else self._describe_forward
+        facts, may_keep = describe(graph_module)
+        self._run = run = _Run(graph_module, facts, may_keep, self.passes, self.inputs, is_shown)
+        for each in self.order[facts.direction]:
+            run(each)
+        if not is_backward:
+            self._from_forward = run.returned
+            kept = (each for node, each in facts.gathered.items() if node.meta.get(KEEP))
+            self._kept = {each.fqn: each.nbytes for each in kept}
+        for gm in graph_modules(graph_module):  # once, since it takes longer than the passes
+            gm.recompile()
 
-    def _rewrite_forward(self, graph_module: fx.GraphModule) -> "_Run":
-        saved = saved_names(graph_module.graph)  # before a pass replaces nodes
-        nodes = _sorted(find_parameters(graph_module, self.inputs)[0], in_forward_order)
+    def lower(self) -> None:
+        """Prepares for Inductor the backward that was rewritten and shown last."""
+        if self._run is not None and self.inputs:  # others are compiled as by Inductor alone
+            for each in self.order["lowered"]:
+                self._run(each)
+
+    def _describe_forward(self, gm: fx.GraphModule) -> tuple[GraphFacts, set[fx.Node]]:
+        """Names the inputs of a forward. Returns its facts, and the inputs that it may keep."""
+        nodes = _sorted(find_parameters(gm, self.inputs)[0], in_forward_order)
         _name_placeholders(nodes, self._prefix)
+        gathered = _gathered(nodes)
         # Only these may be kept: the runtime knows a gradient by its parameter's placeholder.
-        known = {n: f for n, f in nodes.items() if is_saved_for_backward(n) or not f.is_trained}
-        known, gathered = _gathered(known), _gathered(nodes)
-        run = self._run(graph_module, "forward", nodes.values(), {}, _keepable(known))
-        with run("choose_kept"):
-            for node in choose_kept(_sorted(known, in_backward_order), self._keep_bytes):
-                node.meta[KEEP] = True
-        keep = {node for node in known if node.meta.get(KEEP)}
-        self._kept.update({nodes[node].fqn: nodes[node].nbytes for node in keep})
-        with run("insert_gathers"):
-            insert_gathers(graph_module, gathered, self._bucket_bytes, keep, self._ahead)
-        with run("drop_saved_markers"):
-            drop_saved_markers(graph_module)
-        with run("clone_returned_views"):
-            clone_returned_views(graph_module, run.facts.saved)
-        with run("offload_saved"):
-            if self._offload is not None:
-                self._saved = offload_saved(graph_module, saved, self._offload)
-        return run
+        may_keep = {
+            node
+            for node, each in gathered.items()
+            if _may_be_saved(node, each) and each.may_be_kept and _is_output(node)
+        }
+        facts = GraphFacts(
+            "forward",
+            _by_fqn(nodes.values()),
+            frozenset(gathered[node].fqn for node in may_keep),
+            frozenset(saved_positions(gm.graph.output_node())),
+            *self._limits,
+            saved_names=saved_names(gm.graph),
+            gathered=MappingProxyType(gathered),
+        )
+        return facts, may_keep
 
-    def _rewrite_backward(self, graph_module: fx.GraphModule) -> "_Run":
-        nodes, gradients = find_parameters(graph_module, self.inputs)
-        kept = {node: facts for node, facts in nodes.items() if facts.fqn in self._kept}
-        for node, facts in kept.items():
-            node.meta[KEPT_OF] = facts.fqn
+    def _describe_backward(self, gm: fx.GraphModule) -> tuple[GraphFacts, set[fx.Node]]:
+        """Names the inputs of a backward. Returns its facts; it keeps nothing."""
+        nodes, gradients = find_parameters(gm, self.inputs)
+        kept = {node: each for node, each in nodes.items() if each.fqn in self._kept}
+        for node, each in kept.items():
+            node.meta[KEPT_OF] = each.fqn
             del node.meta[PARAMETER]
             del nodes[node]
-        inputs = graph_module.graph.find_nodes(op="placeholder")
+        inputs = gm.graph.find_nodes(op="placeholder")
         saved = {node: node.meta[PARAMETER] for node in inputs if PARAMETER in node.meta}
         # A parameter that might have been kept and was not appears in both.
-        placeholder_of = {f.fqn: node for node, f in (*saved.items(), *nodes.items())}
+        placeholders = {f.fqn: node for node, f in (*saved.items(), *nodes.items())}
         _name_placeholders(nodes | saved, self._prefix)
         _name_placeholders(kept, self._prefix, "_full")
-        everything = (*nodes.values(), *kept.values(), *saved.values())
-        run = self._run(graph_module, "backward", everything, gradients)
-        with run("drop_needed_in_backward"):
-            gathered = drop_needed_in_backward(graph_module)
-        with run("drop_saved_markers"):
-            drop_saved_markers(graph_module)
-        nodes = {n: facts for n, facts in nodes.items() if n in gathered or n.users}
-        gradients = _sorted(gradients, in_gradient_order)
-        with run("move_products_out"):
-            move_products_out(graph_module, gradients)
-        with run("widen_weight_gradients"):
-            if self._fp32_weight_grads:
-                widen_weight_gradients(graph_module, gradients)
-        with run("insert_reduces"):
-            insert_reduces(graph_module, gradients, placeholder_of)
-        nodes = _sorted(_gathered(nodes), in_backward_order)
-        with run("insert_gathers"):
-            insert_gathers(graph_module, nodes, self._bucket_bytes, ahead=self._ahead)
-        with run("load_saved"):
-            if self._offload is not None:
-                load_saved(graph_module, self._saved, self._offload)
-        return run
-
-    def _run(
-        self,
-        gm: fx.GraphModule,
-        direction: Direction,
-        parameters: Iterable[ParameterFacts],
-        gradients: Mapping[int, ParameterFacts],
-        may_keep: Collection[fx.Node] = (),
-    ) -> "_Run":
-        by_fqn = MappingProxyType({facts.fqn: facts for facts in parameters})
-        names = frozenset(node.meta[PARAMETER].fqn for node in may_keep)
-        saved = saved_positions(gm.graph.output_node()) if direction == "forward" else set()
-        limits = self._bucket_bytes, self._keep_bytes, self._ahead
-        facts = GraphFacts(direction, by_fqn, names, frozenset(saved), *limits)
-        # A graph without parameters is compiled as by Inductor alone, and cached so.
-        passes = [each for each in self.passes if self.inputs and direction in each.graphs]
-        results: Any = gm.graph.output_node().args[0]
-        reduced = {f.fqn: f for i, f in gradients.items() if results[i] is not None}
-        early = set(reductions_in(gm.graph))
-        graph = Rewritten(gm, reduced, gradients.keys(), may_keep, facts.saved, early, [])
-        verifier = Verifier(graph, direction, bool(passes)) if self.inputs else None
-        return _Run(gm, facts, passes, verifier, self._is_shown)
+        gathered = {node: each for node, each in nodes.items() if is_needed_in_backward(node)}
+        facts = GraphFacts(
+            "backward",
+            _by_fqn([*nodes.values(), *kept.values(), *saved.values()]),
+            frozenset(),
+            frozenset(),
+            *self._limits,
+            gathered=MappingProxyType(_sorted(_gathered(gathered), in_backward_order)),
+            gradients=MappingProxyType(_sorted(gradients, in_gradient_order)),
+            placeholders=MappingProxyType(placeholders),
+            from_forward=MappingProxyType(self._from_forward),
+        )
+        return facts, set()
 
 
 class _Run:
-    """The passes over one graph, which is verified after each; runs the user's passes too."""
+    """The passes over one graph, which is verified after each; runs the user's passes too.
+
+    Attributes:
+        returned: what passes over a forward have returned, by name.
+    """
 
     def __init__(
         self,
         gm: fx.GraphModule,
         facts: GraphFacts,
+        may_keep: Collection[fx.Node],
         passes: Sequence[GraphPass],
-        verifier: Verifier | None,
+        inputs: Mapping[int, ParameterFacts],
         is_shown: bool,
     ) -> None:
-        self._is_shown = is_shown
+        self.returned: dict[str, Any] = {}
         self._gm = gm
-        self.facts = facts
+        self._facts = facts
         self._passes = passes
-        self._verifier = verifier
+        self._is_shown = is_shown
+        self._verifier = None
+        if inputs:
+            results: Any = gm.graph.output_node().args[0]
+            reduced = {f.fqn: f for i, f in facts.gradients.items() if results[i] is not None}
+            graph = Rewritten(gm, reduced, facts.gradients.keys(), may_keep, facts.saved)
+            with_peak = any(facts.direction in each.graphs for each in passes)
+            self._verifier = Verifier(graph, facts.direction, with_peak)
 
-    @contextlib.contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        """Runs the body as the pass ``name``, and then the user's passes that follow ``name``."""
-        with self._captured(name):
-            yield
-            self._check(name, (*_CHANGES.get(name, ()), "gathered_peak"))
+    def __call__(self, ours: GraphPass) -> None:
+        """Runs a pass of this library, and then the user's passes that follow it."""
+        self._apply(ours, (*ours.changes, "gathered_peak"), ours)
         for each in self._passes:
-            if each.after == name:
-                with self._captured(each.name):
-                    self._apply(each)
-                    self._check(each.name, each.changes)
+            if each.follows(ours.name, self._facts.direction):
+                self._apply(each, each.changes, functools.partial(self._call, each))
+
+    def _apply(
+        self,
+        each: GraphPass,
+        changes: Collection[str],
+        call: Callable[[fx.GraphModule, GraphFacts], Any],
+    ) -> None:
+        with self._captured(each.name):
+            returned = call(self._gm, self._facts)
+            if returned is not None:
+                self.returned[each.name] = returned
+            if self._verifier is not None:
+                self._verifier.check(each.name, changes)
 
     def _captured(self, name: str) -> contextlib.AbstractContextManager[None]:
         if not self._is_shown:
             return contextlib.nullcontext()
-        return capture_pass(self._gm, name, self.facts.direction)
+        return capture_pass(self._gm, name, self._facts.direction)
 
-    def _check(self, name: str, changes: Collection[str]) -> None:
-        if self._verifier is not None:
-            self._verifier.check(name, changes)
-
-    def _apply(self, each: GraphPass) -> None:
-        where = f"pass '{each.name}' over the {self.facts.direction} graph"
+    def _call(self, each: GraphPass, gm: fx.GraphModule, facts: GraphFacts) -> Any:
+        """Calls a pass of the user's, whose errors and mistakes are told by its name."""
+        where = f"pass '{each.name}' over the {facts.direction} graph"
         try:
-            result: Any = each(self._gm, self.facts)  # type: ignore[func-returns-value]
+            returned = each(gm, facts)
         except Exception as error:  # torch shows no more of it than the text
             last = traceback.extract_tb(error.__traceback__)[-1]
             raise Zero3Error(
                 f"{where} raised {type(error).__name__}: {error} (in {last.name}, "
                 f"{last.filename}:{last.lineno})"
             ) from error
-        if result is not None:
+        is_graph = isinstance(returned, fx.GraphModule | fx.Graph)
+        if is_graph or (returned is not None and facts.direction == "backward"):
             raise Zero3Error(
-                f"{where} returned a {type(result).__name__}: it changes the graph and returns None"
+                f"{where} returned a {type(returned).__name__}: it changes the graph and returns "
+                "None, or over a forward what it wants to know in the backward"
             )
+        return returned
 
 
 @functools.cache
@@ -315,9 +358,16 @@ def _name_placeholders(
         compiler.rename(node, facts.fqn[prefix:].replace(".", "_") + suffix)
 
 
-def _keepable(nodes: Mapping[fx.Node, ParameterFacts]) -> set[fx.Node]:
-    saved = (node for node in nodes if any(user.op == "output" for user in node.users))
-    return {node for node in saved if nodes[node].may_be_kept}
+def _may_be_saved(node: fx.Node, facts: ParameterFacts) -> bool:
+    return is_saved_for_backward(node) or not facts.is_trained
+
+
+def _is_output(node: fx.Node) -> bool:
+    return any(user.op == "output" for user in node.users)
+
+
+def _by_fqn(parameters: Iterable[ParameterFacts]) -> Mapping[str, ParameterFacts]:
+    return MappingProxyType({facts.fqn: facts for facts in parameters})
 
 
 def _gathered(nodes: Mapping[fx.Node, ParameterFacts]) -> dict[fx.Node, ParameterFacts]:

@@ -11,8 +11,8 @@ from deepcompile_zero3.grad_dtype import DTYPES
 from deepcompile_zero3.graph.alias import untransposed
 from deepcompile_zero3.graph.metadata import COMMENT, KEPT_OF
 from deepcompile_zero3.graph.text import short_name
+from deepcompile_zero3.passes.chain import reductions_in
 from deepcompile_zero3.passes.facts import ParameterFacts
-from deepcompile_zero3.passes.verify.rewritten import reductions_in
 from deepcompile_zero3.runtime import _C, ops
 from deepcompile_zero3.torch_internals import compiler
 

@@ -12,7 +12,7 @@ from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.backend import zero3
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.graph.capture import capture_graphs
-from deepcompile_zero3.passes.graph_pass import parse_options
+from deepcompile_zero3.graph_inputs import parse_options
 from deepcompile_zero3.sharding.model import by_fqn
 from deepcompile_zero3.sharding.module_parameters import all_parameters_of
 from deepcompile_zero3.sharding.parameter import ShardedParameter

@@ -11,12 +11,14 @@ from torch import nn
 
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.graph.capture import CapturedPass, capture_graphs
+from deepcompile_zero3.graph_inputs import passes_of
 from deepcompile_zero3.options import Options
-from deepcompile_zero3.passes import pipeline
-from deepcompile_zero3.passes.graph_pass import MAY_CHANGE, PASSES, GraphPass
+from deepcompile_zero3.passes.graph_pass import MAY_CHANGE, GraphPass, names_of
 from deepcompile_zero3.passes.verify.invariants import INVARIANTS
 from deepcompile_zero3.tools.arguments import load
 from deepcompile_zero3.tools.planning.graphs import fake_model, trace
+
+_GRAPHS = {"lowered": "a backward graph that Inductor compiles"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,8 +55,8 @@ def changes_of(name: str) -> list[CapturedPass]:
     """
     passes = [_load(name)] if ":" in name else []
     name = passes[0].name if passes else name
-    if not passes and not any(name in names for names in PASSES.values()):
-        known = dict.fromkeys(each for names in PASSES.values() for each in names)
+    known = dict.fromkeys(each for names in names_of(passes_of()).values() for each in names)
+    if not passes and name not in known:
         what = "name a pass in it" if name.endswith(".py") else f"there are {', '.join(known)}"
         raise Zero3Error(f"no pass '{name}': {what}, or FILE.py:NAME")
     call = {"input": torch.ones(2, 8)}
@@ -88,11 +90,12 @@ def _print_list() -> None:
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for direction, names in PASSES.items():
-        table.add_row(f"passes over the {direction} graph", "")
-        for name in names:
-            text = inspect.getdoc(getattr(pipeline, name)) or ""
-            table.add_row(f"  {name}", escape(text.splitlines()[0].replace("``", "")))
+    for direction, passes in passes_of().items():
+        graph = _GRAPHS.get(direction, f"the {direction} graph")
+        table.add_row(f"passes over {graph}", "")
+        for each in passes:
+            text = inspect.getdoc(each) or ""
+            table.add_row(f"  {each.name}", escape(text.splitlines()[0].replace("``", "")))
     table.add_row("invariants", "* a pass of yours may say that it changes this one")
     for name, (promise, _) in INVARIANTS.items():
         table.add_row(f"{'*' if name in MAY_CHANGE else ' '} {name}", escape(promise))

@@ -17,6 +17,7 @@ from support.pass_graphs import facts
 from deepcompile_zero3 import Options, compile_once, graph_pass
 from deepcompile_zero3.compile_once import first_alone, graph_key
 from deepcompile_zero3.graph.log import logs_are_requested
+from deepcompile_zero3.graph_inputs import passes_of
 from deepcompile_zero3.passes import partitioner, pipeline
 from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.passes.partitioner import Partitioner
@@ -255,7 +256,8 @@ OTHER = {
 
 def test_all_that_shapes_a_graph_is_in_the_key_of_stored_graphs(monkeypatch):
     def uuid(facts, regions=(), other=None, keep_bytes=2, **options):
-        passes = Pipeline({0: facts}, Options(**options), keep_bytes)
+        parsed = Options(**options)
+        passes = Pipeline({0: facts}, parsed, keep_bytes, order=passes_of(options=parsed))
         return repr(Partitioner(passes, dict(regions), other).uuid())
 
     def mine(key):

@@ -14,6 +14,7 @@ of its own. Both take tokens and handles ahead of them as ``after``: a compiler 
 not ahead of those.
 """
 
+import math
 import operator
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -25,7 +26,12 @@ from torch import fx
 
 from deepcompile_zero3.graph.alias import base_of, views_of
 from deepcompile_zero3.graph.size import hinted_nbytes_of
+from deepcompile_zero3.options import Options
+from deepcompile_zero3.passes.gather import clone_returned_views, insert_gathers
+from deepcompile_zero3.passes.graph_pass import GraphFacts, GraphPass, own_pass
 from deepcompile_zero3.runtime import REDUCTIONS, WAITS, ops
+from deepcompile_zero3.sharding.memory import LOADED_AHEAD
+from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.torch_internals import OpOverload, compiler, is_wrapper
 
 _SMALL = 256 << 10  # bytes; smaller tensors stay, since a copy has a cost of its own
@@ -147,6 +153,52 @@ def load_saved(gm: fx.GraphModule, saved: Saved, offload: Offload) -> None:
         if node.target in REDUCTIONS or _is_token(node):
             token = node
             loads.start(node, node)
+
+
+def passes(
+    parameters: Sequence[ShardedParameter], share: float, options: Options
+) -> list[GraphPass]:
+    """Returns the passes over the graphs of ``parameters``."""
+    offload = _offload(parameters, share, options)
+
+    def store(gm: fx.GraphModule, facts: GraphFacts) -> Saved | None:
+        return None if offload is None else offload_saved(gm, facts.saved_names, offload)
+
+    def load(gm: fx.GraphModule, facts: GraphFacts) -> None:
+        if offload is not None:
+            saved = facts.from_forward.get(offload_saved.__name__, Saved(frozenset(), ()))
+            load_saved(gm, saved, offload)
+
+    return [
+        own_pass(
+            offload_saved,
+            store,
+            graphs=("forward",),
+            after=clone_returned_views,
+            uuid=offload or (),
+        ),
+        own_pass(
+            load_saved,
+            load,
+            graphs=("backward",),
+            after=insert_gathers,
+            changes=("gradients",),  # what a gradient is a product of may be loaded
+            uuid=offload or (),
+        ),
+    ]
+
+
+def _offload(
+    parameters: Sequence[ShardedParameter], share: float, options: Options
+) -> Offload | None:
+    """Returns where a graph's saved tensors go, if the models have a budget of memory."""
+    if options.activations_mb < math.inf and parameters:
+        max_bytes = options.activations_mb * 2**20 * share
+        return Offload(max_bytes, LOADED_AHEAD, None, parameters[0].placeholder.device.type)
+    memory = next((each.memory for each in parameters if each.memory), None)
+    if memory is None:
+        return None
+    return Offload(int(memory.activation_bytes * share), memory.loaded_ahead, memory.tier.number)
 
 
 class _Loads:

@@ -2,16 +2,19 @@
 
 import itertools
 import operator
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from deepcompile_zero3.features.regions.results import results_in, return_from, value_of
 from deepcompile_zero3.graph.alias import is_view
 from deepcompile_zero3.graph.calls import arguments_of, calls_by_region, region_named, results_of
+from deepcompile_zero3.options import Options
+from deepcompile_zero3.passes.graph_pass import GraphPass, own_pass
 from deepcompile_zero3.passes.reduce import CASTS
+from deepcompile_zero3.passes.region_results import results_in, return_from, value_of
 from deepcompile_zero3.runtime import REDUCTIONS
 from deepcompile_zero3.torch_internals import compiler
 
@@ -53,6 +56,18 @@ def reduce_in_regions(gm: fx.GraphModule) -> None:
         return_from(region, [r if i in used else None for i, r in enumerate(results)], calls)
         compiler.keep_strides(region.graph, range(len(results)))
     gm.recompile()  # Inductor finds a stored graph by its code
+
+
+def passes(parameters: Sequence[Any], share: float, options: Options) -> list[GraphPass]:
+    """Returns the pass over the graphs of ``parameters``."""
+    return [
+        own_pass(
+            reduce_in_regions,
+            lambda gm, _: reduce_in_regions(gm),
+            graphs=("lowered",),
+            changes=("regions", "gradients", "reductions_are_chained"),
+        )
+    ]
 
 
 class _Tail(NamedTuple):

@@ -10,22 +10,19 @@ import inspect
 import operator
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
 from deepcompile_zero3 import torch_internals
-from deepcompile_zero3.graph.calls import arguments_of, calls_by_region, graph_modules, region_named
+from deepcompile_zero3.options import Options
 from deepcompile_zero3.passes.blocks import IsBlock, blocks_around
 from deepcompile_zero3.passes.facts import ParameterFacts
+from deepcompile_zero3.passes.region_facts import RegionFacts, mark_region
 from deepcompile_zero3.torch_internals import compiler, is_transformed, tree_leaves
 
-# Facts of the parameters among a region's inputs, by position.
-RegionFacts: TypeAlias = Mapping[int, ParameterFacts]
-
-_REGION = "zero3_region"  # key in meta["custom"] of a region's nodes, which tracers pass on
 _CALLS = ("call_function", "call_method")
 _IN_PLACE = {
     getattr(operator, name)
@@ -53,6 +50,24 @@ class _Segment:
     signature: Any
 
 
+def outline(
+    gm: fx.GraphModule,
+    parameters: Mapping[fx.Node, ParameterFacts],
+    is_block: IsBlock,
+    options: Options,
+) -> dict[str, RegionFacts]:
+    """Outlines the equal blocks of Dynamo's graph, if options allow it. Returns facts of each."""
+    if options.regions is False or (options.regions is None and not options.inductor):
+        return {}
+    if options.fp32_weight_grads:  # it looks at what computes a gradient
+        return {}
+    if options.inductor and compiler.makes_cpp_wrapper(options.inductor_config):
+        return {}
+    if compiler.has_memory_budget(gm):  # torch cannot tell what a call costs
+        return {}
+    return outline_regions(gm, parameters, is_block)
+
+
 def outline_regions(
     gm: fx.GraphModule,
     parameters: Mapping[fx.Node, ParameterFacts],
@@ -73,10 +88,6 @@ def outline_regions(
         The facts of each region's parameters, keyed by the name of the region.
     """
     regions: dict[str, RegionFacts] = {}
-    for name, calls in calls_by_region(gm).items():  # regions that the user has marked
-        _mark(region_named(gm, name), name)
-        arguments = [pair for call in calls for pair in enumerate(arguments_of(call))]
-        regions[name] = {i: parameters[node] for i, node in arguments if node in parameters}
     blocks_by_class = list(_blocks(gm.graph, is_block))
     if not blocks_by_class:
         return regions
@@ -103,15 +114,6 @@ def outline_regions(
     gm.graph.lint()
     gm.recompile()
     return regions
-
-
-def region_of(gm: fx.GraphModule) -> str | None:
-    """Returns the name of the region that a joint graph was traced from, if any."""
-    for node in gm.graph.nodes:
-        name = node.meta.get("custom", {}).get(_REGION)
-        if name is not None:
-            return name
-    return None
 
 
 def _blocks(graph: fx.Graph, is_block: IsBlock) -> Iterator[tuple[type, list[list[fx.Node]]]]:
@@ -318,13 +320,8 @@ def _region(gm: fx.GraphModule, name: str, segment: _Segment) -> fx.GraphModule:
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[node] for node in segment.outputs))
     region = fx.GraphModule(gm, graph)
-    _mark(region, name)
+    mark_region(region, name)
     return region
-
-
-def _mark(region: fx.GraphModule, name: str) -> None:
-    for node in (node for nested in graph_modules(region) for node in nested.graph.nodes):
-        node.meta["custom"] = {**node.meta.get("custom", {}), _REGION: name}
 
 
 def _call(graph: fx.Graph, name: str, segment: _Segment, replaced: dict[fx.Node, fx.Node]) -> None:

@@ -5,14 +5,17 @@ keeps in fp32, the rounding is in vain. Eager PyTorch rounds too: this pass goes
 contract.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from deepcompile_zero3.options import Options
 from deepcompile_zero3.passes.facts import ParameterFacts
+from deepcompile_zero3.passes.graph_pass import GraphFacts, GraphPass, own_pass
 from deepcompile_zero3.passes.reduce import is_cast_to
+from deepcompile_zero3.passes.region_results import move_products_out
 
 aten, prims = torch.ops.aten, torch.ops.prims
 _WITH_OUT_DTYPE: dict[Any, Any] = {
@@ -48,6 +51,25 @@ def widen_weight_gradients(gm: fx.GraphModule, gradients: Mapping[int, Parameter
                 target: Any = node.target
                 arguments: Any = fx.map_arg(node.args, lambda source: source.meta["val"])
                 node.meta["val"] = target(*arguments, **node.kwargs)
+
+
+def passes(parameters: Sequence[Any], share: float, options: Options) -> list[GraphPass]:
+    """Returns the pass over the graphs of ``parameters``."""
+
+    def run(gm: fx.GraphModule, facts: GraphFacts) -> None:
+        if options.fp32_weight_grads:
+            widen_weight_gradients(gm, facts.gradients)
+
+    return [
+        own_pass(
+            widen_weight_gradients,
+            run,
+            graphs=("backward",),
+            after=move_products_out,
+            changes=("gradients",),
+            uuid=options.fp32_weight_grads,
+        )
+    ]
 
 
 def _is_low_matmul(node: fx.Node) -> bool:

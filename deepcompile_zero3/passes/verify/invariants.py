@@ -14,18 +14,21 @@ from torch import fx
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.graph.alias import base_of
-from deepcompile_zero3.graph.metadata import PARAMETER, formats_of, fqns_of
+from deepcompile_zero3.graph.metadata import PARAMETER, formats_of
 from deepcompile_zero3.graph.peak import gathered_peak
 from deepcompile_zero3.passes.backward_gathers import saved_for_backward
-from deepcompile_zero3.passes.gather import reads
+from deepcompile_zero3.passes.chain import chain_reductions, reductions_in
+from deepcompile_zero3.passes.gather import clone_returned_views, insert_gathers, reads
+from deepcompile_zero3.passes.keep import choose_kept
+from deepcompile_zero3.passes.reduce import insert_reduces
 from deepcompile_zero3.passes.verify.rewritten import (
     Rewritten,
     State,
     described,
+    fqn_of,
     gathers_of,
     kind_of,
     kinds_of_region,
-    reductions_in,
     sources_of,
     writes_of,
 )
@@ -122,8 +125,9 @@ def _kept(graph: Rewritten, before: State) -> Iterator[Violation]:
         if node not in graph.may_keep:
             continue
         is_kept = node in kept
-        if "insert_gathers" in graph.ran and is_kept != (node in before.kept):
-            yield "its mark has changed, which is too late: after='choose_kept' is the place", node
+        if insert_gathers.__name__ in graph.ran and is_kept != (node in before.kept):
+            place = choose_kept.__name__
+            yield f"its mark has changed, which is too late: after='{place}' is the place", node
         if not is_kept and node.meta[PARAMETER].reshard_after_forward is False:
             yield "it has reshard_after_forward=False, and is not kept", node
 
@@ -131,8 +135,8 @@ def _kept(graph: Rewritten, before: State) -> Iterator[Violation]:
 @_invariant("each gather is of parameters of one kind, started once and waited for once")
 def _gathers_are_paired(graph: Rewritten, before: State) -> Iterator[Violation]:
     for start in graph.starts:
-        if "insert_gathers" not in graph.ran:
-            yield "gathers come with the pass 'insert_gathers'", start
+        if insert_gathers.__name__ not in graph.ran:
+            yield f"gathers come with the pass '{insert_gathers.__name__}'", start
         waits = [user for user in start.users if user.target in WAITS and user.args[0] is start]
         placeholders: Any = start.args[0]
         for node in placeholders:
@@ -160,7 +164,7 @@ def _gathers_are_paired(graph: Rewritten, before: State) -> Iterator[Violation]:
 
 @_invariant("a parameter is read as gathered, never by its placeholder")
 def _gathers_before_reads(graph: Rewritten, before: State) -> Iterator[Violation]:
-    if "insert_gathers" not in graph.ran:
+    if insert_gathers.__name__ not in graph.ran:
         return
     for node in graph.inputs:
         facts = node.meta.get(PARAMETER)
@@ -168,7 +172,7 @@ def _gathers_before_reads(graph: Rewritten, before: State) -> Iterator[Violation
             continue
         for user in node.users:
             is_marker = user.op == "output" or user.target is saved_for_backward
-            if not is_marker and (reads(user, node) or user.target not in _COLLECTIVES):
+            if not is_marker and any(_computes(each, of) for each, of in graph.uses_by(user, node)):
                 yield f"'{facts.fqn}' is read by its placeholder, which has no data", user
     for position, (result, was) in enumerate(zip(graph.results, before.results, strict=True)):
         if result is was or position in graph.saved or not isinstance(result, fx.Node):
@@ -177,6 +181,10 @@ def _gathers_before_reads(graph: Rewritten, before: State) -> Iterator[Violation
         if facts is not None and facts.is_gathered:
             what = f"the placeholder of '{facts.fqn}', which has no data, is result {position}"
             yield what, graph.output
+
+
+def _computes(user: fx.Node, placeholder: fx.Node) -> bool:
+    return reads(user, placeholder) or user.target not in _COLLECTIVES
 
 
 @_invariant("the same parameters are gathered in the same format, each once: other ranks wait")
@@ -228,10 +236,9 @@ def _depends(gather: fx.Node, earlier: fx.Node) -> bool:
 @_invariant("each gradient is reduced exactly once, with its parameter's contract")
 def _reductions_once(graph: Rewritten, before: State) -> Iterator[Violation]:
     counts = dict.fromkeys(graph.gradients, 0)
-    for node in graph.reductions:
-        if "insert_reduces" not in graph.ran:
-            yield "reductions come with the pass 'insert_reduces'", node
-        placeholder: Any = node.args[1]
+    for node, placeholder in graph.reductions:
+        if insert_reduces.__name__ not in graph.ran:
+            yield f"reductions come with the pass '{insert_reduces.__name__}'", node
         facts = placeholder.meta.get(PARAMETER)
         if facts is None or facts.fqn not in counts:
             yield f"the graph computes no gradient of {described(placeholder)}", node
@@ -243,18 +250,18 @@ def _reductions_once(graph: Rewritten, before: State) -> Iterator[Violation]:
         if counts[facts.fqn] > 1:
             yield f"the gradient of '{facts.fqn}' is reduced twice", node
     for fqn, count in counts.items():
-        if count == 0 and "insert_reduces" in graph.ran:
+        if count == 0 and insert_reduces.__name__ in graph.ran:
             yield f"the gradient of '{fqn}' is not reduced", None
 
 
 @_invariant("gradients, and later what reductions get, stay: the runtime casts and scales them")
 def _gradients(graph: Rewritten, before: State) -> Iterator[Violation]:
-    is_early = "insert_reduces" not in graph.ran and "gradient_nodes" not in graph.changes
+    is_early = insert_reduces.__name__ not in graph.ran and "gradient_nodes" not in graph.changes
     for position in graph.gradient_positions if is_early else ():
         if graph.results[position] is not (was := before.results[position]):
             yield f"result {position}, a gradient, was '{was}'", graph.output
-    for node in graph.reductions if before.reduced else []:
-        fqn = fqns_of(node)[0]
+    for node, placeholder in graph.reductions if before.reduced else []:
+        fqn = fqn_of(placeholder)
         was, now = (before.reduced or {}).get(fqn), sources_of(node)
         if was is None or was == now:
             continue
@@ -264,7 +271,7 @@ def _gradients(graph: Rewritten, before: State) -> Iterator[Violation]:
 
 @_invariant("reductions stay in their order")
 def _reduction_order(graph: Rewritten, before: State) -> Iterator[Violation]:
-    reduced = [fqns_of(node)[0] for node in graph.reductions]
+    reduced = [fqn_of(placeholder) for _, placeholder in graph.reductions]
     if before.reduced is not None and reduced != list(before.reduced):
         yield f"reductions were {', '.join(before.reduced)}, and are {', '.join(reduced)}", None
 
@@ -272,7 +279,7 @@ def _reduction_order(graph: Rewritten, before: State) -> Iterator[Violation]:
 @_invariant("each reduction takes the token of the one before it, so that no scheduler swaps them")
 def _reductions_are_chained(graph: Rewritten, before: State) -> Iterator[Violation]:
     last = None
-    for node in reductions_in(graph.gm.graph) if "chain_reductions" in graph.ran else []:
+    for node in reductions_in(graph.gm.graph) if chain_reductions.__name__ in graph.ran else []:
         if last is not None and (len(node.args) < 3 or node.args[2] is not last):
             yield f"it does not take the token of the reduction before it, '{last.name}'", node
         last = node
@@ -308,7 +315,7 @@ def _no_writes(graph: Rewritten, before: State) -> Iterator[Violation]:
 
 @_invariant("no result that is not saved shares memory that ranks share")
 def _returns_no_views(graph: Rewritten, before: State) -> Iterator[Violation]:
-    if "clone_returned_views" not in graph.ran:
+    if clone_returned_views.__name__ not in graph.ran:
         return
     for position, result in enumerate(graph.results):
         base = base_of(result) if isinstance(result, fx.Node) else None

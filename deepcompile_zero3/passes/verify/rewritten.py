@@ -1,20 +1,24 @@
 """A graph while passes rewrite it, and what it was like before the latest pass."""
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import fx
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.graph.alias import base_of
-from deepcompile_zero3.graph.calls import graph_modules
+from deepcompile_zero3.graph.calls import arguments_of, called_by, graph_modules, region_named
 from deepcompile_zero3.graph.metadata import KEEP, KEPT_OF, PARAMETER, formats_of, fqns_of
 from deepcompile_zero3.graph.peak import gathered_items, gathered_peak
 from deepcompile_zero3.graph.text import node_text
+from deepcompile_zero3.passes.chain import reductions_in
 from deepcompile_zero3.passes.facts import ParameterFacts
+from deepcompile_zero3.passes.gather import insert_gathers
+from deepcompile_zero3.passes.reduce import insert_reduces
 from deepcompile_zero3.runtime import REDUCTIONS, WAITS, ops
+from deepcompile_zero3.torch_internals import compiler
 
 
 @dataclass
@@ -27,8 +31,6 @@ class Rewritten:
         gradient_positions: positions of these gradients among its results.
         may_keep: inputs that it may keep gathered for backward.
         saved: positions of its results that are saved for backward.
-        early: reductions that the graph had before the first pass: AOTAutograd differentiates an
-            ``unshard`` that was not lifted.
         ran: names of the passes that have run, the latest one last.
         changes: invariants that this one gives up.
     """
@@ -38,9 +40,12 @@ class Rewritten:
     gradient_positions: Collection[int]
     may_keep: Collection[fx.Node]
     saved: Collection[int]
-    early: Collection[fx.Node]
-    ran: list[str]
+    ran: list[str] = field(default_factory=list)
     changes: Collection[str] = ()
+
+    def __post_init__(self) -> None:
+        # AOTAutograd differentiates an ``unshard`` that was not lifted, ahead of all passes.
+        self._early = {node for node, _ in self._all_reductions()}
 
     @property
     def inputs(self) -> list[fx.Node]:
@@ -65,9 +70,18 @@ class Rewritten:
         return self.gm.graph.find_nodes(op="call_function", target=target)
 
     @property
-    def reductions(self) -> list[fx.Node]:
-        """The reductions that are not early, in order."""
-        return [node for node in reductions_in(self.gm.graph) if node not in self.early]
+    def reductions(self) -> list[tuple[fx.Node, fx.Node]]:
+        """The reductions of passes in order, with their parameters; for each call of a region."""
+        return [each for each in self._all_reductions() if each[0] not in self._early]
+
+    def _all_reductions(self) -> Iterator[tuple[fx.Node, Any]]:
+        for node in self.gm.graph.nodes:
+            if node.target in REDUCTIONS:
+                yield node, node.args[1]
+            elif node.target is compiler.invoke_subgraph:
+                given = self._given(node)
+                for reduction in reductions_in(region_named(self.gm, called_by(node)).graph):
+                    yield reduction, given[cast(fx.Node, reduction.args[1])]
 
     @property
     def kept(self) -> set[fx.Node]:
@@ -78,6 +92,24 @@ class Rewritten:
     def regions(self) -> list[fx.GraphModule]:
         """The graphs that it calls."""
         return [gm for gm in graph_modules(self.gm) if gm is not self.gm]
+
+    def uses_by(self, user: fx.Node, node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+        """Returns ``user`` with ``node``, or, if it calls a region, who uses the input that it is.
+
+        Args:
+            user: a node of the graph that uses ``node``.
+            node: a node of the graph.
+        """
+        if user.target is not compiler.invoke_subgraph:
+            return [(user, node)]
+        given = self._given(user).items()
+        return [(each, own) for own, outer in given if outer is node for each in own.users]
+
+    def _given(self, call: fx.Node) -> dict[fx.Node, Any]:
+        """Returns the arguments of a call, by the region's inputs."""
+        region = region_named(self.gm, called_by(call))
+        inputs = region.graph.find_nodes(op="placeholder")
+        return dict(zip(inputs, arguments_of(call), strict=True))
 
     def origins(self) -> Callable[[Any], fx.Node | None]:
         """Returns what finds the placeholder of the parameter that a node is a view of."""
@@ -97,11 +129,6 @@ class Rewritten:
             return placeholder if is_parameter and placeholder.op == "placeholder" else None
 
         return origin
-
-
-def reductions_in(graph: fx.Graph) -> list[fx.Node]:
-    """Returns all reductions of a graph, in order."""
-    return [node for node in graph.nodes if node.target in REDUCTIONS]
 
 
 class State(NamedTuple):
@@ -139,7 +166,7 @@ class State(NamedTuple):
     def of(graph: Rewritten, with_peak: bool) -> "State":
         """Returns the state of a graph as it is now."""
         results = graph.results
-        reductions = graph.reductions if "insert_reduces" in graph.ran else None
+        reductions = graph.reductions if insert_reduces.__name__ in graph.ran else None
         nodes = [node for gm in (graph.gm, *graph.regions) for node in gm.graph.nodes]
         return State(
             {node: node.target for node in nodes},
@@ -151,10 +178,10 @@ class State(NamedTuple):
             list(map(graph.origins(), results)),
             graph.kept,
             list(map(kinds_of_region, graph.regions)),
-            gathers_of(graph) if "insert_gathers" in graph.ran else None,
+            gathers_of(graph) if insert_gathers.__name__ in graph.ran else None,
             None
             if reductions is None
-            else {fqns_of(each)[0]: sources_of(each) for each in reductions},
+            else {fqn_of(of): sources_of(each) for each, of in reductions},
             gathered_peak(graph.gm.graph) if with_peak else 0,
         )
 
@@ -185,6 +212,11 @@ def kinds_of_region(region: fx.GraphModule) -> list[str]:
 def gathers_of(graph: Rewritten) -> list[list[tuple[str, str]]]:
     """Returns the FQN and the format of the parameters of each gather, in order."""
     return [list(zip(fqns_of(start), formats_of(start), strict=True)) for start in graph.starts]
+
+
+def fqn_of(placeholder: fx.Node) -> str:
+    """Returns the name of the parameter that an input stands for."""
+    return placeholder.meta[PARAMETER].fqn
 
 
 def sources_of(reduction: fx.Node) -> tuple[Any, ...]:

@@ -11,7 +11,8 @@ from torch import fx, nn
 from deepcompile_zero3.backend import CompiledGraph, compile_with_inductor
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.graph.calls import calls_by_region
-from deepcompile_zero3.passes.graph_pass import parse_options, without_key
+from deepcompile_zero3.graph_inputs import parse_options
+from deepcompile_zero3.passes.graph_pass import without_key
 from deepcompile_zero3.tools.document import Document
 from deepcompile_zero3.tools.planning.graphs import (
     ShardModel,

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepcompile_zero3.graph_inputs import parse_options
 from deepcompile_zero3.options import Options
-from deepcompile_zero3.passes.graph_pass import parse_options
 from deepcompile_zero3.sharding.module_parameters import all_parameters_of
 from deepcompile_zero3.tools.planning.graphs import ShardModel, Trace, fake_model, trace
 from deepcompile_zero3.tools.planning.machine import Machine, machine_of

@@ -8,7 +8,8 @@ import torch
 from support.models import Block, shard
 from torch import nn
 
-from deepcompile_zero3 import MixedPrecisionPolicy, backend, capture_graphs
+from deepcompile_zero3 import MixedPrecisionPolicy, capture_graphs
+from deepcompile_zero3.features.regions import reductions
 from deepcompile_zero3.features.regions.reductions import reduce_in_regions
 from deepcompile_zero3.graph.calls import calls_by_region, inlined
 from deepcompile_zero3.runtime import REDUCTIONS, ops
@@ -149,7 +150,7 @@ def test_no_bit_changes(one_rank, monkeypatch, dtype):
                 reduce_in_regions(gm)
             left.append(len(_reductions(gm.graph)))
 
-        monkeypatch.setattr(backend, "reduce_in_regions", move)
+        monkeypatch.setattr(reductions, "reduce_in_regions", move)
         torch.manual_seed(0)
         model = _sharded(_Model(2), mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
         _step(model, inductor_config={"force_disable_caches": True})

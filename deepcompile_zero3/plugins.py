@@ -1,0 +1,62 @@
+"""The features that are plugged into the core: a line each, which goes with the feature's folder.
+
+The core calls what it finds here, and imports no feature. Features that a call of the user's
+installs, such as ``step_in_backward``, need no line.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from torch import fx
+
+from deepcompile_zero3.features.offload import activations
+from deepcompile_zero3.features.regions import reductions, regions
+from deepcompile_zero3.features.wide_gradients import widen
+from deepcompile_zero3.options import Options
+from deepcompile_zero3.passes.blocks import IsBlock
+from deepcompile_zero3.passes.facts import ParameterFacts
+from deepcompile_zero3.passes.graph_pass import GraphPass
+from deepcompile_zero3.passes.region_facts import RegionFacts
+
+if TYPE_CHECKING:
+    from deepcompile_zero3.sharding.parameter import ShardedParameter
+
+
+class MakesPasses(Protocol):
+    """Makes a feature's passes over the forward and the backward of a graph."""
+
+    def __call__(
+        self, parameters: "Sequence[ShardedParameter]", share: float, options: Options
+    ) -> Sequence[GraphPass]:
+        """Returns passes, of the same names for all graphs.
+
+        Args:
+            parameters: those of the graph, perhaps none.
+            share: the share of their models' bytes that they have.
+            options: the backend's options.
+        """
+
+
+class RewritesCaptured(Protocol):
+    """Rewrites Dynamo's graph, ahead of AOTAutograd."""
+
+    def __call__(
+        self,
+        gm: fx.GraphModule,
+        parameters: Mapping[fx.Node, ParameterFacts],
+        is_block: IsBlock,
+        options: Options,
+    ) -> Mapping[str, RegionFacts]:
+        """Returns the facts of the regions that it has made, by name.
+
+        Args:
+            gm: Dynamo's graph, after ``lift_unshards``.
+            parameters: the graph's inputs that are parameters.
+            is_block: whether ``fully_shard`` was called on modules of a class.
+            options: the backend's options.
+        """
+
+
+# Those that follow one pass of the core run in this order.
+PASSES: tuple[MakesPasses, ...] = (activations.passes, widen.passes, reductions.passes)
+CAPTURED: tuple[RewritesCaptured, ...] = (regions.outline,)
