@@ -21,7 +21,6 @@ from torch import fx
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.compile_once import first_alone, graph_key
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.features.extensions.extension import is_metadata, parameter_behind
 from deepcompile_zero3.features.quantized.gathers import Formats
 from deepcompile_zero3.grad_dtype import declare
 from deepcompile_zero3.graph.capture import is_capturing
@@ -45,8 +44,9 @@ from deepcompile_zero3.passes.region_facts import RegionFacts
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.first_actions import announce_at, nodes_of
 from deepcompile_zero3.sharding.group import compiled_forward, group_of
-from deepcompile_zero3.sharding.parameter import ShardedParameter, keep_models_alive, parameter_of
+from deepcompile_zero3.sharding.parameter import ShardedParameter, keep_models_alive
 from deepcompile_zero3.sharding.reads import is_forward
+from deepcompile_zero3.sharding.source import Source, is_metadata, parameters_behind, source_of
 from deepcompile_zero3.torch_internals import compiler
 from deepcompile_zero3.torch_internals.vector_instructions import known_vector_instructions
 
@@ -142,22 +142,23 @@ class CompiledGraph:
         self._is_forward = is_forward(gm)
         self._eager = copy.deepcopy(gm)
         forget_contracts(self._eager)
-        parameters = sharded_inputs(example_inputs)
-        if lift_unshards(gm) and not parameters:
+        sources = sharded_inputs(example_inputs)
+        if lift_unshards(gm) and not sources:
             raise Zero3Error(
                 "a graph computes with a sharded parameter, and none of its inputs is the "
                 "placeholder of a live one: its model was deleted while it was compiled"
             )
-        self._positions = tuple(parameters)
-        self.num_parameters = len(set(map(parameter_behind, parameters.values())))
-        check_devices(parameters.values(), options)
-        options = scheduled(options, parameters.values())
-        facts = facts_of(parameters, gm, options)
+        self._positions = tuple(sources)
+        parameters = parameters_behind(sources.values())
+        self.num_parameters = len(parameters)
+        check_devices(parameters, options)
+        options = scheduled(options, parameters)
+        facts = facts_of(sources, gm, options)
         formats = [each.gather_format for each in facts.values()]
-        self._formats = Formats(parameters.values(), formats, options)
+        self._formats = Formats(sources.values(), formats, options)
         regions = regions_of(gm, facts, options)
         metadata = [i for i, value in enumerate(example_inputs) if is_metadata(value)]
-        self._pipeline = pipeline_of(parameters.values(), facts, options, metadata)
+        self._pipeline = pipeline_of(parameters, facts, options, metadata)
         self._run = _compile(gm, example_inputs, self._pipeline, regions, options, compile_graph)
 
     def __call__(self, *args: Any) -> Any:
@@ -166,72 +167,75 @@ class CompiledGraph:
         The parameters are those whose placeholders are in ``args``. They may belong to another
         module than the one the graph was compiled for, if the two modules are alike.
         """
-        parameters = [_alive(args[position]) for position in self._positions]
+        sources = [_alive(args[position]) for position in self._positions]
         # The graph was compiled for distinct parameters. If two of them are tied by now, it would
         # bring one parameter two gradients.
-        as_traced = len(set(parameters)) == len(parameters)
-        self._formats.check(parameters)
-        distinct = list(dict.fromkeys(map(parameter_behind, parameters)))
-        for parameter in distinct:
+        as_traced = len(set(sources)) == len(sources)
+        self._formats.check(sources)
+        parameters = parameters_behind(sources)
+        for parameter in parameters:
             as_traced &= parameter.prepare_forward()
-            if parameter.extension is not None:
-                parameter.extension.prepare_graph(parameter.registered.local)
-        if not as_traced and any(parameter.extension is not None for parameter in distinct):
+            if parameter.substitute is not None:
+                parameter.substitute.prepare_graph(parameter.registered.local)
+        if not as_traced and any(each.substitute is not None for each in parameters):
             raise Zero3Error(
                 "requires_grad or grad_dtype of a parameter changed since this graph was compiled, "
                 "or two parameters were tied, and one of its parameters is gathered as other "
                 "tensors: run the model again, it compiles anew; tie parameters before fully_shard"
             )
         with compiled_forward(parameters, self._is_forward) as is_whole:
-            return self._forward(args, parameters, as_traced, is_whole)
+            return self._forward(args, sources, parameters, as_traced, is_whole)
 
     def _forward(
-        self, args: tuple, parameters: list[ShardedParameter], as_traced: bool, is_whole: bool
+        self,
+        args: tuple,
+        sources: list[Source],
+        parameters: list[ShardedParameter],
+        as_traced: bool,
+        is_whole: bool,
     ) -> Any:
         if not as_traced:
             # requires_grad or grad_dtype changed after the guards of this call were checked. The
             # values behind the guards are updated now, so the next call recompiles. Or two
             # parameters are tied that were not in the trace. This call runs in eager.
-            for group in dict.fromkeys(map(group_of, map(parameter_behind, parameters))):
+            for group in dict.fromkeys(map(group_of, parameters)):
                 for parameter in group.parameters:  # other graphs may read them
                     parameter.prepare_forward()
             outputs = self._eager(*args)
             for node in nodes_of(outputs):
                 keep_models_alive(node, parameters)
-            announce_at(nodes_of(outputs), map(parameter_behind, parameters))
+            announce_at(nodes_of(outputs), parameters)
             return outputs
         has_backward = torch.is_grad_enabled()
         if has_backward:
-            _C.add_uses([p.handle for p in parameters if p.placeholder.requires_grad], is_whole)
+            _C.add_uses([s.handle for s in sources if s.placeholder.requires_grad], is_whole)
         if is_recording_graphs():
-            outputs = run_recorded(self._run, args, self._pipeline.number, parameters)
+            outputs = run_recorded(self._run, args, self._pipeline.number, sources)
         else:
             outputs = self._run(*args)
         if not has_backward:
             _C.wait_for_shards()  # no backward does so
             return outputs
-        epochs = _C.ForwardEpochs([parameter.handle for parameter in parameters])
+        epochs = _C.ForwardEpochs([source.handle for source in sources])
 
-        begin_backward = functools.partial(_begin_backward, parameters, epochs)
+        begin_backward = functools.partial(_begin_backward, sources, epochs)
         for node in nodes_of(outputs):
             keep_models_alive(node, parameters)
             node.register_prehook(begin_backward)
-        announce_at(nodes_of(outputs), map(parameter_behind, parameters))
+        announce_at(nodes_of(outputs), parameters)
         return outputs
 
 
 @torch_internals.disable_dynamo  # compiled autograd would trace it
-def _begin_backward(
-    parameters: Sequence[ShardedParameter], epochs: _C.ForwardEpochs, _: Any
-) -> None:
+def _begin_backward(sources: Sequence[Source], epochs: _C.ForwardEpochs, _: Any) -> None:
     if torch.is_grad_enabled():
-        _refuse_create_graph(parameters)
+        _refuse_create_graph(sources)
     epochs.begin_backward()
 
 
-def _refuse_create_graph(parameters: Iterable[ShardedParameter]) -> None:
-    """Raises Zero3Error if the running backward computes a gradient of one of ``parameters``."""
-    wanted = (p.fqn for p in parameters if torch_internals.backward_reaches(p.placeholder))
+def _refuse_create_graph(sources: Iterable[Source]) -> None:
+    """Raises Zero3Error if the running backward computes a gradient of one of ``sources``."""
+    wanted = (s.fqn for s in sources if torch_internals.backward_reaches(s.placeholder))
     if (fqn := next(wanted, None)) is not None:
         raise Zero3Error(
             f"the gradient of '{fqn}' cannot be differentiated again: "
@@ -239,15 +243,15 @@ def _refuse_create_graph(parameters: Iterable[ShardedParameter]) -> None:
         )
 
 
-def _alive(placeholder: torch.Tensor) -> ShardedParameter:
-    parameter = parameter_of(placeholder)
-    if parameter is None:
+def _alive(placeholder: torch.Tensor) -> Source:
+    source = source_of(placeholder)
+    if source is None:
         raise Zero3Error(
             "a compiled graph got no placeholder of a live sharded parameter, but a "
             f"{type(placeholder).__name__} {list(placeholder.shape)} of {placeholder.dtype}: its "
             "model was deleted"
         )
-    return parameter
+    return source
 
 
 def _compile(

@@ -1,13 +1,11 @@
 """Describes the sharded parameters among a graph's inputs to the passes."""
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
 
-from deepcompile_zero3 import plugins
-from deepcompile_zero3.features.extensions.extension import Payload, parameter_behind
 from deepcompile_zero3.features.quantized.gathers import gather_format
 from deepcompile_zero3.graph.recording import is_recording_graphs
 from deepcompile_zero3.options import Options
@@ -17,25 +15,21 @@ from deepcompile_zero3.passes.lift import uses_of
 from deepcompile_zero3.passes.pipeline import Pipeline, in_order
 from deepcompile_zero3.passes.region_facts import RegionFacts, marked_regions
 from deepcompile_zero3.passes.spare import find_spared
+from deepcompile_zero3.plugins import graphs
 from deepcompile_zero3.sharding.module import Zero3Module
-from deepcompile_zero3.sharding.parameter import ShardedParameter, parameter_of
+from deepcompile_zero3.sharding.parameter import ShardedParameter
+from deepcompile_zero3.sharding.source import Source, source_of
 
 
-def sharded_inputs(example_inputs: Sequence[Any]) -> dict[int, ShardedParameter]:
-    """Returns the graph inputs that are placeholders, keyed by position."""
-    result = {}
-    for position, value in enumerate(example_inputs):
-        parameter = parameter_of(value)
-        if parameter is not None:
-            result[position] = parameter
-    return result
+def sharded_inputs(example_inputs: Sequence[Any]) -> dict[int, Source]:
+    """Returns the sources whose placeholders are graph inputs, keyed by position."""
+    sources = enumerate(map(source_of, example_inputs))
+    return {position: source for position, source in sources if source is not None}
 
 
 def scheduled(options: Options, parameters: Iterable[ShardedParameter]) -> Options:
     """Returns ``options`` with the schedule that was chosen for ``parameters``, if any."""
-    schedule = next(
-        filter(None, (each.schedule for each in map(parameter_behind, parameters))), None
-    )
+    schedule = next(filter(None, (each.schedule for each in parameters)), None)
     return options if schedule is None else options.with_schedule(schedule)
 
 
@@ -48,7 +42,7 @@ def check_devices(parameters: Iterable[ShardedParameter], options: Options) -> N
     """
     if options.activations_mb == math.inf:
         return
-    for each in map(parameter_behind, parameters):
+    for each in parameters:
         if is_recording_graphs() or each.schedule is not None:
             raise ValueError(
                 f"option 'activations_mb' is {options.activations_mb!r}, but MeasuredSchedule "
@@ -63,41 +57,46 @@ def check_devices(parameters: Iterable[ShardedParameter], options: Options) -> N
 
 
 def facts_of(
-    parameters: Mapping[int, ShardedParameter], lifted: fx.GraphModule, options: Options
+    sources: Mapping[int, Source], lifted: fx.GraphModule, options: Options
 ) -> dict[int, ParameterFacts]:
-    """Returns facts of the ``parameters`` of Dynamo's graph, keyed by position."""
+    """Returns facts of the ``sources`` among the inputs of Dynamo's graph, keyed by position."""
     groups: dict[str, int] = {}  # numbered by appearance: graphs hold nothing run-specific
     inputs = lifted.graph.find_nodes(op="placeholder")
     uses = uses_of(lifted.graph)
-    spared = find_spared(lifted, [inputs[position] for position in parameters], _is_block)
+    spared = find_spared(lifted, [inputs[position] for position in sources], _is_block)
     return {
         position: ParameterFacts(
-            fqn=parameter.fqn,
-            process_group=groups.setdefault(parameter.shard_group_name, len(groups)),
-            gathers_views=parameter.handle.can.gathers_views,
-            publishes=parameter.handle.can.publishes,
-            sends_any_dtype=parameter.handle.can.sends_any_dtype,
+            fqn=source.fqn,
+            process_group=groups.setdefault(source.shard_group_name, len(groups)),
+            gathers_views=source.handle.can.gathers_views,
+            publishes=source.handle.can.publishes,
+            sends_any_dtype=source.handle.can.sends_any_dtype,
             uses=uses[inputs[position]][0],
             only_embeds=uses[inputs[position]][1],
             is_spared=inputs[position] in spared,
-            ndim=parameter.placeholder.dim(),
-            nbytes=parameter.nbytes,
-            reshard_after_forward=parameter.reshard_after_forward,
-            is_trained=parameter.placeholder.requires_grad,
-            leaf_dtype=parameter.settings.gradient_dtypes.leaf,
-            wire_dtype=parameter.settings.gradient_dtypes.wire,
+            ndim=source.placeholder.dim(),
+            nbytes=source.nbytes,
+            reshard_after_forward=source.reshard_after_forward,
+            is_trained=source.placeholder.requires_grad,
+            leaf_dtype=source.settings.gradient_dtypes.leaf,
+            wire_dtype=source.settings.gradient_dtypes.wire,
             # By itself, a compiler casts a gradient to the dtype of what it differentiates.
-            declares_grad_dtype=parameter.placeholder.requires_grad
+            declares_grad_dtype=source.placeholder.requires_grad
             and (
-                parameter.settings.gradient_dtypes.leaf != parameter.compute_dtype
-                or parameter.extension is not None  # may read as another dtype
+                source.settings.gradient_dtypes.leaf != source.compute_dtype
+                or not _is_gathered(source)  # may read as another dtype
             ),
-            is_read_as_gathered=parameter.is_read_as_gathered and parameter.extension is None,
-            is_gathered=parameter.extension is None,
-            is_payload=isinstance(parameter, Payload),
-        ).gathered_as(gather_format(parameter, options))
-        for position, parameter in parameters.items()
+            is_read_as_gathered=source.is_read_as_gathered and _is_gathered(source),
+            is_gathered=_is_gathered(source),
+            is_substitute=source is not source.parameter,
+        ).gathered_as(gather_format(source, options))
+        for position, source in sources.items()
     }
+
+
+def _is_gathered(source: Source) -> bool:
+    """Returns whether a source is gathered itself, and not others in its place."""
+    return source is not source.parameter or source.parameter.substitute is None
 
 
 def regions_of(
@@ -107,7 +106,7 @@ def regions_of(
     inputs = lifted.graph.find_nodes(op="placeholder")
     parameters = {inputs[position]: each for position, each in facts.items()}
     regions = marked_regions(lifted, parameters)
-    for rewrite in plugins.CAPTURED:
+    for rewrite in graphs.CAPTURED:
         regions.update(rewrite(lifted, parameters, _is_block, options))
     return regions
 
@@ -118,7 +117,7 @@ def _is_block(cls: type) -> bool:
 
 
 def pipeline_of(
-    parameters: Collection[ShardedParameter],
+    parameters: Sequence[ShardedParameter],
     inputs: Mapping[int, ParameterFacts],
     options: Options,
     metadata: Iterable[int] = (),
@@ -127,12 +126,11 @@ def pipeline_of(
 
     The graph has its share of ``keep_mb``: its parameters' share of the models' bytes.
     """
-    distinct = list(dict.fromkeys(map(parameter_behind, parameters)))
-    whole = sum(model.nbytes for model in {each.model for each in distinct} if model is not None)
-    mine = sum(parameter.nbytes for parameter in distinct)
+    whole = sum(model.nbytes for model in {each.model for each in parameters} if model is not None)
+    mine = sum(parameter.nbytes for parameter in parameters)
     share = mine / whole if mine else 0.0
     keep_bytes = options.keep_mb * 2**20 * share if share else 0.0
-    return Pipeline(inputs, options, keep_bytes, metadata, passes_of(distinct, share, options))
+    return Pipeline(inputs, options, keep_bytes, metadata, passes_of(parameters, share, options))
 
 
 def passes_of(
@@ -140,7 +138,7 @@ def passes_of(
 ) -> Order:
     """Returns the passes of the core and of features over the graphs of ``parameters``."""
     options = options or Options()
-    made = (make(parameters, share, options) for make in plugins.PASSES)
+    made = (make(parameters, share, options) for make in graphs.PASSES)
     return in_order(each for passes in made for each in passes)
 
 

@@ -31,8 +31,8 @@ class ParameterFacts:
         wire_dtype: dtype of its gradient on the wire; None keeps that of the contract.
         declares_grad_dtype: whether the contract must be declared to AOTAutograd.
         is_read_as_gathered: whether modules read the gathered tensor itself, not one made of it.
-        is_gathered: whether it is gathered itself, and not others in its place (see ``extension``).
-        is_payload: whether it is gathered in place of another one.
+        is_gathered: whether it is gathered itself, and not others in its place (see ``source``).
+        is_substitute: whether it is gathered in place of another one.
         gather_format: how its shards are quantized before they are gathered (see
             ``gather_format``); empty: not at all.
     """
@@ -54,7 +54,7 @@ class ParameterFacts:
     declares_grad_dtype: bool = False
     is_read_as_gathered: bool = True
     is_gathered: bool = True
-    is_payload: bool = False
+    is_substitute: bool = False
     gather_format: str = ""
 
     @property

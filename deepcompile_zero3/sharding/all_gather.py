@@ -20,9 +20,9 @@ class AllGather:
         for parameter in parameters:
             parameter.refresh()
         self._metadata = {
-            p: p.extension.take(p.registered.local) for p in parameters if p.extension is not None
+            p: p.substitute.take(p.registered.local) for p in parameters if p.substitute is not None
         }
-        self._gather = _C.Gather([source for p in parameters for source in _sources(p)])
+        self._gather = _C.Gather([source.handle for p in parameters for source in p.sources])
 
     def snapshot(self) -> None:
         """Lets the shards change before ``wait``, which returns their values from before."""
@@ -33,22 +33,15 @@ class AllGather:
         gathered = iter(self._gather.finish(fresh=True))
         fulls = {}
         for parameter in self.parameters:
-            parts = [next(gathered) for _ in _sources(parameter)]
-            extension, metadata = parameter.extension, self._metadata.get(parameter)
-            fulls[parameter] = parts[0] if extension is None else extension.full(parts, metadata)
+            parts = [next(gathered) for _ in parameter.sources]
+            substitute, metadata = parameter.substitute, self._metadata.get(parameter)
+            fulls[parameter] = parts[0] if substitute is None else substitute.full(parts, metadata)
         return fulls
-
-
-def _sources(parameter: ShardedParameter) -> list[_C.Parameter]:
-    """Returns the runtime's parameters that are gathered for ``parameter``."""
-    if parameter.extension is None:
-        return [parameter.handle]
-    return [payload.handle for payload in parameter.payloads]
 
 
 def gather_one(parameter: ShardedParameter) -> torch.Tensor:
     """Returns the full tensor of a parameter that is not gathered. Differentiable."""
-    if parameter.extension is None:
+    if parameter.substitute is None:
         return _C.gather_and_read(parameter.handle)
     return _C.read_as(parameter.handle, AllGather([parameter]).wait()[parameter])
 

@@ -14,8 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import grad_dtype, torch_internals
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.features.extensions.extension import has_extension
-from deepcompile_zero3.features.extensions.inner_tensors import is_made_of_rows
 from deepcompile_zero3.features.offload.file_policy import FileOffloadPolicy
 from deepcompile_zero3.sharding.layout import DataParallelRanks, Layout, SpmdMesh
 from deepcompile_zero3.sharding.module import Zero3Module, groups_in
@@ -24,6 +22,7 @@ from deepcompile_zero3.sharding.module_parameters import (
     registered_in,
     unsharded_modules,
 )
+from deepcompile_zero3.sharding.source import kind_of
 from deepcompile_zero3.sharding.swap import original_class
 from deepcompile_zero3.transport.process_groups import exists
 
@@ -133,7 +132,7 @@ def offloaded(
     is_on_cpu = layout.ranks.mesh.device_type == "cpu"
     if is_on_cpu or not isinstance(offload_policy, CPUOffloadPolicy):
         return layout
-    if has_extension(parameter):
+    if kind_of(parameter) is not None:
         raise NotImplementedError(
             f"'{fqn}' is a {type(parameter).__name__}, a tensor subclass, which "
             "CPUOffloadPolicy does not offload yet: shard its module without the policy"
@@ -254,18 +253,15 @@ def _check_parameter(fqn: str, parameter: nn.Parameter) -> None:
     if torch_internals.is_wrapper(local):
         name = type(local).__name__
         is_flat = hasattr(local, "__tensor_flatten__")
-        if isinstance(parameter, DTensor) or not has_extension(local) or not is_flat:
+        kind = kind_of(local)
+        if isinstance(parameter, DTensor) or kind is None or not is_flat:
             raise NotImplementedError(
                 f"'{fqn}' is a {name}, a tensor subclass, and fully_shard supports those that have "
                 "fsdp_pre_all_gather and fsdp_post_all_gather, or, if frozen, whose inner tensors "
                 "have a row for each row of the parameter, and are no part of a DTensor: pass it "
                 "in ignored_params"
             )
-        if parameter.requires_grad and is_made_of_rows(local):
-            raise NotImplementedError(
-                f"'{fqn}' is a {name}, a tensor subclass without fsdp_pre_all_gather, and is "
-                "trained: call requires_grad_(False), or pass it in ignored_params"
-            )
+        kind.check(fqn, local, parameter.requires_grad)
     if parameter.is_complex():
         raise Zero3Error(
             f"'{fqn}' is {parameter.dtype}, which cannot be communicated: keep it as a "

@@ -9,12 +9,12 @@ from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.features.checks.nonfinite import nonfinite_gradients
 from deepcompile_zero3.features.checks.replicas import different_replicas
-from deepcompile_zero3.features.extensions.extension import Payload
 from deepcompile_zero3.features.optimizer_steps.step_in_backward import run_early_steps
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.all_gather import republish_if_recomputing
 from deepcompile_zero3.sharding.group import ParameterGroup, group_of, group_or_none
 from deepcompile_zero3.sharding.parameter import ShardedParameter, parameter_of
+from deepcompile_zero3.sharding.source import source_of
 
 
 @torch_internals.disable_dynamo
@@ -83,15 +83,13 @@ def _prepare_unshard(placeholder: torch.Tensor) -> None:
     Follows the shard and, in a forward, records the settings of the parameter's group. The runtime
     calls it.
     """
-    parameter = parameter_of(placeholder)
-    if parameter is None:
+    source = source_of(placeholder)
+    if source is None:
         return
-    if isinstance(parameter, Payload):
-        payload = parameter
-        parameter = cast(ShardedParameter, payload.parameter)
-        if parameter.extension is not None:
-            parameter.refresh()
-            parameter.extension.prepare_op(payload, parameter.registered.local)
+    parameter = source.parameter
+    if parameter.substitute is not None and source is not parameter:
+        parameter.refresh()
+        parameter.substitute.prepare_op(source, parameter.registered.local)
     if _C.in_backward():
         parameter.refresh()
         republish_if_recomputing([parameter])

@@ -9,13 +9,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
+import deepcompile_zero3.plugins.sources
 import deepcompile_zero3.sharding.delivery  # noqa: F401 (which the runtime calls)
 from deepcompile_zero3 import torch_internals
-from deepcompile_zero3.features.extensions.inner_tensors import (
-    check_param_dtype,
-    description_of,
-    is_made_of_rows,
-)
 from deepcompile_zero3.features.offload.file_policy import FileOffloadPolicy
 from deepcompile_zero3.fsdp2.state import FsdpState
 from deepcompile_zero3.sharding import arguments, conversion
@@ -37,6 +33,7 @@ from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.sharding.placement import resolve_layout
 from deepcompile_zero3.sharding.private_references import check_private_references
 from deepcompile_zero3.sharding.replaced_parameters import replace, sharded_as
+from deepcompile_zero3.sharding.source import kind_of
 from deepcompile_zero3.sharding.swap import original_class, swap_class
 from deepcompile_zero3.transport.choice import TransportName, resolve
 from deepcompile_zero3.transport.connection import Connect, connect
@@ -241,9 +238,8 @@ def _blueprint(
         f"reduce_dtype={policy.reduce_dtype}, owner={layout.owner}, "
         f"reshard_after_forward={reshard_after_forward}"
     )
-    if is_made_of_rows(parameter):
-        check_param_dtype(fqn, parameter, policy.param_dtype)
-        described += f", {description_of(parameter)}"
+    if (kind := kind_of(parameter)) is not None:
+        described += f", {kind.described(fqn, parameter, policy.param_dtype)}"
     return Blueprint(parameter, submodule, attribute, layout, policy, full, reshard, described)
 
 

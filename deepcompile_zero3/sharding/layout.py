@@ -30,9 +30,9 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Replicate, Sh
 from torch.distributed.tensor.placement_types import Placement
 
 from deepcompile_zero3 import torch_internals
-from deepcompile_zero3.features.extensions.inner_tensors import chunk_of_rows, is_made_of_rows
 from deepcompile_zero3.features.owned.owned import Owned, OwnerMesh, own
 from deepcompile_zero3.sharding.first_of_equal import FirstOfEqual
+from deepcompile_zero3.sharding.source import kind_of
 
 
 class DataParallelRanks:
@@ -281,8 +281,10 @@ class Layout:
         """Returns a DTensor with a copy of this rank's rows of ``value``, which may be freed."""
         full = self.full(value.detach())
         target = full.device if full.is_meta else self.device
-        if is_copied := is_made_of_rows(full):
-            rows = chunk_of_rows(full, self.ranks.shard_group, target)
+        kind = kind_of(full)
+        copied = None if kind is None else kind.chunk(full, self.ranks.shard_group, target)
+        if copied is not None:
+            rows = copied
         elif self.owner is None:
             rows = self.local(self._chunk_of(full))
         else:
@@ -295,8 +297,8 @@ class Layout:
             shape=value.shape,
             stride=torch.empty(value.shape, device="meta").stride(),
         )
-        if is_copied:
-            local = rows
+        if copied is not None:
+            local = copied
         elif torch_internals.is_wrapper(rows):
             # Not clone(): NF4Tensor would quantize again.
             options: Any = {} if rows.device == target else {"device": target}

@@ -2,10 +2,11 @@
 
 import weakref
 from collections.abc import Collection, Iterable, Sequence, Set
-from typing import Any, cast
+from typing import cast
 
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.parameter import ShardedParameter
+from deepcompile_zero3.sharding.source import Source
 from deepcompile_zero3.sharding.step_versions import count_steps_while_alive
 
 
@@ -60,20 +61,17 @@ def models_numbered(numbers: Collection[int]) -> list[ShardedModel]:
     return sorted((m for m in list(_models) if m.number in numbers), key=lambda m: m.number)
 
 
-def parameters_beside(fqns: Set[str]) -> dict[str, Any]:
-    """Returns the live parameters named in ``fqns`` and all others of their models, by name.
-
-    Includes the payloads of parameters that are gathered as other tensors.
-    """
+def sources_beside(fqns: Set[str]) -> dict[str, Source]:
+    """Returns the live sources named in ``fqns`` and all others of their models, by name."""
     by_model = [by_fqn(model.parameters) for model in list(_models)]
     found = [named for named in by_model if not fqns.isdisjoint(named)]
     return {fqn: each for named in found for fqn, each in named.items()}
 
 
-def by_fqn(parameters: Iterable[ShardedParameter]) -> dict[str, Any]:
+def by_fqn(parameters: Iterable[ShardedParameter]) -> dict[str, Source]:
     """Returns ``parameters`` and what is gathered in place of some of them, by FQN."""
-    result: dict[str, Any] = {}
+    result: dict[str, Source] = {}
     for parameter in parameters:
         result[parameter.fqn] = parameter
-        result |= {payload.fqn: payload for payload in parameter.payloads}
+        result |= {source.fqn: source for source in parameter.sources}
     return result

@@ -21,13 +21,19 @@ from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import grad_dtype, torch_internals
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.features.extensions import extension
 from deepcompile_zero3.options import Schedule
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.blueprint import Blueprint
 from deepcompile_zero3.sharding.memory import Memory
 from deepcompile_zero3.sharding.reads import Reads
 from deepcompile_zero3.sharding.registered_shard import RegisteredShard
+from deepcompile_zero3.sharding.source import (
+    Source,
+    Substitute,
+    kind_of,
+    name_placeholder,
+    source_of,
+)
 from deepcompile_zero3.transport.connection import Connection, channel_of
 
 # Metadata key of an autograd node: the models whose parameters it brings gradients.
@@ -56,7 +62,7 @@ class ShardedParameter:
         is_read_as_gathered: whether a module reads the gathered tensor as it is.
         group: the ``ParameterGroup`` that gathers it, weakly; see ``group_of``.
         reads: what reads return in eager code, for all parameters of the group.
-        extension: what is gathered in the parameter's place, or None.
+        substitute: what is gathered in the parameter's place, or None.
         step_early: steps parameters whose gradients have come; see ``step_in_backward``.
         memory: the budget of memory that the shard is part of, or None.
         schedule: what graphs have in place of the schedule in the backend's options, or None.
@@ -86,9 +92,10 @@ class ShardedParameter:
         self.step_early: Callable[[Sequence[ShardedParameter]], None] | None = None
         self.memory: Memory | None = None
         self.schedule: Schedule | None = None
-        self.extension: extension.Extension | None = None
-        if extension.has_extension(blueprint.parameter):
-            self.extension = extension.Extension(self, blueprint)
+        kind = kind_of(blueprint.parameter)
+        self.substitute: Substitute | None = (
+            None if kind is None else kind.substitute(self, blueprint)
+        )
         self._forward_shard_id = 0
         self.ranks_meet_in_backward = True
         self.replicas_are_compared = layout.ranks.replicate_group is None
@@ -110,14 +117,14 @@ class ShardedParameter:
             ),
             requires_grad=requires_grad,
         )
-        setattr(self.placeholder, extension.PLACEHOLDER_OF, weakref.ref(self))
+        name_placeholder(self.placeholder, self)
         others = ranks.replicate_group
         replicas = None if others is None else channel_of(others, ranks.device)
         shards = ranks.shard_group
         self.handle = self._handle(
             shards.rank(), shards.size(), self.layout.owner, replicas, self.placeholder
         )
-        self.settings = self.handle.settings
+        self.settings: _C.Settings = self.handle.settings
 
     def _connect_after_forward(self, connection: Connection) -> None:
         """Creates the runtime's parameter for fewer ranks, if forwards reshard to fewer."""
@@ -187,9 +194,14 @@ class ShardedParameter:
         self.handle.shard = self.layout.shard_rows(self.registered.local)
 
     @property
-    def payloads(self) -> list[extension.Payload]:
-        """What is gathered in the parameter's place, from its first forward on."""
-        return [] if self.extension is None else self.extension.payloads
+    def parameter(self) -> "ShardedParameter":
+        """The parameter itself, as of any other source of it."""
+        return self
+
+    @property
+    def sources(self) -> Sequence[Source]:
+        """What is gathered for the parameter; in its place, from its first forward on."""
+        return [self] if self.substitute is None else self.substitute.sources
 
     @property
     def shard_group_name(self) -> str:
@@ -341,9 +353,9 @@ class ShardedParameter:
 
 
 def parameter_of(placeholder: object) -> ShardedParameter | None:
-    """Returns the live parameter, or ``Payload``, that has this placeholder, or None."""
-    reference = getattr(placeholder, extension.PLACEHOLDER_OF, None)
-    return None if reference is None else reference()
+    """Returns the live parameter for which the source of this placeholder is gathered, or None."""
+    source = source_of(placeholder)
+    return None if source is None else source.parameter
 
 
 def keep_models_alive(node: graph.Node, parameters: Iterable[ShardedParameter]) -> None:

@@ -10,11 +10,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.features.extensions.extension import has_extension
-from deepcompile_zero3.features.extensions.inner_tensors import says_what_to_gather
 from deepcompile_zero3.features.owned.owned import Owned
 from deepcompile_zero3.sharding import arguments
 from deepcompile_zero3.sharding.layout import DataParallelRanks, Layout, SpmdMesh
+from deepcompile_zero3.sharding.source import kind_of
 
 
 def resolve_layout(
@@ -70,12 +69,13 @@ def resolve_layout(
             "dimensions, counted from 0"
         )
     is_nameless = ranks.mesh.ndim > 1 and not ranks.mesh.mesh_dim_names
-    if is_nameless and says_what_to_gather(parameter):
+    kind = kind_of(parameter)
+    if kind is not None and is_nameless and kind.needs_mesh_names(parameter):
         raise ValueError(
             f"'{fqn}' is a {type(parameter).__name__} with fsdp_pre_all_gather, which gets the "
             "mesh of the shards: pass mesh_dim_names to init_device_mesh"
         )
-    if dim != 0 and has_extension(parameter):
+    if dim != 0 and kind is not None:
         raise NotImplementedError(
             f"shard_placement_fn gave {placement!r} for '{fqn}', a {type(parameter).__name__}, "
             "a tensor subclass, which is sharded on dimension 0"
@@ -98,7 +98,7 @@ def _layout_of_owned(
             f"shard_placement_fn gave {placement!r} for '{fqn}', which is sharded over "
             f"{world_size} ranks, counted from 0"
         )
-    if has_extension(parameter):
+    if kind_of(parameter) is not None:
         raise NotImplementedError(
             f"'{fqn}' is a {type(parameter).__name__}, a tensor subclass, and no rank can "
             "own it: shard_placement_fn has to give Shard(0) or None for it"

@@ -123,12 +123,12 @@ def _property(name: str, is_read_as_gathered: bool, has_attributes: bool) -> pro
                 leaf_contract = _prepare_if_whole(placeholder)
             if not parameter.guard_key:  # never: Dynamo guards on what decides a branch
                 raise AssertionError(f"'{parameter.fqn}' has no key")
-            extension = parameter.extension
-            if extension is None:
+            substitute = parameter.substitute
+            if substitute is None:
                 full = ops.unshard.default(placeholder, leaf_contract)
             else:
-                parts = [_unshard(each.placeholder) for each in extension.payloads]
-                full = extension.full(parts, extension.metadata)
+                parts = [_unshard(each.placeholder) for each in substitute.sources]
+                full = substitute.full(parts, substitute.metadata)
                 if placeholder.requires_grad and torch.is_grad_enabled():
                     full = ops.unshard_as.default(full, placeholder, leaf_contract)
             if is_read_as_gathered and not has_attributes:
@@ -201,6 +201,6 @@ def _contract(placeholder: torch.Tensor) -> str:
         return ""  # its model was deleted: running the graph tells
     with contextlib.suppress(Zero3Error):
         parameter.prepare_forward()
-    if parameter.extension is not None and not parameter.extension.is_prepared:
-        parameter.extension.prepare_graph(parameter.registered.local)
+    if parameter.substitute is not None and not parameter.substitute.is_prepared:
+        parameter.substitute.prepare_graph(parameter.registered.local)
     return parameter.leaf_contract

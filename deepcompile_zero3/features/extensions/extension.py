@@ -11,48 +11,65 @@ runtime, without a gradient. In a compiled graph, the payloads are inputs, and w
 import math
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.features.extensions.inner_tensors import (
     InnerTensors,
+    check_param_dtype,
+    chunk_of_rows,
+    description_of,
     is_made_of_rows,
     says_what_to_gather,
 )
 from deepcompile_zero3.features.extensions.own_methods import OwnMethods
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.blueprint import Blueprint
-from deepcompile_zero3.sharding.layout import Layout
-
-# Attribute of a placeholder: a weak reference to its parameter or payload.
-PLACEHOLDER_OF = "_zero3_placeholder_of"
-# Attribute of a tensor that is a copy of one in the metadata.
-_IS_METADATA = "_zero3_is_metadata"
+from deepcompile_zero3.sharding.parameter import ShardedParameter
+from deepcompile_zero3.sharding.source import Source, mark_metadata, name_placeholder
 
 
-class _Parameter(Protocol):
-    """The part of ``ShardedParameter`` that its payloads need."""
+class GatheredAsOthers:
+    """Tensor subclasses that say what to gather, or are made of rows, as a kind of parameters."""
 
-    layout: Layout
-    handle: _C.Parameter
-    group: "weakref.ref[object] | None"
-    reshard_after_forward: bool | None
+    def takes(self, local: torch.Tensor) -> bool:
+        """Returns whether other tensors are gathered in the place of ``local``."""
+        return says_what_to_gather(local) or is_made_of_rows(local)
 
-    @property
-    def fqn(self) -> str: ...
-    @property
-    def model(self) -> Any: ...
-    @property
-    def shard_group_name(self) -> str: ...
+    def check(self, fqn: str, local: torch.Tensor, requires_grad: bool) -> None:
+        """Raises NotImplementedError if ``local`` is trained and does not say what to gather."""
+        if requires_grad and is_made_of_rows(local):
+            raise NotImplementedError(
+                f"'{fqn}' is a {type(local).__name__}, a tensor subclass without "
+                "fsdp_pre_all_gather, and is trained: call requires_grad_(False), or pass it in "
+                "ignored_params"
+            )
 
+    def needs_mesh_names(self, local: torch.Tensor) -> bool:
+        """Returns whether ``fsdp_pre_all_gather`` gets the mesh of the shards."""
+        return says_what_to_gather(local)
 
-def has_extension(local: torch.Tensor) -> bool:
-    """Returns whether other tensors are gathered in the place of a local tensor."""
-    return says_what_to_gather(local) or is_made_of_rows(local)
+    def described(self, fqn: str, full: nn.Parameter, param_dtype: torch.dtype | None) -> str:
+        """Returns a text of the inner tensors, if ``full`` is made of rows."""
+        if not is_made_of_rows(full):
+            return ""
+        check_param_dtype(fqn, full, param_dtype)
+        return description_of(full)
+
+    def chunk(
+        self, full: torch.Tensor, group: dist.ProcessGroup, device: torch.device
+    ) -> torch.Tensor | None:
+        """Returns a copy of this rank's rows, if ``full`` is made of rows."""
+        return chunk_of_rows(full, group, device) if is_made_of_rows(full) else None
+
+    def substitute(self, parameter: ShardedParameter, blueprint: Blueprint) -> "Extension":
+        """Returns what is gathered in place of ``parameter``."""
+        return Extension(parameter, blueprint)
 
 
 class Payload:
@@ -64,11 +81,9 @@ class Payload:
         handle: the payload in the C++ runtime.
     """
 
-    extension = None
-    memory = None
     is_read_as_gathered = True
 
-    def __init__(self, parameter: _Parameter, number: int, value: torch.Tensor) -> None:
+    def __init__(self, parameter: ShardedParameter, number: int, value: torch.Tensor) -> None:
         self._parameter = weakref.ref(parameter)
         self.fqn = f"{parameter.fqn}.payload_{number}"
         world_size = parameter.handle.world_size
@@ -78,7 +93,7 @@ class Payload:
         self.placeholder = nn.Parameter(
             _C.make_placeholder(sizes, strides, value.dtype, device), requires_grad=False
         )
-        setattr(self.placeholder, PLACEHOLDER_OF, weakref.ref(self))
+        name_placeholder(self.placeholder, self)
         self.compute_dtype = value.dtype
         self.handle = _C.Parameter(
             sizes=sizes,
@@ -95,7 +110,7 @@ class Payload:
         self.handle.register()
 
     @property
-    def parameter(self) -> _Parameter:
+    def parameter(self) -> ShardedParameter:
         """The parameter. Raises Zero3Error if its model was deleted."""
         parameter = self._parameter()
         if parameter is None:
@@ -111,16 +126,6 @@ class Payload:
     def shard(self) -> torch.Tensor:
         """This rank's part of the payload."""
         return self.handle.shard
-
-    @property
-    def group(self) -> "weakref.ref[object] | None":
-        """The group that gathers the parameter."""
-        return self.parameter.group
-
-    @property
-    def model(self) -> Any:
-        """The model of the parameter."""
-        return self.parameter.model
 
     @property
     def nbytes(self) -> int:
@@ -142,22 +147,22 @@ class Extension:
     """What is gathered in place of one parameter.
 
     Attributes:
-        payloads: the tensors, once something was gathered or traced.
+        sources: the tensors, once something was gathered or traced.
         metadata: the metadata that compiled graphs read. Its tensors are copies, whose values each
             forward replaces.
     """
 
-    def __init__(self, parameter: _Parameter, blueprint: Blueprint) -> None:
+    def __init__(self, parameter: ShardedParameter, blueprint: Blueprint) -> None:
         self._parameter = weakref.ref(parameter)
         self._methods: OwnMethods | InnerTensors = (
             OwnMethods(blueprint)
             if says_what_to_gather(blueprint.parameter)
             else InnerTensors(blueprint.parameter)
         )
-        self.payloads: list[Payload] = []
+        self.sources: list[Payload] = []
         self.metadata: Any = None
         self._traced: tuple[list[Any], Any] | None = None  # leaves and structure of `metadata`
-        self._served: set[Payload] = set()
+        self._served: set[Source] = set()
 
     @property
     def is_prepared(self) -> bool:
@@ -177,14 +182,14 @@ class Extension:
             )
         _C.note_other_gather(parameter.handle)
         inputs, metadata = self._methods.pre_all_gather(local, parameter.handle)
-        if not self.payloads:
-            self.payloads = [Payload(parameter, i, each) for i, each in enumerate(inputs)]
-        if len(inputs) != len(self.payloads):
+        if not self.sources:
+            self.sources = [Payload(parameter, i, each) for i, each in enumerate(inputs)]
+        if len(inputs) != len(self.sources):
             raise Zero3Error(
                 f"fsdp_pre_all_gather of '{parameter.fqn}' gave {len(inputs)} tensors, and "
-                f"{len(self.payloads)} the first time: it always gives as many"
+                f"{len(self.sources)} the first time: it always gives as many"
             )
-        for payload, value in zip(self.payloads, inputs, strict=True):
+        for payload, value in zip(self.sources, inputs, strict=True):
             sizes = [parameter.handle.world_size * value.shape[0], *value.shape[1:]]
             if payload.handle.sizes != sizes or payload.compute_dtype != value.dtype:
                 raise Zero3Error(
@@ -206,7 +211,7 @@ class Extension:
             return
         traced, traced_structure = self._traced
         if structure != traced_structure or not all(map(_is_alike, traced, leaves)):
-            parameter = cast(_Parameter, self._parameter())
+            parameter = cast(ShardedParameter, self._parameter())
             raise Zero3Error(
                 f"fsdp_pre_all_gather of '{parameter.fqn}' gave metadata that is not what graphs "
                 "were compiled with: what changes from step to step must be the values of tensors"
@@ -215,16 +220,16 @@ class Extension:
             if isinstance(mine, torch.Tensor):
                 _overwrite(mine, value)
 
-    def prepare_op(self, payload: Payload, local: torch.Tensor) -> None:
-        """Prepares an operator that gathers ``payload``. A graph may have them in any order."""
-        if not self._served or payload in self._served:
+    def prepare_op(self, source: Source, local: torch.Tensor) -> None:
+        """Prepares an operator that gathers ``source``. A graph may have them in any order."""
+        if not self._served or source in self._served:
             self.prepare_graph(local)
             self._served.clear()
-        self._served.add(payload)
+        self._served.add(source)
 
     def full(self, gathered: Sequence[torch.Tensor], metadata: Any) -> torch.Tensor:
         """Returns the full parameter that the gathered payloads make up."""
-        parameter = cast(_Parameter, self._parameter())
+        parameter = cast(ShardedParameter, self._parameter())
         full = self._methods.post_all_gather(gathered, metadata)
         sizes = parameter.handle.sizes
         if list(full.shape) == sizes:
@@ -239,18 +244,8 @@ class Extension:
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     copy = tensor.detach().clone()
-    setattr(copy, _IS_METADATA, True)
+    mark_metadata(copy)
     return copy
-
-
-def parameter_behind(parameter: "_Parameter | Payload") -> Any:
-    """Returns the parameter in whose place ``parameter`` is gathered, or else ``parameter``."""
-    return parameter.parameter if isinstance(parameter, Payload) else parameter
-
-
-def is_metadata(value: object) -> bool:
-    """Returns whether a graph's input is a tensor in the metadata of a parameter."""
-    return getattr(value, _IS_METADATA, False)
 
 
 def _is_alike(traced: Any, value: Any) -> bool:

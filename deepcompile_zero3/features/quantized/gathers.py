@@ -8,14 +8,13 @@ from typing import cast
 from torch import nn
 
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.features.extensions.extension import Payload
 from deepcompile_zero3.features.quantized.format import can_be_quantized, check_dtype, format_of
 from deepcompile_zero3.options import Options
-from deepcompile_zero3.sharding.parameter import ShardedParameter
+from deepcompile_zero3.sharding.source import Source
 
 
-def gather_format(parameter: ShardedParameter, options: Options) -> str:
-    """Returns the format in which ``options`` ask for ``parameter`` to be gathered.
+def gather_format(source: Source, options: Options) -> str:
+    """Returns the format in which ``options`` ask for ``source`` to be gathered.
 
     Raises:
         ValueError: the function ``gather_dtype`` returns a dtype that codes cannot have.
@@ -24,8 +23,8 @@ def gather_format(parameter: ShardedParameter, options: Options) -> str:
     dtype = options.gather_dtype
     if dtype is None:
         return ""
-    name, shard = parameter.fqn, cast(nn.Parameter, parameter.shard)
-    if not can_be_quantized(shard) or isinstance(parameter, Payload) or parameter.extension:
+    name, shard = source.fqn, cast(nn.Parameter, source.shard)
+    if not can_be_quantized(shard) or source.parameter.substitute is not None:
         return ""
     if callable(dtype):
         dtype = dtype(name, shard)
@@ -33,7 +32,7 @@ def gather_format(parameter: ShardedParameter, options: Options) -> str:
             check_dtype(f"gather_dtype of '{name}'", dtype)
     if dtype is None:
         return ""
-    row = math.prod(parameter.handle.sizes[1:])
+    row = math.prod(source.handle.sizes[1:])
     what = "option 'gather_block'"
     return format_of(dtype, options.gather_block, what, name, shard.shape, row)
 
@@ -42,24 +41,24 @@ class Formats:
     """The formats of the parameters that a graph was compiled with."""
 
     def __init__(
-        self, parameters: Collection[ShardedParameter], formats: Sequence[str], options: Options
+        self, sources: Collection[Source], formats: Sequence[str], options: Options
     ) -> None:
         self._options = options
         self._traced = formats
-        self._known = weakref.WeakSet(parameters)
+        self._known = weakref.WeakSet(sources)
 
-    def check(self, parameters: Sequence[ShardedParameter]) -> None:
+    def check(self, sources: Sequence[Source]) -> None:
         """Raises Zero3Error if the function ``gather_dtype`` tells twins of modules apart."""
         if not callable(self._options.gather_dtype):
             return
-        for parameter, traced in zip(parameters, self._traced, strict=True):
-            if parameter in self._known:
+        for source, traced in zip(sources, self._traced, strict=True):
+            if source in self._known:
                 continue
-            self._known.add(parameter)
-            asked = gather_format(parameter, self._options)
+            self._known.add(source)
+            asked = gather_format(source, self._options)
             if asked != traced:
                 raise Zero3Error(
-                    f"gather_dtype says {asked or None} of '{parameter.fqn}', and {traced or None} "
+                    f"gather_dtype says {asked or None} of '{source.fqn}', and {traced or None} "
                     "of the parameter in whose place a compiled graph takes it: equal modules that "
                     "are compiled one by one share a graph. Compile the model as a whole"
                 )

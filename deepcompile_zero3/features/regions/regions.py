@@ -166,7 +166,7 @@ def _segment(
         facts = parameters.get(node)
         if facts is not None and facts.declares_grad_dtype:
             return None  # autograd would cast gradients to the parameter's dtype in a region
-        if facts is not None and facts.is_payload:
+        if facts is not None and facts.is_substitute:
             return None  # metadata may be an input too: see ``Pipeline.metadata``
         if not isinstance(_value(node), torch.Tensor | torch.SymInt | int):
             return None

@@ -24,7 +24,7 @@ from deepcompile_zero3.passes.pipeline import Pipeline
 from deepcompile_zero3.sharding.fully_shard import fully_shard
 from deepcompile_zero3.sharding.model import ShardedModel, by_fqn
 from deepcompile_zero3.sharding.module_parameters import all_parameters_of, registered_in
-from deepcompile_zero3.sharding.parameter import ShardedParameter
+from deepcompile_zero3.sharding.source import Source, parameters_behind
 from deepcompile_zero3.tools.explain import without_a_trace
 from deepcompile_zero3.tools.progress import Tell, say_nothing
 from deepcompile_zero3.tools.report import line_of_break
@@ -135,7 +135,7 @@ def zeros_like(value: Any) -> Any:
 class Trace:
     """A call of a sharded model, partitioned into forward and backward."""
 
-    parameters: Mapping[str, ShardedParameter]  # by FQN
+    sources: Mapping[str, Source]  # by FQN
     breaks: tuple[str, ...]  # where and why Dynamo broke the graph
     # Graphs before this library's passes, and whether they are backwards.
     partitioned: Sequence[tuple[Pipeline, fx.GraphModule, bool]]
@@ -149,13 +149,14 @@ class Trace:
         graphs = CapturedGraphs()
         for traced, graph_module, is_backward in self.partitioned:
             if traced not in pipelines:
-                parameters = [self.parameters[facts.fqn] for facts in traced.inputs.values()]
+                sources = [self.sources[facts.fqn] for facts in traced.inputs.values()]
                 inputs = {
-                    position: facts.gathered_as(gather_format(parameter, options))
-                    for (position, facts), parameter in zip(
-                        traced.inputs.items(), parameters, strict=True
+                    position: facts.gathered_as(gather_format(source, options))
+                    for (position, facts), source in zip(
+                        traced.inputs.items(), sources, strict=True
                     )
                 }
+                parameters = parameters_behind(sources)
                 pipelines[traced] = pipeline_of(parameters, inputs, options, traced.metadata)
             rewritten = copied(graph_module)
             pipelines[traced].rewrite(rewritten, is_backward, shows_passes)

@@ -83,7 +83,7 @@ def plan(
             graphs = traced.rewrite(options)
             step = simulate(
                 graphs,
-                traced.parameters,
+                traced.sources,
                 machine,
                 optimizer_bytes=optimizer_bytes,
                 prefetch=prefetch,
@@ -136,7 +136,7 @@ def _to_fit(plan: Plan) -> Iterator[str]:
 
 def _padding(traced: Trace) -> Iterator[str]:
     padded = {}
-    for name, parameter in traced.parameters.items():
+    for name, parameter in traced.sources.items():
         if parameter.handle.owner is not None:
             continue
         rows, ranks = parameter.handle.sizes[0], parameter.handle.world_size

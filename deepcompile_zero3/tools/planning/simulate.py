@@ -20,7 +20,7 @@ from deepcompile_zero3.graph.peak import gathered_items
 from deepcompile_zero3.graph.size import nbytes_of
 from deepcompile_zero3.passes.reduce import ReductionComment
 from deepcompile_zero3.runtime import _C, LOADS, REDUCTIONS, STORES, WAITS, ops
-from deepcompile_zero3.sharding.parameter import ShardedParameter
+from deepcompile_zero3.sharding.source import Source, parameters_behind
 from deepcompile_zero3.tools.planning.kernels import Kernel, items_of, memory_of, results_of
 from deepcompile_zero3.tools.planning.machine import Machine, Ranks
 from deepcompile_zero3.tools.planning.measure import key_of
@@ -70,7 +70,7 @@ class Step:
 
 def simulate(
     graphs: CapturedGraphs,
-    parameters: Mapping[str, ShardedParameter],
+    sources: Mapping[str, Source],
     machine: Machine,
     *,
     optimizer_bytes: int = 8,
@@ -82,19 +82,21 @@ def simulate(
 
     Args:
         graphs: rewritten graphs. Each runs once; backwards run in the reverse order of forwards.
-        parameters: the graphs' parameters by FQN; they are not changed.
+        sources: what the graphs gather, by FQN, and other parameters; they are not changed.
         machine: the machine that the step runs on.
         optimizer_bytes: bytes of the optimizer's state for each element of a shard.
         prefetch: whether gathers start early. If False, a gather starts when it is waited for.
         seconds_by_kernel: measured seconds by kernel, from :func:`measure_kernels`.
         slower: how much longer kernels take than in the machine's model.
     """
-    trained = {name for name, p in parameters.items() if p.placeholder.requires_grad}
-    in_file = {name for name, p in parameters.items() if p.memory and p.memory.offloads(p)}
-    memory = next((p.memory for p in parameters.values() if p.memory), None)
-    states = math.inf if memory is None else memory.bytes_for_states(parameters.values())
+    trained = {name for name, each in sources.items() if each.placeholder.requires_grad}
+    parameters = parameters_behind(sources.values())
+    memory = next((p.memory for p in parameters if p.memory), None)
+    offloaded = {p for p in parameters if p.memory and p.memory.offloads(p)}
+    in_file = {name for name, each in sources.items() if each in offloaded}
+    states = math.inf if memory is None else memory.bytes_for_states(parameters)
     backwards = sorted(graphs.backward, key=lambda graph: graph.number, reverse=True)
-    with twins_of(parameters, machine.backend) as twins:
+    with twins_of(sources, machine.backend) as twins:
         slower, measured = slower or Slower(), seconds_by_kernel or {}
         simulation = _Simulation(
             twins, trained, in_file, machine, optimizer_bytes, prefetch, measured, slower

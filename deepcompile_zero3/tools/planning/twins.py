@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from deepcompile_zero3.runtime import _C
-from deepcompile_zero3.sharding.parameter import ShardedParameter
+from deepcompile_zero3.sharding.source import Source
 
 _PREFIX = "simulated: "
 _UNBOUNDED = 1 << 62
@@ -14,9 +14,7 @@ _SETTINGS = ("gradient_dtypes", "bucket_bytes", "divide_factor")
 
 
 @contextlib.contextmanager
-def twins_of(
-    parameters: Mapping[str, ShardedParameter], backend: str
-) -> Iterator[dict[str, _C.Parameter]]:
+def twins_of(parameters: Mapping[str, Source], backend: str) -> Iterator[dict[str, _C.Parameter]]:
     """Yields copies of the runtime's ``parameters``, by FQN. They make a model on the meta device.
 
     Their ranks exchange messages, with the buffers that ``backend``, one of c10d, needs. Buckets

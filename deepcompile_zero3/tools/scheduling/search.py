@@ -14,6 +14,7 @@ from deepcompile_zero3.graph.recording import Recording
 from deepcompile_zero3.options import Options, Schedule
 from deepcompile_zero3.sharding.model import by_fqn
 from deepcompile_zero3.sharding.parameter import ShardedParameter
+from deepcompile_zero3.sharding.source import Source
 from deepcompile_zero3.tools.planning.graphs import Trace
 from deepcompile_zero3.tools.planning.kernels import kernels_of
 from deepcompile_zero3.tools.planning.machine import Link, Machine
@@ -64,7 +65,7 @@ class Search:
         self._slower = Slower()
         look = functools.partial(self._look, recording, parameters)
         self._graphs, self._trace, self.options = on_all_ranks("MeasuredSchedule", look, group)
-        self._models = {each.model for each in self._trace.parameters.values()} - {None}
+        self._models = {each.parameter.model for each in self._trace.sources.values()} - {None}
         if step is not None:
             self._fit(step)
 
@@ -94,7 +95,7 @@ class Search:
         return self._simulate(self._trace.rewrite(self.options.with_schedule(schedule)))
 
     def _simulate(self, graphs: CapturedGraphs) -> Predicted:
-        parameters = self._trace.parameters
+        parameters = self._trace.sources
         step = simulate(graphs, parameters, self._machine, slower=self._slower).timeline
         waiting = step.seconds("waiting")
         seconds = step.seconds("compute", "waiting")
@@ -187,9 +188,9 @@ class Search:
 
 def _by_names_in_graphs(
     recording: Recording, numbers: Iterable[int], parameters: Iterable[ShardedParameter]
-) -> dict[str, ShardedParameter]:
-    """Returns parameters by their FQNs in graphs, which may be those of a model that is alike."""
-    result: dict[str, ShardedParameter] = {}
+) -> dict[str, Source]:
+    """Returns sources by their FQNs in graphs, which may be those of a model that is alike."""
+    result: dict[str, Source] = {}
     for number in numbers:
         inputs = recording.graphs[number, False].pipeline.inputs.values()
         read = zip(inputs, recording.read[number], strict=True)

@@ -12,12 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.features.extensions.extension import parameter_behind
 from deepcompile_zero3.graph.capture import CapturedGraph, CapturedGraphs
 from deepcompile_zero3.graph.size import nbytes_of_tensor
 from deepcompile_zero3.runtime import _C
-from deepcompile_zero3.sharding.model import parameters_beside
-from deepcompile_zero3.sharding.parameter import ShardedParameter
+from deepcompile_zero3.sharding.model import sources_beside
+from deepcompile_zero3.sharding.source import Source, parameters_behind
 from deepcompile_zero3.tools.planning.kernels import Kernel, kernels_of
 from deepcompile_zero3.tools.planning.machine import MACHINES, Machine
 from deepcompile_zero3.tools.planning.measure import (
@@ -33,7 +32,7 @@ from deepcompile_zero3.torch_internals import compiler, local_tensor
 from deepcompile_zero3.transport.json_collectives import all_gather_json, line_of, on_all_ranks
 
 _Profiled: TypeAlias = tuple[Sequence[Event], Event]  # all events, and the range of a step
-_Parameters: TypeAlias = Mapping[str, ShardedParameter]
+_Parameters: TypeAlias = Mapping[str, Source]
 
 _BY_MESSAGES = (
     "predicted is a step whose ranks exchange messages; these share memory, and their waits and "
@@ -123,10 +122,10 @@ def _what_ran(
     for graph in forward:
         _check_run(graph, runs[graph.compile_id], backward)
     names = {name for graph in forward + backward for name in gathered_by(graph)}
-    parameters = parameters_beside(names)
+    parameters = sources_beside(names)
     if not names or names - parameters.keys():
         raise Zero3Error("no model is sharded whose graphs ran in the step")
-    behind = [parameter_behind(each) for each in parameters.values()]
+    behind = parameters_behind(parameters.values())
     if any(each.layout.inner is not None for each in behind):
         raise Zero3Error("ranks that share a tensor's computation are not planned")
     ran = CapturedGraphs(forward, backward)
@@ -160,7 +159,8 @@ def _share_memory(parameters: _Parameters) -> bool:
 
 def _optimizer_bytes(optimizers: Collection[Optimizer], parameters: _Parameters) -> int:
     """Returns the bytes of the optimizers' state for each element of a shard."""
-    shards = [p.shard for p in parameters.values() if p.placeholder.requires_grad]
+    behind = parameters_behind(parameters.values())
+    shards = [p.shard for p in behind if p.placeholder.requires_grad]
     nbytes = sum(
         nbytes_of_tensor(getattr(value, "_local_tensor", value))
         for shard in shards
@@ -184,7 +184,7 @@ def _what_to_measure(
             step cannot be predicted.
     """
     graphs, parameters = _what_ran(captured, profiled)
-    behind = [parameter_behind(each) for each in parameters.values()]
+    behind = parameters_behind(parameters.values())
     mesh, *others = {each.layout.mesh for each in behind}
     if others or mesh.ndim != 1:
         raise Zero3Error("the machine at hand is measured over one mesh of one dimension")
