@@ -19,19 +19,21 @@ The gradient goes to all rows, so that each rank gets the sum over the ranks.
 One rank may own all of a parameter: see ``owned``. The others have a shard without rows.
 """
 
+import abc
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from deepcompile_zero3 import torch_internals
-from deepcompile_zero3.features.owned.owned import Owned, OwnerMesh, own
 from deepcompile_zero3.sharding.first_of_equal import FirstOfEqual
+from deepcompile_zero3.sharding.mesh_of_few import MeshOfFew, adopt
 from deepcompile_zero3.sharding.source import kind_of
 
 
@@ -43,6 +45,8 @@ class DataParallelRanks:
         shard_group: process group of that dimension.
         replicate_group: process group of the ranks with the same shard, or None if there is only
             one.
+        meshes_of_few: the meshes of parameters that lie on some of these ranks, by the rank of
+            ``shard_group`` that has them; features make them.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -51,13 +55,7 @@ class DataParallelRanks:
         self.replicate_group: dist.ProcessGroup | None = (
             mesh.get_group(0) if mesh.ndim > 1 and mesh.size(0) > 1 else None
         )
-        self._owner_meshes: dict[int, OwnerMesh] = {}
-
-    def owner_mesh(self, owner: int) -> OwnerMesh:
-        """Returns the mesh of the parameters that the rank ``owner`` of ``shard_group`` owns."""
-        if owner not in self._owner_meshes:
-            self._owner_meshes[owner] = OwnerMesh(self.mesh, owner)
-        return self._owner_meshes[owner]
+        self.meshes_of_few: dict[int, MeshOfFew] = {}
 
     @property
     def process_groups(self) -> tuple[dist.ProcessGroup, ...]:
@@ -162,13 +160,6 @@ class Layout:
     sizes: torch.Size = torch.Size()  # noqa: RUF009 (immutable)
     owner: int | None = None
     offload: CPUOffloadPolicy | None = None
-
-    @staticmethod
-    def owned(parameter: torch.Tensor, ranks: DataParallelRanks, placement: Owned) -> "Layout":
-        """Returns the layout of ``parameter`` that one of ``ranks`` owns."""
-        mesh = ranks.owner_mesh(placement.rank)
-        placements = (Replicate(),) * mesh.ndim
-        return Layout(ranks, 0, mesh, placements, None, parameter.shape, placement.rank)
 
     @staticmethod
     def of(parameter: torch.Tensor, ranks: DataParallelRanks, dim: int | None = 0) -> "Layout":
@@ -311,7 +302,7 @@ class Layout:
             }
             local = torch.empty(rows.shape, **settings).copy_(rows)
         shard = torch_internals.with_spec(local, torch_internals.spec_of(like))
-        own(shard)
+        adopt(shard)
         return shard
 
     @property
@@ -337,6 +328,23 @@ class Layout:
         group = self.ranks.shard_group
         chunks = full.chunk(group.size())
         return chunks[group.rank()] if group.rank() < len(chunks) else full[:0]
+
+
+class MakesLayout(abc.ABC):
+    """A result of ``shard_placement_fn`` that makes the layout itself."""
+
+    @abc.abstractmethod
+    def layout_of(
+        self, fqn: str, parameter: nn.Parameter, ranks: DataParallelRanks, is_on_mesh: bool
+    ) -> Layout:
+        """Returns the layout of ``parameter``.
+
+        Args:
+            fqn: the name of the parameter, for messages.
+            parameter: the parameter as the user built it.
+            ranks: the ranks that it is sharded over.
+            is_on_mesh: whether ``dp_mesh_dims`` says that all parameters are DTensors on one mesh.
+        """
 
 
 def _placement_over(dim: int | None, inner: Inner, mesh_dims: range) -> Placement:

@@ -13,8 +13,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.features.optimizer_steps.flat_parameter import SMALL
-from deepcompile_zero3.features.owned.owned import OwnerMesh
 from deepcompile_zero3.runtime import _C
+from deepcompile_zero3.sharding.mesh_of_few import MeshOfFew
 
 _TOGETHER = 64  # small tensors that are copied to one for their norm
 
@@ -122,7 +122,7 @@ def _full_norms(
 
 def _groups_of(mesh: DeviceMesh, placements: Sequence[Placement]) -> ProcessGroups:
     """Returns the process groups that a DTensor is sharded over."""
-    if isinstance(mesh, OwnerMesh):
+    if isinstance(mesh, MeshOfFew):
         return (mesh.shard_group,)
     return tuple(
         mesh.get_group(dim)

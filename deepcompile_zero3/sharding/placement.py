@@ -1,6 +1,5 @@
 """Resolves the ``shard_placement_fn`` of ``fully_shard`` to layouts."""
 
-import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +9,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.features.owned.owned import Owned
 from deepcompile_zero3.sharding import arguments
-from deepcompile_zero3.sharding.layout import DataParallelRanks, Layout, SpmdMesh
+from deepcompile_zero3.sharding.layout import DataParallelRanks, Layout, MakesLayout, SpmdMesh
 from deepcompile_zero3.sharding.source import kind_of
 
 
@@ -55,8 +53,8 @@ def resolve_layout(
         if parameter.dim() == 0:
             return _layout_along(None, fqn, parameter, ranks, spmd)
         placement = Shard(0)
-    if isinstance(placement, Owned):
-        return _layout_of_owned(placement, fqn, parameter, ranks, spmd)
+    if isinstance(placement, MakesLayout):
+        return placement.layout_of(fqn, parameter, ranks, spmd is not None)
     if not isinstance(placement, Shard):
         raise TypeError(
             f"shard_placement_fn gave {placement!r} for '{fqn}'; it gives a Shard, an Owned, a "
@@ -81,36 +79,6 @@ def resolve_layout(
             "a tensor subclass, which is sharded on dimension 0"
         )
     return _layout_along(dim if parameter.numel() else None, fqn, parameter, ranks, spmd)
-
-
-def _layout_of_owned(
-    placement: Owned,
-    fqn: str,
-    parameter: nn.Parameter,
-    ranks: DataParallelRanks,
-    spmd: SpmdMesh | None,
-) -> Layout:
-    world_size = ranks.shard_group.size()
-    if not isinstance(placement.rank, numbers.Integral):
-        raise TypeError(f"shard_placement_fn gave {placement!r} for '{fqn}': its rank is an int")
-    if placement.rank not in range(world_size):
-        raise ValueError(
-            f"shard_placement_fn gave {placement!r} for '{fqn}', which is sharded over "
-            f"{world_size} ranks, counted from 0"
-        )
-    if kind_of(parameter) is not None:
-        raise NotImplementedError(
-            f"'{fqn}' is a {type(parameter).__name__}, a tensor subclass, and no rank can "
-            "own it: shard_placement_fn has to give Shard(0) or None for it"
-        )
-    if spmd is not None or isinstance(parameter, DTensor):
-        raise NotImplementedError(
-            f"'{fqn}' is a DTensor already, and no rank can own it: shard_placement_fn has to give "
-            "a Shard or None for it"
-        )
-    if parameter.numel() == 0 or parameter.dim() == 0:
-        return Layout.of(parameter, ranks, None)
-    return Layout.owned(parameter, ranks, placement)
 
 
 def _layout_along(

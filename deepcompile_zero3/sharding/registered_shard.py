@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import grad_dtype, torch_internals
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.features.owned.owned import own
 from deepcompile_zero3.sharding.blueprint import Blueprint
+from deepcompile_zero3.sharding.mesh_of_few import adopt
 
 
 class RegisteredShard:
@@ -88,7 +88,7 @@ class RegisteredShard:
 
     def follow(self, shard: DTensor) -> None:
         """Takes ``shard``, as it is now, for the shard of the parameter."""
-        own(shard)  # torch may have loaded another DTensor
+        adopt(shard)  # torch may have loaded another DTensor
         for name, attribute in self.attributes.items():
             self.attributes[name] = shard.__dict__.setdefault(name, attribute)
         self.latest = shard
@@ -208,6 +208,5 @@ class RegisteredShard:
 
     def _gradient(self, local: torch.Tensor, shard: DTensor) -> DTensor:
         gradient = torch_internals.dtensor_like(local, shard)
-        if self._layout.owner is not None:
-            own(gradient)
+        adopt(gradient)
         return gradient

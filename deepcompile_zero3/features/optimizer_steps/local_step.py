@@ -23,7 +23,8 @@ from deepcompile_zero3.features.optimizer_steps.rank_states import (
     state_to_save,
 )
 from deepcompile_zero3.features.owned.muon import Muon
-from deepcompile_zero3.features.owned.owned import OwnedTensor, own, rows_of
+from deepcompile_zero3.features.owned.owned import OwnedTensor, rows_of
+from deepcompile_zero3.sharding.mesh_of_few import adopt
 from deepcompile_zero3.sharding.replaced_parameters import refuse_replaced
 from deepcompile_zero3.sharding.step_versions import count_step
 from deepcompile_zero3.torch_internals.optimizers import has_step_hooks, has_step_of_its_class
@@ -338,4 +339,4 @@ def _update(state: _State, local: _State, parameter: DTensor, shape: torch.Size)
         ):
             continue
         state[key] = torch_internals.dtensor_like(value, parameter) if is_like else value
-        own(state[key])
+        adopt(state[key])

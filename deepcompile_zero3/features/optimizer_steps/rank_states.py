@@ -31,7 +31,8 @@ from deepcompile_zero3.features.optimizer_steps.state_bytes import (
     sharded_dims,
     unpacked,
 )
-from deepcompile_zero3.features.owned.owned import OwnedTensor, OwnerMesh, own, rows_of
+from deepcompile_zero3.features.owned.owned import OwnedTensor, OwnerMesh, rows_of
+from deepcompile_zero3.sharding.mesh_of_few import adopt
 from deepcompile_zero3.transport.json_collectives import all_gather_alike
 
 # Names of floating states of no dimensions that are equal on all ranks.
@@ -282,7 +283,7 @@ def _of_owner(parameter: OwnedTensor, path: _Path, of_owner: list[Any], mine: An
         full = torch.empty(described.shape, device="meta")
         local = torch.empty(0, dtype=described.dtype, device=device_of(parameter))
     state = torch_internals.dtensor_like(local, parameter, full)
-    own(state)
+    adopt(state)
     return state
 
 

@@ -7,6 +7,7 @@ and communicates nothing.
 """
 
 import copy
+import numbers
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,11 +18,14 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Replicate
 
 from deepcompile_zero3 import grad_dtype, torch_internals
 from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.sharding.layout import DataParallelRanks, Layout, MakesLayout
+from deepcompile_zero3.sharding.mesh_of_few import MeshOfFew, adopt
+from deepcompile_zero3.sharding.source import kind_of
 from deepcompile_zero3.transport.process_groups import neighbors
 
 
 @dataclass(frozen=True)
-class Owned:
+class Owned(MakesLayout):
     """The placement of a parameter that one rank has whole: a result of ``shard_placement_fn``.
 
     Attributes:
@@ -29,6 +33,36 @@ class Owned:
     """
 
     rank: int
+
+    def layout_of(
+        self, fqn: str, parameter: nn.Parameter, ranks: DataParallelRanks, is_on_mesh: bool
+    ) -> Layout:
+        """See :class:`MakesLayout`."""
+        world_size = ranks.shard_group.size()
+        if not isinstance(self.rank, numbers.Integral):
+            raise TypeError(f"shard_placement_fn gave {self!r} for '{fqn}': its rank is an int")
+        if self.rank not in range(world_size):
+            raise ValueError(
+                f"shard_placement_fn gave {self!r} for '{fqn}', which is sharded over "
+                f"{world_size} ranks, counted from 0"
+            )
+        if kind_of(parameter) is not None:
+            raise NotImplementedError(
+                f"'{fqn}' is a {type(parameter).__name__}, a tensor subclass, and no rank can "
+                "own it: shard_placement_fn has to give Shard(0) or None for it"
+            )
+        if is_on_mesh or isinstance(parameter, DTensor):
+            raise NotImplementedError(
+                f"'{fqn}' is a DTensor already, and no rank can own it: shard_placement_fn has to "
+                "give a Shard or None for it"
+            )
+        if parameter.numel() == 0 or parameter.dim() == 0:
+            return Layout.of(parameter, ranks, None)
+        mesh = ranks.meshes_of_few.get(self.rank)
+        if mesh is None:
+            mesh = ranks.meshes_of_few[self.rank] = OwnerMesh(ranks.mesh, self.rank)
+        placements = (Replicate(),) * mesh.ndim
+        return Layout(ranks, 0, mesh, placements, None, parameter.shape, self.rank)
 
 
 # Errors of DTensor, and what they mean for tensors that one rank owns.
@@ -40,7 +74,7 @@ _REASONS = {
 }
 
 
-class OwnerMesh(DeviceMesh):
+class OwnerMesh(MeshOfFew):
     """The mesh of an owner and its replicas, [1] or [replicate, 1].
 
     Other ranks are not in it. Operators on its DTensors compute nothing there, as torch defines it.
@@ -96,7 +130,7 @@ class OwnedTensor(DTensor):
                 "states, such as Shampoo, call deepcompile_zero3.step_locally(optimizer)"
             ) from error
         for each in result if isinstance(result, list | tuple) else (result,):
-            own(each)
+            adopt(each)
         if isinstance(result, OwnedTensor) and result.device_mesh.get_coordinate() is None:
             return _on_device(result, name, args, kwargs)
         return result
@@ -164,11 +198,7 @@ class OwnedTensor(DTensor):
         return DTensor.from_local(self.full_tensor(), whole, replicate, run_check=False)
 
 
-def own(tensor: object) -> None:
-    """Makes ``tensor`` an :class:`OwnedTensor` if it is a DTensor over an :class:`OwnerMesh`."""
-    # Not isinstance, which is slow here: a mesh's metaclass has Python code for it.
-    if type(tensor) is DTensor and type(tensor.device_mesh) is OwnerMesh:
-        tensor.__class__ = OwnedTensor
+OwnerMesh.tensor_class = OwnedTensor
 
 
 def _on_device(result: OwnedTensor, name: str, args: Any, kwargs: Any) -> OwnedTensor:
@@ -187,7 +217,7 @@ def _on_device(result: OwnedTensor, name: str, args: Any, kwargs: Any) -> OwnedT
         return result
     local = torch.empty(0, dtype=result.dtype, device=device)
     moved = torch_internals.with_spec(local, torch_internals.spec_of(result))
-    own(moved)
+    adopt(moved)
     return cast(OwnedTensor, moved)
 
 
@@ -221,7 +251,7 @@ class _FromOwner(torch.autograd.Function):
         is_mine = ctx.spec.mesh.get_coordinate() is not None
         local = gradient if is_mine else gradient.new_empty(0)
         result = torch_internals.with_spec(local, ctx.spec)
-        own(result)
+        adopt(result)
         return result
 
 
