@@ -21,13 +21,13 @@ from torch import fx
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.compile_once import first_alone, graph_key
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.features.quantized.gathers import Formats
 from deepcompile_zero3.grad_dtype import declare
 from deepcompile_zero3.graph.capture import is_capturing
 from deepcompile_zero3.graph.log import logs_are_requested
 from deepcompile_zero3.graph.recording import is_recording_graphs, run_recorded
 from deepcompile_zero3.graph_inputs import (
     check_devices,
+    checks_of,
     facts_of,
     parse_options,
     pipeline_of,
@@ -154,8 +154,7 @@ class CompiledGraph:
         check_devices(parameters, options)
         options = scheduled(options, parameters)
         facts = facts_of(sources, gm, options)
-        formats = [each.gather_format for each in facts.values()]
-        self._formats = Formats(sources.values(), formats, options)
+        self._checks = checks_of(sources.values(), facts.values(), options)
         regions = regions_of(gm, facts, options)
         metadata = [i for i, value in enumerate(example_inputs) if is_metadata(value)]
         self._pipeline = pipeline_of(parameters, facts, options, metadata)
@@ -171,7 +170,8 @@ class CompiledGraph:
         # The graph was compiled for distinct parameters. If two of them are tied by now, it would
         # bring one parameter two gradients.
         as_traced = len(set(sources)) == len(sources)
-        self._formats.check(sources)
+        for check in self._checks:
+            check(sources)
         parameters = parameters_behind(sources)
         for parameter in parameters:
             as_traced &= parameter.prepare_forward()

@@ -1,12 +1,11 @@
 """Describes the sharded parameters among a graph's inputs to the passes."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
 
-from deepcompile_zero3.features.quantized.gathers import gather_format
 from deepcompile_zero3.graph.recording import is_recording_graphs
 from deepcompile_zero3.options import Options
 from deepcompile_zero3.passes.facts import ParameterFacts
@@ -89,9 +88,24 @@ def facts_of(
             is_read_as_gathered=source.is_read_as_gathered and _is_gathered(source),
             is_gathered=_is_gathered(source),
             is_substitute=source is not source.parameter,
-        ).gathered_as(gather_format(source, options))
+        ).gathered_as(format_of_gather(source, options))
         for position, source in sources.items()
     }
+
+
+def format_of_gather(source: Source, options: Options) -> str:
+    """Returns the format in which ``source`` is gathered; empty if it travels as it is."""
+    formats = (each.format_of_gather(source, options) for each in graphs.FORMATS)
+    return next(filter(None, formats), "")
+
+
+def checks_of(
+    sources: Collection[Source], facts: Collection[ParameterFacts], options: Options
+) -> list[Callable[[Sequence[Source]], None]]:
+    """Returns checks of the sources that a graph runs with, which was compiled for ``sources``."""
+    formats = [each.gather_format for each in facts]
+    checks = (each.check_of(sources, formats, options) for each in graphs.FORMATS)
+    return [check for check in checks if check is not None]
 
 
 def _is_gathered(source: Source) -> bool:

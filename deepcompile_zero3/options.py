@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from deepcompile_zero3.codec import check_block, check_dtype
 from deepcompile_zero3.errors import check_bool
-from deepcompile_zero3.features.quantized.format import check_block, check_dtype
 
 # Inductor's settings that are refused, and why.
 REFUSED_SETTINGS = {

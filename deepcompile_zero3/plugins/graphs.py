@@ -1,11 +1,12 @@
 """What features do to graphs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from torch import fx
 
 from deepcompile_zero3.features.offload import activations
+from deepcompile_zero3.features.quantized import gathers
 from deepcompile_zero3.features.regions import reductions, regions
 from deepcompile_zero3.features.wide_gradients import widen
 from deepcompile_zero3.options import Options
@@ -16,6 +17,7 @@ from deepcompile_zero3.passes.region_facts import RegionFacts
 
 if TYPE_CHECKING:
     from deepcompile_zero3.sharding.parameter import ShardedParameter
+    from deepcompile_zero3.sharding.source import Source
 
 
 class MakesPasses(Protocol):
@@ -53,6 +55,25 @@ class RewritesCaptured(Protocol):
         """
 
 
+class ChoosesFormats(Protocol):
+    """Chooses in which format sources are gathered. Formats are text: see ``codec``."""
+
+    def format_of_gather(self, source: "Source", options: Options) -> str:
+        """Returns the format of ``source``; empty if the feature leaves it as it is."""
+
+    def check_of(
+        self, sources: "Collection[Source]", formats: Sequence[str], options: Options
+    ) -> "Callable[[Sequence[Source]], None] | None":
+        """Returns what checks the sources that a graph runs with, if that is needed.
+
+        Args:
+            sources: those that the graph was compiled for.
+            formats: their formats.
+            options: the options of the graph.
+        """
+
+
 # Those that follow one pass of the core run in this order.
 PASSES: tuple[MakesPasses, ...] = (activations.passes, widen.passes, reductions.passes)
 CAPTURED: tuple[RewritesCaptured, ...] = (regions.outline,)
+FORMATS: tuple[ChoosesFormats, ...] = (gathers,)

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import grad_dtype, torch_internals
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.features.offload.file_policy import FileOffloadPolicy
 from deepcompile_zero3.sharding.layout import DataParallelRanks, Layout, SpmdMesh
+from deepcompile_zero3.sharding.memory import BudgetPolicy
 from deepcompile_zero3.sharding.module import Zero3Module, groups_in
 from deepcompile_zero3.sharding.module_parameters import (
     parameters_of,
@@ -105,7 +105,7 @@ def check_offloading(
     """Raises for an offload policy that is not supported on ``mesh``, or that differs from the
     policy of a module inside ``modules``.
     """
-    to_file = isinstance(offload_policy, FileOffloadPolicy) and mesh.device_type == "cpu"
+    to_file = isinstance(offload_policy, BudgetPolicy) and mesh.device_type == "cpu"
     to_host = isinstance(offload_policy, CPUOffloadPolicy)
     if type(offload_policy) is not OffloadPolicy and not to_file and not to_host:
         raise NotImplementedError(

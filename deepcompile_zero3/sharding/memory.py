@@ -2,10 +2,22 @@
 
 from typing import Any, Protocol
 
+from torch.distributed.fsdp import OffloadPolicy
+
 from deepcompile_zero3.runtime import _C
 
 # Bytes of saved activations that a backward brings back before it waits for one, if several.
 LOADED_AHEAD = 64 << 20  # at most
+
+
+class BudgetPolicy(OffloadPolicy):
+    """An ``offload_policy`` of ``fully_shard`` with one budget of memory for a whole model.
+
+    Attributes:
+        memory: the budget.
+    """
+
+    memory: "Memory"
 
 
 class Memory(Protocol):
@@ -27,6 +39,9 @@ class Memory(Protocol):
 
     def reserve_states(self, parameters: Any, state_bytes: int) -> None:
         """Reserves room for states of trained ``parameters``, ``state_bytes`` for each element."""
+
+    def add(self, parameter: Any) -> None:
+        """Makes the budget one for ``parameter``, a ``ShardedParameter``, too."""
 
     def offloads(self, parameter: Any) -> bool:
         """Returns whether the shard of ``parameter``, a ``ShardedParameter``, goes to the file."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from deepcompile_zero3.features.quantized.format import nbytes_of as nbytes_of_rows
+from deepcompile_zero3.codec import nbytes_of as nbytes_of_rows
 from deepcompile_zero3.graph.alias import base_of, views_of
 from deepcompile_zero3.graph.capture import CapturedGraph
 from deepcompile_zero3.graph.metadata import COMMENT, formats_of, fqns_of

@@ -7,7 +7,7 @@ from itertools import groupby
 
 import torch
 
-from deepcompile_zero3.features.quantized.format import nbytes_of
+from deepcompile_zero3.codec import nbytes_of
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.tools.table import Table, and_more, mib

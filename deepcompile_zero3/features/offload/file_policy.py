@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from torch.distributed.fsdp import OffloadPolicy
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.options import Options
 from deepcompile_zero3.runtime import _C
-from deepcompile_zero3.sharding.memory import LOADED_AHEAD
+from deepcompile_zero3.sharding.memory import LOADED_AHEAD, BudgetPolicy
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 
 
@@ -41,7 +40,7 @@ class OffloadStats(NamedTuple):
 
 
 @dataclass(eq=False)
-class FileOffloadPolicy(OffloadPolicy):
+class FileOffloadPolicy(BudgetPolicy):
     """An ``offload_policy`` of ``fully_shard`` for training with less memory than it takes.
 
     Each rank may use ``memory_budget_mb`` of memory for gradients, two buckets of gathered

@@ -2,18 +2,18 @@
 
 import math
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import cast
 
 from torch import nn
 
+from deepcompile_zero3.codec import can_be_quantized, check_dtype, format_of
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.features.quantized.format import can_be_quantized, check_dtype, format_of
 from deepcompile_zero3.options import Options
 from deepcompile_zero3.sharding.source import Source
 
 
-def gather_format(source: Source, options: Options) -> str:
+def format_of_gather(source: Source, options: Options) -> str:
     """Returns the format in which ``options`` ask for ``source`` to be gathered.
 
     Raises:
@@ -37,28 +37,34 @@ def gather_format(source: Source, options: Options) -> str:
     return format_of(dtype, options.gather_block, what, name, shard.shape, row)
 
 
-class Formats:
-    """The formats of the parameters that a graph was compiled with."""
+def check_of(
+    sources: Collection[Source], formats: Sequence[str], options: Options
+) -> Callable[[Sequence[Source]], None] | None:
+    """Returns a check of the sources that a graph runs with, if ``gather_dtype`` is a function.
 
-    def __init__(
-        self, sources: Collection[Source], formats: Sequence[str], options: Options
-    ) -> None:
-        self._options = options
-        self._traced = formats
-        self._known = weakref.WeakSet(sources)
+    Args:
+        sources: those that the graph was compiled for.
+        formats: their formats.
+        options: the options of the graph.
 
-    def check(self, sources: Sequence[Source]) -> None:
-        """Raises Zero3Error if the function ``gather_dtype`` tells twins of modules apart."""
-        if not callable(self._options.gather_dtype):
-            return
-        for source, traced in zip(sources, self._traced, strict=True):
-            if source in self._known:
+    Returns:
+        A function that raises Zero3Error if ``gather_dtype`` tells twins of modules apart.
+    """
+    if not callable(options.gather_dtype):
+        return None
+    known = weakref.WeakSet(sources)
+
+    def check(others: Sequence[Source]) -> None:
+        for source, traced in zip(others, formats, strict=True):
+            if source in known:
                 continue
-            self._known.add(source)
-            asked = gather_format(source, self._options)
+            known.add(source)
+            asked = format_of_gather(source, options)
             if asked != traced:
                 raise Zero3Error(
                     f"gather_dtype says {asked or None} of '{source.fqn}', and {traced or None} "
                     "of the parameter in whose place a compiled graph takes it: equal modules that "
                     "are compiled one by one share a graph. Compile the model as a whole"
                 )
+
+    return check

@@ -15,10 +15,9 @@ from torch.distributed.tensor import DTensor
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.backend import CompiledGraph
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.features.quantized.gathers import gather_format
 from deepcompile_zero3.graph.calls import copied
 from deepcompile_zero3.graph.capture import CapturedGraph, CapturedGraphs
-from deepcompile_zero3.graph_inputs import pipeline_of
+from deepcompile_zero3.graph_inputs import format_of_gather, pipeline_of
 from deepcompile_zero3.options import Options
 from deepcompile_zero3.passes.pipeline import Pipeline
 from deepcompile_zero3.sharding.fully_shard import fully_shard
@@ -151,7 +150,7 @@ class Trace:
             if traced not in pipelines:
                 sources = [self.sources[facts.fqn] for facts in traced.inputs.values()]
                 inputs = {
-                    position: facts.gathered_as(gather_format(source, options))
+                    position: facts.gathered_as(format_of_gather(source, options))
                     for (position, facts), source in zip(
                         traced.inputs.items(), sources, strict=True
                     )

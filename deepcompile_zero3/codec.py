@@ -1,4 +1,4 @@
-"""How rows are quantized: codes of one byte, and a scale for each block of a row.
+"""How rows travel that are quantized: codes of one byte, and a scale for each block of a row.
 
 A *format* is text, such as ``float8_e4m3fn/128``: the dtype of the codes, and the number of
 elements in a block. Blocks lie within a row of the runtime, so that the rounded values do not
