@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -360,7 +360,7 @@ def _refuse_writes(fqns: list[str]) -> None:
 
 def group_or_none(parameter: ShardedParameter) -> ParameterGroup | None:
     """Returns the group that gathers ``parameter``, or None if its module was deleted."""
-    return None if parameter.group is None else cast(ParameterGroup | None, parameter.group())
+    return None if parameter.group is None else parameter.group()
 
 
 def group_of(parameter: ShardedParameter) -> ParameterGroup:

@@ -1,10 +1,14 @@
 """The memory that a rank has for shards, optimizer states and activations."""
 
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from torch.distributed.fsdp import OffloadPolicy
 
 from deepcompile_zero3.runtime import _C
+
+if TYPE_CHECKING:
+    from deepcompile_zero3.sharding.parameter import ShardedParameter
 
 # Bytes of saved activations that a backward brings back before it waits for one, if several.
 LOADED_AHEAD = 64 << 20  # at most
@@ -34,17 +38,17 @@ class Memory(Protocol):
     def activation_bytes(self) -> float:
         """Bytes of saved activations that stay in memory."""
 
-    def bytes_for_states(self, parameters: Any) -> float:
+    def bytes_for_states(self, parameters: "Iterable[ShardedParameter]") -> float:
         """Returns the bytes of the optimizer states of ``parameters`` that stay in memory."""
 
-    def reserve_states(self, parameters: Any, state_bytes: int) -> None:
+    def reserve_states(self, parameters: "Sequence[ShardedParameter]", state_bytes: int) -> None:
         """Reserves room for states of trained ``parameters``, ``state_bytes`` for each element."""
 
-    def add(self, parameter: Any) -> None:
-        """Makes the budget one for ``parameter``, a ``ShardedParameter``, too."""
+    def add(self, parameter: "ShardedParameter") -> None:
+        """Makes the budget one for ``parameter`` too."""
 
-    def offloads(self, parameter: Any) -> bool:
-        """Returns whether the shard of ``parameter``, a ``ShardedParameter``, goes to the file."""
+    def offloads(self, parameter: "ShardedParameter") -> bool:
+        """Returns whether the shard of ``parameter`` goes to the file."""
 
-    def place(self, parameter: Any) -> None:
-        """Moves the shard of ``parameter``, a ``ShardedParameter``, to where it lives."""
+    def place(self, parameter: "ShardedParameter") -> None:
+        """Moves the shard of ``parameter`` to where it lives."""

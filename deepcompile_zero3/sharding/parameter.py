@@ -12,7 +12,7 @@ Rows run along the sharded dimension, which comes first here whichever it is: se
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -36,17 +36,12 @@ from deepcompile_zero3.sharding.source import (
 )
 from deepcompile_zero3.transport.connection import Connection, channel_of
 
+if TYPE_CHECKING:
+    from deepcompile_zero3.sharding.group import ParameterGroup
+    from deepcompile_zero3.sharding.model import ShardedModel
+
 # Metadata key of an autograd node: the models whose parameters it brings gradients.
 _MODELS = "zero3_models"
-
-
-class _Model(Protocol):
-    """The part of ``ShardedModel`` that its parameters and their users need."""
-
-    number: int
-    nbytes: int
-    parameters: "tuple[ShardedParameter, ...]"
-    is_last_backward: bool
 
 
 class ShardedParameter:
@@ -81,9 +76,9 @@ class ShardedParameter:
     def __init__(self, blueprint: Blueprint, connection: Connection) -> None:
         layout = blueprint.layout
         self.registered = RegisteredShard(blueprint)
-        self.group: weakref.ref[object] | None = None
+        self.group: weakref.ref[ParameterGroup] | None = None
         self.reads = Reads()
-        self._model: weakref.ref[_Model] | None = None
+        self._model: weakref.ref[ShardedModel] | None = None
         self.position = 0
         self.layout = layout
         self.is_read_as_gathered = layout.dim == 0 and layout.inner is None  # one guard, not many
@@ -219,11 +214,11 @@ class ShardedParameter:
         return self.registered.fqn
 
     @property
-    def model(self) -> _Model | None:
+    def model(self) -> "ShardedModel | None":
         """The ``ShardedModel`` of the parameter, or None if nothing owns it any more."""
         return self._model() if self._model is not None else None
 
-    def join(self, model: _Model, fqn: str) -> None:
+    def join(self, model: "ShardedModel", fqn: str) -> None:
         """Makes the parameter one of ``model``, with the name ``fqn``."""
         self._model = weakref.ref(model)
         self.registered.fqn = self.handle.fqn = fqn

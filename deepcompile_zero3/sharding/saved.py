@@ -14,9 +14,9 @@ https://docs.pytorch.org/docs/stable/autograd.html#saved-tensors-hooks.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -27,10 +27,11 @@ from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.all_gather import AllGather
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 
-_Group = TypeVar("_Group", bound=Hashable)  # its parameters are gathered together
+if TYPE_CHECKING:
+    from deepcompile_zero3.sharding.group import ParameterGroup
 
 
-class _Regather(Generic[_Group]):
+class _Regather:
     """Gathers the parameters of one forward of a group again, when backward needs the first.
 
     It gathers the parameters that the forward saved. Where ranks have to meet for a gather, it
@@ -42,8 +43,8 @@ class _Regather(Generic[_Group]):
     def __init__(
         self,
         all_parameters: Sequence[ShardedParameter],
-        regathers_by_group: WeakValueDictionary[_Group, _Regather[_Group]],
-        following: Iterable[_Group],
+        regathers_by_group: WeakValueDictionary[ParameterGroup, _Regather],
+        following: Iterable[ParameterGroup],
     ) -> None:
         self.parameters: dict[ShardedParameter, None] = {}
         self._all = all_parameters
@@ -126,7 +127,7 @@ def _unpack(unpack: Callable[[], torch.Tensor]) -> torch.Tensor:
     return unpack()
 
 
-class SavedTensors(Generic[_Group]):
+class SavedTensors:
     """Saved-tensors hooks of one outermost forward, from ``start`` to ``stop``."""
 
     def __init__(self) -> None:
@@ -134,15 +135,15 @@ class SavedTensors(Generic[_Group]):
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
         # Keyed by ``_address``, which is not reused while the tensor is here.
         self._watched: dict[int, tuple[_Regather, ShardedParameter, torch.Tensor]] = {}
-        self._storages: dict[_Group, list[int]] = {}  # the keys above
-        self._regathers: WeakValueDictionary[_Group, _Regather[_Group]] = WeakValueDictionary()
+        self._storages: dict[ParameterGroup, list[int]] = {}  # the keys above
+        self._regathers: WeakValueDictionary[ParameterGroup, _Regather] = WeakValueDictionary()
 
     def start(self) -> None:
         """Starts packing on this thread."""
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
         self._hooks.__enter__()
 
-    def stop(self) -> list[_Group]:
+    def stop(self) -> list[ParameterGroup]:
         """Stops packing, and returns the groups that are still watched."""
         hooks, self._hooks = self._hooks, None  # the hooks hold this object: let go of them
         if hooks is not None:
@@ -155,9 +156,9 @@ class SavedTensors(Generic[_Group]):
 
     def watch(
         self,
-        group: _Group,
+        group: ParameterGroup,
         parameters: Iterable[ShardedParameter],
-        following: Iterable[_Group] = (),
+        following: Iterable[ParameterGroup] = (),
     ) -> bool:
         """Packs the gathered tensors of ``parameters``, of a group, until ``unwatch(group)``.
 
@@ -182,7 +183,7 @@ class SavedTensors(Generic[_Group]):
                     regather.parameters[parameter] = None
         return True
 
-    def unwatch(self, group: _Group) -> None:
+    def unwatch(self, group: ParameterGroup) -> None:
         """Stops watching the gathered tensors of ``group``."""
         for storage in self._storages.pop(group, ()):
             del self._watched[storage]
