@@ -74,6 +74,14 @@ class ChoosesFormats(Protocol):
 
 
 # Those that follow one pass of the core run in this order.
-PASSES: tuple[MakesPasses, ...] = (activations.passes, widen.passes, reductions.passes)
-CAPTURED: tuple[RewritesCaptured, ...] = (regions.outline,)
-FORMATS: tuple[ChoosesFormats, ...] = (gathers,)
+PASSES: list[MakesPasses] = [
+    activations.passes,
+    widen.passes,
+    reductions.passes,
+]
+CAPTURED: list[RewritesCaptured] = [
+    regions.outline,
+]
+FORMATS: list[ChoosesFormats] = [
+    gathers,
+]

@@ -3,4 +3,6 @@
 from deepcompile_zero3.features.extensions.extension import GatheredAsOthers
 from deepcompile_zero3.sharding import source
 
-source.KINDS.append(GatheredAsOthers())
+source.KINDS += [
+    GatheredAsOthers(),
+]

@@ -39,7 +39,7 @@ class EagerForward:
         modules_run: ids of the modules that have run, for each group inside the outermost one.
     """
 
-    saved: "SavedTensors[ParameterGroup]" = dataclasses.field(default_factory=SavedTensors)
+    saved: SavedTensors = dataclasses.field(default_factory=SavedTensors)
     prefetched: "list[ParameterGroup]" = dataclasses.field(default_factory=list)
     modules_run: "dict[ParameterGroup, set[int]]" = dataclasses.field(default_factory=dict)
 
