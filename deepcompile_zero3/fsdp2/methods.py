@@ -8,7 +8,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import check_bool
-from deepcompile_zero3.features.optimizer_steps.step_in_backward import deliver_early_if_possible
 from deepcompile_zero3.sharding.group import ParameterGroup
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 
@@ -41,7 +40,7 @@ class FSDP2Methods(FSDPModule):
         if model is not None:
             model.is_last_backward = is_last_backward
             for parameter in model.parameters:
-                deliver_early_if_possible(parameter)
+                parameter.deliver_early_if_possible()
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True

@@ -7,10 +7,8 @@ import torch
 from torch import nn
 
 from deepcompile_zero3 import grad_dtype
-from deepcompile_zero3.features.optimizer_steps.step_in_backward import (
-    refuse_if_stepped_in_backward,
-)
 from deepcompile_zero3.sharding.norms import GradientPart, ProcessGroups, total_norm
+from deepcompile_zero3.sharding.sink import refuse_if_taken
 
 
 @torch.no_grad()
@@ -56,7 +54,7 @@ def clip_grad_norm_(
     groups_of: dict[int, ProcessGroups] = {}  # of specs that `parameters` keep alive
     parts = []
     for parameter in parameters:
-        refuse_if_stepped_in_backward(parameter, "clip_grad_norm_")
+        refuse_if_taken(parameter, "clip_grad_norm_")
         if (dtype := _declared_dtype(parameter)) is not None:
             parts.append(GradientPart(parameter, dtype, groups_of))
     norm_type = float(norm_type)

@@ -7,14 +7,18 @@ import torch
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.features.checks.nonfinite import nonfinite_gradients
-from deepcompile_zero3.features.checks.replicas import different_replicas
-from deepcompile_zero3.features.optimizer_steps.step_in_backward import run_early_steps
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.all_gather import republish_if_recomputing
 from deepcompile_zero3.sharding.group import ParameterGroup, group_of, group_or_none
+from deepcompile_zero3.sharding.model import models_numbered
 from deepcompile_zero3.sharding.parameter import ShardedParameter, parameter_of
+from deepcompile_zero3.sharding.replicas import different_replicas
+from deepcompile_zero3.sharding.sink import Sink
 from deepcompile_zero3.sharding.source import source_of
+
+# Checks of reduced gradients at the end of a backward, ahead of all that sees them. Collective if
+# their parameters are checked. They return an error message, or "".
+CHECKS: list[Callable[[Sequence[tuple[ShardedParameter, torch.Tensor]]], str]] = []
 
 
 @torch_internals.disable_dynamo
@@ -26,7 +30,7 @@ def _deliver(
     """Adds reduced gradients to ``.grad``.
 
     The runtime calls this at the end of a backward or of ``reduce_deferred``, and earlier for
-    parameters that ``step_in_backward`` steps.
+    parameters whose sink takes them early.
     """
     # A parameter that is missing was deleted during its own backward.
     arrived = [(parameter_of(handle.placeholder), reduced) for handle, reduced in gradients]
@@ -36,9 +40,9 @@ def _deliver(
             sums[parameter] = sums[parameter] + reduced if parameter in sums else reduced
     delivered = list(sums.items())
     if moment != _C.Moment.EARLY:
-        # Both are collective. Where meshes cross, one rank may find an error that another does not.
-        errors = nonfinite_gradients(delivered), different_replicas(p for p, _ in delivered)
-        if error := errors[0] or errors[1]:
+        # All are collective. Where meshes cross, one rank may find an error that another does not.
+        errors = [check(delivered) for check in (*CHECKS, different_replicas)]
+        if error := next(filter(None, errors), None):
             raise Zero3Error(error)
         _run_all_reduce_hooks(delivered)
     shards = [parameter.unchanged_shard() for parameter, _ in delivered]
@@ -49,7 +53,53 @@ def _deliver(
     for shard in dict.fromkeys(shards):
         for hook in torch_internals.post_accumulate_grad_hooks(shard):
             hook(shard)
-    run_early_steps([parameter for parameter, _ in delivered], moment, model_numbers)
+    _let_sinks_take([parameter for parameter, _ in delivered], moment, model_numbers)
+
+
+def _let_sinks_take(
+    delivered: Sequence[ShardedParameter], moment: _C.Moment, model_numbers: Sequence[int]
+) -> None:
+    """Lets sinks take the gradients that were delivered, if this is the last backward of a step.
+
+    At the end of the backward, gradients that backwards before it have left are taken too.
+
+    Args:
+        delivered: parameters whose gradients were delivered now.
+        moment: the moment of the backward.
+        model_numbers: at the end, the models of which the backward has delivered gradients,
+            perhaps all of them before.
+    """
+    if moment == _C.Moment.NESTED_END:  # the backward around it may bring more
+        return
+    parameters = dict.fromkeys(delivered)
+    if moment == _C.Moment.END:
+        for each in models_numbered(model_numbers):
+            parameters.update(dict.fromkeys(each.parameters))
+    by_sink: dict[Sink, list[ShardedParameter]] = {}
+    for parameter in parameters:
+        if parameter.sink is None or (model := parameter.model) is None:
+            continue
+        if model.is_last_backward:
+            parameter.deliver_early_if_possible()
+            if parameter.shard.grad is not None:
+                by_sink.setdefault(parameter.sink, []).append(parameter)
+    for sink, its_parameters in by_sink.items():
+        sink.take(its_parameters)
+    if moment == _C.Moment.END:
+        for sink in _sinks_of(model_numbers):
+            sink.finish(model_numbers)
+
+
+def _interrupted(model_numbers: Sequence[int]) -> None:
+    """Tells sinks that a backward has raised. The runtime calls it."""
+    for sink in _sinks_of(model_numbers):
+        sink.interrupt(model_numbers)
+
+
+def _sinks_of(model_numbers: Sequence[int]) -> list[Sink]:
+    models = models_numbered(model_numbers)
+    sinks = (parameter.sink for model in models for parameter in model.parameters)
+    return list(dict.fromkeys(sink for sink in sinks if sink is not None))
 
 
 def _run_all_reduce_hooks(reduced: Sequence[tuple[ShardedParameter, torch.Tensor]]) -> None:
@@ -103,4 +153,5 @@ def _prepare_unshard(placeholder: torch.Tensor) -> None:
 
 
 _C.set_deliver(_deliver)
+_C.set_interrupted(_interrupted)
 _C.set_prepare_unshard(_prepare_unshard)

@@ -20,7 +20,7 @@ class ShardedModel:
         number: number of the model, the same on all ranks.
         parameters: the parameters, in one order on all ranks.
         nbytes: size in bytes of their full tensors in their compute dtypes.
-        is_last_backward: whether ``step_in_backward`` steps in the next backward.
+        is_last_backward: whether the next backward is the last one of a step.
     """
 
     def __init__(self, number: int, parameters: Sequence[ShardedParameter]) -> None:

@@ -10,9 +10,6 @@ from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error, check_bool
-from deepcompile_zero3.features.optimizer_steps.step_in_backward import (
-    refuse_if_stepped_in_backward,
-)
 from deepcompile_zero3.fsdp2.methods import FSDP2Methods, refused
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.conversion import convert
@@ -22,6 +19,7 @@ from deepcompile_zero3.sharding.handles import GatherHandle, GradientReductionHa
 from deepcompile_zero3.sharding.module_parameters import registered_in
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.sharding.reads import marks_forward
+from deepcompile_zero3.sharding.sink import refuse_if_taken
 
 
 class Zero3Module(FSDP2Methods):
@@ -325,7 +323,7 @@ class Zero3Module(FSDP2Methods):
         if stream is not None and replicated:
             raise ValueError("stream cannot be given on a mesh with replicas")
         for parameter in self._zero3_group.parameters:
-            refuse_if_stepped_in_backward(parameter.shard, "set_all_reduce_hook")
+            refuse_if_taken(parameter.shard, "set_all_reduce_hook")
         self._zero3_group.all_reduce_hook = hook
 
     def _zero3_outermost(self, caller: str) -> tuple[ParameterGroup, list[ShardedParameter]]:

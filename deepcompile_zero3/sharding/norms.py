@@ -12,10 +12,11 @@ from torch.distributed.tensor import DeviceMesh, DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from deepcompile_zero3 import torch_internals
-from deepcompile_zero3.features.optimizer_steps.flat_parameter import SMALL
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.mesh_of_few import MeshOfFew
 
+# Bytes of a tensor up to which a copy takes less time than operators on the tensor by itself.
+SMALL = 16 << 10
 _TOGETHER = 64  # small tensors that are copied to one for their norm
 
 # The process groups that a tensor is sharded over, in the order of its mesh's dimensions.

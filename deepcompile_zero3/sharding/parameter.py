@@ -11,7 +11,7 @@ Rows run along the sharded dimension, which comes first here whichever it is: se
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -39,6 +39,7 @@ from deepcompile_zero3.transport.connection import Connection, channel_of
 if TYPE_CHECKING:
     from deepcompile_zero3.sharding.group import ParameterGroup
     from deepcompile_zero3.sharding.model import ShardedModel
+    from deepcompile_zero3.sharding.sink import Sink
 
 # Metadata key of an autograd node: the models whose parameters it brings gradients.
 _MODELS = "zero3_models"
@@ -58,7 +59,7 @@ class ShardedParameter:
         group: the ``ParameterGroup`` that gathers it, weakly; see ``group_of``.
         reads: what reads return in eager code, for all parameters of the group.
         substitute: what is gathered in the parameter's place, or None.
-        step_early: steps parameters whose gradients have come; see ``step_in_backward``.
+        sink: who takes the gradient from ``.grad``, or None.
         memory: the budget of memory that the shard is part of, or None.
         schedule: what graphs have in place of the schedule in the backend's options, or None.
         placeholder: the tensor that a traced graph takes in place of the parameter.
@@ -84,7 +85,7 @@ class ShardedParameter:
         self.is_read_as_gathered = layout.dim == 0 and layout.inner is None  # one guard, not many
         self.declared_grad_dtype: torch.dtype | None = None
         self.leaf_contract = ""
-        self.step_early: Callable[[Sequence[ShardedParameter]], None] | None = None
+        self.sink: Sink | None = None
         self.memory: Memory | None = None
         self.schedule: Schedule | None = None
         kind = kind_of(blueprint.parameter)
@@ -237,6 +238,15 @@ class ShardedParameter:
         self.settings.reshard_after_forward = reshard_after_forward is True
         self.handle.after_forward = None
         self.update_guard_key()
+
+    def deliver_early_if_possible(self) -> None:
+        """Sets whether the runtime delivers the gradient before the end of a backward."""
+        self.settings.delivers_early = (
+            self.sink is not None
+            and self.replicas_are_compared
+            and self.model is not None
+            and self.model.is_last_backward
+        )
 
     def update_guard_key(self) -> None:
         """Updates ``guard_key``."""

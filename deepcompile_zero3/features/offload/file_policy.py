@@ -182,7 +182,7 @@ class BudgetedMemory:
         gathered = min(max(_BUCKET, *groups.values()), whole)
         bucket = min(max(each.settings.bucket_bytes for each in mine), whole)
         reduced = 2 * bucket  # packed, and what others sent with the sum of both
-        if any(each.step_early for each in mine):
+        if any(each.sink for each in mine):
             reduced += int(sum(self._states.values()) * bucket / max(whole, 1))
         self.loaded_ahead = min(LOADED_AHEAD, whole)
         gradients = sum(map(_nbytes_of_gradient, mine))
@@ -228,7 +228,7 @@ def _numel_of_shard(parameter: ShardedParameter) -> int:
 
 
 def _nbytes_of_gradient(parameter: ShardedParameter) -> int:
-    if not parameter.shard.requires_grad or parameter.step_early is not None:
+    if not parameter.shard.requires_grad or parameter.sink is not None:
         return 0
     dtype = parameter.shard.grad_dtype or parameter.registered.dtype
     return _numel_of_shard(parameter) * dtype.itemsize

@@ -10,10 +10,9 @@ from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.runtime import _C
+from deepcompile_zero3.sharding.norms import SMALL
 from deepcompile_zero3.torch_internals import local_tensor, spec_of
 
-# Bytes of a tensor up to which a copy takes less time than operators on the tensor by itself.
-SMALL = 16 << 10
 # torch computes whole vectors, and what is left over otherwise. Shards of a multiple of these bytes
 # have the same bits whether they are stepped together or each by itself.
 _WHOLE_VECTORS = 128

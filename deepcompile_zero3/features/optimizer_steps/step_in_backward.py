@@ -2,7 +2,7 @@
 
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -12,14 +12,10 @@ from deepcompile_zero3.features.optimizer_steps.local_step import (
     check_optimizer,
     parameters_replaced,
 )
-from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.group import group_of
-from deepcompile_zero3.sharding.model import models_numbered
 from deepcompile_zero3.sharding.module_parameters import parameters_in
 from deepcompile_zero3.sharding.parameter import ShardedParameter
-
-# Attribute of a shard that backwards step: the FQN.
-_STEPPED_AS = "_zero3_stepped_in_backward_as"
+from deepcompile_zero3.sharding.sink import say_taken
 
 
 def step_in_backward(
@@ -87,7 +83,7 @@ def step_in_backward(
         raise ValueError(f"bucket_mb is a positive number of MiB below 2**40, got {bucket_mb!r}")
     found = parameters_in(optimizer, model, "step_in_backward")
     for parameter in found:
-        if parameter.step_early is not None:
+        if parameter.sink is not None:
             raise Zero3Error(
                 f"step_in_backward: '{parameter.fqn}' is stepped in backward already: call "
                 "remove() of what the first call has returned"
@@ -113,23 +109,30 @@ class StepsInBackward:
         self._optimizer = optimizer
         self._lock = threading.RLock()  # gradients on two devices come on two threads
         self._before = [(each, each.settings.bucket_bytes) for each in parameters]
+        # Names of the parameters stepped by backwards that have not ended, by number of the model.
+        self._stepped: dict[int, set[str]] = {}
         for parameter in parameters:
-            parameter.step_early = self._step
-            setattr(parameter.shard, _STEPPED_AS, parameter.fqn)
+            parameter.sink = self
+            say_taken(
+                parameter.shard,
+                f"backwards step '{parameter.fqn}' (step_in_backward) before all gradients are "
+                "known: change each gradient in a hook of register_post_accumulate_grad_hook, or "
+                "call remove() and step after the backward",
+            )
             parameter.settings.bucket_bytes = bucket_bytes
-            deliver_early_if_possible(parameter)
+            parameter.deliver_early_if_possible()
 
     def remove(self) -> None:
         """Leaves all steps to ``optimizer.step()`` again."""
         for parameter, bucket_bytes in self._before:
-            parameter.step_early = None
+            parameter.sink = None
             parameter.settings.bucket_bytes = bucket_bytes
-            if hasattr(parameter.shard, _STEPPED_AS):
-                delattr(parameter.shard, _STEPPED_AS)
-            deliver_early_if_possible(parameter)
+            say_taken(parameter.shard, None)
+            parameter.deliver_early_if_possible()
         self._before = []
 
-    def _step(self, parameters: Sequence[ShardedParameter]) -> None:
+    def take(self, parameters: Sequence[ShardedParameter]) -> None:
+        """Steps ``parameters``, whose gradients have come."""
         shards = {id(parameter.shard): parameter.shard for parameter in parameters}
         with self._lock:
             given = [group["params"] for group in self._optimizer.param_groups]
@@ -142,84 +145,24 @@ class StepsInBackward:
                     "registered now: call remove(), and step_in_backward with a new optimizer"
                 )
             for parameter in parameters:
-                _stepped.setdefault(parameter.handle.model_number, set()).add(parameter.fqn)
+                self._stepped.setdefault(parameter.handle.model_number, set()).add(parameter.fqn)
             with parameters_replaced(self._optimizer, chosen):
                 self._optimizer.step()
         for shard in shards.values():
             shard.grad = None
 
-
-# Names of the parameters stepped by backwards that have not ended, by number of the model.
-_stepped: dict[int, set[str]] = {}
-
-
-def deliver_early_if_possible(parameter: ShardedParameter) -> None:
-    """Sets whether the runtime delivers the gradient before the end of a backward."""
-    model = parameter.model
-    parameter.settings.delivers_early = (
-        parameter.step_early is not None
-        and parameter.replicas_are_compared
-        and model is not None
-        and model.is_last_backward
-    )
-
-
-def run_early_steps(
-    delivered: Sequence[ShardedParameter], moment: _C.Moment, model_numbers: Sequence[int]
-) -> None:
-    """Steps parameters whose gradients were delivered, if this is the last backward of a step.
-
-    At the end of the backward, parameters that only have gradients of earlier backwards are stepped
-    too.
-
-    Args:
-        delivered: parameters whose gradients were delivered now.
-        moment: the moment of the backward.
-        model_numbers: at the end, the models of which the backward has delivered gradients,
-            perhaps all of them before.
-    """
-    parameters = dict.fromkeys(delivered)
-    if moment == _C.Moment.NESTED_END:  # the backward around it may bring more
-        return
-    if moment == _C.Moment.END:
-        for each in models_numbered(model_numbers):
-            parameters.update(dict.fromkeys(each.parameters))
-    by_step: dict[Callable[[Sequence[ShardedParameter]], None], list[ShardedParameter]] = {}
-    for parameter in parameters:
-        step = parameter.step_early
-        if step is None or (model := parameter.model) is None or not model.is_last_backward:
-            continue
-        deliver_early_if_possible(parameter)
-        if parameter.shard.grad is not None:
-            by_step.setdefault(step, []).append(parameter)
-    for step, its_parameters in by_step.items():
-        step(its_parameters)
-    if moment == _C.Moment.END:
+    def finish(self, model_numbers: Sequence[int]) -> None:
+        """Forgets what a backward has stepped, which has ended."""
         for number in model_numbers:
-            _stepped.pop(number, None)
+            self._stepped.pop(number, None)
 
-
-def refuse_if_stepped_in_backward(parameter: torch.Tensor, caller: str) -> None:
-    """Raises a Zero3Error if backwards step ``parameter``, which has no gradient after them."""
-    fqn = getattr(parameter, _STEPPED_AS, None)
-    if fqn is not None:
-        raise Zero3Error(
-            f"{caller}: backwards step '{fqn}' (step_in_backward) before all gradients are known: "
-            "change each gradient in a hook of register_post_accumulate_grad_hook, or call "
-            "remove() and step after the backward"
-        )
-
-
-def _interrupted(model_numbers: Sequence[int]) -> None:
-    """Warns of parameters that were stepped. The runtime calls it if their backward raises."""
-    names = sorted(name for number in model_numbers for name in _stepped.pop(number, ()))
-    if names:
-        others = f" and {len(names) - 1} others" if len(names) > 1 else ""
-        warnings.warn(
-            f"a backward has raised after its optimizer had begun to step '{names[0]}'{others} "
-            "(step_in_backward), and not the rest: continue from a checkpoint",
-            stacklevel=2,
-        )
-
-
-_C.set_interrupted(_interrupted)
+    def interrupt(self, model_numbers: Sequence[int]) -> None:
+        """Warns of parameters that a backward has stepped, which has raised."""
+        names = sorted(name for number in model_numbers for name in self._stepped.pop(number, ()))
+        if names:
+            others = f" and {len(names) - 1} others" if len(names) > 1 else ""
+            warnings.warn(
+                f"a backward has raised after its optimizer had begun to step '{names[0]}'{others} "
+                "(step_in_backward), and not the rest: continue from a checkpoint",
+                stacklevel=2,
+            )

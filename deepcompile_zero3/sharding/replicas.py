@@ -1,6 +1,6 @@
 """Comparison of the values of replicas, which have to be the same."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch.distributed as dist
 
@@ -14,14 +14,14 @@ from deepcompile_zero3.transport.json_collectives import all_gather_json, all_ga
 _COMPARISON = "comparison of replicas"
 
 
-def different_replicas(delivered: Iterable[ShardedParameter]) -> str:
+def different_replicas(delivered: Sequence[tuple[ShardedParameter, object]]) -> str:
     """Returns an error message if replicas of parameters differ, or "".
 
-    Collective if ``delivered`` has parameters whose replicas were not compared. Compares all
-    parameters that share a model and a mesh with one of these, until they are equal once: only here
-    do all ranks of a mesh meet after a model has got its values.
+    Collective if ``delivered`` has gradients of parameters whose replicas were not compared.
+    Compares all parameters that share a model and a mesh with one of these, until they are equal
+    once: only here do all ranks of a mesh meet after a model has got its values.
     """
-    uncompared = {parameter for parameter in delivered if not parameter.replicas_are_compared}
+    uncompared = {parameter for parameter, _ in delivered if not parameter.replicas_are_compared}
     meshes = {(parameter.model, parameter.layout.ranks.process_groups) for parameter in uncompared}
     uncompared.update(
         parameter
