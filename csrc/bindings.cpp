@@ -2,7 +2,6 @@
 
 #include "parameter/bindings.h"
 
-#include <ATen/ops/empty.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 #include <unistd.h>
@@ -19,6 +18,7 @@
 #include "support/host_copies.h"
 #include "support/memory.h"
 #include "support/signals.h"
+#include "support/tensor_ops.h"
 #include "support/user_state.h"
 #include "tier/bindings.h"
 #include "transport/bindings.h"
@@ -33,7 +33,7 @@ namespace {
 // as for a FakeTensor.
 at::Tensor make_placeholder(std::vector<int64_t> sizes, std::vector<int64_t> strides,
                             at::ScalarType dtype, at::Device device) {
-  auto tensor = at::empty({0}, at::TensorOptions(dtype).device(device));
+  auto tensor = tensor_ops::empty({0}, at::TensorOptions(dtype).device(device));
   tensor.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
   auto* storage = tensor.storage().unsafeGetStorageImpl();
   storage->release_data_and_set_meta_custom_data_ptr_error_msg_(

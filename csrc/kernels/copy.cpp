@@ -1,12 +1,10 @@
 #include "kernels/copy.h"
 
-#include <ATen/ops/div.h>
-#include <ATen/ops/scalar_tensor.h>
-
 #include <algorithm>
 #include <cmath>
 
 #include "support/memory.h"
+#include "support/tensor_ops.h"
 
 namespace zero3 {
 namespace {
@@ -15,7 +13,7 @@ void copy_divided(const at::Tensor& to, const at::Tensor& from, double divisor) 
   if (divisor == 1.0)
     copy_into(to, from);
   else
-    at::div_out(const_cast<at::Tensor&>(to), from, at::scalar_tensor(divisor, at::kDouble));
+    tensor_ops::div_out(to, from, divisor);
 }
 
 // A cast that needs an intermediate tensor goes by blocks of rows that stay in the cache.

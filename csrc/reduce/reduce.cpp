@@ -1,7 +1,5 @@
 #include "reduce/reduce.h"
 
-#include <ATen/ops/mm.h>
-
 #include <array>
 #include <map>
 #include <thread>
@@ -15,6 +13,7 @@
 #include "support/memory.h"
 #include "support/profiler_range.h"
 #include "support/signals.h"
+#include "support/tensor_ops.h"
 #include "support/user_state.h"
 #include "transport/channel.h"
 #include "transport/reduce_bucket.h"
@@ -164,7 +163,7 @@ void Reduction::add_product(const ParameterPtr& parameter, const at::Tensor& lef
     }
   }
   auto grad = empty_for(*parameter, sizes, left.options());
-  at::mm_out(grad, left, right);
+  tensor_ops::mm_out(grad, left, right);
   add(parameter, grad, /*owned=*/true);
 }
 

@@ -1,12 +1,13 @@
 #include "support/host_copies.h"
 
-#include <ATen/ops/empty_strided.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <map>
 #include <mutex>
 #include <utility>
 #include <vector>
+
+#include "support/tensor_ops.h"
 
 namespace zero3 {
 namespace {
@@ -51,14 +52,14 @@ void wait_on_current_stream(const c10::Event& event, at::Device device) {
 void start_copy(const at::Tensor& from, const at::Tensor& to) {
   auto source = from;
   if (source.strides() != to.strides())  // else the host would lay it out, and wait
-    source = at::empty_strided(to.sizes(), to.strides(), from.options()).copy_(from);
+    source = tensor_ops::empty_strided(to.sizes(), to.strides(), from.options()).copy_(from);
   to.copy_(source, /*non_blocking=*/true);
 }
 
 at::Tensor copy_to_host(const at::Tensor& tensor, const at::Tensor& like) {
   const OnCopyStream guard(tensor.device(), CopyStream::kGradients);
   const auto options = at::TensorOptions(tensor.scalar_type()).pinned_memory(like.is_pinned());
-  auto copy = at::empty_strided(like.sizes(), like.strides(), options);
+  auto copy = tensor_ops::empty_strided(like.sizes(), like.strides(), options);
   start_copy(tensor, copy);
   tensor.record_stream(guard.stream());
   return copy;

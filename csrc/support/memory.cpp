@@ -1,7 +1,6 @@
 #include "support/memory.h"
 
 #include <ATen/EmptyTensor.h>
-#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/CPUAllocator.h>
 
@@ -12,6 +11,8 @@
 #include <memory>
 #include <mutex>
 #include <string_view>
+
+#include "support/tensor_ops.h"
 
 namespace zero3 {
 namespace {
@@ -168,7 +169,7 @@ at::Tensor take(at::IntArrayRef sizes, at::IntArrayRef strides, const at::Tensor
   const int64_t nbytes = at::detail::computeStorageNbytes(sizes, strides, item);
   if (options.device().is_meta()) return take_on_meta(sizes, strides, options, nbytes);
   if (!options.device().is_cpu() || nbytes < kSmall)
-    return at::empty_strided(sizes, strides, options);
+    return tensor_ops::empty_strided(sizes, strides, options);
   auto block = std::make_shared<Block>(pool()->take(nbytes));
   return at::for_blob(block->memory.get(), sizes)
       .strides(strides)

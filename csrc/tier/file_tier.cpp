@@ -1,6 +1,6 @@
 #include "tier/file_tier.h"
 
-#include <ATen/ops/empty.h>
+#include <ATen/EmptyTensor.h>
 #include <c10/util/Exception.h>
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -15,6 +15,7 @@
 #include <iterator>
 
 #include "support/error.h"
+#include "support/tensor_ops.h"
 
 namespace zero3 {
 namespace {
@@ -162,7 +163,7 @@ at::Tensor FileTier::empty(at::IntArrayRef sizes, at::IntArrayRef strides,
   c10::Storage storage(c10::Storage::use_byte_size_t(), static_cast<size_t>(nbytes),
                        c10::DataPtr(memory, slab.release(), &FileTier::free, at::kCPU),
                        /*allocator=*/nullptr, /*resizable=*/false);
-  return at::empty({0}, options).set_(storage, 0, sizes, strides);
+  return tensor_ops::empty({0}, options).set_(storage, 0, sizes, strides);
 }
 
 at::Tensor FileTier::copy(const at::Tensor& tensor) {

@@ -1,11 +1,11 @@
 #include "tier/host_copy.h"
 
 #include <ATen/SavedTensorHooks.h>
-#include <ATen/ops/empty_like.h>
 
 #include <utility>
 
 #include "support/host_copies.h"
+#include "support/tensor_ops.h"
 
 namespace zero3 {
 
@@ -28,7 +28,7 @@ HostCopy::~HostCopy() {
 
 std::unique_ptr<HostCopy> HostCopy::store(const at::Tensor& tensor) {
   const auto stored =
-      at::empty_like(tensor, at::TensorOptions().device(at::kCPU).pinned_memory(true));
+      tensor_ops::empty_like(tensor, at::TensorOptions().device(at::kCPU).pinned_memory(true));
   const OnCopyStream guard(tensor.device(), CopyStream::kStores);
   start_copy(tensor, stored);
   return std::unique_ptr<HostCopy>(
@@ -38,7 +38,7 @@ std::unique_ptr<HostCopy> HostCopy::store(const at::Tensor& tensor) {
 std::unique_ptr<HostCopy> HostCopy::load(const at::Tensor& stored, at::Device device) {
   // Memory of the computation's stream, which the copy is behind.
   const auto loaded =
-      at::empty_like(stored, at::TensorOptions().device(device).pinned_memory(false));
+      tensor_ops::empty_like(stored, at::TensorOptions().device(device).pinned_memory(false));
   const OnCopyStream guard(loaded.device(), CopyStream::kLoads);
   loaded.copy_(stored, /*non_blocking=*/true);
   return std::unique_ptr<HostCopy>(

@@ -1,10 +1,10 @@
 // The operators that offload what a forward saves, and bring it back in backward.
 #include <ATen/core/enum_tag.h>
-#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include "support/error.h"
 #include "support/in_flight.h"
+#include "support/tensor_ops.h"
 #include "tier/file_tier.h"
 #include "tier/host_copy.h"
 #include "tier/transfer.h"
@@ -49,7 +49,7 @@ Tensor load_start(const Tensor& stored, const std::optional<Tensor>& after, std:
   if (!device.empty() && stored.is_cpu())
     return InFlight<HostCopy>::get().add(HostCopy::load(stored, at::Device(device)));
   const bool is_whole = stored.storage_offset() == 0 && is_movable(stored);
-  if (!slab_of(stored) || !is_whole) return at::zeros({1}, at::kLong);
+  if (!slab_of(stored) || !is_whole) return tensor_ops::zeros({1}, at::kLong);
   return InFlight<Transfer>::get().add(Transfer::load(stored));
 }
 

@@ -1,13 +1,13 @@
 #include "tier/transfer.h"
 
 #include <ATen/Parallel.h>
-#include <ATen/ops/empty_strided.h>
 
 #include <chrono>
 #include <utility>
 
 #include "support/error.h"
 #include "support/signals.h"
+#include "support/tensor_ops.h"
 
 namespace zero3 {
 namespace {
@@ -68,7 +68,7 @@ std::unique_ptr<Transfer> Transfer::store(const at::Tensor& tensor, const at::Te
 
 std::unique_ptr<Transfer> Transfer::load(const at::Tensor& stored) {
   const Slab* slab = checked_slab_of(stored);
-  auto memory = at::empty_strided(stored.sizes(), stored.strides(), stored.options());
+  auto memory = tensor_ops::empty_strided(stored.sizes(), stored.strides(), stored.options());
   return std::unique_ptr<Transfer>(new Transfer(stored, memory, slab->tier, [stored, memory, slab] {
     slab->tier->read(*slab, memory.mutable_data_ptr(), static_cast<int64_t>(stored.nbytes()));
   }));

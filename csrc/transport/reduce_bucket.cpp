@@ -1,12 +1,11 @@
 #include "transport/reduce_bucket.h"
 
-#include <ATen/ops/mm.h>
-
 #include <limits>
 
 #include "kernels/copy.h"
 #include "kernels/sum.h"
 #include "support/memory.h"
+#include "support/tensor_ops.h"
 #include "transport/channel.h"
 #include "transport/transport.h"
 
@@ -73,7 +72,7 @@ void ReduceBucket::send_zero(const ParameterPtr& parameter, at::ScalarType shard
 void ReduceBucket::send_product(const ParameterPtr& parameter, const at::Tensor& left,
                                 const at::Tensor& right, at::ScalarType shard_dtype) {
   auto grad = pooled_empty(parameter->sizes, left.options());
-  at::mm_out(grad, left, right);
+  tensor_ops::mm_out(grad, left, right);
   send(parameter, grad, wire_dtype(), shard_dtype, /*owned=*/true);
 }
 

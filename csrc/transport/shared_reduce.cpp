@@ -1,9 +1,9 @@
 // Reductions of ranks that share memory, through mailboxes.
-#include <ATen/ops/mm.h>
 
 #include "kernels/copy.h"
 #include "support/memory.h"
 #include "support/profiler_range.h"
+#include "support/tensor_ops.h"
 #include "transport/process_group.h"
 #include "transport/reduce_bucket.h"
 #include "transport/shared_memory.h"
@@ -55,7 +55,7 @@ class SharedReduce : public ReduceBucket {
     }
     post(parameter, shard_dtype, [&](const Block& block) {
       auto posted = mailbox_->empty({block.rows, right.size(1)}, wire_dtype(), parameter->fqn);
-      at::mm_out(posted, left.narrow(0, block.begin, block.rows), right);
+      tensor_ops::mm_out(posted, left.narrow(0, block.begin, block.rows), right);
       return posted;
     });
   }
