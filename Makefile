@@ -7,6 +7,7 @@ VENV ?= .venv
 ARGS ?=
 export MAX_JOBS ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
+unexport PYTHONDONTWRITEBYTECODE  # see INSTALL
 SHELL = bash
 .SHELLFLAGS = -o pipefail -c
 
@@ -141,7 +142,8 @@ clean:
 # pip says a page for each package: here, a line for each that it brings and each source that is
 # compiled. All of it is in a log, whose end is shown if something fails.
 LOG = $(VENV)/$(@F).log
-INSTALL = PYTHONUNBUFFERED=1 $(BIN)/pip install --progress-bar off
+# Python compiles what is imported, once; pip would compile all modules of torch and transformers.
+INSTALL = PYTHONUNBUFFERED=1 $(BIN)/pip install --progress-bar off --no-compile
 BRIEFLY = 2>&1 | tee $(LOG) | sed -unE \
   -e 's,^ *(Downloading|Processing|Using cached) (.*/)?([^/ ]+-[0-9][^-/ ]*)(-[^ ]*)?\.(whl|tar\.gz)( \(([0-9.]+ .B)\))?.*,  \3  \7,p' \
   -e 's,^ *(\[[0-9]+/[0-9]+\]) .* -c [^ ]*/(csrc/[a-z_/]+\.[a-z]+) .*,  \1 \2,p' || \
@@ -157,9 +159,15 @@ $(VENV)/.torch-$(TORCH):
 	@$(INSTALL) "torch==$(TORCH)" "setuptools>=77" wheel ninja $(BRIEFLY)
 	@touch $@
 
+# The compiler runs beside pip, and then pip finds the runtime built.
 $(VENV)/.installed: $(VENV)/.torch-$(TORCH) $(BUILD_SOURCES)
-	@echo "building the C++ runtime, about two minutes, and installing what training needs"
-	@$(INSTALL) --verbose --no-build-isolation --editable ".[train]" $(BRIEFLY)
+	@echo "building the C++ runtime, a minute or two, and beside it:"
+	@$(MAKE) -s -j2 $(VENV)/.built $(VENV)/.extra-train
+	@$(INSTALL) --verbose --no-build-isolation --editable . $(BRIEFLY)
+	@touch $@
+
+$(VENV)/.built: $(VENV)/.torch-$(TORCH) $(BUILD_SOURCES)
+	@$(BIN)/python setup.py build_ext --inplace $(BRIEFLY)
 	@touch $@
 
 $(VENV)/.installed-copy: $(VENV)/.torch-$(TORCH) $(BUILD_SOURCES) $(PACKAGE_SOURCES)
@@ -168,9 +176,16 @@ $(VENV)/.installed-copy: $(VENV)/.torch-$(TORCH) $(BUILD_SOURCES) $(PACKAGE_SOUR
 	@touch $@
 
 # An extra's own list, without the package: naming the extra would build the runtime again.
-$(VENV)/.extra-%: pyproject.toml | $(VENV)/.installed
-	@echo "installing what '$*' needs"
+define INSTALL_EXTRA
+	@echo "installing what '$(1)' needs"
 	@$(BIN)/python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-	  print(*project["optional-dependencies"]["$*"], sep="\n")' >$(VENV)/$*.txt
-	@$(INSTALL) --requirement $(VENV)/$*.txt $(BRIEFLY)
+	  print(*project["optional-dependencies"]["$(1)"], sep="\n")' >$(VENV)/$(1).txt
+	@$(INSTALL) --requirement $(VENV)/$(1).txt $(BRIEFLY)
 	@touch $@
+endef
+
+$(VENV)/.extra-train: pyproject.toml | $(VENV)/.torch-$(TORCH)
+	$(call INSTALL_EXTRA,train)
+
+$(VENV)/.extra-%: pyproject.toml | $(VENV)/.installed
+	$(call INSTALL_EXTRA,$*)
