@@ -51,7 +51,7 @@ bool GradientAccumulator::awaits_one() const {
 
 void GradientAccumulator::add(const at::Tensor& raw, const GradientDtypes& dtypes, bool owned) {
   WithoutUserModes guard;
-  const auto dtype = dtypes.normalized(raw);
+  const auto dtype = dtypes.normalized(raw.scalar_type());
   const auto grad = raw.to(dtype);
   auto wider = c10::promoteTypes(dtypes.wire.value_or(dtype), dtypes.shard.value_or(dtype));
   wider = c10::promoteTypes(wider, dtype);

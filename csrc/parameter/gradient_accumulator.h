@@ -19,10 +19,8 @@ struct GradientDtypes {
   std::optional<QuantizedFormat> quantized = std::nullopt;  // on the wire, in place of `wire`
   bool feeds_error_back = false;  // adds what quantizing one gradient has lost to the next
 
-  // Dtype to which `raw` is cast first.
-  at::ScalarType normalized(const at::Tensor& raw) const {
-    return leaf.value_or(raw.scalar_type());
-  }
+  // Dtype to which a raw gradient is cast first.
+  at::ScalarType normalized(at::ScalarType raw) const { return leaf.value_or(raw); }
 };
 
 // A gradient [shard_rows, ...], reduced over the ranks of the shards but not yet over the replicas.

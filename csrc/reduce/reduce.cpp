@@ -117,8 +117,8 @@ void Reduction::add_locked(const ParameterPtr& parameter, const at::Tensor& raw,
   if (!parameter->transport->can.reduces_in_any_order) finish_presence_checks();
   const bool held = is_held(parameter);
   if (at_once && !held) {
-    const auto dtype = parameter->settings.gradient_dtypes.normalized(raw);
-    send(parameter, raw, dtype, dtype, owned);
+    const auto selected = select_bucket(*parameter, raw.scalar_type());
+    send(parameter, raw, selected.normalized_dtype, selected, owned);
     return;
   }
   parameter->gradients.add(raw, parameter->settings.gradient_dtypes, owned);
@@ -141,12 +141,11 @@ void Reduction::add_product(const ParameterPtr& parameter, const at::Tensor& lef
                             const at::Tensor& right) {
   if (!parameter->is_wanted()) return;
   const auto dtype = left.scalar_type();
-  const auto& dtypes = parameter->settings.gradient_dtypes;
+  const auto selected = select_bucket(*parameter, dtype);
   const std::array sizes{left.size(0), right.size(1)};
   const bool may_be_held =
       !parameter->transport->can.reduces_in_any_order;  // then computed by itself
-  const bool keeps_dtype = dtypes.normalized(left) == dtype &&
-                           dtypes.wire.value_or(dtype) == dtype &&
+  const bool keeps_dtype = selected.normalized_dtype == dtype && selected.key.wire_dtype == dtype &&
                            !parameter->settings.detects_nonfinite &&
                            at::IntArrayRef(sizes) == at::IntArrayRef(parameter->sizes);
   if (keeps_dtype && !may_be_held) {
@@ -154,7 +153,7 @@ void Reduction::add_product(const ParameterPtr& parameter, const at::Tensor& lef
     std::unique_lock lock(mutex_);
     if (goes_at_once(*parameter)) {
       arrives(parameter);
-      auto& bucket = bucket_for(parameter, dtype);
+      auto& bucket = bucket_for(parameter, selected.key);
       bucket.add_product(parameter, left, right);
       launch_if_full(bucket);
       lock.unlock();
@@ -223,29 +222,27 @@ void Reduction::send_accumulated(const ParameterPtr& parameter) {
   if (held)
     if (const auto dtype = dtype_on_all_ranks(parameter)) parameter->gradients.widen(*dtype);
   if (auto sum = parameter->gradients.take_sum())
-    send(parameter, sum->grad, sum->grad.scalar_type(), sum->arrived_dtype, /*owned=*/true);
+    send(parameter, sum->grad, sum->grad.scalar_type(),
+         select_bucket(*parameter, sum->arrived_dtype, /*is_normalized=*/true), /*owned=*/true);
   else if (held)
     send_zero(parameter);
 }
 
 void Reduction::send(const ParameterPtr& parameter, const at::Tensor& grad, at::ScalarType through,
-                     at::ScalarType normalized_dtype, bool owned) {
-  auto& bucket = bucket_for(parameter, normalized_dtype);
-  bucket.add(parameter, grad, through, normalized_dtype, owned);
+                     const BucketSelection& selected, bool owned) {
+  auto& bucket = bucket_for(parameter, selected.key);
+  bucket.add(parameter, grad, through, selected.normalized_dtype, owned);
   launch_if_full(bucket);
 }
 
-ReduceBucket& Reduction::bucket_for(const ParameterPtr& parameter,
-                                    at::ScalarType normalized_dtype) {
+ReduceBucket& Reduction::bucket_for(const ParameterPtr& parameter, const BucketKey& key) {
   // The first gradient need not wait for other ranks to begin, unless it shares a message.
-  const auto wire_dtype = parameter->settings.gradient_dtypes.wire.value_or(normalized_dtype);
-  const auto nbytes = parameter->sent_chunk_bytes(wire_dtype);
+  const auto nbytes = parameter->sent_chunk_bytes(key.wire_dtype);
   const bool in_any_order = parameter->transport->can.reduces_in_any_order;
   if (std::exchange(has_sent_, true) || nbytes < kWorthAMessage || !in_any_order)
     finish_presence_checks();
   auto& buckets = in_any_order && is_mixed(parameter) ? mixed_ : open_;
-  auto bucket = std::ranges::find_if(
-      buckets, [&](auto& other) { return other->accepts(*parameter, wire_dtype); });
+  auto bucket = std::ranges::find_if(buckets, [&](auto& other) { return key == other->key(); });
   if (&buckets == &open_ && bucket != open_.end() && !(*bucket)->has_room_for(*parameter)) {
     auto full = std::move(*bucket);
     open_.erase(bucket);
@@ -253,8 +250,7 @@ ReduceBucket& Reduction::bucket_for(const ParameterPtr& parameter,
     bucket = open_.end();
   }
   if (bucket == buckets.end()) {
-    buckets.push_back(
-        backward_of(*parameter).reduce_bucket(*parameter, wire_dtype, &buckets == &mixed_));
+    buckets.push_back(backward_of(*parameter).reduce_bucket(*parameter, key, &buckets == &mixed_));
     bucket = std::prev(buckets.end());
   }
   return **bucket;

@@ -56,6 +56,8 @@ void announce_presences(const std::vector<ParameterPtr>& parameters);
 void exchange_presences(const std::vector<ParameterPtr>& parameters);
 
 class Backward;
+struct BucketKey;
+struct BucketSelection;
 class PresenceCheck;
 enum class Occasion : uint8_t;
 class ReduceBucket;
@@ -129,10 +131,10 @@ class Reduction {
   Backward& backward_of(const Parameter& parameter);
   // `through` is the normalized dtype for a raw gradient, and the sum's own dtype for a sum.
   void send(const ParameterPtr& parameter, const at::Tensor& grad, at::ScalarType through,
-            at::ScalarType normalized_dtype, bool owned);
+            const BucketSelection& selected, bool owned);
   void send_accumulated(const ParameterPtr& parameter);
-  // An open bucket with room for `parameter`.
-  ReduceBucket& bucket_for(const ParameterPtr& parameter, at::ScalarType normalized_dtype);
+  // An open bucket of `key` with room for `parameter`.
+  ReduceBucket& bucket_for(const ParameterPtr& parameter, const BucketKey& key);
   void launch_if_full(const ReduceBucket& bucket);
   void launch(std::unique_ptr<ReduceBucket> bucket);
   void finish_oldest();

@@ -137,8 +137,9 @@ std::optional<at::ScalarType> Reduction::dtype_on_all_ranks(const ParameterPtr& 
 
 void Reduction::send_zero(const ParameterPtr& parameter) {
   const auto dtype = dtype_on_all_ranks(parameter).value_or(parameter->compute_dtype);
-  auto& bucket = bucket_for(parameter, dtype);
-  bucket.add_zero(parameter, dtype);
+  const auto selected = select_bucket(*parameter, dtype, /*is_normalized=*/true);
+  auto& bucket = bucket_for(parameter, selected.key);
+  bucket.add_zero(parameter, selected.normalized_dtype);
   launch_if_full(bucket);
 }
 

@@ -22,9 +22,8 @@ at::Tensor rows_of(const at::Tensor& full, const Parameter& parameter, int64_t r
 // [world][chunk of p0 | chunk of p1 | ... | free], so that each rank's part is contiguous.
 class MessageReduce : public ReduceBucket {
  public:
-  MessageReduce(const Channel& channel, const Parameter& like, at::ScalarType wire_dtype,
-                bool in_pieces)
-      : ReduceBucket(like, wire_dtype),
+  MessageReduce(const Channel& channel, const Parameter& like, const BucketKey& key, bool in_pieces)
+      : ReduceBucket(like, key),
         in_pieces_(in_pieces),
         is_point_to_point_(channel.traits.is_point_to_point),
         exchange_(channel.exchange()) {}
@@ -37,20 +36,20 @@ class MessageReduce : public ReduceBucket {
       const int64_t rows = parameter->shard_rows();
       const auto sizes = parameter->sizes_with_rows(rows);
       const int64_t row = sent_row(*parameter);
-      const auto sent_sizes = format_ ? std::vector<int64_t>{rows, row} : sizes;
+      const auto sent_sizes = key_.quantized ? std::vector<int64_t>{rows, row} : sizes;
       Rows addends;
       for (auto& addend : exchange_->addends()[*piece])
         addends.push_back(part_of(addend, offset, sent_sizes));
-      if (format_) {
-        shards.push_back(pooled_empty(sizes, options_.dtype(shard_dtype)));
-        sum_quantized(shards.back(), addends, *format_, divisor_now());
+      if (key_.quantized) {
+        shards.push_back(pooled_empty(sizes, options().dtype(shard_dtype)));
+        sum_quantized(shards.back(), addends, *key_.quantized, divisor_now());
         continue;
       }
       const bool takes_over = is_alone && shard_dtype == wire_dtype();
       // Reuses a received addend. This rank's own, the first on the first rank, may be a view of
       // the whole gradient, which would stay alive.
       const auto& memory = addends[addends.size() > 1 && rank_ == 0 ? 1 : 0];
-      const auto shard = takes_over ? memory : pooled_empty(sizes, options_.dtype(shard_dtype));
+      const auto shard = takes_over ? memory : pooled_empty(sizes, options().dtype(shard_dtype));
       const bool is_there = takes_over && addends.size() == 1 && divisor_now() == 1;
       if (!is_there && addends.size() == 1 && !shard.is_cpu())
         copies.push_back({shard, addends.front()});
@@ -84,11 +83,11 @@ class MessageReduce : public ReduceBucket {
     if (goes_alone(*parameter)) {
       const ProfilerRange range([&] { return scope_name(collective_of({parameter}), "send"); });
       auto full = grad;
-      if (format_) {
+      if (key_.quantized) {
         full = quantized(*parameter, grad, through);
       } else if (!owned || !grad.is_contiguous() || grad.scalar_type() != wire_dtype() ||
                  through != wire_dtype() || pre_divide_factor_ != 1.0) {
-        full = pooled_empty(parameter->sizes, options_);
+        full = pooled_empty(parameter->sizes, options());
         copy_all({{full, grad}}, through, pre_divide_factor_);
       }
       Rows rows;
@@ -103,11 +102,11 @@ class MessageReduce : public ReduceBucket {
       send_rest();
       const int64_t slab_numel = kSlabBytes / world_size_ / c10::elementSize(sent_dtype());
       const int64_t most = aligned(std::min(capacity_, slab_numel), sent_dtype());
-      slab_ = pooled_empty({world_size_, std::max(most, numel)}, options_.dtype(sent_dtype()));
+      slab_ = pooled_empty({world_size_, std::max(most, numel)}, options().dtype(sent_dtype()));
     }
     slab_key_ += " " + parameter->chunk_key();
     entries_.push_back({parameter, shard_dtype, std::nullopt, slab_used_, /*is_alone=*/false});
-    if (format_)
+    if (key_.quantized)
       pack(*parameter, quantized(*parameter, grad, through), at::kByte);
     else
       pack(*parameter, grad, through);
@@ -116,15 +115,16 @@ class MessageReduce : public ReduceBucket {
   // Returns the gradient's codes and scales, uint8 [rows, row_bytes].
   at::Tensor quantized(Parameter& parameter, const at::Tensor& grad, at::ScalarType through) const {
     const auto exact = grad.to(through);
-    if (!parameter.settings.gradient_dtypes.feeds_error_back) return quantize(exact, *format_);
+    if (!parameter.settings.gradient_dtypes.feeds_error_back)
+      return quantize(exact, *key_.quantized);
     auto values = parameter.gradients.take_error();
     if (values.defined())
       values.add_(exact);
     else
-      values = pooled_empty(parameter.sizes, options_.dtype(at::kFloat)).copy_(exact);
-    auto codes = quantize(values, *format_);
+      values = pooled_empty(parameter.sizes, options().dtype(at::kFloat)).copy_(exact);
+    auto codes = quantize(values, *key_.quantized);
     auto sent = pooled_empty(values.sizes(), values.options());
-    dequantize(sent, codes, *format_);
+    dequantize(sent, codes, *key_.quantized);
     // What is not finite now must not be so for ever.
     parameter.gradients.keep_error(values.sub_(sent).nan_to_num_(0, 0, 0));
     return codes;
@@ -169,8 +169,8 @@ class MessageReduce : public ReduceBucket {
   // Starts the reduction of a piece, and returns its number.
   size_t exchange(const Rows& rows, const std::string& key) {
     const auto kind = std::string("reduce ") + c10::toString(sent_dtype()) + " ";
-    if (format_)
-      exchange_->all_to_all(rows, kind + format_->text() + " " + key);
+    if (key_.quantized)
+      exchange_->all_to_all(rows, kind + key_.quantized->text() + " " + key);
     else
       exchange_->reduce(rows, kind + key);
     return pieces_++;
@@ -190,9 +190,9 @@ class MessageBackward : public Backward {
  public:
   explicit MessageBackward(std::shared_ptr<Channel> channel) : channel_(std::move(channel)) {}
 
-  std::unique_ptr<ReduceBucket> reduce_bucket(const Parameter& like, at::ScalarType wire_dtype,
+  std::unique_ptr<ReduceBucket> reduce_bucket(const Parameter& like, const BucketKey& key,
                                               bool in_pieces) override {
-    return std::make_unique<MessageReduce>(*channel_, like, wire_dtype, in_pieces);
+    return std::make_unique<MessageReduce>(*channel_, like, key, in_pieces);
   }
 
   std::unique_ptr<PresenceGather> gather_presences(const std::vector<ParameterPtr>& parameters,

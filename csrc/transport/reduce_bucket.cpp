@@ -12,38 +12,23 @@
 namespace zero3 {
 namespace {
 
-double pre_divide_factor(const Parameter& like, at::ScalarType wire_dtype) {
-  return wire_dtype == at::kHalf && !like.transport->can.sums_in_fp32 &&
-                 !like.settings.gradient_dtypes.quantized
-             ? divisor_before_fp16_sum(like.settings.divide_factor)
+double pre_divide_factor(const BucketKey& key) {
+  return key.wire_dtype == at::kHalf && !key.domain.transport->can.sums_in_fp32 && !key.quantized
+             ? divisor_before_fp16_sum(key.divide_factor)
              : 1.0;
 }
 
 }  // namespace
 
-ReduceBucket::ReduceBucket(const Parameter& like, at::ScalarType wire_dtype)
-    : rank_(like.rank),
+ReduceBucket::ReduceBucket(const Parameter& like, const BucketKey& key)
+    : key_(key),
+      rank_(like.rank),
       world_size_(like.world_size),
-      divide_factor_(like.settings.divide_factor),
-      pre_divide_factor_(pre_divide_factor(like, wire_dtype)),
-      options_(at::TensorOptions(wire_dtype).device(like.device)),
-      format_(like.settings.gradient_dtypes.quantized),
-      delivers_early_(like.settings.delivers_early),
-      capacity_(like.transport->can.bounds_buckets || delivers_early_
+      pre_divide_factor_(pre_divide_factor(key)),
+      capacity_(like.transport->can.bounds_buckets || key.delivers_early
                     ? like.settings.bucket_bytes / world_size_ /
-                          static_cast<int64_t>(options_.dtype().itemsize())
-                    : std::numeric_limits<int64_t>::max()),
-      transport_(like.transport),
-      replicas_(like.replicas) {}
-
-bool ReduceBucket::accepts(const Parameter& parameter, at::ScalarType wire_dtype) const {
-  return transport_->joins(*parameter.transport) &&
-         is_same(replicas_.get(), parameter.replicas.get()) &&
-         divide_factor_ == parameter.settings.divide_factor &&
-         delivers_early_ == parameter.settings.delivers_early && this->wire_dtype() == wire_dtype &&
-         options_.device() == parameter.device &&
-         format_ == parameter.settings.gradient_dtypes.quantized;
-}
+                          static_cast<int64_t>(c10::elementSize(key.wire_dtype))
+                    : std::numeric_limits<int64_t>::max()) {}
 
 bool ReduceBucket::has_room_for(const Parameter& parameter) const {
   return parameters_.empty() || used_ + space_of(parameter) <= capacity_;
@@ -65,7 +50,7 @@ void ReduceBucket::add_zero(const ParameterPtr& parameter, at::ScalarType normal
 }
 
 void ReduceBucket::send_zero(const ParameterPtr& parameter, at::ScalarType shard_dtype) {
-  const auto zeros = pooled_empty(parameter->sizes, options_).zero_();
+  const auto zeros = pooled_empty(parameter->sizes, options()).zero_();
   send(parameter, zeros, wire_dtype(), shard_dtype, /*owned=*/true);
 }
 
@@ -92,7 +77,7 @@ int64_t ReduceBucket::space_of(const Parameter& parameter) const {
 
 int64_t ReduceBucket::sent_row(const Parameter& parameter) const {
   const int64_t numel = parameter.row_numel();
-  return format_ ? format_->row_bytes(numel) : numel;
+  return key_.quantized ? key_.quantized->row_bytes(numel) : numel;
 }
 
 int64_t ReduceBucket::lowest_order() const {
@@ -105,7 +90,7 @@ Collective ReduceBucket::collective_of(const std::vector<ParameterPtr>& paramete
     numel += (parameter->owner ? 1 : world_size_) * sent_chunk(*parameter);
   const int64_t nbytes = numel * static_cast<int64_t>(c10::elementSize(sent_dtype()));
   return {"reduce_scatter", sent_dtype(),         nbytes,
-          world_size_,      names_of(parameters), options_.device().is_meta()};
+          world_size_,      names_of(parameters), key_.device.is_meta()};
 }
 
 void ReduceBucket::close() {

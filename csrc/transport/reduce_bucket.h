@@ -5,28 +5,27 @@
 
 #include <algorithm>
 #include <memory>
-#include <optional>
 #include <vector>
 
-#include "kernels/quantize.h"
 #include "parameter/parameter.h"
 #include "support/collective_log.h"
+#include "transport/bucket_key.h"
 
 namespace zero3 {
 
-// Gradients of several parameters that are reduced, and waited for, together.
+// Gradients of one key that are reduced, and waited for, together.
 class ReduceBucket {
  public:
   virtual ~ReduceBucket() = default;
 
-  bool accepts(const Parameter& parameter, at::ScalarType wire_dtype) const;
+  const BucketKey& key() const { return key_; }
   bool has_room_for(const Parameter& parameter) const;
   bool is_full() const { return used_ >= capacity_; }
   const std::vector<ParameterPtr>& parameters() const { return parameters_; }
   int64_t lowest_order() const;  // lowest order of parameters()
   // Dtype of the delivered gradient of each of parameters().
   const std::vector<at::ScalarType>& shard_dtypes() const { return shard_dtypes_; }
-  at::ScalarType wire_dtype() const { return options_.dtype().toScalarType(); }
+  at::ScalarType wire_dtype() const { return key_.wire_dtype; }
   Collective collective() const { return collective_of(parameters_); }
 
   // Adds `grad`, cast to `through` and then to the wire dtype. If `owned`, the bucket takes
@@ -41,11 +40,11 @@ class ReduceBucket {
 
   // Divisor still to be applied to the sum over all ranks. Where shards are replicated, AllReduce
   // applies it.
-  double divisor() const { return divide_factor_ / pre_divide_factor_; }
+  double divisor() const { return key_.divide_factor / pre_divide_factor_; }
   // Part of divisor(): makes the sum over the ranks of the shards their mean, or the result if that
   // is larger.
   double divisor_over_shards() const {
-    return std::min(static_cast<double>(world_size_), divide_factor_) / pre_divide_factor_;
+    return std::min(static_cast<double>(world_size_), key_.divide_factor) / pre_divide_factor_;
   }
 
   // Waits, and returns the reduced and scaled shard of each of parameters(), in its dtype of
@@ -54,7 +53,7 @@ class ReduceBucket {
   virtual std::vector<at::Tensor> finish() = 0;
 
  protected:
-  ReduceBucket(const Parameter& like, at::ScalarType wire_dtype);
+  ReduceBucket(const Parameter& like, const BucketKey& key);
 
   virtual void send(const ParameterPtr& parameter, const at::Tensor& grad, at::ScalarType through,
                     at::ScalarType shard_dtype, bool owned) = 0;
@@ -63,24 +62,25 @@ class ReduceBucket {
   virtual void send_zero(const ParameterPtr& parameter, at::ScalarType shard_dtype);
   virtual void send_rest() {}
 
+  const BucketKey key_;
   const int64_t rank_;
   const int64_t world_size_;
+  // On the wire, unless gradients are quantized.
+  at::TensorOptions options() const {
+    return at::TensorOptions(key_.wire_dtype).device(key_.device);
+  }
   // The collective for some of the parameters, to be named in a profile.
   Collective collective_of(const std::vector<ParameterPtr>& parameters) const;
-  double divisor_now() const { return replicas_ ? 1.0 : divisor(); }
+  double divisor_now() const { return key_.replicas.channel ? 1.0 : divisor(); }
 
-  const double divide_factor_;
   const double pre_divide_factor_;
-  const at::TensorOptions options_;              // on the wire, unless gradients are quantized
-  const std::optional<QuantizedFormat> format_;  // of the gradients, if they are quantized
   // The tensors that travel are of this dtype: bytes, if gradients are quantized.
-  at::ScalarType sent_dtype() const { return format_ ? at::kByte : wire_dtype(); }
+  at::ScalarType sent_dtype() const { return key_.quantized ? at::kByte : wire_dtype(); }
   // Elements that travel of a row, and of a chunk, of `parameter`.
   int64_t sent_row(const Parameter& parameter) const;
   int64_t sent_chunk(const Parameter& parameter) const {
     return parameter.chunk_rows() * sent_row(parameter);
   }
-  const bool delivers_early_;
   const int64_t capacity_;  // elements per rank
 
  private:
@@ -89,8 +89,6 @@ class ReduceBucket {
   // Notes `parameter`, and returns the dtype of its reduced shard.
   at::ScalarType note(const ParameterPtr& parameter, at::ScalarType normalized_dtype);
 
-  const std::shared_ptr<Transport> transport_;
-  const std::shared_ptr<Channel> replicas_;
   int64_t used_ = 0;
   std::vector<ParameterPtr> parameters_;
   std::vector<at::ScalarType> shard_dtypes_;

@@ -16,8 +16,8 @@ namespace {
 // written and summed block by block.
 class SharedReduce : public ReduceBucket {
  public:
-  SharedReduce(const Parameter& like, at::ScalarType wire_dtype, uint64_t backward)
-      : ReduceBucket(like, wire_dtype),
+  SharedReduce(const Parameter& like, const BucketKey& key, uint64_t backward)
+      : ReduceBucket(like, key),
         mailbox_(SharedMemory::of(like).one_host()->mailbox),
         backward_(backward) {}
 
@@ -70,7 +70,7 @@ class SharedReduce : public ReduceBucket {
   void post(const ParameterPtr& parameter, at::ScalarType shard_dtype, Write write) {
     const ProfilerRange range([&] { return scope_name(collective_of({parameter}), "send"); });
     shards_.push_back(pooled_empty(parameter->sizes_with_rows(parameter->shard_rows()),
-                                   options_.dtype(shard_dtype)));
+                                   options().dtype(shard_dtype)));
     const auto& blocks = SharedMemory::of(*parameter).blocks;
     for (size_t i = 0; i < blocks.size(); ++i) {
       auto pending = mailbox_->post(parameter, i, write(blocks[i]), backward_, wire_dtype(),
@@ -97,9 +97,9 @@ class SharedBackward : public Backward {
     one_host_->waiter->notify();
   }
 
-  std::unique_ptr<ReduceBucket> reduce_bucket(const Parameter& like, at::ScalarType wire_dtype,
+  std::unique_ptr<ReduceBucket> reduce_bucket(const Parameter& like, const BucketKey& key,
                                               bool) override {
-    return std::make_unique<SharedReduce>(like, wire_dtype, number_);
+    return std::make_unique<SharedReduce>(like, key, number_);
   }
 
   std::unique_ptr<PresenceGather> gather_presences(const std::vector<ParameterPtr>& parameters,

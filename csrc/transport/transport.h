@@ -15,6 +15,7 @@
 
 namespace zero3 {
 
+struct BucketKey;
 class GatherBucket;
 class ReduceBucket;
 
@@ -41,10 +42,9 @@ class Backward {
  public:
   virtual ~Backward() = default;
 
-  // Returns an empty bucket for gradients like that of `like`. With `in_pieces`, each gradient
-  // travels alone.
-  virtual std::unique_ptr<ReduceBucket> reduce_bucket(const Parameter& like,
-                                                      at::ScalarType wire_dtype,
+  // Returns an empty bucket for gradients of `key`, which is that of `like`. With `in_pieces`, each
+  // gradient travels alone.
+  virtual std::unique_ptr<ReduceBucket> reduce_bucket(const Parameter& like, const BucketKey& key,
                                                       bool in_pieces) = 0;
   // Announces `mine`, this rank's presence for each of `parameters`.
   virtual std::unique_ptr<PresenceGather> gather_presences(

@@ -1,0 +1,53 @@
+// Selects the bucket that reduces a gradient.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <optional>
+
+#include "kernels/quantize.h"
+#include "transport/channel.h"
+#include "transport/transport.h"
+
+namespace zero3 {
+
+// Gradients share a bucket if their keys are equal.
+struct BucketKey {
+  // A set of transports that join, known by one of them.
+  struct Domain {
+    std::shared_ptr<Transport> transport;
+    bool operator==(const Domain& other) const { return transport->joins(*other.transport); }
+  };
+  // The ranks with the same shard; null if there are no others.
+  struct Replicas {
+    std::shared_ptr<Channel> channel;
+    bool operator==(const Replicas& other) const {
+      return is_same(channel.get(), other.channel.get());
+    }
+  };
+
+  Domain domain;
+  Replicas replicas;
+  at::ScalarType wire_dtype;
+  std::optional<QuantizedFormat> quantized;  // on the wire, in place of `wire_dtype`
+  double divide_factor;
+  at::Device device;
+  bool delivers_early;
+
+  bool operator==(const BucketKey&) const = default;
+};
+
+// The dtype that a gradient is normalized to, and the bucket that it then goes to.
+struct BucketSelection {
+  at::ScalarType normalized_dtype;
+  BucketKey key;
+};
+
+// Selects the bucket of a gradient of `parameter`, which is raw and arrives in `dtype`. Or it
+// `is_normalized`, as a sum of gradients is: each was normalized as it arrived, and `dtype` holds
+// them all.
+BucketSelection select_bucket(const Parameter& parameter, at::ScalarType dtype,
+                              bool is_normalized = false);
+
+}  // namespace zero3
