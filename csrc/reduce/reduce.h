@@ -14,31 +14,18 @@
 // starts clean.
 #pragma once
 
-#include <functional>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <set>
 #include <vector>
 
 #include "parameter/parameter.h"
-#include "reduce/all_reduce.h"
+#include "reduce/begun_backwards.h"
+#include "reduce/bucket_queue.h"
+#include "reduce/delivery.h"
+#include "reduce/presence_checks.h"
 
 namespace zero3 {
-
-// The moment at which gradients are delivered: when their bucket is reduced, at the end of a
-// backward inside of another one, or at the end of any other.
-enum class Moment : uint8_t { kEarly, kNestedEnd, kEnd };
-// Receives reduced gradients, in an order that may differ between ranks. At the end of a backward,
-// or of a reduce_deferred(), also receives the numbers of all models whose gradients it has
-// delivered, early ones included. Called without the GIL.
-using Deliver = std::function<void(const std::vector<ReducedGradient>&, Moment,
-                                   const std::vector<int64_t>& model_numbers)>;
-void set_deliver(Deliver deliver);
-// Called without the GIL when a backward that has delivered gradients of these models raises.
-// Throws nothing.
-using Interrupted = std::function<void(const std::vector<int64_t>& model_numbers)>;
-void set_interrupted(Interrupted interrupted);
 
 // Reduces the deposited gradients of `parameters`, in order, and delivers them. Collective.
 void reduce_deferred(const std::vector<ParameterPtr>& parameters);
@@ -54,14 +41,6 @@ void announce_presences(const std::vector<ParameterPtr>& parameters);
 // have. Call before a wait for a gather: others may not come to it while their gradients wait. Also
 // call when a forward is recomputed: a backward may follow inside of this one.
 void exchange_presences(const std::vector<ParameterPtr>& parameters);
-
-class Backward;
-struct BucketKey;
-struct BucketSelection;
-class PresenceCheck;
-enum class Occasion : uint8_t;
-class ReduceBucket;
-class Transport;
 
 class Reduction {
  public:
@@ -96,17 +75,11 @@ class Reduction {
  private:
   // The part of add() that needs the lock.
   void add_locked(const ParameterPtr& parameter, const at::Tensor& raw, bool owned);
-  // Delivers the reduced gradients that need not wait for the end of the backward.
-  void deliver_early();
-  void forget_delivered();
   // Notes that a gradient of `parameter` arrives.
   void arrives(const ParameterPtr& parameter);
   // Whether the next gradient of `parameter` is reduced now, and the only one to come.
   bool goes_at_once(const Parameter& parameter) const;
-  // Begins checks of `parameters`.
-  std::vector<std::unique_ptr<PresenceCheck>> presence_checks_of(
-      const std::vector<ParameterPtr>& parameters, Occasion occasion);
-  // Begins the checks of a parameter's model, and of all other models in this backward, once.
+  // Begins the presence checks of the parameter's model, unless they have begun.
   void begin_presence_checks(const Parameter& parameter);
   // Begins those of the models of `parameters` that this backward reduces.
   void begin_presence_checks(const std::vector<ParameterPtr>& parameters);
@@ -116,55 +89,27 @@ class Reduction {
   // Does so for the backwards that the one on this thread runs inside of: their other ranks may not
   // come to this one while gradients of theirs wait.
   static void finish_presence_checks_around();
-  void send_zero(const ParameterPtr& parameter);
-  // After the checks: whether ranks send the parameter's gradients at different times.
-  bool is_mixed(const ParameterPtr& parameter) const;
-  // After the checks: whether its gradient is sent at the end of the backward, where all ranks have
-  // one order: it is mixed, and ranks have to start reductions in one order.
-  bool is_held(const ParameterPtr& parameter) const;
-  // A dtype that holds what the ranks have of a mixed parameter; nullopt: as it arrives.
-  std::optional<at::ScalarType> dtype_on_all_ranks(const ParameterPtr& parameter) const;
-  // Moves the first gradient's bucket to `mixed_first_` if that gradient is mixed: it was sent
-  // before that was known.
-  void move_first_if_mixed();
-  // The backward of the parameter's transport. Begins it on the first call.
-  Backward& backward_of(const Parameter& parameter);
   // `through` is the normalized dtype for a raw gradient, and the sum's own dtype for a sum.
   void send(const ParameterPtr& parameter, const at::Tensor& grad, at::ScalarType through,
             const BucketSelection& selected, bool owned);
   void send_accumulated(const ParameterPtr& parameter);
+  void send_zero(const ParameterPtr& parameter);
   // An open bucket of `key` with room for `parameter`.
   ReduceBucket& bucket_for(const ParameterPtr& parameter, const BucketKey& key);
-  void launch_if_full(const ReduceBucket& bucket);
-  void launch(std::unique_ptr<ReduceBucket> bucket);
-  void finish_oldest();
   void finish_backward();
+  // Numbers of the models of which some rank has a gradient, as far as is known here.
+  std::set<int64_t> reduced_models() const;
 
   // The backwards that the one that runs on this thread runs inside of, outermost first.
   static std::vector<std::shared_ptr<Reduction>> running_around();
 
   std::mutex mutex_;  // gradients on two devices arrive on two threads
-  bool is_ending_ = false;
-  // The backward of each transport. Backwards outlive their buckets.
-  std::vector<std::pair<std::shared_ptr<Transport>, std::unique_ptr<Backward>>> backwards_;
+  BegunBackwards backwards_;
   std::vector<ParameterPtr> arrived_;
-  std::vector<int64_t> checked_;  // models that have a presence check
-  std::set<int64_t> in_graph_;    // checked models of which a parameter is in this backward's graph
-  std::set<int64_t> unreduced_;   // models of which this backward reduces no gradient
-  std::vector<std::unique_ptr<PresenceCheck>> presence_checks_;
+  PresenceChecks presence_checks_{backwards_};
   bool has_sent_ = false;
-  std::vector<std::unique_ptr<ReduceBucket>> open_;  // in order of opening
-  // Buckets of mixed gradients that are not held. Ranks reach them at different times, so nobody
-  // waits for them before the end.
-  std::vector<std::unique_ptr<ReduceBucket>> mixed_;
-  std::unique_ptr<ReduceBucket> mixed_first_;             // mixed, and already launched
-  std::vector<std::unique_ptr<ReduceBucket>> in_flight_;  // in order of launching
-  AllReduces all_reduces_;
-  std::vector<ReducedGradient> results_;
-  // Parameters with a gradient of a use that no forward has noted: more may come.
-  std::vector<ParameterPtr> unforeseen_;
-  bool delivers_early_ = false;          // some parameter that has arrived
-  std::vector<ParameterPtr> delivered_;  // until the end
+  BucketQueue buckets_{backwards_, presence_checks_, delivery_};
+  Delivery delivery_;  // last: says that a backward has raised before buckets are dropped
 };
 
 }  // namespace zero3
