@@ -177,6 +177,41 @@ def test_a_hook_may_sum_gradients_over_more_ranks(run_ranks, how):
     run_ranks(2, _hooked, how)
 
 
+class _InAnyOrder(nn.Module):
+    """Two layers, whose gradients come in another order on the second rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(8, 4, bias=False), nn.Linear(8, 4, bias=False)
+        self.is_swapped = False
+
+    def forward(self, x):
+        if self.is_swapped:
+            right = self.right(x).tanh()
+            return self.left(x) + right
+        left = self.left(x)
+        return left + self.right(x).tanh()
+
+
+def _hooked_in_any_order(how):
+    """Sums gradients over other ranks in a hook, where each rank has its own order."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1))
+    model, reference = shard(_InAnyOrder(), mesh=DeviceMesh.from_group(mesh.get_group(1), "cpu"))
+    model.is_swapped = dist.get_rank() == 1
+
+    def hook(flat):
+        dist.all_reduce(flat)
+        flat /= dist.get_world_size()
+
+    model.set_all_reduce_hook(hook)
+    assert_same_step(model, reference, batch_of(4, 8), run=compiled(model, how))
+
+
+@each_way
+def test_a_hook_gets_gradients_in_one_order_on_all_ranks(run_ranks, how):
+    run_ranks(2, _hooked_in_any_order, how)
+
+
 def _replaced_by_a_hook():
     model, _ = shard(nn.Linear(8, 4))
     model.set_all_reduce_hook(
