@@ -41,7 +41,8 @@ def _gathered_again(keep_mb, choices):
         (0.25, {}, {"0.weight", "2.weight"}),  # the last layer is held for the shortest time
         pytest.param(0.6, {}, {"0.weight"}, marks=pytest.mark.long),
         pytest.param(0.25, {4: True}, {"0.weight", "4.weight"}, marks=pytest.mark.long),
-        (0.25, {0: False}, {"2.weight"}),  # weights that the user keeps do not use the budget
+        (0.25, {0: False}, {"2.weight"}),  # weights that the user keeps do not use the budget,
+        (0.25, {4: False}, {"0.weight"}),  # even if backward needs them first
         (0, {0: False, 2: True}, {"2.weight", "4.weight"}),
     ],
 )
