@@ -182,3 +182,11 @@ class Model(nn.Module):
                 other = other.detach() if isinstance(block, ForLogging) else other
                 rest = rest + other.sum()
         return self.head(x).sum() + rest
+
+
+class InAutocast(Model):
+    """A model that begins a mode around its blocks."""
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().forward(x)

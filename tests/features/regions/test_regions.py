@@ -17,6 +17,7 @@ from support.region_models import (
     Dropout,
     Embeds,
     ForLogging,
+    InAutocast,
     Marked,
     Model,
     Plain,
@@ -64,6 +65,7 @@ def _step(
     regions,
     classes,
     *,
+    build=Model,
     prepare=None,
     batches=((8, WIDTH),),
     dynamic=None,
@@ -74,7 +76,7 @@ def _step(
     """Returns what steps leave in a model, and how often its graphs call each region."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = Model(*classes)
+    model = build(*classes)
     for block in model.blocks:
         fully_shard(block, **kwargs)
     fully_shard(model, **kwargs)
@@ -148,6 +150,7 @@ SEQUENCES = {"batches": ((2, 8, WIDTH), (2, 6, WIDTH))}
         ([ChangesABuffer] * 3, {}, NONE),
         pytest.param([WritesInPlace] * 3, {}, NONE, marks=pytest.mark.more),
         ([Autocast] * 3, {}, NONE),
+        ([Plain] * 3, {"build": InAutocast}, NONE),
         pytest.param([WithoutGradient] * 3, {}, NONE, marks=pytest.mark.more),
         ([ReturnsAView] * 3, {}, NONE),
         pytest.param([ForLogging] * 3, {}, NONE, marks=pytest.mark.long),
