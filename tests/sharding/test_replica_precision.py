@@ -115,6 +115,24 @@ def test_a_mean_that_fits_float16_does_not_overflow(run_ranks, shape, transport,
     run_ranks(math.prod(shape), _halves, transport, shape, dtype)
 
 
+def _halves_divided_by_a_factor():
+    model = fully_shard(
+        _Products(),
+        mesh=init_device_mesh("cpu", (dist.get_world_size(), 1)),
+        mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16),
+    )
+    for factor in (3.0, 0.5):
+        model.set_gradient_divide_factor(factor)
+        model(3.0, 6.0).backward()
+        for parameter, gradient in ((model.first, 3.0), (model.second, 6.0)):
+            assert (parameter.grad.full_tensor() == 2 * gradient / factor).all()
+        model.zero_grad()
+
+
+def test_a_factor_divides_float16_sums_over_replicas(run_ranks):
+    run_ranks(2, _halves_divided_by_a_factor)
+
+
 def _used_twice(how):
     model = _Products(torch.bfloat16)
     model.first.grad_dtype = torch.float32

@@ -278,7 +278,7 @@ def _reduce_in_float16(shape, quantized):
 
 
 @pytest.mark.parametrize("quantized", [None, torch.int8], ids=str)
-@pytest.mark.parametrize("shape", [(2, 1), (1, 2), (2, 2)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 1), (1, 2), (2, 2)], ids=str)
 def test_a_mean_over_replicas_that_fits_float16_does_not_overflow(
     run_collectives, shape, quantized
 ):
