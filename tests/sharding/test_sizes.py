@@ -11,6 +11,7 @@ from support.models import (
     batch_of,
     compiled,
     each_way,
+    either_transport,
     mean_square,
     mine,
     optimizers_of,
@@ -21,9 +22,9 @@ from torch import nn
 from deepcompile_zero3 import capture_graphs, record_collectives
 
 
-def _two_steps(model, how, width, blocks=()):
+def _two_steps(model, how, width, blocks=(), **settings):
     """Compares two steps with one process."""
-    model, reference = shard(model, blocks)
+    model, reference = shard(model, blocks, **settings)
     run = compiled(model, how)
     optimizers = optimizers_of(model, reference)
     for seed in range(2):
@@ -35,21 +36,23 @@ def _two_steps(model, how, width, blocks=()):
 # ---- rows that do not divide by the ranks
 
 
-def _uneven_rows(how):
+def _uneven_rows(how, transport):
     # Rows 7, 5 and 1: two ranks own 4+3, 3+2, 1+0; four ranks own 2+2+2+1, 2+2+1+0, 1+0+0+0.
     layers = nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 1)
-    model = _two_steps(nn.Sequential(*layers), how, width=6)
+    model = _two_steps(nn.Sequential(*layers), how, width=6, transport=transport)
     return [parameter.to_local().shape[0] for parameter in model.parameters()]
 
 
 @each_way
-def test_rows_need_not_divide_by_two_ranks(run_ranks, how):
-    assert run_ranks(2, _uneven_rows, how) == [[4, 4, 3, 3, 1, 1], [3, 3, 2, 2, 0, 0]]
+@either_transport
+def test_rows_need_not_divide_by_two_ranks(run_ranks, how, transport):
+    assert run_ranks(2, _uneven_rows, how, transport) == [[4, 4, 3, 3, 1, 1], [3, 3, 2, 2, 0, 0]]
 
 
 @each_way
-def test_a_rank_of_four_may_own_no_row(run_ranks, how):
-    assert run_ranks(4, _uneven_rows, how) == [
+@either_transport
+def test_a_rank_of_four_may_own_no_row(run_ranks, how, transport):
+    assert run_ranks(4, _uneven_rows, how, transport) == [
         [2, 2, 2, 2, 1, 1],
         [2, 2, 2, 2, 0, 0],
         [2, 2, 1, 1, 0, 0],
