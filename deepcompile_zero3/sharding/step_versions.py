@@ -18,6 +18,10 @@ from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.sharding.replaced_parameters import refuse_replaced, sharded_as
 from deepcompile_zero3.torch_internals.optimizers import is_stepping
 
+# Attribute of an optimizer whose step refuses replaced parameters itself, before it puts other
+# tensors in the place of shards: hooks would not find these.
+REFUSES_REPLACED = "_zero3_refuses_replaced"
+
 _handles: list[Any] = []  # of the hooks, while there are owners
 _owners = 0
 
@@ -76,5 +80,5 @@ def count_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             elif sharded_as(parameter) is not None:
                 has_replaced = True
     torch.autograd.graph.increment_version(changed)
-    if has_replaced and not hasattr(optimizer.step, "_steps_locally"):  # it has local tensors now
+    if has_replaced and not hasattr(optimizer, REFUSES_REPLACED):
         refuse_replaced(optimizer)

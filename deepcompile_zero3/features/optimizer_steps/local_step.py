@@ -2,9 +2,8 @@
 
 import contextlib
 import functools
-import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -22,12 +21,18 @@ from deepcompile_zero3.features.optimizer_steps.rank_states import (
     state_to_load,
     state_to_save,
 )
+from deepcompile_zero3.features.optimizer_steps.step_layers import (
+    WeakMethod,
+    function_of,
+    layers_of,
+    parameters_replaced,
+)
 from deepcompile_zero3.features.owned.muon import Muon
 from deepcompile_zero3.features.owned.owned import OwnedTensor, rows_of
 from deepcompile_zero3.sharding.mesh_of_few import adopt
 from deepcompile_zero3.sharding.replaced_parameters import refuse_replaced
-from deepcompile_zero3.sharding.step_versions import count_step
-from deepcompile_zero3.torch_internals.optimizers import has_step_hooks, has_step_of_its_class
+from deepcompile_zero3.sharding.step_versions import REFUSES_REPLACED, count_step
+from deepcompile_zero3.torch_internals.optimizers import has_step_hooks
 
 # Optimizers of torch that update an element by its own gradient and state.
 ELEMENTWISE = (
@@ -90,30 +95,22 @@ def step_locally(optimizer: torch.optim.Optimizer, *, is_elementwise: bool = Fal
         "one rank by fully_shard(shard_placement_fn=MatrixOwners(model)), and leave the others to "
         "another optimizer",
     )
-    if hasattr(optimizer.step, "_steps_in_parts"):
-        raise Zero3Error("step_locally comes before offload_optimizer: call it first")
-    if hasattr(optimizer.step, "_steps_locally"):
+    layers = layers_of(optimizer)
+    if layers.locally is not None:
         raise Zero3Error(f"step_locally was called twice on the same {type(optimizer).__name__}")
     has_known_states = type(optimizer) in ELEMENTWISE or _is_muon_of_matrices(optimizer)
-    locals_of = _LocalTensors(not has_step_of_its_class(optimizer), has_known_states)
-    step = function_of(optimizer.step)
+    locals_of = _LocalTensors(not layers.has_step_of_its_class, has_known_states)
 
-    @functools.wraps(step)
-    def local_step(self: torch.optim.Optimizer, closure: Any = None, **kwargs: Any) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        refuse_replaced(self)
+    def local_step(optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> None:
+        refuse_replaced(optimizer)
         try:
-            with locals_of.swapped_into(self):
-                step(self, **kwargs)
+            with locals_of.swapped_into(optimizer):
+                step()
         finally:
-            count_step(self)  # the hooks have seen local tensors
-        return loss
+            count_step(optimizer)  # the hooks have seen local tensors
 
-    cast(Any, local_step)._steps_locally = True
-    cast(Any, optimizer).step = WeakMethod(local_step, optimizer)
+    layers.locally = local_step
+    setattr(optimizer, REFUSES_REPLACED, True)
     if not has_known_states:
         _store_states_of_ranks(optimizer)
 
@@ -132,29 +129,6 @@ def _store_states_of_ranks(optimizer: Any) -> None:
 
     optimizer.state_dict = WeakMethod(save_all, optimizer)
     optimizer.load_state_dict = WeakMethod(load_mine, optimizer)
-
-
-def function_of(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns ``step`` as a function of an optimizer, which it does not keep alive."""
-    if hasattr(step, "__func__"):
-        return cast(Callable[..., Any], step.__func__)
-    return lambda _, *args, **kwargs: step(
-        *args, **kwargs
-    )  # a scheduler has a weak reference to it
-
-
-class WeakMethod:
-    """A bound method whose object is not kept alive by it."""
-
-    def __init__(self, function: Callable[..., Any], owner: object) -> None:
-        functools.update_wrapper(self, function)
-        self.__func__ = function
-        self._owner = weakref.ref(owner)
-
-    @torch_internals.disable_dynamo  # it exchanges the optimizer's tensors, as no graph can
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the method."""
-        return self.__func__(self._owner(), *args, **kwargs)
 
 
 def check_optimizer(caller: str, optimizer: object, is_trusted: bool, doubt: str) -> None:
@@ -202,22 +176,6 @@ def _has_whole_parameters(optimizer: object) -> bool:
     )
 
 
-@contextlib.contextmanager
-def parameters_replaced(
-    optimizer: torch.optim.Optimizer, replacements: Sequence[list[torch.Tensor]]
-) -> Iterator[None]:
-    """Replaces the parameters of each group in the block, and restores them at its end."""
-    groups = optimizer.param_groups
-    given = [group["params"] for group in groups]
-    try:
-        for group, parameters in zip(groups, replacements, strict=True):
-            group["params"] = parameters
-        yield
-    finally:
-        for group, parameters in zip(groups, given, strict=True):
-            group["params"] = parameters
-
-
 class _LocalTensors:
     """The local tensors of an optimizer's parameters, as parameters of their own."""
 
@@ -234,7 +192,7 @@ class _LocalTensors:
     def swapped_into(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Puts local tensors in place of DTensors, in ``param_groups`` and ``state``."""
         states = cast(Any, optimizer).state
-        is_in_parts = hasattr(optimizer.step, "_steps_in_parts")  # see offload_optimizer
+        is_in_parts = layers_of(optimizer).in_parts is not None
         local_states: defaultdict[Any, Any] = defaultdict(dict)
         local_states.update((k, v) for k, v in states.items() if not isinstance(k, torch.Tensor))
         local_of: list[tuple[DTensor, nn.Parameter]] = []
@@ -317,7 +275,7 @@ def _may_be_flat(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> boo
         type(optimizer) in ELEMENTWISE
         and not (group.get("differentiable") or group.get("capturable"))
         and getattr(optimizer, "grad_scale", None) is None  # gradients are unscaled in place
-        and not hasattr(optimizer.step, "_steps_in_parts")  # memory is scarce
+        and layers_of(optimizer).in_parts is None  # else memory is scarce
         and not has_step_hooks(optimizer, other_than=count_step)
     )
 

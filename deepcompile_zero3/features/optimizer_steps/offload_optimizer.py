@@ -1,9 +1,8 @@
 """``offload_optimizer``: states of an optimizer live in the file of a ``FileOffloadPolicy``."""
 
 import contextlib
-import functools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
 import torch
@@ -13,12 +12,8 @@ from torch.distributed.tensor import DTensor
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.features.offload.file_policy import is_worth_a_file
-from deepcompile_zero3.features.optimizer_steps.local_step import (
-    WeakMethod,
-    check_optimizer,
-    function_of,
-    parameters_replaced,
-)
+from deepcompile_zero3.features.optimizer_steps.local_step import check_optimizer
+from deepcompile_zero3.features.optimizer_steps.step_layers import layers_of, parameters_replaced
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.memory import Memory
 from deepcompile_zero3.sharding.module_parameters import parameters_in
@@ -46,7 +41,7 @@ def offload_optimizer(
 
     Call it once, before the first forward: memory that states will take is then not given to
     activations. It goes with :func:`step_in_backward`, whose steps are such parts already, and with
-    :func:`step_locally`, which comes before.
+    :func:`step_locally`, in any order.
 
     Args:
         model: a module that was sharded with a ``FileOffloadPolicy``.
@@ -87,20 +82,16 @@ def offload_optimizer(
             "offload_optimizer: no parameter of the optimizer was sharded with a FileOffloadPolicy:"
             " call fully_shard(..., offload_policy=FileOffloadPolicy(...)) on the model"
         )
-    if hasattr(optimizer.step, "_steps_in_parts"):
+    layers = layers_of(optimizer)
+    if layers.in_parts is not None:
         raise Zero3Error(f"offload_optimizer was called twice on one {type(optimizer).__name__}")
     memory = cast(Memory, found[0].memory)
     memory.reserve_states(found, state_bytes)
     parameters = weakref.WeakSet(found)
-    step, part_bytes = function_of(optimizer.step), int(part_mb * 2**20)
+    part_bytes = int(part_mb * 2**20)
 
-    @functools.wraps(step)
-    def step_in_parts(self: torch.optim.Optimizer, closure: Any = None, **kwargs: Any) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        parts = [_Part(self, part) for part in _parts(self, part_bytes)]
+    def step_in_parts(optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> None:
+        parts = [_Part(optimizer, part) for part in _parts(optimizer, part_bytes)]
         most = memory.bytes_for_states(parameters)
         failure = None
         with contextlib.ExitStack() as at_end:  # whatever is raised, the file is left as written
@@ -109,8 +100,8 @@ def offload_optimizer(
             for number, part in enumerate(parts):
                 for each in parts[number : number + 2]:
                     each.start_loading()
-                with part.in_memory(), parameters_replaced(self, part.parameters):
-                    step(self, **kwargs)
+                with part.in_memory(), parameters_replaced(optimizer, part.parameters):
+                    step()
                 for each in parts[max(number - 1, 0) : number]:
                     each.wait_for_stores()
                 try:
@@ -119,10 +110,8 @@ def offload_optimizer(
                     failure = failure or error
         if failure is not None:
             raise failure
-        return loss
 
-    cast(Any, step_in_parts)._steps_in_parts = True
-    cast(Any, optimizer).step = WeakMethod(step_in_parts, optimizer)
+    layers.in_parts = step_in_parts
 
 
 def _parts(optimizer: torch.optim.Optimizer, part_bytes: int) -> Iterator[list[list[torch.Tensor]]]:

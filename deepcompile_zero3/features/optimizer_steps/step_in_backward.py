@@ -8,10 +8,8 @@ import torch
 from torch import nn
 
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.features.optimizer_steps.local_step import (
-    check_optimizer,
-    parameters_replaced,
-)
+from deepcompile_zero3.features.optimizer_steps.local_step import check_optimizer
+from deepcompile_zero3.features.optimizer_steps.step_layers import parameters_replaced
 from deepcompile_zero3.sharding.group import group_of
 from deepcompile_zero3.sharding.module_parameters import parameters_in
 from deepcompile_zero3.sharding.parameter import ShardedParameter

@@ -1,5 +1,6 @@
 """``offload_optimizer``: an optimizer steps part by part, with states in a file."""
 
+import itertools
 import os
 import resource
 
@@ -15,6 +16,7 @@ from deepcompile_zero3 import (
     Zero3Error,
     fully_shard,
     offload_optimizer,
+    step_in_backward,
     step_locally,
 )
 from deepcompile_zero3.runtime import _C
@@ -44,6 +46,61 @@ def _resume_both(folder):
 
 def test_states_may_be_there_before_the_first_forward(run_ranks, tmp_path):
     run_ranks(2, _resume_both, str(tmp_path))
+
+
+_CALLS = {
+    "step_locally": lambda model, optimizer: step_locally(optimizer),
+    "offload_optimizer": lambda model, optimizer: offload_optimizer(model, optimizer, part_mb=0.5),
+    "step_in_backward": lambda model, optimizer: step_in_backward(model, optimizer, bucket_mb=0.5),
+    "scheduler": lambda model, optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+}
+
+
+def _train_after(calls, policy):
+    """Returns shards, states, losses and what hooks of the step have seen, after some steps."""
+    model = shard(policy)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    made = {name: _CALLS[name](model, optimizer) for name in calls}
+    seen = []
+    optimizer.register_step_pre_hook(
+        lambda *_: seen.append([type(p) for p in optimizer.param_groups[0]["params"]])
+    )
+    losses = []
+    for seed in range(2):
+        loss = mean_square(model, mine(batch_of(2 * ROWS, WIDTH, seed=seed)))
+        if "step_in_backward" in calls:
+            loss.backward()
+            optimizer.step()
+        else:
+            optimizer.step(lambda loss=loss: loss.backward())
+        optimizer.zero_grad()
+        if "scheduler" in made:
+            made["scheduler"].step()
+        losses.append(loss.item())
+    return *tensors_of(model, optimizer), losses, seen
+
+
+def _any_order(folder, calls):
+    policy = FileOffloadPolicy(folder)
+    in_memory = _train_after([call for call in calls if call != "offload_optimizer"], None)
+    counts = []
+    for order in itertools.permutations(calls):
+        shards, states, losses, seen = _train_after(order, policy)
+        assert losses == in_memory[2], order
+        assert {kind for kinds in seen for kind in kinds} == {nn.Parameter}
+        for ours, theirs in zip(shards + states, in_memory[0] + in_memory[1], strict=True):
+            assert torch.equal(ours, theirs), order
+        counts.append(len(seen))
+    assert len(set(counts)) == 1
+    return losses, counts[0]
+
+
+@pytest.mark.parametrize("third", [None, "scheduler", "step_in_backward"])
+def test_a_step_may_be_made_local_and_in_parts_in_any_order(run_ranks, tmp_path, third):
+    calls = [call for call in ("step_locally", "offload_optimizer", third) if call is not None]
+    for losses, steps in run_ranks(2, _any_order, str(tmp_path), calls):
+        assert losses[0] > losses[1]
+        assert steps > 4  # of parts
 
 
 def _states_in_memory(folder, budget_mb, stepping):
