@@ -13,12 +13,8 @@ from deepcompile_zero3.sharding.group import ParameterGroup, group_of, group_or_
 from deepcompile_zero3.sharding.model import models_numbered
 from deepcompile_zero3.sharding.parameter import ShardedParameter, parameter_of
 from deepcompile_zero3.sharding.replicas import different_replicas
-from deepcompile_zero3.sharding.sink import Sink
+from deepcompile_zero3.sharding.sink import Check, Sink
 from deepcompile_zero3.sharding.source import source_of
-
-# Checks of reduced gradients at the end of a backward, ahead of all that sees them. Collective if
-# their parameters are checked. They return an error message, or "".
-CHECKS: list[Callable[[Sequence[tuple[ShardedParameter, torch.Tensor]]], str]] = []
 
 
 @torch_internals.disable_dynamo
@@ -40,10 +36,7 @@ def _deliver(
             sums[parameter] = sums[parameter] + reduced if parameter in sums else reduced
     delivered = list(sums.items())
     if moment != _C.Moment.EARLY:
-        # All are collective. Where meshes cross, one rank may find an error that another does not.
-        errors = [check(delivered) for check in (*CHECKS, different_replicas)]
-        if error := next(filter(None, errors), None):
-            raise Zero3Error(error)
+        _check(delivered)
         _run_all_reduce_hooks(delivered)
     shards = [parameter.unchanged_shard() for parameter, _ in delivered]
     for (parameter, _), shard in zip(delivered, shards, strict=True):
@@ -54,6 +47,23 @@ def _deliver(
         for hook in torch_internals.post_accumulate_grad_hooks(shard):
             hook(shard)
     _let_sinks_take([parameter for parameter, _ in delivered], moment, model_numbers)
+
+
+def _check(reduced: Sequence[tuple[ShardedParameter, torch.Tensor]]) -> None:
+    """Raises Zero3Error if a check of the gradients finds an error, or if replicas differ.
+
+    All are called before that, since they are collective: where meshes cross, one rank may find an
+    error that another does not.
+    """
+    checked: dict[tuple[str, Check], list[tuple[ShardedParameter, torch.Tensor]]] = {}
+    for parameter, gradient in reduced:
+        for each in parameter.checks.items():
+            checked.setdefault(each, []).append((parameter, gradient))
+    by_name = sorted(checked.items(), key=lambda item: item[0][0])
+    errors = [check(gradients) for (_, check), gradients in by_name]
+    errors.append(different_replicas(reduced))
+    for error in filter(None, errors):
+        raise Zero3Error(error)
 
 
 def _let_sinks_take(

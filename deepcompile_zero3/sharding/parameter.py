@@ -39,7 +39,7 @@ from deepcompile_zero3.transport.connection import Connection, channel_of
 if TYPE_CHECKING:
     from deepcompile_zero3.sharding.group import ParameterGroup
     from deepcompile_zero3.sharding.model import ShardedModel
-    from deepcompile_zero3.sharding.sink import Sink
+    from deepcompile_zero3.sharding.sink import Check, Sink
 
 # Metadata key of an autograd node: the models whose parameters it brings gradients.
 _MODELS = "zero3_models"
@@ -60,6 +60,7 @@ class ShardedParameter:
         reads: what reads return in eager code, for all parameters of the group.
         substitute: what is gathered in the parameter's place, or None.
         sink: who takes the gradient from ``.grad``, or None.
+        checks: checks of the reduced gradient, by name.
         memory: the budget of memory that the shard is part of, or None.
         schedule: what graphs have in place of the schedule in the backend's options, or None.
         placeholder: the tensor that a traced graph takes in place of the parameter.
@@ -86,6 +87,7 @@ class ShardedParameter:
         self.declared_grad_dtype: torch.dtype | None = None
         self.leaf_contract = ""
         self.sink: Sink | None = None
+        self.checks: dict[str, Check] = {}
         self.memory: Memory | None = None
         self.schedule: Schedule | None = None
         kind = kind_of(blueprint.parameter)

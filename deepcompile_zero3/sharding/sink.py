@@ -1,6 +1,6 @@
-"""Who wants a reduced gradient beside ``.grad``: a step in the backward, for example."""
+"""What features do with a reduced gradient: they check it, or take it from ``.grad``."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -12,6 +12,11 @@ if TYPE_CHECKING:
 
 # Attribute of a shard whose gradient is gone after a backward: why, and what to do instead.
 _IS_TAKEN = "_zero3_gradient_is_taken"
+
+
+# Looks at reduced gradients at the end of a backward, ahead of all that sees them. Returns an error
+# message, or "". Ranks may communicate there: all call their checks in the order of their names.
+Check = Callable[["Sequence[tuple[ShardedParameter, torch.Tensor]]"], str]
 
 
 class Sink(Protocol):

@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from deepcompile_zero3.sharding import delivery
 from deepcompile_zero3.sharding.module_parameters import all_parameters_of, by_mesh
 from deepcompile_zero3.sharding.norms import gradient_norm
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.transport.json_collectives import all_gather_lines, shorten
 
+_CHECK = "detect_nonfinite"
 _REDUCED = "once it was reduced"
 
 
@@ -34,28 +34,27 @@ def detect_nonfinite(model: nn.Module) -> Iterator[None]:
         Zero3Error: nothing in ``model`` is sharded. Backwards in the block raise it as above.
         TypeError: ``model`` is not a module.
     """
-    parameters = all_parameters_of(model, "detect_nonfinite")
-    before = [parameter.settings.detects_nonfinite for parameter in parameters]
-    for parameter in parameters:
+    parameters = all_parameters_of(model, _CHECK)
+    new = [parameter for parameter in parameters if _CHECK not in parameter.checks]
+    for parameter in new:
+        parameter.checks[_CHECK] = _nonfinite_gradients
         parameter.settings.detects_nonfinite = True
     try:
         yield
     finally:
-        for parameter, detected in zip(parameters, before, strict=True):
-            parameter.settings.detects_nonfinite = detected
-            if not detected:
-                parameter.handle.take_nonfinite()
+        for parameter in new:
+            parameter.checks.pop(_CHECK, None)
+            parameter.settings.detects_nonfinite = False
+            parameter.handle.take_nonfinite()
 
 
-def nonfinite_gradients(reduced: Sequence[tuple[ShardedParameter, torch.Tensor]]) -> str:
+def _nonfinite_gradients(reduced: Sequence[tuple[ShardedParameter, torch.Tensor]]) -> str:
     """Returns an error message if a gradient that was reduced is not finite on some rank, or "".
 
-    Collective if ``reduced`` has gradients of parameters that detect this.
+    Collective.
     """
     found: dict[ShardedParameter, list[str]] = {}
     for parameter, gradient in reduced:
-        if not parameter.settings.detects_nonfinite:
-            continue
         mine = found.setdefault(parameter, [])
         what = f"rank {dist.get_rank()}: the gradient of '{parameter.fqn}'"
         if nonfinite := parameter.handle.take_nonfinite():
@@ -66,7 +65,7 @@ def nonfinite_gradients(reduced: Sequence[tuple[ShardedParameter, torch.Tensor]]
     told: list[str] = []
     for groups, members in by_mesh(found).items():
         lines = [each for parameter in members for each in found[parameter]]
-        told = all_gather_lines("detect_nonfinite", told + lines, groups)
+        told = all_gather_lines(_CHECK, told + lines, groups)
     # A reduced gradient is not finite because one that arrived was not: causes come first.
     first = sorted(told, key=lambda each: _REDUCED in each)
     if not told:
@@ -75,9 +74,6 @@ def nonfinite_gradients(reduced: Sequence[tuple[ShardedParameter, torch.Tensor]]
         f"gradients are not finite. {shorten(first)}; the gradients of this backward were dropped: "
         "skip the batch, or lower the learning rate or the loss scale"
     )
-
-
-delivery.CHECKS.append(nonfinite_gradients)
 
 
 def _described(what: str, nans: int, infinities: int, numel: int) -> str:
