@@ -1,8 +1,7 @@
 // Reduces raw full gradients to shards.
 //
 //   raw gradient -> normalized dtype: the leaf's grad_dtype, or the dtype that arrives
-//       -> bucket: one for each transport, replicas, wire dtype (by default the normalized one),
-//          quantized format, divide factor, device and early delivery
+//       -> bucket: one for each BucketKey, by the dtype on the wire (by default the normalized one)
 //       -> pack: cast to the normalized dtype and then to the wire's, or quantize
 //       -> reduce-scatter -> divide, or all-reduce over replicas, if there are any, and then divide
 //       -> the parameter's `.grad`
