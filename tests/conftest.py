@@ -83,7 +83,11 @@ def pytest_collection_modifyitems(config, items):
         of_one = [i for i in items if {"one_rank", "pools"} & {*i.fixturenames} == {"one_rank"}]
         _omit(config, items, set(items) - set(of_one))
     if config.getoption("--transport") == "collectives":  # which need ranks on gloo
-        others = [i for i in items if "shared_memory" in tiers.values_of(i).values()]
+        others = [
+            item
+            for item in items
+            if item.get_closest_marker("gloo") or "shared_memory" in tiers.values_of(item).values()
+        ]
         _omit(config, items, others)
     if not config.option.keyword and not any("::" in argument for argument in config.args):
         _omit(config, items, tiers.products_through_inductor(items))

@@ -75,13 +75,14 @@ def _one_rank(what, moment, transport, timeout):
         seconds = time.monotonic() - start
         if not is_hit and what in ("stopped", "asleep"):
             os.kill(pids[1], signal.SIGKILL)  # otherwise the pool waits for rank 1
-        raise RuntimeError(f"after {seconds:.2f} s: {type(error).__name__}: {error}") from None
+        told = f"rank {dist.get_rank()} after {seconds:.2f} s: {type(error).__name__}: {error}"
+        raise RuntimeError(told) from None
 
 
 def _told(*args):
     """Returns how long rank 0 waited in ``_one_rank(*args)``, and its error."""
     said = to_death(_one_rank, *args)
-    found = re.search(r"after ([\d.]+) s: (.*)", said)
+    found = re.search(r"rank 0 after ([\d.]+) s: (.*)", said)
     assert found, said
     print(f"{args}: {found[1]} s")  # for the table in the document
     return float(found[1]), found[2]

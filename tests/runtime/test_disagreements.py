@@ -188,6 +188,7 @@ def _ends_a_block_beside_a_backward():
     return str(raised.value)
 
 
+@pytest.mark.gloo
 def test_the_end_of_a_block_does_not_pass_for_a_backward(run_ranks):
     for told in run_ranks(2, _ends_a_block_beside_a_backward, timeout=60):
         assert "ranks do not reduce the same gradients of the model of 'first.weight'" in told
@@ -212,6 +213,7 @@ def _diverge(transport, how):
 
 
 @pytest.mark.parametrize("how", ["eager", "interpreted"])
+@pytest.mark.gloo
 def test_messages_of_other_orders_never_meet(run_apart, how):
     """Ranks wait until the group's timeout."""
     (first, told_first), (second, told_second) = run_apart(_diverge, "c10d", how)
@@ -221,6 +223,7 @@ def test_messages_of_other_orders_never_meet(run_apart, how):
     assert max(first, second) < 2 * TIMEOUT + 10 * (how == "interpreted")  # compiles
 
 
+@pytest.mark.gloo
 def test_forwards_that_gather_in_other_orders_end_at_once(run_apart):
     (first, told_first), (second, told_second) = run_apart(_diverge, "shared_memory", "eager")
     for told in (told_first, told_second):
@@ -255,6 +258,7 @@ def _circle():
     return time.monotonic() - start
 
 
+@pytest.mark.gloo
 def test_a_circle_of_three_is_an_error_on_all(run_ranks):
     assert max(run_ranks(3, _circle)) < 10
 
@@ -272,6 +276,7 @@ def _many_missing():
     assert_same_gradients(model, reference, 1e-4)
 
 
+@pytest.mark.gloo
 def test_more_may_be_missing_than_a_mailbox_holds(run_ranks):
     run_ranks(2, _many_missing)
 
@@ -303,6 +308,7 @@ def _crossing():
         assert_same_gradients(model, whole)
 
 
+@pytest.mark.gloo
 def test_groups_that_cross_never_wait_in_a_circle(run_ranks):
     run_ranks(4, _crossing, timeout=60)
 
@@ -339,11 +345,13 @@ def _missing_and_gathered_again():
     assert_same_gradients(model, reference, 1e-4)
 
 
+@pytest.mark.gloo
 def test_a_rank_that_waits_in_a_gather_reads_what_fills_mailboxes(run_ranks):
     run_ranks(2, in_little_memory, _missing_and_gathered_again)
 
 
 @compiled_each_way
+@pytest.mark.gloo
 def test_other_orders_within_a_bucket_of_shared_memory_are_right(run_ranks, how):
     run_ranks(2, _other_graphs, how)
 
@@ -378,6 +386,7 @@ def _eager_beside_compiled(in_blocks):
 
 
 @pytest.mark.parametrize("in_blocks", [False, True])
+@pytest.mark.gloo
 def test_an_eager_rank_beside_a_compiled_one_raises_unless_both_gather_equally_often(
     run_apart, in_blocks
 ):

@@ -255,6 +255,7 @@ class _Taught(_Distilled):
 
 
 @either_transport
+@pytest.mark.gloo
 def test_such_gradients_of_a_model_whose_other_graphs_are_inner_ones(run_ranks, transport):
     run_ranks(2, _only_gathered_in_the_recomputation, transport, timeout=60)
 

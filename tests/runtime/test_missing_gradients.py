@@ -128,6 +128,7 @@ def _models_in_other_orders():
         assert_same_gradients(model, reference)
 
 
+@pytest.mark.gloo
 def test_gradients_of_several_models_may_come_in_other_orders(run_ranks):
     """Messages have to come in one order."""
     run_ranks(2, _models_in_other_orders, timeout=60)

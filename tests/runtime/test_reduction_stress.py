@@ -47,6 +47,7 @@ def _stalled(transport, seed):
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 @each_transport
+@pytest.mark.gloo
 def test_a_rank_that_stops_is_reported_in_time(run_apart, transport, seed):
     # Rank 1 may find all that it needs when it continues.
     (seconds, told), _ = run_apart(_stalled, transport, seed)
