@@ -107,9 +107,9 @@ def compile_with_inductor(
     """Rewrites a partitioned graph and compiles it. Takes the arguments of ``compile_fx_inner``."""
     is_backward = bool(kwargs.get("is_backward"))
     compiler.forbid_donation()
-    pipeline(graph_module, is_backward)
-    if is_backward:
-        pipeline.lower()
+    lower = pipeline(graph_module, is_backward)
+    lower()
+    if is_backward and pipeline.inputs:  # a pass may have moved what is saved
         example_inputs = _where_they_are(graph_module, example_inputs)
     return compiler.compile_fx_inner(graph_module, example_inputs, **kwargs)
 

@@ -164,7 +164,6 @@ class Pipeline:
         self._prefix = common.rfind(".") + 1  # characters of the common module's FQN
         self._kept: dict[str, int] = {}
         self._from_forward: dict[str, Any] = {}
-        self._run: _Run | None = None  # the latest
         self.number = -1  # number of the forward in this process, once it is rewritten
 
     @property
@@ -179,10 +178,13 @@ class Pipeline:
         """Whether caches may hold what the passes make of a graph."""
         return not without_key(self.passes)
 
-    def __call__(self, graph_module: fx.GraphModule, is_backward: bool) -> None:
-        """Rewrites a graph that will run, numbers it, and shows it to those who want to see it."""
+    def __call__(self, graph_module: fx.GraphModule, is_backward: bool) -> Callable[[], None]:
+        """Rewrites a graph that will run, numbers it, and shows it to those who want to see it.
+
+        Returns a function that prepares the graph for Inductor.
+        """
         source = source_of(graph_module)
-        self.rewrite(graph_module, is_backward, is_shown=True)
+        run = self.rewrite(graph_module, is_backward, is_shown=True)
         if not is_backward:
             self.number = next(forward_numbers)
         add_capture(graph_module, is_backward, self.number)
@@ -190,32 +192,30 @@ class Pipeline:
         if self.inputs:
             direction, kept = ("backward", {}) if is_backward else ("forward", self._kept)
             log_graph(graph_module, direction, self.number, kept)
+        # A graph without parameters is compiled as by Inductor alone.
+        passes = self.order["lowered"] if is_backward and self.inputs else ()
+        return functools.partial(run.all_of, passes)
 
     def rewrite(
         self, graph_module: fx.GraphModule, is_backward: bool, is_shown: bool = False
-    ) -> None:
+    ) -> "_Run":
         """Rewrites a graph. Called for the forward first, then for its backward.
 
-        If it ``is_shown``, ``capture_graphs(passes=True)`` sees the passes.
+        If it ``is_shown``, ``capture_graphs(passes=True)`` sees the passes. Returns what may run
+        more passes over the graph.
         """
         refuse_writes(graph_module, self.inputs)
         describe = self._describe_backward if is_backward else self._describe_forward
         facts, may_keep = describe(graph_module)
-        self._run = run = _Run(graph_module, facts, may_keep, self.passes, self.inputs, is_shown)
-        for each in self.order[facts.direction]:
-            run(each)
+        run = _Run(graph_module, facts, may_keep, self.passes, self.inputs, is_shown)
+        run.all_of(self.order[facts.direction])
         if not is_backward:
             self._from_forward = run.returned
             kept = (each for node, each in facts.gathered.items() if node.meta.get(KEEP))
             self._kept = {each.fqn: each.nbytes for each in kept}
         for gm in graph_modules(graph_module):  # once, since it takes longer than the passes
             gm.recompile()
-
-    def lower(self) -> None:
-        """Prepares for Inductor the backward that was rewritten and shown last."""
-        if self._run is not None and self.inputs:  # others are compiled as by Inductor alone
-            for each in self.order["lowered"]:
-                self._run(each)
+        return run
 
     def _describe_forward(self, gm: fx.GraphModule) -> tuple[GraphFacts, set[fx.Node]]:
         """Names the inputs of a forward. Returns its facts, and the inputs that it may keep."""
@@ -297,12 +297,13 @@ class _Run:
             with_peak = any(facts.direction in each.graphs for each in passes)
             self._verifier = Verifier(graph, facts.direction, with_peak)
 
-    def __call__(self, ours: GraphPass) -> None:
-        """Runs a pass of this library, and then the user's passes that follow it."""
-        self._apply(ours, (*ours.changes, "gathered_peak"), ours)
-        for each in self._passes:
-            if each.follows(ours.name, self._facts.direction):
-                self._apply(each, each.changes, functools.partial(self._call, each))
+    def all_of(self, passes: Iterable[GraphPass]) -> None:
+        """Runs passes of this library, each with the user's passes that follow it."""
+        for ours in passes:
+            self._apply(ours, (*ours.changes, "gathered_peak"), ours)
+            for each in self._passes:
+                if each.follows(ours.name, self._facts.direction):
+                    self._apply(each, each.changes, functools.partial(self._call, each))
 
     def _apply(
         self,

@@ -15,6 +15,7 @@ from support.models import (
     join_as_torchrun,
     mean_square,
     mine,
+    through_inductor_too,
 )
 from support.transformer_models import llama
 from torch import nn
@@ -243,7 +244,9 @@ def _accelerate_goes_on(folder):
     return _whole(model, optimizer)
 
 
-@each_way
+@pytest.mark.parametrize(
+    "how", ["eager", pytest.param("interpreted", marks=pytest.mark.more), through_inductor_too]
+)
 def test_accelerate_prepares_and_saves_a_sharded_model(run_apart, tmp_path, how):
     pytest.importorskip("accelerate")
     world_size, others = (4, (4, 2)) if how == "interpreted" else (2, (2,))

@@ -212,7 +212,7 @@ def _diverge(transport, how):
     return time.monotonic() - start, str(raised.value)
 
 
-@pytest.mark.parametrize("how", ["eager", "interpreted"])
+@pytest.mark.parametrize("how", ["eager", pytest.param("interpreted", marks=pytest.mark.more)])
 @pytest.mark.gloo
 def test_messages_of_other_orders_never_meet(run_apart, how):
     """Ranks wait until the group's timeout."""

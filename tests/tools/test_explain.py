@@ -141,6 +141,7 @@ def test_nothing_changes(fails):
     "again",
     [*(pytest.param(again, marks=pytest.mark.long) for again in (True, False)), None],
 )
+@pytest.mark.more
 def test_later_compilations_are_as_without_explain(again):
     model, reference = shard_stack(reshard_after_forward=again)
     for size in range(2, 12):  # more sizes than Dynamo's recompile limit

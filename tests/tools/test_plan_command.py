@@ -37,6 +37,7 @@ def config(tmp_path):
     return path
 
 
+@pytest.mark.more
 def test_a_config_is_planned_from_the_command_line(config, tmp_path):
     page, numbers = tmp_path / "page.html", tmp_path / "plan.json"
     found = _run_apart(

@@ -207,5 +207,6 @@ def _evaluated_while_others_load(how):
         pytest.param("zero3", 3, marks=INDUCTOR_TOO),
     ],
 )
+@pytest.mark.more
 def test_a_fast_rank_never_changes_what_a_slow_one_reads(run_ranks, how, world_size):
     run_ranks(world_size, _evaluated_while_others_load, how)

@@ -72,6 +72,7 @@ def _kept_all_the_same(width=32):
     assert_same_gradients(model, reference)
 
 
+@pytest.mark.more
 def test_a_kept_copy_moves_out_when_its_turn_is_over(run_ranks):
     run_ranks(2, in_little_memory, _kept_all_the_same)
 

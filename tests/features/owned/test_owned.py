@@ -192,6 +192,7 @@ def _differ_in_use(how, transport):
 
 @each_way
 @either_transport
+@pytest.mark.more
 def test_owned_parameters_may_be_tied_strided_and_missing(run_ranks, how, transport):
     run_ranks(3, _differ_in_use, how, transport)
 

@@ -220,7 +220,7 @@ def _train_on_a_mesh(folder, how, **settings):
     ("how", "settings"),
     [
         ("eager", {"fsdp_size": 4, "ep_size": 2}),
-        ("eager", {"fsdp_size": 2, "dp_replicate_size": 2}),
+        pytest.param("eager", {"fsdp_size": 2, "dp_replicate_size": 2}, marks=pytest.mark.more),
         pytest.param("interpreted", {"fsdp_size": 4, "ep_size": 2}, marks=pytest.mark.long),
         pytest.param(
             "interpreted", {"fsdp_size": 2, "dp_replicate_size": 2}, marks=pytest.mark.long
