@@ -82,7 +82,7 @@ def is_recording_graphs() -> bool:
     return bool(_active)
 
 
-def source_of(gm: fx.GraphModule) -> fx.GraphModule | None:
+def original_of(gm: fx.GraphModule) -> fx.GraphModule | None:
     """Returns a copy of a graph that will be rewritten, if a block is open."""
     return copied(gm) if is_recording_graphs() else None
 

@@ -34,7 +34,7 @@ class ParameterFacts:
         is_gathered: whether it is gathered itself, and not others in its place (see ``source``).
         is_substitute: whether it is gathered in place of another one.
         gather_format: how its shards are quantized before they are gathered (see
-            ``gather_format``); empty: not at all.
+            ``codec``); empty: not at all.
     """
 
     fqn: str

@@ -150,7 +150,7 @@ def own_pass(
     graphs: Collection[str] = (),
     after: Callable | None = None,
     changes: Collection[str] = (),
-    uuid: Any = (),
+    uuid: Any,
 ) -> GraphPass:
     """Makes a pass of this library of a function, which it is named after.
 
@@ -177,13 +177,13 @@ def graph_pass(
     needs: Collection[str] = (),
     changes: Collection[str] = (),
     uuid: Any = None,
-) -> Callable[[Callable[[fx.GraphModule, GraphFacts], None]], GraphPass]:
-    """Makes a :class:`GraphPass` of a function ``(gm, facts) -> None``, as a decorator.
+) -> Callable[[Callable[[fx.GraphModule, GraphFacts], Any]], GraphPass]:
+    """Makes a :class:`GraphPass` of a function ``(gm, facts)``, as a decorator.
 
     The arguments are the attributes of :class:`GraphPass`, and what its ``uuid`` returns.
     """
 
-    def decorate(function: Callable[[fx.GraphModule, GraphFacts], None]) -> GraphPass:
+    def decorate(function: Callable[[fx.GraphModule, GraphFacts], Any]) -> GraphPass:
         result = _FunctionPass(function, uuid)
         result.graphs, result.after, result.needs, result.changes = graphs, after, needs, changes
         return result

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch import fx
 
@@ -16,7 +16,7 @@ from deepcompile_zero3.graph.calls import graph_modules
 from deepcompile_zero3.graph.capture import add_capture, capture_pass
 from deepcompile_zero3.graph.log import forward_numbers, log_graph
 from deepcompile_zero3.graph.metadata import KEEP, KEPT_OF, PARAMETER
-from deepcompile_zero3.graph.recording import add_graph, source_of
+from deepcompile_zero3.graph.recording import add_graph, original_of
 from deepcompile_zero3.options import Options
 from deepcompile_zero3.passes.backward_gathers import (
     drop_needed_in_backward,
@@ -69,38 +69,39 @@ def _insert_gathers(gm: fx.GraphModule, facts: GraphFacts) -> None:
     insert_gathers(gm, facts.gathered, *limits)
 
 
-_GATHERS = own_pass(  # a parameter may be a gradient, or a factor of one
+_core = functools.partial(own_pass, uuid=())  # their settings are in GraphFacts
+_GATHERS = _core(  # a parameter may be a gradient, or a factor of one
     insert_gathers, _insert_gathers, changes=("gradients",)
 )
-_MARKERS = own_pass(
+_MARKERS = _core(
     drop_saved_markers, lambda gm, _: drop_saved_markers(gm), changes=("gradient_nodes",)
 )
-_STRIDES = own_pass(keep_strides_of_regions, lambda gm, _: keep_strides_of_regions(gm))
-_CHAIN = own_pass(chain_reductions, lambda gm, _: chain_reductions(gm))
+_STRIDES = _core(keep_strides_of_regions, lambda gm, _: keep_strides_of_regions(gm))
+_CHAIN = _core(chain_reductions, lambda gm, _: chain_reductions(gm))
 
 # The core's passes. Features add theirs: see :func:`in_order`.
 CORE: Order = {
     "forward": (
-        own_pass(choose_kept, _mark_kept),
+        _core(choose_kept, _mark_kept),
         _GATHERS,
         _MARKERS,
-        own_pass(clone_returned_views, lambda gm, facts: clone_returned_views(gm, facts.saved)),
+        _core(clone_returned_views, lambda gm, facts: clone_returned_views(gm, facts.saved)),
         _STRIDES,
         _CHAIN,
     ),
     "backward": (
-        own_pass(
+        _core(
             drop_needed_in_backward,
             lambda gm, _: drop_needed_in_backward(gm),
             changes=("gradient_nodes",),
         ),
         _MARKERS,
-        own_pass(
+        _core(
             move_products_out,
             lambda gm, facts: move_products_out(gm, facts.gradients),
             changes=("regions", "gradient_nodes"),
         ),
-        own_pass(  # None takes the place of a gradient
+        _core(  # None takes the place of a gradient
             insert_reduces,
             lambda gm, facts: insert_reduces(gm, facts.gradients, facts.placeholders),
             changes=("signature",),
@@ -116,6 +117,13 @@ CORE: Order = {
 def in_order(features: Iterable[GraphPass]) -> Order:
     """Returns the core's passes, each with the passes of features behind it that follow it."""
     features = tuple(features)
+    for each in features:
+        for graph in {*each.graphs} - {"lowered"}:
+            if each.after not in (ours.name for ours in CORE[cast(Direction, graph)]):
+                raise ValueError(
+                    f"pass '{each.name}' follows '{each.after}', which is no pass of the core over "
+                    f"the {graph} graph"
+                )
 
     def behind(ours: GraphPass, direction: Direction) -> Iterator[GraphPass]:
         yield ours
@@ -176,19 +184,20 @@ class Pipeline:
     @property
     def may_be_stored(self) -> bool:
         """Whether caches may hold what the passes make of a graph."""
-        return not without_key(self.passes)
+        ours = [each for passes in self.order.values() for each in passes]
+        return not (self.inputs and without_key([*self.passes, *ours]))
 
     def __call__(self, graph_module: fx.GraphModule, is_backward: bool) -> Callable[[], None]:
         """Rewrites a graph that will run, numbers it, and shows it to those who want to see it.
 
         Returns a function that prepares the graph for Inductor.
         """
-        source = source_of(graph_module)
+        original = original_of(graph_module)
         run = self.rewrite(graph_module, is_backward, is_shown=True)
         if not is_backward:
             self.number = next(forward_numbers)
         add_capture(graph_module, is_backward, self.number)
-        add_graph(self.number, is_backward, self, source, graph_module)
+        add_graph(self.number, is_backward, self, original, graph_module)
         if self.inputs:
             direction, kept = ("backward", {}) if is_backward else ("forward", self._kept)
             log_graph(graph_module, direction, self.number, kept)

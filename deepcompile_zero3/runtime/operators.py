@@ -23,7 +23,7 @@ A *placeholder* has the full shape, compute dtype and strides of a parameter, an
 storage. The runtime finds the parameter by the address of that storage. A *token* is an empty
 tensor. An op that starts or waits for a collective takes the handle or token of the one before it
 as ``after``, so that no scheduler swaps two. ``all_gather_start`` also takes ``formats``: how each
-shard is quantized before it is sent (see ``gather_format``), if any is. Reductions also take
+shard is quantized before it is sent (see ``codec``), if any is. Reductions also take
 ``use`` and ``contract``: *contract* is the leaf's dtype as text; *use* tells equal gradients of two
 uses apart.
 """

@@ -239,7 +239,8 @@ def _blueprint(
         f"reshard_after_forward={reshard_after_forward}"
     )
     if (kind := kind_of(parameter)) is not None:
-        described += f", {kind.described(fqn, parameter, policy.param_dtype)}"
+        of_kind = kind.described(fqn, parameter, policy.param_dtype)
+        described += f", {of_kind}" if of_kind else ""
     return Blueprint(parameter, submodule, attribute, layout, policy, full, reshard, described)
 
 

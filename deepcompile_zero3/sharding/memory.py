@@ -25,7 +25,7 @@ class BudgetPolicy(OffloadPolicy):
 
 
 class Memory(Protocol):
-    """A budget of memory, and the file for what exceeds it; see ``file_offload``."""
+    """A budget of memory, and the file for what exceeds it; see ``FileOffloadPolicy``."""
 
     tier: _C.FileTier
     loaded_ahead: int  # bytes of activations that come back before one is waited for

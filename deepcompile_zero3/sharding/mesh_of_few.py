@@ -25,4 +25,6 @@ def adopt(tensor: object) -> None:
     """Gives a DTensor over a :class:`MeshOfFew` the class that belongs to the mesh."""
     if type(tensor) is DTensor:
         # Not isinstance, which is slow here: a mesh's metaclass has Python code for it.
-        tensor.__class__ = getattr(type(tensor.device_mesh), "tensor_class", DTensor)
+        tensor_class = getattr(type(tensor.device_mesh), "tensor_class", None)
+        if tensor_class is not None:
+            tensor.__class__ = tensor_class

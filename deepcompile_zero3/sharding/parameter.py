@@ -242,9 +242,13 @@ class ShardedParameter:
         self.update_guard_key()
 
     def deliver_early_if_possible(self) -> None:
-        """Sets whether the runtime delivers the gradient before the end of a backward."""
+        """Sets whether the runtime delivers the gradient before the end of a backward.
+
+        Call it when ``sink`` or ``checks`` have changed.
+        """
         self.settings.delivers_early = (
             self.sink is not None
+            and not self.checks
             and self.replicas_are_compared
             and self.model is not None
             and self.model.is_last_backward

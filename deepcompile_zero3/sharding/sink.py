@@ -20,7 +20,7 @@ Check = Callable[["Sequence[tuple[ShardedParameter, torch.Tensor]]"], str]
 
 
 class Sink(Protocol):
-    """Takes the gradients of some parameters as soon as they are in ``.grad``.
+    """Takes the gradients of some parameters as soon as they are in ``.grad``. Hashable.
 
     Where possible, that is when their bucket is reduced, and not at the end of the backward. Hooks
     run first. Of several backwards of a step only the last one has its gradients taken

@@ -31,7 +31,7 @@ class GatherBucket:
     starts_before: str  # the operator that the gather starts before
     needed_by: str  # the operator that waits for the gather
     ahead: int  # the number of operators between the start and the wait
-    formats: dict[str, str]  # of the parameters that are quantized; see ``gather_format``
+    formats: dict[str, str]  # of the parameters that are quantized; see ``codec``
 
 
 @dataclass(frozen=True)

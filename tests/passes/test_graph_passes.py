@@ -22,7 +22,11 @@ from deepcompile_zero3 import (
     graph_pass,
 )
 from deepcompile_zero3.graph_inputs import passes_of
-from deepcompile_zero3.passes.graph_pass import names_of
+from deepcompile_zero3.options import Options
+from deepcompile_zero3.passes.facts import ParameterFacts
+from deepcompile_zero3.passes.graph_pass import names_of, own_pass
+from deepcompile_zero3.passes.keep import choose_kept
+from deepcompile_zero3.passes.pipeline import Pipeline, in_order
 from deepcompile_zero3.passes.verify.invariants import INVARIANTS
 
 PASSES = names_of(passes_of())
@@ -235,3 +239,16 @@ def test_the_command_lists_passes_and_shows_what_they_do(capsys, tmp_path):
     }.items():
         assert __main__.main(["passes", name]) == 1
         assert message in capsys.readouterr().err
+
+
+def test_a_feature_names_a_pass_of_the_core_and_a_key():
+    def mine(gm, facts):
+        """Does nothing."""
+
+    lost = own_pass(mine, mine, graphs=("forward",), after=mine, uuid=())
+    with pytest.raises(ValueError, match="'mine' follows 'mine', which is no pass of the core"):
+        in_order([lost])
+    without_key = own_pass(mine, mine, graphs=("forward",), after=choose_kept, uuid=None)
+    facts = {0: ParameterFacts("weight", 0, 64)}
+    assert Pipeline(facts, Options(), 0).may_be_stored
+    assert not Pipeline(facts, Options(), 0, order=in_order([without_key])).may_be_stored

@@ -1,1 +1,1 @@
-"""Checks while a model trains: gradients that are not finite, replicas that differ."""
+"""Checks while a model trains: gradients that are not finite, and norms of each gradient."""

@@ -103,14 +103,15 @@ def step_locally(optimizer: torch.optim.Optimizer, *, is_elementwise: bool = Fal
 
     def local_step(optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> None:
         refuse_replaced(optimizer)
+        setattr(optimizer, REFUSES_REPLACED, True)
         try:
             with locals_of.swapped_into(optimizer):
                 step()
         finally:
+            delattr(optimizer, REFUSES_REPLACED)
             count_step(optimizer)  # the hooks have seen local tensors
 
     layers.locally = local_step
-    setattr(optimizer, REFUSES_REPLACED, True)
     if not has_known_states:
         _store_states_of_ranks(optimizer)
 

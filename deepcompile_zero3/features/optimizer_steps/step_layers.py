@@ -53,15 +53,25 @@ class StepLayers:
             rest()
             return loss
 
-        cast(Any, optimizer).step = WeakMethod(step, optimizer)
+        self._method = cast(Any, optimizer).step = WeakMethod(step, optimizer)
+
+    def are_in(self, step: Any) -> bool:
+        """Returns whether ``step`` is, or wraps, the method that has these layers."""
+        while step is not None and step is not self._method:
+            step = getattr(step, "__wrapped__", None)
+        return step is not None
 
 
 def layers_of(optimizer: torch.optim.Optimizer) -> StepLayers:
-    """Returns the layers of ``optimizer.step``, which wraps the step at the first call."""
+    """Returns the layers of ``optimizer.step``, which is wrapped if it has none yet.
+
+    Somebody may have put back the step that was there before.
+    """
     attributes = vars(optimizer)
-    if _LAYERS not in attributes:
-        attributes[_LAYERS] = StepLayers(optimizer)
-    return cast(StepLayers, attributes[_LAYERS])
+    layers = attributes.get(_LAYERS)
+    if not isinstance(layers, StepLayers) or not layers.are_in(optimizer.step):
+        layers = attributes[_LAYERS] = StepLayers(optimizer)
+    return layers
 
 
 def function_of(method: Callable[..., Any]) -> Callable[..., Any]:

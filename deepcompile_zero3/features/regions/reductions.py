@@ -66,6 +66,7 @@ def passes(parameters: Sequence[Any], share: float, options: Options) -> list[Gr
             lambda gm, _: reduce_in_regions(gm),
             graphs=("lowered",),
             changes=("regions", "gradients", "reductions_are_chained"),
+            uuid=(),
         )
     ]
 

@@ -17,6 +17,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from deepcompile_zero3 import torch_internals
+from deepcompile_zero3.graph.calls import calls_by_region
 from deepcompile_zero3.options import Options
 from deepcompile_zero3.passes.blocks import IsBlock, blocks_around
 from deepcompile_zero3.passes.facts import ParameterFacts
@@ -88,6 +89,7 @@ def outline_regions(
         The facts of each region's parameters, keyed by the name of the region.
     """
     regions: dict[str, RegionFacts] = {}
+    marked = len(calls_by_region(gm))  # by the user
     blocks_by_class = list(_blocks(gm.graph, is_block))
     if not blocks_by_class:
         return regions
@@ -101,7 +103,9 @@ def outline_regions(
                 if segment is not None:
                     twins.setdefault(segment.signature, []).append(segment)
         several = [segments for segments in twins.values() if len(segments) > 1]
-        names = [f"{cls.__name__}_{len(regions) + number}" for number in range(len(several))]
+        names = [
+            f"{cls.__name__}_{marked + len(regions) + number}" for number in range(len(several))
+        ]
         for name, segments in zip(names, several, strict=True):
             inputs = enumerate(segments[0].inputs)
             regions[name] = {i: parameters[node] for i, node in inputs if node in parameters}

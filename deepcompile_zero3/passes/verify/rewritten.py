@@ -75,13 +75,17 @@ class Rewritten:
         return [each for each in self._all_reductions() if each[0] not in self._early]
 
     def _all_reductions(self) -> Iterator[tuple[fx.Node, Any]]:
+        in_regions: dict[str, list[fx.Node]] = {}  # most have none
         for node in self.gm.graph.nodes:
             if node.target in REDUCTIONS:
                 yield node, node.args[1]
             elif node.target is compiler.invoke_subgraph:
-                given = self._given(node)
-                for reduction in reductions_in(region_named(self.gm, called_by(node)).graph):
-                    yield reduction, given[cast(fx.Node, reduction.args[1])]
+                name = called_by(node)
+                if name not in in_regions:
+                    in_regions[name] = reductions_in(region_named(self.gm, name).graph)
+                given = self._given(node) if in_regions[name] else {}
+                for reduction in in_regions[name]:
+                    yield reduction, given.get(cast(fx.Node, reduction.args[1]))
 
     @property
     def kept(self) -> set[fx.Node]:

@@ -318,3 +318,17 @@ def test_a_local_step_is_left_to_python():
         step()
     for mine_, others in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(mine_.to_local(), others.to_local())
+
+
+@needs_a_job
+def test_a_step_that_was_put_back_has_no_layers():
+    model = fully_shard(nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step = optimizer.step
+    step_locally(optimizer)
+    optimizer.step = step
+    step_locally(optimizer)  # the first call's layer is gone
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    with pytest.raises(Zero3Error, match="called twice"):
+        step_locally(optimizer)
