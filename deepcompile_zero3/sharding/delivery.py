@@ -89,27 +89,25 @@ def _let_sinks_take(
     for parameter in parameters:
         if parameter.sink is None or (model := parameter.model) is None:
             continue
+        its_parameters = by_sink.setdefault(parameter.sink, [])
         if model.is_last_backward:
             parameter.deliver_early_if_possible()
             if parameter.shard.grad is not None:
-                by_sink.setdefault(parameter.sink, []).append(parameter)
+                its_parameters.append(parameter)
     for sink, its_parameters in by_sink.items():
-        sink.take(its_parameters)
+        if its_parameters:
+            sink.take(its_parameters)
     if moment == _C.Moment.END:
-        for sink in _sinks_of(model_numbers):
+        for sink in by_sink:
             sink.finish(model_numbers)
 
 
 def _interrupted(model_numbers: Sequence[int]) -> None:
     """Tells sinks that a backward has raised. The runtime calls it."""
-    for sink in _sinks_of(model_numbers):
-        sink.interrupt(model_numbers)
-
-
-def _sinks_of(model_numbers: Sequence[int]) -> list[Sink]:
     models = models_numbered(model_numbers)
-    sinks = (parameter.sink for model in models for parameter in model.parameters)
-    return list(dict.fromkeys(sink for sink in sinks if sink is not None))
+    sinks = dict.fromkeys(parameter.sink for model in models for parameter in model.parameters)
+    for sink in filter(None, sinks):
+        sink.interrupt(model_numbers)
 
 
 def _run_all_reduce_hooks(reduced: Sequence[tuple[ShardedParameter, torch.Tensor]]) -> None:
