@@ -47,16 +47,16 @@ class FSDP2Methods(FSDPModule):
     ) -> None:
         """Sets whether a gradient that only some ranks have counts as zero on the others.
 
-        On CPUs over gloo it always does. NCCL's collectives, and all on GPUs, have one order on all
+        On CPUs over gloo it always does. On GPUs, as over NCCL, collectives have one order on all
         ranks: without this setting, ranks with different gradients wait for each other for ever.
-        With it, ranks exchange which gradients they have when a backward begins, for which the host
-        waits. Gradients that only some ranks have are kept in full, and reduced at the end of the
-        backward. A parameter that no rank uses has no gradient.
+        With it, ranks tell each other at the beginning of a backward which gradients they have, and
+        the host waits for the answers. Gradients that only some ranks have stay in full, and are
+        reduced at the end of the backward. A parameter that no rank uses has no gradient.
 
         Each rank needs a gradient of the model in the backward, and all ranks run the forwards of
         the modules that ``fully_shard`` was called on. Call it alike on all ranks. A backward
-        raises Zero3Error if ranks have different gradients of a parameter with ``grad_dtype=None``
-        and no ``reduce_dtype``: they cannot know the dtype of the zeros.
+        raises Zero3Error if only some ranks have the gradient of a parameter with
+        ``grad_dtype=None`` and no ``reduce_dtype``: the others cannot know the dtype of zeros.
 
         Args:
             reduce_scatter_unused_params: whether zeros are reduced.
@@ -74,7 +74,7 @@ class FSDP2Methods(FSDPModule):
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Makes the current stream wait for ``event``, and so the gathers of the next forward.
 
-        Gathers wait for the current stream always: call it only if the optimizer steps on another.
+        Gathers always wait for the current stream. Call it if the optimizer steps on another one.
 
         Args:
             event: recorded after the optimizer's step.
@@ -82,7 +82,7 @@ class FSDP2Methods(FSDPModule):
         event.wait()
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Has no effect: an eager backward gathers a group only if it uses what was saved of it."""
+        """Has no effect: an eager backward gathers a group when it first reads a saved tensor."""
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Has no effect: gradients are always summed over the ranks, and then divided."""
@@ -93,13 +93,13 @@ class FSDP2Methods(FSDPModule):
         """Has no effect: reductions always have a process group of their own."""
 
     def _is_managed(self) -> bool:
-        """Whether ranks must call the module together: transformers asks.
+        """Tells transformers that ranks must call the module together.
 
-        Dynamo asks too, and would take the module for one of FSDP1's, which it does not trace.
+        Dynamo gets False: it would take the module for one of FSDP1's, which it does not trace.
         """
         return torch.compiler.is_dynamo_compiling() or not torch_internals.dynamo_is_tracing()
 
-    # The setter ignores transformers, which says what is so anyway.
+    # transformers sets it to True, which it is anyway.
     _is_fsdp_managed_module = _NotForDynamo(_is_managed, lambda self, managed: None)
 
     def _get_fsdp_state(self) -> Any:
@@ -107,7 +107,7 @@ class FSDP2Methods(FSDPModule):
         return torch_internals.fsdp_state_of(self)  # type: ignore[arg-type]
 
     def _zero3_set(self, name: str, value: bool, recurse: bool) -> None:
-        """Sets the setting ``name`` of this module's parameters, and of those inside it."""
+        """Sets ``name`` in the settings of this module's parameters, and of those inside it."""
         check_bool(name, value)
         for parameter in self._zero3_parameters_below(recurse):
             setattr(parameter.settings, name, value)

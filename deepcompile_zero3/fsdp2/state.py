@@ -34,8 +34,8 @@ class FsdpState:
     def _pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Begins a method that torch registered as a forward.
 
-        torch does not end it if the method raises. Weights that ``unshard`` has gathered may stay
-        until the next forward; a forward that has begun may not.
+        torch does not end it if the method raises. So this gathers the group and begins no forward:
+        gathered weights may stay until the next forward, a begun forward may not.
         """
         self._group.unshard(async_op=False)
         return self._group.casts.inputs(args, kwargs)
@@ -50,11 +50,11 @@ class FsdpState:
 
     @property
     def all_states(self) -> "tuple[FsdpState, ...]":
-        """The states whose micro-batches a pipeline's schedule ends together: this one alone."""
+        """The states whose micro-batches a pipeline's schedule ends with this one's: no others."""
         return (self,)
 
     def _root_post_backward_final_callback(self) -> None:
-        """Reduces the sums of the module's micro-batches, of which no backward was the last."""
+        """Reduces the sums of the module's micro-batches, whose backwards have deferred that."""
         module = self._module()
         if module is None:
             raise Zero3Error(

@@ -20,7 +20,7 @@ def views_of(node: fx.Node) -> set[fx.Node]:
 def base_of(node: fx.Node) -> fx.Node:
     """Returns the node that owns the memory of ``node``.
 
-    If that is an operator with several results, returns the ``getitem`` of the result in question.
+    If an operator returns several results, the ``getitem`` of one of them owns its memory.
     """
     while is_view(node):
         source = node.all_input_nodes[0]
@@ -40,7 +40,7 @@ def is_view(node: fx.Node) -> bool:
     if not isinstance(node.target, torch_internals.OpOverload) or node.target.namespace == "zero3":
         return False
     if node.target is torch.ops.aten._unsafe_view.default:
-        return True  # whatever its schema says
+        return True  # its schema does not say so
     returns = torch_internals.schema_of(node.target).returns
     return any(result.alias_info is not None for result in returns)
 

@@ -48,7 +48,7 @@ def graph_modules(gm: fx.GraphModule) -> list[fx.GraphModule]:
 
 
 def bodies_of(gm: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:
-    """Returns the graphs that a node of ``gm``, if it is a higher-order operator, calls."""
+    """Returns the graphs that a node of ``gm`` calls, if it is a higher-order operator."""
     if not isinstance(node.target, torch_internals.HigherOrderOperator):
         return []
     attributes = (each for each in node.all_input_nodes if each.op == "get_attr")
@@ -57,7 +57,7 @@ def bodies_of(gm: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:
 
 
 def inputs_of(body: fx.GraphModule, call: fx.Node, argument: fx.Node) -> list[fx.Node]:
-    """Returns the inputs of ``body`` that get ``argument`` of its call, which has theirs last."""
+    """Returns the inputs of ``body`` that get ``argument``. They are the call's last arguments."""
     inputs = body.graph.find_nodes(op="placeholder")
     arguments = call.args[max(len(call.args) - len(inputs), 0) :]
     return [each for each, a in zip(inputs, arguments, strict=False) if a is argument]

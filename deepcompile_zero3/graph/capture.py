@@ -40,7 +40,7 @@ class CapturedGraph:
 
     @functools.cached_property
     def inlined(self) -> fx.GraphModule:
-        """The graph with the nodes of equal blocks in place of calls of what they share."""
+        """The graph with the nodes of its regions in place of their calls."""
         return inlined(self.graph_module)
 
     @property
@@ -83,7 +83,7 @@ class CapturedGraphs:
     Attributes:
         forward: the forward graphs.
         backward: the backward graphs.
-        passes: what each pass made of them, or None if that is not captured.
+        passes: the runs of passes over them, or None if they are not captured.
     """
 
     forward: list[CapturedGraph] = field(default_factory=list)
@@ -129,7 +129,7 @@ def is_capturing() -> bool:
 
 @contextlib.contextmanager
 def capture_pass(gm: fx.GraphModule, name: str, direction: str) -> Iterator[None]:
-    """The block is one pass over a graph, which open ``capture_graphs`` blocks may ask for."""
+    """Captures the pass that runs in the block, for the ``capture_graphs`` blocks that ask."""
     lists = [graphs.passes for graphs in _active if graphs.passes is not None]
     before = _text_with_marks(gm) if lists else ""
     yield

@@ -1,4 +1,4 @@
-"""Keys that this library sets in a node's ``meta``, and the FQNs that they give."""
+"""Keys that this library sets in a node's ``meta``."""
 
 from typing import Any
 

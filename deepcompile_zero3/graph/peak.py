@@ -23,7 +23,7 @@ def gathered_bytes(graph: fx.Graph) -> list[int]:
     or to the end of the graph if the graph returns it.
     """
     order = {node: position for position, node in enumerate(graph.nodes)}
-    changes = [0] * (len(order) + 1)  # the last are behind the output
+    changes = [0] * (len(order) + 1)  # the last one comes after the output
     for wait in graph.find_nodes(op="call_function", target=ops.all_gather_wait.default):
         start = wait.args[0]
         for _, item in gathered_items(wait):

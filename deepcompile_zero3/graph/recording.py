@@ -33,7 +33,7 @@ class Run(NamedTuple):
     """A run of a graph.
 
     Attributes:
-        number: number of the forward; a backward has that of its forward.
+        number: number of the forward; a backward has its forward's.
         is_backward: whether the backward ran.
         seconds: seconds that it took on the host.
         waited: seconds of these that it waited for other ranks.
@@ -51,8 +51,8 @@ class Recording:
 
     Attributes:
         parameters: the parameters.
-        graphs: graphs by number and whether they are backwards.
-        read: what the latest run of each forward read, in the order of its graph's parameters.
+        graphs: graphs by number, and by whether they are backwards.
+        read: the parameters that the latest run of each forward read, in its graph's order.
         runs: the runs, in their order.
     """
 
@@ -100,7 +100,7 @@ def add_graph(
 def run_recorded(
     run: Callable, args: tuple, number: int, parameters: Sequence[object]
 ) -> list[Any]:
-    """Returns ``run(*args)``, a forward, and notes what it and its backward take."""
+    """Returns ``run(*args)``, a forward, and notes the times of it and of its backward."""
     begun = _Begun(number, False, parameters)
     outputs = run(*args)
     begun.end()

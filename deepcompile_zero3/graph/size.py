@@ -32,7 +32,7 @@ def nbytes_in_memory(tensor: torch.Tensor) -> int:
 
 
 def hinted_nbytes_of(node: fx.Node) -> int:
-    """Returns the size in bytes of a tensor, with the example's sizes where they are symbols.
+    """Returns the size in bytes of a tensor. For symbols, takes the sizes of the example.
 
     Returns 0 if the result of ``node`` is not a tensor, or its size depends on data.
     """

@@ -1,20 +1,19 @@
-"""Decides in the joint graph, before it is partitioned, what backward will gather.
+"""Decides in the joint graph, before it is partitioned, which parameters backward gathers.
 
-A partitioner weighs the bytes of activations against each other, and ops are decomposed by their
-shapes. A batch of another size may therefore save and recompute other values, and each rank sees
-its own batches. Yet all ranks must gather the same parameters. So backward gets all parameters that
-it may gather again, used or not, as in FSDP2. There are two exceptions. Parameters that are used
-only to look up rows have gradients that need no weight, and the results of the lookups are saved.
-Spared parameters (see ``spare``) have no gradients, and nothing that reads them is computed again.
+All ranks must gather the same parameters. Their batches differ in size, however, so a partitioner
+may save and recompute other values on each of them. This pass therefore gives backward every
+parameter that it may gather again, used or not, as FSDP2 does. There are two exceptions. A
+parameter that is only used to look up rows is left out: its gradient does not need the weight, and
+the rows are saved. So is a spared parameter (see ``spare``): it has no gradient, and nothing that
+reads it is computed again.
 
-Backward also gets the placeholder of each parameter that it computes a gradient for, by which the
-runtime knows whose gradient it is. Where forward may save the full tensor in place of the
-placeholder, it saves both.
+Backward also gets the placeholder of each parameter that it computes a gradient for. The runtime
+knows by it whose gradient it reduces. A forward that may save the full tensor saves both.
 
 A function of parameters alone, such as ``w.bfloat16()``, is recomputed: saving it would keep the
-parameter. Its reductions, such as ``w.norm()``, are left to the partitioner. So are operators that
-are not torch's: one that draws random numbers gives other results when it runs again, and nothing
-has to say that it does.
+parameter. The partitioner decides about reductions, such as ``w.norm()``, and about operators that
+are not torch's. Those may draw random numbers without saying so, and would then return something
+else when they run again.
 """
 
 import operator
@@ -45,13 +44,13 @@ def decide_backward_gathers(
     num_outputs: int,
     metadata: Sequence[fx.Node] = (),
 ) -> None:
-    """Tags the nodes of a joint graph with what a partitioner may do.
+    """Tags the nodes of a joint graph as saved or recomputed, and adds inputs of backward.
 
     Args:
         gm: the joint graph.
         parameters: the graph's inputs that are parameters.
         tangents: the graph's inputs that are gradients of outputs.
-        num_outputs: number of the graph's outputs that are those of the forward.
+        num_outputs: number of the forward's outputs, which come first in the graph.
         metadata: other inputs that functions of parameters alone may read.
     """
     regathered = {node: f for node, f in parameters.items() if f.reshard_after_forward is not False}
@@ -83,8 +82,8 @@ def recompute_functions_of_parameters(
     Rows that are looked up in parameters without other uses are saved. Results computed from spared
     parameters and activations are saved too, if backward needs them.
 
-    Returns the nodes that depend on the tangents, and those that are computed of spared parameters
-    and others.
+    Returns the nodes that depend on tangents, and the nodes that combine spared parameters with
+    other values.
     """
     embedding = {node for node, facts in parameters.items() if facts.only_embeds}
     spared = {node for node, facts in parameters.items() if facts.is_spared}
@@ -123,15 +122,16 @@ def needed_in_backward(
 ) -> torch.Tensor:
     """Returns ``gradient``. Its node makes the other arguments inputs of backward.
 
-    It stays until :func:`drop_needed_in_backward`. A node that reads a tangent is in backward.
+    The node reads a tangent, so a partitioner puts it into backward. It stays there until
+    :func:`drop_needed_in_backward`.
     """
     return gradient
 
 
 def is_needed_in_backward(node: fx.Node) -> bool:
-    """Returns whether a backward is to gather its input ``node``, or reads what has its value.
+    """Returns whether a backward has to gather its input ``node``, or reads it.
 
-    The nodes that mark what is needed, and what is saved, read nothing.
+    Nodes that only mark it, as needed or as saved, do not count.
     """
     for user in node.users:
         if user.target not in _MARKERS:
@@ -186,7 +186,7 @@ def drop_saved_markers(gm: fx.GraphModule) -> None:
 def _save_for_backward(
     graph: fx.Graph, placeholders: list[fx.Node], results: list[fx.Node], num_outputs: int
 ) -> dict[fx.Node, fx.Node]:
-    """Makes forward save ``placeholders`` and ``results``, which makes it compute the latter.
+    """Makes forward save ``placeholders``, and compute and save ``results``.
 
     Returns the node that stands for each placeholder in backward.
     """
@@ -225,9 +225,9 @@ def _save_for_backward(
 def _only_for_backward(
     graph: fx.Graph, nodes: Iterable[fx.Node], num_outputs: int
 ) -> list[fx.Node]:
-    """Returns the tensors among ``nodes``, or of their results, that no forward output needs.
+    """Returns the tensors that ``nodes`` compute and no output of the forward needs.
 
-    Nothing but a backward of the user's own reads such a tensor. A partitioner would not have
+    Only the backward of a custom autograd function reads such a tensor. A partitioner would not let
     forward compute it.
     """
     outputs = [each for each in _outputs(graph)[:num_outputs] if isinstance(each, fx.Node)]
@@ -250,7 +250,7 @@ def _add_inputs_of_backward(
     results = [i for i in range(num_outputs, len(outputs)) if isinstance(outputs[i], fx.Node)]
     if not results:
         return
-    # A result that depends on no tangent would be in forward. The tangent argument prevents that.
+    # The tangent among its arguments keeps the node out of forward.
     position = next((i for i in results if outputs[i] in gradients), results[0])
     gradient = outputs[position]
     with graph.inserting_before(graph.output_node()):
@@ -268,7 +268,7 @@ def _outputs(graph: fx.Graph) -> list[Any]:
 def _set_output(graph: fx.Graph, position: int, node: fx.Node) -> None:
     """Makes the graph return ``node`` at ``position``.
 
-    The node that it replaces there may be returned at other positions too.
+    The replaced node may be returned at other positions too.
     """
     output = graph.output_node()
     leaves, structure = tree_flatten(output.args)
@@ -277,9 +277,9 @@ def _set_output(graph: fx.Graph, position: int, node: fx.Node) -> None:
 
 
 def _tag_saved(graph: fx.Graph, of_spared: list[fx.Node]) -> None:
-    """Tags nodes so that they are not computed again.
+    """Tags nodes so that they are saved, not recomputed.
 
-    A checkpoint around them, in which nothing has a gradient, has nothing to compute again either.
+    A checkpoint around such a node computes no gradient, so it recomputes nothing either.
     """
     checkpoints = {node.meta["ac_graph_id"] for node in of_spared if "ac_graph_id" in node.meta}
     inside = [node for node in graph.nodes if node.meta.get("ac_graph_id") in checkpoints]
@@ -303,8 +303,8 @@ def _tag(node: fx.Node, policy: CheckpointPolicy) -> None:
     if "recompute" in node.meta:
         return  # set by a checkpoint of the user
     node.meta["recompute"] = policy
-    # Checkpointed regions are numbered, and what a region passes to a later one is saved. This node
-    # is in the last region, which passes nothing on.
+    # Checkpointed regions are numbered, and a partitioner saves what a region passes to a later
+    # one. The last region passes nothing on.
     node.meta["ac_graph_id"] = sys.maxsize
 
 

@@ -17,10 +17,10 @@ def reductions_in(graph: fx.Graph) -> list[fx.Node]:
 def chain_reductions(gm: fx.GraphModule) -> None:
     """Passes each reduction the token of the one before it.
 
-    A compiler's scheduler moves nodes by what it knows of memory and time, which differs from rank
-    to rank. Two collectives that swap on one rank cause a hang or silent corruption. Every
-    scheduler keeps a data dependency. Gathers, which ``insert_gathers`` chains, and reductions have
-    separate process groups, so that no order between the two is needed.
+    A scheduler moves nodes by estimates of memory and time, which differ from rank to rank. Two
+    collectives that swap on one rank cause a hang or silent corruption. Every scheduler keeps a
+    data dependency. Gathers are chained by ``insert_gathers``. They have a process group of their
+    own, and need no order with reductions.
     """
     last = None
     for node in reductions_in(gm.graph):

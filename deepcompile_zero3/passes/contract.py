@@ -1,4 +1,4 @@
-"""Declares the leaf's contracts in Dynamo's graph, or lets each unshard look its own up."""
+"""Declares contracts in Dynamo's graph, or lets each unshard look up its own."""
 
 from collections.abc import Iterator, Mapping
 
@@ -12,10 +12,10 @@ from deepcompile_zero3.torch_internals import compiler
 
 
 def declare_grad_dtypes(gm: fx.GraphModule, parameters: Mapping[int, ParameterFacts]) -> None:
-    """Declares the leaf's dtype on each of ``parameters`` that has a contract of its own.
+    """Declares the contract of each of ``parameters`` that needs it.
 
-    ``parameters`` are keyed by position of the graph input. A value that a module reads in place of
-    the input has the same contract: its uses are summed first.
+    ``parameters`` are keyed by position of the graph input. Modules may read another value in place
+    of the input. Autograd sums the uses of that value first, so it gets the same contract.
     """
     inputs = gm.graph.find_nodes(op="placeholder")
     for position, facts in parameters.items():
@@ -52,7 +52,7 @@ def _reads(gm: fx.GraphModule, node: fx.Node) -> Iterator[fx.Node]:
 
 
 def forget_contracts(gm: fx.GraphModule) -> None:
-    """Makes each ``zero3.unshard`` of a graph use the contract that there is when it runs."""
+    """Makes each ``zero3.unshard`` of a graph look up its contract when it runs."""
     for nested in graph_modules(gm):
         for node in nested.graph.find_nodes(op="call_function", target=ops.unshard.default):
             node.update_arg(1, "")

@@ -14,7 +14,7 @@ class ParameterFacts:
         process_group: number of the process group of its shards. Only neighbors of one group are
             gathered together.
         nbytes: size in bytes of the full tensor in the compute dtype.
-        gathers_views: whether the gathered tensor is memory that nobody may write to.
+        gathers_views: whether the gathered tensor is a view of memory that is only read.
         publishes: whether a backward reads its forward's publication, and moves bytes only if that
             is stale or overwritten.
         sends_any_dtype: whether its gradient is sent in its own dtype, if the wire dtype can hold
@@ -30,7 +30,7 @@ class ParameterFacts:
         is_trained: whether it needs a gradient.
         wire_dtype: dtype of its gradient on the wire; None keeps that of the contract.
         declares_grad_dtype: whether the contract must be declared to AOTAutograd.
-        is_read_as_gathered: whether modules read the gathered tensor itself, not one made of it.
+        is_read_as_gathered: whether modules see the all-gather's output unchanged.
         is_gathered: whether it is gathered itself, and not others in its place (see ``source``).
         is_substitute: whether it is gathered in place of another one.
         gather_format: how its shards are quantized before they are gathered (see
@@ -69,7 +69,7 @@ class ParameterFacts:
         )
 
     def gathered_as(self, format: str) -> "ParameterFacts":
-        """Returns these facts with shards that are quantized so: they travel by messages."""
+        """Returns these facts for shards that are gathered in ``format``, and so by messages."""
         if not format:
             return self
         return replace(self, gather_format=format, gathers_views=False, publishes=False)

@@ -18,9 +18,10 @@ _OF_PLACEHOLDERS = (ops.all_gather_start.default, *WAITS)
 
 
 def reads(user: fx.Node, placeholder: fx.Node) -> bool:
-    """Returns whether ``user`` reads the parameter, and does not just know it by ``placeholder``.
+    """Returns whether ``user`` reads the parameter's data.
 
-    A reduction may get a parameter as a gradient, or as a factor of one.
+    Collectives take ``placeholder`` to name the parameter. A reduction reads it too if the
+    parameter is the gradient, or a factor of it.
     """
     if user.target in REDUCTIONS:
         given: Any = user.args[0]
@@ -37,18 +38,18 @@ def insert_gathers(
 ) -> None:
     """Inserts gathers of all ``parameters`` (by graph input), in their order.
 
-    Neighbors of one process group share a collective, up to ``bucket_bytes`` together.
+    Neighbors of one process group share a collective of up to ``bucket_bytes``.
 
-    The wait for a collective comes just before the first use of what it, or a later collective,
-    gathers. Uses may come in another order, collectives may not. The start of a collective comes
-    just before the wait for the collective ``ahead`` places before it. That wait takes what the
-    start returned, so that no scheduler starts it later. The start takes a token of the wait before
-    that, so that no scheduler starts it earlier. ``ahead + 1`` collectives are alive at once. The
-    collectives that one region needs start one after the other, and take the place of a single one
-    in this order. A wait that no start precedes directly takes the token of the wait before it.
+    The wait for a collective comes just before the first use of its tensors, or of a later
+    collective's: uses may come in any order, collectives may not. The start comes just before the
+    wait for the collective ``ahead`` places earlier. That wait takes the handle of the start, so
+    that no scheduler starts it later. The start takes the token of the wait before that one, so
+    that no scheduler starts it earlier. ``ahead + 1`` collectives are alive at once. The
+    collectives that one region needs count as one, and start one after the other. If no start
+    stands just before a wait, the wait takes the previous wait's token.
 
-    Nothing frees gathered tensors: the compiler does after the last use. An input that a forward
-    saves for backward stays one, so that backward gathers again, unless it is in ``keep``.
+    The compiler frees a gathered tensor after its last use. A forward saves placeholders for
+    backward, which then gathers again. It saves the full tensors of the inputs in ``keep``.
     """
     graph = gm.graph
     order = {node: position for position, node in enumerate(graph.nodes)}
@@ -89,10 +90,9 @@ def insert_gathers(
 
 
 def clone_returned_views(gm: fx.GraphModule, saved: Set[int]) -> None:
-    """Copies the returned views of memory that a forward may not write to.
+    """Copies the returned views of memory that ranks share: a caller may write to an output.
 
-    A caller treats the output like any other tensor. Outputs saved for backward (``saved``, by
-    position) are not copied.
+    Outputs that are saved for backward (``saved``, by position) are not copied.
     """
     graph = gm.graph
     output = graph.output_node()
@@ -131,7 +131,7 @@ def _buckets(
 def _batches(
     places: list[fx.Node], buckets: list[list[fx.Node]]
 ) -> list[tuple[fx.Node, list[list[fx.Node]]]]:
-    """Returns the buckets with the place of their wait; those that one region needs, together."""
+    """Returns the places of waits with their buckets. A region waits for all of its own at once."""
     batches: list[tuple[fx.Node, list[list[fx.Node]]]] = []
     for place, bucket in zip(places, buckets, strict=True):
         if place.target is compiler.invoke_subgraph and batches and batches[-1][0] is place:

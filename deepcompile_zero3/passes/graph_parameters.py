@@ -40,7 +40,7 @@ def saved_outputs(graph: fx.Graph) -> set[fx.Node]:
 
 
 def saved_names(graph: fx.Graph) -> dict[int, str]:
-    """Returns the names of these outputs by position, which the backward's inputs have too."""
+    """Returns the names of the saved outputs by position. The backward's inputs have the same."""
     output = graph.output_node()
     results: Any = output.args[0]
     saved = sorted(saved_positions(output))

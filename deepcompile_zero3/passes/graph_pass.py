@@ -24,8 +24,8 @@ from deepcompile_zero3.passes.chain import chain_reductions
 from deepcompile_zero3.passes.facts import ParameterFacts
 
 Direction: TypeAlias = Literal["forward", "backward"]
-# The passes over each graph, in their order. Those over "lowered" graphs, backwards that Inductor
-# compiles once they were shown, have no pass of the user's behind them.
+# The passes over each graph, in their order. A "lowered" graph is a backward that was shown and now
+# goes to Inductor. No pass of the user's runs over it.
 Order: TypeAlias = Mapping[Literal["forward", "backward", "lowered"], Sequence["GraphPass"]]
 
 LAST = chain_reductions.__name__
@@ -43,10 +43,10 @@ class GraphFacts:
         parameters: facts of the sharded parameters of the graph, keyed by FQN. The inputs that
             stand for them have the same in ``node.meta[PARAMETER]``.
         may_keep: FQNs of the parameters that a forward may keep gathered for backward. It keeps
-            those whose inputs have ``node.meta[KEEP] = True`` behind "choose_kept".
+            those whose inputs have ``node.meta[KEEP] = True`` after "choose_kept".
         saved: positions of the results that a forward saves for backward.
         saved_names: names that its backward's inputs have for these, by position.
-        gathered: the inputs that the graph gathers, in the order of its need.
+        gathered: the inputs that the graph gathers, in the order in which it needs them.
         gradients: the parameters whose gradients a backward computes, by position of the result, in
             the order in which they are reduced.
         placeholders: the inputs of a backward that stand for parameters, by FQN.
@@ -73,7 +73,7 @@ class GraphFacts:
 class GraphPass(abc.ABC):
     """A pass over the forward and backward graphs of a model. Subclasses implement ``__call__``.
 
-    Every rank must make the same of the same graph: a pass uses nothing but the graph, the facts
+    The same graph must become the same on every rank: a pass uses nothing but the graph, the facts
     and its own settings, and no rank, clock or random number.
 
     Attributes:
@@ -109,7 +109,7 @@ class GraphPass(abc.ABC):
     def __call__(self, gm: fx.GraphModule, facts: GraphFacts) -> Any:
         """Rewrites ``gm`` in place.
 
-        Returns None, or, over a forward, what the pass wants to know in the backward.
+        Returns None, or, over a forward, a value for the backward's ``facts.from_forward``.
         """
 
     def uuid(self) -> Any:
@@ -152,15 +152,15 @@ def own_pass(
     changes: Collection[str] = (),
     uuid: Any,
 ) -> GraphPass:
-    """Makes a pass of this library of a function, which it is named after.
+    """Makes a pass of this library, named after a function.
 
     Args:
         named: the function. A pass that has nothing to do does not call it.
         run: calls it with what it needs of the facts.
         graphs: what a feature's pass rewrites: "forward", "backward" or "lowered".
         after: the function of the core's pass that it follows.
-        changes: the invariants that it gives up. Some replace the nodes of gradients by others of
-            the same values and kinds: "gradient_nodes".
+        changes: the invariants that it gives up. A pass that gives up "gradient_nodes" returns
+            other nodes for gradients, of the same values and kinds.
         uuid: key of all that shapes the result besides graph and facts.
     """
     result = _FunctionPass(run, uuid, named)

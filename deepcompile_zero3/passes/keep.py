@@ -11,9 +11,9 @@ def choose_kept(parameters: Mapping[fx.Node, ParameterFacts], max_bytes: float) 
     """Returns the ``parameters`` that a forward keeps.
 
     ``parameters`` are keyed by graph input, in the order in which backward needs them. Only inputs
-    that the graph saves for backward are kept. Where ``reshard_after_forward`` is None, each byte
-    that is held saves a gathered byte, whichever parameter it is of. The earlier backward needs a
-    parameter, the shorter it is held. So the first ones that fit into ``max_bytes`` are kept.
+    that the graph saves for backward are kept. Where ``reshard_after_forward`` is None, the first
+    ones that fit into ``max_bytes`` are kept: each kept byte saves a gathered byte, whichever
+    parameter it belongs to, and backward frees its first parameters first.
     """
     kept = set()
     for node, facts in parameters.items():

@@ -17,8 +17,8 @@ from deepcompile_zero3.runtime import ops
 def lift_unshards(gm: fx.GraphModule) -> bool:
     """Replaces each ``zero3.unshard`` by its placeholder, in nested graphs too.
 
-    An ``unshard`` whose result leaves the top graph, itself or as a view, stays: a graph may not
-    return the memory of a placeholder, which has none.
+    An ``unshard`` stays if the top graph returns its result, or a view of it: a placeholder has no
+    memory to return.
 
     Returns whether any was replaced.
     """
@@ -52,7 +52,7 @@ class _Attach(torch.autograd.Function):
 
 
 def attach(full: torch.Tensor, placeholder: torch.Tensor) -> torch.Tensor:
-    """Returns ``full``, made of gathered payloads, whose gradient is that of ``placeholder``."""
+    """Returns ``full``, made of gathered payloads. Its gradient becomes that of ``placeholder``."""
     return _Attach.apply(full, placeholder)
 
 

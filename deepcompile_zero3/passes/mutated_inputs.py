@@ -1,12 +1,12 @@
-"""What backward gets of inputs that the forward writes to.
+"""Saves copies for backward of inputs that the forward writes to.
 
 ::
 
     copy_(count, count + 1)          backward computes with the saved ``count`` as it was before,
     return y * (count + 1), count    but the forward returns it after the write
 
-A partitioner may save such an input, and compute functions of it again. Autograd counts no write in
-a graph, so nobody would notice that backward reads the new values.
+A partitioner may save such an input, and compute functions of it again. Autograd does not count
+writes in a graph, so backward would read the new values, and nothing would tell.
 """
 
 import torch

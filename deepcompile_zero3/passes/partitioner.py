@@ -44,7 +44,7 @@ class Partitioner(compiler.CustomPartitionerFn):  # type: ignore[misc]
         Regions are partitioned first, and then the graph that calls them.
         """
         partition = self._partitioner or compiler.min_cut_rematerialization_partition
-        # Another partitioner, or a memory budget, may compute again what is marked to be saved.
+        # Another partitioner, or a memory budget, may recompute nodes that are marked as saved.
         saves = self._partitioner is None and not compiler.has_memory_budget(gm)
         inputs = gm.graph.find_nodes(op="placeholder")
         region = region_of(gm)
@@ -87,5 +87,5 @@ class Partitioner(compiler.CustomPartitionerFn):  # type: ignore[misc]
 
 
 def _gathered_again(facts: Mapping[_Key, ParameterFacts]) -> dict[_Key, ParameterFacts]:
-    """Returns ``facts`` of parameters that backward gathers in any case."""
+    """Returns ``facts`` without the exceptions, so that backward gathers all these parameters."""
     return {key: replace(each, only_embeds=False, is_spared=False) for key, each in facts.items()}

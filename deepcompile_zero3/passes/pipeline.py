@@ -210,7 +210,7 @@ class Pipeline:
     ) -> "_Run":
         """Rewrites a graph. Called for the forward first, then for its backward.
 
-        If it ``is_shown``, ``capture_graphs(passes=True)`` sees the passes. Returns what may run
+        If it ``is_shown``, ``capture_graphs(passes=True)`` sees the passes. Returns the run, for
         more passes over the graph.
         """
         refuse_writes(graph_module, self.inputs)

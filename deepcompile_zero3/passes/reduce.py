@@ -16,7 +16,7 @@ from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.runtime import _C, ops
 from deepcompile_zero3.torch_internals import compiler
 
-_LARGE = 64 << 10  # bytes of a gradient that is computed where it is sent from
+_LARGE = 64 << 10  # bytes from which on a gradient is computed in the memory that it is sent from
 CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 
 
@@ -52,8 +52,8 @@ def insert_reduces(
     another order, reductions may not. Autograd gets None in place of the gradient: the runtime sets
     the shard's ``.grad`` when the backward ends.
 
-    A reduction that is in the graph already, since AOTAutograd differentiated an ``unshard`` that
-    was not lifted, takes the placeholder in place of what was saved.
+    An ``unshard`` that was not lifted has a reduction already, since AOTAutograd differentiated it.
+    That reduction takes the placeholder in place of a kept full tensor.
 
     Args:
         gm: the backward graph.
@@ -76,7 +76,7 @@ def insert_reduces(
         if grad is None:
             continue
         if is_cast_to(grad, facts.leaf_dtype):
-            # The runtime casts too, and no compiler can fuse its cast with another one.
+            # The runtime casts a gradient while it copies it into a bucket.
             grad = grad.args[0]
         if order[grad] > order[place]:
             place = last = grad
@@ -99,7 +99,7 @@ def insert_reduces(
 
 
 def _erase_unread(node: fx.Node) -> None:
-    """Erases ``node`` and its sources if nothing reads them. The runtime computes them instead."""
+    """Erases ``node`` and its sources if nothing reads them: the runtime computes them."""
     if node.users or node.op != "call_function":
         return
     sources = node.all_input_nodes
@@ -130,7 +130,7 @@ def _reduction_of(grad: fx.Node, facts: ParameterFacts, results: list[Any]) -> t
 
 
 def _embedding_rows(grad: fx.Node) -> list[fx.Node] | None:
-    """Returns the indices and rows that ``grad``, of an embedding, sums into zeros, or None."""
+    """Returns the indices and rows that an embedding's ``grad`` adds to zeros, or None."""
     if grad.target is not torch.ops.aten._unsafe_masked_index_put_accumulate.default:
         return None
     into, mask, indices, values = cast(Any, grad.args)
@@ -150,7 +150,7 @@ def _embedding_rows(grad: fx.Node) -> list[fx.Node] | None:
 
 
 def is_cast_to(node: fx.Node, dtype: torch.dtype | None) -> bool:
-    """Returns whether ``node`` only casts what could be a gradient to ``dtype``."""
+    """Returns whether ``node`` only casts a possible gradient to ``dtype``."""
     if node.target not in CASTS:
         return False
     value, source = node.meta["val"], node.all_input_nodes[0].meta["val"]

@@ -17,10 +17,10 @@ from deepcompile_zero3.torch_internals import compiler
 def separate_results(gm: fx.GraphModule) -> None:
     """Makes regions return tensors that share no memory, with each other or with arguments.
 
-    Inductor takes each result of a call for memory of its own, which it reuses when the result is
-    dead. The graph around a region takes over the views that the region returned: it makes them of
-    results or arguments. In particular, an argument that a region's forward saves does not go
-    through the region, and the graph sees whether it is a parameter.
+    Inductor expects each result of a call to own its memory, and reuses the memory after the last
+    use. So the graph around a region makes the views that the region returned, of results or
+    arguments. In particular, it saves an argument itself and not a result of the region, and sees
+    whether the argument is a parameter.
     """
     for name, calls in calls_by_region(gm).items():
         region = region_named(gm, name)
@@ -43,8 +43,8 @@ def separate_results(gm: fx.GraphModule) -> None:
 def move_products_out(gm: fx.GraphModule, gradients: Iterable[int]) -> None:
     """Moves matrix products that are gradients from regions to behind their calls.
 
-    A region returns the operands. The reduction of the gradient can then compute the product where
-    it is sent from.
+    A region returns the operands. The reduction can then compute the product in the memory that the
+    gradient is sent from.
 
     Args:
         gm: a backward graph.
@@ -141,7 +141,7 @@ def _compute_behind(
     inputs: Mapping[fx.Node, int],
     results: list[fx.Node | None],
 ) -> None:
-    """Replaces ``item``, a former result of ``call``, by what is computed of the present ones."""
+    """Computes ``item``, a former result of ``call``, from the present ones."""
     graph = call.graph
     outside: dict[fx.Node, fx.Node] = {}
     with graph.inserting_before(item):
@@ -180,7 +180,7 @@ def results_in(gm: fx.GraphModule) -> list[Any]:
 
 
 def return_from(region: fx.GraphModule, results: list[Any], calls: Iterable[fx.Node]) -> None:
-    """Makes a region return ``results``, without what is not needed for them."""
+    """Makes a region return ``results``, and removes nodes that these do not need."""
     compiler.set_results(region.graph, results)
     region.graph.output_node().meta.pop("desc", None)
     region.graph.eliminate_dead_code()

@@ -10,11 +10,10 @@ def release_buffers() -> int:
 
     On a CPU these are buffers of gathered parameters, of gradients in flight and of cleared
     gradients, at most as many bytes as :func:`limit_buffers` allows. The next step allocates them
-    again. On other devices nothing is kept.
+    again. On other devices no buffers stay.
 
-    A backward also keeps glibc from trimming the end of its heap. After this call the heap may be
-    trimmed again, until the next backward. Memory there is freed by its owners and is not
-    counted.
+    A backward also keeps glibc from trimming the end of its heap. This call lets glibc trim the
+    heap until the next backward. The result does not count memory of the heap.
 
     Returns:
         The size of the freed buffers in bytes.

@@ -5,7 +5,7 @@
 ``zero3::unshard_as(full, placeholder, contract)``        returns ``full``, made of its payloads
 ``zero3::all_gather_start(placeholders, after, ...)``     starts a gather, returns a handle
 ``zero3::all_gather_wait(handle, placeholders, after)``   returns full tensors and a token
-``zero3::all_gather_views(handle, placeholders, after)``  likewise, as views that no graph owns
+``zero3::all_gather_views(handle, placeholders, after)``  likewise, as views of shared memory
 ``zero3::reduce_grad(grad, placeholder, after, ...)``     takes a full gradient, returns a token
 ``zero3::reduce_mm(factors, placeholder, after, ...)``    takes a gradient as factors of a product
 ``zero3::reduce_rows(rows, placeholder, after, ...)``     takes a gradient as indices and values
@@ -22,10 +22,10 @@ Rewritten graphs contain gathers and reductions in place of ``unshard``. The gra
 A *placeholder* has the full shape, compute dtype and strides of a parameter, and zero bytes of
 storage. The runtime finds the parameter by the address of that storage. A *token* is an empty
 tensor. An op that starts or waits for a collective takes the handle or token of the one before it
-as ``after``, so that no scheduler swaps two. ``all_gather_start`` also takes ``formats``: how each
-shard is quantized before it is sent (see ``codec``), if any is. Reductions also take
-``use`` and ``contract``: *contract* is the leaf's dtype as text; *use* tells equal gradients of two
-uses apart.
+as ``after``, so that no scheduler swaps two. ``all_gather_start`` also takes ``formats``: the
+format of each shard on its way (see ``codec``), if one is quantized. Reductions also take ``use``
+and ``contract``: *contract* is the leaf's dtype as text; *use* tells equal gradients of two uses
+apart.
 """
 
 from collections.abc import Sequence
@@ -129,6 +129,6 @@ STORES = (ops.store_start.default, ops.store_wait.default)
 LOADS = (ops.load_start.default, ops.load_wait.default)
 
 # Without this, compilers delete these ops as dead code. Nothing reads the result of a reduction.
-# Perhaps nothing reads that of a gather either, while another rank needs the gather and waits.
+# Possibly nothing reads a gathered tensor either, but other ranks wait for this rank's gather.
 for _op in (*REDUCTIONS, ops.all_gather_start.default, *WAITS):
     torch.fx.node.has_side_effect(_op)

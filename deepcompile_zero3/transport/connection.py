@@ -1,4 +1,4 @@
-"""Chooses how a parameter's shards and gradients reach the other ranks."""
+"""Chooses the transport of each parameter's shards and gradients."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,12 +20,11 @@ class Connection:
     The transport is built once all ranks have their connections.
 
     Attributes:
-        medium: the memory that ranks share, or the transport by messages, which is one for all
-            parameters of a group.
+        medium: the memory that ranks share, or the messages that all parameters of a group use.
         payload_transport: the transport of payloads and of quantized shards. They are converted
             after the gather, so reading them in shared memory would save no copy.
-        after_forward: the ranks that a parameter is sharded over between forward and backward, if
-            they are others, and the messages between them.
+        after_forward: the channel and the messages between the ranks that have a parameter's rows
+            between forward and backward, if other ranks do than at other times.
     """
 
     medium: MappedMemory | _C.Messages
@@ -85,7 +84,7 @@ def connect(
     if parts is not None:
         payloads = _C.Messages(gathers, gathers)
         return [Connection(part, payloads) for part in parts]
-    # To make a process group is collective: it comes before all that may fail on one rank.
+    # Making a process group is collective, so it comes before anything that may fail on one rank.
     reductions = channel_of(group_for_reductions(group), device, sends_to_itself=asked)
     messages = _C.Messages(gathers, reductions)
     fewer = None
@@ -98,9 +97,9 @@ def connect(
 def channel_of(
     group: dist.ProcessGroup, device: torch.device, *, sends_to_itself: bool = False
 ) -> _C.Channel:
-    """Returns the channel between the ranks of ``group``, which compute on such a device.
+    """Returns the channel between the ranks of ``group``, for tensors on such a device.
 
-    With ``sends_to_itself``, a rank that is alone calls collectives as others do.
+    With ``sends_to_itself``, a group of one rank calls collectives too.
     """
     return _C.ProcessGroupChannel(
         group.group_name, group.rank(), group.size(), device, sends_to_itself

@@ -16,7 +16,7 @@ _Result = TypeVar("_Result")
 
 
 class ErrorOnARank(Zero3Error):
-    """An error of one rank, of which all ranks know."""
+    """An error of one rank that all ranks raise."""
 
 
 def all_gather_json(what: str, value: Any, group: dist.ProcessGroup) -> list[Any]:
@@ -129,7 +129,7 @@ def check_all_alike(
     """Raises Zero3Error unless all ranks of ``group`` describe their parameters alike. Collective.
 
     Args:
-        what: the call, in which all ranks are.
+        what: the call that all ranks make.
         described: for each parameter, a description.
         group: process group of the ranks.
         remedy: end of the message.

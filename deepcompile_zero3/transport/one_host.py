@@ -31,8 +31,8 @@ from deepcompile_zero3.transport.process_groups import exists
 MAILBOX_BYTES = 32 << 20
 
 # Copies that are gathered again in backward take turns in this many bytes, or in three times the
-# largest copy: that of the last bucket, whose list a compiled graph still holds, the current one's,
-# and the next one's.
+# largest copy: one of the current bucket, one of the next, and one of the last bucket, whose list
+# a compiled graph still refers to.
 RING_BYTES = 256 << 20
 
 _one_hosts: weakref.WeakKeyDictionary[dist.ProcessGroup, _C.OneHost] = weakref.WeakKeyDictionary()
@@ -40,7 +40,7 @@ _rings: weakref.WeakKeyDictionary[dist.ProcessGroup, _C.CopyMemory] = weakref.We
 
 
 class MappedMemory(NamedTuple):
-    """Shared memory of one parameter: the progress of each rank, and its copy."""
+    """Shared memory of one parameter: the progress of each rank, and the copy of the parameter."""
 
     one_host: _C.OneHost
     progress: torch.Tensor
@@ -78,8 +78,8 @@ def share(
         group: process group of the ranks.
         device: type of the device that the ranks compute on.
         transport: the transport that is asked for.
-        take_turns: whether the copies take turns in a bounded memory with others of the group, or
-            each has its own memory.
+        take_turns: whether all copies of the group take turns in a bounded memory. Otherwise each
+            has its own memory.
 
     Returns:
         The memory of each parameter, or None if ranks exchange messages.
@@ -134,7 +134,7 @@ def share(
 
 
 class _Segments:
-    """Segments of memory that some parameters need and their group lacks or has too little of."""
+    """Segments of memory that some parameters need, beyond what their group has mapped."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class _Segments:
 
         if self._one_host is None:
             self._nbytes["control"] = _C.OneHost.control_bytes(self._world_size)
-        # At most float64. Memory that is not touched is not taken, unless it has to be reserved.
+        # For at most float64. Pages that nobody touches take no memory, unless all are reserved.
         mailbox = _round_up(max(full.numel() * 8 for full in fulls) + MAILBOX_BYTES, mmap.PAGESIZE)
         if self._one_host is None or self._one_host.mailbox_bytes < mailbox:
             self._nbytes["mailboxes"] = self._world_size * mailbox

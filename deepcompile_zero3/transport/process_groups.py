@@ -22,8 +22,8 @@ _own_groups: list[_OwnGroup] = []
 def group_for_reductions(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Returns a second group of the same ranks, for reductions.
 
-    Gathers and reductions then need no common order. Where a backward gathers may depend on the
-    batch, and so differ between ranks.
+    Gathers and reductions then need no common order. At which node of a backward a gather stands
+    may depend on the batch, and so differ between ranks.
     """
     return _own_group(group, dist.get_process_group_ranks(group), "reductions")
 
@@ -38,7 +38,7 @@ def neighbors(group: dist.ProcessGroup, world_size: int) -> dist.ProcessGroup:
 def _own_group(like: dist.ProcessGroup, ranks: list[int], what: str) -> dist.ProcessGroup:
     """Returns the group for a purpose, made with the backend and the timeout of ``like``.
 
-    These are not torch's defaults. Destroys groups that were made like a group that was destroyed.
+    Also destroys groups that were made like a group that was destroyed.
     """
     for own in list(_own_groups):
         group, other = own.group(), own.like()

@@ -1,7 +1,7 @@
 """The invariants of rewritten graphs: what holds after every pass, of ours or of the user's.
 
 ``INVARIANTS`` has them, each with its promise as a sentence. The order matters: a check may rely on
-what those before it have found.
+the promises before it.
 """
 
 import operator
@@ -78,7 +78,7 @@ def _is_operator(node: fx.Node) -> bool:
     if isinstance(node.target, torch_internals.OpOverload) or node.target is operator.getitem:
         return True
     values = [source.meta.get("val") for source in node.all_input_nodes]
-    # A function of sizes is none.
+    # Other functions may only compute sizes.
     return not any(isinstance(value, torch.Tensor | list | tuple) for value in values)
 
 

@@ -32,7 +32,7 @@ class Rewritten:
         may_keep: inputs that it may keep gathered for backward.
         saved: positions of its results that are saved for backward.
         ran: names of the passes that have run, the latest one last.
-        changes: invariants that this one gives up.
+        changes: invariants that the latest pass gives up.
     """
 
     gm: fx.GraphModule
@@ -98,7 +98,7 @@ class Rewritten:
         return [gm for gm in graph_modules(self.gm) if gm is not self.gm]
 
     def uses_by(self, user: fx.Node, node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
-        """Returns ``user`` with ``node``, or, if it calls a region, who uses the input that it is.
+        """Returns ``user`` and ``node``, or users and input inside of the region that it calls.
 
         Args:
             user: a node of the graph that uses ``node``.
@@ -116,7 +116,7 @@ class Rewritten:
         return dict(zip(inputs, arguments_of(call), strict=True))
 
     def origins(self) -> Callable[[Any], fx.Node | None]:
-        """Returns what finds the placeholder of the parameter that a node is a view of."""
+        """Returns a function that finds the parameter's placeholder of which a node is a view."""
         gathered = {
             item: wait.args[1][position]
             for wait in self.gm.graph.nodes
@@ -149,7 +149,7 @@ class State(NamedTuple):
         kept: the inputs that were marked to be kept.
         regions: kinds of the inputs and results of the graphs that it calls.
         gathers: FQN and format of the parameters of each gather, or None before there were any.
-        reduced: what each reduction got, by FQN, or None before there were any.
+        reduced: the nodes that each reduction got, by FQN, or None before there were any.
         peak: predicted peak in bytes of gathered parameters, if it is asked for.
     """
 
@@ -193,7 +193,7 @@ class State(NamedTuple):
 def kind_of(result: Any) -> str:
     """Returns the dtype, shape and device of a graph's result as text, or what else it is.
 
-    What is offloaded is as before.
+    An offloaded result is described as the tensor that it was.
     """
     if isinstance(result, fx.Node) and result.target is ops.store_wait.default:
         result = result.args[1]
@@ -219,7 +219,7 @@ def gathers_of(graph: Rewritten) -> list[list[tuple[str, str]]]:
 
 
 def fqn_of(placeholder: fx.Node) -> str:
-    """Returns the name of the parameter that an input stands for."""
+    """Returns the FQN of the parameter that an input stands for."""
     return placeholder.meta[PARAMETER].fqn
 
 
