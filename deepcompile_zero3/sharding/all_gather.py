@@ -11,8 +11,7 @@ from deepcompile_zero3.sharding.parameter import ShardedParameter
 class AllGather:
     """A gather that has started, from the shards as they are now.
 
-    It has one collective for each process group and dtype among those of ``parameters`` that are
-    not held already.
+    It has one collective for each process group and dtype of ``parameters``.
     """
 
     def __init__(self, parameters: Sequence[ShardedParameter]) -> None:
@@ -25,7 +24,7 @@ class AllGather:
         self._gather = _C.Gather([source.handle for p in parameters for source in p.sources])
 
     def snapshot(self) -> None:
-        """Lets the shards change before ``wait``, which returns their values from before."""
+        """Lets the shards change before ``wait``, which still returns their present values."""
         self._gather.snapshot()
 
     def wait(self) -> dict[ShardedParameter, torch.Tensor]:
@@ -47,9 +46,9 @@ def gather_one(parameter: ShardedParameter) -> torch.Tensor:
 
 
 def republish_if_recomputing(parameters: Iterable[ShardedParameter]) -> None:
-    """Makes ranks that share memory write ``parameters`` again if a backward recomputes a forward.
+    """Makes ranks publish ``parameters`` again if a backward recomputes a forward.
 
-    The shared copies may be those of another forward. Has no effect on ranks that exchange
+    The copies that they share may be of another forward. Has no effect on ranks that exchange
     messages.
     """
     if _C.in_backward():

@@ -28,7 +28,7 @@ from deepcompile_zero3.transport.process_groups import exists
 
 
 def resolve_dp_mesh_dims(mesh: DeviceMesh, dp_mesh_dims: Any) -> SpmdMesh | None:
-    """Returns ``mesh`` with the dimensions that ``dp_mesh_dims`` names, or None if none are given.
+    """Returns ``mesh`` with the dimensions that ``dp_mesh_dims`` names, or None without it.
 
     Raises:
         TypeError: ``mesh`` is not a mesh, or ``dp_mesh_dims`` is not a ``DataParallelMeshDims``.

@@ -1,9 +1,9 @@
 """The attributes and methods of a shard, without its data.
 
 ``fsdp_post_all_gather`` is a method of the local tensor, and needs little of it. If a graph took
-the tensor itself, it would take all inner tensors with it, and how many there are may change from
-step to step: torchao's weights get a scale once it is computed ahead of the forward. A compiler
-then compiles again, or fails.
+the tensor itself, all inner tensors would become inputs, too. Their number may change from step to
+step: torchao's weights get a scale once it is computed ahead of the forward. A compiler would then
+compile again, or fail.
 """
 
 import functools
@@ -17,10 +17,7 @@ _CALLED = {"stride": "_strides", "is_contiguous": "_is_contiguous"}
 
 
 class _Attributes:
-    """Base of the classes that :func:`follow` makes objects of.
-
-    It has what a tensor tells of itself. Its methods are those of a tensor.
-    """
+    """Base of the classes that :func:`follow` makes objects of: how a tensor describes itself."""
 
     # Beside ``__dict__``, which is that of a tensor.
     __slots__ = (*_OF_TENSORS, *_CALLED.values(), "__dict__")
@@ -79,7 +76,7 @@ def follow(attributes: Any, local: torch.Tensor) -> Any:
     Attributes are the tensor's own, as they are when they are read.
 
     Args:
-        attributes: what was returned before, which is kept if it can be; or None.
+        attributes: the object that an earlier call returned, to be updated if possible; or None.
         local: a tensor of a subclass.
     """
     cls = _class_like(type(local))
@@ -96,7 +93,7 @@ def follow(attributes: Any, local: torch.Tensor) -> Any:
 
 @functools.cache
 def _class_like(original: Any) -> Any:
-    """Returns a class with what a tensor subclass defines, calls of which make its tensors."""
+    """Returns a class with a tensor subclass's definitions. Calling it makes such tensors."""
     if original is torch.Tensor:
         return _Attributes
     if not issubclass(original, torch.Tensor):

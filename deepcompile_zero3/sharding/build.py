@@ -137,7 +137,7 @@ def process_groups_of(
 ) -> list[dist.ProcessGroup]:
     """Returns the process groups that shard the model of ``modules``, in one order on all ranks.
 
-    ``modules`` are that model, or become it.
+    ``modules`` are the model, or will be.
     """
     groups = [group for ranks in meshes for group in ranks.process_groups]
     for parameter in parameters:  # sharded by tensor parallelism

@@ -13,13 +13,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.torch_release import RELEASE
 
-# Whether Dynamo traces the attributes of an object, and what makes objects without ``__init__``.
+# Whether Dynamo traces attributes of objects, and functions that make objects without ``__init__``.
 _TRACES_ATTRIBUTES = RELEASE >= (2, 13)
 _LEAVES = (bool, int, float, str, bytes, type, nn.Module)
-# Dynamo does not compare them. Any of these that contains itself does so in another container.
+# Dynamo does not compare these. One can contain itself only through another container.
 _NOT_COMPARED = (tuple, deque, set, frozenset)
 
-# Of a container: names of fields; their values, then items; and what pytree makes it again by.
+# Names of a container's fields; values of the fields, then items; and pytree's spec to rebuild it.
 _Parts: TypeAlias = tuple[Sequence[str], Sequence[Any], Any]
 _NO_PARTS: _Parts = ((), (), None)
 
@@ -50,20 +50,20 @@ class ForwardCasts:
 class _Cast:
     """A cast of tensors, and of the containers that they are in.
 
-    Containers are lists, tuples, sets, deques, dicts, dataclasses, their subclasses, and what is
-    registered with pytree, of any depth. One in which no tensor changes is returned itself. Others
-    are shallow copies, made without ``__init__``: what is not a tensor to cast stays as it is. What
-    is given several times, or holds itself, is so in the result.
+    Containers are lists, tuples, sets, deques, dicts, dataclasses, their subclasses, and classes
+    that are registered with pytree, of any depth. One in which no tensor changes is returned
+    itself. Others are shallow copies, made without ``__init__``. An object that appears several
+    times, or contains itself, does so in the result too.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._is_traced = torch.compiler.is_compiling()
-        # What was found: tensors to cast, and what may be a container. Others name them by index.
+        # Tensors to cast, and possible containers. All lists below have an entry for each.
         self._found: list[Any] = []
         self._index_of: dict[int, int] = {}  # by id
-        self._holders: list[list[int]] = []  # for each of them, what it is in
-        self._parts: list[tuple[_Parts, list[int]]] = []  # and what is in it, with indices
+        self._holders: list[list[int]] = []  # indices of the containers that it is in
+        self._parts: list[tuple[_Parts, list[int]]] = []  # its parts, and their indices
         self._changes: list[bool] = []
         self._made: dict[int, Any] = {}
 
@@ -95,7 +95,7 @@ class _Cast:
         return self._new(value, root)
 
     def _index(self, value: Any) -> int:
-        """Returns the index of a tensor to cast or of a container, -1 of most other values."""
+        """Returns the index of a tensor to cast or of a possible container, -1 of other values."""
         if isinstance(value, torch.Tensor):
             if not value.is_floating_point() or value.dtype == self._dtype:
                 return -1
@@ -122,11 +122,11 @@ class _Cast:
         return self._made[index]
 
     def _copy(self, index: int) -> Any:
-        """Returns a copy of a container, with what is made of its parts."""
+        """Returns a copy of a container, with its parts cast."""
         value = self._found[index]
         (names, parts, spec), indices = self._parts[index]
         is_made_first = spec is None and not isinstance(value, tuple | frozenset)
-        # It may be in its parts.
+        # The container may be in its own parts.
         if is_made_first:
             self._made[index] = _shallow_copy(value)
         elif spec is not None:
@@ -145,7 +145,7 @@ class _Cast:
             return type(value)(new)
         changes = [i >= 0 and self._changes[i] for i in indices]
         if names and self._is_traced and value.__dataclass_params__.frozen:
-            # A graph returns a frozen one only with fields made before.
+            # A graph can return a frozen dataclass only if its fields were made before it.
             self._made[index] = _shallow_copy(value)
         made = self._made[index]
         for name, field, is_new in zip(names, new, changes, strict=False):
@@ -230,7 +230,7 @@ def _shallow_copy(value: Any) -> Any:
 
 
 def _rebuilds(value: Any) -> bool:
-    """Returns whether pytree makes a new container, with its own attributes alone."""
+    """Returns whether pytree makes the new container, which loses attributes unknown to pytree."""
     if isinstance(value, tuple) and isinstance(getattr(value, "n_fields", None), int):
         return True  # a result of torch such as that of ``max``, which tuple cannot make
     if _TRACES_ATTRIBUTES or not torch.compiler.is_compiling():

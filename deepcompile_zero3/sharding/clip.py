@@ -42,9 +42,9 @@ def clip_grad_norm_(
 
     Returns:
         The norm before scaling: a plain tensor of no dimension, the same on all ranks, on the
-        device of the first parameter. The dtypes of all gradients promote to its dtype, those that
-        are missing included: parameters declare them in ``grad_dtype``, of which None counts as
-        float32 or wider.
+        device of the first parameter. Its dtype is the one that all gradients' dtypes promote to.
+        A missing gradient counts too, by the parameter's ``grad_dtype``: None counts as float32 or
+        wider.
 
     Raises:
         RuntimeError: the norm is not finite, and ``error_if_nonfinite`` asks for an error.

@@ -1,7 +1,7 @@
 """Conversions of a sharded module: ``module.to(dtype)``, ``load_state_dict(assign=True)``.
 
-Until the first forward, parameters may take another dtype. The runtime's state of them is then
-rebuilt. A ``grad_dtype`` that was set stays.
+Until the first forward, parameters may take another dtype. The runtime's parameters are then built
+again. A ``grad_dtype`` that was set stays.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ def convert(
     for parameter in reached:
         shard = parameter.shard
         if torch_internals.has_grad_dtype(shard):
-            # Gradients of that dtype are not converted with the parameter.
+            # torch would convert a gradient with the parameter, away from this dtype.
             kept.append((shard, shard.grad_dtype, shard.grad))
             shard.grad = None
     try:

@@ -52,8 +52,8 @@ def _deliver(
 def _check(reduced: Sequence[tuple[ShardedParameter, torch.Tensor]]) -> None:
     """Raises Zero3Error if a check of the gradients finds an error, or if replicas differ.
 
-    All are called before that, since they are collective: where meshes cross, one rank may find an
-    error that another does not.
+    All checks run before it raises, since they are collective: where meshes cross, only some ranks
+    may find an error.
     """
     checked: dict[tuple[str, Check], list[tuple[ShardedParameter, torch.Tensor]]] = {}
     for parameter, gradient in reduced:
@@ -71,13 +71,13 @@ def _let_sinks_take(
 ) -> None:
     """Lets sinks take the gradients that were delivered, if this is the last backward of a step.
 
-    At the end of the backward, gradients that backwards before it have left are taken too.
+    At the end of the backward, sinks also take gradients that earlier backwards have left.
 
     Args:
         delivered: parameters whose gradients were delivered now.
         moment: the moment of the backward.
-        model_numbers: at the end, the models of which the backward has delivered gradients,
-            perhaps all of them before.
+        model_numbers: at the end, the models that got gradients in this backward, early ones
+            included.
     """
     if moment == _C.Moment.NESTED_END:  # the backward around it may bring more
         return

@@ -1,7 +1,7 @@
-"""What a backward does first, when it reaches an output of a sharded model.
+"""The first action of a backward that reaches an output of a sharded model: it announces presences.
 
-Ranks then tell each other which gradients the backward will bring. Without this, the first gather
-or gradient of the model would do so: too late for a rank whose backward runs another one before.
+Ranks tell each other which gradients the backward will bring. Otherwise the first gather or
+gradient of the model would announce them: too late on a rank that runs an inner backward before it.
 """
 
 import functools

@@ -97,10 +97,10 @@ def fully_shard(
             for this parameter.
         mp_policy: dtypes of computation (``param_dtype``), of gradients on the wire
             (``reduce_dtype``) and of the forward's outputs (``output_dtype``).
-        offload_policy: ``CPUOffloadPolicy``, as in FSDP2: shards, their gradients and so what
-            optimizers keep are in host memory, page-locked unless ``pin_memory`` is False. It has
-            no effect where the mesh is on the CPU. :class:`FileOffloadPolicy`: a budget of memory,
-            only for meshes on the CPU.
+        offload_policy: ``CPUOffloadPolicy``, as in FSDP2: shards, their gradients and so optimizer
+            states are in host memory, page-locked unless ``pin_memory`` is False. It has no effect
+            where the mesh is on the CPU. :class:`FileOffloadPolicy`: a budget of memory, only for
+            meshes on the CPU.
         ignored_params: parameters to leave as they are.
         dp_mesh_dims: a ``DataParallelMeshDims`` of torch. It names the dimensions of ``mesh`` to
             shard over and those of replicas. Parameters are DTensors on all of ``mesh`` then, and
@@ -115,8 +115,8 @@ def fully_shard(
         ``module``, which is now a :class:`Zero3Module` too.
 
     Raises:
-        Zero3Error: the module cannot be sharded correctly, or another rank has raised, unless it
-            was for its ``mesh`` or ``dp_mesh_dims``. The module is left unchanged.
+        Zero3Error: the module cannot be sharded correctly, or another rank has raised. An error
+            about ``mesh`` or ``dp_mesh_dims`` stays on its rank. The module is left unchanged.
         TypeError, ValueError: an argument has a wrong type or value.
         NotImplementedError: an argument is not supported yet.
     """
@@ -265,7 +265,7 @@ def _install(
     ignored: set[nn.Parameter],
     device: torch.device,
 ) -> None:
-    """Puts the shards into the modules in place of the parameters, which may be tied to others.
+    """Puts the shards into the modules in place of the parameters, tied ones included.
 
     Buffers move to ``device``.
     """
@@ -296,7 +296,7 @@ def _install(
 def _register_model(modules: list[nn.Module], group: ParameterGroup, number: int) -> None:
     """Creates the ``ShardedModel`` of ``modules``, and registers its parameters with the runtime.
 
-    ``modules`` are the outermost sharded modules now, and parameters are named after their places.
+    ``modules`` are the outermost sharded modules now. Their parameters are named by their places.
     """
     model_module = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
     groups = groups_in(model_module)

@@ -2,8 +2,8 @@
 
 Groups form a tree: the group of the outermost sharded module, and below it the groups of the blocks
 that were sharded before it. The parameters of a group are gathered together when the first of them
-is read in a forward, and freed when that forward ends. Backward gathers again what autograd saves
-of them (see ``saved``). Compiled graphs gather by operators, in a :func:`compiled_forward`.
+is read in a forward, and freed when that forward ends. Backward gathers the saved ones again (see
+``saved``). Compiled graphs gather by operators, in a :func:`compiled_forward`.
 """
 
 import contextlib
@@ -56,7 +56,8 @@ class ParameterGroup:
         depth: number of forwards of the group's module that are running.
         forward_prefetch: groups that an eager forward starts to gather once it has this group.
         backward_prefetch: groups that an eager backward starts to gather once it has this group.
-        all_reduce_hook: a function of the group's reduced gradients, flat, which it changes.
+        all_reduce_hook: a function that changes the group's reduced gradients, given as flat
+            tensors.
         is_finalized_manually: for the outermost group, whether backwards leave reductions to
             ``finalize_backward``.
     """
@@ -133,12 +134,12 @@ class ParameterGroup:
 
     def _read(self, parameter: ShardedParameter) -> torch.Tensor:
         if _C.handles_signals():
-            return parameter.shard  # a handler is in no forward, but the code that waits may be
+            return parameter.shard  # a handler runs in no forward, even if it interrupts one
         forward = self.forward
         if forward is not None:
             self._enter(forward)
         elif not self.is_unsharded_by_user:
-            # Activations may be recomputed; the module itself is not in forward.
+            # A checkpoint may recompute activations without a forward of the module.
             if torch.is_grad_enabled() and _C.in_backward():
                 parameter.refresh()
                 republish_if_recomputing([parameter])
@@ -158,7 +159,7 @@ class ParameterGroup:
         self.gather()
         if not forward.saved.watch(self, self.parameters, _alive(self.backward_prefetch)):
             return
-        self._values.clear()  # reads before this forward have an earlier contract
+        self._values.clear()  # the contract may have changed since these were read
         for parameter in self.parameters:
             parameter.prepare_forward()  # also unread ones: other ranks may read them
         _C.note_skipped_gathers([parameter.handle for parameter in self.parameters])
@@ -179,7 +180,7 @@ class ParameterGroup:
 
     @torch_internals.disable_dynamo
     def unshard(self, async_op: bool) -> None:
-        """Gathers for reads until ``reshard`` or the end of the next forward that reads."""
+        """Gathers the group until ``reshard``, or the end of the next forward that reads it."""
         self._unshard_called = True
         self._reads.are_whole = True
         self.start_gather()
@@ -212,7 +213,7 @@ class ParameterGroup:
         return [parameter.fqn for parameter in parameters if parameter.reshard()]
 
     def start_gather(self) -> None:
-        """Starts to gather parameters that are not held, until a wait or the end of a forward."""
+        """Starts to gather the parameters that are not gathered yet."""
         if self._gathering is None:
             missing = [p for p in self.parameters if p.handle.gathered is None]
             if missing:
@@ -252,9 +253,9 @@ class ParameterGroup:
             if not recomputes and self.model is not None:
                 _C.forget_uses(self.model.number)
             forward = EagerForward()
-            # A checkpoint requires the same number of saved tensors when it recomputes: inside a
-            # checkpointed block nothing is packed, whether or not the block is in its model's
-            # forward. An outermost module packs, if it may. Transforms refuse hooks around them.
+            # A checkpoint must save as many tensors when it recomputes, with or without a forward
+            # of the model around it: nothing is packed inside of a checkpointed block. An outermost
+            # module packs, unless a transform around it refuses hooks.
             packs = not recomputes and not torch_internals.is_checkpointed()
             if (packs or self.parent is None) and torch_internals.may_pack_saved_tensors():
                 forward.saved.start()
@@ -279,7 +280,7 @@ class ParameterGroup:
         if forward is not None and forward is not self._forward:
             (run := forward.modules_run.setdefault(self, set())).add(id(module))
             if len(run) < self._num_modules:
-                return  # other modules of the group may read them
+                return  # other modules of the group may still read its parameters
             run.clear()
         _reshard_after_forward(self._end_outermost())
 
@@ -305,7 +306,7 @@ class ParameterGroup:
             return [self]
         self._update_reads()
         if not torch.is_grad_enabled():
-            _C.wait_for_shards()  # no backward does so
+            _C.wait_for_shards()  # no backward will
         groups = dict.fromkeys([self, *forward.saved.stop()])
         for group in forward.prefetched:
             group._gathering = None  # no longer needed
@@ -318,7 +319,7 @@ def compiled_forward(
 ) -> Iterator[bool]:
     """Enters and leaves a forward of a compiled graph, which gathers for itself.
 
-    Yields whether the graph is the whole forward. An eager forward around it frees what it holds.
+    Yields whether the graph is the whole forward: an eager forward around it reshards by itself.
     Without ``is_forward`` the graph runs inside of one, or between ``unshard()`` and ``reshard()``.
     """
     republish_if_recomputing(parameters)
@@ -340,7 +341,7 @@ def compiled_forward(
 
 
 def _reshard_after_forward(groups: Iterable[ParameterGroup]) -> None:
-    """Frees the parameters that are not held for later, and those that were written to."""
+    """Frees the parameters that do not outlive the forward, and those that were written to."""
     written: list[str] = []
     for group in groups:
         handles = ((p, p.handle) for p in group.parameters)

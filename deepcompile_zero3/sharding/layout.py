@@ -45,8 +45,8 @@ class DataParallelRanks:
         shard_group: process group of that dimension.
         replicate_group: process group of the ranks with the same shard, or None if there is only
             one.
-        meshes_of_few: the meshes of parameters that lie on some of these ranks, by the rank of
-            ``shard_group`` that has them; features make them.
+        meshes_of_few: meshes that a feature makes for parameters on some of these ranks, by the
+            rank of ``shard_group`` that has them.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -104,7 +104,7 @@ class SpmdMesh:
             parameter.placements,
             parameter.shape,
             parameter.stride(),
-            # The runtime sums these ranks' parts, and nobody else before it.
+            # Only the runtime sums the parts of these ranks.
             tuple(Partial() if i in mine else p for i, p in enumerate(parameter.placements)),
         )
         meshes, placements = [], []
@@ -252,8 +252,8 @@ class Layout:
         return self.owner is not None and self.owner != self.ranks.shard_group.rank()
 
     def shard_rows(self, local: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's rows [shard_rows, ...] of the DTensor with the local tensor."""
-        # torch gives [0] to ranks that are not in a mesh. A view has the version of the tensor.
+        """Returns this rank's rows [shard_rows, ...], from the local tensor of the shard."""
+        # torch gives [0] to ranks that are not in a mesh. A view shares the version of its base.
         return local.view(0, *self.sizes[1:]) if self.is_elsewhere else self.rows(local)
 
     def rows(self, local: torch.Tensor) -> torch.Tensor:

@@ -5,9 +5,9 @@ from torch.distributed.tensor import DeviceMesh, DTensor
 
 
 class MeshOfFew(DeviceMesh):
-    """A mesh on which a parameter lies whose shards have no rows on all other ranks.
+    """The mesh of a parameter of which only some ranks have rows.
 
-    torch computes nothing with DTensors over it on these.
+    On the other ranks, torch computes nothing with DTensors over it.
 
     Attributes:
         tensor_class: the class of the DTensors over the mesh.

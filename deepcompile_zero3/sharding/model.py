@@ -69,7 +69,7 @@ def sources_beside(fqns: Set[str]) -> dict[str, Source]:
 
 
 def by_fqn(parameters: Iterable[ShardedParameter]) -> dict[str, Source]:
-    """Returns ``parameters`` and what is gathered in place of some of them, by FQN."""
+    """Returns ``parameters``, and the sources in place of some of them, by FQN."""
     result: dict[str, Source] = {}
     for parameter in parameters:
         result[parameter.fqn] = parameter

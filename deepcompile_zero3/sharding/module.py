@@ -41,7 +41,7 @@ class Zero3Module(FSDP2Methods):
         if torch.compiler.is_compiling():
             if not self._zero3_may_skip_call or torch_internals.has_hooks_of_others(self):
                 return super().__call__(*args, **kwargs)  # type: ignore[misc]
-            # Casts as the group's hooks would, without them: Dynamo takes long to trace hooks.
+            # Casts in place of the group's hooks, which take Dynamo long to trace.
             args, kwargs = self._zero3_group.casts.inputs(args, kwargs)
             output = self.forward(*args, **kwargs)  # type: ignore[attr-defined]
             return self._zero3_group.casts.output(output)
@@ -142,8 +142,8 @@ class Zero3Module(FSDP2Methods):
 
         Raises:
             ValueError: ``reshard_after_backward`` is not a bool.
-            Zero3Error: raised by the next forward if a parameter was changed in place while its
-                full tensor was held. Changes through ``.data`` are not noticed.
+            Zero3Error: raised by the next forward if a parameter was changed in place while it was
+                gathered. Changes through ``.data`` are not noticed.
         """
         check_bool("reshard_after_backward", reshard_after_backward)
         for parameter in self._zero3_parameters_below(recurse):
@@ -294,7 +294,7 @@ class Zero3Module(FSDP2Methods):
         for parameter in self._zero3_parameters_below(recurse=True):
             parameter.handle.drop_gradients()
             if parameter.settings.deferred:
-                parameter.handle.take_dropped()  # the deferred reduction need not tell of it
+                parameter.handle.take_dropped()  # else the deferred reduction would raise
         for module in self.modules():  # type: ignore[attr-defined]
             if isinstance(module, Zero3Module):
                 module._zero3_group.abort_forward()
@@ -337,7 +337,7 @@ class Zero3Module(FSDP2Methods):
 
 for _name, _method in vars(FSDPModule).items():
     if not _name.startswith("__") and getattr(Zero3Module, _name) is _method:
-        # Only a torch newer than this file has it. As inherited it would fail obscurely.
+        # Only a torch newer than this file has it. The inherited method would fail obscurely.
         setattr(Zero3Module, _name, refused(_name, "not there yet"))
 
 

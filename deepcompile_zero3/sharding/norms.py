@@ -108,8 +108,8 @@ def _full_norms(
         (device, groups): [_local_norms(mine, norm_type, foreach).to(device, dtype)]
         for (device, groups), mine in gradients.items()
     }
-    # The norm of norms is the norm of all. The innermost groups come first: what these ranks have
-    # together may be sharded over the same group as gradients of another mesh.
+    # The norm of norms is the norm of all. The innermost groups come first: their norms may join
+    # those of another mesh in the next group.
     while (innermost := max(norms, key=lambda key: len(key[1])))[1]:
         device, groups = innermost
         mine = torch.cat(norms.pop(innermost))
@@ -136,7 +136,7 @@ def _local_norms(
     tensors: list[torch.Tensor], norm_type: float, foreach: bool | None
 ) -> torch.Tensor:
     """Returns the norm of all ``tensors``, [1], or with order 0 of each, [tensors]."""
-    if norm_type == 0.0:  # counts the tensors that are not zero, which ranks may have parts of
+    if norm_type == 0.0:  # counts tensors that are not zero: ranks may have parts of the same one
         return torch.stack([torch.linalg.vector_norm(t, 0.0) for t in tensors])
     tensors_with_rows = [t for t in tensors if t.numel() > 0]  # others have no infinity norm
     if not tensors_with_rows:
@@ -147,10 +147,10 @@ def _local_norms(
 
 
 def _small_joined(tensors: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
-    """Returns tensors of the same norm: fewer in place of the small ones, if these lie on a CPU.
+    """Returns tensors of the same norm: on a CPU, norms of many small tensors replace these.
 
-    Their norms are in float64. A sum of so many squares in their dtype would be less precise than
-    a sum of tensors' norms, and might overflow.
+    They are computed in float64. In the tensors' dtype, a sum of so many squares would be less
+    precise than a sum of norms, and might overflow.
     """
     small: list[torch.Tensor] = []
     joined: list[torch.Tensor] = []

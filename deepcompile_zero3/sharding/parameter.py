@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from deepcompile_zero3.sharding.model import ShardedModel
     from deepcompile_zero3.sharding.sink import Check, Sink
 
-# Metadata key of an autograd node: the models whose parameters it brings gradients.
+# Key in the metadata of an autograd node: the models whose gradients it computes.
 _MODELS = "zero3_models"
 
 
@@ -55,14 +55,14 @@ class ShardedParameter:
         mp_policy: the policy with the parameter's own ``param_dtype``.
         ranks_meet_in_backward: whether all ranks take part when one gathers again in backward.
         replicas_are_compared: whether the values of its replicas were compared, or it has none.
-        is_read_as_gathered: whether a module reads the gathered tensor as it is.
+        is_read_as_gathered: whether modules see the all-gather's output unchanged.
         group: the ``ParameterGroup`` that gathers it, weakly; see ``group_of``.
         reads: what reads return in eager code, for all parameters of the group.
         substitute: what is gathered in the parameter's place, or None.
-        sink: who takes the gradient from ``.grad``, or None.
+        sink: the sink that takes the gradient from ``.grad``, or None.
         checks: checks of the reduced gradient, by name.
         memory: the budget of memory that the shard is part of, or None.
-        schedule: what graphs have in place of the schedule in the backend's options, or None.
+        schedule: the schedule of graphs, in place of the one in the backend's options, or None.
         placeholder: the tensor that a traced graph takes in place of the parameter.
         handle: the parameter in the C++ runtime.
         settings: settings of ``handle`` that users may change between steps.
@@ -193,12 +193,12 @@ class ShardedParameter:
 
     @property
     def parameter(self) -> "ShardedParameter":
-        """The parameter itself, as of any other source of it."""
+        """The parameter itself: it is one of its sources."""
         return self
 
     @property
     def sources(self) -> Sequence[Source]:
-        """What is gathered for the parameter; in its place, from its first forward on."""
+        """The parameter, or its substitute's sources, which exist from the first forward on."""
         return [self] if self.substitute is None else self.substitute.sources
 
     @property
@@ -208,7 +208,7 @@ class ShardedParameter:
 
     @property
     def shard(self) -> DTensor:
-        """The DTensor ``nn.Parameter`` that the model registers now, or the last that it did."""
+        """The DTensor ``nn.Parameter`` that the model registers now, or registered last."""
         return self.registered.shard
 
     @property

@@ -1,4 +1,4 @@
-"""Containers of parameters, whose slices and copies torch makes of parameters of their own."""
+"""Containers of parameters: in a forward, their slices and copies contain gathered tensors."""
 
 from typing import Any
 

@@ -22,7 +22,7 @@ def resolve_layout(
     ranks_of: Callable[[DeviceMesh], DataParallelRanks],
     spmd: SpmdMesh | None,
 ) -> Layout:
-    """Returns how ``parameter`` will lie on ``ranks``, or as the user asks for.
+    """Returns the layout of ``parameter`` on ``ranks``, or the one that the user asks for.
 
     ``ranks_of`` returns the same object for the same mesh. With ``spmd``, the parameter is a
     DTensor on that mesh.

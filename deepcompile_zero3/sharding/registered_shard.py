@@ -25,8 +25,8 @@ class RegisteredShard:
         dtype: dtype of the shard.
         latest: the shard that was followed last.
         local: its local tensor at that time.
-        attributes: objects that modules find on what they read, as there were on a parameter of a
-            subclass of ``nn.Parameter``.
+        attributes: attributes of the user's subclass of ``nn.Parameter``, set on the value that a
+            module reads too.
     """
 
     def __init__(self, blueprint: Blueprint) -> None:
@@ -75,7 +75,7 @@ class RegisteredShard:
             module._parameters[name] = cast(nn.Parameter, shard)
 
     def _registering(self) -> Iterator[tuple[nn.Module, str]]:
-        """Yields the modules that register something there, and its name."""
+        """Yields the modules that register something in its places, and the name there."""
         for reference, name in self._places:
             module = reference()
             if module is not None and module._parameters.get(name) is not None:
@@ -98,7 +98,7 @@ class RegisteredShard:
 
     @property
     def shard(self) -> DTensor:
-        """The shard that the model registers now, or the last that it did.
+        """The shard that the model registers now, or registered last.
 
         Raises:
             Zero3Error: something else is registered.

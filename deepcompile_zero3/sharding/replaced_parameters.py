@@ -1,7 +1,6 @@
 """Plain parameters that ``fully_shard`` has replaced with shards.
 
-Others may still have them: modules that are tied to them and come later, and optimizers that were
-built before.
+Optimizers that were built before may still have them, and tied modules that are sharded later.
 """
 
 import torch
@@ -18,15 +17,15 @@ def replace(parameter: torch.Tensor, sharded: ShardedParameter) -> None:
 
 
 def sharded_as(tensor: torch.Tensor) -> ShardedParameter | None:
-    """Returns what has replaced ``tensor``, None if nothing has."""
+    """Returns the sharded parameter that has replaced ``tensor``, or None."""
     return getattr(tensor, _SHARDED_AS, None)
 
 
 def refuse_replaced(optimizer: torch.optim.Optimizer) -> None:
     """Raises Zero3Error if ``optimizer`` has a parameter and not its shard, which has a gradient.
 
-    The step would leave the shard as it is, without a word. A parameter is not refused if it has a
-    gradient too, as that of a module that is tied and not sharded.
+    The step would silently leave the shard as it is. A parameter that has a gradient too is not
+    refused: a tied module that is not sharded may use it.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     there = {id(parameter) for parameter in parameters}

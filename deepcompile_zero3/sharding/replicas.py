@@ -18,8 +18,8 @@ def different_replicas(delivered: Sequence[tuple[ShardedParameter, object]]) -> 
     """Returns an error message if replicas of parameters differ, or "".
 
     Collective if ``delivered`` has gradients of parameters whose replicas were not compared.
-    Compares all parameters that share a model and a mesh with one of these, until they are equal
-    once: only here do all ranks of a mesh meet after a model has got its values.
+    Compares all parameters that share a model and a mesh with one of these, until they were equal
+    once. Only here do all ranks of a mesh meet after the model has got its values.
     """
     uncompared = {parameter for parameter, _ in delivered if not parameter.replicas_are_compared}
     meshes = {(parameter.model, parameter.layout.ranks.process_groups) for parameter in uncompared}
@@ -33,8 +33,7 @@ def different_replicas(delivered: Sequence[tuple[ShardedParameter, object]]) -> 
     told: list[str] = []
     for groups, members in by_mesh(uncompared).items():
         told = all_gather_lines(_COMPARISON, told + _differences(members, groups[-1]), groups)
-        # Ranks of this mesh remember what all of them were told by now. Only some of them may be
-        # told more, on the next mesh.
+        # All ranks of this mesh have the same lines now. On the next mesh, some may get more.
         for parameter in members:
             parameter.replicas_are_compared = not told
     if not told:

@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 class _Regather:
     """Gathers the parameters of one forward of a group again, when backward needs the first.
 
-    It gathers the parameters that the forward saved. Where ranks have to meet for a gather, it
-    gathers all parameters of the group, since ranks may save different ones. Ranks also have to
-    meet if what the forward published is gone. After its gather it starts the gathers of the groups
-    in ``following``.
+    It gathers the parameters that the forward saved. Ranks may save different ones: where they have
+    to meet for a gather, it gathers all parameters of the group. If the shared copy was
+    overwritten, all ranks must gather it again together. After its gather it starts the gathers of
+    the groups in ``following``.
     """
 
     def __init__(

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 _IS_TAKEN = "_zero3_gradient_is_taken"
 
 
-# Looks at reduced gradients at the end of a backward, ahead of all that sees them. Returns an error
-# message, or "". Ranks may communicate there: all call their checks in the order of their names.
+# Looks at reduced gradients at the end of a backward, before anything else does. Returns an error
+# message, or "". A check may communicate: all ranks call their checks in the order of their names.
 Check = Callable[["Sequence[tuple[ShardedParameter, torch.Tensor]]"], str]
 
 
@@ -23,8 +23,8 @@ class Sink(Protocol):
     """Takes the gradients of some parameters as soon as they are in ``.grad``. Hashable.
 
     Where possible, that is when their bucket is reduced, and not at the end of the backward. Hooks
-    run first. Of several backwards of a step only the last one has its gradients taken
-    (``set_is_last_backward``), summed with those of the others.
+    run first. If a step has several backwards, the sink takes the sums of their gradients, in the
+    last one (``set_is_last_backward``).
     """
 
     def take(self, parameters: "Sequence[ShardedParameter]") -> None:
@@ -38,7 +38,7 @@ class Sink(Protocol):
 
 
 def say_taken(shard: torch.Tensor, why: str | None) -> None:
-    """Says why the gradient of ``shard`` is gone after a backward, or by None that it is there."""
+    """Says why the gradient of ``shard`` is gone after a backward. None: it is there."""
     if why is not None:
         setattr(shard, _IS_TAKEN, why)
     elif hasattr(shard, _IS_TAKEN):

@@ -1,8 +1,9 @@
 """What is gathered for a parameter: its own shard, or other tensors in its place.
 
 Graphs, buckets and messages know sources alone. A :class:`ShardedParameter` is its own source. A
-feature that gathers other tensors in the place of some parameters adds to :data:`KINDS` what
-recognizes them. Each such parameter then has a :class:`Substitute`, whose sources have no gradient.
+feature may gather other tensors in the place of some parameters. It adds a :class:`Kind` to
+:data:`KINDS`, which recognizes them. Each such parameter then has a :class:`Substitute`, whose
+sources have no gradient.
 """
 
 import weakref
@@ -30,8 +31,8 @@ class Source(Protocol):
 
     Attributes:
         handle: the source in the C++ runtime.
-        compute_dtype: dtype of what is gathered.
-        is_read_as_gathered: whether modules read the gathered tensor itself.
+        compute_dtype: dtype of the gathered tensor.
+        is_read_as_gathered: whether modules see the all-gather's output unchanged.
     """
 
     handle: _C.Parameter
@@ -60,7 +61,7 @@ class Source(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes of what is gathered."""
+        """Size in bytes of the gathered tensor."""
 
     @property
     def reshard_after_forward(self) -> bool | None:
@@ -75,7 +76,8 @@ class Substitute(Protocol):
     """What is gathered in place of one parameter.
 
     Attributes:
-        metadata: what compiled graphs read beside them. Each forward replaces its tensors' values.
+        metadata: what compiled graphs read beside the gathered tensors. Each forward writes new
+            values into its tensors.
     """
 
     metadata: Any
@@ -92,10 +94,10 @@ class Substitute(Protocol):
         """Takes the shards of the sources from ``local``, the parameter's; returns the metadata."""
 
     def prepare_graph(self, local: torch.Tensor) -> None:
-        """Does so for the run of a graph, or for its tracing."""
+        """Takes shards and metadata for a graph that runs or is traced."""
 
     def prepare_op(self, source: Source, local: torch.Tensor) -> None:
-        """Does so for an operator that gathers ``source``."""
+        """Takes shards and metadata for an operator that gathers ``source``."""
 
     def full(self, gathered: Sequence[torch.Tensor], metadata: Any) -> torch.Tensor:
         """Returns the full parameter that the gathered sources make up."""
@@ -114,7 +116,7 @@ class Kind(Protocol):
         """Returns whether the dimensions of the mesh have to have names."""
 
     def described(self, fqn: str, full: nn.Parameter, param_dtype: torch.dtype | None) -> str:
-        """Returns what ranks have to have in common, as text.
+        """Returns a description that has to be the same on all ranks.
 
         Raises NotImplementedError if ``full`` cannot be computed with in ``param_dtype``.
         """
@@ -122,7 +124,7 @@ class Kind(Protocol):
     def chunk(
         self, full: torch.Tensor, group: dist.ProcessGroup, device: torch.device
     ) -> torch.Tensor | None:
-        """Returns a copy of this rank's rows, or None if they are those of any tensor."""
+        """Returns a copy of this rank's rows, or None to slice ``full`` like any tensor."""
 
     def substitute(self, parameter: "ShardedParameter", blueprint: "Blueprint") -> Substitute:
         """Returns what is gathered in place of ``parameter``."""
@@ -152,7 +154,7 @@ def mark_metadata(tensor: torch.Tensor) -> None:
 
 
 def is_metadata(value: object) -> bool:
-    """Returns whether a graph's input is such a tensor."""
+    """Returns whether a graph's input is a tensor in the metadata of a substitute."""
     return getattr(value, _IS_METADATA, False)
 
 

@@ -1,9 +1,9 @@
 """Counts steps of optimizers in the versions of DTensors, on all ranks alike.
 
 The runtime gathers a shard again if the version of its DTensor, or that of its local tensor, has
-changed. Ranks gather together, so that all of them have to notice a step. Some kernels write and
-count nothing: fused ones, and foreach ones over DTensors. Others count on some ranks only: small
-shards of one rank are stepped in a flat tensor, where those of another have too few elements.
+changed. Ranks gather together, so all of them have to notice a step. Fused kernels, and foreach
+kernels over DTensors, write without counting. Others count on some ranks only: a rank steps small
+shards in a flat tensor, unless they have too few elements.
 """
 
 import weakref
@@ -59,7 +59,7 @@ def _remove_unneeded_hooks() -> None:
 
 
 class _Garbage:
-    """What only the next collection frees."""
+    """An object in a cycle, which only the next garbage collection frees."""
 
     itself: "_Garbage"
 

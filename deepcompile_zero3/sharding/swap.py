@@ -117,7 +117,7 @@ def _property(name: str, is_read_as_gathered: bool, has_attributes: bool) -> pro
         if torch.compiler.is_dynamo_compiling():  # False where Dynamo's guards call hasattr()
             placeholder = parameter.placeholder
             leaf_contract = _prepare(placeholder)
-            if leaf_contract is None:  # a state of eager code decides, which Dynamo guards on
+            if leaf_contract is None:  # eager code decides, by a state that Dynamo guards on
                 if not parameter.reads.are_whole:
                     return self._parameters[name]
                 leaf_contract = _prepare_if_whole(placeholder)
