@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import grad_dtype, torch_internals
 from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.sharding.budget import BudgetPolicy
 from deepcompile_zero3.sharding.layout import DataParallelRanks, Layout, SpmdMesh
-from deepcompile_zero3.sharding.memory import BudgetPolicy
 from deepcompile_zero3.sharding.module import Zero3Module, groups_in
 from deepcompile_zero3.sharding.module_parameters import (
     parameters_of,
@@ -112,9 +112,9 @@ def check_offloading(
             f"fully_shard does not support offload_policy={offload_policy!r} on "
             f"{mesh.device_type!r} yet"
         )
-    memory = getattr(offload_policy, "memory", None)
+    budget = getattr(offload_policy, "budget", None)
     for parameter in (parameter for each in modules for parameter in registered_in(each)):
-        if memory is not None and parameter.memory not in (None, memory):
+        if budget is not None and parameter.budget not in (None, budget):
             raise ValueError(
                 f"fully_shard got another offload_policy than for '{parameter.fqn}': make one "
                 "FileOffloadPolicy, whose budget is for the whole model, and pass it to all calls"

@@ -15,6 +15,7 @@ from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.fsdp2.state import FsdpState
 from deepcompile_zero3.sharding import arguments, conversion
 from deepcompile_zero3.sharding.blueprint import Blueprint
+from deepcompile_zero3.sharding.budget import BudgetPolicy
 from deepcompile_zero3.sharding.build import (
     agree_on_model_number,
     build,
@@ -25,7 +26,6 @@ from deepcompile_zero3.sharding.build import (
 from deepcompile_zero3.sharding.casts import ForwardCasts
 from deepcompile_zero3.sharding.group import ParameterGroup
 from deepcompile_zero3.sharding.layout import DataParallelRanks, Layout
-from deepcompile_zero3.sharding.memory import BudgetPolicy
 from deepcompile_zero3.sharding.model import ShardedModel
 from deepcompile_zero3.sharding.module import groups_in
 from deepcompile_zero3.sharding.module_parameters import parameters_of, unsharded_modules
@@ -176,7 +176,7 @@ def fully_shard(
         failure = None  # its traceback holds this frame and all that was built
     for sharded in built.values():
         if isinstance(offload_policy, BudgetPolicy):
-            offload_policy.memory.add(sharded)
+            offload_policy.budget.add(sharded)
     _install(modules, built, ignored, ranks_of_mesh.device)
     group = ParameterGroup(list(built.values()), ForwardCasts(mp_policy), connects, len(modules))
     for each in modules:

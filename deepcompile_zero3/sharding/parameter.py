@@ -24,7 +24,7 @@ from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.options import Schedule
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.blueprint import Blueprint
-from deepcompile_zero3.sharding.memory import Memory
+from deepcompile_zero3.sharding.budget import Budget
 from deepcompile_zero3.sharding.reads import Reads
 from deepcompile_zero3.sharding.registered_shard import RegisteredShard
 from deepcompile_zero3.sharding.source import (
@@ -61,7 +61,7 @@ class ShardedParameter:
         substitute: what is gathered in the parameter's place, or None.
         sink: the sink that takes the gradient from ``.grad``, or None.
         checks: checks of the reduced gradient, by name.
-        memory: the budget of memory that the shard is part of, or None.
+        budget: the budget of memory that the shard is part of, or None.
         schedule: the schedule of graphs, in place of the one in the backend's options, or None.
         placeholder: the tensor that a traced graph takes in place of the parameter.
         handle: the parameter in the C++ runtime.
@@ -71,8 +71,8 @@ class ShardedParameter:
         guard_key: text of all that graphs depend on. Parameters that are alike in it and in their
             placeholders may share compiled graphs.
         compute_dtype: dtype of the full tensor.
-        declared_grad_dtype: ``grad_dtype`` of the shard, initially or in the latest forward.
-        leaf_contract: the leaf's contract in the spelling of ``zero3::unshard``.
+        forward_grad_dtype: ``grad_dtype`` of the shard, initially or in the latest forward.
+        contract: the contract in the latest forward, as text for ``zero3::unshard``.
     """
 
     def __init__(self, blueprint: Blueprint, connection: Connection) -> None:
@@ -84,11 +84,11 @@ class ShardedParameter:
         self.position = 0
         self.layout = layout
         self.is_read_as_gathered = layout.dim == 0 and layout.inner is None  # one guard, not many
-        self.declared_grad_dtype: torch.dtype | None = None
-        self.leaf_contract = ""
+        self.forward_grad_dtype: torch.dtype | None = None
+        self.contract = ""
         self.sink: Sink | None = None
         self.checks: dict[str, Check] = {}
-        self.memory: Memory | None = None
+        self.budget: Budget | None = None
         self.schedule: Schedule | None = None
         kind = kind_of(blueprint.parameter)
         self.substitute: Substitute | None = (
@@ -102,7 +102,7 @@ class ShardedParameter:
         self._build(blueprint.full, blueprint.parameter.requires_grad)
         self.settings.divide_factor = layout.ranks.mesh.size()
         self.set_reshard_after_forward(blueprint.reshard_after_forward)
-        self._connect_after_forward(connection)
+        self._build_after_forward(connection)
         self._set_grad_dtype(blueprint.parameter.grad_dtype)
 
     def _build(self, full: torch.Tensor, requires_grad: bool) -> None:
@@ -124,7 +124,7 @@ class ShardedParameter:
         )
         self.settings: _C.Settings = self.handle.settings
 
-    def _connect_after_forward(self, connection: Connection) -> None:
+    def _build_after_forward(self, connection: Connection) -> None:
         """Creates the runtime's parameter for fewer ranks, if forwards reshard to fewer."""
         if connection.after_forward is not None:
             channel, messages = connection.after_forward
@@ -155,13 +155,13 @@ class ShardedParameter:
     def install(self) -> DTensor:
         """Puts the shard into the module, once all ranks have built theirs. Returns the shard."""
         connection, self._connection = cast(Connection, self._connection), None
-        self._connect(connection)
+        self._set_transport(connection)
         shard = self.registered.install()
         self._follow(shard)
         return shard
 
-    def _connect(self, connection: Connection) -> None:
-        connection.connect(self.handle)
+    def _set_transport(self, connection: Connection) -> None:
+        connection.set_transport(self.handle)
         self.ranks_meet_in_backward = self.handle.can.ranks_meet_in_backward
 
     @property
@@ -172,15 +172,15 @@ class ShardedParameter:
     def rebuild(self, full: torch.Tensor, connection: Connection) -> None:
         """Computes with ``full``, the placeholder in another dtype, and keeps all settings."""
         shard, old = self.shard, self.handle
-        self.registered.inherit_grad_dtype(shard, self.declared_grad_dtype)
+        self.registered.inherit_grad_dtype(shard, self.forward_grad_dtype)
         self.registered.dtype = shard.dtype
         self._build(full, shard.requires_grad)
         for name in vars(_C.Settings):
             if not name.startswith("_"):
                 setattr(self.settings, name, getattr(old.settings, name))
         if old.after_forward is not None:
-            self._connect_after_forward(connection)
-        self._connect(connection)
+            self._build_after_forward(connection)
+        self._set_transport(connection)
         self._set_grad_dtype(shard.grad_dtype)
         self._follow(shard)
         if self.model is not None:
@@ -259,8 +259,8 @@ class ShardedParameter:
         transport, wire = self.handle.transport, self.settings.gradient_dtypes.wire
         self.guard_key = (
             f"reshard_after_forward={self.reshard_after_forward} group={self.shard_group_name} "
-            f"transport={transport and transport.name} leaf_contract={self.leaf_contract} "
-            f"reduce_dtype={wire} memory={self.memory and self.memory.key} "
+            f"transport={transport and transport.name} contract={self.contract} "
+            f"reduce_dtype={wire} budget={self.budget and self.budget.key} "
             f"schedule={self.schedule} kept_of_nbytes={self.model.nbytes if self.model else 0}"
         )
 
@@ -290,7 +290,7 @@ class ShardedParameter:
             )
         if torch_internals.local_tensor(shard) is not self.registered.local:
             self.registered.check_replacement(shard)
-            self.registered.inherit_grad_dtype(shard, self.declared_grad_dtype)
+            self.registered.inherit_grad_dtype(shard, self.forward_grad_dtype)
             self._follow(shard)
             self.handle.reshard()
         return shard
@@ -303,8 +303,8 @@ class ShardedParameter:
             not, they are updated now.
         """
         shard = self.refresh()
-        if self.memory is not None:
-            self.memory.place(self)
+        if self.budget is not None:
+            self.budget.place(self)
         if (is_stale := self.handle.is_stale()) and self.settings.reshard_after_backward:
             self.handle.reshard()  # its last backward raised and has not resharded it
         elif is_stale:
@@ -318,10 +318,10 @@ class ShardedParameter:
         if self.placeholder.requires_grad != shard.requires_grad:
             self.placeholder.requires_grad_(shard.requires_grad)
             as_traced = False
-        if self.declared_grad_dtype != shard.grad_dtype:
+        if self.forward_grad_dtype != shard.grad_dtype:
             if self.handle.has_gradients():
                 raise Zero3Error(
-                    f"grad_dtype of '{self.fqn}' changed from {self.declared_grad_dtype} to "
+                    f"grad_dtype of '{self.fqn}' changed from {self.forward_grad_dtype} to "
                     f"{shard.grad_dtype} while it has gradients that are not reduced yet"
                 )
             grad_dtype.check(self.fqn, shard)
@@ -339,13 +339,13 @@ class ShardedParameter:
         return self._forward_shard_id not in (0, id(shard))
 
     def _set_grad_dtype(self, declared: torch.dtype | None) -> None:
-        self.declared_grad_dtype = declared
+        self.forward_grad_dtype = declared
         dtypes = grad_dtype.resolve(
             declared, self.registered.dtype, self.compute_dtype, self.mp_policy.reduce_dtype
         )
         self.settings.gradient_dtypes = dtypes.quantized_like(self.settings.gradient_dtypes)
         # Dynamo keeps each string that it meets among the globals of what it traces.
-        self.leaf_contract = sys.intern(_C.contract_name(dtypes.leaf))
+        self.contract = sys.intern(_C.contract_name(dtypes.leaf))
         self.update_guard_key()
 
     def unchanged_shard(self) -> DTensor:
@@ -355,9 +355,9 @@ class ShardedParameter:
             raise Zero3Error(
                 f"'{self.fqn}' was replaced by another parameter between a forward and its backward"
             )
-        if shard.grad_dtype != self.declared_grad_dtype:
+        if shard.grad_dtype != self.forward_grad_dtype:
             raise Zero3Error(
-                f"grad_dtype of '{self.fqn}' was {self.declared_grad_dtype} in forward and is "
+                f"grad_dtype of '{self.fqn}' was {self.forward_grad_dtype} in forward and is "
                 f"{shard.grad_dtype} after its backward: set it before the forward"
             )
         return shard

@@ -116,21 +116,21 @@ def _property(name: str, is_read_as_gathered: bool, has_attributes: bool) -> pro
         parameter: ShardedParameter = self._zero3_parameters[name]
         if torch.compiler.is_dynamo_compiling():  # False where Dynamo's guards call hasattr()
             placeholder = parameter.placeholder
-            leaf_contract = _prepare(placeholder)
-            if leaf_contract is None:  # eager code decides, by a state that Dynamo guards on
+            contract = _prepare(placeholder)
+            if contract is None:  # eager code decides, by a state that Dynamo guards on
                 if not parameter.reads.are_whole:
                     return self._parameters[name]
-                leaf_contract = _prepare_if_whole(placeholder)
+                contract = _prepare_if_whole(placeholder)
             if not parameter.guard_key:  # never: Dynamo guards on what decides a branch
                 raise AssertionError(f"'{parameter.fqn}' has no key")
             substitute = parameter.substitute
             if substitute is None:
-                full = ops.unshard.default(placeholder, leaf_contract)
+                full = ops.unshard.default(placeholder, contract)
             else:
                 parts = [_unshard(each.placeholder) for each in substitute.sources]
                 full = substitute.full(parts, substitute.metadata)
                 if placeholder.requires_grad and torch.is_grad_enabled():
-                    full = ops.unshard_as.default(full, placeholder, leaf_contract)
+                    full = ops.unshard_as.default(full, placeholder, contract)
             if is_read_as_gathered and not has_attributes:
                 return full
             value = parameter.layout.value_of(full)
@@ -155,7 +155,7 @@ def _unshard(placeholder: torch.Tensor) -> torch.Tensor:
 
 @torch_internals.assume_constant_result
 def _prepare(placeholder: torch.Tensor) -> str | None:
-    """Prepares a parameter that is being traced in a forward, and returns its leaf contract.
+    """Prepares a parameter that is being traced in a forward, and returns its contract.
 
     Runs when Dynamo meets it, not in the graph. Returns None if no call that Dynamo traces is a
     forward that gathers the parameter: eager code around the frame may be in one.
@@ -170,7 +170,7 @@ def _prepare(placeholder: torch.Tensor) -> str | None:
 
 @torch_internals.assume_constant_result
 def _prepare_if_whole(placeholder: torch.Tensor) -> str:
-    """Prepares a parameter that eager code has gathered, and returns its leaf contract."""
+    """Prepares a parameter that eager code has gathered, and returns its contract."""
     torch_internals.when_traced(mark_no_forward)
     return _contract(placeholder)
 
@@ -183,7 +183,7 @@ def _is_traced_in_forward(parameter: ShardedParameter) -> bool:
 
 
 def _contract(placeholder: torch.Tensor) -> str:
-    """Prepares a parameter whose gathered tensor is being traced, and returns its leaf contract.
+    """Prepares a parameter whose gathered tensor is being traced, and returns its contract.
 
     A Zero3Error is left to the graph, which raises it when it runs.
     """
@@ -203,4 +203,4 @@ def _contract(placeholder: torch.Tensor) -> str:
         parameter.prepare_forward()
     if parameter.substitute is not None and not parameter.substitute.is_prepared:
         parameter.substitute.prepare_graph(parameter.registered.local)
-    return parameter.leaf_contract
+    return parameter.contract

@@ -15,7 +15,7 @@ from deepcompile_zero3.transport.process_groups import group_for_reductions, nei
 
 @dataclass(frozen=True)
 class Connection:
-    """Memory or messages, from which :meth:`connect` builds the transport of one parameter.
+    """Memory or messages, of which :meth:`set_transport` makes the transport of one parameter.
 
     The transport is built once all ranks have their connections.
 
@@ -31,8 +31,8 @@ class Connection:
     payload_transport: _C.Messages
     after_forward: tuple[_C.Channel, _C.Messages] | None = None
 
-    def connect(self, parameter: _C.Parameter) -> None:
-        """Gives ``parameter`` its transport.
+    def set_transport(self, parameter: _C.Parameter) -> None:
+        """Makes the transport of ``parameter``, and sets it.
 
         All ranks call this for their parameters in the same order.
         """

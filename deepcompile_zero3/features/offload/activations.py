@@ -30,7 +30,7 @@ from deepcompile_zero3.options import Options
 from deepcompile_zero3.passes.gather import clone_returned_views, insert_gathers
 from deepcompile_zero3.passes.graph_pass import GraphFacts, GraphPass, own_pass
 from deepcompile_zero3.runtime import REDUCTIONS, WAITS, ops
-from deepcompile_zero3.sharding.memory import LOADED_AHEAD
+from deepcompile_zero3.sharding.budget import LOADED_AHEAD
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.torch_internals import OpOverload, compiler, is_wrapper
 
@@ -195,10 +195,10 @@ def _offload(
     if options.activations_mb < math.inf and parameters:
         max_bytes = options.activations_mb * 2**20 * share
         return Offload(max_bytes, LOADED_AHEAD, None, parameters[0].placeholder.device.type)
-    memory = next((each.memory for each in parameters if each.memory), None)
-    if memory is None:
+    budget = next((each.budget for each in parameters if each.budget), None)
+    if budget is None:
         return None
-    return Offload(int(memory.activation_bytes * share), memory.loaded_ahead, memory.tier.number)
+    return Offload(int(budget.activation_bytes * share), budget.loaded_ahead, budget.tier.number)
 
 
 class _Loads:

@@ -14,7 +14,7 @@ import torch
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.options import Options
 from deepcompile_zero3.runtime import _C
-from deepcompile_zero3.sharding.memory import LOADED_AHEAD, BudgetPolicy
+from deepcompile_zero3.sharding.budget import LOADED_AHEAD, BudgetPolicy
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 
 
@@ -77,15 +77,15 @@ class FileOffloadPolicy(BudgetPolicy):
 
     folder: str | os.PathLike
     memory_budget_mb: float = 0.0
-    memory: "BudgetedMemory" = field(init=False, repr=False)
+    budget: "FileBudget" = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         mb = self.memory_budget_mb
         is_number = isinstance(mb, int | float) and not isinstance(mb, bool)
         if not is_number or not 0 <= mb < math.inf:
             raise ValueError(f"memory_budget_mb is a finite number of MiB, at least 0, got {mb!r}")
-        self.memory = BudgetedMemory(os.fspath(self.folder), mb * 2**20)
-        if self.memory.tier.is_in_memory:
+        self.budget = FileBudget(os.fspath(self.folder), mb * 2**20)
+        if self.budget.tier.is_in_memory:
             warnings.warn(
                 f"FileOffloadPolicy: '{self.folder}' is in memory (tmpfs): offloading to it saves "
                 "nothing, name a folder on a disk",
@@ -98,11 +98,11 @@ class FileOffloadPolicy(BudgetPolicy):
 
     def stats(self) -> OffloadStats:
         """Returns what is in the file, and what was moved."""
-        found = self.memory.tier.stats()
+        found = self.budget.tier.stats()
         return OffloadStats(*(getattr(found, name) for name in OffloadStats._fields))
 
 
-class BudgetedMemory:
+class FileBudget:
     """A budget of memory, and the file that takes what exceeds it.
 
     What goes is decided once, at the first forward of a parameter, for all parameters that are
@@ -127,7 +127,7 @@ class BudgetedMemory:
 
     def add(self, parameter: ShardedParameter) -> None:
         """Makes the budget one for ``parameter`` too."""
-        parameter.memory = self
+        parameter.budget = self
         self._parameters.append(weakref.ref(parameter))
 
     @property

@@ -15,7 +15,7 @@ from deepcompile_zero3.features.offload.file_policy import is_worth_a_file
 from deepcompile_zero3.features.optimizer_steps.local_step import check_optimizer
 from deepcompile_zero3.features.optimizer_steps.step_layers import layers_of, parameters_replaced
 from deepcompile_zero3.runtime import _C
-from deepcompile_zero3.sharding.memory import Memory
+from deepcompile_zero3.sharding.budget import Budget
 from deepcompile_zero3.sharding.module_parameters import parameters_in
 
 
@@ -70,8 +70,8 @@ def offload_optimizer(
             f"{part_mb!r} and {state_bytes!r}"
         )
     found = parameters_in(optimizer, model, "offload_optimizer")
-    found = [parameter for parameter in found if parameter.memory is not None]
-    others = [parameter for parameter in found if parameter.memory is not found[0].memory]
+    found = [parameter for parameter in found if parameter.budget is not None]
+    others = [parameter for parameter in found if parameter.budget is not found[0].budget]
     if others:
         raise Zero3Error(
             f"offload_optimizer: '{found[0].fqn}' and '{others[0].fqn}' were sharded with two "
@@ -85,14 +85,14 @@ def offload_optimizer(
     layers = layers_of(optimizer)
     if layers.in_parts is not None:
         raise Zero3Error(f"offload_optimizer was called twice on one {type(optimizer).__name__}")
-    memory = cast(Memory, found[0].memory)
-    memory.reserve_states(found, state_bytes)
+    budget = cast(Budget, found[0].budget)
+    budget.reserve_states(found, state_bytes)
     parameters = weakref.WeakSet(found)
     part_bytes = int(part_mb * 2**20)
 
     def step_in_parts(optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> None:
         parts = [_Part(optimizer, part) for part in _parts(optimizer, part_bytes)]
-        most = memory.bytes_for_states(parameters)
+        most = budget.bytes_for_states(parameters)
         failure = None
         with contextlib.ExitStack() as at_end:  # whatever is raised, the file is left as written
             for part in parts:
@@ -105,7 +105,7 @@ def offload_optimizer(
                 for each in parts[max(number - 1, 0) : number]:
                     each.wait_for_stores()
                 try:
-                    part.settle(memory, most)
+                    part.settle(budget, most)
                 except Zero3Error as error:  # all parameters are stepped first
                     failure = failure or error
         if failure is not None:
@@ -174,7 +174,7 @@ class _Part:
             while self._stores:
                 all_of_them.callback(self._stores.pop().wait)
 
-    def settle(self, memory: Memory, most: float) -> None:
+    def settle(self, budget: Budget, most: float) -> None:
         """Moves states to the file until the optimizer has ``most`` bytes of them in memory."""
         here = _in_memory(self._states_of(self._each()))
         if not here:
@@ -182,7 +182,7 @@ class _Part:
         excess = sum(state.nbytes for state in _in_memory(self._states_of(self._states))) - most
         for state in here:
             if excess > 0:
-                state.data = memory.tier.copy(state)
+                state.data = budget.tier.copy(state)
                 excess -= state.nbytes
 
     def _each(self) -> Iterator[torch.Tensor]:

@@ -74,8 +74,8 @@ def plan(
     tell("building and sharding the model")
     with fake_model(build, call, world_size, replicas, shard) as model:
         parameters = all_parameters_of(model, "plan")
-        for memory in filter(None, {parameter.memory for parameter in parameters}):
-            memory.reserve_states([p for p in parameters if p.memory is memory], optimizer_bytes)
+        for budget in filter(None, {parameter.budget for parameter in parameters}):
+            budget.reserve_states([p for p in parameters if p.budget is budget], optimizer_bytes)
         traced = trace(model, call, tell)
         tokens = call.get("input_ids")
 

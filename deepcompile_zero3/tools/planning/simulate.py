@@ -91,10 +91,10 @@ def simulate(
     """
     trained = {name for name, each in sources.items() if each.placeholder.requires_grad}
     parameters = parameters_behind(sources.values())
-    memory = next((p.memory for p in parameters if p.memory), None)
-    offloaded = {p for p in parameters if p.memory and p.memory.offloads(p)}
+    budget = next((p.budget for p in parameters if p.budget), None)
+    offloaded = {p for p in parameters if p.budget and p.budget.offloads(p)}
     in_file = {name for name, each in sources.items() if each in offloaded}
-    states = math.inf if memory is None else memory.bytes_for_states(parameters)
+    states = math.inf if budget is None else budget.bytes_for_states(parameters)
     backwards = sorted(graphs.backward, key=lambda graph: graph.number, reverse=True)
     with twins_of(sources, machine.backend) as twins:
         slower, measured = slower or Slower(), seconds_by_kernel or {}

@@ -109,7 +109,7 @@ class MeasuredSchedule:
                 "MeasuredSchedule: the model is sharded over several meshes, or over one of "
                 "several dimensions, for which steps are not simulated"
             )
-        if any(parameter.memory for parameter in self._parameters):
+        if any(parameter.budget for parameter in self._parameters):
             raise Zero3Error(
                 "MeasuredSchedule: the model has a budget of memory (FileOffloadPolicy), and a "
                 "schedule would spend memory beyond it"

@@ -7,7 +7,7 @@ from torch import fx
 
 from deepcompile_zero3.features.offload.activations import Offload, load_saved, offload_saved
 from deepcompile_zero3.runtime import ops
-from deepcompile_zero3.sharding.memory import LOADED_AHEAD
+from deepcompile_zero3.sharding.budget import LOADED_AHEAD
 
 MIB = 2**20
 SIZES = st.lists(st.integers(1, 64), min_size=1, max_size=12)  # MiB

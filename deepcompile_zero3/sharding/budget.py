@@ -1,4 +1,4 @@
-"""The memory that a rank has for shards, optimizer states and activations."""
+"""The budget of memory that a rank has for shards, optimizer states and activations."""
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -10,21 +10,22 @@ from deepcompile_zero3.runtime import _C
 if TYPE_CHECKING:
     from deepcompile_zero3.sharding.parameter import ShardedParameter
 
-# Bytes of saved activations that a backward brings back before it waits for one, if several.
-LOADED_AHEAD = 64 << 20  # at most
+# At most so many bytes of saved activations come back before a backward waits for the first, if
+# there are several.
+LOADED_AHEAD = 64 << 20
 
 
 class BudgetPolicy(OffloadPolicy):
-    """An ``offload_policy`` of ``fully_shard`` with one budget of memory for a whole model.
+    """An ``offload_policy`` of ``fully_shard`` with one budget for a whole model.
 
     Attributes:
-        memory: the budget.
+        budget: the budget.
     """
 
-    memory: "Memory"
+    budget: "Budget"
 
 
-class Memory(Protocol):
+class Budget(Protocol):
     """A budget of memory, and the file for what exceeds it; see ``FileOffloadPolicy``."""
 
     tier: _C.FileTier
@@ -51,4 +52,4 @@ class Memory(Protocol):
         """Returns whether the shard of ``parameter`` goes to the file."""
 
     def place(self, parameter: "ShardedParameter") -> None:
-        """Moves the shard of ``parameter`` to where it lives."""
+        """Moves the shard of ``parameter`` to the file, if the budget offloads it."""
