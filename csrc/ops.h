@@ -16,7 +16,7 @@ void add_uses(const std::vector<ParameterPtr>& parameters, bool first);
 // code, which is trusted not to write to the tensor; a write is detected when the tensor is freed.
 at::Tensor read_gathered(const ParameterPtr& parameter);
 
-// Likewise, but returns `full`, which was made of what is gathered in the parameter's place.
+// Likewise, but returns `full`, made of the sources that are gathered in the parameter's place.
 at::Tensor read_as(const ParameterPtr& parameter, const at::Tensor& full);
 
 // Like read_gathered(), for a parameter that is not gathered: gathers it now.

@@ -29,16 +29,16 @@ class Gather {
   // had a full tensor already gives that tensor, unless it is gathered quantized. A second call
   // gathers again: an operator may run more than once on a handle.
   std::vector<at::Tensor> finish(bool fresh);
-  // Like finish(/*fresh=*/true), but copies results that Parameter::gathered holds too: the caller
-  // alone has what it gets.
+  // Like finish(/*fresh=*/true), but copies results that Parameter::gathered has too: the caller
+  // may write to them.
   std::vector<at::Tensor> finish_owned();
 
  private:
   void start();
   // Returns the full tensor of a bucket's result: that result, unless it is quantized.
   at::Tensor full_of(size_t place, const at::Tensor& gathered) const;
-  // Keeps what later forwards and backwards need of a full tensor gathered just now. One that was
-  // quantized is for the graph alone that asked for it.
+  // Retains a full tensor, or shards it after_forward, if later forwards or backwards need it. Only
+  // the graph that gathered a quantized one may read that.
   static void retain(Parameter& parameter, const at::Tensor& full, bool read_only, uint64_t version,
                      bool has_backward, bool is_rounded);
 

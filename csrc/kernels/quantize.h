@@ -25,16 +25,16 @@ struct QuantizedFormat {
 };
 
 // Reads formats of several parameters, such as "float8_e4m3fn/128,,int8/64": empty for one that is
-// not quantized. An empty text is for any number of those.
+// not quantized. With an empty text, none is.
 std::vector<std::optional<QuantizedFormat>> parse_formats(const std::string& text, size_t count);
 
 // Quantizes each row of `rows` [n, ...], in a floating dtype, and returns uint8 [n, row_bytes].
 at::Tensor quantize(const at::Tensor& rows, const QuantizedFormat& format);
 
-// Writes to `rows` [n, ...] what `quantized` [n, row_bytes] stands for.
+// Writes the values of `quantized` [n, row_bytes] to `rows` [n, ...].
 void dequantize(const at::Tensor& rows, const at::Tensor& quantized, const QuantizedFormat& format);
 
-// Sets `rows` to the sum of what `addends` stand for, in fp32 and in their order, over `divisor`.
+// Sets `rows` to the sum of the dequantized `addends`, in fp32 and in their order, over `divisor`.
 void sum_quantized(const at::Tensor& rows, const std::vector<at::Tensor>& addends,
                    const QuantizedFormat& format, double divisor);
 

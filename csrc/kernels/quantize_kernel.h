@@ -99,8 +99,8 @@ ZERO3_HOST_DEVICE inline uint32_t finite_magnitude(float value) {
   return select(magnitude < kInfinityBits, magnitude, 0);
 }
 
-// The scale of a block whose largest finite magnitude has these bits: a value is its code's times
-// the scale. That of the largest code is finite.
+// The scale of a block whose largest finite magnitude has these bits. A value is that of its code
+// times the scale. The largest code's value stays finite.
 template <typename Code>
 ZERO3_HOST_DEVICE inline float scale_of(uint32_t largest) {
   const float scale = std::bit_cast<float>(largest) / Code::kLargest;

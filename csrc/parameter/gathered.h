@@ -21,7 +21,7 @@ class Gathered {
 
   // Holds the full tensor for reads. Its memory may be read-only.
   void hold(const at::Tensor& full, bool read_only = false);
-  // Holds the full tensor for later forwards and backwards, as reshard_after_backward=False asks.
+  // Retains it for later forwards and backwards, as reshard_after_backward=False asks.
   // `shard_version` is its shard's version.
   void retain(const at::Tensor& full, bool read_only, uint64_t shard_version);
   void reshard();

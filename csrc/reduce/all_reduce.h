@@ -46,8 +46,8 @@ class AllReduce {
   const std::shared_ptr<Channel> channel_;
   const at::TensorOptions options_;  // on the wire
   const int64_t capacity_;           // elements
-  // Divisor of a partial gradient before it is sent. In fp16 the wire carries means over the ranks
-  // of the shards, whose sums may overflow, and parts of them if the backend sums.
+  // Divisor of a partial gradient before it is sent. A sum over the ranks of the shards may
+  // overflow fp16: the wire carries means, and parts of means if the backend sums.
   double divisor_before(const PartialGradient& partial) const;
   // Divisor of the sum over replicas before it is gathered: it may overflow fp16 too.
   const double divisor_between_;

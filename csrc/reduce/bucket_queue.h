@@ -23,8 +23,7 @@ class BucketQueue {
   ReduceBucket& open_for(const ParameterPtr& parameter, const BucketKey& key);
   // Call when a gradient was added to `bucket`.
   void launch_if_full(const ReduceBucket& bucket);
-  // Sets the first gradient's bucket aside if that gradient is mixed: it was sent before that was
-  // known.
+  // Sets the first gradient's bucket aside if the gradient is mixed. It was sent before ranks knew.
   void set_aside_first_if_mixed();
   // Launches all buckets that are left, and waits for them. All-reduces the shards of `parameters`
   // that have replicas.
@@ -40,8 +39,8 @@ class BucketQueue {
   const PresenceChecks& presence_checks_;
   Delivery& delivery_;
   Buckets open_;  // in order of opening
-  // Buckets of mixed gradients that are not held. Ranks reach them at different times, so nobody
-  // waits for them before the end.
+  // Buckets of mixed gradients, where reductions have no order. Ranks reach them at different
+  // times, so nobody waits for them before the end.
   Buckets mixed_;
   std::unique_ptr<ReduceBucket> mixed_first_;  // mixed, and already launched
   Buckets in_flight_;                          // in order of launching

@@ -21,7 +21,7 @@ class PresenceChecks {
   bool have_begun(const Parameter& parameter) const {
     return checked_.contains(parameter.model_number);
   }
-  // Whether they have not, and this backward reduces gradients of that model.
+  // Whether they have not begun, and this backward reduces gradients of that model.
   bool are_due(const Parameter& parameter);
   // Begins the checks of the parameter's model, and of all other models in this backward, once.
   void begin(const Parameter& parameter);
@@ -36,9 +36,9 @@ class PresenceChecks {
 
   // Of finished checks: whether ranks send the parameter's gradients at different times.
   bool is_mixed(const ParameterPtr& parameter) const;
-  // Whether its gradient is sent at the end of the backward, where all ranks have one order: it is
-  // mixed, and ranks have to start reductions in one order.
-  bool is_held(const ParameterPtr& parameter) const {
+  // Some ranks lack the gradient, and the backend needs one order on all ranks: it is sent after
+  // all others.
+  bool is_sent_last(const ParameterPtr& parameter) const {
     return !parameter->transport->can.reduces_in_any_order && is_mixed(parameter);
   }
   // A dtype that holds what the ranks have of a mixed parameter; nullopt: as it arrives.

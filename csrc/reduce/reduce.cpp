@@ -69,7 +69,7 @@ std::vector<std::shared_ptr<Reduction>> Reduction::running_around() {
   for (auto& [task, running] : running_reductions) {
     // A backward inside of another began later. All threads so lock the inner one's mutex first.
     if (task >= running_backward()) break;
-    // Those of other threads are not owned even for a moment: one that raises may end here then.
+    // Never owns a reduction of another thread: if its backward raised now, it would end here.
     if (running.thread != std::this_thread::get_id()) continue;
     if (auto reduction = running.reduction.lock()) result.push_back(std::move(reduction));
   }
@@ -78,8 +78,8 @@ std::vector<std::shared_ptr<Reduction>> Reduction::running_around() {
 
 Reduction::~Reduction() {
   // After finish(), there are none. Otherwise the backward raised: the sums of its models'
-  // parameters are incomplete, and must not leak into the next backward. Those of a model that is
-  // only gathered are whole: no rank has added to them.
+  // parameters are incomplete, and must not leak into the next backward. The sums of a model that
+  // is only gathered are whole: no rank has added to them.
   auto incomplete = reduced_models();
   incomplete.insert(presence_checks_.models_in_graph().begin(),
                     presence_checks_.models_in_graph().end());
@@ -103,14 +103,14 @@ void Reduction::add_locked(const ParameterPtr& parameter, const at::Tensor& raw,
   const bool at_once = goes_at_once(*parameter);
   arrives(parameter);
   if (!parameter->transport->can.reduces_in_any_order) finish_presence_checks();
-  const bool held = presence_checks_.is_held(parameter);
-  if (at_once && !held) {
+  const bool is_sent_last = presence_checks_.is_sent_last(parameter);
+  if (at_once && !is_sent_last) {
     const auto selected = select_bucket(*parameter, raw.scalar_type());
     send(parameter, raw, selected.normalized_dtype, selected, owned);
     return;
   }
   parameter->gradients.add(raw, parameter->settings.gradient_dtypes, owned);
-  if (parameter->is_reduced_now() && !held && parameter->gradients.pending_uses() == 0)
+  if (parameter->is_reduced_now() && !is_sent_last && parameter->gradients.pending_uses() == 0)
     send_accumulated(parameter);
 }
 
@@ -128,12 +128,12 @@ void Reduction::add_product(const ParameterPtr& parameter, const at::Tensor& lef
   const auto dtype = left.scalar_type();
   const auto selected = select_bucket(*parameter, dtype);
   const std::array sizes{left.size(0), right.size(1)};
-  const bool may_be_held =
+  const bool may_be_sent_last =
       !parameter->transport->can.reduces_in_any_order;  // then computed by itself
   const bool keeps_dtype = selected.normalized_dtype == dtype && selected.key.wire_dtype == dtype &&
                            !parameter->settings.detects_nonfinite &&
                            at::IntArrayRef(sizes) == at::IntArrayRef(parameter->sizes);
-  if (keeps_dtype && !may_be_held) {
+  if (keeps_dtype && !may_be_sent_last) {
     const WithoutUserModes guard;
     std::unique_lock lock(mutex_);
     if (goes_at_once(*parameter)) {
@@ -196,8 +196,9 @@ void Reduction::finish_presence_checks() {
   std::vector<ParameterPtr> missing;
   while (const auto* check = presence_checks_.finish_next()) {
     buckets_.set_aside_first_if_mixed();
-    std::ranges::copy_if(check->missing(), std::back_inserter(missing),
-                         [this](auto& parameter) { return !presence_checks_.is_held(parameter); });
+    std::ranges::copy_if(check->missing(), std::back_inserter(missing), [this](auto& parameter) {
+      return !presence_checks_.is_sent_last(parameter);
+    });
   }
   for (auto& parameter : missing) send_zero(parameter);  // with all checks finished
 }
@@ -211,14 +212,14 @@ void Reduction::finish_presence_checks_around() {
 
 void Reduction::send_accumulated(const ParameterPtr& parameter) {
   finish_presence_checks();  // which may widen its dtype
-  const bool held = presence_checks_.is_held(parameter);
-  if (held)
+  const bool is_sent_last = presence_checks_.is_sent_last(parameter);
+  if (is_sent_last)
     if (const auto dtype = presence_checks_.dtype_on_all_ranks(parameter))
       parameter->gradients.widen(*dtype);
   if (auto sum = parameter->gradients.take_sum())
     send(parameter, sum->grad, sum->grad.scalar_type(),
          select_bucket(*parameter, sum->arrived_dtype, /*is_normalized=*/true), /*owned=*/true);
-  else if (held)
+  else if (is_sent_last)
     send_zero(parameter);
 }
 

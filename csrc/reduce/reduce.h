@@ -6,11 +6,10 @@
 //       -> reduce-scatter -> divide, or all-reduce over replicas, if there are any, and then divide
 //       -> the parameter's `.grad`
 //
-// A Reduction belongs to one backward, or to one call of reduce_deferred(). The first gradient of a
-// backward creates it, or what comes before: a gather, or a recomputed forward. When the backward
-// has ended, the engine runs a callback, which delivers what was not delivered early. If the
-// backward raises, the engine drops the callback, and the Reduction with it: the next backward
-// starts clean.
+// A Reduction belongs to one backward, or to one call of reduce_deferred(). The first gradient,
+// gather or recomputed forward of a backward creates it. When the backward has ended, the engine
+// runs a callback, which delivers the gradients that were not delivered early. If the backward
+// raises, the engine drops the callback, and the Reduction with it: the next backward starts clean.
 #pragma once
 
 #include <memory>
@@ -29,16 +28,16 @@ namespace zero3 {
 // Reduces the deposited gradients of `parameters`, in order, and delivers them. Collective.
 void reduce_deferred(const std::vector<ParameterPtr>& parameters);
 
-// Ranks tell each other which gradients of the models of `parameters` a backward will bring them,
-// before anything in it for which ranks wait for each other. Both have no effect outside a
+// In a backward, ranks tell each other which gradients they have of the models of `parameters`,
+// before they wait for each other in any other way. Both functions have no effect outside a
 // backward, and in one that reduces no gradient of these models.
 //
-// Announces this rank's. Call when a gather starts, and when a backward reaches an output of a
-// model: it may run another backward before anything else of that model.
+// Announces this rank's gradients. Call when a gather starts, and when a backward reaches an output
+// of a model: it may run an inner backward before anything else of that model.
 void announce_presences(const std::vector<ParameterPtr>& parameters);
 // Also waits for the other ranks' announcements, and sends zeros for the gradients that only they
-// have. Call before a wait for a gather: others may not come to it while their gradients wait. Also
-// call when a forward is recomputed: a backward may follow inside of this one.
+// have. Call before a wait for a gather: other ranks may wait for these zeros first. Also call when
+// a forward is recomputed: an inner backward may follow.
 void exchange_presences(const std::vector<ParameterPtr>& parameters);
 
 class Reduction {
@@ -83,10 +82,10 @@ class Reduction {
   // Begins those of the models of `parameters` that this backward reduces.
   void begin_presence_checks(const std::vector<ParameterPtr>& parameters);
   // Waits for the checks, and sends zeros for the gradients that only other ranks have, unless
-  // they are held.
+  // those are sent last.
   void finish_presence_checks();
-  // Does so for the backwards that the one on this thread runs inside of: their other ranks may not
-  // come to this one while gradients of theirs wait.
+  // Does so for the backwards around the one on this thread: other ranks may not come to the inner
+  // one before they have those zeros.
   static void finish_presence_checks_around();
   // `through` is the normalized dtype for a raw gradient, and the sum's own dtype for a sum.
   void send(const ParameterPtr& parameter, const at::Tensor& grad, at::ScalarType through,
@@ -99,7 +98,7 @@ class Reduction {
   // Numbers of the models of which some rank has a gradient, as far as is known here.
   std::set<int64_t> reduced_models() const;
 
-  // The backwards that the one that runs on this thread runs inside of, outermost first.
+  // The reductions of the backwards around the one on this thread, outermost first.
   static std::vector<std::shared_ptr<Reduction>> running_around();
 
   std::mutex mutex_;  // gradients on two devices arrive on two threads

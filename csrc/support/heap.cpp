@@ -20,7 +20,7 @@ namespace {
 // glibc trims the free end of its heap once it exceeds twice the largest freed block that was
 // mapped separately, of up to this many bytes.
 constexpr size_t kLargestMapped = 32 << 20;
-// Size of the block held at the end of the heap: too large for most holes below it.
+// Size of the block that stands at the end of the heap: too large for most holes below it.
 constexpr size_t kStop = 128 << 10;
 constexpr uintptr_t kNear = 2 << 20;  // maximum bytes between this block and the end
 constexpr size_t kMostHoles = 1024;

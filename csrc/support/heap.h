@@ -6,7 +6,7 @@
 namespace zero3 {
 
 // Keeps memory below the present end of the heap, and up to 64 MiB above it, from being returned.
-// Called where a step holds much memory. Does nothing with another malloc, on a thread that does
+// Called where a step uses much memory. Does nothing with another malloc, on a thread that does
 // not allocate from this heap, or if the environment has ZERO3_KEEP_HEAP=0.
 void keep_heap();
 

@@ -23,14 +23,14 @@ at::Tensor part_of(const at::Tensor& memory, int64_t offset, at::IntArrayRef siz
 // the version of `to` need notice; the tensors do not overlap.
 void copy_into(const at::Tensor& to, const at::Tensor& from);
 
-// Returns a tensor [sum of elements] of `tensors`, one behind the other. Returns none if there are
-// none, their sizes are not those of `like`, dtypes differ, two begin at one place, or one is empty
-// or not plain: contiguous in a CPU's memory, not of inference mode, of no subclass with a dispatch
-// of its own, and negated or conjugated by no flag.
+// Returns `tensors` end to end, in one flat tensor. Returns none if there are no tensors, their
+// sizes are not those of `like`, their dtypes differ, two begin at one place, or one is empty or
+// not plain. A plain tensor is contiguous in CPU memory, is no inference tensor, has no Python
+// dispatch, and is not negated or conjugated lazily.
 std::optional<at::Tensor> copy_to_flat(const std::vector<at::Tensor>& tensors,
                                        const std::vector<at::Tensor>& like);
 
-// Copies the parts of `flat` to such tensors. Each has another version then.
+// Copies the parts of `flat` back to plain `tensors`, and bumps their versions.
 void copy_from_flat(const at::Tensor& flat, const std::vector<at::Tensor>& tensors);
 
 // If the environment has ZERO3_DEBUG=1, fills CPU memory with 0xFF, NaN in floating dtypes, to

@@ -26,8 +26,8 @@ class RuntimeState {
   const c10::AutogradState autograd_;
 };
 
-// While an instance lives, this thread runs the user's code: whatever Python function the runtime
-// calls may be an optimizer, a hook, an all-gather extension or a signal handler.
+// While an instance lives, this thread runs the user's code. Any Python function that the runtime
+// calls may run an optimizer, a hook, an all-gather extension or a signal handler.
 class UserState {
  public:
   UserState();

@@ -52,9 +52,9 @@ class FileTier : public std::enable_shared_from_this<FileTier> {
   TierStats stats() const;
   bool is_in_memory() const;  // whether the file takes memory, and no space on a disk
 
-  // Copy between memory and the slab's part of the file. They throw what the disk reports. When a
-  // page goes to the disk is left to the kernel: to ask for it would write data that no one reads
-  // again, and make the next write to it wait.
+  // Copy between memory and the slab's part of the file. They throw what the disk reports. The
+  // kernel decides when a page goes to the disk: a sync would write data that no one reads again,
+  // and delay the next write to the page.
   void write(const void* from, const Slab& to, int64_t nbytes);
   void read(const Slab& from, void* to, int64_t nbytes);
   void count_read(int64_t nbytes) { read_ += nbytes; }
@@ -90,8 +90,8 @@ bool is_movable(const at::Tensor& tensor);
 // Returns the slab of a tensor in a file, or null for another tensor.
 const Slab* slab_of(const at::Tensor& tensor);
 
-// For a tensor in a file, which has been read: counts its bytes, and lets its pages leave main
-// memory. Does nothing for others.
+// Call when `tensor` was read. If it is in a file, counts its bytes, and lets its pages leave main
+// memory.
 void finish_reading(const at::Tensor& tensor);
 
 }  // namespace zero3

@@ -27,9 +27,9 @@ Tensor store_start(const Tensor& tensor, std::optional<int64_t> tier,
   return InFlight<Transfer>::get().add(Transfer::store(tensor, stored));
 }
 
-// `tensor` is an argument so that its memory is not reused before the copy is made. A compiler
-// gives both operators the same memory unless `tensor` is a view that needs a copy of its own for
-// each: where that shows, it is copied again, since the first copy may have been overwritten.
+// `tensor` is an argument so that its memory is not reused before the copy is made. If it is a
+// view, a compiler may give each operator a copy of its own. The one that store_start got may have
+// been overwritten since, so this one is stored again.
 Tensor store_wait(const Tensor& handle, const Tensor& tensor, const std::optional<Tensor>& after) {
   const char* wrong = "zero3::store_wait takes what zero3::store_start returned";
   if (!tensor.is_cpu()) {
@@ -43,8 +43,8 @@ Tensor store_wait(const Tensor& handle, const Tensor& tensor, const std::optiona
   return transfer->is_of(tensor) ? stored : Transfer::store(tensor, stored)->wait();
 }
 
-// `device` is that of the computation, or empty for the CPU. What a hook of the user's has put
-// elsewhere, in place of what was saved, is copied by the wait.
+// `device` is that of the computation, or empty for the CPU. If a hook of the user's has replaced
+// the saved tensor by one that is elsewhere, the wait copies it.
 Tensor load_start(const Tensor& stored, const std::optional<Tensor>& after, std::string device) {
   if (!device.empty() && stored.is_cpu())
     return InFlight<HostCopy>::get().add(HostCopy::load(stored, at::Device(device)));

@@ -44,9 +44,8 @@ struct BucketSelection {
   BucketKey key;
 };
 
-// Selects the bucket of a gradient of `parameter`, which is raw and arrives in `dtype`. Or it
-// `is_normalized`, as a sum of gradients is: each was normalized as it arrived, and `dtype` holds
-// them all.
+// Selects the bucket of a raw gradient of `parameter`, which arrives in `dtype`. A sum of gradients
+// `is_normalized`: each gradient was normalized as it arrived, and `dtype` holds them all.
 BucketSelection select_bucket(const Parameter& parameter, at::ScalarType dtype,
                               bool is_normalized = false);
 

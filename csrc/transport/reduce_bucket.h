@@ -41,8 +41,8 @@ class ReduceBucket {
   // Divisor still to be applied to the sum over all ranks. Where shards are replicated, AllReduce
   // applies it.
   double divisor() const { return key_.divide_factor / pre_divide_factor_; }
-  // Part of divisor(): makes the sum over the ranks of the shards their mean, or the result if that
-  // is larger.
+  // Part of divisor(), for the sum over the ranks of the shards: makes it their mean, or the result
+  // if that is larger.
   double divisor_over_shards() const {
     return std::min(static_cast<double>(world_size_), key_.divide_factor) / pre_divide_factor_;
   }

@@ -49,7 +49,7 @@ class SharedMemory : public Transport {
   // another copy has its place, or another forward has published it. For another forward,
   // parameters may have been changed through `.data`, which `_version` does not count.
   bool is_stale(const Parameter& parameter) const;
-  // Whether it cannot for the only reason that this rank has changed its shard since.
+  // Whether the copy is stale only because this rank has changed its shard since.
   bool has_changed(const Parameter& parameter) const;
   bool is_gone() const { return turn_->is_over; }
 

@@ -32,8 +32,8 @@ struct Capabilities {
   bool empty_waits = false;      // empty() may wait until other ranks have read what fills memory
   // Ranks may start the reductions of a backward in different orders.
   bool reduces_in_any_order = true;
-  // Ranks tell each other their presence when a backward begins; the cost is negligible if
-  // reduces_in_any_order.
+  // Ranks tell each other at the beginning of a backward which gradients will come. This is cheap
+  // if reduces_in_any_order. Otherwise the host waits.
   bool tells_presence = true;
 };
 
