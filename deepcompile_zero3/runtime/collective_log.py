@@ -33,8 +33,8 @@ def record_collectives() -> Iterator[CollectiveLog]:
 
     Yields:
         A sequence of records with the attributes ``op`` ("all_gather", "reduce_scatter" or
-        "all_reduce"), ``dtype`` (on the wire), ``nbytes`` (size in bytes of the full, unsharded
-        buffer, padding included), ``world_size`` (number of ranks that take part) and ``params``
+        "all_reduce"), ``dtype`` (on the wire), ``nbytes`` (size in bytes of the full buffer,
+        padding included), ``world_size`` (number of ranks that take part) and ``params``
         (FQNs of the parameters).
 
     Example::

@@ -18,9 +18,9 @@ from deepcompile_zero3.sharding.budget import BudgetPolicy
 from deepcompile_zero3.sharding.layout import DataParallelRanks, Layout, SpmdMesh
 from deepcompile_zero3.sharding.module import Zero3Module, groups_in
 from deepcompile_zero3.sharding.module_parameters import (
+    modules_to_shard,
     parameters_of,
     registered_in,
-    unsharded_modules,
 )
 from deepcompile_zero3.sharding.source import kind_of
 from deepcompile_zero3.sharding.swap import original_class
@@ -222,7 +222,7 @@ def check_module(module: nn.Module, ignored: set[nn.Parameter]) -> None:
         if isinstance(submodule, Zero3Module):
             for sharded in submodule._zero3_group.parameters:
                 _ = sharded.shard  # raises if the parameter was replaced
-    for prefix, submodule in unsharded_modules([module]):
+    for prefix, submodule in modules_to_shard([module]):
         name = original_class(submodule).__name__
         where = f"'{prefix}' ({name})" if prefix else f"the {kind}"
         if isinstance(submodule, FSDPModule):

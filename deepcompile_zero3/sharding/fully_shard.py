@@ -28,7 +28,7 @@ from deepcompile_zero3.sharding.group import ParameterGroup
 from deepcompile_zero3.sharding.layout import DataParallelRanks, Layout
 from deepcompile_zero3.sharding.model import ShardedModel
 from deepcompile_zero3.sharding.module import groups_in
-from deepcompile_zero3.sharding.module_parameters import parameters_of, unsharded_modules
+from deepcompile_zero3.sharding.module_parameters import modules_to_shard, parameters_of
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.sharding.placement import resolve_layout
 from deepcompile_zero3.sharding.private_references import check_private_references
@@ -212,7 +212,7 @@ def _new_parameters(
     Each has its first name, the module that registers it, and its name there.
     """
     new: dict[nn.Parameter, tuple[str, nn.Module, str]] = {}
-    for prefix, submodule in unsharded_modules(modules):
+    for prefix, submodule in modules_to_shard(modules):
         for attribute, parameter in submodule._parameters.items():
             if parameter is None or parameter in ignored or sharded_as(parameter) is not None:
                 continue
@@ -269,7 +269,7 @@ def _install(
 
     Buffers move to ``device``.
     """
-    for _, submodule in unsharded_modules(modules):
+    for _, submodule in modules_to_shard(modules):
         sharded: dict[str, ShardedParameter] = dict(parameters_of(submodule))
         for attribute, parameter in list(submodule._parameters.items()):
             if parameter is None or parameter in ignored or attribute in sharded:

@@ -1,4 +1,4 @@
-"""Finds the sharded parameters and the unsharded modules in a module; sorts parameters by mesh."""
+"""Finds sharded parameters, and modules that are still to shard; sorts parameters by mesh."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -62,7 +62,7 @@ def parameters_in(
     return found
 
 
-def unsharded_modules(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
+def modules_to_shard(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
     """Returns ``named_modules()``, each once, without those in blocks that are sharded already."""
     result: dict[nn.Module, str] = {}
     sharded: set[nn.Module] = set()

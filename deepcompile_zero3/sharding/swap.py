@@ -61,7 +61,7 @@ class _Swapped:
         """Does not call that of a user's class, which may register its subclasses."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Makes an unsharded module of the original class, such as a slice of a ``Sequential``."""
+        """Makes a plain module of the original class, such as a slice of a ``Sequential``."""
         return cls._zero3_original(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict) -> NoReturn:

@@ -6,12 +6,11 @@
     backward   load_start(stored)  ...  load_wait  ->  first use of x
 
 The place is a file, or host memory beside a GPU. The copies run beside the computation.
-``store_wait`` reads x too, so that its memory is not reused while it is copied. It stands behind
-the last use of x, and where what is saved so far exceeds what may stay, or at the end: no sooner
-than some starts later, since nothing is to wait for a copy that has just begun. Likewise,
-``load_start`` stands where what the backward has used up by then leaves room, or some waits ahead
-of its own. Both take tokens and handles ahead of them as ``after``: a compiler may move them, but
-not ahead of those.
+``store_wait`` reads x too, so that its memory is not reused while it is copied. It follows the last
+use of x, as late as the memory limit allows, and normally after two later stores have started:
+nothing waits for a copy that has just begun. Likewise, ``load_start`` stands where the backward has
+freed enough memory for the load, or at least some waits before its own. Both take an earlier token
+or handle as ``after``: a compiler may move them, but not ahead of that.
 """
 
 import math
@@ -67,7 +66,7 @@ class Resident(NamedTuple):
     names: tuple[str, ...]
 
 
-class Saved(NamedTuple):
+class SavedActivations(NamedTuple):
     """The activations that a forward saves.
 
     Attributes:
@@ -79,7 +78,9 @@ class Saved(NamedTuple):
     resident: tuple[Resident, ...]
 
 
-def offload_saved(gm: fx.GraphModule, saved: Mapping[int, str], offload: Offload) -> Saved:
+def offload_saved(
+    gm: fx.GraphModule, saved: Mapping[int, str], offload: Offload
+) -> SavedActivations:
     """Makes a forward save copies in another place instead of tensors.
 
     Tensors that are computed first, which wait longest for their use, go first.
@@ -116,10 +117,10 @@ def offload_saved(gm: fx.GraphModule, saved: Mapping[int, str], offload: Offload
         output.replace_input_with(node, stored)
     offloaded = (name for each in activations if each.goes for name in each.names)
     resident = (Resident(each.nbytes, each.names) for each in activations if not each.goes)
-    return Saved(frozenset(offloaded), tuple(resident))
+    return SavedActivations(frozenset(offloaded), tuple(resident))
 
 
-def load_saved(gm: fx.GraphModule, saved: Saved, offload: Offload) -> None:
+def load_saved(gm: fx.GraphModule, saved: SavedActivations, offload: Offload) -> None:
     """Makes a backward load the saved tensors that a forward has offloaded, ahead of their use.
 
     Args:
@@ -161,12 +162,14 @@ def passes(
     """Returns the passes over the graphs of ``parameters``."""
     offload = _offload(parameters, share, options)
 
-    def store(gm: fx.GraphModule, facts: GraphFacts) -> Saved | None:
+    def store(gm: fx.GraphModule, facts: GraphFacts) -> SavedActivations | None:
         return None if offload is None else offload_saved(gm, facts.saved_names, offload)
 
     def load(gm: fx.GraphModule, facts: GraphFacts) -> None:
         if offload is not None:
-            saved = facts.from_forward.get(offload_saved.__name__, Saved(frozenset(), ()))
+            saved = facts.from_forward.get(
+                offload_saved.__name__, SavedActivations(frozenset(), ())
+            )
             load_saved(gm, saved, offload)
 
     return [
