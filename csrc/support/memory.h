@@ -3,6 +3,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/macros/Export.h>
 
 #include <optional>
 #include <vector>
@@ -11,9 +12,9 @@ namespace zero3 {
 
 // Returns an uninitialized tensor. On a CPU its memory comes from the pool and returns there when
 // its storage dies, on any thread. On other devices torch's allocator pools memory itself.
-at::Tensor pooled_empty(at::IntArrayRef sizes, at::IntArrayRef strides,
-                        const at::TensorOptions& options);
-at::Tensor pooled_empty(at::IntArrayRef sizes, const at::TensorOptions& options);
+C10_EXPORT at::Tensor pooled_empty(at::IntArrayRef sizes, at::IntArrayRef strides,
+                                   const at::TensorOptions& options);
+C10_EXPORT at::Tensor pooled_empty(at::IntArrayRef sizes, const at::TensorOptions& options);
 at::Tensor pooled_copy(const at::Tensor& tensor);
 
 // Returns the contiguous tensor of `sizes` that begins at element `offset` of `memory`.

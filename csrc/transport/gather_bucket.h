@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/macros/Export.h>
 
 #include <vector>
 
@@ -10,8 +11,9 @@
 
 namespace zero3 {
 
-// Parameters of one compute dtype and transport, gathered by one collective.
-class GatherBucket {
+// Parameters of one compute dtype and transport, gathered by one collective. Exported, for
+// transports outside of this library.
+class C10_EXPORT GatherBucket {
  public:
   // Raises if a parameter cannot be gathered.
   explicit GatherBucket(std::vector<ParameterPtr> parameters);

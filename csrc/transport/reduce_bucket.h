@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/macros/Export.h>
 
 #include <algorithm>
 #include <memory>
@@ -13,8 +14,8 @@
 
 namespace zero3 {
 
-// Gradients of one key that are reduced, and waited for, together.
-class ReduceBucket {
+// Gradients of one key that are reduced, and waited for, together. Exported, as GatherBucket is.
+class C10_EXPORT ReduceBucket {
  public:
   virtual ~ReduceBucket() = default;
 

@@ -1,12 +1,39 @@
-"""Names of the transports that a user may ask for."""
+"""The transports that a user may ask for, by name."""
 
 import os
-from typing import Literal, get_args
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, Protocol, get_args
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from deepcompile_zero3.transport.connection import Connection
 
 TransportName = Literal["auto", "shared_memory", "c10d"]
 
 # The environment variable that says what "auto" means in this process.
 ENVIRONMENT = "ZERO3_TRANSPORT"
+
+
+class Connects(Protocol):
+    """Connects parameters by a transport from outside of this package."""
+
+    def __call__(
+        self,
+        fulls: Sequence[torch.Tensor],
+        owners: Sequence[int | None],
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> "Sequence[Connection]":
+        """Returns a connection for each of ``fulls``. Collective.
+
+        The arguments are those of :func:`connection.connect`.
+        """
+
+
+# Transports from outside, by the names that users give to ``fully_shard``.
+OTHERS: dict[str, Connects] = {}
 
 
 def resolve(transport: TransportName) -> TransportName:
@@ -18,7 +45,8 @@ def resolve(transport: TransportName) -> TransportName:
     source = "transport"
     if transport == "auto" and ENVIRONMENT in os.environ:
         transport, source = os.environ[ENVIRONMENT], ENVIRONMENT  # type: ignore[assignment]
-    if transport not in get_args(TransportName):
-        names = ", ".join(map(repr, get_args(TransportName)))
+    known = (*get_args(TransportName), *OTHERS)
+    if transport not in known:
+        names = ", ".join(map(repr, known))
         raise ValueError(f"{source} is one of {names}, got {transport!r}")
     return transport

@@ -8,27 +8,27 @@ import torch
 import torch.distributed as dist
 
 from deepcompile_zero3.runtime import _C
-from deepcompile_zero3.transport.choice import TransportName
+from deepcompile_zero3.transport.choice import OTHERS, TransportName
 from deepcompile_zero3.transport.one_host import MappedMemory, share
 from deepcompile_zero3.transport.process_groups import group_for_reductions, neighbors
 
 
 @dataclass(frozen=True)
 class Connection:
-    """Memory or messages, of which :meth:`set_transport` makes the transport of one parameter.
+    """The transport of one parameter, or the memory of which :meth:`set_transport` makes it.
 
     The transport is built once all ranks have their connections.
 
     Attributes:
-        medium: the memory that ranks share, or the messages that all parameters of a group use.
+        medium: the memory that ranks share, or the transport that all parameters of a group use.
         payload_transport: the transport of payloads and of quantized shards. They are converted
             after the gather, so reading them in shared memory would save no copy.
         after_forward: the channel and the messages between the ranks that have a parameter's rows
             between forward and backward, if other ranks do than at other times.
     """
 
-    medium: MappedMemory | _C.Messages
-    payload_transport: _C.Messages
+    medium: MappedMemory | _C.Transport
+    payload_transport: _C.Transport
     after_forward: tuple[_C.Channel, _C.Messages] | None = None
 
     def set_transport(self, parameter: _C.Parameter) -> None:
@@ -79,6 +79,8 @@ def connect(
         Zero3Error: see :func:`one_host.share`.
     """
     parts = share(fulls, owners, group, device.type, transport, take_turns)
+    if transport in OTHERS:
+        return list(OTHERS[transport](fulls, owners, group, device))
     asked = transport == "c10d"
     gathers = channel_of(group, device, sends_to_itself=asked)
     if parts is not None:

@@ -95,11 +95,14 @@ def share(
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     if world_size == 1:
         return None
+    is_allowed = transport in ("auto", "shared_memory")
     is_possible = device == "cpu" and (
         _C.backend_name(group.group_name, torch.device(device)) == "gloo"
     )
-    segments = _Segments(fulls, owners, group, take_turns) if fulls and is_possible else None
-    mine = _offer(transport, segments.sizes if segments and rank == 0 else ())
+    segments = None
+    if fulls and is_possible and is_allowed:
+        segments = _Segments(fulls, owners, group, take_turns)
+    mine = _offer(transport, is_allowed, segments.sizes if segments and rank == 0 else ())
     try:
         offers = [_Offer(*offer) for offer in all_gather_json("fully_shard: memory", mine, group)]
         if len({offer.transport for offer in offers}) > 1:
@@ -110,7 +113,7 @@ def share(
                 f"transport='shared_memory' needs a process group of gloo on CPUs; this one is "
                 f"{dist.get_backend(group)}, and the mesh is on {device!r}"
             )
-        if segments is None or transport == "c10d":
+        if segments is None:
             return None
         troubles = [_trouble(offer, offers[0]) for offer in offers]
         if not any(troubles):
@@ -244,10 +247,10 @@ def _new_file(nbytes: int, nonce: str) -> int:
     return file
 
 
-def _offer(transport: TransportName, sizes: Sequence[int]) -> _Offer:
-    """Returns this rank's offer, with a file for each of ``sizes``."""
+def _offer(transport: TransportName, is_allowed: bool, sizes: Sequence[int]) -> _Offer:
+    """Returns this rank's offer, with a file for each of ``sizes`` if ``transport`` allows any."""
     pid = os.getpid()
-    if transport == "c10d":
+    if not is_allowed:
         return _Offer(transport, "", pid)
     if sys.platform != "linux":
         return _Offer(transport, "", pid, trouble=f"{sys.platform} has no memfd_create")

@@ -1,4 +1,4 @@
-"""Keeps what a forward saves for backward in another place, and brings it back ahead of its use.
+"""Stores what a forward saves for backward in another place, and loads it ahead of its use.
 
 ::
 
