@@ -103,7 +103,7 @@ class FSDP2Methods(FSDPModule):
     _is_fsdp_managed_module = _NotForDynamo(_is_managed, lambda self, managed: None)
 
     def _get_fsdp_state(self) -> Any:
-        """Returns what torch's own functions for FSDP modules use."""
+        """Returns the state that torch's own functions for FSDP modules use."""
         return torch_internals.fsdp_state_of(self)  # type: ignore[arg-type]
 
     def _zero3_set(self, name: str, value: bool, recurse: bool) -> None:

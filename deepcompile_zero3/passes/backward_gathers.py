@@ -31,7 +31,7 @@ from deepcompile_zero3.torch_internals import OpOverload, tree_flatten, tree_unf
 
 # A result this many times smaller than its inputs is a reduction, and cheap to save.
 _SMALL_RESULT_RATIO = 4
-# Keys in a node's meta that tell a partitioner what to do.
+# Keys in a node's meta that a partitioner obeys.
 _POLICY = ("recompute", "ac_graph_id")
 # Namespaces of operators whose tags tell whether they draw random numbers.
 _TAGGED_NAMESPACES = ("aten", "prims", "zero3")

@@ -35,8 +35,8 @@ def chain_reductions(gm: fx.GraphModule) -> None:
 def chain_gathers(graph: fx.Graph) -> None:
     """Makes each gather depend on the one before it, for passes that move or merge gathers.
 
-    Each start and each wait takes what comes ahead of it: the handle of a start, or the token of a
-    wait. So no scheduler changes their order.
+    Each start and each wait takes the handle of the start, or the token of the wait, ahead of it.
+    So no scheduler changes their order.
     """
     after: Any = None
     tokens = []

@@ -28,7 +28,7 @@ class ParameterFacts:
             leaves the choice open: passes treat it as True, except the one that chooses.
         leaf_dtype: dtype of the leaf's contract; None keeps whatever arrives.
         is_trained: whether it needs a gradient.
-        wire_dtype: dtype of its gradient on the wire; None keeps that of the contract.
+        wire_dtype: dtype of its gradient on the wire; None keeps the contract's.
         declares_grad_dtype: whether the contract must be declared to AOTAutograd.
         is_read_as_gathered: whether modules see the all-gather's output unchanged.
         is_gathered: whether it is gathered itself, and not others in its place (see ``source``).

@@ -50,9 +50,9 @@ class GraphFacts:
         gradients: the parameters whose gradients a backward computes, by position of the result, in
             the order in which they are reduced.
         placeholders: the inputs of a backward that stand for parameters, by FQN.
-        from_forward: what passes over the forward have returned, by name of the pass.
+        from_forward: values that passes over the forward have returned, by name of the pass.
         gather_bucket_bytes: maximum size in bytes of the full tensors that one collective gathers.
-        keep_bytes: maximum size in bytes of what a forward keeps gathered by choice.
+        keep_bytes: maximum size in bytes of the full tensors that a forward keeps by choice.
         gathers_ahead: number of gathers that are in flight while a graph computes with another.
     """
 
@@ -156,8 +156,8 @@ def own_pass(
 
     Args:
         named: the function. A pass that has nothing to do does not call it.
-        run: calls it with what it needs of the facts.
-        graphs: what a feature's pass rewrites: "forward", "backward" or "lowered".
+        run: calls it with the facts that it needs.
+        graphs: the graphs that a feature's pass rewrites: "forward", "backward" or "lowered".
         after: the function of the core's pass that it follows.
         changes: the invariants that it gives up. A pass that gives up "gradient_nodes" returns
             other nodes for gradients, of the same values and kinds.
@@ -180,7 +180,7 @@ def graph_pass(
 ) -> Callable[[Callable[[fx.GraphModule, GraphFacts], Any]], GraphPass]:
     """Makes a :class:`GraphPass` of a function ``(gm, facts)``, as a decorator.
 
-    The arguments are the attributes of :class:`GraphPass`, and what its ``uuid`` returns.
+    The arguments are the attributes of :class:`GraphPass`, and the result of its ``uuid``.
     """
 
     def decorate(function: Callable[[fx.GraphModule, GraphFacts], Any]) -> GraphPass:

@@ -32,7 +32,7 @@ def marked_regions(
 
 
 def mark_region(region: fx.GraphModule, name: str) -> None:
-    """Marks the nodes of a region, so that :func:`region_of` knows what is traced from them."""
+    """Marks the nodes of a region, so that :func:`region_of` finds it in a graph traced from it."""
     for node in (node for nested in graph_modules(region) for node in nested.graph.nodes):
         node.meta["custom"] = {**node.meta.get("custom", {}), _REGION: name}
 

@@ -113,7 +113,7 @@ class _Replay:
 
 
 def _replay(node: fx.Node) -> _Replay:
-    """Returns how to compute a view, or a size, from what owns the memory."""
+    """Returns how to compute a view, or a size, from the nodes that own memory."""
     is_size = isinstance(node.meta.get("val"), torch.SymInt)
     if node.target is operator.getitem and not is_view(node.all_input_nodes[0]):
         return _Replay((node,))
@@ -153,14 +153,14 @@ def _compute_behind(
                 outside[base].meta = {"val": base.meta["val"]}
         for node in replay.nodes:
             outside[node] = graph.node_copy(node, outside.__getitem__)
-            # Inductor finds what shares memory by the storages of these values.
+            # Inductor finds tensors that share memory by the storages of these values.
             outside[node].meta = {"val": value_of(outside[node])}
     item.replace_all_uses_with(outside[(*replay.bases, *replay.nodes)[-1]])
     graph.erase_node(item)
 
 
 def value_of(node: fx.Node) -> Any:
-    """Returns the value that tracing would record for ``node``, from those of its arguments."""
+    """Returns the value that tracing would record for ``node``, from its arguments' values."""
     target: Any = node.target
     args, kwargs = map_aggregate(
         (node.args, node.kwargs), lambda a: a.meta["val"] if isinstance(a, fx.Node) else a

@@ -1,4 +1,4 @@
-"""Finds the parameters that backward can do without: those of blocks that compute no gradient.
+"""Finds parameters that backward does not need: they are in blocks that compute no gradient.
 
 A frozen block ahead of all that is trained, and of all inputs that require a gradient, computes
 values that autograd does not record. Nothing in backward reads its parameters, unless a partitioner

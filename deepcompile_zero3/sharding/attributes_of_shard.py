@@ -19,7 +19,7 @@ _CALLED = {"stride": "_strides", "is_contiguous": "_is_contiguous"}
 class _Attributes:
     """Base of the classes that :func:`follow` makes objects of: how a tensor describes itself."""
 
-    # Beside ``__dict__``, which is that of a tensor.
+    # Beside the tensor's own ``__dict__``.
     __slots__ = (*_OF_TENSORS, *_CALLED.values(), "__dict__")
     shape: torch.Size
     dtype: torch.dtype
@@ -108,7 +108,7 @@ def _class_like(original: Any) -> Any:
 
 
 def _defined_in(cls: type, original: type, name: str, value: Any) -> Any:
-    """Returns what ``cls`` has in the place of ``original.name``, which is defined as ``value``."""
+    """Returns the attribute of ``cls`` for ``original.name``, which is defined as ``value``."""
     if isinstance(value, classmethod):  # makes tensors of the original
         return staticmethod(getattr(original, name))
     if isinstance(value, property):

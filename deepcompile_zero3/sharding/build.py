@@ -98,9 +98,9 @@ def raise_on_all_ranks(
 
     Args:
         what: the step of ``fully_shard``.
-        failure: what this rank has to raise, if anything.
+        failure: the error that this rank has to raise, or None.
         groups: process groups of the ranks.
-        value: what this rank tells the others, as JSON.
+        value: value of this rank, for the others; JSON can encode it.
 
     Raises:
         Zero3Error: another rank has a ``failure``. This rank's own failure is raised as it is.

@@ -35,7 +35,7 @@ class ForwardCasts:
         """Returns a forward's arguments with all floating tensors in the policy's dtype.
 
         A container in which no tensor changes is passed on itself, so that a forward can write to
-        it. Others are copied: what is written to a copy is not seen by the caller.
+        it. Others are copied: the caller does not see writes to a copy.
         """
         if self._input_dtype is not None:
             args, kwargs = _Cast(self._input_dtype).of((args, kwargs))
@@ -201,7 +201,7 @@ def _parts_of(value: Any) -> _Parts:
 
 
 def _flatten_once(value: Any) -> tuple[list[Any], Any]:
-    """Flattens ``value``, but not what is in it."""
+    """Flattens ``value``, but not the containers in it."""
     return torch_internals.tree_flatten(value, is_leaf=lambda each: each is not value)
 
 
@@ -232,7 +232,7 @@ def _shallow_copy(value: Any) -> Any:
 def _rebuilds(value: Any) -> bool:
     """Returns whether pytree makes the new container, which loses attributes unknown to pytree."""
     if isinstance(value, tuple) and isinstance(getattr(value, "n_fields", None), int):
-        return True  # a result of torch such as that of ``max``, which tuple cannot make
+        return True  # a named result of torch, as ``max`` has, which tuple cannot make
     if _TRACES_ATTRIBUTES or not torch.compiler.is_compiling():
         return False
     if type(value) is tuple or type(value) is list or type(value) is dict or type(value) is deque:

@@ -46,13 +46,13 @@ def convert(
 
 
 def before_load(module: nn.Module, *_: object) -> None:
-    """Frees what ``unshard()`` gathered, since ``load_state_dict`` changes the shards."""
+    """Frees tensors that ``unshard()`` gathered: ``load_state_dict`` changes the shards."""
     for group in dict.fromkeys(map(group_of, parameters_of(module).values())):
         group.reshard()
 
 
 def after_load(module: nn.Module, incompatible_keys: object) -> None:
-    """Takes over what ``load_state_dict(assign=True)`` has put into ``module``. Collective."""
+    """Takes over the shards that ``load_state_dict(assign=True)`` has registered. Collective."""
     group: ParameterGroup = module._zero3_group  # type: ignore[assignment]
     for parameter in group.parameters:
         parameter.registered.tie_again()

@@ -140,7 +140,7 @@ def reduce_deferred(parameters: Sequence[ShardedParameter], what: str) -> None:
 
 
 def drop_deferred(parameters: Iterable[ShardedParameter]) -> None:
-    """Drops what ``reduce_deferred`` would reduce."""
+    """Drops the gradients that ``reduce_deferred`` would reduce."""
     for parameter in parameters:
         parameter.settings.deferred = False
         parameter.handle.drop_gradients()

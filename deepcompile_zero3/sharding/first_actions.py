@@ -21,7 +21,7 @@ _HANDLES = "zero3_handles"  # key of a node's metadata: a parameter of each mode
 def announce_at(nodes: Iterable[graph.Node], parameters: Iterable[ShardedParameter]) -> None:
     """Makes a backward that reaches one of ``nodes`` announce the models of ``parameters``.
 
-    A node announces a model once, also if several forwards return what it produces.
+    A node announces a model once, even if several forwards return its output.
     """
     one_of_each = {each.handle.model_number: each.handle for each in parameters}
     for node in nodes:

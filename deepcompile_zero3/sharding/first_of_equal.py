@@ -1,4 +1,4 @@
-"""Reads a scalar parameter, of which each rank has an equal row: see ``layout``."""
+"""Reads a scalar parameter: each rank has an equal row of it, see ``layout``."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Norms of gradients of which ranks have parts, over any meshes."""
+"""Norms of gradients whose parts lie on the ranks of any meshes."""
 
 import functools
 import math
@@ -92,7 +92,7 @@ def gradient_norm(parameter: torch.Tensor, norm_type: float) -> torch.Tensor:
 def _full_norms(
     parts: Sequence[GradientPart], norm_type: float, foreach: bool | None
 ) -> torch.Tensor:
-    """Returns norms whose norm is that of all ``parts``, or with order 0 the norm of each part.
+    """Returns norms whose norm is the norm of all ``parts``. With order 0, returns each part's.
 
     They are on the device of the first part, in the dtype that all promote to. Collective.
     """
@@ -168,7 +168,7 @@ def _small_joined(tensors: list[torch.Tensor], norm_type: float) -> list[torch.T
 
 
 def _over_ranks(norms: torch.Tensor, norm_type: float, group: dist.ProcessGroup) -> torch.Tensor:
-    """Returns the norms of what all ranks of ``group`` have. Collective.
+    """Returns norms over all ranks of ``group``, of which each has ``norms``. Collective.
 
     An all-reduce to the maximum would lose NaNs.
     """

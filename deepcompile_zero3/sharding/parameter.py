@@ -57,8 +57,8 @@ class ShardedParameter:
         replicas_are_compared: whether the values of its replicas were compared, or it has none.
         is_read_as_gathered: whether modules see the all-gather's output unchanged.
         group: the ``ParameterGroup`` that gathers it, weakly; see ``group_of``.
-        reads: what reads return in eager code, for all parameters of the group.
-        substitute: what is gathered in the parameter's place, or None.
+        reads: whether reads return full tensors in eager code, for all parameters of the group.
+        substitute: the sources that are gathered in the parameter's place, or None.
         sink: the sink that takes the gradient from ``.grad``, or None.
         checks: checks of the reduced gradient, by name.
         budget: the budget of memory that the shard is part of, or None.
@@ -344,7 +344,7 @@ class ShardedParameter:
             declared, self.registered.dtype, self.compute_dtype, self.mp_policy.reduce_dtype
         )
         self.settings.gradient_dtypes = dtypes.quantized_like(self.settings.gradient_dtypes)
-        # Dynamo keeps each string that it meets among the globals of what it traces.
+        # Dynamo keeps each string that it meets, among the globals of the traced function.
         self.contract = sys.intern(_C.contract_name(dtypes.leaf))
         self.update_guard_key()
 
@@ -364,7 +364,7 @@ class ShardedParameter:
 
 
 def parameter_of(placeholder: object) -> ShardedParameter | None:
-    """Returns the live parameter for which the source of this placeholder is gathered, or None."""
+    """Returns the parameter of the live source that has this placeholder, or None."""
     source = source_of(placeholder)
     return None if source is None else source.parameter
 

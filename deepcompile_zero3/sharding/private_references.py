@@ -119,5 +119,5 @@ def _items_of(path: str, value: Any) -> Iterable[tuple[str, Any]]:
 
 
 def _named(key: Any) -> str:
-    """Returns ``repr(key)``, without calling that of an object, which may print a tensor."""
+    """Returns ``repr(key)``, or the class of an object, whose ``repr`` may print a tensor."""
     return repr(key) if type(key) in (str, int) else f"<{type(key).__name__}>"

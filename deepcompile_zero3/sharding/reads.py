@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from deepcompile_zero3 import torch_internals
 
-# Key in the meta of a graph of Dynamo's: it reads what eager code has gathered.
+# Key in the meta of a graph of Dynamo's: it reads tensors that eager code has gathered.
 _NO_FORWARD = "zero3_no_forward"
 # Functions whose calls are forwards, and the names of their arguments that are modules.
 _FORWARDS: dict[CodeType, str] = {nn.Module._call_impl.__code__: "self"}

@@ -1,4 +1,4 @@
-"""ZeRO-3 memory in eager code: backward gathers again what autograd saves of a gathered tensor.
+"""ZeRO-3 memory in eager code: backward gathers parameters again of which autograd saves views.
 
 ::
 
@@ -149,7 +149,7 @@ class SavedTensors:
         if hooks is not None:
             hooks.__exit__()
         groups = list(self._storages)
-        # Autograd keeps the hooks, and so this object, as long as what they packed.
+        # Autograd keeps the hooks, and so this object, as long as the packed tensors.
         self._storages.clear()
         self._watched.clear()
         return groups
@@ -162,8 +162,7 @@ class SavedTensors:
     ) -> bool:
         """Packs the gathered tensors of ``parameters``, of a group, until ``unwatch(group)``.
 
-        Once a backward has gathered them again, it starts to gather those of the groups in
-        ``following``.
+        Once a backward has gathered them again, it starts to gather the groups in ``following``.
 
         Returns:
             Whether ``group`` was not watched before.

@@ -10,7 +10,7 @@ from deepcompile_zero3.errors import Zero3Error
 if TYPE_CHECKING:
     from deepcompile_zero3.sharding.parameter import ShardedParameter
 
-# Attribute of a shard whose gradient is gone after a backward: why, and what to do instead.
+# Attribute of a shard whose gradient is gone after a backward: the reason, and the remedy.
 _IS_TAKEN = "_zero3_gradient_is_taken"
 
 

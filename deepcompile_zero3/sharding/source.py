@@ -127,7 +127,7 @@ class Kind(Protocol):
         """Returns a copy of this rank's rows, or None to slice ``full`` like any tensor."""
 
     def substitute(self, parameter: "ShardedParameter", blueprint: "Blueprint") -> Substitute:
-        """Returns what is gathered in place of ``parameter``."""
+        """Returns the substitute of ``parameter``."""
 
 
 KINDS: list[Kind] = []

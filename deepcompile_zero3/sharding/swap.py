@@ -58,7 +58,7 @@ class _Swapped:
     _zero3_original: type
 
     def __init_subclass__(cls) -> None:
-        """Does not call that of a user's class, which may register its subclasses."""
+        """Does not call the user's ``__init_subclass__``, which may register subclasses."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Makes a plain module of the original class, such as a slice of a ``Sequential``."""
@@ -121,7 +121,7 @@ def _property(name: str, is_read_as_gathered: bool, has_attributes: bool) -> pro
                 if not parameter.reads.are_whole:
                     return self._parameters[name]
                 contract = _prepare_if_whole(placeholder)
-            if not parameter.guard_key:  # never: Dynamo guards on what decides a branch
+            if not parameter.guard_key:  # never: a branch makes Dynamo guard on its condition
                 raise AssertionError(f"'{parameter.fqn}' has no key")
             substitute = parameter.substitute
             if substitute is None:

@@ -62,7 +62,7 @@ def on_all_ranks(
 
     Args:
         what: name of the collective call, for messages.
-        function: what each rank does by itself.
+        function: the step that each rank takes by itself.
         group: process group of the ranks; None means all ranks of the job, if there are any.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The invariants of rewritten graphs: what holds after every pass, of ours or of the user's.
+"""The invariants of rewritten graphs, which hold after every pass, ours or the user's.
 
 ``INVARIANTS`` has them, each with its promise as a sentence. The order matters: a check may rely on
 the promises before it.
@@ -38,7 +38,7 @@ from deepcompile_zero3.runtime import _C, REDUCTIONS, WAITS, ops
 Violation: TypeAlias = tuple[str, fx.Node | None]
 _Check: TypeAlias = Callable[[Rewritten, State], Iterator[Violation]]
 
-# Name of each invariant: its promise, and what yields the places where it is broken.
+# The promise of each invariant, and a function that yields the places where it is broken.
 INVARIANTS: dict[str, tuple[str, _Check]] = {}
 
 _COLLECTIVES = (ops.all_gather_start.default, *WAITS, *REDUCTIONS)

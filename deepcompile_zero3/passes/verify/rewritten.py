@@ -59,7 +59,7 @@ class Rewritten:
 
     @property
     def results(self) -> list[Any]:
-        """What the graph returns."""
+        """The results of the graph."""
         results: Any = self.output.args[0]
         return list(results)
 
@@ -139,12 +139,12 @@ class State(NamedTuple):
     """What a graph was like before a pass.
 
     Attributes:
-        targets: what its nodes call, and those of the regions that it calls.
+        targets: the functions that its nodes call; nodes of its regions are included.
         writes: the nodes that each operator wrote to, if it wrote.
         inputs: its inputs.
         output: the node that returned its results.
-        results: what it returned.
-        kinds: dtype, shape and device of each of these results as text, or what else it was.
+        results: the results that it returned.
+        kinds: dtype, shape and device of each result as text; other values are named by type.
         origins: the placeholder of the parameter that each result is a view of, if any.
         kept: the inputs that were marked to be kept.
         regions: kinds of the inputs and results of the graphs that it calls.
@@ -191,7 +191,7 @@ class State(NamedTuple):
 
 
 def kind_of(result: Any) -> str:
-    """Returns the dtype, shape and device of a graph's result as text, or what else it is.
+    """Returns the dtype, shape and device of a graph's result as text, or another value's type.
 
     An offloaded result is described as the tensor that it was.
     """
@@ -250,7 +250,7 @@ def writes_of(node: fx.Node) -> list[fx.Node]:
 
 
 def described(node: fx.Node) -> str:
-    """Returns what a node is, for messages: a parameter's name, or the name of the node."""
+    """Returns a node's name for messages: the FQN of its parameter, if it stands for one."""
     if PARAMETER in node.meta:
         return f"'{node.meta[PARAMETER].fqn}'"
     return f"'{node.meta.get(KEPT_OF, node.name)}'"
