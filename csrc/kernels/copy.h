@@ -27,8 +27,7 @@ int64_t aligned(int64_t numel, at::ScalarType dtype);
 // Whether a cast from `from` to `to` is lossless.
 bool is_exact(at::ScalarType from, at::ScalarType to);
 
-// Whether casting from `from` to `through` and then to `to` gives what casting to `to` directly
-// gives.
+// Whether casting from `from` to `through` and then to `to` equals casting to `to` directly.
 bool is_one_cast(at::ScalarType from, at::ScalarType through, at::ScalarType to);
 
 // Multiplying by the reciprocal of a power of two equals dividing by it, and is faster.

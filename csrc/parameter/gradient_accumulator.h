@@ -17,7 +17,7 @@ struct GradientDtypes {
   std::optional<at::ScalarType> wire;   // nullopt: the normalized dtype
   std::optional<at::ScalarType> shard;  // the optimizer's; nullopt: the normalized dtype
   std::optional<QuantizedFormat> quantized = std::nullopt;  // on the wire, in place of `wire`
-  bool feeds_error_back = false;  // adds what quantizing one gradient has lost to the next
+  bool feeds_error_back = false;  // adds the quantization error of a gradient to the next one
 
   // Dtype to which a raw gradient is cast first.
   at::ScalarType normalized(at::ScalarType raw) const { return leaf.value_or(raw); }

@@ -41,7 +41,7 @@ struct ParameterSpec {
   int64_t chunk_rows() const { return owner ? rows() : (rows() + world_size - 1) / world_size; }
   int64_t shard_rows() const { return rows_of(rank); }
   int64_t rows_of(int64_t r) const { return first_row_of(r + 1) - first_row_of(r); }
-  // The first row of rank r; if it has none, the row after those of the ranks before it.
+  // The first row of rank r. If it has none, the row after the last one of the ranks before it.
   int64_t first_row_of(int64_t r) const {
     if (owner) return r > *owner ? rows() : 0;
     return std::min(r * chunk_rows(), rows());

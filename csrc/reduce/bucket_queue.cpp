@@ -53,7 +53,7 @@ void BucketQueue::finish(std::vector<ParameterPtr> parameters) {
   if (mixed_first_) in_flight_.push_back(std::move(mixed_first_));
   for (auto& bucket : std::exchange(mixed_, {})) launch(std::move(bucket));
   while (!in_flight_.empty()) finish_oldest();
-  // Mixed ones, and those of earlier backwards.
+  // Shards of mixed gradients, and of earlier backwards.
   all_reduces_.start(std::move(parameters), delivery_.results());
   all_reduces_.finish(delivery_.results());
 }

@@ -1,5 +1,5 @@
-// When a backward begins, the ranks of a model tell each other which gradients they will have. A
-// gradient that only some ranks have is zero on the others.
+// When a backward begins, the ranks of a model tell each other which gradients they will have. If
+// only some ranks have a gradient, it counts as zero on the others.
 #pragma once
 
 #include <memory>
@@ -35,7 +35,7 @@ class PresenceCheck {
   const std::vector<ParameterPtr>& mixed() const { return mixed_; }
   // Mixed parameters of which this rank has no gradient, in order of registration.
   const std::vector<ParameterPtr>& missing() const { return missing_; }
-  // Parameters with a sum on some rank, each with a dtype that holds what arrived on any rank.
+  // Parameters with a sum on some rank, each with a dtype that holds all gradients that arrived.
   const std::vector<std::pair<ParameterPtr, at::ScalarType>>& sums() const { return sums_; }
   std::optional<at::ScalarType> sum_dtype_of(const ParameterPtr& parameter) const;
 

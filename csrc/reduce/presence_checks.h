@@ -41,11 +41,11 @@ class PresenceChecks {
   bool is_sent_last(const ParameterPtr& parameter) const {
     return !parameter->transport->can.reduces_in_any_order && is_mixed(parameter);
   }
-  // A dtype that holds what the ranks have of a mixed parameter; nullopt: as it arrives.
+  // A dtype that holds all ranks' gradients of a mixed parameter; nullopt: as they arrive.
   std::optional<at::ScalarType> dtype_on_all_ranks(const ParameterPtr& parameter) const;
   // Numbers of the models with mixed parameters.
   std::set<int64_t> mixed_models() const;
-  // Numbers of the checked models of which a parameter is in this backward's graph.
+  // Numbers of the checked models that have a parameter in this backward's graph.
   const std::set<int64_t>& models_in_graph() const { return in_graph_; }
 
   void clear();

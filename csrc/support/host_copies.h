@@ -24,11 +24,11 @@ class OnCopyStream {
   OnCopyStream(at::Device device, CopyStream stream);
 
   c10::Stream stream() const { return guard_.current_stream(); }
-  // An event after what has been enqueued.
+  // An event after the enqueued work.
   c10::Event record() const;
 
  private:
-  const c10::Event before_;  // after what the computation has been given
+  const c10::Event before_;  // after the work that the computation has enqueued
   const c10::StreamGuard guard_;
 };
 

@@ -21,7 +21,7 @@ struct Slab {
   int64_t nbytes;  // a multiple of the page size
 };
 
-// What a tier has moved since it was made. Bytes are those of tensors.
+// Traffic of a tier since it was made. Counts the bytes of tensors.
 struct TierStats {
   int64_t in_use;        // bytes of tensors in the file
   int64_t file_bytes;    // size of the file

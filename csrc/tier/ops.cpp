@@ -1,4 +1,4 @@
-// The operators that offload what a forward saves, and bring it back in backward.
+// The operators that offload activations, and load them in backward.
 #include <ATen/core/enum_tag.h>
 #include <torch/library.h>
 

@@ -19,7 +19,7 @@ class Transfer {
   // Starts to copy `stored`, which is in a file, to new memory.
   static std::unique_ptr<Transfer> load(const at::Tensor& stored);
 
-  // Waits for the copy, and returns it. Throws what the disk has reported.
+  // Waits for the copy, and returns it. Throws errors of the disk.
   at::Tensor wait();
   // Whether it is a copy of the memory of `tensor`.
   bool is_of(const at::Tensor& tensor) const { return tensor.const_data_ptr() == from_; }

@@ -64,14 +64,14 @@ class Backwards {
 };
 
 // Rounds in which each rank announces something and reads the other ranks' announcements. A round's
-// number contains that of its backward and a count within the backward.
+// number consists of its backward's number and a count within the backward.
 class Announcements {
  public:
   Announcements(RankState* ranks, int64_t rank, int64_t world_size)
       : ranks_(ranks), rank_(rank), world_size_(world_size) {}
 
   // Ranks that may still read this rank's announcement of its latest round. If there are none, this
-  // rank may write that of its next() round, and then call announce().
+  // rank may write its announcement of the next() round, and then call announce().
   std::vector<int64_t> readers() const {
     return ranks_where(world_size_, [&](int64_t r) {
       return ranks_[r].acknowledged.load(std::memory_order_acquire) < latest_ &&

@@ -29,7 +29,7 @@ class GatherWords {
   std::vector<int64_t> readers() const { return behind(&Progress::arrived); }
 
   // Whether all ranks have the copy at the same place. Valid once there are no readers(). False if
-  // some ranks have gathered what others have not, or have raised, as this rank will, and gone on.
+  // ranks have gathered different things, or if some have raised and gone on, as this rank will.
   bool is_at_one_place() const {
     const auto mine = ranks_[rank_].history.load(std::memory_order_relaxed);
     return std::all_of(ranks_, ranks_ + world_size_, [&](const Progress& progress) {

@@ -42,8 +42,8 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
 
   int64_t capacity() const { return capacity_; }
 
-  // Allocates memory in this rank's mailbox. Waits until other ranks have read what fills it, and
-  // raises if waiting cannot help.
+  // Allocates memory in this rank's mailbox. If it is full, waits until other ranks have read
+  // gradients in it. Raises if waiting cannot help.
   at::Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype, const std::string& fqn);
   bool holds(const at::Tensor& tensor) const;
 

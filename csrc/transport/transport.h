@@ -29,7 +29,7 @@ struct Capabilities {
   bool sums_in_fp32 = false;     // or wider, for any wire dtype
   bool bounds_buckets = true;    // to `bucket_bytes`; false: only those with early delivery
   bool sends_messages = true;    // rather than reading other ranks' memory
-  bool empty_waits = false;      // empty() may wait until other ranks have read what fills memory
+  bool empty_waits = false;      // empty() may wait for other ranks, if memory is full
   // Ranks may start the reductions of a backward in different orders.
   bool reduces_in_any_order = true;
   // Ranks tell each other at the beginning of a backward which gradients will come. This is cheap
@@ -70,14 +70,14 @@ class Transport {
   virtual std::unique_ptr<GatherBucket> gather_bucket(std::vector<ParameterPtr> parameters) = 0;
   virtual std::unique_ptr<Backward> begin_backward() = 0;
 
-  // Allocates a gradient that is about to be reduced, in the memory it will be sent from. May wait
-  // until other ranks have read what fills that memory.
+  // Allocates a gradient that is about to be reduced, in the memory it will be sent from. If that
+  // is full, may wait until other ranks have read from it.
   virtual at::Tensor empty(const Parameter& parameter, at::IntArrayRef sizes,
                            const at::TensorOptions& options) {
     return pooled_empty(sizes, options);
   }
   // Index of the parameter among those of its process group, the same on all ranks; 0 if they all
-  // share this transport. That of a model's first parameter tells models apart: see presence_id.
+  // share this transport. The first parameter's index tells models apart: see presence_id.
   virtual uint64_t parameter_index() const { return 0; }
 
   // ---- transports that publish
