@@ -31,8 +31,8 @@ using at::Tensor;
 
 std::function<void(const Tensor& placeholder)> prepare_unshard;
 
-// An op that starts a collective or waits for one takes the output of the previous such op, a
-// handle or a token, so that no scheduler can swap two of them on one rank.
+// An op that starts a collective or waits for one takes the handle or token of the op before it, so
+// that no scheduler can swap two of them on one rank.
 Tensor token(const Tensor& like) { return at::empty({0}, like.options()); }
 
 std::shared_ptr<Gather> gather_of(const Tensor& handle) {

@@ -73,7 +73,7 @@ class GradientAccumulator {
   // Widens the sum's `arrived_dtype` as if a gradient of `dtype` had arrived on this rank.
   void widen(at::ScalarType dtype);
 
-  // What quantizing the latest gradient has lost, of the full shape in fp32; undefined before it.
+  // The quantization error of the latest gradient, full shape, in fp32; undefined before the first.
   at::Tensor take_error();
   void keep_error(at::Tensor error);
 

@@ -34,7 +34,7 @@ class PresenceChecks {
   // deposited gradients, and deposit zeros for those that only others have.
   void exchange_deposited(const std::vector<ParameterPtr>& parameters);
 
-  // Of finished checks: whether ranks send the parameter's gradients at different times.
+  // Whether a finished check found that ranks send the parameter's gradients at different times.
   bool is_mixed(const ParameterPtr& parameter) const;
   // Some ranks lack the gradient, and the backend needs one order on all ranks: it is sent after
   // all others.

@@ -125,7 +125,7 @@ class MessageReduce : public ReduceBucket {
     auto codes = quantize(values, *key_.quantized);
     auto sent = pooled_empty(values.sizes(), values.options());
     dequantize(sent, codes, *key_.quantized);
-    // What is not finite now must not be so for ever.
+    // A nonfinite error would make all later gradients nonfinite.
     parameter.gradients.keep_error(values.sub_(sent).nan_to_num_(0, 0, 0));
     return codes;
   }

@@ -1,4 +1,4 @@
-"""Passes over forward and backward graphs, ours and the user's, and what a pass declares.
+"""Passes over forward and backward graphs, ours and the user's, and their declarations.
 
 ::
 
@@ -36,7 +36,7 @@ MAY_CHANGE = ("gather_order", "reduction_order", "gathered_peak", "gradients")
 
 @dataclass(frozen=True)
 class GraphFacts:
-    """What a pass may use besides the graph. It is the same on all ranks.
+    """The facts that a pass may use besides the graph. They are the same on all ranks.
 
     Attributes:
         direction: "forward" or "backward".

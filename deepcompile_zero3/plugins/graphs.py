@@ -1,4 +1,4 @@
-"""What features do to graphs."""
+"""Passes and formats of features."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol

@@ -1,8 +1,8 @@
 """How a compiler that traces a read of a parameter knows whether a forward runs.
 
-Either a call of a sharded module stands on the stack of calls that Dynamo traces, or the traced
-frame runs inside of an eager forward, or of ``unshard()`` and ``reshard()``. The latter is a state
-of eager code, on which Dynamo guards: :class:`Reads`.
+Dynamo may be tracing a call of a sharded module, which then stands on its stack of calls. Or the
+traced frame runs inside of an eager forward, or between ``unshard()`` and ``reshard()``. That is a
+state of eager code, on which Dynamo guards: :class:`Reads`.
 """
 
 import dataclasses
@@ -22,10 +22,10 @@ _FORWARDS: dict[CodeType, str] = {nn.Module._call_impl.__code__: "self"}
 
 @dataclasses.dataclass(eq=False)
 class Reads:
-    """What reads of a group's parameters return in eager code.
+    """Whether reads of a group's parameters return full tensors in eager code.
 
     Attributes:
-        are_whole: whether they return full tensors, in a forward or after ``unshard()``.
+        are_whole: whether they do: in a forward, and after ``unshard()``.
     """
 
     are_whole: bool = False

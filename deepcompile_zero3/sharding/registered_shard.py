@@ -116,7 +116,7 @@ class RegisteredShard:
 
     @property
     def _registered(self) -> torch.Tensor | None:
-        """What is registered now, in the first place of a tied parameter."""
+        """The tensor that is registered now. A tied parameter's first place counts."""
         reference, name = self._places[0]
         module = reference()
         return self.latest if module is None else module._parameters.get(name)

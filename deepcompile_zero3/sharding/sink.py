@@ -1,4 +1,4 @@
-"""What features do with a reduced gradient: they check it, or take it from ``.grad``."""
+"""Checks and sinks: features that look at a reduced gradient, or take it from ``.grad``."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol

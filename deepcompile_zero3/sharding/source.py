@@ -1,4 +1,4 @@
-"""What is gathered for a parameter: its own shard, or other tensors in its place.
+"""The sources that are gathered for a parameter: its own shard, or other tensors in its place.
 
 Graphs, buckets and messages know sources alone. A :class:`ShardedParameter` is its own source. A
 feature may gather other tensors in the place of some parameters. It adds a :class:`Kind` to
@@ -73,7 +73,7 @@ class Source(Protocol):
 
 
 class Substitute(Protocol):
-    """What is gathered in place of one parameter.
+    """The sources that are gathered in place of one parameter.
 
     Attributes:
         metadata: what compiled graphs read beside the gathered tensors. Each forward writes new

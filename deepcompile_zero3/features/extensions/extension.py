@@ -144,7 +144,7 @@ class Payload:
 
 
 class Extension:
-    """What is gathered in place of one parameter.
+    """The payloads that are gathered in place of one parameter.
 
     Attributes:
         sources: the tensors, once something was gathered or traced.

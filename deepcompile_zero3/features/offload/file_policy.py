@@ -19,7 +19,7 @@ from deepcompile_zero3.sharding.parameter import ShardedParameter
 
 
 class OffloadStats(NamedTuple):
-    """What a :class:`FileOffloadPolicy` has in its file, and has moved since it was made.
+    """Contents of the file of a :class:`FileOffloadPolicy`, and its traffic since it was made.
 
     Attributes:
         in_use: bytes of the tensors in the file.
@@ -97,7 +97,7 @@ class FileOffloadPolicy(BudgetPolicy):
         return self
 
     def stats(self) -> OffloadStats:
-        """Returns what is in the file, and what was moved."""
+        """Returns the contents of the file, and its traffic."""
         found = self.budget.tier.stats()
         return OffloadStats(*(getattr(found, name) for name in OffloadStats._fields))
 

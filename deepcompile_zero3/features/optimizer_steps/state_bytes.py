@@ -23,7 +23,7 @@ class Missing:
 
 @dataclass(frozen=True)
 class Description:
-    """What ranks tell each other about a tensor."""
+    """A description of a tensor that ranks tell each other."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -1,1 +1,1 @@
-"""What every rewritten graph must keep, and the check after each pass."""
+"""Invariants of rewritten graphs, and their check after each pass."""

@@ -1,4 +1,4 @@
-"""A graph while passes rewrite it, and what it was like before the latest pass."""
+"""A graph while passes rewrite it, and its state before the latest pass."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -136,7 +136,7 @@ class Rewritten:
 
 
 class State(NamedTuple):
-    """What a graph was like before a pass.
+    """The state of a graph before a pass.
 
     Attributes:
         targets: the functions that its nodes call; nodes of its regions are included.
