@@ -54,7 +54,7 @@ class FsdpState:
         return (self,)
 
     def _root_post_backward_final_callback(self) -> None:
-        """Reduces the sums of the module's micro-batches, whose backwards have deferred that."""
+        """Reduces the sums of the module's micro-batches, which their backwards have left."""
         module = self._module()
         if module is None:
             raise Zero3Error(

@@ -68,7 +68,7 @@ class GatheredAsOthers:
         return chunk_of_rows(full, group, device) if is_made_of_rows(full) else None
 
     def substitute(self, parameter: ShardedParameter, blueprint: Blueprint) -> "Extension":
-        """Returns what is gathered in place of ``parameter``."""
+        """Returns the substitute of ``parameter``."""
         return Extension(parameter, blueprint)
 
 

@@ -13,8 +13,8 @@ from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.norms import SMALL
 from deepcompile_zero3.torch_internals import local_tensor, spec_of
 
-# torch computes whole vectors, and what is left over otherwise. Shards of a multiple of these bytes
-# have the same bits whether they are stepped together or each by itself.
+# torch computes whole vectors, and the remaining elements in another way. Shards of a multiple of
+# these bytes have the same bits whether they are stepped together or each by itself.
 _WHOLE_VECTORS = 128
 # Elements from which torch divides a tensor among threads, at any place.
 _DIVIDED = 1 << 15
@@ -67,7 +67,7 @@ class FlatParameter:
         return self.state.keys() != self._states.keys()
 
     def store(self, states: _States) -> None:
-        """Copies shards and states back, and gives the parameters what is new in the state."""
+        """Copies shards and states back, and gives new states to the parameters."""
         _C.copy_from_flat(self.parameter, self._locals)
         for key, value in self.state.items():
             if key in self._states:

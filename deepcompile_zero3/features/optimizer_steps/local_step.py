@@ -64,8 +64,8 @@ def step_locally(optimizer: torch.optim.Optimizer, *, is_elementwise: bool = Fal
     ``step`` see plain tensors. ``torch.compile(optimizer.step)`` runs it uncompiled.
 
     An optimizer of any class may step parameters that ranks have whole: those with an owner
-    (:class:`MatrixOwners`), which only the owner steps. What such an optimizer, or another one that
-    is not of ``torch.optim``, keeps may have any shape. Between steps its ``state`` has the plain
+    (:class:`MatrixOwners`), which only the owner steps. Its states may have any shape, as those of
+    all optimizers that are not of ``torch.optim``. Between steps its ``state`` has the plain
     tensors of this rank. Its ``state_dict()`` is then collective, and makes DTensors of them. A
     state whose shapes follow those of the shards, and one of an owner, loads on any number of
     ranks; any other on as many ranks as saved it.
@@ -75,9 +75,9 @@ def step_locally(optimizer: torch.optim.Optimizer, *, is_elementwise: bool = Fal
     Args:
         optimizer: an optimizer of ``torch.optim`` that updates each element by itself, such as
             AdamW or SGD; or one of any class, such as Shampoo, that updates each parameter by
-            itself, and of whose parameters ranks have all or nothing.
-        is_elementwise: says that an optimizer of another class updates each element by itself. Of
-            parameters with an owner it may use more.
+            itself, if each rank has its parameters whole or not at all.
+        is_elementwise: says that an optimizer of another class updates each element by itself. It
+            may update a parameter with an owner as a whole.
 
     Raises:
         TypeError: ``optimizer`` is not an optimizer.
@@ -117,7 +117,7 @@ def step_locally(optimizer: torch.optim.Optimizer, *, is_elementwise: bool = Fal
 
 
 def _store_states_of_ranks(optimizer: Any) -> None:
-    """Makes state dicts of ``optimizer`` hold what differs between ranks."""
+    """Makes state dicts of ``optimizer`` contain the states that differ between ranks."""
     save, load = function_of(optimizer.state_dict), function_of(optimizer.load_state_dict)
 
     @functools.wraps(save)
@@ -282,7 +282,7 @@ def _may_be_flat(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> boo
 
 
 def _update(state: _State, local: _State, parameter: DTensor, shape: torch.Size) -> None:
-    """Takes what has changed of the ``local`` state over into that of ``parameter``.
+    """Takes changes of the ``local`` state over into the state of ``parameter``.
 
     ``shape`` is that of the local tensor.
     """

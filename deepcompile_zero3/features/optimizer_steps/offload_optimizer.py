@@ -144,7 +144,7 @@ class _Part:
         self._stores: list[_C.Transfer] = []
 
     def start_loading(self) -> None:
-        """Starts to copy what is in the file to memory."""
+        """Starts to copy the tensors in the file to memory."""
         if self._loads is None:
             shards = (_local(parameter) for parameter in self._each())
             tensors = (*shards, *self._states_of(self._each()))

@@ -61,7 +61,7 @@ def localized(value: Any, parameter: DTensor) -> Any:
 
 
 def state_to_save(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-    """Returns the state dict ``saved`` with DTensors for what differs between ranks. Collective.
+    """Returns the state dict ``saved`` with DTensors for states that differ by rank. Collective.
 
     Raises:
         Zero3Error: ranks have different numbers, or a tensor subclass that no DTensor can hold.
@@ -156,7 +156,7 @@ def _groups(parameter: torch.Tensor) -> _Groups:
 
 
 def _of_all_ranks(mine: dict[int, Any], groups: _Groups) -> list[dict[int, Any]]:
-    """Returns what each rank has, in the order of the groups' ranks, the last group's first."""
+    """Returns the values of all ranks, in the order of the groups' ranks, last group first."""
     everyone = [_encoded(mine)]
     for group in reversed(groups):
         gathered = all_gather_alike("state_dict() after step_locally", everyone, group)

@@ -150,7 +150,7 @@ class StepsInBackward:
             shard.grad = None
 
     def finish(self, model_numbers: Sequence[int]) -> None:
-        """Forgets what a backward has stepped, which has ended."""
+        """Forgets the parameters that a backward has stepped, which has ended."""
         for number in model_numbers:
             self._stepped.pop(number, None)
 

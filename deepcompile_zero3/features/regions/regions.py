@@ -264,7 +264,7 @@ def _differentiated_inputs(gm: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
 def _signature(
     gm: fx.GraphModule, nodes: Sequence[fx.Node], numbers: Mapping[fx.Node, str]
 ) -> tuple | None:
-    """Returns what ``nodes`` compute, or None if they cannot be moved into a region."""
+    """Returns a key of what ``nodes`` compute, or None if they cannot be moved into a region."""
     parts: list[Any] = []
     part: Any
     for node in nodes:
