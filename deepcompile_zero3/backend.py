@@ -25,28 +25,19 @@ from deepcompile_zero3.grad_dtype import declare
 from deepcompile_zero3.graph.capture import is_capturing
 from deepcompile_zero3.graph.log import logs_are_requested
 from deepcompile_zero3.graph.recording import is_recording_graphs, run_recorded
-from deepcompile_zero3.graph_inputs import (
-    check_devices,
-    checks_of,
-    facts_of,
-    parse_options,
-    pipeline_of,
-    regions_of,
-    scheduled,
-    sharded_inputs,
-)
+from deepcompile_zero3.graph_inputs import describe, parse_options, sharded_inputs
 from deepcompile_zero3.options import REFUSED_SETTINGS, Options, refused_setting
 from deepcompile_zero3.passes.contract import declare_grad_dtypes, forget_contracts
 from deepcompile_zero3.passes.lift import attach, lift_unshards
 from deepcompile_zero3.passes.partitioner import Partitioner
-from deepcompile_zero3.passes.pipeline import Pipeline, source_key
+from deepcompile_zero3.passes.pipeline import Pipeline
 from deepcompile_zero3.passes.region_facts import RegionFacts
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.first_actions import announce_at, nodes_of
 from deepcompile_zero3.sharding.group import compiled_forward, group_of
 from deepcompile_zero3.sharding.parameter import ShardedParameter, keep_models_alive
 from deepcompile_zero3.sharding.reads import is_forward
-from deepcompile_zero3.sharding.source import Source, is_metadata, parameters_behind, source_of
+from deepcompile_zero3.sharding.source import Source, parameters_behind, source_of
 from deepcompile_zero3.torch_internals import compiler
 from deepcompile_zero3.torch_internals.vector_instructions import known_vector_instructions
 
@@ -149,16 +140,9 @@ class CompiledGraph:
                 "placeholder of a live one: its model was deleted while it was compiled"
             )
         self._positions = tuple(sources)
-        parameters = parameters_behind(sources.values())
-        self.num_parameters = len(parameters)
-        check_devices(parameters, options)
-        options = scheduled(options, parameters)
-        facts = facts_of(sources, gm, options)
-        self._checks = checks_of(sources.values(), facts.values(), options)
-        regions = regions_of(gm, facts, options)
-        metadata = [i for i, value in enumerate(example_inputs) if is_metadata(value)]
-        self._pipeline = pipeline_of(parameters, facts, options, metadata)
-        self._run = _compile(gm, example_inputs, self._pipeline, regions, options, compile_graph)
+        self.num_parameters = len(parameters_behind(sources.values()))
+        self._pipeline, regions, self._checks = describe(gm, sources, example_inputs, options)
+        self._run = _compile(gm, example_inputs, self._pipeline, regions, compile_graph)
 
     def __call__(self, *args: Any) -> Any:
         """Runs the graph with the shards as they are now.
@@ -259,9 +243,9 @@ def _compile(
     example_inputs: Sequence[Any],
     pipeline: Pipeline,
     regions: Mapping[str, RegionFacts],
-    options: Options,
     compile_graph: GraphCompiler,
 ) -> Callable:
+    options = pipeline.options
     declare_grad_dtypes(gm, pipeline.inputs)
     if not options.inductor:
         return _interpreted(gm, example_inputs, pipeline, regions)
@@ -279,7 +263,7 @@ def _compile(
         config |= compiler.may_be_stored(declare, config)
     if not all(facts.is_gathered for facts in pipeline.inputs.values()):
         config |= compiler.may_be_stored(attach, config)
-    stored = _stored(gm, example_inputs, pipeline, options, compile_graph)
+    stored = _stored(gm, example_inputs, pipeline, compile_graph)
     with compiler.noting_donations(), stored:
         return compiler.compile_fx(
             gm,
@@ -294,7 +278,6 @@ def _stored(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     pipeline: Pipeline,
-    options: Options,
     compile_graph: GraphCompiler,
 ) -> Iterator[None]:
     """While the block runs, lets Inductor store the compiled graph, or load a stored one.
@@ -305,10 +288,10 @@ def _stored(
     is_shown = is_capturing() or is_recording_graphs() or logs_are_requested()
     is_shown |= compile_graph is not compile_with_inductor
     key = None
+    config = pipeline.options.inductor_config
     may_be_stored = pipeline.may_be_stored and not is_shown
-    if may_be_stored and not compiler.why_not_stored(options.inductor_config):
-        settings = source_key(), pipeline.settings
-        key = graph_key(gm, example_inputs, settings, options.inductor_config)
+    if may_be_stored and not compiler.why_not_stored(config):
+        key = graph_key(gm, example_inputs, pipeline.key, config)
     if key is None:
         with compiler.without_autograd_cache():
             yield

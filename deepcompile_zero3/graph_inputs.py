@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import fx
 
@@ -17,7 +17,12 @@ from deepcompile_zero3.passes.spare import find_spared
 from deepcompile_zero3.plugins import graphs
 from deepcompile_zero3.sharding.module import Zero3Module
 from deepcompile_zero3.sharding.parameter import ShardedParameter
-from deepcompile_zero3.sharding.source import Source, source_of
+from deepcompile_zero3.sharding.source import (
+    Source,
+    is_metadata,
+    parameters_behind,
+    source_of,
+)
 
 
 def sharded_inputs(example_inputs: Sequence[Any]) -> dict[int, Source]:
@@ -26,19 +31,56 @@ def sharded_inputs(example_inputs: Sequence[Any]) -> dict[int, Source]:
     return {position: source for position, source in sources if source is not None}
 
 
-def scheduled(options: Options, parameters: Iterable[ShardedParameter]) -> Options:
-    """Returns ``options`` with the schedule that was chosen for ``parameters``, if any."""
-    schedule = next(filter(None, (each.schedule for each in parameters)), None)
-    return options if schedule is None else options.with_schedule(schedule)
+class Described(NamedTuple):
+    """A graph of Dynamo's, as the passes know it.
+
+    Attributes:
+        pipeline: its passes.
+        regions: facts of the regions in it, by name.
+        checks: checks of the sources that it runs with.
+    """
+
+    pipeline: Pipeline
+    regions: Mapping[str, RegionFacts]
+    checks: Sequence[Callable[[Sequence[Source]], None]]
 
 
-def check_devices(parameters: Iterable[ShardedParameter], options: Options) -> None:
-    """Checks that the graph of ``parameters`` can run with ``options``.
+def describe(
+    gm: fx.GraphModule,
+    sources: Mapping[int, Source],
+    example_inputs: Sequence[Any],
+    options: Options,
+) -> Described:
+    """Describes Dynamo's graph to the passes, and lets features rewrite it.
+
+    Args:
+        gm: the graph, after ``lift_unshards``.
+        sources: see :func:`sharded_inputs`.
+        example_inputs: example inputs of the graph.
+        options: the backend's options.
 
     Raises:
         ValueError: ``activations_mb`` is given, and a parameter is on a CPU, or a
             :class:`MeasuredSchedule` measures steps or has chosen a schedule.
     """
+    parameters = parameters_behind(sources.values())
+    _check_devices(parameters, options)
+    options = _scheduled(options, parameters)
+    facts = facts_of(sources, gm, options)
+    checks = _checks_of(sources.values(), facts.values(), options)
+    regions = _regions_of(gm, facts, options)
+    metadata = [i for i, value in enumerate(example_inputs) if is_metadata(value)]
+    return Described(pipeline_of(parameters, facts, options, metadata), regions, checks)
+
+
+def _scheduled(options: Options, parameters: Iterable[ShardedParameter]) -> Options:
+    """Returns ``options`` with the schedule that was chosen for ``parameters``, if any."""
+    schedule = next(filter(None, (each.leaf_facts.schedule for each in parameters)), None)
+    return options if schedule is None else options.with_schedule(schedule)
+
+
+def _check_devices(parameters: Iterable[ShardedParameter], options: Options) -> None:
+    """Raises ValueError if the graph of ``parameters`` cannot run with ``options``."""
     if options.activations_mb == math.inf:
         return
     for each in parameters:
@@ -59,35 +101,21 @@ def facts_of(
     sources: Mapping[int, Source], lifted: fx.GraphModule, options: Options
 ) -> dict[int, ParameterFacts]:
     """Returns facts of the ``sources`` among the inputs of Dynamo's graph, keyed by position."""
-    groups: dict[str, int] = {}  # numbered by appearance: graphs hold nothing run-specific
+    groups: dict[str | int, int] = {}  # numbered by appearance: graphs hold nothing run-specific
     inputs = lifted.graph.find_nodes(op="placeholder")
     uses = uses_of(lifted.graph)
     spared = find_spared(lifted, [inputs[position] for position in sources], _is_block)
     return {
         position: ParameterFacts(
+            **{
+                **vars(source.parameter.leaf_facts),
+                **vars(source.facts),
+                "process_group": groups.setdefault(source.facts.process_group, len(groups)),
+            },
             fqn=source.fqn,
-            process_group=groups.setdefault(source.shard_group_name, len(groups)),
-            gathers_views=source.handle.can.gathers_views,
-            publishes=source.handle.can.publishes,
-            sends_any_dtype=source.handle.can.sends_any_dtype,
             uses=uses[inputs[position]][0],
             only_embeds=uses[inputs[position]][1],
             is_spared=inputs[position] in spared,
-            ndim=source.placeholder.dim(),
-            nbytes=source.nbytes,
-            reshard_after_forward=source.reshard_after_forward,
-            is_trained=source.placeholder.requires_grad,
-            leaf_dtype=source.settings.gradient_dtypes.leaf,
-            wire_dtype=source.settings.gradient_dtypes.wire,
-            # By itself, a compiler casts a gradient to the dtype of what it differentiates.
-            declares_grad_dtype=source.placeholder.requires_grad
-            and (
-                source.settings.gradient_dtypes.leaf != source.compute_dtype
-                or not _is_gathered(source)  # may read as another dtype
-            ),
-            is_read_as_gathered=source.is_read_as_gathered and _is_gathered(source),
-            is_gathered=_is_gathered(source),
-            is_substitute=source is not source.parameter,
         ).gathered_as(format_of_gather(source, options))
         for position, source in sources.items()
     }
@@ -99,7 +127,7 @@ def format_of_gather(source: Source, options: Options) -> str:
     return next(filter(None, formats), "")
 
 
-def checks_of(
+def _checks_of(
     sources: Collection[Source], facts: Collection[ParameterFacts], options: Options
 ) -> list[Callable[[Sequence[Source]], None]]:
     """Returns checks of the sources that a graph runs with, which was compiled for ``sources``."""
@@ -108,12 +136,7 @@ def checks_of(
     return [check for check in checks if check is not None]
 
 
-def _is_gathered(source: Source) -> bool:
-    """Returns whether a source is gathered itself, and not others in its place."""
-    return source is not source.parameter or source.parameter.substitute is None
-
-
-def regions_of(
+def _regions_of(
     lifted: fx.GraphModule, facts: Mapping[int, ParameterFacts], options: Options
 ) -> dict[str, RegionFacts]:
     """Lets features rewrite Dynamo's graph, and returns facts of the regions in it, by name."""
@@ -143,8 +166,7 @@ def pipeline_of(
     whole = sum(model.nbytes for model in {each.model for each in parameters} if model is not None)
     mine = sum(parameter.nbytes for parameter in parameters)
     share = mine / whole if mine else 0.0
-    keep_bytes = options.keep_mb * 2**20 * share if share else 0.0
-    return Pipeline(inputs, options, keep_bytes, metadata, passes_of(parameters, share, options))
+    return Pipeline(inputs, options, share, metadata, passes_of(parameters, share, options))
 
 
 def passes_of(

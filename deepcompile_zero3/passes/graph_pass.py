@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeAlias
 
 from torch import fx
 
+from deepcompile_zero3.options import Options
 from deepcompile_zero3.passes.chain import chain_reductions
 from deepcompile_zero3.passes.facts import ParameterFacts
 
@@ -34,8 +35,32 @@ LAST = chain_reductions.__name__
 MAY_CHANGE = ("gather_order", "reduction_order", "gathered_peak", "gradients")
 
 
-@dataclass(frozen=True)
-class GraphFacts:
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """The limits that the options set to a graph.
+
+    Attributes:
+        gather_bucket_bytes: maximum size in bytes of the full tensors that one collective gathers.
+        keep_bytes: maximum size in bytes of what a forward keeps gathered by choice.
+        gathers_ahead: number of gathers that are in flight while a graph computes with another.
+    """
+
+    gather_bucket_bytes: int
+    keep_bytes: float
+    gathers_ahead: int
+
+    @staticmethod
+    def of(options: Options, share: float) -> "Limits":
+        """Returns the limits of a graph whose parameters have this share of their models' bytes."""
+        return Limits(
+            gather_bucket_bytes=int(options.gather_bucket_mb * 2**20),
+            keep_bytes=options.keep_mb * 2**20 * share if share else 0.0,  # inf * 0 is NaN
+            gathers_ahead=options.gathers_ahead,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphFacts(Limits):
     """The facts that a pass may use besides the graph. They are the same on all ranks.
 
     Attributes:
@@ -51,18 +76,12 @@ class GraphFacts:
             the order in which they are reduced.
         placeholders: the inputs of a backward that stand for parameters, by FQN.
         from_forward: values that passes over the forward have returned, by name of the pass.
-        gather_bucket_bytes: maximum size in bytes of the full tensors that one collective gathers.
-        keep_bytes: maximum size in bytes of the full tensors that a forward keeps by choice.
-        gathers_ahead: number of gathers that are in flight while a graph computes with another.
     """
 
     direction: Direction
     parameters: Mapping[str, ParameterFacts]
-    may_keep: frozenset[str]
-    saved: frozenset[int]
-    gather_bucket_bytes: int
-    keep_bytes: float
-    gathers_ahead: int = 1
+    may_keep: frozenset[str] = frozenset()
+    saved: frozenset[int] = frozenset()
     saved_names: Mapping[int, str] = field(default_factory=dict)
     gathered: Mapping[fx.Node, ParameterFacts] = field(default_factory=dict)
     gradients: Mapping[int, ParameterFacts] = field(default_factory=dict)

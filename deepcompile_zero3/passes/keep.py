@@ -4,7 +4,23 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from deepcompile_zero3.passes.facts import ParameterFacts
+from deepcompile_zero3.graph.metadata import KEEP
+from deepcompile_zero3.passes.backward_gathers import is_saved_for_backward
+from deepcompile_zero3.passes.facts import ParameterFacts, in_backward_order
+from deepcompile_zero3.passes.graph_pass import GraphFacts
+
+
+def mark_kept(gm: fx.GraphModule, facts: GraphFacts) -> None:
+    """Marks the inputs of a forward that it keeps gathered, within the limit of the options."""
+    in_order = dict(sorted(facts.gathered.items(), key=lambda item: in_backward_order(item[1])))
+    for node in choose_kept(in_order, facts.keep_bytes):
+        node.meta[KEEP] = True
+
+
+def may_keep(node: fx.Node, facts: ParameterFacts) -> bool:
+    """Returns whether a forward may keep the input ``node``, which it gathers, for its backward."""
+    is_saved = is_saved_for_backward(node) or not facts.is_trained
+    return is_saved and facts.may_be_kept and any(user.op == "output" for user in node.users)
 
 
 def choose_kept(parameters: Mapping[fx.Node, ParameterFacts], max_bytes: float) -> set[fx.Node]:
@@ -17,7 +33,7 @@ def choose_kept(parameters: Mapping[fx.Node, ParameterFacts], max_bytes: float) 
     """
     kept = set()
     for node, facts in parameters.items():
-        if not facts.may_be_kept or not any(user.op == "output" for user in node.users):
+        if not may_keep(node, facts):
             continue
         if facts.reshard_after_forward is None:
             if facts.nbytes > max_bytes:

@@ -14,7 +14,7 @@ from deepcompile_zero3.passes.backward_gathers import (
 from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.passes.graph_parameters import find_parameters
 from deepcompile_zero3.passes.mutated_inputs import save_mutated_inputs_as_read
-from deepcompile_zero3.passes.pipeline import Pipeline, source_key
+from deepcompile_zero3.passes.pipeline import Pipeline
 from deepcompile_zero3.passes.region_facts import RegionFacts, region_of
 from deepcompile_zero3.passes.region_results import separate_results
 from deepcompile_zero3.torch_internals import compiler
@@ -34,7 +34,7 @@ class Partitioner(compiler.CustomPartitionerFn):  # type: ignore[misc]
         # Not the pipeline itself, which changes: Inductor copies this object, and keys hold it.
         self._inputs = pipeline.inputs
         self._metadata = pipeline.metadata
-        self._settings = pipeline.settings
+        self._key = pipeline.key
         self._regions = regions
         self._partitioner = partitioner
 
@@ -83,7 +83,7 @@ class Partitioner(compiler.CustomPartitionerFn):  # type: ignore[misc]
         Inductor and AOTAutograd make it a part of the keys of their caches.
         """
         other = self._partitioner.uuid() if self._partitioner else None
-        return source_key(), self._settings, self._regions, other
+        return self._key, self._regions, other
 
 
 def _gathered_again(facts: Mapping[_Key, ParameterFacts]) -> dict[_Key, ParameterFacts]:

@@ -22,7 +22,6 @@ from deepcompile_zero3.passes.backward_gathers import (
     drop_needed_in_backward,
     drop_saved_markers,
     is_needed_in_backward,
-    is_saved_for_backward,
 )
 from deepcompile_zero3.passes.chain import chain_reductions
 from deepcompile_zero3.passes.facts import (
@@ -42,12 +41,12 @@ from deepcompile_zero3.passes.graph_pass import (
     Direction,
     GraphFacts,
     GraphPass,
+    Limits,
     Order,
-    check_passes,
     own_pass,
     without_key,
 )
-from deepcompile_zero3.passes.keep import choose_kept
+from deepcompile_zero3.passes.keep import choose_kept, mark_kept, may_keep
 from deepcompile_zero3.passes.reduce import insert_reduces
 from deepcompile_zero3.passes.region_results import keep_strides_of_regions, move_products_out
 from deepcompile_zero3.passes.verify.rewritten import Rewritten
@@ -55,12 +54,6 @@ from deepcompile_zero3.passes.verify.verifier import Verifier
 from deepcompile_zero3.torch_internals import compiler
 
 _Key = TypeVar("_Key")
-
-
-def _mark_kept(gm: fx.GraphModule, facts: GraphFacts) -> None:
-    known = {node: each for node, each in facts.gathered.items() if _may_be_saved(node, each)}
-    for node in choose_kept(_sorted(known, in_backward_order), facts.keep_bytes):
-        node.meta[KEEP] = True
 
 
 def _insert_gathers(gm: fx.GraphModule, facts: GraphFacts) -> None:
@@ -82,7 +75,7 @@ _CHAIN = _core(chain_reductions, lambda gm, _: chain_reductions(gm))
 # The core's passes. Features add theirs: see :func:`in_order`.
 CORE: Order = {
     "forward": (
-        _core(choose_kept, _mark_kept),
+        _core(choose_kept, mark_kept),
         _GATHERS,
         _MARKERS,
         _core(clone_returned_views, lambda gm, facts: clone_returned_views(gm, facts.saved)),
@@ -141,32 +134,27 @@ class Pipeline:
 
     Args:
         inputs: facts of the parameters, keyed by position of the graph input.
-        options: the backend's options.
-        keep_bytes: maximum size in bytes of the full tensors that the forward may keep for backward
-            by choice.
+        options: the backend's options, with passes that stand where they can.
+        share: the share of their models' bytes that the parameters have.
         metadata: positions of inputs that functions of parameters may read, beside parameters.
         order: the passes of this library.
-
-    Raises:
-        ValueError: ``options.passes`` are no passes, or do not stand where they can.
     """
 
     def __init__(
         self,
         inputs: Mapping[int, ParameterFacts],
         options: Options,
-        keep_bytes: float,
+        share: float,
         metadata: Iterable[int] = (),
         order: Order = CORE,
     ) -> None:
-        check_passes(options.passes, order)
         self.inputs = inputs
         self.options = options
         self.metadata = frozenset(metadata)
         self.order = order
         # A graph without parameters is compiled as by Inductor alone, and cached so.
         self.passes = tuple(options.passes) if inputs else ()
-        self._limits = int(options.gather_bucket_mb * 2**20), keep_bytes, options.gathers_ahead
+        self._limits = Limits.of(options, share)
         fqns = [facts.fqn for facts in inputs.values()]
         common = os.path.commonprefix(fqns)  # noqa: RUF071 (by characters, then cut at a dot)
         self._prefix = common.rfind(".") + 1  # characters of the common module's FQN
@@ -175,11 +163,11 @@ class Pipeline:
         self.number = -1  # number of the forward in this process, once it is rewritten
 
     @property
-    def settings(self) -> tuple:
-        """Inputs of the passes besides the graph."""
+    def key(self) -> tuple:
+        """All that shapes what the passes make of a graph. Caches hold its ``repr``."""
         ours = [each.declared for passes in self.order.values() for each in passes]
         passes = [each.declared for each in self.passes]
-        return self.inputs, sorted(self.metadata), *self._limits, ours, passes
+        return source_key(), self.inputs, sorted(self.metadata), self._limits, ours, passes
 
     @property
     def may_be_stored(self) -> bool:
@@ -215,8 +203,8 @@ class Pipeline:
         """
         refuse_writes(graph_module, self.inputs)
         describe = self._describe_backward if is_backward else self._describe_forward
-        facts, may_keep = describe(graph_module)
-        run = _Run(graph_module, facts, may_keep, self.passes, self.inputs, is_shown)
+        facts = describe(graph_module)
+        run = _Run(graph_module, facts, self.passes, self.inputs, is_shown)
         run.all_of(self.order[facts.direction])
         if not is_backward:
             self._from_forward = run.returned
@@ -226,30 +214,24 @@ class Pipeline:
             gm.recompile()
         return run
 
-    def _describe_forward(self, gm: fx.GraphModule) -> tuple[GraphFacts, set[fx.Node]]:
-        """Names the inputs of a forward. Returns its facts, and the inputs that it may keep."""
+    def _describe_forward(self, gm: fx.GraphModule) -> GraphFacts:
+        """Names the inputs of a forward, and returns its facts."""
         nodes = _sorted(find_parameters(gm, self.inputs)[0], in_forward_order)
         _name_placeholders(nodes, self._prefix)
         gathered = _gathered(nodes)
-        # Only these may be kept: the runtime knows a gradient by its parameter's placeholder.
-        may_keep = {
-            node
-            for node, each in gathered.items()
-            if _may_be_saved(node, each) and each.may_be_kept and _is_output(node)
-        }
-        facts = GraphFacts(
-            "forward",
-            _by_fqn(nodes.values()),
-            frozenset(gathered[node].fqn for node in may_keep),
-            frozenset(saved_positions(gm.graph.output_node())),
-            *self._limits,
+        return GraphFacts(
+            **vars(self._limits),
+            direction="forward",
+            parameters=_by_fqn(nodes.values()),
+            # Only these may be kept: the runtime knows a gradient by its parameter's placeholder.
+            may_keep=frozenset(each.fqn for node, each in gathered.items() if may_keep(node, each)),
+            saved=frozenset(saved_positions(gm.graph.output_node())),
             saved_names=saved_names(gm.graph),
             gathered=MappingProxyType(gathered),
         )
-        return facts, may_keep
 
-    def _describe_backward(self, gm: fx.GraphModule) -> tuple[GraphFacts, set[fx.Node]]:
-        """Names the inputs of a backward. Returns its facts; it keeps nothing."""
+    def _describe_backward(self, gm: fx.GraphModule) -> GraphFacts:
+        """Names the inputs of a backward, and returns its facts."""
         nodes, gradients = find_parameters(gm, self.inputs)
         kept = {node: each for node, each in nodes.items() if each.fqn in self._kept}
         for node, each in kept.items():
@@ -263,18 +245,15 @@ class Pipeline:
         _name_placeholders(nodes | saved, self._prefix)
         _name_placeholders(kept, self._prefix, "_full")
         gathered = {node: each for node, each in nodes.items() if is_needed_in_backward(node)}
-        facts = GraphFacts(
-            "backward",
-            _by_fqn([*nodes.values(), *kept.values(), *saved.values()]),
-            frozenset(),
-            frozenset(),
-            *self._limits,
+        return GraphFacts(
+            **vars(self._limits),
+            direction="backward",
+            parameters=_by_fqn([*nodes.values(), *kept.values(), *saved.values()]),
             gathered=MappingProxyType(_sorted(_gathered(gathered), in_backward_order)),
             gradients=MappingProxyType(_sorted(gradients, in_gradient_order)),
             placeholders=MappingProxyType(placeholders),
             from_forward=MappingProxyType(self._from_forward),
         )
-        return facts, set()
 
 
 class _Run:
@@ -288,7 +267,6 @@ class _Run:
         self,
         gm: fx.GraphModule,
         facts: GraphFacts,
-        may_keep: Collection[fx.Node],
         passes: Sequence[GraphPass],
         inputs: Mapping[int, ParameterFacts],
         is_shown: bool,
@@ -302,6 +280,7 @@ class _Run:
         if inputs:
             results: Any = gm.graph.output_node().args[0]
             reduced = {f.fqn: f for i, f in facts.gradients.items() if results[i] is not None}
+            may_keep = {node for node, f in facts.gathered.items() if f.fqn in facts.may_keep}
             graph = Rewritten(gm, reduced, facts.gradients.keys(), may_keep, facts.saved)
             with_peak = any(facts.direction in each.graphs for each in passes)
             self._verifier = Verifier(graph, facts.direction, with_peak)
@@ -366,14 +345,6 @@ def _name_placeholders(
     """Renames a graph's inputs after their parameters, without the first ``prefix`` characters."""
     for node, facts in inputs.items():
         compiler.rename(node, facts.fqn[prefix:].replace(".", "_") + suffix)
-
-
-def _may_be_saved(node: fx.Node, facts: ParameterFacts) -> bool:
-    return is_saved_for_backward(node) or not facts.is_trained
-
-
-def _is_output(node: fx.Node) -> bool:
-    return any(user.op == "output" for user in node.users)
 
 
 def _by_fqn(parameters: Iterable[ParameterFacts]) -> Mapping[str, ParameterFacts]:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from deepcompile_zero3 import grad_dtype, torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.sharding.budget import BudgetPolicy
-from deepcompile_zero3.sharding.layout import DataParallelRanks, Layout, SpmdMesh
+from deepcompile_zero3.sharding.layout import Layout, SpmdMesh
 from deepcompile_zero3.sharding.module import Zero3Module, groups_in
 from deepcompile_zero3.sharding.module_parameters import (
     modules_to_shard,
@@ -140,25 +140,6 @@ def offloaded(
     return dataclasses.replace(layout, offload=offload_policy)
 
 
-def resolve_reshard(
-    reshard_after_forward: bool | int | None, ranks: DataParallelRanks
-) -> tuple[bool | None, int | None]:
-    """Returns whether forwards reshard, and over how many ranks; None if over all or none."""
-    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
-        return reshard_after_forward, None
-    world_size = ranks.shard_group.size()
-    if not isinstance(reshard_after_forward, int) or (
-        reshard_after_forward < 1 or world_size % reshard_after_forward
-    ):
-        raise ValueError(
-            "reshard_after_forward is True, False, None or a divisor of the number of ranks that "
-            f"have shards, {world_size}; got {reshard_after_forward!r}"
-        )
-    if reshard_after_forward in (1, world_size):
-        return reshard_after_forward > 1, None
-    return True, reshard_after_forward
-
-
 def check_policy(policy: MixedPrecisionPolicy) -> None:
     """Raises if ``policy`` is not a policy, or has dtypes that gradients cannot have."""
     if not isinstance(policy, MixedPrecisionPolicy):
@@ -173,25 +154,6 @@ def check_policy(policy: MixedPrecisionPolicy) -> None:
                 f"{name} of mp_policy is {dtype!r}; it is None or one of "
                 f"{', '.join(map(str, grad_dtype.DTYPES))}"
             )
-
-
-def policy_for(
-    fqn: str, parameter: nn.Parameter, policy: MixedPrecisionPolicy
-) -> MixedPrecisionPolicy:
-    """Returns ``policy`` with the ``param_dtype`` of ``parameter``.
-
-    From torch 2.15 on, a policy may have a ``param_dtype_override_fn``.
-    """
-    override = getattr(policy, "param_dtype_override_fn", None)
-    dtype = None if override is None else override(parameter)
-    if dtype is None:
-        return policy
-    if dtype not in (policy.param_dtype, parameter.dtype):
-        raise ValueError(
-            f"param_dtype_override_fn of mp_policy gave {dtype!r} for '{fqn}'; it gives None, the "
-            f"policy's param_dtype, {policy.param_dtype}, or the parameter's own, {parameter.dtype}"
-        )
-    return dataclasses.replace(policy, param_dtype=dtype)
 
 
 def resolve_ignored(parameters: Iterable[nn.Parameter] | None) -> set[nn.Parameter]:

@@ -15,12 +15,12 @@ from deepcompile_zero3.sharding.blueprint import Blueprint
 from deepcompile_zero3.sharding.layout import DataParallelRanks
 from deepcompile_zero3.sharding.module import groups_in
 from deepcompile_zero3.sharding.parameter import ShardedParameter
-from deepcompile_zero3.transport.connection import Connect, Connection
+from deepcompile_zero3.transport.connection import Connection, Connector
 from deepcompile_zero3.transport.json_collectives import all_gather_json, check_all_alike
 
 
 def build(
-    blueprints: Sequence[Blueprint], connects: Mapping[DataParallelRanks, Connect]
+    blueprints: Sequence[Blueprint], connects: Mapping[DataParallelRanks, Connector]
 ) -> tuple[dict[nn.Parameter, ShardedParameter], Exception | None]:
     """Returns the sharded parameters, or the first error. Collective.
 

@@ -1,5 +1,6 @@
 """Callbacks of the runtime that deliver gradients to ``.grad`` and prepare an unshard."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import cast
 
@@ -12,7 +13,6 @@ from deepcompile_zero3.sharding.all_gather import republish_if_recomputing
 from deepcompile_zero3.sharding.group import ParameterGroup, group_of, group_or_none
 from deepcompile_zero3.sharding.model import models_numbered
 from deepcompile_zero3.sharding.parameter import ShardedParameter, parameter_of
-from deepcompile_zero3.sharding.replicas import different_replicas
 from deepcompile_zero3.sharding.sink import Check, Sink
 from deepcompile_zero3.sharding.source import source_of
 
@@ -50,7 +50,7 @@ def _deliver(
 
 
 def _check(reduced: Sequence[tuple[ShardedParameter, torch.Tensor]]) -> None:
-    """Raises Zero3Error if a check of the gradients finds an error, or if replicas differ.
+    """Raises Zero3Error if a check of the gradients finds an error.
 
     All checks run before it raises, since they are collective: where meshes cross, only some ranks
     may find an error.
@@ -61,7 +61,6 @@ def _check(reduced: Sequence[tuple[ShardedParameter, torch.Tensor]]) -> None:
             checked.setdefault(each, []).append((parameter, gradient))
     by_name = sorted(checked.items(), key=lambda item: item[0][0])
     errors = [check(gradients) for (_, check), gradients in by_name]
-    errors.append(different_replicas(reduced))
     for error in filter(None, errors):
         raise Zero3Error(error)
 
@@ -160,6 +159,9 @@ def _prepare_unshard(placeholder: torch.Tensor) -> None:
         )
 
 
-_C.set_deliver(_deliver)
-_C.set_interrupted(_interrupted)
-_C.set_prepare_unshard(_prepare_unshard)
+@functools.cache  # once: a backward on another thread may be calling them
+def connect_runtime() -> None:
+    """Makes the runtime call the functions of this file."""
+    _C.set_deliver(_deliver)
+    _C.set_interrupted(_interrupted)
+    _C.set_prepare_unshard(_prepare_unshard)

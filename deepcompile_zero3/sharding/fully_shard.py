@@ -9,12 +9,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-import deepcompile_zero3.plugins.sources
-import deepcompile_zero3.sharding.delivery  # noqa: F401 (which the runtime calls)
+import deepcompile_zero3.plugins.sources  # noqa: F401 (adds kinds of parameters)
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.fsdp2.state import FsdpState
-from deepcompile_zero3.sharding import arguments, conversion
-from deepcompile_zero3.sharding.blueprint import Blueprint
+from deepcompile_zero3.sharding import arguments, conversion, delivery
+from deepcompile_zero3.sharding.blueprint import blueprint_of, resolve_reshard
 from deepcompile_zero3.sharding.budget import BudgetPolicy
 from deepcompile_zero3.sharding.build import (
     agree_on_model_number,
@@ -33,10 +32,10 @@ from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.sharding.placement import resolve_layout
 from deepcompile_zero3.sharding.private_references import check_private_references
 from deepcompile_zero3.sharding.replaced_parameters import replace, sharded_as
-from deepcompile_zero3.sharding.source import kind_of
+from deepcompile_zero3.sharding.replicas import compare_replicas
 from deepcompile_zero3.sharding.swap import original_class, swap_class
 from deepcompile_zero3.transport.choice import TransportName, resolve
-from deepcompile_zero3.transport.connection import Connect, connect
+from deepcompile_zero3.transport.connection import Connector
 
 _AnyModule = TypeVar("_AnyModule", nn.Module, list[nn.Module])
 
@@ -148,9 +147,9 @@ def fully_shard(
         }
         # A rank that has nothing to shard over ``mesh`` takes part in the exchange, too.
         meshes = dict.fromkeys([ranks_of_mesh, *(layout.ranks for layout in layouts.values())])
-        reshards = {r: arguments.resolve_reshard(reshard_after_forward, r) for r in meshes}
+        reshards = {r: resolve_reshard(reshard_after_forward, r) for r in meshes}
         blueprints = [
-            _blueprint(place, parameter, layouts[parameter], mp_policy, reshard_after_forward)
+            blueprint_of(place, parameter, layouts[parameter], mp_policy, reshard_after_forward)
             for parameter, place in new.items()
         ]
     raise_on_all_ranks(
@@ -158,24 +157,25 @@ def fully_shard(
         failures.pop() if failures else None,
         process_groups_of([ranks_of_mesh], _new_parameters(modules, ignored), modules),
     )
-    connects: dict[DataParallelRanks, Connect] = {
-        ranks: functools.partial(
-            connect,
-            group=ranks.shard_group,
-            device=ranks.device,
-            transport=transport,
+    connects = {
+        ranks: Connector(
+            ranks.shard_group,
+            ranks.device,
+            transport,
             take_turns=reshard is True and ranks_after_forward is None,
             after_forward=ranks_after_forward,
         )
         for ranks, (reshard, ranks_after_forward) in reshards.items()
     }
+    delivery.connect_runtime()
     built, failure = build(blueprints, connects)
     try:
         number = agree_on_model_number(modules, failure, process_groups_of(meshes, new, modules))
     finally:
         failure = None  # its traceback holds this frame and all that was built
-    for sharded in built.values():
-        if isinstance(offload_policy, BudgetPolicy):
+    compare_replicas(built.values())
+    if isinstance(offload_policy, BudgetPolicy):
+        for sharded in built.values():
             offload_policy.budget.add(sharded)
     _install(modules, built, ignored, ranks_of_mesh.device)
     group = ParameterGroup(list(built.values()), ForwardCasts(mp_policy), connects, len(modules))
@@ -219,29 +219,6 @@ def _new_parameters(
             fqn = f"{prefix}.{attribute}".lstrip(".")
             new.setdefault(parameter, (fqn, submodule, attribute))
     return new
-
-
-def _blueprint(
-    place: tuple[str, nn.Module, str],
-    parameter: nn.Parameter,
-    layout: Layout,
-    mp_policy: MixedPrecisionPolicy,
-    reshard_after_forward: bool | int | None,
-) -> Blueprint:
-    fqn, submodule, attribute = place
-    policy = arguments.policy_for(fqn, parameter, mp_policy)
-    full = layout.full_like(parameter, policy.param_dtype)
-    reshard, _ = arguments.resolve_reshard(reshard_after_forward, layout.ranks)
-    described = (
-        f"'{fqn}' {list(full.shape)} of {full.dtype}, strides {full.stride()}, "
-        f"requires_grad={parameter.requires_grad}, grad_dtype={parameter.grad_dtype}, "
-        f"reduce_dtype={policy.reduce_dtype}, owner={layout.owner}, "
-        f"reshard_after_forward={reshard_after_forward}"
-    )
-    if (kind := kind_of(parameter)) is not None:
-        of_kind = kind.described(fqn, parameter, policy.param_dtype)
-        described += f", {of_kind}" if of_kind else ""
-    return Blueprint(parameter, submodule, attribute, layout, policy, full, reshard, described)
 
 
 def _fqn_of(

@@ -26,7 +26,7 @@ from deepcompile_zero3.sharding.model import ShardedModel
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.sharding.reads import Reads
 from deepcompile_zero3.sharding.saved import SavedTensors
-from deepcompile_zero3.transport.connection import Connect
+from deepcompile_zero3.transport.connection import Connector
 
 
 @dataclasses.dataclass
@@ -51,7 +51,7 @@ class ParameterGroup:
         parameters: the parameters that the group owns. A tied one belongs to the group that met it
             first.
         casts: casts of a forward's inputs and output.
-        connects: the functions that connect parameters, by the ranks that they are sharded over.
+        connects: what connects parameters, by the ranks that they are sharded over.
         model: the sharded model that the group belongs to.
         depth: number of forwards of the group's module that are running.
         forward_prefetch: groups that an eager forward starts to gather once it has this group.
@@ -66,7 +66,7 @@ class ParameterGroup:
         self,
         parameters: list[ShardedParameter],
         casts: ForwardCasts,
-        connects: Mapping[DataParallelRanks, Connect],
+        connects: Mapping[DataParallelRanks, Connector],
         num_modules: int = 1,
     ) -> None:
         self.parameters = parameters

@@ -32,7 +32,7 @@ class ShardedModel:
         count_steps_while_alive(self)
 
     def update(self) -> None:
-        """Recomputes ``nbytes``, positions, presence ids and guard keys.
+        """Recomputes ``nbytes``, positions, presence ids and facts.
 
         Called when the model is built and after a conversion.
         """
@@ -44,7 +44,7 @@ class ShardedModel:
             parameter.handle.presence_id = first.setdefault(
                 parameter.shard_group_name, transport.parameter_index
             )
-            parameter.update_guard_key()
+            parameter.update_facts()
 
     def retire(self) -> None:
         """Frees the number for another model. This model takes no more steps."""

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import grad_dtype, torch_internals
 from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.facts import LeafFacts, SourceFacts, guard_key
 from deepcompile_zero3.options import Schedule
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.blueprint import Blueprint
@@ -30,6 +31,7 @@ from deepcompile_zero3.sharding.registered_shard import RegisteredShard
 from deepcompile_zero3.sharding.source import (
     Source,
     Substitute,
+    facts_of,
     kind_of,
     name_placeholder,
     source_of,
@@ -54,7 +56,6 @@ class ShardedParameter:
         layout: where the parts of the parameter are.
         mp_policy: the policy with the parameter's own ``param_dtype``.
         ranks_meet_in_backward: whether all ranks take part when one gathers again in backward.
-        replicas_are_compared: whether the values of its replicas were compared, or it has none.
         is_read_as_gathered: whether modules see the all-gather's output unchanged.
         group: the ``ParameterGroup`` that gathers it, weakly; see ``group_of``.
         reads: whether reads return full tensors in eager code, for all parameters of the group.
@@ -68,8 +69,10 @@ class ShardedParameter:
         settings: settings of ``handle`` that users may change between steps.
         reshard_after_forward: True gathers again in backward. False keeps what forward gathered
             until then. None leaves the choice to the compiler, and gathers again in eager.
-        guard_key: text of all that graphs depend on. Parameters that are alike in it and in their
-            placeholders may share compiled graphs.
+        leaf_facts: all that graphs depend on, whatever is gathered.
+        facts: all that graphs depend on of the parameter as a source.
+        guard_key: text of these. Parameters that are alike in it and in their placeholders may
+            share compiled graphs.
         compute_dtype: dtype of the full tensor.
         forward_grad_dtype: ``grad_dtype`` of the shard, initially or in the latest forward.
         contract: the contract in the latest forward, as text for ``zero3::unshard``.
@@ -86,6 +89,7 @@ class ShardedParameter:
         self.is_read_as_gathered = layout.dim == 0 and layout.inner is None  # one guard, not many
         self.forward_grad_dtype: torch.dtype | None = None
         self.contract = ""
+        self.guard_key = ""  # until it joins a model
         self.sink: Sink | None = None
         self.checks: dict[str, Check] = {}
         self.budget: Budget | None = None
@@ -96,7 +100,6 @@ class ShardedParameter:
         )
         self._forward_shard_id = 0
         self.ranks_meet_in_backward = True
-        self.replicas_are_compared = layout.ranks.replicate_group is None
         self._connection: Connection | None = connection
         self.mp_policy = blueprint.mp_policy
         self._build(blueprint.full, blueprint.parameter.requires_grad)
@@ -227,7 +230,7 @@ class ShardedParameter:
         self.registered.fqn = self.handle.fqn = fqn
         self.handle.model_number = model.number
         self.handle.register()
-        self.update_guard_key()
+        self.update_facts()
 
     @property
     def nbytes(self) -> int:
@@ -239,7 +242,7 @@ class ShardedParameter:
         self.reshard_after_forward = reshard_after_forward
         self.settings.reshard_after_forward = reshard_after_forward is True
         self.handle.after_forward = None
-        self.update_guard_key()
+        self.update_facts()
 
     def deliver_early_if_possible(self) -> None:
         """Sets whether the runtime delivers the gradient before the end of a backward.
@@ -249,20 +252,41 @@ class ShardedParameter:
         self.settings.delivers_early = (
             self.sink is not None
             and not self.checks
-            and self.replicas_are_compared
             and self.model is not None
             and self.model.is_last_backward
         )
 
-    def update_guard_key(self) -> None:
-        """Updates ``guard_key``."""
-        transport, wire = self.handle.transport, self.settings.gradient_dtypes.wire
-        self.guard_key = (
-            f"reshard_after_forward={self.reshard_after_forward} group={self.shard_group_name} "
-            f"transport={transport and transport.name} contract={self.contract} "
-            f"reduce_dtype={wire} budget={self.budget and self.budget.key} "
-            f"schedule={self.schedule} kept_of_nbytes={self.model.nbytes if self.model else 0}"
+    def update_facts(self) -> None:
+        """Tells graphs of the facts as they are now. Call it when one has changed."""
+        if (model := self.model) is None:
+            return  # it is being built
+        dtypes = self.settings.gradient_dtypes
+        is_gathered = self.substitute is None
+        leaf = LeafFacts(
+            reshard_after_forward=self.reshard_after_forward,
+            leaf_dtype=dtypes.leaf,
+            wire_dtype=dtypes.wire,
+            schedule=self.schedule,
+            budget=self.budget.key if self.budget else "",
+            model_nbytes=model.nbytes,
         )
+        source = facts_of(
+            self,
+            self.shard_group_name,
+            # By itself, a compiler casts a gradient to the dtype of what it differentiates, and
+            # what is gathered in another place may have another dtype.
+            declares_grad_dtype=self.placeholder.requires_grad
+            and (dtypes.leaf != self.compute_dtype or not is_gathered),
+            is_read_as_gathered=self.is_read_as_gathered and is_gathered,
+            is_gathered=is_gathered,
+        )
+        self.set_facts(leaf, source)
+
+    def set_facts(self, leaf: LeafFacts, source: SourceFacts) -> None:
+        """Tells graphs that these are the facts."""
+        self.leaf_facts, self.facts = leaf, source
+        others = () if self.substitute is None else self.substitute.sources
+        self.guard_key = guard_key(leaf, (source, *(each.facts for each in others)))
 
     def value_of(self, full: torch.Tensor) -> torch.Tensor:
         """Returns the value that a module reads, from the gathered ``full``. Differentiable."""
@@ -317,6 +341,7 @@ class ShardedParameter:
         as_traced = True
         if self.placeholder.requires_grad != shard.requires_grad:
             self.placeholder.requires_grad_(shard.requires_grad)
+            self.update_facts()
             as_traced = False
         if self.forward_grad_dtype != shard.grad_dtype:
             if self.handle.has_gradients():
@@ -346,7 +371,7 @@ class ShardedParameter:
         self.settings.gradient_dtypes = dtypes.quantized_like(self.settings.gradient_dtypes)
         # Dynamo keeps each string that it meets, among the globals of the traced function.
         self.contract = sys.intern(_C.contract_name(dtypes.leaf))
-        self.update_guard_key()
+        self.update_facts()
 
     def unchanged_shard(self) -> DTensor:
         """Returns the shard. Raises Zero3Error if it or its contract is not the forward's."""

@@ -1,6 +1,6 @@
 """Comparison of the values of replicas, which have to be the same."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch.distributed as dist
 
@@ -12,30 +12,38 @@ from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.transport.json_collectives import all_gather_json, all_gather_lines, shorten
 
 _COMPARISON = "comparison of replicas"
+_CHECK = "values of replicas"  # behind the checks of features, by its name
 
 
-def different_replicas(delivered: Sequence[tuple[ShardedParameter, object]]) -> str:
-    """Returns an error message if replicas of parameters differ, or "".
+def compare_replicas(parameters: Iterable[ShardedParameter]) -> None:
+    """Makes the first backward that reduces ``parameters`` compare their replicas."""
+    for parameter in parameters:
+        if parameter.layout.ranks.replicate_group is not None:
+            parameter.checks[_CHECK] = _different_replicas
 
-    Collective if ``delivered`` has gradients of parameters whose replicas were not compared.
-    Compares all parameters that share a model and a mesh with one of these, until they were equal
-    once. Only here do all ranks of a mesh meet after the model has got its values.
+
+def _different_replicas(delivered: Sequence[tuple[ShardedParameter, object]]) -> str:
+    """Returns an error message if replicas of parameters differ, or "". Collective.
+
+    Compares all parameters that share a model and a mesh with one of these, until they are equal
+    once: only here do all ranks of a mesh meet after a model has got its values.
     """
-    uncompared = {parameter for parameter, _ in delivered if not parameter.replicas_are_compared}
+    uncompared = {parameter for parameter, _ in delivered}
     meshes = {(parameter.model, parameter.layout.ranks.process_groups) for parameter in uncompared}
     uncompared.update(
         parameter
         for model, groups in meshes
         if model is not None
         for parameter in model.parameters
-        if parameter.layout.ranks.process_groups == groups and not parameter.replicas_are_compared
+        if parameter.layout.ranks.process_groups == groups and _CHECK in parameter.checks
     )
     told: list[str] = []
     for groups, members in by_mesh(uncompared).items():
         told = all_gather_lines(_COMPARISON, told + _differences(members, groups[-1]), groups)
-        # All ranks of this mesh have the same lines now. On the next mesh, some may get more.
-        for parameter in members:
-            parameter.replicas_are_compared = not told
+        # Ranks of this mesh remember what all of them were told by now. Only some of them may be
+        # told more, on the next mesh.
+        for parameter in members if not told else ():
+            del parameter.checks[_CHECK]
     if not told:
         return ""
     return (

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from deepcompile_zero3.facts import SourceFacts
 from deepcompile_zero3.runtime import _C
 
 if TYPE_CHECKING:
@@ -31,13 +32,11 @@ class Source(Protocol):
 
     Attributes:
         handle: the source in the C++ runtime.
-        compute_dtype: dtype of the gathered tensor.
-        is_read_as_gathered: whether modules see the all-gather's output unchanged.
+        facts: all that graphs depend on.
     """
 
     handle: _C.Parameter
-    compute_dtype: torch.dtype
-    is_read_as_gathered: bool
+    facts: SourceFacts
 
     @property
     def placeholder(self) -> torch.Tensor:
@@ -52,24 +51,8 @@ class Source(Protocol):
         """Its name, for people."""
 
     @property
-    def settings(self) -> _C.Settings:
-        """Settings of ``handle``."""
-
-    @property
     def shard(self) -> torch.Tensor:
         """This rank's part."""
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes of the gathered tensor."""
-
-    @property
-    def reshard_after_forward(self) -> bool | None:
-        """The parameter's own choice."""
-
-    @property
-    def shard_group_name(self) -> str:
-        """Name of the process group of the ranks that have the parts."""
 
 
 class Substitute(Protocol):
@@ -141,6 +124,21 @@ def kind_of(local: torch.Tensor) -> Kind | None:
 def parameters_behind(sources: Iterable[Source]) -> "list[ShardedParameter]":
     """Returns the parameters that ``sources`` are gathered for, each once."""
     return list(dict.fromkeys(source.parameter for source in sources))
+
+
+def facts_of(source: Source, process_group: str, **others: bool) -> SourceFacts:
+    """Returns the facts of ``source``, once it is connected, with ``others`` that it knows."""
+    placeholder, can = source.placeholder, source.handle.can
+    return SourceFacts(
+        process_group=process_group,
+        nbytes=placeholder.numel() * placeholder.element_size(),
+        ndim=placeholder.dim(),
+        gathers_views=can.gathers_views,
+        publishes=can.publishes,
+        sends_any_dtype=can.sends_any_dtype,
+        is_trained=placeholder.requires_grad,
+        **others,
+    )
 
 
 def name_placeholder(placeholder: torch.Tensor, source: Source) -> None:

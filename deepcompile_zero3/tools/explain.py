@@ -17,7 +17,7 @@ from deepcompile_zero3.sharding.model import by_fqn
 from deepcompile_zero3.sharding.module_parameters import all_parameters_of
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.tools.planning.machine import Machine, machine_of
-from deepcompile_zero3.tools.planning.simulate import simulate
+from deepcompile_zero3.tools.planning.simulate import Assumptions, simulate
 from deepcompile_zero3.tools.report import Report, report_of
 from deepcompile_zero3.torch_internals import compiler
 
@@ -72,7 +72,7 @@ def explain(
             "explain has nothing to say: no graph was compiled. Is torch.compile disabled, as by "
             "TORCHDYNAMO_DISABLE=1, or the whole call?"
         )
-    step = simulate(graphs, by_fqn(parameters), machine)
+    step = simulate(graphs, by_fqn(parameters), Assumptions(machine))
     return report_of(model, parameters, graphs, tuple(breaks), step.timeline)
 
 

@@ -1,8 +1,7 @@
 """Chooses the transport of each parameter's shards and gradients."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -49,51 +48,55 @@ class Connection:
         )
 
 
-# ``connect`` with all arguments but the first two bound.
-Connect: TypeAlias = Callable[[Sequence[torch.Tensor], Sequence[int | None]], list[Connection]]
+@dataclass(frozen=True)
+class Connector:
+    """Connects the parameters that are sharded over some ranks.
 
-
-def connect(
-    fulls: Sequence[torch.Tensor],
-    owners: Sequence[int | None],
-    group: dist.ProcessGroup,
-    device: torch.device,
-    transport: TransportName,
-    *,
-    take_turns: bool,
-    after_forward: int | None,
-) -> list[Connection]:
-    """Connects the parameters ``fulls``, the same on all ranks. Collective.
-
-    Args:
-        fulls: parameters as they are computed with, [rows, ...] each, on the meta device.
-        owners: for each parameter, the rank of ``group`` that owns it, or None if all have shards.
+    Attributes:
         group: process group of the ranks.
         device: the device that this rank computes on.
         transport: the result of :func:`choice.resolve`.
         take_turns: see :func:`one_host.share`.
         after_forward: number of ranks that parameters are sharded over between forward and
             backward, if messages are exchanged, or None for all.
-
-    Raises:
-        Zero3Error: see :func:`one_host.share`.
     """
-    parts = share(fulls, owners, group, device.type, transport, take_turns)
-    if transport in OTHERS:
-        return list(OTHERS[transport](fulls, owners, group, device))
-    asked = transport == "c10d"
-    gathers = channel_of(group, device, sends_to_itself=asked)
-    if parts is not None:
-        payloads = _C.Messages(gathers, gathers)
-        return [Connection(part, payloads) for part in parts]
-    # Making a process group is collective, so it comes before anything that may fail on one rank.
-    reductions = channel_of(group_for_reductions(group), device, sends_to_itself=asked)
-    messages = _C.Messages(gathers, reductions)
-    fewer = None
-    if after_forward is not None:
-        channel = channel_of(neighbors(group, after_forward), device)
-        fewer = channel, _C.Messages(channel, reductions)
-    return [Connection(messages, messages, fewer)] * len(fulls)
+
+    group: dist.ProcessGroup
+    device: torch.device
+    transport: TransportName
+    take_turns: bool
+    after_forward: int | None
+
+    def __call__(
+        self, fulls: Sequence[torch.Tensor], owners: Sequence[int | None]
+    ) -> list[Connection]:
+        """Connects the parameters ``fulls``, the same on all ranks. Collective.
+
+        Args:
+            fulls: parameters as they are computed with, [rows, ...] each, on the meta device.
+            owners: for each parameter, the rank of the group that owns it, or None if all have
+                shards.
+
+        Raises:
+            Zero3Error: see :func:`one_host.share`.
+        """
+        group, device = self.group, self.device
+        parts = share(fulls, owners, group, device.type, self.transport, self.take_turns)
+        if self.transport in OTHERS:
+            return list(OTHERS[self.transport](fulls, owners, group, device))
+        asked = self.transport == "c10d"
+        gathers = channel_of(group, device, sends_to_itself=asked)
+        if parts is not None:
+            payloads = _C.Messages(gathers, gathers)
+            return [Connection(part, payloads) for part in parts]
+        # To make a process group is collective: it comes before all that may fail on one rank.
+        reductions = channel_of(group_for_reductions(group), device, sends_to_itself=asked)
+        messages = _C.Messages(gathers, reductions)
+        fewer = None
+        if self.after_forward is not None:
+            channel = channel_of(neighbors(group, self.after_forward), device)
+            fewer = channel, _C.Messages(channel, reductions)
+        return [Connection(messages, messages, fewer)] * len(fulls)
 
 
 def channel_of(

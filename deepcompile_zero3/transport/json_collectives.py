@@ -3,20 +3,14 @@
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
-
-_Result = TypeVar("_Result")
-
-
-class ErrorOnARank(Zero3Error):
-    """An error of one rank that all ranks raise."""
 
 
 def all_gather_json(what: str, value: Any, group: dist.ProcessGroup) -> list[Any]:
@@ -53,37 +47,6 @@ def all_gather_alike(what: str, value: Any, group: dist.ProcessGroup) -> list[An
     if len({*hashes}) == 1:
         return [json.loads(text)] * len(hashes)
     return all_gather_json(what, value, group)
-
-
-def on_all_ranks(
-    what: str, function: Callable[[], _Result], group: dist.ProcessGroup | None = None
-) -> _Result:
-    """Returns the result of ``function``; raises on all ranks if it raises on one. Collective.
-
-    Args:
-        what: name of the collective call, for messages.
-        function: the step that each rank takes by itself.
-        group: process group of the ranks; None means all ranks of the job, if there are any.
-
-    Raises:
-        ErrorOnARank: ``function`` raised on a rank. The message is the first line of its error.
-    """
-    result, error = None, ""
-    try:
-        result = function()
-    except Exception as raised:
-        error = line_of(raised)
-    group = group or dist.group.WORLD
-    errors = [error] if group is None else all_gather_json(what, error, group)
-    for each in filter(None, errors):
-        raise ErrorOnARank(each)
-    return result  # type: ignore[return-value]
-
-
-def line_of(error: BaseException) -> str:
-    """Returns the first line of an error, with its type unless this library raised it."""
-    first = str(error).strip().partition("\n")[0]
-    return first if isinstance(error, Zero3Error) else f"{type(error).__name__}: {first}"
 
 
 def _gather(value: Any, group: dist.ProcessGroup) -> list[Any]:

@@ -249,6 +249,6 @@ def test_a_feature_names_a_pass_of_the_core_and_a_key():
     with pytest.raises(ValueError, match="'mine' follows 'mine', which is no pass of the core"):
         in_order([lost])
     without_key = own_pass(mine, mine, graphs=("forward",), after=choose_kept, uuid=None)
-    facts = {0: ParameterFacts("weight", 0, 64)}
+    facts = {0: ParameterFacts(fqn="weight", process_group=0, nbytes=64)}
     assert Pipeline(facts, Options(), 0).may_be_stored
     assert not Pipeline(facts, Options(), 0, order=in_order([without_key])).may_be_stored

@@ -1,5 +1,6 @@
 """Small graphs for the passes, and facts of their parameters."""
 
+import dataclasses
 import textwrap
 
 import expecttest
@@ -27,6 +28,23 @@ def partitioned_graph(function, *inputs):
 
 def facts(fqn, **changes):
     return ParameterFacts(fqn=fqn, **{"process_group": 0, "nbytes": 64, **changes})
+
+
+_OTHER = {
+    bool: lambda value: not value,
+    int: lambda value: value + 1,
+    str: lambda value: value + "x",
+    tuple: lambda value: (*value, 9),
+    torch.dtype: lambda value: torch.float64,
+    type(None): lambda value: torch.float32,
+}
+
+
+def each_fact_changed(record):
+    """Yields the name of each field of a frozen record, and the record with another value there."""
+    for field in dataclasses.fields(record):
+        value = getattr(record, field.name)
+        yield field.name, dataclasses.replace(record, **{field.name: _OTHER[type(value)](value)})
 
 
 def of_layers(gm, **changes):

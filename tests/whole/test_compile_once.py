@@ -12,13 +12,13 @@ import warnings
 
 import pytest
 import torch
-from support.pass_graphs import facts
+from support.pass_graphs import each_fact_changed, facts
 
 from deepcompile_zero3 import Options, compile_once, graph_pass
 from deepcompile_zero3.compile_once import first_alone, graph_key
 from deepcompile_zero3.graph.log import logs_are_requested
 from deepcompile_zero3.graph_inputs import passes_of
-from deepcompile_zero3.passes import partitioner, pipeline
+from deepcompile_zero3.passes import pipeline
 from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.passes.partitioner import Partitioner
 from deepcompile_zero3.passes.pipeline import Pipeline
@@ -245,19 +245,10 @@ def test_logging_of_the_whole_process_does_not_ask_for_graphs(monkeypatch, level
             logger.setLevel(level)
 
 
-OTHER = {
-    bool: lambda value: not value,
-    int: lambda value: value + 1,
-    str: lambda value: value + "x",
-    tuple: lambda value: (*value, 9),
-    type(None): lambda value: torch.float32,
-}
-
-
 def test_all_that_shapes_a_graph_is_in_the_key_of_stored_graphs(monkeypatch):
-    def uuid(facts, regions=(), other=None, keep_bytes=2, **options):
+    def uuid(facts, regions=(), other=None, share=0.5, **options):
         parsed = Options(**options)
-        passes = Pipeline({0: facts}, parsed, keep_bytes, order=passes_of(options=parsed))
+        passes = Pipeline({0: facts}, parsed, share, order=passes_of(options=parsed))
         return repr(Partitioner(passes, dict(regions), other).uuid())
 
     def mine(key):
@@ -273,16 +264,14 @@ def test_all_that_shapes_a_graph_is_in_the_key_of_stored_graphs(monkeypatch):
     one = facts("fc.weight")
     keys = [uuid(one)]
     assert uuid(facts("fc.weight")) == keys[0]
-    for field in dataclasses.fields(ParameterFacts):
-        value = getattr(one, field.name)
-        keys.append(uuid(dataclasses.replace(one, **{field.name: OTHER[type(value)](value)})))
+    keys += [uuid(other) for _, other in each_fact_changed(one)]
     keys.append(uuid(one, gather_bucket_mb=2))
     keys += [uuid(one, passes=[mine("a")]), uuid(one, passes=[mine("b")])]
-    keys.append(uuid(one, keep_bytes=3))
+    keys.append(uuid(one, share=0.25))
     keys.append(uuid(one, fp32_weight_grads=True))
     keys.append(uuid(one, regions={"Block_0": {1: one}}))
     keys.append(uuid(one, other=Other()))
-    monkeypatch.setattr(partitioner, "source_key", lambda: b"another release of this library")
+    monkeypatch.setattr(pipeline, "source_key", lambda: b"another release of this library")
     keys.append(uuid(one))
     assert len(set(keys)) == len(keys) == 9 + len(dataclasses.fields(ParameterFacts))
 

@@ -31,7 +31,7 @@ from deepcompile_zero3.features.extensions.own_methods import OwnMethods
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.blueprint import Blueprint
 from deepcompile_zero3.sharding.parameter import ShardedParameter
-from deepcompile_zero3.sharding.source import Source, mark_metadata, name_placeholder
+from deepcompile_zero3.sharding.source import Source, facts_of, mark_metadata, name_placeholder
 
 
 class GatheredAsOthers:
@@ -79,9 +79,8 @@ class Payload:
         fqn: the parameter's name and the payload's number, for people.
         placeholder: the tensor that a traced graph takes in place of the gathered payload.
         handle: the payload in the C++ runtime.
+        facts: all that graphs depend on.
     """
-
-    is_read_as_gathered = True
 
     def __init__(self, parameter: ShardedParameter, number: int, value: torch.Tensor) -> None:
         self._parameter = weakref.ref(parameter)
@@ -108,6 +107,7 @@ class Payload:
         self.handle.fqn = self.fqn
         self.handle.model_number = -1  # no gradient of it is ever missing
         self.handle.register()
+        self.facts = facts_of(self, parameter.shard_group_name, is_substitute=True)
 
     @property
     def parameter(self) -> ShardedParameter:
@@ -118,29 +118,9 @@ class Payload:
         return parameter
 
     @property
-    def settings(self) -> _C.Settings:
-        """Settings of the handle."""
-        return self.handle.settings
-
-    @property
     def shard(self) -> torch.Tensor:
         """This rank's part of the payload."""
         return self.handle.shard
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes of the gathered payload."""
-        return self.placeholder.numel() * self.placeholder.element_size()
-
-    @property
-    def reshard_after_forward(self) -> bool | None:
-        """The parameter's own choice."""
-        return self.parameter.reshard_after_forward
-
-    @property
-    def shard_group_name(self) -> str:
-        """Name of the process group of the ranks that have the shards."""
-        return self.parameter.shard_group_name
 
 
 class Extension:
@@ -184,6 +164,7 @@ class Extension:
         inputs, metadata = self._methods.pre_all_gather(local, parameter.handle)
         if not self.sources:
             self.sources = [Payload(parameter, i, each) for i, each in enumerate(inputs)]
+            parameter.update_facts()
         if len(inputs) != len(self.sources):
             raise Zero3Error(
                 f"fsdp_pre_all_gather of '{parameter.fqn}' gave {len(inputs)} tensors, and "

@@ -9,9 +9,9 @@ import torch
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.features.extensions.attributes_of_shard import follow
 from deepcompile_zero3.features.extensions.inner_tensors import says_what_to_gather
 from deepcompile_zero3.runtime import _C
-from deepcompile_zero3.sharding.attributes_of_shard import follow
 from deepcompile_zero3.sharding.blueprint import Blueprint
 
 

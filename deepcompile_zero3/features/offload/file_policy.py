@@ -154,7 +154,7 @@ class FileBudget:
         for parameter in parameters:
             if parameter.shard.requires_grad:
                 self._states[parameter] = state_bytes * _numel_of_shard(parameter)
-        self._update_guard_keys()
+        self._update_facts()
 
     def bytes_for_states(self, parameters: Iterable[ShardedParameter]) -> float:
         """Returns the bytes of the states of ``parameters`` that stay in memory."""
@@ -194,15 +194,14 @@ class FileBudget:
                 self._stay.add(each)
         self._room = max(room, 0.0)
         self._decided.update(mine)
-        self._update_guard_keys()
+        self._update_facts()
 
     def _alive(self) -> list[ShardedParameter]:
         return [each for ref in self._parameters if (each := ref()) is not None]
 
-    def _update_guard_keys(self) -> None:
+    def _update_facts(self) -> None:
         for parameter in self._alive():
-            if parameter.model is not None:  # else it is being built
-                parameter.update_guard_key()
+            parameter.update_facts()
 
 
 def is_worth_a_file(tensor: object) -> bool:

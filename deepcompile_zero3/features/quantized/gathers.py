@@ -7,8 +7,9 @@ from typing import cast
 
 from torch import nn
 
-from deepcompile_zero3.codec import can_be_quantized, check_dtype, format_of
+from deepcompile_zero3.codec import check_dtype
 from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.features.quantized.formats import can_be_quantized, format_of
 from deepcompile_zero3.options import Options
 from deepcompile_zero3.sharding.source import Source
 

@@ -5,13 +5,9 @@ import math
 import torch
 from torch import nn
 
-from deepcompile_zero3.codec import (
-    can_be_quantized,
-    check_block,
-    check_dtype,
-    format_of,
-)
+from deepcompile_zero3.codec import check_block, check_dtype
 from deepcompile_zero3.errors import Zero3Error, check_bool
+from deepcompile_zero3.features.quantized.formats import can_be_quantized, format_of
 from deepcompile_zero3.sharding.module_parameters import all_parameters_of
 
 

@@ -174,7 +174,7 @@ def _segment(
             return None  # metadata may be an input too: see ``Pipeline.metadata``
         if not isinstance(_value(node), torch.Tensor | torch.SymInt | int):
             return None
-        alike = facts and replace(facts, fqn="", process_group=0, uses=(0,))
+        alike = facts and replace(facts, fqn="", process_group=0, uses=(0,), model_nbytes=0)
         kinds.append((_kind(_value(node)), alike))
     signature = _signature(gm, nodes, numbers)
     if signature is None or any(kind is None for kind, _ in kinds):

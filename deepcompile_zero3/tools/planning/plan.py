@@ -13,7 +13,7 @@ from deepcompile_zero3.sharding.module_parameters import all_parameters_of
 from deepcompile_zero3.tools.planning.graphs import ShardModel, Trace, fake_model, trace
 from deepcompile_zero3.tools.planning.machine import Machine, machine_of
 from deepcompile_zero3.tools.planning.predicted import Plan
-from deepcompile_zero3.tools.planning.simulate import simulate
+from deepcompile_zero3.tools.planning.simulate import Assumptions, simulate
 from deepcompile_zero3.tools.progress import Tell, say_nothing
 from deepcompile_zero3.tools.report import line_of_break, report_of
 
@@ -78,17 +78,11 @@ def plan(
             budget.reserve_states([p for p in parameters if p.budget is budget], optimizer_bytes)
         traced = trace(model, call, tell)
         tokens = call.get("input_ids")
+        assumed = Assumptions(machine, optimizer_bytes, prefetch, seconds_by_kernel or {})
 
         def predict(options: Options) -> Plan:
             graphs = traced.rewrite(options)
-            step = simulate(
-                graphs,
-                traced.sources,
-                machine,
-                optimizer_bytes=optimizer_bytes,
-                prefetch=prefetch,
-                seconds_by_kernel=seconds_by_kernel,
-            )
+            step = simulate(graphs, traced.sources, assumed)
             timeline = step.timeline
             return Plan(
                 report=report_of(model, parameters, graphs, traced.breaks, timeline),

@@ -57,6 +57,25 @@ class Slower(NamedTuple):
     backward: float = 1.0
 
 
+@dataclass(frozen=True)
+class Assumptions:
+    """What a simulation takes for given.
+
+    Attributes:
+        machine: the machine that the step runs on.
+        optimizer_bytes: bytes of the optimizer's state for each element of a shard.
+        prefetch: whether gathers start early. If False, a gather starts when it is waited for.
+        seconds_by_kernel: measured seconds by kernel, from :func:`measure_kernels`.
+        slower: how much longer kernels take than in the machine's model.
+    """
+
+    machine: Machine
+    optimizer_bytes: int = 8
+    prefetch: bool = True
+    seconds_by_kernel: Mapping[str, float] = field(default_factory=dict)
+    slower: Slower = field(default_factory=Slower)
+
+
 @dataclass
 class Step:
     """A simulated step."""
@@ -68,26 +87,13 @@ class Step:
     moved: Moved
 
 
-def simulate(
-    graphs: CapturedGraphs,
-    sources: Mapping[str, Source],
-    machine: Machine,
-    *,
-    optimizer_bytes: int = 8,
-    prefetch: bool = True,
-    seconds_by_kernel: Mapping[str, float] | None = None,
-    slower: Slower | None = None,
-) -> Step:
+def simulate(graphs: CapturedGraphs, sources: Mapping[str, Source], assumed: Assumptions) -> Step:
     """Simulates a step: the forwards, their backwards and the optimizer.
 
     Args:
         graphs: rewritten graphs. Each runs once; backwards run in the reverse order of forwards.
         sources: what the graphs gather, by FQN, and other parameters; they are not changed.
-        machine: the machine that the step runs on.
-        optimizer_bytes: bytes of the optimizer's state for each element of a shard.
-        prefetch: whether gathers start early. If False, a gather starts when it is waited for.
-        seconds_by_kernel: measured seconds by kernel, from :func:`measure_kernels`.
-        slower: how much longer kernels take than in the machine's model.
+        assumed: the machine, and what else is taken for given.
     """
     trained = {name for name, each in sources.items() if each.placeholder.requires_grad}
     parameters = parameters_behind(sources.values())
@@ -96,11 +102,8 @@ def simulate(
     in_file = {name for name, each in sources.items() if each in offloaded}
     states = math.inf if budget is None else budget.bytes_for_states(parameters)
     backwards = sorted(graphs.backward, key=lambda graph: graph.number, reverse=True)
-    with twins_of(sources, machine.backend) as twins:
-        slower, measured = slower or Slower(), seconds_by_kernel or {}
-        simulation = _Simulation(
-            twins, trained, in_file, machine, optimizer_bytes, prefetch, measured, slower
-        )
+    with twins_of(sources, assumed.machine.backend) as twins:
+        simulation = _Simulation(twins, trained, in_file, assumed)
         simulation.reserve(states)
         return simulation.run(graphs.forward, backwards)
 
@@ -113,11 +116,7 @@ class _Simulation:
     parameters: Mapping[str, _C.Parameter]
     trained: Set[str]
     in_file: Set[str]  # the parameters whose shards are in a file
-    machine: Machine
-    optimizer_bytes: int
-    prefetch: bool
-    seconds_by_kernel: Mapping[str, float]
-    slower: Slower
+    assumed: Assumptions
     now: float = 0.0  # seconds of the computation
     link_free: float = 0.0
     flops: float = 0.0
@@ -128,9 +127,10 @@ class _Simulation:
     gradients: dict[str, int] = field(default_factory=dict)  # bytes of their shards
 
     def __post_init__(self) -> None:
+        self.machine = self.assumed.machine
         self.memory = Memory(lambda: self.now)
         self.log = _C.CollectiveLog.start(on_meta=True)
-        self.factor = self.slower.forward  # of the kernels of the graph that runs
+        self.factor = self.assumed.slower.forward  # of the kernels of the graph that runs
 
     def run(self, forwards: Sequence[CapturedGraph], backwards: Sequence[CapturedGraph]) -> Step:
         trained = [self.parameters[name].shard for name in sorted(self.trained)]
@@ -160,7 +160,7 @@ class _Simulation:
         """
         nbytes = {name: each.shard.nbytes for name, each in self.parameters.items()}
         shards = (self.parameters[name].shard for name in self.trained)
-        states = sum(shard.numel() for shard in shards) * self.optimizer_bytes
+        states = sum(shard.numel() for shard in shards) * self.assumed.optimizer_bytes
         here = int(min(states, most_states))
         self.memory.change("shards", sum(nbytes[name] for name in nbytes.keys() - self.in_file))
         self.memory.change("optimizer", here)
@@ -172,7 +172,7 @@ class _Simulation:
         """Runs graphs inside a backward of autograd, where the runtime expects gradients."""
 
         def run(_: torch.Tensor) -> None:
-            self.factor = self.slower.backward
+            self.factor = self.assumed.slower.backward
             for captured in graphs:
                 self._run_graph(captured)
 
@@ -196,7 +196,7 @@ class _Simulation:
             first = item.nodes[0] if isinstance(item, Kernel) else item
             if isinstance(item, Kernel) and first.target not in (*STORES, *LOADS):
                 self._run_kernel(item)
-            if first.target is ops.all_gather_start.default and self.prefetch:
+            if first.target is ops.all_gather_start.default and self.assumed.prefetch:
                 gathers[first] = self._start_gather(first)
             elif first.target in WAITS:
                 start: Any = first.args[0]
@@ -216,7 +216,8 @@ class _Simulation:
     def _run_kernel(self, kernel: Kernel) -> None:
         self.flops += kernel.flops
         self.product_seconds += kernel.flops / self.machine.flops_of(kernel.dtype)
-        seconds = self.seconds_by_kernel.get(key_of(kernel)) if self.seconds_by_kernel else None
+        measured = self.assumed.seconds_by_kernel
+        seconds = measured.get(key_of(kernel)) if measured else None
         if seconds is None:
             seconds = self.machine.seconds_of_kernel(kernel.flops, kernel.dtype, kernel.nbytes)
             seconds *= self.factor
@@ -333,7 +334,7 @@ class _Simulation:
             self.spans.append(Span("waiting", collective.name, start, self.now, names))
 
     def _step_optimizer(self, shards: Sequence[torch.Tensor]) -> None:
-        states = sum(shard.numel() for shard in shards) * self.optimizer_bytes
+        states = sum(shard.numel() for shard in shards) * self.assumed.optimizer_bytes
         nbytes = 2 * states + 3 * sum(shard.nbytes for shard in shards)
         seconds = self.machine.launch + nbytes / self.machine.update_bandwidth
         self._compute("optimizer", nbytes, seconds=seconds)

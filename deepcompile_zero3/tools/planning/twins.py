@@ -40,7 +40,7 @@ def twins_of(parameters: Mapping[str, Source], backend: str) -> Iterator[dict[st
                 owner=handle.owner,
                 replicas=other and channel(other.name, other.rank, other.world_size),
             )
-            shards = channel(parameter.shard_group_name, handle.rank, handle.world_size)
+            shards = channel(str(parameter.facts.process_group), handle.rank, handle.world_size)
             twin.transport = _C.Messages(shards, shards)
             for setting in _SETTINGS:
                 setattr(twin.settings, setting, getattr(handle.settings, setting))

@@ -17,6 +17,7 @@ from deepcompile_zero3.graph.size import nbytes_of_tensor
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.model import sources_beside
 from deepcompile_zero3.sharding.source import Source, parameters_behind
+from deepcompile_zero3.tools.on_all_ranks import line_of, on_all_ranks
 from deepcompile_zero3.tools.planning.kernels import Kernel, kernels_of
 from deepcompile_zero3.tools.planning.machine import MACHINES, Machine
 from deepcompile_zero3.tools.planning.measure import (
@@ -25,11 +26,11 @@ from deepcompile_zero3.tools.planning.measure import (
     measure_kernels,
     measure_links,
 )
-from deepcompile_zero3.tools.planning.simulate import gathered_by, simulate
+from deepcompile_zero3.tools.planning.simulate import Assumptions, gathered_by, simulate
 from deepcompile_zero3.tools.timeline import Timeline
 from deepcompile_zero3.tools.tracing.profile import Event, collectives_of
 from deepcompile_zero3.torch_internals import compiler, local_tensor
-from deepcompile_zero3.transport.json_collectives import all_gather_json, line_of, on_all_ranks
+from deepcompile_zero3.transport.json_collectives import all_gather_json
 
 _Profiled: TypeAlias = tuple[Sequence[Event], Event]  # all events, and the range of a step
 _Parameters: TypeAlias = Mapping[str, Source]
@@ -79,13 +80,9 @@ def predict(
             machine, seconds = _measure(mesh, kernels)
         else:
             graphs, parameters = _what_ran(captured, profiled)
-        found = simulate(
-            graphs,
-            parameters,
-            machine.with_numbers(**numbers),
-            optimizer_bytes=_optimizer_bytes(optimizers, parameters),
-            seconds_by_kernel=seconds,
-        )
+        machine, states = machine.with_numbers(**numbers), _optimizer_bytes(optimizers, parameters)
+        assumed = Assumptions(machine, states, seconds_by_kernel=seconds or {})
+        found = simulate(graphs, parameters, assumed)
         return Prediction(found.timeline, _BY_MESSAGES if _share_memory(parameters) else "")
     except Exception as error:  # the measured step is reported anyway
         return Prediction(remark=line_of(error))
@@ -131,7 +128,8 @@ def _what_ran(
     ran = CapturedGraphs(forward, backward)
     if not _share_memory(parameters):
         sent = collectives_of(events, step)
-        traffic = simulate(ran, parameters, MACHINES["h100"]).traffic  # the same on any machine
+        any_machine = Assumptions(MACHINES["h100"])
+        traffic = simulate(ran, parameters, any_machine).traffic
         planned = {op: (each.number, each.nbytes) for op, each in traffic.items()}
         if sent != planned:
             raise Zero3Error(

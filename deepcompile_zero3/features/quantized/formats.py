@@ -1,0 +1,39 @@
+"""Chooses the format in which a parameter is quantized: see ``codec``."""
+
+import torch
+
+from deepcompile_zero3.errors import Zero3Error
+
+_SOURCES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_BLOCK = 128
+
+
+def can_be_quantized(tensor: torch.Tensor) -> bool:
+    """Returns whether a parameter has rows of elements of at least 16 bits."""
+    return tensor.ndim >= 2 and tensor.dtype in _SOURCES and tensor.numel() > 0
+
+
+def format_of(
+    dtype: torch.dtype, block: int | None, what: str, name: str, shape: torch.Size, row: int
+) -> str:
+    """Returns the format of a parameter.
+
+    Args:
+        dtype: dtype of the codes.
+        block: number of elements in a block, or None for 128 where that divides a row, or else the
+            whole row.
+        what: what the caller calls ``block``.
+        name: name of the parameter.
+        shape: its shape.
+        row: number of elements in a row.
+
+    Raises:
+        Zero3Error: ``block`` does not divide a row.
+    """
+    block = block or (_BLOCK if row % _BLOCK == 0 else row)
+    if row % block:
+        raise Zero3Error(
+            f"{what} is {block}, which does not divide a row of '{name}' {list(shape)}, {row} "
+            f"elements: choose a divisor of {row}, or None"
+        )
+    return f"{str(dtype).removeprefix('torch.')}/{block}"
