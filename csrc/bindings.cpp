@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include "gather/gather.h"
+#include "gather/gather_order.h"
 #include "kernels/copy.h"
 #include "ops.h"
 #include "parameter/registry.h"
@@ -17,6 +18,7 @@
 #include "support/heap.h"
 #include "support/host_copies.h"
 #include "support/memory.h"
+#include "support/saved_tensors.h"
 #include "support/signals.h"
 #include "support/tensor_ops.h"
 #include "support/user_state.h"
@@ -132,12 +134,20 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(py::init([](std::vector<ParameterPtr> parameters, const std::string& formats) {
              py::gil_scoped_release released;
              auto parsed = parse_formats(formats, parameters.size());
-             return std::make_unique<Gather>(std::move(parameters), std::move(parsed));
+             return request_gather(std::move(parameters), std::move(parsed));
            }),
            py::arg("parameters"), py::arg("formats") = "")
       .def("snapshot", &Gather::snapshot, py::call_guard<py::gil_scoped_release>())
       .def("finish", &Gather::finish, py::arg("fresh"), py::call_guard<py::gil_scoped_release>());
 
+  py::class_<GatherOrders, std::shared_ptr<GatherOrders>>(m, "GatherOrders")
+      .def(py::init<>())
+      .def("add", [](const std::shared_ptr<GatherOrders>& self,
+                     Parameter& parameter) { parameter.gather_orders = self; })
+      .def("begin_forward", &GatherOrders::begin_forward)
+      .def("end_forward", &GatherOrders::end_forward)
+      .def("end_backward", &GatherOrders::end_backward)
+      .def_readwrite("bytes_ahead", &GatherOrders::bytes_ahead);
   py::class_<ForwardEpochs>(m, "ForwardEpochs")
       .def(py::init<const std::vector<ParameterPtr>&>())
       .def("begin_backward", &ForwardEpochs::begin_backward);
@@ -169,6 +179,26 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("take", &CollectiveLog::take)
       .def("stop", &CollectiveLog::stop)
       .def("records", &CollectiveLog::records);
+
+  py::class_<SavedTensor>(m, "SavedTensor")
+      .def(py::init<const at::Tensor&>())
+      .def("unpack", &SavedTensor::unpack);
+  py::class_<WatchedStorages, std::shared_ptr<WatchedStorages>>(m, "WatchedStorages")
+      .def(py::init<>())
+      .def("watch", &WatchedStorages::watch)
+      .def("unwatch", &WatchedStorages::unwatch)
+      .def("clear", &WatchedStorages::clear);
+  // Hooks that take no Python frame for most tensors: there are thousands in a step.
+  m.def("pack_hook", [](std::shared_ptr<WatchedStorages> watched, py::function pack_view) {
+    return py::cpp_function([=](const at::Tensor& tensor) {
+      auto saved = watched->save(tensor);
+      return saved ? py::cast(*std::move(saved)) : pack_view(tensor);
+    });
+  });
+  m.def("unpack_hook", [](const py::object& packed) {
+    return py::isinstance<SavedTensor>(packed) ? py::cast(packed.cast<SavedTensor&>().unpack())
+                                               : packed();
+  });
 
   m.def("announce_presences", &announce_presences, py::call_guard<py::gil_scoped_release>());
   m.def("add_uses", &add_uses, py::call_guard<py::gil_scoped_release>());

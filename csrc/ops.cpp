@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "gather/gather.h"
+#include "gather/gather_order.h"
 #include "parameter/registry.h"
 #include "reduce/reduce.h"
 #include "support/autograd.h"
@@ -55,7 +56,7 @@ Tensor all_gather_start(at::TensorList placeholders, const std::optional<Tensor>
   std::vector<ParameterPtr> parameters;
   for (auto& placeholder : placeholders) parameters.push_back(Registry::get().find(placeholder));
   return InFlight<Gather>::get().add(
-      std::make_unique<Gather>(std::move(parameters), parse_formats(formats, placeholders.size())));
+      request_gather(std::move(parameters), parse_formats(formats, placeholders.size())));
 }
 
 // Returns fresh memory: a compiler may write to it after its last use.

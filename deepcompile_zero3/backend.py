@@ -140,8 +140,11 @@ class CompiledGraph:
                 "placeholder of a live one: its model was deleted while it was compiled"
             )
         self._positions = tuple(sources)
-        self.num_parameters = len(parameters_behind(sources.values()))
+        parameters = parameters_behind(sources.values())
+        self.num_parameters = len(parameters)
         self._pipeline, regions, self._checks = describe(gm, sources, example_inputs, options)
+        for model in filter(None, {parameter.model for parameter in parameters}):
+            model.gather_orders.bytes_ahead = self._pipeline.options.bytes_ahead
         self._run = _compile(gm, example_inputs, self._pipeline, regions, compile_graph)
 
     def __call__(self, *args: Any) -> Any:

@@ -129,6 +129,11 @@ class Options:
         """The options that are a schedule."""
         return Schedule(self.gather_bucket_mb, self.gathers_ahead, self.keep_mb)
 
+    @property
+    def bytes_ahead(self) -> int:
+        """Bytes of full parameters that may be in flight while a graph computes with others."""
+        return int(self.gathers_ahead * self.gather_bucket_mb * 2**20)
+
     def with_schedule(self, schedule: Schedule) -> "Options":
         """Returns these options with another schedule."""
         return replace(self, **schedule._asdict())

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "gather/gather_order.h"
 #include "reduce/reduce.h"
 #include "support/autograd.h"
 #include "support/error.h"
@@ -31,10 +32,11 @@ void Gather::start() {
   std::vector<size_t> missing;         // places among `parameters_`
   std::vector<ParameterPtr> replaced;  // something else is gathered for them
   for (auto& parameter : parameters_) {
-    ZERO3_CHECK(!in_backward() || !parameter->gradients.is_delivered_early, "'", parameter->fqn,
+    ZERO3_CHECK(parameter->may_be_gathered(), "'", parameter->fqn,
                 "' may have been stepped in this backward, which needs it again: leave it out of "
                 "step_in_backward");
     unsharded_.push_back(parameter->gathered.full());
+    shards_.push_back(parameter->shard);
     versions_.push_back(parameter->shard_version());
     const size_t place = sources.size();
     sources.push_back(Parameter::source_of(parameter));
@@ -76,14 +78,32 @@ void Gather::snapshot() {
   for (auto& [_, bucket] : buckets_) bucket->snapshot();
 }
 
+bool Gather::is_up_to_date() const {
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const auto& parameter = *parameters_[i];
+    if (!parameter.shard.is_same(shards_[i]) || parameter.shard_version() != versions_[i] ||
+        !parameter.gathered.full().is_same(unsharded_[i]))
+      return false;
+  }
+  return true;
+}
+
+void Gather::follow(std::shared_ptr<void> under_way, std::function<void()> start_next) {
+  under_way_ = std::move(under_way);
+  start_next_ = std::move(start_next);
+}
+
 std::vector<at::Tensor> Gather::finish(bool fresh) {
   const bool is_recorded = at::GradMode::is_enabled();  // eager code records for a backward
   WithoutUserModes guard;
   if (!is_started_) start();
+  under_way_.reset();
+  if (const auto start_next = std::exchange(start_next_, nullptr)) start_next();
   if (ranks_meet_) exchange_presences(parameters_);
   is_started_ = false;
   auto fulls = std::exchange(unsharded_, {});
   const auto versions = std::exchange(versions_, {});
+  shards_.clear();
   for (auto& [places, bucket] : std::exchange(buckets_, {})) {
     const ProfilerRange range([&] { return scope_name(bucket->collective(), "wait"); });
     auto gathered = bucket->finish(fresh);
@@ -155,7 +175,7 @@ void reshard_retained_after_forward(const std::vector<ParameterPtr>& parameters)
 }
 
 std::vector<at::Tensor> gather(const std::vector<ParameterPtr>& parameters) {
-  return Gather(parameters).finish_owned();
+  return request_gather(parameters)->finish_owned();
 }
 
 ForwardEpochs::ForwardEpochs(const std::vector<ParameterPtr>& parameters)

@@ -1,6 +1,7 @@
 // Gathers of parameters over any transport.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -23,6 +24,11 @@ class Gather {
 
   // Lets the shards change before finish(), which still gathers their old values.
   void snapshot();
+
+  // Before finish(): whether a gather that started now would give the same.
+  bool is_up_to_date() const;
+  // Holds `under_way` until finish(), which then calls `start_next` before it waits.
+  void follow(std::shared_ptr<void> under_way, std::function<void()> start_next);
 
   // Waits, and returns the full tensors [rows, ...], each in the parameter's compute dtype and
   // strides. Unless `fresh`, they are views where the transport gathers views. A parameter that
@@ -51,10 +57,13 @@ class Gather {
   const std::vector<Format> formats_;
   std::vector<bool> has_codes_;        // for each parameter, whether codes are gathered
   std::vector<at::Tensor> unsharded_;  // full tensors that were there; else undefined
-  std::vector<uint64_t> versions_;     // versions of the shards
+  std::vector<at::Tensor> shards_;
+  std::vector<uint64_t> versions_;  // of the shards
   std::vector<Started> buckets_;
   bool is_started_ = false;
   bool ranks_meet_ = false;  // for some bucket
+  std::shared_ptr<void> under_way_;
+  std::function<void()> start_next_;
 };
 
 // Tells the transports of `parameters` that a forward reads them without a publication. Counts once

@@ -45,6 +45,8 @@ uint64_t Parameter::shard_version() const {
          (shard.is_inference() ? 0 : shard._version());
 }
 
+bool Parameter::may_be_gathered() const { return !in_backward() || !gradients.is_delivered_early; }
+
 bool Parameter::outlives_forward() const {
   return gathered.state() == Gathered::State::kRetained &&
          (in_backward() || !settings.reshard_after_forward);

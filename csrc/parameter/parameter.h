@@ -24,6 +24,7 @@
 namespace zero3 {
 
 class Channel;
+class GatherOrders;
 class Transport;
 
 // The fixed properties of a parameter.
@@ -87,6 +88,8 @@ struct Parameter : public ParameterSpec {
   at::Tensor shard;  // [shard_rows, ...], read at every gather, never written
   Gathered gathered;
   GradientAccumulator gradients;
+  // Orders of the model's gathers; null if Python prepares each gather of this parameter.
+  std::weak_ptr<GatherOrders> gather_orders;
   // This parameter sharded over some of its ranks between forward and backward; null if it is not.
   // Its shard is undefined outside that interval.
   std::shared_ptr<Parameter> after_forward;
@@ -108,6 +111,9 @@ struct Parameter : public ParameterSpec {
   void follow_version(const at::Tensor& dtensor);
   // Number of changes to the shard that torch's version counters record.
   uint64_t shard_version() const;
+
+  // Whether the running backward, if there is one, cannot have stepped the shard.
+  bool may_be_gathered() const;
 
   // Whether a full tensor gathered now is retained for the next forward or backward.
   bool is_retained_when_gathered(bool in_backward) const {

@@ -83,6 +83,7 @@ def _let_sinks_take(
     parameters = dict.fromkeys(delivered)
     if moment == _C.Moment.END:
         for each in models_numbered(model_numbers):
+            each.gather_orders.end_backward()
             parameters.update(dict.fromkeys(each.parameters))
     by_sink: dict[Sink, list[ShardedParameter]] = {}
     for parameter in parameters:

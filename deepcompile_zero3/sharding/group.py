@@ -157,7 +157,8 @@ class ParameterGroup:
     def _enter(self, forward: EagerForward) -> None:
         """Gathers the group for a forward, if this is the first read of it there."""
         self.gather()
-        if not forward.saved.watch(self, self.parameters, _alive(self.backward_prefetch)):
+        resharded = [parameter for parameter in self.parameters if not self._keeps(parameter)]
+        if not forward.saved.watch(self, resharded, _alive(self.backward_prefetch)):
             return
         self._values.clear()  # the contract may have changed since these were read
         for parameter in self.parameters:
@@ -167,6 +168,17 @@ class ParameterGroup:
             for group in _alive(self.forward_prefetch):
                 group.start_gather()
                 forward.prefetched.append(group)
+
+    def _keeps(self, parameter: ShardedParameter) -> bool:
+        """Returns whether an eager forward keeps what autograd saves of a parameter for backward.
+
+        Where that is left open, it keeps what belongs to the outermost module around others, as
+        FSDP2 does: a model's last layer, whose backward comes first, and embeddings, which no
+        backward reads.
+        """
+        if parameter.reshard_after_forward is None:
+            return self.parent is None and bool(self._children)
+        return not parameter.reshard_after_forward
 
     # ---- gathers
 
@@ -252,6 +264,7 @@ class ParameterGroup:
             recomputes = _C.in_backward()
             if not recomputes and self.model is not None:
                 _C.forget_uses(self.model.number)
+                self.model.gather_orders.begin_forward()
             forward = EagerForward()
             # A checkpoint must save as many tensors when it recomputes, with or without a forward
             # of the model around it: nothing is packed inside of a checkpointed block. An outermost
@@ -305,6 +318,8 @@ class ParameterGroup:
         if forward is None:
             return [self]
         self._update_reads()
+        if self.model is not None:
+            self.model.gather_orders.end_forward()
         if not torch.is_grad_enabled():
             _C.wait_for_shards()  # no backward will
         groups = dict.fromkeys([self, *forward.saved.stop()])

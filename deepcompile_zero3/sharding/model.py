@@ -21,12 +21,14 @@ class ShardedModel:
         parameters: the parameters, in one order on all ranks.
         nbytes: size in bytes of their full tensors in their compute dtypes.
         is_last_backward: whether the next backward is the last one of a step.
+        gather_orders: the orders in which forwards and backwards gather.
     """
 
     def __init__(self, number: int, parameters: Sequence[ShardedParameter]) -> None:
         self.number = number
         self.parameters = tuple(parameters)
         self.is_last_backward = True
+        self.gather_orders = _C.GatherOrders()
         self.update()
         _models.add(self)
         count_steps_while_alive(self)

@@ -229,6 +229,8 @@ class ShardedParameter:
         self._model = weakref.ref(model)
         self.registered.fqn = self.handle.fqn = fqn
         self.handle.model_number = model.number
+        if self.substitute is None and self.budget is None:
+            model.gather_orders.add(self.handle)
         self.handle.register()
         self.update_facts()
 

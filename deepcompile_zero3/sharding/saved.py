@@ -101,32 +101,6 @@ class _SavedView:
         return view if self.spec is None else torch_internals.with_spec(view, self.spec)
 
 
-@dataclass
-class _SavedTensor:
-    """A saved tensor that is not a view of a gathered one.
-
-    Detached: an output would keep its own node alive.
-    """
-
-    tensor: torch.Tensor
-    version: int
-
-    def unpack(self) -> torch.Tensor:
-        now = torch_internals.version_of(self.tensor)
-        if now != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: a tensor {list(self.tensor.shape)} of {self.tensor.dtype} is "
-                f"at version {now}; expected version {self.version} instead"
-            )
-        return self.tensor
-
-
-@torch_internals.disable_dynamo
-def _unpack(unpack: Callable[[], torch.Tensor]) -> torch.Tensor:
-    return unpack()
-
-
 class SavedTensors:
     """Saved-tensors hooks of one outermost forward, from ``start`` to ``stop``."""
 
@@ -135,12 +109,16 @@ class SavedTensors:
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
         # Keyed by ``_address``, which is not reused while the tensor is here.
         self._watched: dict[int, tuple[_Regather, ShardedParameter, torch.Tensor]] = {}
+        self._watched_storages = _C.WatchedStorages()  # the same addresses
         self._storages: dict[ParameterGroup, list[int]] = {}  # the keys above
         self._regathers: WeakValueDictionary[ParameterGroup, _Regather] = WeakValueDictionary()
 
     def start(self) -> None:
         """Starts packing on this thread."""
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(
+            _C.pack_hook(self._watched_storages, self._pack) if self._outer is None else self._pack,
+            _C.unpack_hook,
+        )
         self._hooks.__enter__()
 
     def stop(self) -> list[ParameterGroup]:
@@ -152,12 +130,13 @@ class SavedTensors:
         # Autograd keeps the hooks, and so this object, as long as the packed tensors.
         self._storages.clear()
         self._watched.clear()
+        self._watched_storages.clear()
         return groups
 
     def watch(
         self,
         group: ParameterGroup,
-        parameters: Iterable[ShardedParameter],
+        parameters: Sequence[ShardedParameter],
         following: Iterable[ParameterGroup] = (),
     ) -> bool:
         """Packs the gathered tensors of ``parameters``, of a group, until ``unwatch(group)``.
@@ -169,14 +148,14 @@ class SavedTensors:
         """
         if group in self._storages:
             return False
-        gathered = [p for p in parameters if p.reshard_after_forward is not False]
-        regather = self._regathers[group] = _Regather(gathered, self._regathers, following)
+        regather = self._regathers[group] = _Regather(parameters, self._regathers, following)
         self._storages[group] = []
-        for parameter in gathered:
+        for parameter in parameters:
             full = parameter.handle.gathered
             if full is not None:
                 storage = _address(full)
                 self._watched[storage] = regather, parameter, full
+                self._watched_storages.watch(storage)
                 self._storages[group].append(storage)
                 if parameter.ranks_meet_in_backward:
                     regather.parameters[parameter] = None
@@ -186,6 +165,7 @@ class SavedTensors:
         """Stops watching the gathered tensors of ``group``."""
         for storage in self._storages.pop(group, ()):
             del self._watched[storage]
+            self._watched_storages.unwatch(storage)
 
     @torch_internals.disable_dynamo
     def _pack(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -204,7 +184,7 @@ class SavedTensors:
         if self._outer is not None:
             pack_hook, unpack_hook = self._outer
             return functools.partial(unpack_hook, pack_hook(tensor))
-        return _SavedTensor(tensor.detach(), torch_internals.version_of(tensor)).unpack
+        return _C.SavedTensor(tensor).unpack
 
 
 def _address(tensor: Any) -> int:

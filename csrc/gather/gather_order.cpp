@@ -1,0 +1,120 @@
+#include "gather/gather_order.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "support/autograd.h"
+#include "transport/transport.h"
+
+namespace zero3 {
+
+namespace {
+
+// Returns the orders of the model of all `parameters`; null if there are several models, if what
+// is gathered is made when it is gathered, or if the backward reads what its forward has published:
+// only at its own gather is it known whether that is there still.
+std::shared_ptr<GatherOrders> orders_of(const std::vector<ParameterPtr>& parameters) {
+  if (parameters.empty()) return nullptr;
+  const auto orders = parameters.front()->gather_orders.lock();
+  const bool has_others = std::ranges::any_of(parameters, [&](auto& parameter) {
+    return parameter->gather_orders.lock() != orders ||
+           (in_backward() && parameter->transport->can.publishes);
+  });
+  return has_others ? nullptr : orders;
+}
+
+}  // namespace
+
+bool GatherOrder::Request::is_for(const std::vector<ParameterPtr>& others,
+                                  const std::vector<Gather::Format>& their_formats) const {
+  return std::ranges::equal(parameters, others,
+                            [](auto& mine, auto& other) { return mine.lock() == other; }) &&
+         formats == their_formats;
+}
+
+void GatherOrder::begin() {
+  end();
+  is_running_ = true;
+}
+
+void GatherOrder::end() {
+  drop_ahead();
+  if (!is_running_) return;
+  is_running_ = false;
+  requests_.resize(std::exchange(position_, 0));
+  is_new_ = false;
+}
+
+void GatherOrder::drop_ahead() {
+  ahead_.clear();
+  bytes_ahead_ = 0;
+}
+
+std::unique_ptr<Gather> GatherOrder::take(const std::vector<ParameterPtr>& parameters,
+                                          const std::vector<Gather::Format>& formats) {
+  if (!is_new_ &&
+      !(position_ < requests_.size() && requests_[position_].is_for(parameters, formats))) {
+    requests_.resize(position_);
+    is_new_ = true;
+    drop_ahead();
+  }
+  if (is_new_) {
+    int64_t nbytes = 0;
+    for (auto& parameter : parameters) nbytes += parameter->nbytes();
+    requests_.push_back({{parameters.begin(), parameters.end()}, formats, nbytes});
+  }
+  const auto nbytes = requests_[position_++].nbytes;
+  if (ahead_.empty()) return nullptr;
+  auto gather = std::move(ahead_.front());
+  ahead_.pop_front();
+  bytes_ahead_ -= nbytes;
+  if (gather->is_up_to_date()) return gather;
+  drop_ahead();  // what has changed one shard may have changed others
+  return nullptr;
+}
+
+std::shared_ptr<void> GatherOrder::under_way() const {
+  const auto nbytes = requests_[position_ - 1].nbytes;
+  *bytes_under_way_ += nbytes;
+  return {nullptr, [all = bytes_under_way_, nbytes](void*) { *all -= nbytes; }};
+}
+
+void GatherOrder::start_next(int64_t nbytes) {
+  while (!is_new_ && position_ + ahead_.size() < requests_.size()) {
+    const auto& next = requests_[position_ + ahead_.size()];
+    const auto now = bytes_ahead_ + *bytes_under_way_;
+    if (now > 0 && now + next.nbytes > nbytes) return;
+    std::vector<ParameterPtr> parameters;
+    for (auto& each : next.parameters) {
+      parameters.push_back(each.lock());
+      if (!parameters.back() || !parameters.back()->may_be_gathered()) return;
+    }
+    ahead_.push_back(std::make_unique<Gather>(std::move(parameters), next.formats));
+    bytes_ahead_ += next.nbytes;
+  }
+}
+
+GatherOrder* GatherOrders::current() {
+  if (!in_backward()) return forward_.is_running() ? &forward_ : nullptr;
+  if (std::exchange(running_backward_, running_backward()) != running_backward_) {
+    forward_.end();
+    backward_.begin();
+  }
+  return &backward_;
+}
+
+std::unique_ptr<Gather> request_gather(std::vector<ParameterPtr> parameters,
+                                       std::vector<Gather::Format> formats) {
+  formats.resize(parameters.size());
+  const auto orders = orders_of(parameters);
+  auto* order = orders ? orders->current() : nullptr;
+  if (order == nullptr) return std::make_unique<Gather>(std::move(parameters), std::move(formats));
+  auto gather = order->take(parameters, formats);
+  if (!gather) gather = std::make_unique<Gather>(std::move(parameters), std::move(formats));
+  gather->follow(order->under_way(), [orders] {
+    if (auto* running = orders->current()) running->start_next(orders->bytes_ahead);
+  });
+  return gather;
+}
+
+}  // namespace zero3
