@@ -7,6 +7,7 @@ python -m bench compile -w A -m floor,zero3              # the first step, cold 
 python -m bench -w B -m zero3-c10d-twice,without-pool    # without one optimization
 python -m bench primitives                               # of gloo, at some sizes
 python -m bench overhead                                 # a step of 300 small parameters
+python -m bench host                                     # the host's time by phase of a step
 python -m bench optimizers                               # steps of Muon and AdamW on shards
 python -m bench agreement -w B,deep                      # how long ranks take to agree on gradients
 python -m bench gpu                                      # on a GPU: kernels, a step, what overlaps
@@ -34,7 +35,7 @@ import torch.multiprocessing as mp
 from rich.console import Console
 from rich.progress import track
 
-from bench import gpu, optimizers, planning, report
+from bench import gpu, host, optimizers, planning, report
 from bench import offload as offloading
 from bench import overhead as small
 from bench import primitives as gloo
@@ -153,6 +154,24 @@ def overhead(args: argparse.Namespace) -> None:
     print("| 300 parameters | ms a step | more, µs a parameter |\n| --- | ---: | ---: |")
     for name, seconds in medians.items():
         print(f"| {name} | {seconds * 1e3:.2f} | {(seconds - base) / 300 * 1e6:.1f} |")
+
+
+def host_time(args: argparse.Namespace) -> None:
+    """Times the host: microseconds of a rank's processor a parameter, for each phase of a step."""
+    print(f"| blocks | mode | {' | '.join(host.PHASES)} | all |")
+    print(f"| ---: | --- |{' ---: |' * (len(host.PHASES) + 1)}")
+    for blocks in args.blocks:
+        with tempfile.TemporaryDirectory() as folder, mp.Manager() as manager:
+            rows = manager.list()
+            given = args.ranks, f"{folder}/store", blocks, args.rounds, rows
+            with console.status(
+                f"{blocks} blocks: compiling, and {args.rounds} steps of each mode"
+            ):
+                mp.spawn(host.measure, given, args.ranks)
+            for name, phases in rows:
+                each = [1e6 * seconds / (host.PARAMETERS * blocks) for seconds in phases]
+                cells = " | ".join(f"{time:.1f}" for time in (*each, sum(each)))
+                print(f"| {blocks} | {name} | {cells} |")
 
 
 def step_optimizers(args: argparse.Namespace) -> None:
@@ -301,6 +320,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         )
     part.add_argument("--output", type=Path, default=Path("build/bench"), help="folder of the plot")
     part.set_defaults(run=compile)
+    times = parts.add_parser("host", help=host_time.__doc__)
+    times.add_argument("--blocks", type=int, nargs="+", default=[64, 256], metavar="N")
+    times.add_argument("--ranks", type=int, default=2)
+    times.add_argument("--rounds", type=int, default=15, help="steps of each mode")
+    times.set_defaults(run=host_time, malloc="default")
     owned = parts.add_parser("optimizers", help=step_optimizers.__doc__)
     owned.add_argument("--ranks", type=int, default=2)
     owned.add_argument("--rounds", type=int, default=15, help="steps of each optimizer")
