@@ -12,7 +12,7 @@ SHELL = bash
 .SHELLFLAGS = -o pipefail -c
 
 BIN = $(VENV)/bin
-CXX_SOURCES = $(wildcard $(foreach kind,cpp h cu cuh,csrc/*.$(kind) csrc/*/*.$(kind)))
+CXX_SOURCES = $(wildcard $(foreach kind,cpp h cu cuh,csrc/*.$(kind) csrc/*/*.$(kind) csrc/*/*/*.$(kind)))
 CXX_TESTS = $(wildcard tests/*/*.cpp)
 BUILD_SOURCES = setup.py pyproject.toml $(CXX_SOURCES)
 PACKAGE_SOURCES = $(wildcard $(addprefix deepcompile_zero3/,*.py */*.py */*/*.py */*.html))
@@ -146,7 +146,7 @@ LOG = $(VENV)/$(@F).log
 INSTALL = PYTHONUNBUFFERED=1 $(BIN)/pip install --progress-bar off --no-compile
 BRIEFLY = 2>&1 | tee $(LOG) | sed -unE \
   -e 's,^ *(Downloading|Processing|Using cached) (.*/)?([^/ ]+-[0-9][^-/ ]*)(-[^ ]*)?\.(whl|tar\.gz)( \(([0-9.]+ .B)\))?.*,  \3  \7,p' \
-  -e 's,^ *(\[[0-9]+/[0-9]+\]) .* -c [^ ]*/(csrc/[a-z_/]+\.[a-z]+) .*,  \1 \2,p' || \
+  -e 's,^ *(\[[0-9]+/[0-9]+\]) .* -c [^ ]*/(csrc/[a-z0-9_/]+\.[a-z]+) .*,  \1 \2,p' || \
   { grep -E '[:)] (fatal )?error: ' $(LOG) | tail -n 20; tail -n 20 $(LOG); \
     echo "failed: all of what was said is in $(LOG)"; exit 1; } >&2
 

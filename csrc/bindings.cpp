@@ -6,6 +6,8 @@
 #include <torch/csrc/utils/pybind.h>
 #include <unistd.h>
 
+#include "features/quantized/bindings.h"
+#include "features/tier/bindings.h"
 #include "gather/gather.h"
 #include "gather/gather_order.h"
 #include "kernels/copy.h"
@@ -22,7 +24,6 @@
 #include "support/signals.h"
 #include "support/tensor_ops.h"
 #include "support/user_state.h"
-#include "tier/bindings.h"
 #include "transport/bindings.h"
 #include "transport/transport.h"
 
@@ -126,17 +127,19 @@ void check_python_signals() {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_tiers(m);
+  bind_quantized(m);
   bind_transports(m);
   bind_parameters(m);
 
   py::class_<Gather>(m, "Gather")
       // No call guard: it would cover pybind11's own list of objects too.
-      .def(py::init([](std::vector<ParameterPtr> parameters, const std::string& formats) {
+      .def(py::init([](const py::sequence& sources, const std::string& formats) {
+             auto wanted = gatherables(sources);
              py::gil_scoped_release released;
-             auto parsed = parse_formats(formats, parameters.size());
-             return request_gather(std::move(parameters), std::move(parsed));
+             auto codecs = codecs_of(formats, wanted.size());
+             return request_gather(std::move(wanted), std::move(codecs));
            }),
-           py::arg("parameters"), py::arg("formats") = "")
+           py::arg("sources"), py::arg("formats") = "")
       .def("snapshot", &Gather::snapshot, py::call_guard<py::gil_scoped_release>())
       .def("finish", &Gather::finish, py::arg("fresh"), py::call_guard<py::gil_scoped_release>());
 
@@ -149,10 +152,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("end_backward", &GatherOrders::end_backward)
       .def_readwrite("bytes_ahead", &GatherOrders::bytes_ahead);
   py::class_<ForwardEpochs>(m, "ForwardEpochs")
-      .def(py::init<const std::vector<ParameterPtr>&>())
+      .def(py::init([](const py::sequence& sources) {
+        std::vector<SourcePtr> result;
+        for (auto& each : gatherables(sources)) result.push_back(std::move(each.source));
+        return std::make_unique<ForwardEpochs>(result);
+      }))
       .def("begin_backward", &ForwardEpochs::begin_backward);
   m.def("invalidate", [](const std::vector<ParameterPtr>& parameters) {
-    for (auto& parameter : parameters) parameter->transport->invalidate();
+    for (auto& parameter : parameters) parameter->transport()->invalidate();
   });
 
   m.attr("MAX_IN_FLIGHT") = kMaxInFlight;
@@ -260,13 +267,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("limit_buffers", &limit_pool, py::call_guard<py::gil_scoped_release>());
   m.def("make_placeholder", &make_placeholder);
   m.def("declare_grad_dtype", &declare_grad_dtype);
-  m.def("quantize", [](const at::Tensor& rows, const std::string& format) {
-    return quantize(rows, parse_formats(format, 1).front().value());
-  });
-  m.def("dequantize",
-        [](const at::Tensor& rows, const at::Tensor& quantized, const std::string& format) {
-          dequantize(rows, quantized, parse_formats(format, 1).front().value());
-        });
   m.def("copy_to_flat", &copy_to_flat);
   m.def("copy_from_flat", &copy_from_flat);
   m.def("copy_all",

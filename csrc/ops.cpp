@@ -53,10 +53,11 @@ Tensor token_after(at::TensorList placeholders) {
 
 Tensor all_gather_start(at::TensorList placeholders, const std::optional<Tensor>& after,
                         std::string formats) {
-  std::vector<ParameterPtr> parameters;
-  for (auto& placeholder : placeholders) parameters.push_back(Registry::get().find(placeholder));
+  std::vector<Gatherable> wanted;
+  for (auto& placeholder : placeholders)
+    wanted.push_back(Registry::get().find_gatherable(placeholder));
   return InFlight<Gather>::get().add(
-      request_gather(std::move(parameters), parse_formats(formats, placeholders.size())));
+      request_gather(std::move(wanted), codecs_of(formats, placeholders.size())));
 }
 
 // Returns fresh memory: a compiler may write to it after its last use.
@@ -80,15 +81,15 @@ std::vector<Tensor> all_gather_views(const Tensor& handle, at::TensorList placeh
 // An empty contract means that the user calls, inside defer_reduction, and not a graph.
 void check_reducible(const Parameter& parameter, const std::string& contract) {
   const auto expected = contract_name(parameter.settings.gradient_dtypes.leaf);
-  ZERO3_CHECK(contract.empty() || contract == expected, "the contract of '", parameter.fqn,
+  ZERO3_CHECK(contract.empty() || contract == expected, "the contract of '", parameter.fqn(),
               "' (grad_dtype) was ", contract, " in the forward of this backward and is ", expected,
               " now: set grad_dtype before the forward");
-  ZERO3_CHECK(in_backward() || !contract.empty(), "zero3::reduce_grad('", parameter.fqn,
+  ZERO3_CHECK(in_backward() || !contract.empty(), "zero3::reduce_grad('", parameter.fqn(),
               "') was called outside of a backward: call it inside of defer_reduction(model)");
-  ZERO3_CHECK(in_backward(), "the gradient of '", parameter.fqn,
+  ZERO3_CHECK(in_backward(), "the gradient of '", parameter.fqn(),
               "' was computed in forward. It does not depend on that of the loss, and this backend "
               "moved it there: use backend='zero3', or eager");
-  check_not_compiled(parameter.fqn);
+  check_not_compiled(parameter.fqn());
 }
 
 Tensor reduce_grad(const Tensor& grad, const Tensor& placeholder,
@@ -121,7 +122,7 @@ Tensor reduce_rows(at::TensorList rows, const Tensor& placeholder,
   check_reducible(*parameter, contract);
   const BelowAutograd guard;
   auto reduction = Reduction::current();
-  auto grad = reduction->empty_for(*parameter, parameter->sizes, rows[1].options());
+  auto grad = reduction->empty_for(*parameter, parameter->sizes(), rows[1].options());
   auto indices = rows[0].reshape({-1}).clamp(0, grad.size(0) - 1);  // rows of zeros may lie outside
   grad.zero_().index_add_(0, indices, rows[1].reshape({-1, grad.size(1)}));
   reduction->add(parameter, grad, /*owned=*/true);
@@ -130,9 +131,9 @@ Tensor reduce_rows(at::TensorList rows, const Tensor& placeholder,
 
 // Returns fresh memory: a compiler may write to an operator's result.
 Tensor unshard(const Tensor& placeholder, std::string contract) {
-  auto parameter = Registry::get().find(placeholder);
-  if (prepare_unshard) prepare_unshard(parameter->placeholder);
-  return gather({parameter})[0];
+  auto wanted = Registry::get().find_gatherable(placeholder);
+  if (prepare_unshard) prepare_unshard(wanted.source->placeholder);
+  return gather(std::move(wanted));
 }
 
 // Returns a view that shares the version counter, so that a write to the view is noticed.
@@ -199,7 +200,7 @@ class Unshard : public torch::autograd::Function<Unshard> {
     const auto& placeholder = context->saved_data["placeholder"].toTensor();
     if (c10::GradMode::is_enabled()) {
       auto parameter = Registry::get().find_or_null(placeholder);
-      ZERO3_CHECK(false, "the gradient of '", parameter ? parameter->fqn : "a sharded parameter",
+      ZERO3_CHECK(false, "the gradient of '", parameter ? parameter->fqn() : "a sharded parameter",
                   "' cannot be differentiated again: backward(create_graph=True) is not supported");
     }
     if (grads[0].defined())
@@ -296,17 +297,17 @@ void add_uses(const std::vector<ParameterPtr>& parameters, bool first) {
 }
 
 Tensor read_gathered(const ParameterPtr& parameter) {
-  ZERO3_CHECK(parameter->gathered.is_unsharded(), "'", parameter->fqn, "' is not gathered");
+  ZERO3_CHECK(parameter->gathered.is_unsharded(), "'", parameter->fqn(), "' is not gathered");
   parameter->gathered.make_writable();
-  return apply_unshard(parameter->placeholder, "", parameter->gathered.full());
+  return apply_unshard(parameter->placeholder(), "", parameter->gathered.full());
 }
 
 Tensor read_as(const ParameterPtr& parameter, const Tensor& full) {
-  return apply_unshard(parameter->placeholder, "", full);
+  return apply_unshard(parameter->placeholder(), "", full);
 }
 
 Tensor gather_and_read(const ParameterPtr& parameter) {
-  return apply_unshard(parameter->placeholder, "", gather({parameter})[0]);
+  return apply_unshard(parameter->placeholder(), "", gather({parameter->source, parameter}));
 }
 
 void set_prepare_unshard(std::function<void(const Tensor&)> function) {

@@ -195,7 +195,9 @@ class CompiledGraph:
             return outputs
         has_backward = torch.is_grad_enabled()
         if has_backward:
-            _C.add_uses([s.handle for s in sources if s.placeholder.requires_grad], is_whole)
+            _C.add_uses(
+                [s.parameter.handle for s in sources if s.placeholder.requires_grad], is_whole
+            )
         if is_recording_graphs():
             outputs = run_recorded(self._run, args, self._pipeline.number, sources)
         else:

@@ -14,41 +14,48 @@
 
 namespace zero3 {
 
-Gather::Gather(std::vector<ParameterPtr> parameters, std::vector<Format> formats)
-    : parameters_(std::move(parameters)),
-      formats_(formats.empty() ? std::vector<Format>(parameters_.size()) : std::move(formats)),
-      has_codes_(parameters_.size()) {
+Gather::Gather(std::vector<Gatherable> wanted, std::vector<const Codec*> codecs)
+    : wanted_(std::move(wanted)),
+      codecs_(codecs.empty() ? std::vector<const Codec*>(wanted_.size()) : std::move(codecs)),
+      is_encoded_(wanted_.size()) {
+  for (auto& each : wanted_)
+    if (each.parameter) parameters_.push_back(each.parameter);
   start();
 }
 
 void Gather::start() {
   WithoutUserModes guard;
-  ZERO3_CHECK(!handles_signals() || parameters_.empty(), "a signal handler cannot gather '",
-              parameters_.front()->fqn,
+  ZERO3_CHECK(!handles_signals() || wanted_.empty(), "a signal handler cannot gather '",
+              wanted_.front().source->fqn,
               "', since other ranks do not: read shards, or set a flag and act between steps");
   is_started_ = true;
   note_skipped_gathers(parameters_);
-  std::vector<ParameterPtr> sources;   // for each parameter, the one whose shards are gathered
-  std::vector<size_t> missing;         // places among `parameters_`
+  std::vector<SourcePtr> sources;      // for each of `wanted_`, the one that is gathered
+  std::vector<size_t> missing;         // places among `wanted_`
   std::vector<ParameterPtr> replaced;  // something else is gathered for them
-  for (auto& parameter : parameters_) {
-    ZERO3_CHECK(parameter->may_be_gathered(), "'", parameter->fqn,
+  for (auto& [source, parameter] : wanted_) {
+    const size_t place = sources.size();
+    const auto* codec = codecs_[place];
+    shards_.push_back(source->shard);
+    versions_.push_back(source->version());
+    if (!parameter) {
+      unsharded_.emplace_back();
+      sources.push_back(source);
+      missing.push_back(place);
+      continue;
+    }
+    ZERO3_CHECK(parameter->may_be_gathered(), "'", source->fqn,
                 "' may have been stepped in this backward, which needs it again: leave it out of "
                 "step_in_backward");
     unsharded_.push_back(parameter->gathered.full());
-    shards_.push_back(parameter->shard);
-    versions_.push_back(parameter->shard_version());
-    const size_t place = sources.size();
-    sources.push_back(Parameter::source_of(parameter));
-    const auto& format = formats_[place];
-    if (format) {
-      // Rows that a forward has left on fewer ranks are rounded already.
-      if (sources[place] == parameter) sources[place] = parameter->quantized(*format);
+    if (codec) {
       replaced.push_back(parameter);
     } else if (parameter->gathered.is_unsharded()) {
+      sources.emplace_back();
       continue;
     }
-    has_codes_[place] = format && sources[place]->compute_dtype == at::kByte;
+    sources.push_back(parameter->source_now(codec));
+    is_encoded_[place] = codec && sources[place]->dtype == at::kByte;
     missing.push_back(place);
   }
   count_unpublished(replaced);
@@ -56,18 +63,18 @@ void Gather::start() {
     const auto& first = *sources[missing.front()];
     const auto alike = [&](size_t place) {
       const auto& other = *sources[place];
-      return other.compute_dtype == first.compute_dtype && other.transport->joins(*first.transport);
+      return other.dtype == first.dtype && other.transport->joins(*first.transport);
     };
     std::vector<size_t> places;
     std::ranges::copy_if(missing, std::back_inserter(places), alike);
     std::erase_if(missing, alike);
-    std::vector<ParameterPtr> members;
+    std::vector<SourcePtr> members;
     for (auto place : places) members.push_back(sources[place]);
     buckets_.push_back({std::move(places), first.transport->gather_bucket(std::move(members))});
   }
   ranks_meet_ = std::ranges::any_of(buckets_, [](auto& each) { return each.bucket->ranks_meet(); });
   if (ranks_meet_) announce_presences(parameters_);
-  for (auto& [_, bucket] : buckets_) {  // once every bucket has accepted its parameters
+  for (auto& [_, bucket] : buckets_) {  // once every bucket has accepted its sources
     const ProfilerRange range([&] { return scope_name(bucket->collective(), "start"); });
     bucket->start();
   }
@@ -79,10 +86,10 @@ void Gather::snapshot() {
 }
 
 bool Gather::is_up_to_date() const {
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    const auto& parameter = *parameters_[i];
-    if (!parameter.shard.is_same(shards_[i]) || parameter.shard_version() != versions_[i] ||
-        !parameter.gathered.full().is_same(unsharded_[i]))
+  for (size_t i = 0; i < wanted_.size(); ++i) {
+    const auto& [source, parameter] = wanted_[i];
+    if (!source->shard.is_same(shards_[i]) || source->version() != versions_[i] ||
+        (parameter && !parameter->gathered.full().is_same(unsharded_[i])))
       return false;
   }
   return true;
@@ -109,11 +116,12 @@ std::vector<at::Tensor> Gather::finish(bool fresh) {
     auto gathered = bucket->finish(fresh);
     for (size_t i = 0; i < gathered.size(); ++i) {
       const auto place = places[i];
-      auto& parameter = *parameters_[place];
       fulls[place] = full_of(place, gathered[i]);
+      if (!wanted_[place].parameter) continue;
+      auto& parameter = *wanted_[place].parameter;
       const bool has_backward = is_recorded || parameter.gradients.pending_uses() > 0;
-      const bool is_rounded = formats_[place].has_value();
-      if (is_rounded && !in_backward() && !has_backward) parameter.forget_quantized();
+      const bool is_rounded = codecs_[place];
+      if (is_rounded && !in_backward() && !has_backward) parameter.substitutes.forget_encoded();
       retain(parameter, fulls[place], !fresh, versions[place], has_backward, is_rounded);
     }
   }
@@ -121,21 +129,21 @@ std::vector<at::Tensor> Gather::finish(bool fresh) {
 }
 
 at::Tensor Gather::full_of(size_t place, const at::Tensor& gathered) const {
-  if (!has_codes_[place]) return gathered;
-  const Parameter& parameter = *parameters_[place];
-  auto full = pooled_empty(parameter.sizes, parameter.strides,
-                           gathered.options().dtype(parameter.compute_dtype));
-  dequantize(full, gathered, *formats_[place]);
+  if (!is_encoded_[place]) return gathered;
+  const Source& source = *wanted_[place].source;
+  auto full = pooled_empty(source.sizes, source.strides, gathered.options().dtype(source.dtype));
+  codecs_[place]->decode(full, gathered);
   return full;
 }
 
 void Gather::retain(Parameter& parameter, const at::Tensor& full, bool read_only, uint64_t version,
                     bool has_backward, bool is_rounded) {
-  if (parameter.after_forward && !in_backward()) {
+  auto& substitutes = parameter.substitutes;
+  if (substitutes.after_forward && !in_backward()) {
     if (has_backward)
-      parameter.shard_after_forward(full);
+      substitutes.shard_after_forward(full);
     else
-      parameter.forget_after_forward();
+      substitutes.forget_after_forward();
   }
   if (!is_rounded && parameter.is_retained_when_gathered(in_backward()))
     parameter.gathered.retain(full, read_only, version);
@@ -145,7 +153,9 @@ std::vector<at::Tensor> Gather::finish_owned() {
   auto fulls = finish(/*fresh=*/true);
   WithoutUserModes guard;
   for (size_t i = 0; i < fulls.size(); ++i)
-    if (parameters_[i]->gathered.full().is_same(fulls[i])) fulls[i] = pooled_copy(fulls[i]);
+    if (const auto& parameter = wanted_[i].parameter;
+        parameter && parameter->gathered.full().is_same(fulls[i]))
+      fulls[i] = pooled_copy(fulls[i]);
   return fulls;
 }
 
@@ -153,7 +163,7 @@ void count_unpublished(const std::vector<ParameterPtr>& parameters) {
   if (in_backward()) return;
   std::vector<Transport*> counted;
   for (auto& parameter : parameters) {
-    auto* transport = parameter->transport.get();
+    auto* transport = parameter->transport().get();
     if (std::ranges::any_of(counted, [&](auto* other) { return other->joins(*transport); }))
       continue;
     transport->count_unpublished_forward();
@@ -162,9 +172,9 @@ void count_unpublished(const std::vector<ParameterPtr>& parameters) {
 }
 
 void note_skipped_gathers(const std::vector<ParameterPtr>& parameters) {
-  auto retained = parameters;
-  std::erase_if(retained, [](auto& parameter) {
-    return parameter->gathered.state() != Gathered::State::kRetained;
+  std::vector<ParameterPtr> retained;
+  std::ranges::copy_if(parameters, std::back_inserter(retained), [](auto& parameter) {
+    return parameter->gathered.state() == Gathered::State::kRetained;
   });
   count_unpublished(retained);
 }
@@ -174,23 +184,24 @@ void reshard_retained_after_forward(const std::vector<ParameterPtr>& parameters)
     if (!parameter->outlives_forward()) parameter->gathered.reshard_retained();
 }
 
-std::vector<at::Tensor> gather(const std::vector<ParameterPtr>& parameters) {
-  return request_gather(parameters)->finish_owned();
+at::Tensor gather(Gatherable wanted) {
+  std::vector<Gatherable> one;
+  one.push_back(std::move(wanted));
+  return request_gather(std::move(one))->finish_owned()[0];
 }
 
-ForwardEpochs::ForwardEpochs(const std::vector<ParameterPtr>& parameters)
-    : fqn_(parameters.empty() ? "" : parameters.front()->fqn) {
-  for (auto& parameter : parameters)
-    if (parameter->transport->can.publishes)
-      epochs_.emplace_back(parameter, parameter->transport->epoch());
+ForwardEpochs::ForwardEpochs(const std::vector<SourcePtr>& sources)
+    : fqn_(sources.empty() ? "" : sources.front()->fqn) {
+  for (auto& source : sources)
+    if (source->transport->can.publishes) epochs_.emplace_back(source, source->transport->epoch());
 }
 
 bool ForwardEpochs::begin_backward() const {
   if (!fqn_.empty()) check_not_compiled(fqn_);
   bool publishes = false;
   for (auto& [weak, epoch] : epochs_)
-    if (const auto parameter = weak.lock())
-      publishes |= parameter->transport->expect_epoch(*parameter, epoch);
+    if (const auto source = weak.lock())
+      publishes |= source->transport->expect_epoch(*source, epoch);
   return publishes;
 }
 

@@ -1,4 +1,4 @@
-// Gathers of parameters over any transport.
+// Gathers of parameters, and of what stands in their place, over any transport.
 #pragma once
 
 #include <functional>
@@ -6,21 +6,19 @@
 #include <utility>
 #include <vector>
 
-#include "kernels/quantize.h"
-#include "parameter/parameter.h"
+#include "parameter/codec.h"
+#include "parameter/registry.h"
 #include "transport/gather_bucket.h"
 
 namespace zero3 {
 
-// A started gather of parameters. It has one collective for each compute dtype and set of
-// transports that join, in order of appearance. A parameter that has its full tensor takes part
-// only if it is gathered quantized. Shards are cast before they are sent, or quantized.
+// A started gather. It has one collective for each dtype and set of transports that join, in order
+// of appearance. A parameter that has its full tensor takes part only if it is gathered encoded.
+// Shards are cast before they are sent, or encoded.
 class Gather {
  public:
-  using Format = std::optional<QuantizedFormat>;
-
-  // `formats` of the shards on the wire, one for each of `parameters`; none if it is empty.
-  explicit Gather(std::vector<ParameterPtr> parameters, std::vector<Format> formats = {});
+  // `codecs` of the shards on the wire, one for each of `wanted`, or null; none if it is empty.
+  explicit Gather(std::vector<Gatherable> wanted, std::vector<const Codec*> codecs = {});
 
   // Lets the shards change before finish(), which still gathers their old values.
   void snapshot();
@@ -30,9 +28,9 @@ class Gather {
   // Holds `under_way` until finish(), which then calls `start_next` before it waits.
   void follow(std::shared_ptr<void> under_way, std::function<void()> start_next);
 
-  // Waits, and returns the full tensors [rows, ...], each in the parameter's compute dtype and
-  // strides. Unless `fresh`, they are views where the transport gathers views. A parameter that
-  // had a full tensor already gives that tensor, unless it is gathered quantized. A second call
+  // Waits, and returns the full tensors [rows, ...], each in the dtype and strides of its source.
+  // Unless `fresh`, they are views where the transport gathers views. A parameter that had a full
+  // tensor already gives that tensor, unless it is gathered encoded. A second call
   // gathers again: an operator may run more than once on a handle.
   std::vector<at::Tensor> finish(bool fresh);
   // Like finish(/*fresh=*/true), but copies results that Parameter::gathered has too: the caller
@@ -41,21 +39,22 @@ class Gather {
 
  private:
   void start();
-  // Returns the full tensor of a bucket's result: that result, unless it is quantized.
+  // Returns the full tensor of a bucket's result: that result, unless it is encoded.
   at::Tensor full_of(size_t place, const at::Tensor& gathered) const;
   // Retains a full tensor, or shards it after_forward, if later forwards or backwards need it. Only
-  // the graph that gathered a quantized one may read that.
+  // the graph that gathered an encoded one may read that.
   static void retain(Parameter& parameter, const at::Tensor& full, bool read_only, uint64_t version,
                      bool has_backward, bool is_rounded);
 
   struct Started {
-    std::vector<size_t> places;  // of the bucket's parameters among `parameters_`
+    std::vector<size_t> places;  // of the bucket's sources among `wanted_`
     std::unique_ptr<GatherBucket> bucket;
   };
 
-  std::vector<ParameterPtr> parameters_;  // no duplicates
-  const std::vector<Format> formats_;
-  std::vector<bool> has_codes_;        // for each parameter, whether codes are gathered
+  const std::vector<Gatherable> wanted_;  // no duplicates
+  std::vector<ParameterPtr> parameters_;  // those of `wanted_`
+  const std::vector<const Codec*> codecs_;
+  std::vector<bool> is_encoded_;       // for each of `wanted_`, whether bytes are gathered
   std::vector<at::Tensor> unsharded_;  // full tensors that were there; else undefined
   std::vector<at::Tensor> shards_;
   std::vector<uint64_t> versions_;  // of the shards
@@ -78,20 +77,20 @@ void note_skipped_gathers(const std::vector<ParameterPtr>& parameters);
 void reshard_retained_after_forward(const std::vector<ParameterPtr>& parameters);
 
 // Starts a gather, and calls finish_owned().
-std::vector<at::Tensor> gather(const std::vector<ParameterPtr>& parameters);
+at::Tensor gather(Gatherable wanted);
 
 // The epochs of the publications that a forward has read.
 class ForwardEpochs {
  public:
-  explicit ForwardEpochs(const std::vector<ParameterPtr>& parameters);
+  explicit ForwardEpochs(const std::vector<SourcePtr>& sources);
 
   // Call when the backward of this forward begins. Returns whether a read will publish again, for
   // which all ranks have to meet. Raises under compiled autograd, before that reads a parameter.
   bool begin_backward() const;
 
  private:
-  std::string fqn_;  // of a parameter, or "" if there are none
-  std::vector<std::pair<std::weak_ptr<Parameter>, uint64_t>> epochs_;
+  std::string fqn_;  // of a source, or "" if there are none
+  std::vector<std::pair<std::weak_ptr<Source>, uint64_t>> epochs_;
 };
 
 }  // namespace zero3

@@ -10,26 +10,27 @@ namespace zero3 {
 
 namespace {
 
-// Returns the orders of the model of all `parameters`; null if there are several models, if what
+// Returns the orders of the model of all `wanted`; null if there are several models, if what
 // is gathered is made when it is gathered, or if the backward reads what its forward has published:
 // only at its own gather is it known whether that is there still.
-std::shared_ptr<GatherOrders> orders_of(const std::vector<ParameterPtr>& parameters) {
-  if (parameters.empty()) return nullptr;
-  const auto orders = parameters.front()->gather_orders.lock();
-  const bool has_others = std::ranges::any_of(parameters, [&](auto& parameter) {
-    return parameter->gather_orders.lock() != orders ||
-           (in_backward() && parameter->transport->can.publishes);
-  });
-  return has_others ? nullptr : orders;
+std::shared_ptr<GatherOrders> orders_of(const std::vector<Gatherable>& wanted) {
+  std::shared_ptr<GatherOrders> orders;
+  for (auto& [source, parameter] : wanted) {
+    const auto its_orders = parameter ? parameter->gather_orders.lock() : nullptr;
+    if (!its_orders || (orders && its_orders != orders)) return nullptr;
+    if (in_backward() && source->transport->can.publishes) return nullptr;
+    orders = its_orders;
+  }
+  return orders;
 }
 
 }  // namespace
 
-bool GatherOrder::Request::is_for(const std::vector<ParameterPtr>& others,
-                                  const std::vector<Gather::Format>& their_formats) const {
-  return std::ranges::equal(parameters, others,
-                            [](auto& mine, auto& other) { return mine.lock() == other; }) &&
-         formats == their_formats;
+bool GatherOrder::Request::is_for(const std::vector<Gatherable>& wanted,
+                                  const std::vector<const Codec*>& their_codecs) const {
+  return codecs == their_codecs &&
+         std::ranges::equal(parameters, wanted,
+                            [](auto& mine, auto& other) { return mine.lock() == other.parameter; });
 }
 
 void GatherOrder::begin() {
@@ -50,18 +51,19 @@ void GatherOrder::drop_ahead() {
   bytes_ahead_ = 0;
 }
 
-std::unique_ptr<Gather> GatherOrder::take(const std::vector<ParameterPtr>& parameters,
-                                          const std::vector<Gather::Format>& formats) {
-  if (!is_new_ &&
-      !(position_ < requests_.size() && requests_[position_].is_for(parameters, formats))) {
+std::unique_ptr<Gather> GatherOrder::take(const std::vector<Gatherable>& wanted,
+                                          const std::vector<const Codec*>& codecs) {
+  if (!is_new_ && !(position_ < requests_.size() && requests_[position_].is_for(wanted, codecs))) {
     requests_.resize(position_);
     is_new_ = true;
     drop_ahead();
   }
   if (is_new_) {
-    int64_t nbytes = 0;
-    for (auto& parameter : parameters) nbytes += parameter->nbytes();
-    requests_.push_back({{parameters.begin(), parameters.end()}, formats, nbytes});
+    auto& request = requests_.emplace_back(Request{{}, codecs, 0});
+    for (auto& [source, parameter] : wanted) {
+      request.parameters.push_back(parameter);
+      request.nbytes += source->nbytes();
+    }
   }
   const auto nbytes = requests_[position_++].nbytes;
   if (ahead_.empty()) return nullptr;
@@ -84,12 +86,13 @@ void GatherOrder::start_next(int64_t nbytes) {
     const auto& next = requests_[position_ + ahead_.size()];
     const auto now = bytes_ahead_ + *bytes_under_way_;
     if (now > 0 && now + next.nbytes > nbytes) return;
-    std::vector<ParameterPtr> parameters;
+    std::vector<Gatherable> wanted;
     for (auto& each : next.parameters) {
-      parameters.push_back(each.lock());
-      if (!parameters.back() || !parameters.back()->may_be_gathered()) return;
+      auto parameter = each.lock();
+      if (!parameter || !parameter->may_be_gathered()) return;
+      wanted.push_back({parameter->source, std::move(parameter)});
     }
-    ahead_.push_back(std::make_unique<Gather>(std::move(parameters), next.formats));
+    ahead_.push_back(std::make_unique<Gather>(std::move(wanted), next.codecs));
     bytes_ahead_ += next.nbytes;
   }
 }
@@ -103,14 +106,14 @@ GatherOrder* GatherOrders::current() {
   return &backward_;
 }
 
-std::unique_ptr<Gather> request_gather(std::vector<ParameterPtr> parameters,
-                                       std::vector<Gather::Format> formats) {
-  formats.resize(parameters.size());
-  const auto orders = orders_of(parameters);
+std::unique_ptr<Gather> request_gather(std::vector<Gatherable> wanted,
+                                       std::vector<const Codec*> codecs) {
+  codecs.resize(wanted.size());
+  const auto orders = orders_of(wanted);
   auto* order = orders ? orders->current() : nullptr;
-  if (order == nullptr) return std::make_unique<Gather>(std::move(parameters), std::move(formats));
-  auto gather = order->take(parameters, formats);
-  if (!gather) gather = std::make_unique<Gather>(std::move(parameters), std::move(formats));
+  if (order == nullptr) return std::make_unique<Gather>(std::move(wanted), std::move(codecs));
+  auto gather = order->take(wanted, codecs);
+  if (!gather) gather = std::make_unique<Gather>(std::move(wanted), std::move(codecs));
   gather->follow(order->under_way(), [orders] {
     if (auto* running = orders->current()) running->start_next(orders->bytes_ahead);
   });

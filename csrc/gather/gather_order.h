@@ -28,8 +28,8 @@ class GatherOrder {
 
   // Notes a request. Returns the gather that was started ahead for it, or null if there is none, or
   // if a shard has changed since.
-  std::unique_ptr<Gather> take(const std::vector<ParameterPtr>& parameters,
-                               const std::vector<Gather::Format>& formats);
+  std::unique_ptr<Gather> take(const std::vector<Gatherable>& wanted,
+                               const std::vector<const Codec*>& codecs);
   // Starts the next gathers that are foreseen: as many as have `nbytes` together with those under
   // way, or one.
   void start_next(int64_t nbytes);
@@ -41,11 +41,11 @@ class GatherOrder {
 
   struct Request {
     std::vector<std::weak_ptr<Parameter>> parameters;
-    std::vector<Gather::Format> formats;
+    std::vector<const Codec*> codecs;
     int64_t nbytes;  // of the full tensors
 
-    bool is_for(const std::vector<ParameterPtr>& others,
-                const std::vector<Gather::Format>& their_formats) const;
+    bool is_for(const std::vector<Gatherable>& wanted,
+                const std::vector<const Codec*>& their_codecs) const;
   };
 
   std::vector<Request> requests_;  // of the last one that ended, or, if is_new_, of this one
@@ -79,8 +79,8 @@ class GatherOrders {
   int running_backward_ = -1;
 };
 
-// Returns a gather of `parameters`, which has started, perhaps ahead.
-std::unique_ptr<Gather> request_gather(std::vector<ParameterPtr> parameters,
-                                       std::vector<Gather::Format> formats = {});
+// Returns a gather of `wanted`, which has started, perhaps ahead. See Gather::Gather.
+std::unique_ptr<Gather> request_gather(std::vector<Gatherable> wanted,
+                                       std::vector<const Codec*> codecs = {});
 
 }  // namespace zero3

@@ -7,7 +7,7 @@
 #include <mutex>
 #include <optional>
 
-#include "kernels/quantize.h"
+#include "parameter/codec.h"
 
 namespace zero3 {
 
@@ -16,8 +16,8 @@ struct GradientDtypes {
   std::optional<at::ScalarType> leaf;   // the leaf's contract; nullopt: as it arrives
   std::optional<at::ScalarType> wire;   // nullopt: the normalized dtype
   std::optional<at::ScalarType> shard;  // the optimizer's; nullopt: the normalized dtype
-  std::optional<QuantizedFormat> quantized = std::nullopt;  // on the wire, in place of `wire`
-  bool feeds_error_back = false;  // adds the quantization error of a gradient to the next one
+  const Codec* codec = nullptr;         // on the wire, in place of a cast to `wire`; null: none
+  bool feeds_error_back = false;        // adds the encoding error of a gradient to the next one
 
   // Dtype to which a raw gradient is cast first.
   at::ScalarType normalized(at::ScalarType raw) const { return leaf.value_or(raw); }
@@ -73,7 +73,7 @@ class GradientAccumulator {
   // Widens the sum's `arrived_dtype` as if a gradient of `dtype` had arrived on this rank.
   void widen(at::ScalarType dtype);
 
-  // The quantization error of the latest gradient, full shape, in fp32; undefined before the first.
+  // The encoding error of the latest gradient, full shape, in fp32; undefined before the first.
   at::Tensor take_error();
   void keep_error(at::Tensor error);
 

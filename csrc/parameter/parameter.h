@@ -1,60 +1,21 @@
-// One sharded parameter as the runtime sees it.
-//
-//   full tensor  [rows, ...]      what the model computes with, in `compute_dtype`
-//   chunk        [chunk_rows, ...] ceil(rows / world) rows per rank, the layout of torch.chunk
-//   shard        [shard_rows, ...] the rows this rank owns: its chunk without the padding
-//
-// Only the last ranks' chunks are padded, so the gathered chunks end to end are the full tensor
-// followed by padding. If the parameter has an owner, that rank's shard is the full tensor, and
-// the other ranks' have no rows.
+// One sharded parameter as the runtime sees it: what is gathered for it, and its gradients.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
-#include <algorithm>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
-#include "kernels/quantize.h"
 #include "parameter/gathered.h"
 #include "parameter/gradient_accumulator.h"
+#include "parameter/source.h"
+#include "parameter/substitutes.h"
 
 namespace zero3 {
 
 class Channel;
 class GatherOrders;
-class Transport;
-
-// The fixed properties of a parameter.
-struct ParameterSpec {
-  std::vector<int64_t> sizes;  // full shape
-  std::vector<int64_t> strides;
-  at::ScalarType compute_dtype;
-  at::Device device;
-  int64_t rank;                                 // this rank, among the ranks of the shards
-  int64_t world_size;                           // number of these ranks
-  std::optional<int64_t> owner = std::nullopt;  // the rank that has all rows, if it is one rank
-
-  int64_t rows() const { return sizes[0]; }
-  // Maximum number of rows of a rank.
-  int64_t chunk_rows() const { return owner ? rows() : (rows() + world_size - 1) / world_size; }
-  int64_t shard_rows() const { return rows_of(rank); }
-  int64_t rows_of(int64_t r) const { return first_row_of(r + 1) - first_row_of(r); }
-  // The first row of rank r. If it has none, the row after the last one of the ranks before it.
-  int64_t first_row_of(int64_t r) const {
-    if (owner) return r > *owner ? rows() : 0;
-    return std::min(r * chunk_rows(), rows());
-  }
-  int64_t row_numel() const;
-  int64_t chunk_numel() const { return chunk_rows() * row_numel(); }
-  // Elements of the full tensor and its padding.
-  int64_t padded_numel() const { return owner ? chunk_numel() : world_size * chunk_numel(); }
-  int64_t nbytes() const;
-  bool is_contiguous() const;
-  std::vector<int64_t> sizes_with_rows(int64_t rows) const;
-};
 
 // Settings that users may change between steps.
 struct Settings {
@@ -72,45 +33,35 @@ struct Settings {
   bool delivers_early = false;  // once its bucket is reduced, not when the backward has ended
 };
 
-// Settings and the shard change under the GIL, between forwards and backwards.
-struct Parameter : public ParameterSpec {
+// Settings change under the GIL, between forwards and backwards.
+struct Parameter {
   // `replicas` connects the ranks with the same shard; null if there are no others.
-  Parameter(ParameterSpec spec, std::shared_ptr<Channel> replicas, at::Tensor placeholder);
+  Parameter(SourcePtr source, std::shared_ptr<Channel> replicas, Settings settings);
 
-  std::string fqn;               // for users, and for the keys of messages
-  int64_t order = 0;             // order of registration: the same on every rank
-  int64_t model_number = 0;      // number of its ShardedModel; reused once that is deleted
-  uint64_t presence_id = 0;      // tells models of one transport apart in SharedPresences
-  const at::Tensor placeholder;  // tensor that graphs take: full shape, no memory
+  const SourcePtr source;   // the shard, in the dtype to compute with
+  Substitutes substitutes;  // what is gathered in its place
   const std::shared_ptr<Channel> replicas;
-  std::shared_ptr<Transport> transport;  // null until connect()
+  int64_t order = 0;         // order of registration: the same on every rank
+  int64_t model_number = 0;  // number of its ShardedModel; reused once that is deleted
+  uint64_t presence_id = 0;  // tells models of one transport apart in SharedPresences
   Settings settings;
-  at::Tensor shard;  // [shard_rows, ...], read at every gather, never written
   Gathered gathered;
   GradientAccumulator gradients;
   // Orders of the model's gathers; null if Python prepares each gather of this parameter.
   std::weak_ptr<GatherOrders> gather_orders;
-  // This parameter sharded over some of its ranks between forward and backward; null if it is not.
-  // Its shard is undefined outside that interval.
-  std::shared_ptr<Parameter> after_forward;
 
-  // Sets the transport, once.
-  void connect(std::shared_ptr<Transport> to);
-  // The transport of what is gathered in place of the shard.
-  const std::shared_ptr<Transport>& payload_transport() const {
-    return payload_transport_ ? payload_transport_ : transport;
-  }
-  void set_payload_transport(std::shared_ptr<Transport> to) { payload_transport_ = std::move(to); }
+  // Makes it one of a model, in which it has the name `fqn`.
+  void join(int64_t model_number, std::string fqn);
 
-  // Describes this parameter's chunk in the key of a message.
-  std::string chunk_key() const {
-    return fqn + "[" + std::to_string(chunk_numel()) + "]" + quantized_as_;
-  }
+  const std::string& fqn() const { return source->fqn; }
+  const std::vector<int64_t>& sizes() const { return source->sizes; }
+  at::Device device() const { return source->device; }
+  const at::Tensor& placeholder() const { return source->placeholder; }
+  const std::shared_ptr<Transport>& transport() const { return source->transport; }
 
-  // Follows the version of `dtensor`, the DTensor around `shard`: an optimizer bumps only that one.
-  void follow_version(const at::Tensor& dtensor);
-  // Number of changes to the shard that torch's version counters record.
-  uint64_t shard_version() const;
+  // What is gathered for it now: its shard, encoded unless `codec` is null, or what a forward has
+  // left on fewer ranks.
+  SourcePtr source_now(const Codec* codec);
 
   // Whether the running backward, if there is one, cannot have stepped the shard.
   bool may_be_gathered() const;
@@ -122,21 +73,8 @@ struct Parameter : public ParameterSpec {
   // Whether the full tensor is retained beyond the end of a forward.
   bool outlives_forward() const;
 
-  // Keeps this rank's rows of `full`, gathered in a forward, for the backward after it.
-  void shard_after_forward(const at::Tensor& full);
-  void forget_after_forward();
-  // The parameter whose shards are gathered now: `parameter` or its `after_forward`.
-  static std::shared_ptr<Parameter> source_of(const std::shared_ptr<Parameter>& parameter);
-
-  // A parameter of bytes, whose shard is this one's rows quantized as they are now. In a backward
-  // they are those of its forward, unless torch's version counters record a change.
-  std::shared_ptr<Parameter> quantized(const QuantizedFormat& format);
-  void forget_quantized();  // frees the bytes
-
-  // Whether the shard and its gradients are in host memory, and not on the device that computes.
-  bool is_on_host() const { return shard.is_cpu() && !device.is_cpu() && !device.is_meta(); }
   // Whether other ranks add to its gradients.
-  bool is_reduced_over_ranks() const { return world_size > 1 || replicas; }
+  bool is_reduced_over_ranks() const { return source->layout.world_size() > 1 || replicas; }
   // Bytes that are sent for one chunk of its gradient.
   int64_t sent_chunk_bytes(at::ScalarType wire_dtype) const;
   // Throws unless `raw` can be its full gradient.
@@ -151,17 +89,6 @@ struct Parameter : public ParameterSpec {
   // Notes a use in forward. A recomputation inside a backward repeats a use already noted.
   void add_use(bool first);
   void drop_gradients();
-
- private:
-  c10::VariableVersion version_;
-  struct Quantized {
-    QuantizedFormat format;
-    std::shared_ptr<Parameter> parameter;
-    uint64_t version;  // version of the shard that is quantized
-  };
-  std::vector<Quantized> quantized_;  // one for each format that was asked for
-  std::string quantized_as_;          // format of the bytes, if this is such a parameter
-  std::shared_ptr<Transport> payload_transport_;
 };
 
 using ParameterPtr = std::shared_ptr<Parameter>;

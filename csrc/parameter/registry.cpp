@@ -5,6 +5,15 @@
 #include "support/error.h"
 
 namespace zero3 {
+namespace {
+
+void check_found(bool is_found, const at::Tensor& placeholder) {
+  ZERO3_CHECK(is_found, "a tensor ", placeholder.sizes(), " of ", placeholder.scalar_type(),
+              " is the placeholder of no live sharded parameter: its model was deleted, or the "
+              "tensor is something else");
+}
+
+}  // namespace
 
 Registry& Registry::get() {
   static Registry registry;
@@ -16,29 +25,46 @@ void Registry::add(const ParameterPtr& parameter) {
   if (parameter->order != 0) return;
   parameter->order = ++registered_;
   parameters_.push_back(parameter);
-  if (parameter->placeholder.defined())
-    by_placeholder_[parameter->placeholder.storage().unsafeGetStorageImpl()] = parameter;
+  if (const auto& placeholder = parameter->placeholder(); placeholder.defined())
+    by_placeholder_[placeholder.storage().unsafeGetStorageImpl()] = {parameter, {}};
+}
+
+void Registry::add(const SourcePtr& source) {
+  std::lock_guard lock(mutex_);
+  by_placeholder_[source->placeholder.storage().unsafeGetStorageImpl()] = {{}, source};
+}
+
+Gatherable Registry::find_gatherable_or_null(const at::Tensor& placeholder) {
+  if (!placeholder.has_storage()) return {};
+  std::lock_guard lock(mutex_);
+  auto found = by_placeholder_.find(placeholder.storage().unsafeGetStorageImpl());
+  if (found == by_placeholder_.end()) return {};
+  if (auto parameter = found->second.parameter.lock()) return {parameter->source, parameter};
+  return {found->second.source.lock(), nullptr};
 }
 
 ParameterPtr Registry::find_or_null(const at::Tensor& placeholder) {
-  if (!placeholder.has_storage()) return nullptr;
-  std::lock_guard lock(mutex_);
-  auto found = by_placeholder_.find(placeholder.storage().unsafeGetStorageImpl());
-  return found == by_placeholder_.end() ? nullptr : found->second.lock();
+  return find_gatherable_or_null(placeholder).parameter;
+}
+
+Gatherable Registry::find_gatherable(const at::Tensor& placeholder) {
+  auto found = find_gatherable_or_null(placeholder);
+  check_found(found.source != nullptr, placeholder);
+  return found;
 }
 
 ParameterPtr Registry::find(const at::Tensor& placeholder) {
   auto parameter = find_or_null(placeholder);
-  ZERO3_CHECK(parameter, "a tensor ", placeholder.sizes(), " of ", placeholder.scalar_type(),
-              " is the placeholder of no live sharded parameter: its model was deleted, or the "
-              "tensor is something else");
+  check_found(parameter != nullptr, placeholder);
   return parameter;
 }
 
 std::vector<ParameterPtr> Registry::alive() {
   std::lock_guard lock(mutex_);
   std::erase_if(parameters_, [](auto& weak) { return weak.expired(); });
-  std::erase_if(by_placeholder_, [](auto& item) { return item.second.expired(); });
+  std::erase_if(by_placeholder_, [](auto& item) {
+    return item.second.parameter.expired() && item.second.source.expired();
+  });
   std::vector<ParameterPtr> result;
   for (auto& weak : parameters_)
     if (auto parameter = weak.lock()) result.push_back(std::move(parameter));

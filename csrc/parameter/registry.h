@@ -1,4 +1,4 @@
-// The registry that finds a parameter by its placeholder.
+// The registry that finds what a placeholder stands for.
 #pragma once
 
 #include <mutex>
@@ -10,18 +10,28 @@
 
 namespace zero3 {
 
-// Maps placeholders to parameters. The key is the storage, which detached and traced aliases of a
-// placeholder share. Owns no parameter: a parameter lives as long as its Python owner.
+// What a graph gathers by a placeholder.
+struct Gatherable {
+  SourcePtr source;
+  ParameterPtr parameter;  // that has the source; null if the source stands in place of one
+};
+
+// Maps placeholders to parameters and sources. The key is the storage, which detached and traced
+// aliases of a placeholder share. Owns nothing: a parameter lives as long as its Python owner.
 class Registry {
  public:
   static Registry& get();
 
   // Registers `parameter`, by its placeholder if it has one. Assigns its order on the first call.
   void add(const ParameterPtr& parameter);
+  // Registers a source that is gathered in place of a parameter, by its placeholder.
+  void add(const SourcePtr& source);
 
   // Raises if no live parameter has this placeholder.
   ParameterPtr find(const at::Tensor& placeholder);
   ParameterPtr find_or_null(const at::Tensor& placeholder);
+  // Raises if no live parameter or source has this placeholder.
+  Gatherable find_gatherable(const at::Tensor& placeholder);
 
   // Returns the numbers of the sharded models that have live parameters.
   std::set<int64_t> live_model_numbers();
@@ -34,7 +44,14 @@ class Registry {
  private:
   std::mutex mutex_;
   std::vector<std::weak_ptr<Parameter>> parameters_;
-  std::unordered_map<const c10::StorageImpl*, std::weak_ptr<Parameter>> by_placeholder_;
+  // Either is empty.
+  struct Entry {
+    std::weak_ptr<Parameter> parameter;
+    std::weak_ptr<Source> source;
+  };
+  Gatherable find_gatherable_or_null(const at::Tensor& placeholder);
+
+  std::unordered_map<const c10::StorageImpl*, Entry> by_placeholder_;
   int64_t registered_ = 0;
 };
 

@@ -10,11 +10,12 @@ namespace zero3 {
 
 ReducedGradient::ReducedGradient(ParameterPtr of, const at::Tensor& reduced)
     : parameter(std::move(of)),
-      shard(parameter->is_on_host() ? copy_to_host(reduced, parameter->shard) : reduced) {}
+      shard(parameter->source->is_on_host() ? copy_to_host(reduced, parameter->source->shard)
+                                            : reduced) {}
 
 AllReduce::AllReduce(const Parameter& like, const PartialGradient& partial)
     : channel_(like.replicas),
-      options_(at::TensorOptions(partial.wire_dtype).device(like.device)),
+      options_(at::TensorOptions(partial.wire_dtype).device(like.device())),
       capacity_(like.settings.bucket_bytes / static_cast<int64_t>(options_.dtype().itemsize())),
       divisor_between_(partial.wire_dtype == at::kHalf && channel_->traits.is_point_to_point
                            ? static_cast<double>(channel_->world_size)
@@ -22,7 +23,7 @@ AllReduce::AllReduce(const Parameter& like, const PartialGradient& partial)
 
 bool AllReduce::accepts(const Parameter& parameter, const PartialGradient& partial) const {
   return is_same(channel_.get(), parameter.replicas.get()) &&
-         options_.dtype() == partial.wire_dtype && options_.device() == parameter.device &&
+         options_.dtype() == partial.wire_dtype && options_.device() == parameter.device() &&
          numel_ + partial.shard.numel() <= capacity_;
 }
 
@@ -41,7 +42,7 @@ double AllReduce::divisor_before(const PartialGradient& partial) const {
 
 std::string AllReduce::key() const {
   std::string result = std::string("all-reduce ") + c10::toString(options_.dtype().toScalarType());
-  for (auto& parameter : parameters_) result += " " + parameter->chunk_key();
+  for (auto& parameter : parameters_) result += " " + parameter->source->chunk_key();
   return result;
 }
 

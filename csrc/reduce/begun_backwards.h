@@ -16,9 +16,10 @@ class BegunBackwards {
   // The backward of the parameter's transport. Begins it on the first call.
   Backward& of(const Parameter& parameter) {
     auto found = std::ranges::find_if(
-        begun_, [&](auto& begun) { return begun.first->joins(*parameter.transport); });
+        begun_, [&](auto& begun) { return begun.first->joins(*parameter.transport()); });
     if (found == begun_.end())
-      found = begun_.insert(found, {parameter.transport, parameter.transport->begin_backward()});
+      found =
+          begun_.insert(found, {parameter.transport(), parameter.transport()->begin_backward()});
     return *found->second;
   }
   void end() { begun_.clear(); }

@@ -13,7 +13,7 @@ namespace zero3 {
 
 ReduceBucket& BucketQueue::open_for(const ParameterPtr& parameter, const BucketKey& key) {
   const bool is_mixed =
-      parameter->transport->can.reduces_in_any_order && presence_checks_.is_mixed(parameter);
+      parameter->transport()->can.reduces_in_any_order && presence_checks_.is_mixed(parameter);
   auto& buckets = is_mixed ? mixed_ : open_;
   auto bucket = std::ranges::find_if(buckets, [&](auto& other) { return key == other->key(); });
   if (!is_mixed && bucket != open_.end() && !(*bucket)->has_room_for(*parameter)) {

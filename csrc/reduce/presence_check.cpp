@@ -12,7 +12,7 @@ namespace zero3 {
 namespace {
 
 Presence announce(const Parameter& parameter, Occasion occasion) {
-  const auto& placeholder = parameter.placeholder;
+  const auto& placeholder = parameter.placeholder();
   const auto dtype = parameter.gradients.arrived_dtype();
   const auto state = [&] {
     if (!placeholder.requires_grad()) return PresenceState::kFrozen;
@@ -95,7 +95,7 @@ std::vector<std::vector<ParameterPtr>> PresenceCheck::groups_of(
   for (auto& parameter : parameters) {
     auto group = std::ranges::find_if(groups, [&](auto& other) {
       return other.front()->model_number == parameter->model_number &&
-             other.front()->transport->joins(*parameter->transport) &&
+             other.front()->transport()->joins(*parameter->transport()) &&
              is_same(other.front()->replicas.get(), parameter->replicas.get());
     });
     if (group == groups.end()) group = groups.emplace(group);
@@ -115,7 +115,7 @@ PresenceCheck::PresenceCheck(std::vector<ParameterPtr> parameters, Backward& bac
 void PresenceCheck::finish() {
   const ProfilerRange range([&] { return scope_name(parameters_, "presence wait"); });
   const bool is_replicated = parameters_.front()->replicas != nullptr;
-  const bool is_ordered = !parameters_.front()->transport->can.reduces_in_any_order;
+  const bool is_ordered = !parameters_.front()->transport()->can.reduces_in_any_order;
   const auto ranks = std::exchange(gather_, nullptr)->finish();
   auto all = combine(ranks);
   if (is_replicated)
@@ -134,7 +134,7 @@ void PresenceCheck::finish() {
     const bool is_strict =
         state == PresenceState::kOnSome && parameter->settings.requires_gradient_on_all_ranks;
     ZERO3_CHECK(state != PresenceState::kConflict && !is_strict,
-                "ranks disagree on a gradient: ", describe(parameter->fqn, ranks, i),
+                "ranks disagree on a gradient: ", describe(parameter->fqn(), ranks, i),
                 is_replicated ? " (of those with other shards; replicas may differ too)" : "",
                 is_strict
                     ? "; set_requires_gradient_on_all_ranks(False) lets it count as zero there"
@@ -142,7 +142,7 @@ void PresenceCheck::finish() {
     mixed_.push_back(parameter);
     const auto& dtypes = parameter->settings.gradient_dtypes;
     ZERO3_CHECK(!is_ordered || dtypes.leaf || dtypes.wire, "ranks bring different gradients of '",
-                parameter->fqn,
+                parameter->fqn(),
                 "', and cannot know each other's dtypes, since its grad_dtype is None: set "
                 "grad_dtype, or reduce_dtype of MixedPrecisionPolicy");
     if (mine_[i].state != PresenceState::kGradient && mine_[i].sum_dtype == Presence::kNoDtype)

@@ -11,8 +11,8 @@ namespace {
 
 // Whether ranks tell each other, when a backward begins, whether they have its gradient.
 bool exchanges_presence(const Parameter& parameter) {
-  if (!parameter.transport) return false;
-  const auto& can = parameter.transport->can;
+  if (!parameter.transport()) return false;
+  const auto& can = parameter.transport()->can;
   const auto& settings = parameter.settings;
   const bool is_asked_for =
       settings.reduce_scatter_unused_params || settings.requires_gradient_on_all_ranks;
@@ -23,7 +23,7 @@ bool exchanges_presence(const Parameter& parameter) {
 // Whether the running backward reduces a gradient of `parameter`, if it has one on some rank.
 bool brings_gradient(const ParameterPtr& parameter) {
   return exchanges_presence(*parameter) && parameter->is_reduced_now() &&
-         parameter->placeholder.requires_grad() && parameter->is_wanted();
+         parameter->placeholder().requires_grad() && parameter->is_wanted();
 }
 
 }  // namespace
@@ -41,7 +41,7 @@ void PresenceChecks::begin(const Parameter& parameter) {
   // Ranks may come to the models in different orders.
   std::set<int64_t> in_graph;
   for (auto& other : Registry::get().alive())
-    if (exchanges_presence(*other) && other->is_wanted() && is_in_graph(other->placeholder))
+    if (exchanges_presence(*other) && other->is_wanted() && is_in_graph(other->placeholder()))
       in_graph.insert(other->model_number);
   in_graph_.insert(in_graph.begin(), in_graph.end());
   std::vector<int64_t> numbers(in_graph.begin(), in_graph.end());
@@ -73,9 +73,9 @@ void PresenceChecks::exchange_deposited(const std::vector<ParameterPtr>& paramet
   for (auto& check : checks_of(with_others, Occasion::kDeferred)) {
     check->finish();
     for (auto& [parameter, dtype] : check->sums()) {
-      const auto options = at::TensorOptions(dtype).device(parameter->device);
+      const auto options = at::TensorOptions(dtype).device(parameter->device());
       const auto zero = pooled_empty({}, options).zero_();
-      if (!parameter->gradients.has_sum()) parameter->deposit(zero.expand(parameter->sizes));
+      if (!parameter->gradients.has_sum()) parameter->deposit(zero.expand(parameter->sizes()));
       parameter->gradients.widen(dtype);
     }
   }

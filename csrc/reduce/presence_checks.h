@@ -39,7 +39,7 @@ class PresenceChecks {
   // Some ranks lack the gradient, and the backend needs one order on all ranks: it is sent after
   // all others.
   bool is_sent_last(const ParameterPtr& parameter) const {
-    return !parameter->transport->can.reduces_in_any_order && is_mixed(parameter);
+    return !parameter->transport()->can.reduces_in_any_order && is_mixed(parameter);
   }
   // A dtype that holds all ranks' gradients of a mixed parameter; nullopt: as they arrive.
   std::optional<at::ScalarType> dtype_on_all_ranks(const ParameterPtr& parameter) const;

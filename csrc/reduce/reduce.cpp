@@ -102,7 +102,7 @@ void Reduction::add(const ParameterPtr& parameter, const at::Tensor& raw, bool o
 void Reduction::add_locked(const ParameterPtr& parameter, const at::Tensor& raw, bool owned) {
   const bool at_once = goes_at_once(*parameter);
   arrives(parameter);
-  if (!parameter->transport->can.reduces_in_any_order) finish_presence_checks();
+  if (!parameter->transport()->can.reduces_in_any_order) finish_presence_checks();
   const bool is_sent_last = presence_checks_.is_sent_last(parameter);
   if (at_once && !is_sent_last) {
     const auto selected = select_bucket(*parameter, raw.scalar_type());
@@ -115,7 +115,7 @@ void Reduction::add_locked(const ParameterPtr& parameter, const at::Tensor& raw,
 }
 
 void Reduction::arrives(const ParameterPtr& parameter) {
-  if (parameter->device.is_cpu()) keep_heap();
+  if (parameter->device().is_cpu()) keep_heap();
   arrived_.push_back(parameter);
   if (parameter->is_reduced_now()) begin_presence_checks(*parameter);
   delivery_.arrives(parameter);
@@ -129,10 +129,10 @@ void Reduction::add_product(const ParameterPtr& parameter, const at::Tensor& lef
   const auto selected = select_bucket(*parameter, dtype);
   const std::array sizes{left.size(0), right.size(1)};
   const bool may_be_sent_last =
-      !parameter->transport->can.reduces_in_any_order;  // then computed by itself
+      !parameter->transport()->can.reduces_in_any_order;  // then computed by itself
   const bool keeps_dtype = selected.normalized_dtype == dtype && selected.key.wire_dtype == dtype &&
                            !parameter->settings.detects_nonfinite &&
-                           at::IntArrayRef(sizes) == at::IntArrayRef(parameter->sizes);
+                           at::IntArrayRef(sizes) == at::IntArrayRef(parameter->sizes());
   if (keeps_dtype && !may_be_sent_last) {
     const WithoutUserModes guard;
     std::unique_lock lock(mutex_);
@@ -157,13 +157,13 @@ bool Reduction::goes_at_once(const Parameter& parameter) const {
 at::Tensor Reduction::empty_for(const Parameter& parameter, at::IntArrayRef sizes,
                                 const at::TensorOptions& options) {
   if (!goes_at_once(parameter) || !parameter.is_wanted()) return pooled_empty(sizes, options);
-  if (parameter.transport->can.empty_waits) {
+  if (parameter.transport()->can.empty_waits) {
     // There may be no room while other ranks wait for gradients that this rank lacks.
     WithoutUserModes guard;
     std::lock_guard lock(mutex_);
     if (has_sent_) finish_presence_checks();
   }
-  return parameter.transport->empty(parameter, sizes, options);
+  return parameter.transport()->empty(parameter, sizes, options);
 }
 
 void Reduction::announce(const std::vector<ParameterPtr>& parameters) {
@@ -232,7 +232,7 @@ void Reduction::send(const ParameterPtr& parameter, const at::Tensor& grad, at::
 
 void Reduction::send_zero(const ParameterPtr& parameter) {
   const auto dtype =
-      presence_checks_.dtype_on_all_ranks(parameter).value_or(parameter->compute_dtype);
+      presence_checks_.dtype_on_all_ranks(parameter).value_or(parameter->source->dtype);
   const auto selected = select_bucket(*parameter, dtype, /*is_normalized=*/true);
   auto& bucket = bucket_for(parameter, selected.key);
   bucket.add_zero(parameter, selected.normalized_dtype);
@@ -242,7 +242,7 @@ void Reduction::send_zero(const ParameterPtr& parameter) {
 ReduceBucket& Reduction::bucket_for(const ParameterPtr& parameter, const BucketKey& key) {
   // The first gradient need not wait for other ranks to begin, unless it shares a message.
   const bool shares_message = parameter->sent_chunk_bytes(key.wire_dtype) < kWorthAMessage;
-  const bool in_any_order = parameter->transport->can.reduces_in_any_order;
+  const bool in_any_order = parameter->transport()->can.reduces_in_any_order;
   if (std::exchange(has_sent_, true) || shares_message || !in_any_order) finish_presence_checks();
   return buckets_.open_for(parameter, key);
 }
@@ -258,8 +258,8 @@ void Reduction::finish_backward() {
       for (auto& parameter : Registry::get().of_model(number)) parameters.push_back(parameter);
     std::ranges::sort(parameters, {}, [](auto& parameter) { return parameter->order; });
     for (auto& parameter : parameters) {
-      parameter->forget_after_forward();
-      parameter->forget_quantized();
+      parameter->substitutes.forget_after_forward();
+      parameter->substitutes.forget_encoded();
       if (parameter->settings.reshard_after_backward) parameter->gathered.reshard_retained();
     }
   }

@@ -4,10 +4,10 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include "transport/c10d/process_group.h"
 #include "transport/messages.h"
-#include "transport/process_group.h"
-#include "transport/shared_memory.h"
-#include "transport/simulated.h"
+#include "transport/shared/shared_memory.h"
+#include "transport/simulated/simulated.h"
 
 namespace zero3 {
 
@@ -42,12 +42,8 @@ inline void bind_transports(pybind11::module_& m) {
   m.def("timeout_of", [](const std::string& group_name) { return timeout_of(group_name).count(); });
 
   pybind11::class_<SharedMemory, Transport, std::shared_ptr<SharedMemory>>(m, "SharedMemory")
-      .def(pybind11::init([](std::shared_ptr<OneHost> one_host, const Parameter& parameter,
-                             const at::Tensor& progress, std::shared_ptr<CopyMemory> copy_memory,
-                             bool takes_turns) {
-        return std::make_shared<SharedMemory>(std::move(one_host), parameter, progress,
-                                              std::move(copy_memory), takes_turns);
-      }));
+      .def(pybind11::init<std::shared_ptr<OneHost>, const Source&, at::Tensor,
+                          std::shared_ptr<CopyMemory>, bool>());
   pybind11::class_<OneHost, std::shared_ptr<OneHost>>(m, "OneHost")
       .def(pybind11::init<const std::string&, int64_t, const std::vector<int64_t>&,
                           const at::Tensor&>())
@@ -64,13 +60,9 @@ inline void bind_transports(pybind11::module_& m) {
       .def_property_readonly("nbytes",
                              [](const CopyMemory& self) { return self.writable.nbytes(); });
   // Bytes of a parameter's `progress`: a Progress for each rank and each block of the gradient.
-  m.def(
-      "progress_bytes",
-      [](int64_t rows, int64_t row_bytes, int64_t world_size, std::optional<int64_t> owner) {
-        return blocks_of(rows, row_bytes, world_size, owner).size() * world_size * sizeof(Progress);
-      },
-      pybind11::arg("rows"), pybind11::arg("row_bytes"), pybind11::arg("world_size"),
-      pybind11::arg("owner") = std::nullopt);
+  m.def("progress_bytes", [](const RowLayout& layout, int64_t row_bytes) {
+    return blocks_of(layout, row_bytes).size() * layout.world_size() * sizeof(Progress);
+  });
   m.def("new_shared_file", &new_shared_file, pybind11::arg("nbytes"),
         pybind11::call_guard<pybind11::gil_scoped_release>());
   m.def("make_read_only", &make_read_only);

@@ -10,12 +10,12 @@ BucketSelection select_bucket(const Parameter& parameter, at::ScalarType dtype,
   const auto normalized_dtype = is_normalized ? dtype : dtypes.normalized(dtype);
   // Then the result selects the bucket.
   return {normalized_dtype,
-          {.domain = {parameter.transport},
+          {.domain = {parameter.transport()},
            .replicas = {parameter.replicas},
            .wire_dtype = dtypes.wire.value_or(normalized_dtype),
-           .quantized = dtypes.quantized,
+           .codec = dtypes.codec,
            .divide_factor = settings.divide_factor,
-           .device = parameter.device,
+           .device = parameter.device(),
            .delivers_early = settings.delivers_early}};
 }
 

@@ -6,7 +6,7 @@
 #include <memory>
 #include <optional>
 
-#include "kernels/quantize.h"
+#include "parameter/codec.h"
 #include "transport/channel.h"
 #include "transport/transport.h"
 
@@ -30,7 +30,7 @@ struct BucketKey {
   Domain domain;
   Replicas replicas;
   at::ScalarType wire_dtype;
-  std::optional<QuantizedFormat> quantized;  // on the wire, in place of `wire_dtype`
+  const Codec* codec;  // on the wire, in place of `wire_dtype`; null: none
   double divide_factor;
   at::Device device;
   bool delivers_early;

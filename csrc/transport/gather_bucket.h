@@ -1,4 +1,4 @@
-// Gathers the shards of several parameters into their full tensors.
+// Gathers the shards of several sources into their full tensors.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -6,17 +6,17 @@
 
 #include <vector>
 
-#include "parameter/parameter.h"
+#include "parameter/source.h"
 #include "support/collective_log.h"
 
 namespace zero3 {
 
-// Parameters of one compute dtype and transport, gathered by one collective. Exported, for
+// Sources of one dtype and transport, gathered by one collective. Exported, for
 // transports outside of this library.
 class C10_EXPORT GatherBucket {
  public:
-  // Raises if a parameter cannot be gathered.
-  explicit GatherBucket(std::vector<ParameterPtr> parameters);
+  // Raises if a source cannot be gathered.
+  explicit GatherBucket(std::vector<SourcePtr> sources);
   virtual ~GatherBucket() = default;
 
   Collective collective() const;
@@ -27,12 +27,12 @@ class C10_EXPORT GatherBucket {
   virtual void start() = 0;
   // Lets the shards change from now on: finish() returns their values as of start().
   virtual void snapshot() {}
-  // Waits, and returns the full tensors in the order of the parameters. If `fresh`, each has its
+  // Waits, and returns the full tensors in the order of the sources. If `fresh`, each has its
   // own memory.
   virtual std::vector<at::Tensor> finish(bool fresh) = 0;
 
  protected:
-  const std::vector<ParameterPtr> parameters_;
+  const std::vector<SourcePtr> sources_;
 };
 
 }  // namespace zero3

@@ -79,8 +79,8 @@ std::unique_ptr<PresenceGather> gather_presences(const Channel& channel,
   const std::string what = occasion == Occasion::kBackward ? "the gradients of a backward"
                                                            : "the gradients of defer_reduction";
   return std::make_unique<MessagePresences>(
-      channel, first.device, mine,
-      what + " from " + first.fqn + " on, " + std::to_string(parameters.size()));
+      channel, first.device(), mine,
+      what + " from " + first.fqn() + " on, " + std::to_string(parameters.size()));
 }
 
 }  // namespace zero3

@@ -1,6 +1,5 @@
 // Reductions of ranks that exchange messages.
 #include "kernels/copy.h"
-#include "kernels/quantize.h"
 #include "kernels/sum.h"
 #include "support/memory.h"
 #include "support/profiler_range.h"
@@ -12,9 +11,10 @@ namespace {
 
 constexpr int64_t kSlabBytes = 8 << 20;
 
-// The rows that `rank` owns of a full tensor.
+// The rows of `rank` of a full tensor.
 at::Tensor rows_of(const at::Tensor& full, const Parameter& parameter, int64_t rank) {
-  return full.narrow(0, parameter.first_row_of(rank), parameter.rows_of(rank));
+  const auto& layout = parameter.source->layout;
+  return full.narrow(0, layout.first_row_of(rank), layout.rows_of(rank));
 }
 
 // Large gradients travel alone, in their own memory if the bucket may take it over. Others are
@@ -33,16 +33,16 @@ class MessageReduce : public ReduceBucket {
     std::vector<at::Tensor> shards;
     std::vector<Copy> copies;  // copies of sums from a collective
     for (auto& [parameter, shard_dtype, piece, offset, is_alone] : entries_) {
-      const int64_t rows = parameter->shard_rows();
-      const auto sizes = parameter->sizes_with_rows(rows);
+      const int64_t rows = parameter->source->shard_rows();
+      const auto sizes = parameter->source->sizes_with_rows(rows);
       const int64_t row = sent_row(*parameter);
-      const auto sent_sizes = key_.quantized ? std::vector<int64_t>{rows, row} : sizes;
+      const auto sent_sizes = key_.codec ? std::vector<int64_t>{rows, row} : sizes;
       Rows addends;
       for (auto& addend : exchange_->addends()[*piece])
         addends.push_back(part_of(addend, offset, sent_sizes));
-      if (key_.quantized) {
+      if (key_.codec) {
         shards.push_back(pooled_empty(sizes, options().dtype(shard_dtype)));
-        sum_quantized(shards.back(), addends, *key_.quantized, divisor_now());
+        key_.codec->sum(shards.back(), addends, divisor_now());
         continue;
       }
       const bool takes_over = is_alone && shard_dtype == wire_dtype();
@@ -72,10 +72,12 @@ class MessageReduce : public ReduceBucket {
 
   // Depends only on the parameter: ranks may compute its gradient in different ways.
   bool goes_alone(const Parameter& parameter) const {
-    if (in_pieces_ || parameter.owner) return true;
+    const auto& layout = parameter.source->layout;
+    if (in_pieces_ || layout.only_rank()) return true;
     const int64_t nbytes = sent_chunk(parameter) * c10::elementSize(sent_dtype());
     if (is_point_to_point_) return nbytes >= kWorthAMessage;
-    return nbytes * world_size_ >= kSlabBytes && parameter.rows() % world_size_ == 0;
+    return nbytes * world_size_ >= kSlabBytes && layout.is_chunked() &&
+           layout.rows() % world_size_ == 0;
   }
 
   void send(const ParameterPtr& parameter, const at::Tensor& grad, at::ScalarType through,
@@ -83,17 +85,17 @@ class MessageReduce : public ReduceBucket {
     if (goes_alone(*parameter)) {
       const ProfilerRange range([&] { return scope_name(collective_of({parameter}), "send"); });
       auto full = grad;
-      if (key_.quantized) {
-        full = quantized(*parameter, grad, through);
+      if (key_.codec) {
+        full = encoded(*parameter, grad, through);
       } else if (!owned || !grad.is_contiguous() || grad.scalar_type() != wire_dtype() ||
                  through != wire_dtype() || pre_divide_factor_ != 1.0) {
-        full = pooled_empty(parameter->sizes, options());
+        full = pooled_empty(parameter->sizes(), options());
         copy_all({{full, grad}}, through, pre_divide_factor_);
       }
       Rows rows;
       for (int64_t rank = 0; rank < world_size_; ++rank)
         rows.push_back(rows_of(full, *parameter, rank).view(-1));
-      const auto piece = exchange(rows, parameter->chunk_key());
+      const auto piece = exchange(rows, parameter->source->chunk_key());
       entries_.push_back({parameter, shard_dtype, piece, 0, /*is_alone=*/true});
       return;
     }
@@ -104,30 +106,29 @@ class MessageReduce : public ReduceBucket {
       const int64_t most = aligned(std::min(capacity_, slab_numel), sent_dtype());
       slab_ = pooled_empty({world_size_, std::max(most, numel)}, options().dtype(sent_dtype()));
     }
-    slab_key_ += " " + parameter->chunk_key();
+    slab_key_ += " " + parameter->source->chunk_key();
     entries_.push_back({parameter, shard_dtype, std::nullopt, slab_used_, /*is_alone=*/false});
-    if (key_.quantized)
-      pack(*parameter, quantized(*parameter, grad, through), at::kByte);
+    if (key_.codec)
+      pack(*parameter, encoded(*parameter, grad, through), at::kByte);
     else
       pack(*parameter, grad, through);
   }
 
-  // Returns the gradient's codes and scales, uint8 [rows, row_bytes].
-  at::Tensor quantized(Parameter& parameter, const at::Tensor& grad, at::ScalarType through) const {
+  // Returns the gradient as the codec's bytes, uint8 [rows, row_bytes].
+  at::Tensor encoded(Parameter& parameter, const at::Tensor& grad, at::ScalarType through) const {
     const auto exact = grad.to(through);
-    if (!parameter.settings.gradient_dtypes.feeds_error_back)
-      return quantize(exact, *key_.quantized);
+    if (!parameter.settings.gradient_dtypes.feeds_error_back) return key_.codec->encode(exact);
     auto values = parameter.gradients.take_error();
     if (values.defined())
       values.add_(exact);
     else
-      values = pooled_empty(parameter.sizes, options().dtype(at::kFloat)).copy_(exact);
-    auto codes = quantize(values, *key_.quantized);
+      values = pooled_empty(parameter.sizes(), options().dtype(at::kFloat)).copy_(exact);
+    auto bytes = key_.codec->encode(values);
     auto sent = pooled_empty(values.sizes(), values.options());
-    dequantize(sent, codes, *key_.quantized);
+    key_.codec->decode(sent, bytes);
     // A nonfinite error would make all later gradients nonfinite.
     parameter.gradients.keep_error(values.sub_(sent).nan_to_num_(0, 0, 0));
-    return codes;
+    return bytes;
   }
 
   // Casts, lays out and copies in one pass over memory.
@@ -169,8 +170,8 @@ class MessageReduce : public ReduceBucket {
   // Starts the reduction of a piece, and returns its number.
   size_t exchange(const Rows& rows, const std::string& key) {
     const auto kind = std::string("reduce ") + c10::toString(sent_dtype()) + " ";
-    if (key_.quantized)
-      exchange_->all_to_all(rows, kind + key_.quantized->text() + " " + key);
+    if (key_.codec)
+      exchange_->all_to_all(rows, kind + key_.codec->text + " " + key);
     else
       exchange_->reduce(rows, kind + key);
     return pieces_++;

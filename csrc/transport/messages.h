@@ -12,7 +12,7 @@ namespace zero3 {
 class Messages : public Transport {
  public:
   // Channels of two process groups, so that no gather waits for a reduction, or one channel twice
-  // for what is only gathered. Both have the same ranks, except in Parameter::after_forward.
+  // for what is only gathered. Both have the same ranks, except in Substitutes::after_forward.
   Messages(std::shared_ptr<Channel> gathers, std::shared_ptr<Channel> reductions)
       : Transport({.sums_in_fp32 = reductions->traits.is_point_to_point,
                    .reduces_in_any_order = reductions->traits.is_point_to_point,
@@ -27,7 +27,7 @@ class Messages : public Transport {
            is_same(reductions.get(), messages->reductions.get());
   }
   // In message_gather.cpp and message_reduce.cpp.
-  std::unique_ptr<GatherBucket> gather_bucket(std::vector<ParameterPtr> parameters) override;
+  std::unique_ptr<GatherBucket> gather_bucket(std::vector<SourcePtr> sources) override;
   std::unique_ptr<Backward> begin_backward() override;
 
   const std::shared_ptr<Channel> gathers;

@@ -13,7 +13,7 @@ namespace zero3 {
 namespace {
 
 double pre_divide_factor(const BucketKey& key) {
-  return key.wire_dtype == at::kHalf && !key.domain.transport->can.sums_in_fp32 && !key.quantized
+  return key.wire_dtype == at::kHalf && !key.domain.transport->can.sums_in_fp32 && !key.codec
              ? divisor_before_fp16_sum(key.divide_factor)
              : 1.0;
 }
@@ -22,10 +22,10 @@ double pre_divide_factor(const BucketKey& key) {
 
 ReduceBucket::ReduceBucket(const Parameter& like, const BucketKey& key)
     : key_(key),
-      rank_(like.rank),
-      world_size_(like.world_size),
+      rank_(like.source->rank),
+      world_size_(like.source->layout.world_size()),
       pre_divide_factor_(pre_divide_factor(key)),
-      capacity_(like.transport->can.bounds_buckets || key.delivers_early
+      capacity_(like.transport()->can.bounds_buckets || key.delivers_early
                     ? like.settings.bucket_bytes / world_size_ /
                           static_cast<int64_t>(c10::elementSize(key.wire_dtype))
                     : std::numeric_limits<int64_t>::max()) {}
@@ -50,13 +50,13 @@ void ReduceBucket::add_zero(const ParameterPtr& parameter, at::ScalarType normal
 }
 
 void ReduceBucket::send_zero(const ParameterPtr& parameter, at::ScalarType shard_dtype) {
-  const auto zeros = pooled_empty(parameter->sizes, options()).zero_();
+  const auto zeros = pooled_empty(parameter->sizes(), options()).zero_();
   send(parameter, zeros, wire_dtype(), shard_dtype, /*owned=*/true);
 }
 
 void ReduceBucket::send_product(const ParameterPtr& parameter, const at::Tensor& left,
                                 const at::Tensor& right, at::ScalarType shard_dtype) {
-  auto grad = pooled_empty(parameter->sizes, left.options());
+  auto grad = pooled_empty(parameter->sizes(), left.options());
   tensor_ops::mm_out(grad, left, right);
   send(parameter, grad, wire_dtype(), shard_dtype, /*owned=*/true);
 }
@@ -72,12 +72,12 @@ at::ScalarType ReduceBucket::note(const ParameterPtr& parameter, at::ScalarType 
 }
 
 int64_t ReduceBucket::space_of(const Parameter& parameter) const {
-  return aligned(parameter.padded_numel() / world_size_, wire_dtype());
+  return aligned(parameter.source->padded_numel() / world_size_, wire_dtype());
 }
 
 int64_t ReduceBucket::sent_row(const Parameter& parameter) const {
-  const int64_t numel = parameter.row_numel();
-  return key_.quantized ? key_.quantized->row_bytes(numel) : numel;
+  const int64_t numel = parameter.source->row_numel();
+  return key_.codec ? key_.codec->row_bytes(numel) : numel;
 }
 
 int64_t ReduceBucket::lowest_order() const {
@@ -87,7 +87,7 @@ int64_t ReduceBucket::lowest_order() const {
 Collective ReduceBucket::collective_of(const std::vector<ParameterPtr>& parameters) const {
   int64_t numel = 0;
   for (auto& parameter : parameters)
-    numel += (parameter->owner ? 1 : world_size_) * sent_chunk(*parameter);
+    numel += parameter->source->layout.padded_rows() * sent_row(*parameter);
   const int64_t nbytes = numel * static_cast<int64_t>(c10::elementSize(sent_dtype()));
   return {"reduce_scatter", sent_dtype(),         nbytes,
           world_size_,      names_of(parameters), key_.device.is_meta()};

@@ -66,7 +66,7 @@ class C10_EXPORT ReduceBucket {
   const BucketKey key_;
   const int64_t rank_;
   const int64_t world_size_;
-  // On the wire, unless gradients are quantized.
+  // On the wire, unless gradients are encoded.
   at::TensorOptions options() const {
     return at::TensorOptions(key_.wire_dtype).device(key_.device);
   }
@@ -75,12 +75,12 @@ class C10_EXPORT ReduceBucket {
   double divisor_now() const { return key_.replicas.channel ? 1.0 : divisor(); }
 
   const double pre_divide_factor_;
-  // The tensors that travel are of this dtype: bytes, if gradients are quantized.
-  at::ScalarType sent_dtype() const { return key_.quantized ? at::kByte : wire_dtype(); }
+  // The tensors that travel are of this dtype: bytes, if gradients are encoded.
+  at::ScalarType sent_dtype() const { return key_.codec ? at::kByte : wire_dtype(); }
   // Elements that travel of a row, and of a chunk, of `parameter`.
   int64_t sent_row(const Parameter& parameter) const;
   int64_t sent_chunk(const Parameter& parameter) const {
-    return parameter.chunk_rows() * sent_row(parameter);
+    return parameter.source->layout.chunk_rows() * sent_row(parameter);
   }
   const int64_t capacity_;  // elements per rank
 

@@ -1,6 +1,6 @@
 // Transports between ranks. They gather shards, reduce gradients, and exchange presences.
 //
-// Each parameter holds a Transport. Callers ask for its capabilities, and never for its type.
+// Each source holds a Transport. Callers ask for its capabilities, and never for its type.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -66,8 +66,8 @@ class Transport {
   // Whether parameters of both go through the same collectives.
   virtual bool joins(const Transport& other) const = 0;
 
-  // Returns a bucket of parameters whose transports join. Its gather is not started.
-  virtual std::unique_ptr<GatherBucket> gather_bucket(std::vector<ParameterPtr> parameters) = 0;
+  // Returns a bucket of sources whose transports join. Its gather is not started.
+  virtual std::unique_ptr<GatherBucket> gather_bucket(std::vector<SourcePtr> sources) = 0;
   virtual std::unique_ptr<Backward> begin_backward() = 0;
 
   // Allocates a gradient that is about to be reduced, in the memory it will be sent from. If that
@@ -85,13 +85,13 @@ class Transport {
   // Counts a forward that reads parameters of this transport, and of those that join, without a
   // publication: they are retained, or something else is gathered in their place.
   virtual void count_unpublished_forward() {}
-  // Number of publications of the parameter so far.
+  // Number of publications of the source so far.
   virtual uint64_t epoch() const { return 0; }
   // Call when a backward begins, with the epoch() of its forward. Returns whether a read of the
-  // parameter will publish it again: the shard has changed since, or another forward has run, or
+  // source will publish it again: the shard has changed since, or another forward has run, or
   // another copy has taken the place.
-  virtual bool expect_epoch(const Parameter& parameter, uint64_t epoch) { return false; }
-  // Makes the next read in a backward publish the parameter again.
+  virtual bool expect_epoch(const Source& source, uint64_t epoch) { return false; }
+  // Makes the next read in a backward publish the source again.
   virtual void invalidate() {}
 };
 

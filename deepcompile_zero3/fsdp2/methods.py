@@ -110,7 +110,7 @@ class FSDP2Methods(FSDPModule):
         """Sets ``name`` in the settings of this module's parameters, and of those inside it."""
         check_bool(name, value)
         for parameter in self._zero3_parameters_below(recurse):
-            setattr(parameter.settings, name, value)
+            parameter.settings = parameter.settings.replace(**{name: value})  # type: ignore[arg-type]
 
     def _zero3_parameters_below(self, recurse: bool) -> Iterator[ShardedParameter]:
         modules = self.modules() if recurse else (self,)  # type: ignore[attr-defined]

@@ -38,8 +38,8 @@ def build(
                 _check_all_alike(described, ranks.replicate_group)
         with caught(failures):
             _check_all_alike(described, ranks.shard_group)
-            owners = [each.layout.owner for each in members]
-            connections = connect([each.full for each in members], owners)
+            layouts = [each.layout.row_layout(each.full.shape[0]) for each in members]
+            connections = connect([each.full for each in members], layouts)
             for each, connection in zip(members, connections, strict=True):
                 connection_of[each.parameter] = connection
     built: dict[nn.Parameter, ShardedParameter] = {}

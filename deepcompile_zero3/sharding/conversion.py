@@ -93,8 +93,8 @@ def _rebuild_converted(group: ParameterGroup) -> None:
                 process_group,
                 remedy="convert the module to one dtype on all ranks",
             )
-        owners = [p.layout.owner for p, _ in members]
-        connections = connect([full for _, full in members], owners)
+        layouts = [p.handle.layout for p, _ in members]
+        connections = connect([full for _, full in members], layouts)
         for (parameter, full), connection in zip(members, connections, strict=True):
             connected.append((parameter, full, connection))
     for parameter, full, connection in connected:

@@ -57,7 +57,7 @@ def defer_reduction(model: nn.Module) -> Iterator[None]:
         parameter.prepare_reduction()
     _deferred.update(shards)
     for parameter in parameters:
-        parameter.settings.deferred = True
+        parameter.settings = parameter.settings.replace(deferred=True)
         parameter.handle.take_dropped()
     try:
         try:
@@ -132,7 +132,7 @@ def reduce_deferred(parameters: Sequence[ShardedParameter], what: str) -> None:
             )
         for parameter in parameters:
             parameter.prepare_reduction()  # frozen or thawed meanwhile
-            parameter.settings.deferred = False
+            parameter.settings = parameter.settings.replace(deferred=False)
         _C.reduce_deferred([parameter.handle for parameter in parameters])
     except BaseException:
         drop_deferred(parameters)
@@ -142,5 +142,5 @@ def reduce_deferred(parameters: Sequence[ShardedParameter], what: str) -> None:
 def drop_deferred(parameters: Iterable[ShardedParameter]) -> None:
     """Drops the gradients that ``reduce_deferred`` would reduce."""
     for parameter in parameters:
-        parameter.settings.deferred = False
+        parameter.settings = parameter.settings.replace(deferred=False)
         parameter.handle.drop_gradients()

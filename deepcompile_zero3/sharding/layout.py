@@ -32,6 +32,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Replicate, Sh
 from torch.distributed.tensor.placement_types import Placement
 
 from deepcompile_zero3 import torch_internals
+from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.first_of_equal import FirstOfEqual
 from deepcompile_zero3.sharding.mesh_of_few import MeshOfFew, adopt
 from deepcompile_zero3.sharding.source import kind_of
@@ -250,6 +251,14 @@ class Layout:
     def is_elsewhere(self) -> bool:
         """Whether another rank owns the parameter."""
         return self.owner is not None and self.owner != self.ranks.shard_group.rank()
+
+    def row_layout(self, rows: int) -> _C.RowLayout:
+        """Returns which of the ``rows`` of the full tensor each rank has."""
+        world_size = self.ranks.shard_group.size()
+        if self.owner is None:
+            return _C.RowLayout.chunked(rows, world_size)
+        before = self.owner + 1  # rank r begins at offset r
+        return _C.RowLayout.by_offsets([0] * before + [rows] * (world_size + 1 - before))
 
     def shard_rows(self, local: torch.Tensor) -> torch.Tensor:
         """Returns this rank's rows [shard_rows, ...], from the local tensor of the shard."""

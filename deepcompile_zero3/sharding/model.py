@@ -43,15 +43,15 @@ class ShardedModel:
         for position, parameter in enumerate(self.parameters):
             parameter.position = position
             transport = cast(_C.Transport, parameter.handle.transport)  # parameters are installed
-            parameter.handle.presence_id = first.setdefault(
-                parameter.shard_group_name, transport.parameter_index
+            parameter.handle.announce_as(
+                first.setdefault(parameter.shard_group_name, transport.parameter_index)
             )
             parameter.update_facts()
 
     def retire(self) -> None:
         """Frees the number for another model. This model takes no more steps."""
         for parameter in self.parameters:
-            parameter.handle.model_number = 0
+            parameter.handle.leave_model()
         _models.discard(self)
 
 

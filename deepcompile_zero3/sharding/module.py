@@ -147,7 +147,9 @@ class Zero3Module(FSDP2Methods):
         """
         check_bool("reshard_after_backward", reshard_after_backward)
         for parameter in self._zero3_parameters_below(recurse):
-            parameter.settings.reshard_after_backward = reshard_after_backward
+            parameter.settings = parameter.settings.replace(
+                reshard_after_backward=reshard_after_backward
+            )
             if reshard_after_backward and not parameter.placeholder.requires_grad:
                 parameter.handle.reshard_retained()  # no backward brings it a gradient
 
@@ -166,7 +168,7 @@ class Zero3Module(FSDP2Methods):
         if not is_number or not 0 < factor < float("inf"):
             raise ValueError(f"factor must be a positive finite number, got {factor!r}")
         for parameter in self._zero3_group.parameters:
-            parameter.settings.divide_factor = factor
+            parameter.settings = parameter.settings.replace(divide_factor=factor)
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Sets the modules that an eager forward prefetches after this module.
@@ -217,7 +219,7 @@ class Zero3Module(FSDP2Methods):
             )
         group.is_finalized_manually = enabled
         for parameter in parameters:
-            parameter.settings.deferred = enabled
+            parameter.settings = parameter.settings.replace(deferred=enabled)
             parameter.handle.take_dropped()
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
@@ -247,7 +249,7 @@ class Zero3Module(FSDP2Methods):
                 reduce_deferred(parameters, "finalize_backward: a backward")
             finally:
                 for parameter in parameters:
-                    parameter.settings.deferred = True
+                    parameter.settings = parameter.settings.replace(deferred=True)
         return GradientReductionHandle() if async_op else None
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:

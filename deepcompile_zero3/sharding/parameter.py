@@ -66,7 +66,6 @@ class ShardedParameter:
         schedule: the schedule of graphs, in place of the one in the backend's options, or None.
         placeholder: the tensor that a traced graph takes in place of the parameter.
         handle: the parameter in the C++ runtime.
-        settings: settings of ``handle`` that users may change between steps.
         reshard_after_forward: True gathers again in backward. False keeps what forward gathered
             until then. None leaves the choice to the compiler, and gathers again in eager.
         leaf_facts: all that graphs depend on, whatever is gathered.
@@ -102,13 +101,13 @@ class ShardedParameter:
         self.ranks_meet_in_backward = True
         self._connection: Connection | None = connection
         self.mp_policy = blueprint.mp_policy
-        self._build(blueprint.full, blueprint.parameter.requires_grad)
-        self.settings.divide_factor = layout.ranks.mesh.size()
+        settings = _C.Settings(divide_factor=layout.ranks.mesh.size())
+        self._build(blueprint.full, blueprint.parameter.requires_grad, settings)
         self.set_reshard_after_forward(blueprint.reshard_after_forward)
         self._build_after_forward(connection)
         self._set_grad_dtype(blueprint.parameter.grad_dtype)
 
-    def _build(self, full: torch.Tensor, requires_grad: bool) -> None:
+    def _build(self, full: torch.Tensor, requires_grad: bool, settings: _C.Settings) -> None:
         """Creates the placeholder and the runtime's parameter for a full tensor like ``full``."""
         ranks = self.layout.ranks
         self.compute_dtype = full.dtype
@@ -121,38 +120,43 @@ class ShardedParameter:
         name_placeholder(self.placeholder, self)
         others = ranks.replicate_group
         replicas = None if others is None else channel_of(others, ranks.device)
-        shards = ranks.shard_group
-        self.handle = self._handle(
-            shards.rank(), shards.size(), self.layout.owner, replicas, self.placeholder
-        )
-        self.settings: _C.Settings = self.handle.settings
+        rows = self.layout.row_layout(full.shape[0])
+        source = self._source(ranks.shard_group.rank(), rows, placeholder=self.placeholder)
+        self.handle = _C.Parameter(source, replicas, settings)
+
+    @property
+    def settings(self) -> _C.Settings:
+        """Settings that users may change between steps: a value, set as a whole."""
+        return self.handle.settings
+
+    @settings.setter
+    def settings(self, settings: _C.Settings) -> None:
+        self.handle.settings = settings
 
     def _build_after_forward(self, connection: Connection) -> None:
-        """Creates the runtime's parameter for fewer ranks, if forwards reshard to fewer."""
+        """Creates what is gathered from fewer ranks, if forwards reshard to fewer."""
         if connection.after_forward is not None:
             channel, messages = connection.after_forward
-            self.handle.after_forward = self._handle(channel.rank, channel.world_size)
-            self.handle.after_forward.transport = messages
+            rows = _C.RowLayout.chunked(self.placeholder.shape[0], channel.world_size)
+            self.handle.after_forward = self._source(channel.rank, rows, transport=messages)
 
-    def _handle(
+    def _source(
         self,
         rank: int,
-        world_size: int,
-        owner: int | None = None,
-        replicas: _C.Channel | None = None,
+        layout: _C.RowLayout,
         placeholder: torch.Tensor | None = None,
-    ) -> _C.Parameter:
-        """Creates the runtime's parameter for a sharding over ``world_size`` ranks."""
-        return _C.Parameter(
+        transport: _C.Transport | None = None,
+    ) -> _C.Source:
+        """Creates what is gathered from ranks that have the rows of ``layout``."""
+        return _C.Source(
             sizes=list(self.placeholder.shape),
             strides=list(self.placeholder.stride()),
-            compute_dtype=self.compute_dtype,
+            dtype=self.compute_dtype,
             device=self.placeholder.device,
             rank=rank,
-            world_size=world_size,
-            owner=owner,
-            replicas=replicas,
+            layout=layout,
             placeholder=placeholder,
+            transport=transport,
         )
 
     def install(self) -> DTensor:
@@ -177,10 +181,7 @@ class ShardedParameter:
         shard, old = self.shard, self.handle
         self.registered.inherit_grad_dtype(shard, self.forward_grad_dtype)
         self.registered.dtype = shard.dtype
-        self._build(full, shard.requires_grad)
-        for name in vars(_C.Settings):
-            if not name.startswith("_"):
-                setattr(self.settings, name, getattr(old.settings, name))
+        self._build(full, shard.requires_grad, old.settings)
         if old.after_forward is not None:
             self._build_after_forward(connection)
         self._set_transport(connection)
@@ -191,8 +192,7 @@ class ShardedParameter:
 
     def _follow(self, shard: DTensor) -> None:
         self.registered.follow(shard)
-        self.handle.follow_version(shard)
-        self.handle.shard = self.layout.shard_rows(self.registered.local)
+        self.handle.follow(shard, self.layout.shard_rows(self.registered.local))
 
     @property
     def parameter(self) -> "ShardedParameter":
@@ -227,11 +227,10 @@ class ShardedParameter:
     def join(self, model: "ShardedModel", fqn: str) -> None:
         """Makes the parameter one of ``model``, with the name ``fqn``."""
         self._model = weakref.ref(model)
-        self.registered.fqn = self.handle.fqn = fqn
-        self.handle.model_number = model.number
+        self.registered.fqn = fqn
+        self.handle.join(model.number, fqn)
         if self.substitute is None and self.budget is None:
             model.gather_orders.add(self.handle)
-        self.handle.register()
         self.update_facts()
 
     @property
@@ -242,7 +241,8 @@ class ShardedParameter:
     def set_reshard_after_forward(self, reshard_after_forward: bool | None) -> None:
         """Sets ``reshard_after_forward``. Ends the sharding over fewer ranks that an int set."""
         self.reshard_after_forward = reshard_after_forward
-        self.settings.reshard_after_forward = reshard_after_forward is True
+        always = reshard_after_forward is True
+        self.settings = self.settings.replace(reshard_after_forward=always)
         self.handle.after_forward = None
         self.update_facts()
 
@@ -251,12 +251,13 @@ class ShardedParameter:
 
         Call it when ``sink`` or ``checks`` have changed.
         """
-        self.settings.delivers_early = (
+        is_possible = (
             self.sink is not None
             and not self.checks
             and self.model is not None
             and self.model.is_last_backward
         )
+        self.settings = self.settings.replace(delivers_early=is_possible)
 
     def update_facts(self) -> None:
         """Tells graphs of the facts as they are now. Call it when one has changed."""
@@ -370,7 +371,8 @@ class ShardedParameter:
         dtypes = grad_dtype.resolve(
             declared, self.registered.dtype, self.compute_dtype, self.mp_policy.reduce_dtype
         )
-        self.settings.gradient_dtypes = dtypes.quantized_like(self.settings.gradient_dtypes)
+        dtypes = dtypes.quantized_like(self.settings.gradient_dtypes)
+        self.settings = self.settings.replace(gradient_dtypes=dtypes)
         # Dynamo keeps each string that it meets, among the globals of the traced function.
         self.contract = sys.intern(_C.contract_name(dtypes.leaf))
         self.update_facts()

@@ -31,12 +31,14 @@ class Source(Protocol):
     """Something that is gathered.
 
     Attributes:
-        handle: the source in the C++ runtime.
         facts: all that graphs depend on.
     """
 
-    handle: _C.Parameter
     facts: SourceFacts
+
+    @property
+    def handle(self) -> _C.Parameter | _C.Source:
+        """The source in the C++ runtime, or the parameter that has it."""
 
     @property
     def placeholder(self) -> torch.Tensor:

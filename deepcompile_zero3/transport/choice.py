@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
+    from deepcompile_zero3.runtime import _C
     from deepcompile_zero3.transport.connection import Connection
 
 TransportName = Literal["auto", "shared_memory", "c10d"]
@@ -22,13 +23,13 @@ class Connects(Protocol):
     def __call__(
         self,
         fulls: Sequence[torch.Tensor],
-        owners: Sequence[int | None],
+        layouts: "Sequence[_C.RowLayout]",
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> "Sequence[Connection]":
         """Returns a connection for each of ``fulls``. Collective.
 
-        The arguments are those of :func:`connection.connect`.
+        The arguments are those of :class:`connection.Connector`.
         """
 
 

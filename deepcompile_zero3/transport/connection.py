@@ -20,14 +20,15 @@ class Connection:
 
     Attributes:
         medium: the memory that ranks share, or the transport that all parameters of a group use.
-        payload_transport: the transport of payloads and of quantized shards. They are converted
-            after the gather, so reading them in shared memory would save no copy.
+        substitute_transport: the transport of sources in place of shards, such as payloads and
+            encoded rows. They are converted after the gather, so reading them in shared memory
+            would save no copy.
         after_forward: the channel and the messages between the ranks that have a parameter's rows
             between forward and backward, if other ranks do than at other times.
     """
 
     medium: MappedMemory | _C.Transport
-    payload_transport: _C.Transport
+    substitute_transport: _C.Transport
     after_forward: tuple[_C.Channel, _C.Messages] | None = None
 
     def set_transport(self, parameter: _C.Parameter) -> None:
@@ -35,17 +36,18 @@ class Connection:
 
         All ranks call this for their parameters in the same order.
         """
-        parameter.payload_transport = self.payload_transport
-        if not isinstance(self.medium, MappedMemory):
-            parameter.transport = self.medium
-            return
-        parameter.transport = _C.SharedMemory(
-            self.medium.one_host,
-            parameter,
-            self.medium.progress,
-            self.medium.copy_memory,
-            self.medium.takes_turns,
+        transport: _C.Transport = (
+            _C.SharedMemory(
+                self.medium.one_host,
+                parameter.source,
+                self.medium.progress,
+                self.medium.copy_memory,
+                self.medium.takes_turns,
+            )
+            if isinstance(self.medium, MappedMemory)
+            else self.medium
         )
+        parameter.connect(transport, self.substitute_transport)
 
 
 @dataclass(frozen=True)
@@ -68,22 +70,21 @@ class Connector:
     after_forward: int | None
 
     def __call__(
-        self, fulls: Sequence[torch.Tensor], owners: Sequence[int | None]
+        self, fulls: Sequence[torch.Tensor], layouts: Sequence[_C.RowLayout]
     ) -> list[Connection]:
         """Connects the parameters ``fulls``, the same on all ranks. Collective.
 
         Args:
             fulls: parameters as they are computed with, [rows, ...] each, on the meta device.
-            owners: for each parameter, the rank of the group that owns it, or None if all have
-                shards.
+            layouts: for each parameter, the rows that each rank of the group has.
 
         Raises:
             Zero3Error: see :func:`one_host.share`.
         """
         group, device = self.group, self.device
-        parts = share(fulls, owners, group, device.type, self.transport, self.take_turns)
+        parts = share(fulls, layouts, group, device.type, self.transport, self.take_turns)
         if self.transport in OTHERS:
-            return list(OTHERS[self.transport](fulls, owners, group, device))
+            return list(OTHERS[self.transport](fulls, layouts, group, device))
         asked = self.transport == "c10d"
         gathers = channel_of(group, device, sends_to_itself=asked)
         if parts is not None:

@@ -62,7 +62,7 @@ class _Offer(NamedTuple):
 @torch.inference_mode(mode=False)  # else mapped memory could not be written to outside of it
 def share(
     fulls: Sequence[torch.Tensor],
-    owners: Sequence[int | None],
+    layouts: Sequence[_C.RowLayout],
     group: dist.ProcessGroup,
     device: str,
     transport: TransportName,
@@ -74,7 +74,7 @@ def share(
 
     Args:
         fulls: parameters as they are computed with, [rows, ...] each, on the meta device.
-        owners: for each parameter, the rank of ``group`` that owns it, or None if all have shards.
+        layouts: for each parameter, the rows that each rank of ``group`` has.
         group: process group of the ranks.
         device: type of the device that the ranks compute on.
         transport: the transport that is asked for.
@@ -101,7 +101,7 @@ def share(
     )
     segments = None
     if fulls and is_possible and is_allowed:
-        segments = _Segments(fulls, owners, group, take_turns)
+        segments = _Segments(fulls, layouts, group, take_turns)
     mine = _offer(transport, is_allowed, segments.sizes if segments and rank == 0 else ())
     try:
         offers = [_Offer(*offer) for offer in all_gather_json("fully_shard: memory", mine, group)]
@@ -142,7 +142,7 @@ class _Segments:
     def __init__(
         self,
         fulls: Sequence[torch.Tensor],
-        owners: Sequence[int | None],
+        layouts: Sequence[_C.RowLayout],
         group: dist.ProcessGroup,
         take_turns: bool,
     ) -> None:
@@ -163,8 +163,8 @@ class _Segments:
         if self._one_host is None or self._one_host.mailbox_bytes < mailbox:
             self._nbytes["mailboxes"] = self._world_size * mailbox
         self._progress_bytes = [
-            _C.progress_bytes(full.shape[0], full.nbytes // full.shape[0], self._world_size, owner)
-            for full, owner in zip(fulls, owners, strict=True)
+            _C.progress_bytes(layout, full.nbytes // full.shape[0])
+            for full, layout in zip(fulls, layouts, strict=True)
         ]
         self._nbytes["progress"] = sum(self._progress_bytes)  # may outlive the parameters
         if take_turns:

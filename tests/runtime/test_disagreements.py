@@ -61,7 +61,8 @@ def _disagree(what, transport):
             if rank == 1:
                 model.set_requires_gradient_sync(False)
                 # a reduced parameter makes this rank take part
-                parameters_of(model.head)["weight"].settings.requires_gradient_sync = True
+                reduced = parameters_of(model.head)["weight"]
+                reduced.settings = reduced.settings.replace(requires_gradient_sync=True)
     start = time.monotonic()
 
     def step():

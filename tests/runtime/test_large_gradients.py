@@ -318,5 +318,8 @@ def test_gradients_of_several_blocks_are_right(run_ranks, world_size, how, dtype
 
 
 def test_small_gradients_are_one_block():
-    assert _C.progress_bytes(10, 4, 2) == 2 * 64  # a cache line for each rank
-    assert _C.progress_bytes(8192, 4096, 2) == 8 * 2 * 64  # and for each 4 MiB
+    def progress_bytes(rows, row_bytes):
+        return _C.progress_bytes(_C.RowLayout.chunked(rows, 2), row_bytes)
+
+    assert progress_bytes(10, 4) == 2 * 64  # a cache line for each rank
+    assert progress_bytes(8192, 4096) == 8 * 2 * 64  # and for each 4 MiB

@@ -61,7 +61,7 @@ def train_experts(steps, width, transport, micro_batches, mesh_shape, bucket_byt
     model, reference = sharded(width, transport=transport, mesh=mesh)
     for module in model.modules():
         for parameter in parameters_of(module).values():
-            parameter.settings.bucket_bytes = bucket_bytes
+            parameter.settings = parameter.settings.replace(bucket_bytes=bucket_bytes)
     optimizers = optimizers_of(model, reference)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for step in range(0, len(steps), micro_batches):

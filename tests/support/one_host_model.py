@@ -1,4 +1,4 @@
-"""A model of ``csrc/transport`` where ranks share memory, for ``interleavings.explore``.
+"""A model of ``csrc/transport/shared``, where ranks share memory, for ``interleavings.explore``.
 
 The words that the steps of a rank read and write are those of ``Progress`` and ``RankState``, rows
 of a copy, and cells of a mailbox or of a ``Ring`` of copies. ``rank_waiter_model.Sleeper`` models

@@ -1,4 +1,4 @@
-"""A model of mailboxes of ``csrc/transport``, by which ranks that share memory sum gradients."""
+"""A model of mailboxes of ``csrc/transport/shared``: ranks that share memory sum gradients."""
 
 from collections.abc import Callable
 from typing import NamedTuple

@@ -56,7 +56,7 @@ def _sent(collectives):
 def _shard(reduce_dtype, bucket_bytes, model, mesh):
     shard_blocks(model, mesh, **_settings(reduce_dtype))
     for parameter in all_parameters_of(model, "a test"):
-        parameter.settings.bucket_bytes = bucket_bytes
+        parameter.settings = parameter.settings.replace(bucket_bytes=bucket_bytes)
     return model
 
 

@@ -40,7 +40,7 @@ def _tokens():
 def _shard(bucket_bytes, model, mesh):
     shard_blocks(model, mesh, transport="c10d")
     for parameter in all_parameters_of(model, "a test"):
-        parameter.settings.bucket_bytes = bucket_bytes
+        parameter.settings = parameter.settings.replace(bucket_bytes=bucket_bytes)
     return model
 
 

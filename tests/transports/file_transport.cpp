@@ -41,22 +41,22 @@ struct Files {
 };
 
 struct FileGather : GatherBucket {
-  FileGather(Files& files, std::vector<ParameterPtr> parameters)
-      : GatherBucket(std::move(parameters)), files(files), first(files.gathers) {}
+  FileGather(Files& files, std::vector<SourcePtr> sources)
+      : GatherBucket(std::move(sources)), files(files), first(files.gathers) {}
 
   void start() override {
-    for (auto& each : parameters_)
-      files.write("gather " + std::to_string(files.gathers++), each->shard.to(each->compute_dtype));
+    for (auto& each : sources_)
+      files.write("gather " + std::to_string(files.gathers++), each->shard.to(each->dtype));
   }
 
   std::vector<at::Tensor> finish(bool fresh) override {
     std::vector<at::Tensor> fulls;
-    for (auto& each : parameters_) {
+    for (auto& each : sources_) {
       const auto name = "gather " + std::to_string(first + fulls.size());
-      auto full = at::empty_strided(each->sizes, each->strides, each->compute_dtype);
+      auto full = at::empty_strided(each->sizes, each->strides, each->dtype);
       for (int64_t r = 0; r < files.world_size; ++r) {
-        auto rows = full.narrow(0, each->first_row_of(r), each->rows_of(r));
-        rows.copy_(files.read(name, r, rows.sizes(), each->compute_dtype));
+        auto rows = full.narrow(0, each->layout.first_row_of(r), each->layout.rows_of(r));
+        rows.copy_(files.read(name, r, rows.sizes(), each->dtype));
       }
       fulls.push_back(full);
     }
@@ -81,10 +81,11 @@ struct FileReduce : ReduceBucket {
     std::vector<at::Tensor> shards;
     for (auto& [name, shard_dtype] : sent) {
       const auto& of = *parameters()[shards.size()];
-      auto sum = at::zeros(of.sizes, c10::promoteTypes(wire_dtype(), at::kFloat));
+      auto sum = at::zeros(of.sizes(), c10::promoteTypes(wire_dtype(), at::kFloat));
       for (int64_t r = 0; r < files.world_size; ++r)
-        sum += files.read(name, r, of.sizes, wire_dtype());
-      const auto rows = sum.narrow(0, of.first_row_of(rank_), of.rows_of(rank_));
+        sum += files.read(name, r, of.sizes(), wire_dtype());
+      const auto& layout = of.source->layout;
+      const auto rows = sum.narrow(0, layout.first_row_of(rank_), layout.rows_of(rank_));
       shards.push_back(rows.to(wire_dtype()).div(divisor_now()).to(shard_dtype));
     }
     return shards;
@@ -116,8 +117,8 @@ struct FileTransport : Transport {
 
   std::string name() const override { return "files"; }
   bool joins(const Transport& other) const override { return this == &other; }
-  std::unique_ptr<GatherBucket> gather_bucket(std::vector<ParameterPtr> parameters) override {
-    return std::make_unique<FileGather>(files, std::move(parameters));
+  std::unique_ptr<GatherBucket> gather_bucket(std::vector<SourcePtr> sources) override {
+    return std::make_unique<FileGather>(files, std::move(sources));
   }
   std::unique_ptr<Backward> begin_backward() override {
     return std::make_unique<FileBackward>(files);

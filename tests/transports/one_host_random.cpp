@@ -22,11 +22,11 @@
 #include <stdexcept>
 #include <thread>
 
-#include "transport/backwards.h"
-#include "transport/gather_words.h"
-#include "transport/rank_waiter.h"
-#include "transport/reduce_words.h"
-#include "transport/ring.h"
+#include "transport/shared/backwards.h"
+#include "transport/shared/gather_words.h"
+#include "transport/shared/rank_waiter.h"
+#include "transport/shared/reduce_words.h"
+#include "transport/shared/ring.h"
 
 #ifndef MISTAKE
 #define MISTAKE 0

@@ -126,7 +126,7 @@ def _scaled(transport, how):
     torch.manual_seed(0)
     model = fully_shard(nn.Linear(256, 256).half(), transport=transport)
     for parameter in parameters_of(model).values():
-        parameter.settings.divide_factor = 4
+        parameter.settings = parameter.settings.replace(divide_factor=4)
     batch = batch_of(4, 256, seed=dist.get_rank()).half()
     compiled(model, how)(batch).sum().backward()
     return [parameter.grad.full_tensor() for parameter in model.parameters()]

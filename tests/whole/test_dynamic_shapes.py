@@ -37,7 +37,7 @@ def _layer_of_llama(transport):
     model, reference = shard(model, model.model.layers, transport=transport)
     for module in model.modules():
         for parameter in parameters_of(module).values():
-            parameter.settings.bucket_bytes = 4096
+            parameter.settings = parameter.settings.replace(bucket_bytes=4096)
     return model, reference, optimizers_of(model, reference)
 
 

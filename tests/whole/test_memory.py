@@ -98,7 +98,7 @@ def _chain(depth):
         fully_shard(module, reshard_after_forward=True)
     for module in model.modules():
         for parameter in parameters_of(module).values():
-            parameter.settings.bucket_bytes = BUCKET
+            parameter.settings = parameter.settings.replace(bucket_bytes=BUCKET)
     return model
 
 

@@ -38,14 +38,14 @@ def detect_nonfinite(model: nn.Module) -> Iterator[None]:
     new = [parameter for parameter in parameters if _CHECK not in parameter.checks]
     for parameter in new:
         parameter.checks[_CHECK] = _nonfinite_gradients
-        parameter.settings.detects_nonfinite = True
+        parameter.settings = parameter.settings.replace(detects_nonfinite=True)
         parameter.deliver_early_if_possible()
     try:
         yield
     finally:
         for parameter in new:
             parameter.checks.pop(_CHECK, None)
-            parameter.settings.detects_nonfinite = False
+            parameter.settings = parameter.settings.replace(detects_nonfinite=False)
             parameter.deliver_early_if_possible()
             parameter.handle.take_nonfinite()
 

@@ -3,8 +3,8 @@
 The local tensor of such a parameter is a tensor subclass with two methods. ``fsdp_pre_all_gather``
 returns the tensors that are gathered in the parameter's place, the *payloads*, and metadata.
 ``fsdp_post_all_gather`` makes the full parameter of the gathered payloads. :class:`OwnMethods`
-calls them, and :class:`InnerTensors` stands in for them. A payload is one more parameter of the
-runtime, without a gradient. In a compiled graph, the payloads are inputs, and what
+calls them, and :class:`InnerTensors` stands in for them. A payload is a source of the runtime: it
+has no gradient. In a compiled graph, the payloads are inputs, and what
 ``fsdp_post_all_gather`` computes of them is traced.
 """
 
@@ -94,18 +94,17 @@ class Payload:
         )
         name_placeholder(self.placeholder, self)
         self.compute_dtype = value.dtype
-        self.handle = _C.Parameter(
+        self.handle = _C.Source(
             sizes=sizes,
             strides=strides,
-            compute_dtype=value.dtype,
+            dtype=value.dtype,
             device=device,
             rank=parameter.handle.rank,
-            world_size=world_size,
+            layout=_C.RowLayout.chunked(sizes[0], world_size),
             placeholder=self.placeholder,
+            transport=parameter.handle.substitute_transport,
+            fqn=self.fqn,
         )
-        self.handle.transport = parameter.handle.payload_transport
-        self.handle.fqn = self.fqn
-        self.handle.model_number = -1  # no gradient of it is ever missing
         self.handle.register()
         self.facts = facts_of(self, parameter.shard_group_name, is_substitute=True)
 
@@ -178,7 +177,7 @@ class Extension:
                     f"{list(value.shape)} for '{payload.fqn}' {payload.handle.sizes} of "
                     f"{payload.compute_dtype}: shapes and dtypes must stay as they were"
                 )
-            payload.handle.shard = value.detach().contiguous()
+            payload.handle.take(value.detach().contiguous())
         return metadata
 
     def prepare_graph(self, local: torch.Tensor) -> None:

@@ -141,7 +141,7 @@ class FileBudget:
         if self.offloads(parameter) and _is_movable(local) and not _C.is_in_file(local):
             with torch.inference_mode(False), torch.no_grad():  # it is no inference tensor
                 local.data = self.tier.copy(local)
-                parameter.handle.shard = parameter.layout.shard_rows(local)
+                parameter.handle.source.take(parameter.layout.shard_rows(local))
 
     def offloads(self, parameter: ShardedParameter) -> bool:
         """Returns whether the budget offloads the shard of ``parameter``."""

@@ -117,14 +117,14 @@ class StepsInBackward:
                 "known: change each gradient in a hook of register_post_accumulate_grad_hook, or "
                 "call remove() and step after the backward",
             )
-            parameter.settings.bucket_bytes = bucket_bytes
+            parameter.settings = parameter.settings.replace(bucket_bytes=bucket_bytes)
             parameter.deliver_early_if_possible()
 
     def remove(self) -> None:
         """Leaves all steps to ``optimizer.step()`` again."""
         for parameter, bucket_bytes in self._before:
             parameter.sink = None
-            parameter.settings.bucket_bytes = bucket_bytes
+            parameter.settings = parameter.settings.replace(bucket_bytes=bucket_bytes)
             say_taken(parameter.shard, None)
             parameter.deliver_early_if_possible()
         self._before = []

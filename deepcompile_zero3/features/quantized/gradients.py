@@ -72,6 +72,6 @@ def quantize_gradients(
         row, shape = math.prod(parameter.handle.sizes[1:]), parameter.shard.shape
         formats.append(format_of(dtype, block, "block", parameter.fqn, shape, row))
     for parameter, format in zip(parameters, formats, strict=True):
-        dtypes = parameter.settings.gradient_dtypes
-        parameter.settings.gradient_dtypes = dtypes.with_quantized(format, error_feedback)
+        dtypes = parameter.settings.gradient_dtypes.with_quantized(format, error_feedback)
+        parameter.settings = parameter.settings.replace(gradient_dtypes=dtypes)
         parameter.handle.forget_error()

@@ -131,7 +131,7 @@ def _to_fit(plan: Plan) -> Iterator[str]:
 def _padding(traced: Trace) -> Iterator[str]:
     padded = {}
     for name, parameter in traced.sources.items():
-        if parameter.handle.owner is not None:
+        if not parameter.handle.layout.is_chunked:
             continue
         rows, ranks = parameter.handle.sizes[0], parameter.handle.world_size
         times = -(-rows // ranks) * ranks / max(rows, 1)

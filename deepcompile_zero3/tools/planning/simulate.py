@@ -8,7 +8,7 @@ bucket is sent.
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import fx
@@ -25,7 +25,7 @@ from deepcompile_zero3.tools.planning.kernels import Kernel, items_of, memory_of
 from deepcompile_zero3.tools.planning.machine import Machine, Ranks
 from deepcompile_zero3.tools.planning.measure import key_of
 from deepcompile_zero3.tools.planning.memory import KINDS, Memory
-from deepcompile_zero3.tools.planning.twins import names_in, twins_of
+from deepcompile_zero3.tools.planning.twins import Twin, names_in, twins_of
 from deepcompile_zero3.tools.timeline import Span, Timeline
 
 
@@ -113,7 +113,7 @@ _Started: TypeAlias = tuple[_C.Gather, list[Span]]  # a gather, and its collecti
 
 @dataclass
 class _Simulation:
-    parameters: Mapping[str, _C.Parameter]
+    twins: Mapping[str, Twin]
     trained: Set[str]
     in_file: Set[str]  # the parameters whose shards are in a file
     assumed: Assumptions
@@ -133,11 +133,11 @@ class _Simulation:
         self.factor = self.assumed.slower.forward  # of the kernels of the graph that runs
 
     def run(self, forwards: Sequence[CapturedGraph], backwards: Sequence[CapturedGraph]) -> Step:
-        trained = [self.parameters[name].shard for name in sorted(self.trained)]
+        trained = [self.twins[name].shard for name in sorted(self.trained)]
         try:
             for captured in forwards:
                 used = self.trained & gathered_by(captured)
-                _C.add_uses([self.parameters[name] for name in sorted(used)], False)
+                _C.add_uses([self._parameter(name) for name in sorted(used)], False)
                 self._run_graph(captured)
             self.memory.forget_results()
             self._run_in_backward(backwards)
@@ -158,8 +158,8 @@ class _Simulation:
         """Adds the memory of shards that are not in a file, and of ``most_states`` bytes of states
         at most. What is in a file comes and goes once, for the optimizer.
         """
-        nbytes = {name: each.shard.nbytes for name, each in self.parameters.items()}
-        shards = (self.parameters[name].shard for name in self.trained)
+        nbytes = {name: each.shard.nbytes for name, each in self.twins.items()}
+        shards = (self.twins[name].shard for name in self.trained)
         states = sum(shard.numel() for shard in shards) * self.assumed.optimizer_bytes
         here = int(min(states, most_states))
         self.memory.change("shards", sum(nbytes[name] for name in nbytes.keys() - self.in_file))
@@ -237,11 +237,11 @@ class _Simulation:
 
     def _start_gather(self, start: fx.Node) -> _Started:
         names = fqns_of(start)
-        nbytes = {name: self.parameters[name].shard.nbytes for name in names}
+        nbytes = {name: self.twins[name].shard.nbytes for name in names}
         self._compute("cast", 2 * sum(nbytes.values()), names)
         self.memory.moved_in += sum(nbytes[name] for name in names if name in self.in_file)
         formats = ",".join(formats_of(start))
-        gather = _C.Gather([self.parameters[name] for name in names], formats)
+        gather = _C.Gather([self.twins[name] for name in names], formats)
         self.memory.follow_buffers()
         return gather, [self._launch("gather", record) for record in self.log.take()]
 
@@ -270,7 +270,7 @@ class _Simulation:
         if node.target is not ops.reduce_mm.default:  # reduce_mm packs its product
             packed = dtypes.numel * dtypes.wire.itemsize
             self._compute("pack", packed + sum(map(nbytes_of, memory_of(node))), [name])
-        parameter = self.parameters[name]
+        parameter = self._parameter(name)
         dtype = parameter.settings.gradient_dtypes.shard or dtypes.leaf or dtypes.raw
         self.gradients[name] = parameter.shard.numel() * dtype.itemsize
         meta = torch.device("meta")
@@ -303,7 +303,7 @@ class _Simulation:
 
     def _launch(self, lane: str, record: _C.Collective) -> Span:
         names = names_in(record)
-        ranks = self._ranks(record, self.parameters[names[0]])
+        ranks = self._ranks(record, self.twins[names[0]])
         seconds = self.machine.seconds_of_collective(record.op, record.nbytes, ranks)
         local, remote = self.machine.bytes_over_links(record.op, record.nbytes, ranks)
         start = max(self.now, self.link_free)
@@ -319,11 +319,14 @@ class _Simulation:
         traffic.seconds += seconds
         return launched
 
-    def _ranks(self, record: _C.Collective, parameter: _C.Parameter) -> Ranks:
+    def _parameter(self, name: str) -> _C.Parameter:
+        return cast(_C.Parameter, self.twins[name])  # it has gradients
+
+    def _ranks(self, record: _C.Collective, twin: Twin) -> Ranks:
         of_host = self.machine.ranks_per_host
         if record.op == "all_reduce":
             # Corresponding ranks of two replicas are a shard group's size apart.
-            on_host = min(of_host // parameter.world_size, record.world_size)
+            on_host = min(of_host // twin.world_size, record.world_size)
             return Ranks(record.world_size, max(on_host, 1))
         return Ranks(record.world_size, min(of_host, record.world_size))
 

@@ -2,20 +2,22 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from typing import TypeAlias
 
 import torch
 
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.source import Source
 
+Twin: TypeAlias = _C.Parameter | _C.Source
+
 _PREFIX = "simulated: "
 _UNBOUNDED = 1 << 62
-_SETTINGS = ("gradient_dtypes", "bucket_bytes", "divide_factor")
 
 
 @contextlib.contextmanager
-def twins_of(parameters: Mapping[str, Source], backend: str) -> Iterator[dict[str, _C.Parameter]]:
-    """Yields copies of the runtime's ``parameters``, by FQN. They make a model on the meta device.
+def twins_of(sources: Mapping[str, Source], backend: str) -> Iterator[dict[str, Twin]]:
+    """Yields copies of the runtime's ``sources``, by FQN. They make a model on the meta device.
 
     Their ranks exchange messages, with the buffers that ``backend``, one of c10d, needs. Buckets
     are not bounded where a parameter's own transport does not bound them.
@@ -25,35 +27,39 @@ def twins_of(parameters: Mapping[str, Source], backend: str) -> Iterator[dict[st
         return _C.SimulatedChannel(name, rank, world_size, backend)
 
     model_number = max(_C.live_model_numbers(), default=0) + 1
-    twins = {}
+    twins: dict[str, Twin] = {}
     try:
-        for name, parameter in parameters.items():
-            handle = parameter.handle
-            other = handle.replicas
-            twin = _C.Parameter(
+        for name, source in sources.items():
+            handle = source.handle
+            shards = channel(str(source.facts.process_group), handle.rank, handle.world_size)
+            twin = _C.Source(
                 sizes=handle.sizes,
                 strides=handle.strides,
-                compute_dtype=handle.compute_dtype,
+                dtype=handle.dtype,
                 device=torch.device("meta"),
                 rank=handle.rank,
-                world_size=handle.world_size,
-                owner=handle.owner,
-                replicas=other and channel(other.name, other.rank, other.world_size),
+                layout=handle.layout,
+                transport=_C.Messages(shards, shards),
+                fqn=_PREFIX + name,
             )
-            shards = channel(str(parameter.facts.process_group), handle.rank, handle.world_size)
-            twin.transport = _C.Messages(shards, shards)
-            for setting in _SETTINGS:
-                setattr(twin.settings, setting, getattr(handle.settings, setting))
-            if not handle.can.bounds_buckets:
-                twin.settings.bucket_bytes = _UNBOUNDED
             shard = handle.shard  # a tensor subclass may have no empty_like
-            twin.shard = torch.empty_strided(
-                shard.shape, shard.stride(), dtype=shard.dtype, device="meta"
+            twin.take(
+                torch.empty_strided(shard.shape, shard.stride(), dtype=shard.dtype, device="meta")
             )
-            twin.model_number = model_number
-            twin.fqn = _PREFIX + name
-            twin.register()
-            twins[name] = twin
+            if isinstance(handle, _C.Source):
+                twins[name] = twin
+                continue
+            other = handle.replicas
+            replicas = other and channel(other.name, other.rank, other.world_size)
+            of_user = handle.settings
+            is_bounded = handle.can.bounds_buckets
+            settings = _C.Settings(
+                gradient_dtypes=of_user.gradient_dtypes,
+                divide_factor=of_user.divide_factor,
+                bucket_bytes=of_user.bucket_bytes if is_bounded else _UNBOUNDED,
+            )
+            parameter = twins[name] = _C.Parameter(twin, replicas, settings)
+            parameter.join(model_number, twin.fqn)
         yield twins
     finally:
         twins.clear()
