@@ -7,7 +7,10 @@ import pytest
 from support import cxx_programs
 from support.paths import CSRC, ROOT
 
-OURS = [CSRC / "transport" / "shared" / f"{name}.cpp" for name in ("rank_waiter", "reduce_words", "ring")]
+OURS = [
+    CSRC / "transport" / "shared" / f"{name}.cpp"
+    for name in ("rank_waiter", "reduce_words", "ring")
+]
 OURS += [CSRC / "support" / f"{name}.cpp" for name in ("error", "signals")]
 SOURCES = [ROOT / "tests/transports/one_host_random.cpp", *OURS]
 FLAGS = ["-O1", "-fsanitize=thread", f"-I{CSRC}"]
