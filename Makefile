@@ -105,7 +105,7 @@ SANITIZERS ?= address,undefined
 SANITIZER_LIBRARIES = $(patsubst address,asan,$(patsubst undefined,ubsan,$(patsubst thread,tsan,\
   $(subst $(COMMA), ,$(SANITIZERS)))))
 COMMA = ,
-SANITIZED_TESTS = contract/test_contract.py sharding/test_sizes.py whole/test_fuzz.py \
+SANITIZED_TESTS = contract/test_contract.py sharding/test_sizes.py sharding/test_gather_order.py whole/test_fuzz.py \
   $(patsubst %,runtime/test_%.py,missing_gradients gradients_ahead threads disagreements large_gradients \
   reduction_stress) transports/test_one_host.py transports/test_one_host_graphs.py \
   faults/test_signals.py $(patsubst %,features/offload/test_file_%.py,tier offload offload_plan)
