@@ -244,6 +244,7 @@ def test_the_plan_predicts_what_is_gathered_at_once(run_ranks, settings, bucket)
 def _measure_buffers(how, depth):
     """Returns the bytes that are kept after a step and after a second one."""
     model = _chain(depth)
+    model._zero3_group.model.gather_orders.bytes_ahead = WEIGHT  # as an option of a graph would
     run = _compiled(model, how)
     kept = []
     for _ in range(2):
