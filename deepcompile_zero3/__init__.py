@@ -32,6 +32,13 @@ if TYPE_CHECKING:
     from deepcompile_zero3.features.owned.muon import Muon
     from deepcompile_zero3.features.owned.owned import Owned
     from deepcompile_zero3.features.quantized.gradients import quantize_gradients
+    from deepcompile_zero3.features.streaming.load import load_safetensors
+    from deepcompile_zero3.features.streaming.receiver import (
+        SharedMemoryReceiver,
+        SharedMemorySender,
+    )
+    from deepcompile_zero3.features.streaming.save import save_safetensors
+    from deepcompile_zero3.features.streaming.stream import stream_full_parameters
     from deepcompile_zero3.features.transformers.shard_in_transformers import shard_in_transformers
     from deepcompile_zero3.fsdp2.functions import (
         register_fsdp_forward_method,
@@ -85,6 +92,8 @@ __all__ = [
     "Plan",
     "Report",
     "Schedule",
+    "SharedMemoryReceiver",
+    "SharedMemorySender",
     "Zero3Error",
     "Zero3Module",
     "buffer_stats",
@@ -99,17 +108,20 @@ __all__ = [
     "gradient_norms",
     "graph_pass",
     "limit_buffers",
+    "load_safetensors",
     "offload_optimizer",
     "plan",
     "quantize_gradients",
     "record_collectives",
     "register_fsdp_forward_method",
     "release_buffers",
+    "save_safetensors",
     "shard_blocks",
     "shard_in_transformers",
     "share_comm_ctx",
     "step_in_backward",
     "step_locally",
+    "stream_full_parameters",
     "zero3",
 ]
 
@@ -142,6 +154,11 @@ _LATER = {
     "MatrixOwners": "deepcompile_zero3.features.owned.matrix_owners",
     "Muon": "deepcompile_zero3.features.owned.muon",
     "Owned": "deepcompile_zero3.features.owned.owned",
+    "SharedMemoryReceiver": "deepcompile_zero3.features.streaming.receiver",
+    "SharedMemorySender": "deepcompile_zero3.features.streaming.receiver",
+    "load_safetensors": "deepcompile_zero3.features.streaming.load",
+    "save_safetensors": "deepcompile_zero3.features.streaming.save",
+    "stream_full_parameters": "deepcompile_zero3.features.streaming.stream",
     "quantize_gradients": "deepcompile_zero3.features.quantized.gradients",
     "register_fsdp_forward_method": "deepcompile_zero3.fsdp2.functions",
     "share_comm_ctx": "deepcompile_zero3.fsdp2.functions",

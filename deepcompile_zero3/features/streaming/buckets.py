@@ -1,0 +1,87 @@
+"""The buckets in which a stream moves parameters."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from deepcompile_zero3.features.streaming.pieces import Entry
+
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True, eq=False)
+class Bucket:
+    """Consecutive parameters that travel together.
+
+    Attributes:
+        entries: the parameters.
+        offsets: offset in bytes of each full tensor in the bucket.
+        nbytes: size of all full tensors.
+        reserved: bytes of memory that the bucket takes.
+    """
+
+    entries: Sequence[Entry]
+    offsets: Sequence[int]
+    nbytes: int
+    reserved: int
+
+    def tensors_in(self, memory: memoryview) -> list[torch.Tensor]:
+        """Returns the full tensors as views of ``memory``, which has the bucket."""
+        return [
+            tensor_in(memory, entry.dtype, entry.shape, offset)
+            for entry, offset in zip(self.entries, self.offsets, strict=True)
+        ]
+
+
+def tensor_in(
+    memory: memoryview, dtype: torch.dtype, shape: Sequence[int], offset: int
+) -> torch.Tensor:
+    """Returns a tensor of ``memory``, which lives as long as the tensor does."""
+    count = torch.Size(shape).numel()
+    if not count:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)
+
+
+def buckets_of(entries: Sequence[Entry], max_bytes: float) -> list[Bucket]:
+    """Returns ``entries`` in buckets, of which three take at most twice ``max_bytes``.
+
+    An entry that is larger has a bucket of its own.
+    """
+    limit = int(max_bytes * 2 / 3)
+    parts: list[list[Entry]] = []
+    size = 0
+    for entry in entries:
+        nbytes = _aligned(entry.nbytes)
+        if not parts or size + nbytes > limit:
+            parts.append([])
+            size = 0
+        parts[-1].append(entry)
+        size += nbytes
+    ends = [sum(_aligned(entry.nbytes) for entry in part) for part in parts]
+    usual = max((end for end in ends if end <= limit), default=0)
+    buckets = []
+    for part, end in zip(parts, ends, strict=True):
+        offsets = [0]
+        for entry in part[:-1]:
+            offsets.append(offsets[-1] + _aligned(entry.nbytes))
+        # Of one size, so that memory is used again.
+        buckets.append(Bucket(part, offsets, end, max(end, usual, _ALIGNMENT)))
+    return buckets
+
+
+def travels_ahead(buckets: Sequence[Bucket], index: int, max_bytes: float) -> bool:
+    """Returns whether bucket ``index`` travels while the consumer works on the one before.
+
+    The consumer's loop still names a tensor of the one before that.
+    """
+    if not 0 < index < len(buckets):
+        return False
+    largest = max(bucket.reserved for bucket in buckets)
+    together = sum(bucket.reserved for bucket in buckets[max(index - 2, 0) : index + 1])
+    return together <= 2 * max(max_bytes, largest)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
