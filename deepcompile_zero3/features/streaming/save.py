@@ -33,6 +33,7 @@ from deepcompile_zero3.features.streaming.safetensors_format import (
 _WHAT = "save_safetensors"
 _BLOCK_BYTES = 16 << 20  # of what is cast, or copied from another device, at once
 _OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+_TEMPORARY = re.compile(rf"\.{_OURS.pattern}\.writing")
 
 
 class _File(NamedTuple):
@@ -142,10 +143,11 @@ def _files(entries: Sequence[Entry], nbytes: float) -> list[_File]:
 def _create(folder: str, files: Sequence[_File]) -> None:
     """Makes the files under their temporary names, with all the space that they need."""
     os.makedirs(folder, exist_ok=True)
+    for name in os.listdir(folder):
+        if _TEMPORARY.fullmatch(name):  # of a save that was interrupted
+            os.unlink(os.path.join(folder, name))
     for file in files:
         path = os.path.join(folder, file.temporary)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)  # of a save that was interrupted
         with open(path, "xb", buffering=0) as opened:
             os.posix_fallocate(opened.fileno(), 0, file.nbytes)  # a full disk fails here
             _write_all(opened.fileno(), memoryview(file.head), 0)

@@ -240,8 +240,13 @@ class _Steps:
         try:
             what = f"{_WHAT}: before {position}"
             answers = all_gather_json(what, [stopped, sorted(held)], self._group)
-        except BaseException:
+        except BaseException as error:
             self._end(f"{_WHAT}: the ranks of the job lost each other before {position}")
+            if isinstance(error, Zero3Error):
+                raise Zero3Error(
+                    f"{_WHAT} ended before {position}: {error}. If a rank left its loop by an "
+                    "error, and kept the stream: use it in a with block"
+                ) from error
             raise
         self._held = {number for _, theirs in answers for number in theirs}
         stops = [(rank, why) for rank, (why, _) in enumerate(answers) if why]

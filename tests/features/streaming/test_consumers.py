@@ -1,0 +1,312 @@
+"""Consumers that leave, raise or die, in the job and outside of it: the ranks say so, and go on."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.models import Stack, either_transport, shard
+
+from deepcompile_zero3 import (
+    SharedMemoryReceiver,
+    SharedMemorySender,
+    Zero3Error,
+    stream_full_parameters,
+)
+
+SMALL = 600 / 2**20  # MiB: some ten buckets
+
+
+def _model():
+    model = Stack()
+    return shard(model, model.blocks)[0]
+
+
+def _values(model):
+    return {name: parameter.full_tensor().detach() for name, parameter in model.named_parameters()}
+
+
+# ---- consumers that are ranks
+
+
+class _Fault(Exception):
+    pass
+
+
+def _leave(model, how, position, **arguments):
+    """Consumes a stream as far as ``position``, and leaves it."""
+    if how == "unused":
+        stream_full_parameters(model, **arguments)
+        return
+    for index, _ in enumerate(stream_full_parameters(model, **arguments)):
+        if index == position:
+            if how == "raise":
+                raise _Fault("out of memory")
+            break
+
+
+def _one_leaves(transport, how, position):
+    model = _model()
+    names = [name for name, _ in model.named_parameters()]
+    assert len(names) == 14
+    arguments = {"max_mb": SMALL, "transport": transport}
+    if dist.get_rank() == 1:
+        expected = pytest.raises(_Fault) if how == "raise" else contextlib.nullcontext()
+        with expected:
+            _leave(model, how, position, **arguments)
+    else:
+        where = "its beginning" if how == "unused" else f"'{names[position]}'"
+        message = f"rank 1: its consumer left the loop, or raised, at {where}; read that rank's"
+        with pytest.raises(Zero3Error, match=message):
+            for _ in stream_full_parameters(model, **arguments):
+                pass
+    for name, tensor in stream_full_parameters(model, **arguments):  # ranks are in step again
+        assert torch.equal(tensor, model.get_parameter(name).full_tensor())
+
+
+@either_transport
+@pytest.mark.parametrize(
+    ("how", "position"),
+    [
+        ("break", 0),
+        ("raise", 5),
+        pytest.param("unused", 0, marks=pytest.mark.more),
+        pytest.param("raise", 0, marks=pytest.mark.more),
+        pytest.param("break", 6, marks=pytest.mark.more),
+        pytest.param("break", 13, marks=pytest.mark.more),
+    ],
+)
+def test_a_rank_that_leaves_is_named_on_the_others(run_ranks, transport, how, position):
+    run_ranks(2, _one_leaves, transport, how, position)
+
+
+def _keeps_the_stream():
+    model = _model()
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    stream = stream_full_parameters(model, max_mb=SMALL, group=group)
+    next(stream)
+    if dist.get_rank() == 1:
+        return stream.close  # and does not iterate, as one that keeps the traceback of an error
+    message = r"ended before 'blocks\.0\.[a-z.]*': .* could not tell each other.* a with block"
+    with pytest.raises(Zero3Error, match=message):
+        list(stream)
+
+
+def _keeps_it_to_the_end():
+    close = _keeps_the_stream()
+    dist.barrier()
+    del close
+
+
+@pytest.mark.more
+def test_a_rank_that_does_not_iterate_is_waited_for_as_long_as_the_group_says(run_apart):
+    run_apart(_keeps_it_to_the_end)
+
+
+def _all_leave():
+    model = _model()
+    for _ in range(3):
+        for _, _ in stream_full_parameters(model, max_mb=SMALL):
+            break
+    with stream_full_parameters(model, max_mb=SMALL) as stream:
+        kept = [next(stream), next(stream)]
+    with pytest.raises(StopIteration):
+        next(stream)
+    for name, tensor in kept:
+        assert torch.equal(tensor, model.get_parameter(name).full_tensor())
+
+
+def test_all_ranks_may_leave_together(run_ranks):
+    run_ranks(2, _all_leave)
+
+
+def _raises_in_a_block():
+    model = _model()
+    who = pytest.raises(_Fault) if dist.get_rank() == 0 else pytest.raises(Zero3Error)
+    with who as caught, stream_full_parameters(model, max_mb=SMALL, to=0) as stream:
+        for name, _ in stream:
+            if dist.get_rank() == 0 and name == "blocks.1.up.weight":
+                raise _Fault("out of memory")
+    if dist.get_rank() == 1:
+        assert "rank 0: its consumer raised at 'blocks.1.up.weight': _Fault: out of" in str(
+            caught.value
+        )
+
+
+def test_a_block_tells_the_others_what_the_consumer_raised(run_ranks):
+    run_ranks(2, _raises_in_a_block)
+
+
+def _one_dies(transport, position, folder):
+    model = _model()
+    for index, _ in enumerate(stream_full_parameters(model, max_mb=SMALL, transport=transport)):
+        if index == position and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with open(os.path.join(folder, str(dist.get_rank())), "w") as file:
+            file.write(str(index))
+
+
+@either_transport
+@pytest.mark.parametrize("position", [0, pytest.param(7, marks=pytest.mark.more)])
+def test_a_rank_that_is_killed_ends_the_stream_on_the_others(
+    run_apart, tmp_path, transport, position
+):
+    with pytest.raises(AssertionError, match="rank 1 died") as failed:
+        run_apart(_one_dies, transport, position, str(tmp_path))
+    assert "could not tell each other" in str(failed.value) or "ended" in str(failed.value)
+    assert "killed after" not in str(failed.value)
+
+
+# ---- consumers outside of the job
+
+
+def _receive(name, pipe, leaves_at, kills_itself):
+    with SharedMemoryReceiver(name, timeout=60) as receiver:
+        pipe.send("ready")
+        for _ in range(2):  # streams
+            received = {}
+            try:
+                for index, (each, tensor) in enumerate(receiver):
+                    received[each] = tensor.clone()
+                    if index == leaves_at:
+                        if kills_itself:
+                            os.kill(os.getpid(), signal.SIGKILL)
+                        break
+            except Zero3Error as error:
+                pipe.send(str(error))
+                return
+            pipe.send({each: tensor.tolist() for each, tensor in received.items()})
+
+
+@contextlib.contextmanager
+def _receiver(name, leaves_at=-1, kills_itself=False):
+    """A process outside of the job that receives two streams."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_receive, args=(name, theirs, leaves_at, kills_itself))
+    process.start()
+    theirs.close()
+    assert ours.recv() == "ready"
+    try:
+        yield ours
+    finally:
+        process.kill()
+        process.join()
+
+
+def _to_a_receiver(name, transport):
+    model = _model()
+    for factor in (1, 2):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(factor)
+        to = SharedMemorySender(name, timeout=30)
+        for _, tensor in stream_full_parameters(model, max_mb=SMALL, to=to, transport=transport):
+            assert tensor is None
+    return {each: tensor.tolist() for each, tensor in _values(model).items()}
+
+
+@either_transport
+def test_a_process_outside_of_the_job_receives_streams(run_ranks, tmp_path, transport):
+    name = str(tmp_path)
+    with _receiver(name) as pipe:
+        expected = run_ranks(2, _to_a_receiver, name, transport)[0]
+        first, second = pipe.recv(), pipe.recv()
+    assert second == expected
+    assert list(first) == list(expected)
+
+
+def _to_a_receiver_that_leaves(name, transport, timeout):
+    model = _model()
+    to = SharedMemorySender(name, timeout=timeout)
+    start = time.monotonic()
+    with pytest.raises(
+        Zero3Error, match=r"rank 0.*the receiver .* at the parameters from|has left"
+    ):
+        for _ in stream_full_parameters(model, max_mb=SMALL, to=to, transport=transport):
+            pass
+    assert time.monotonic() - start < 20
+    dist.barrier()
+
+
+@either_transport
+@pytest.mark.parametrize("leaves_at", [0, pytest.param(6, marks=pytest.mark.more)])
+@pytest.mark.parametrize("is_killed", [True, pytest.param(False, marks=pytest.mark.more)])
+def test_a_receiver_that_leaves_or_is_killed_is_an_error_on_all_ranks(
+    run_ranks, tmp_path, transport, leaves_at, is_killed
+):
+    name = str(tmp_path)
+    with _receiver(name, leaves_at, is_killed):
+        run_ranks(2, _to_a_receiver_that_leaves, name, transport, 30)
+
+
+def _without_a_receiver(name):
+    with pytest.raises(Zero3Error, match=r"there is no receiver .* in 0\.1 s"):
+        next(stream_full_parameters(_model(), to=SharedMemorySender(name, timeout=0.1)))
+
+
+def test_a_receiver_that_does_not_exist_is_an_error_on_all_ranks(run_ranks, tmp_path):
+    run_ranks(2, _without_a_receiver, str(tmp_path))
+
+
+def _that_listens_only(name):
+    receiver = SharedMemoryReceiver(name) if dist.get_rank() == 1 else None
+    dist.barrier()
+    with pytest.raises(Zero3Error, match=r"the receiver .* has not taken it in 0\.5 s"):
+        for _ in stream_full_parameters(_model(), to=SharedMemorySender(name, timeout=0.5)):
+            pass
+    if receiver is not None:
+        receiver.close()
+
+
+def test_a_receiver_that_hangs_is_an_error_on_all_ranks(run_ranks, tmp_path):
+    run_ranks(2, _that_listens_only, str(tmp_path))
+
+
+def _left_at(name, position):
+    model = _model()
+    to = SharedMemorySender(name)
+    who = pytest.raises(_Fault) if dist.get_rank() == 1 else pytest.raises(Zero3Error)
+    with who:
+        for index, _ in enumerate(stream_full_parameters(model, max_mb=SMALL, to=to)):
+            if index == position and dist.get_rank() == 1:
+                raise _Fault("a rank")
+
+
+def test_a_receiver_is_told_that_a_rank_has_raised(run_ranks, tmp_path):
+    with _receiver(str(tmp_path)) as pipe:
+        run_ranks(2, _left_at, str(tmp_path), 4)
+        assert "rank 1: its consumer left the loop, or raised, at 'blocks.0." in pipe.recv()
+
+
+def _killed_while_it_sends(name):
+    to = SharedMemorySender(name)
+    for index, _ in enumerate(stream_full_parameters(_model(), max_mb=SMALL, to=to)):
+        if index == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.more
+def test_a_receiver_is_told_that_the_ranks_have_died(run_apart, tmp_path):
+    with _receiver(str(tmp_path)) as pipe:
+        with pytest.raises(AssertionError, match="died"):
+            run_apart(_killed_while_it_sends, str(tmp_path))
+        assert "the ranks died, raised or take longer" in pipe.recv()
+
+
+def test_a_name_has_one_receiver(tmp_path):
+    with (
+        SharedMemoryReceiver(str(tmp_path)),
+        pytest.raises(Zero3Error, match="exists already: give each another name"),
+    ):
+        SharedMemoryReceiver(str(tmp_path))
+    with (
+        SharedMemoryReceiver(str(tmp_path), timeout=0.1) as receiver,
+        pytest.raises(Zero3Error, match=r"no stream has come .* in 0\.1 s"),
+    ):
+        next(iter(receiver))
