@@ -34,7 +34,7 @@ _WHAT = "stream_full_parameters"
 def stream_full_parameters(
     model: nn.Module,
     *,
-    max_mb: float = 512,
+    max_mb: float = 128,
     dtype: torch.dtype | None = None,
     to: Literal["all"] | int | SharedMemorySender = "all",
     buffers: bool = False,
