@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.transport.json_collectives import line_of, on_all_ranks
+from deepcompile_zero3.transport.on_all_ranks import line_of, on_all_ranks
 
 _Result = TypeVar("_Result")
 

@@ -23,7 +23,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.transport.json_collectives import all_gather_alike, on_all_ranks
+from deepcompile_zero3.transport.json_collectives import all_gather_alike
+from deepcompile_zero3.transport.on_all_ranks import on_all_ranks
 
 
 class Box(NamedTuple):

@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.runtime import _C
-from deepcompile_zero3.transport.json_collectives import all_gather_json, line_of
+from deepcompile_zero3.transport.json_collectives import all_gather_json
+from deepcompile_zero3.transport.on_all_ranks import line_of
 
 _NONCE_BYTES = 16
 

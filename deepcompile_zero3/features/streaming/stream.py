@@ -25,7 +25,8 @@ from deepcompile_zero3.features.streaming.pieces import entries_of, named_tensor
 from deepcompile_zero3.features.streaming.receiver import Connection, SharedMemorySender
 from deepcompile_zero3.features.streaming.segments import Segments, host_of_this_process
 from deepcompile_zero3.transport.choice import TransportName, resolve
-from deepcompile_zero3.transport.json_collectives import all_gather_json, line_of
+from deepcompile_zero3.transport.json_collectives import all_gather_json
+from deepcompile_zero3.transport.on_all_ranks import line_of
 
 _WHAT = "stream_full_parameters"
 

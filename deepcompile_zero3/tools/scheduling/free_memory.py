@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepcompile_zero3.tools.on_all_ranks import on_all_ranks
 from deepcompile_zero3.transport.json_collectives import all_gather_json
+from deepcompile_zero3.transport.on_all_ranks import on_all_ranks
 
 _PART = 0.9  # part of the free memory that may be taken
 

@@ -21,13 +21,13 @@ from deepcompile_zero3.options import Options, Schedule
 from deepcompile_zero3.runtime import _C, release_buffers
 from deepcompile_zero3.sharding.module_parameters import all_parameters_of
 from deepcompile_zero3.sharding.parameter import ShardedParameter
-from deepcompile_zero3.tools.on_all_ranks import ErrorOnARank, line_of, on_all_ranks
 from deepcompile_zero3.tools.planning.machine import Machine
 from deepcompile_zero3.tools.planning.measure import measure_device, measure_links
 from deepcompile_zero3.tools.scheduling.free_memory import free_bytes
 from deepcompile_zero3.tools.scheduling.measured_step import RecordedStep, measured_step, times_of
 from deepcompile_zero3.tools.scheduling.search import Search
 from deepcompile_zero3.transport.json_collectives import all_gather_json
+from deepcompile_zero3.transport.on_all_ranks import ErrorOnARank, line_of, on_all_ranks
 
 _CALL = "MeasuredSchedule"
 _WORTH = 0.01  # fraction of a step that a schedule has to save, by the clock

@@ -15,13 +15,13 @@ from deepcompile_zero3.options import Options, Schedule
 from deepcompile_zero3.sharding.model import by_fqn
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.sharding.source import Source
-from deepcompile_zero3.tools.on_all_ranks import on_all_ranks
 from deepcompile_zero3.tools.planning.graphs import Trace
 from deepcompile_zero3.tools.planning.kernels import kernels_of
 from deepcompile_zero3.tools.planning.machine import Link, Machine
 from deepcompile_zero3.tools.planning.simulate import Assumptions, Slower, simulate
 from deepcompile_zero3.tools.scheduling.measured_step import MeasuredStep
 from deepcompile_zero3.transport.json_collectives import all_gather_json
+from deepcompile_zero3.transport.on_all_ranks import on_all_ranks
 
 _STEPS_OF_FIT = 6  # each halves the interval of the link's factor, in logarithms
 _WIDEST = 16.0  # the link may be so many times slower or quicker than when measured alone

@@ -17,7 +17,6 @@ from deepcompile_zero3.graph.size import nbytes_of_tensor
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.model import sources_beside
 from deepcompile_zero3.sharding.source import Source, parameters_behind
-from deepcompile_zero3.tools.on_all_ranks import line_of, on_all_ranks
 from deepcompile_zero3.tools.planning.kernels import Kernel, kernels_of
 from deepcompile_zero3.tools.planning.machine import MACHINES, Machine
 from deepcompile_zero3.tools.planning.measure import (
@@ -31,6 +30,7 @@ from deepcompile_zero3.tools.timeline import Timeline
 from deepcompile_zero3.tools.tracing.profile import Event, collectives_of
 from deepcompile_zero3.torch_internals import compiler, local_tensor
 from deepcompile_zero3.transport.json_collectives import all_gather_json
+from deepcompile_zero3.transport.on_all_ranks import line_of, on_all_ranks
 
 _Profiled: TypeAlias = tuple[Sequence[Event], Event]  # all events, and the range of a step
 _Parameters: TypeAlias = Mapping[str, Source]
