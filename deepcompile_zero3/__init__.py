@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 
     from deepcompile_zero3.backend import zero3
     from deepcompile_zero3.features.checks.nonfinite import detect_nonfinite, gradient_norms
+    from deepcompile_zero3.features.digests.digest_log import DigestLog
+    from deepcompile_zero3.features.digests.training_digest import (
+        TrainingDigest,
+        training_digest,
+    )
     from deepcompile_zero3.features.offload.file_policy import FileOffloadPolicy, OffloadStats
     from deepcompile_zero3.features.optimizer_steps.local_step import step_locally
     from deepcompile_zero3.features.optimizer_steps.offload_optimizer import offload_optimizer
@@ -75,6 +80,7 @@ __all__ = [
     "Collective",
     "CollectiveLog",
     "CompiledAhead",
+    "DigestLog",
     "FileOffloadPolicy",
     "GraphFacts",
     "GraphPass",
@@ -94,6 +100,7 @@ __all__ = [
     "Schedule",
     "SharedMemoryReceiver",
     "SharedMemorySender",
+    "TrainingDigest",
     "Zero3Error",
     "Zero3Module",
     "buffer_stats",
@@ -122,6 +129,7 @@ __all__ = [
     "step_in_backward",
     "step_locally",
     "stream_full_parameters",
+    "training_digest",
     "zero3",
 ]
 
@@ -145,6 +153,9 @@ _LATER = {
     "graph_pass": "deepcompile_zero3.passes.graph_pass",
     "detect_nonfinite": "deepcompile_zero3.features.checks.nonfinite",
     "gradient_norms": "deepcompile_zero3.features.checks.nonfinite",
+    "DigestLog": "deepcompile_zero3.features.digests.digest_log",
+    "TrainingDigest": "deepcompile_zero3.features.digests.training_digest",
+    "training_digest": "deepcompile_zero3.features.digests.training_digest",
     "clip_grad_norm_": "deepcompile_zero3.sharding.clip",
     "defer_reduction": "deepcompile_zero3.sharding.defer",
     "deposit_grad": "deepcompile_zero3.sharding.defer",

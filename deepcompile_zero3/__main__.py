@@ -5,7 +5,7 @@ import functools
 import sys
 from collections.abc import Sequence
 
-from deepcompile_zero3.tools import doctor, passes
+from deepcompile_zero3.tools import digest, doctor, passes
 from deepcompile_zero3.tools.arguments import run_plainly
 from deepcompile_zero3.tools.planning import commands as planning
 from deepcompile_zero3.tools.tracing import trace
@@ -26,6 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = commands.add_parser("passes", help="the passes over graphs, and what each changes")
     passes.add_arguments(command)
     command.set_defaults(run=functools.partial(run_plainly, passes.main))
+    command = commands.add_parser("digest", help="the first step at which two runs differ")
+    digest.add_arguments(command)
+    command.set_defaults(run=digest.main)
     parsed = parser.parse_args(arguments)
     return parsed.run(parsed)
 
