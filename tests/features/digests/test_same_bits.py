@@ -1,0 +1,138 @@
+"""The same seed and number of ranks give the same bits, however the ranks run and communicate."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from support import reproducible
+from support.reproducible import Way
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.profiler import profile
+
+from deepcompile_zero3 import fully_shard, training_digest
+
+_EAGER = Way("shared_memory", "eager")
+_SMALL = {"gather_bucket_mb": 2**-8, "keep_mb": 0}
+
+# The first of each list is one way, the others differ from it and from each other in all else.
+_WAYS = [
+    Way("c10d", "eager", bucket_bytes=1 << 10, reshard=False),
+    Way("shared_memory", "blocks", _SMALL, bucket_bytes=1 << 10),
+    Way("c10d", "graph", _SMALL, bucket_bytes=1 << 10),
+]
+_MORE_WAYS = [
+    Way("c10d", "eager", bucket_bytes=1 << 10),
+    Way("shared_memory", "eager", reshard=False),
+    Way("c10d", "blocks"),
+    Way("c10d", "graph", reshard=False),
+    Way("shared_memory", "graph"),
+    Way("shared_memory", "graph", _SMALL, reshard=True),
+]
+
+
+def _name(way):
+    return f"{way.how}-{way.transport}"
+
+
+@pytest.mark.parametrize("way", _WAYS, ids=_name)
+def test_transports_buckets_and_graphs_give_the_same_bits(run_ranks, way):
+    expected = run_ranks(2, reproducible.digests, "llama", _EAGER, 2)
+    assert run_ranks(2, reproducible.digests, "llama", way, 2) == expected
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("way", [*_WAYS[1:], *_MORE_WAYS], ids=_name)
+def test_a_mixture_of_experts_gives_the_same_bits(run_ranks, way):
+    expected = run_ranks(2, reproducible.digests, "qwen3_moe", _EAGER, 3)
+    assert run_ranks(2, reproducible.digests, "qwen3_moe", way, 3) == expected
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("model", ["llama", "qwen3_moe"])
+def test_a_hundred_steps_give_the_same_bits(run_ranks, model):
+    expected = run_ranks(2, reproducible.digests, model, _EAGER, 100)
+    for way in (*_WAYS, *_MORE_WAYS):
+        assert run_ranks(2, reproducible.digests, model, way, 100) == expected, way
+
+
+@pytest.mark.more
+def test_collectives_of_two_ranks_give_the_same_bits(run_ranks, run_collectives):
+    way = Way("c10d", "eager")
+    expected = run_ranks(2, reproducible.digests, "llama", way, 2)
+    assert run_collectives(2, reproducible.digests, "llama", way, 2) == expected
+
+
+@pytest.mark.more
+@pytest.mark.inductor
+@pytest.mark.parametrize("how", ["blocks", "graph"])
+def test_graphs_through_inductor_give_the_same_bits_over_either_transport(run_ranks, how):
+    one = Way("shared_memory", how, inductor=True)
+    expected = run_ranks(2, reproducible.digests, "llama", one, 2)
+    # The second run finds the first one's graphs in the cache.
+    assert run_ranks(2, reproducible.digests, "llama", one, 2) == expected
+    other = Way("c10d", how, _SMALL, inductor=True, bucket_bytes=1 << 10)
+    assert run_ranks(2, reproducible.digests, "llama", other, 2) == expected
+
+
+@contextlib.contextmanager
+def _profiled():
+    with profile():
+        yield
+
+
+def _resumed(way, folder, steps, around=contextlib.nullcontext):
+    """Returns the digests of the later half of ``steps`` steps, taken by a model that is loaded."""
+    half = steps // 2
+    first = reproducible.start("llama", way)
+    model, _, optimizer, _ = first
+    list(reproducible.train(*first, range(half)))
+    states = get_state_dict(model, optimizer)
+    dcp.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=folder)
+
+    again = reproducible.start("llama", way, seed=7)
+    model, _, optimizer, _ = again
+    states = get_state_dict(model, optimizer)
+    dcp.load({"model": states[0], "optimizer": states[1]}, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=states[0], optim_state_dict=states[1])
+    return dict(reproducible.train(*again, range(half, steps), around))
+
+
+def test_a_run_that_is_resumed_and_profiled_gives_the_same_bits(run_ranks, tmp_path):
+    way = Way("c10d", "eager")
+    expected = run_ranks(2, reproducible.digests, "llama", way, 4)
+    for whole, later in zip(
+        expected, run_ranks(2, _resumed, way, tmp_path, 4, _profiled), strict=True
+    ):
+        assert later == {step: whole[step] for step in (2, 3)}
+
+
+class Scaled(nn.Module):
+    """One parameter, which the second rank reads without a gradient if ``alone``."""
+
+    def __init__(self, alone):
+        super().__init__()
+        self.alone = alone
+        self.scale = nn.Parameter(torch.ones(6))
+        self.shift = nn.Parameter(torch.ones(6))
+
+    def forward(self, x):
+        scale = self.scale
+        if self.alone and dist.get_rank() == 1:
+            scale = scale.detach()
+        return scale * x + self.shift
+
+
+def _negative_zeros(transport):
+    model = fully_shard(Scaled(alone=True), transport=transport)
+    model(torch.full([6], -0.0)).sum().backward()
+    return training_digest(model).gradients, model.scale.grad.full_tensor().signbit().any().item()
+
+
+@pytest.mark.gloo
+def test_a_zero_in_place_of_a_missing_gradient_is_added(run_ranks):
+    over_memory = run_ranks(2, _negative_zeros, "shared_memory")
+    assert over_memory == run_ranks(2, _negative_zeros, "c10d")
+    assert not over_memory[0][1]
