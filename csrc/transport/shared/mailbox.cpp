@@ -1,6 +1,7 @@
 #include "transport/shared/mailbox.h"
 
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/zeros_like.h>
 #include <c10/util/ScopeExit.h>
 
 #include <algorithm>
@@ -218,6 +219,9 @@ void Mailbox::sum(PendingSum& pending) const {
     pending.sum.zero_();
     return;
   }
+  // Zeros take part, as they do in messages: -0.0 + 0.0 is 0.0, and -0.0 alone is not.
+  if (static_cast<int64_t>(addends.size()) < waiter_->world_size())
+    addends.push_back(at::zeros_like(addends.front()));
   const auto dtype = addends.front().scalar_type();
   if (std::ranges::any_of(addends, [&](auto& a) { return a.scalar_type() != dtype; }))
     for (auto& addend : addends) addend = addend.to(pending.wire_dtype);
