@@ -25,7 +25,7 @@ from deepcompile_zero3.features.digests.training_digest import (
     TrainingDigest,
     training_digest,
 )
-from deepcompile_zero3.transport.json_collectives import on_all_ranks
+from deepcompile_zero3.transport.on_all_ranks import on_all_ranks
 
 
 class DigestLog:
