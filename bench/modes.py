@@ -120,7 +120,8 @@ def zero3(
     if reduce_bucket_mb is not None:
         for module in model.modules():
             for parameter in parameters_of(module).values():
-                parameter.settings.bucket_bytes = int(reduce_bucket_mb * 2**20)
+                nbytes = int(reduce_bucket_mb * 2**20)
+                parameter.settings = parameter.settings.replace(bucket_bytes=nbytes)
     optimizer = _adamw(model.parameters())
     if steps_locally:
         deepcompile_zero3.step_locally(optimizer)
@@ -258,6 +259,10 @@ MODES = {
     "zero3-eager": Mode("ours, eager", partial(zero3, compiled="no")),
     "zero3-c10d": Mode(
         "ours, compiled, by messages in place of shared memory", partial(zero3, transport="c10d")
+    ),
+    "zero3-c10d-blocks": Mode(
+        "ours, each block compiled, by messages",
+        partial(zero3, compiled="blocks", transport="c10d"),
     ),
     "zero3-c10d-measured": Mode(
         "ours, compiled, by messages, with a schedule from measured steps",

@@ -42,7 +42,7 @@ def start(model_name, way, seed=0):
         fully_shard(module, transport=way.transport, reshard_after_forward=way.reshard)
     if way.bucket_bytes is not None:
         for parameter in registered_in(task.model):
-            parameter.settings.bucket_bytes = way.bucket_bytes
+            parameter.settings = parameter.settings.replace(bucket_bytes=way.bucket_bytes)
     options = {"inductor": way.inductor, **way.options}
     run = task.model
     if way.how == "graph":
