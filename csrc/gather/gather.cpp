@@ -92,7 +92,7 @@ bool Gather::is_up_to_date() const {
         (parameter && !parameter->gathered.full().is_same(unsharded_[i])))
       return false;
   }
-  return true;
+  return std::ranges::none_of(buckets_, [](auto& each) { return each.bucket->is_lost(); });
 }
 
 void Gather::follow(std::shared_ptr<void> under_way, std::function<void()> start_next) {

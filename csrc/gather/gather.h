@@ -23,7 +23,7 @@ class Gather {
   // Lets the shards change before finish(), which still gathers their old values.
   void snapshot();
 
-  // Before finish(): whether a gather that started now would give the same.
+  // Before finish(): whether a gather that started now would give the same, and this one still can.
   bool is_up_to_date() const;
   // Holds `under_way` until finish(), which then calls `start_next` before it waits.
   void follow(std::shared_ptr<void> under_way, std::function<void()> start_next);

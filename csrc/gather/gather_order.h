@@ -26,8 +26,8 @@ class GatherOrder {
   void end();
   bool is_running() const { return is_running_; }
 
-  // Notes a request. Returns the gather that was started ahead for it, or null if there is none, or
-  // if a shard has changed since.
+  // Notes a request. Returns the gather that was started ahead for it, or null if there is none, if
+  // a shard has changed since, or if another gather has taken its place in memory.
   std::unique_ptr<Gather> take(const std::vector<Gatherable>& wanted,
                                const std::vector<const Codec*>& codecs);
   // Starts the next gathers that are foreseen: as many as have `nbytes` together with those under

@@ -27,6 +27,9 @@ class C10_EXPORT GatherBucket {
   virtual void start() = 0;
   // Lets the shards change from now on: finish() returns their values as of start().
   virtual void snapshot() {}
+  // Before finish(): whether it would raise, since gathers that started later have taken its place
+  // in memory. Alike on all ranks.
+  virtual bool is_lost() const { return false; }
   // Waits, and returns the full tensors in the order of the sources. If `fresh`, each has its
   // own memory.
   virtual std::vector<at::Tensor> finish(bool fresh) = 0;

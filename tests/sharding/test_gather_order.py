@@ -12,6 +12,7 @@ from support.models import (
     either_transport,
     for_all,
     gathered_fqns,
+    in_little_memory,
     mine,
     optimizers_of,
     shard,
@@ -214,3 +215,40 @@ def test_a_block_that_changes_once_its_gather_has_started_is_gathered_anew(
     run_ranks, how, transport
 ):
     run_ranks(2, _changed_in_forward, how, {"transport": transport})
+
+
+class _Chain(nn.Module):
+    """Blocks, after the first of which another model runs."""
+
+    def __init__(self, depth=3, width=64):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+
+    def forward(self, x, inner=None):
+        for i, block in enumerate(self.blocks):
+            x = block(x).tanh()
+            if i == 0 and inner is not None:
+                x = x + inner(x)
+        return x
+
+
+def _with_another_model_inside(how):
+    chains = [_Chain(), _Chain()]
+    (outer, reference), (inner, its_reference) = [
+        shard(chain, chain.blocks, reshard_after_forward=True, transport="shared_memory")
+        for chain in chains
+    ]
+    if how != "eager":
+        for block in (*outer.blocks, *inner.blocks):
+            block.compile(backend="zero3", options={"inductor": False})
+    for seed in range(3):
+        batch = batch_of(4, 64, seed=seed)
+        outer(mine(batch), inner).square().mean().backward()
+        reference(batch, its_reference).square().mean().backward()
+        assert_same_gradients(outer, reference)
+        assert_same_gradients(inner, its_reference)
+
+
+@each_way
+def test_a_gather_whose_place_another_model_has_taken_starts_again(run_ranks, how):
+    run_ranks(2, in_little_memory, _with_another_model_inside, how)

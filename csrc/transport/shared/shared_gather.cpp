@@ -19,6 +19,7 @@ class SharedGather : public GatherBucket {
   // Publishes this rank's rows. A backward publishes only if its forward's copy is stale.
   void start() override;
   void snapshot() override;
+  bool is_lost() const override { return lost() < pins_.size(); }
   std::vector<at::Tensor> finish(bool fresh) override;
 
  private:
@@ -30,6 +31,8 @@ class SharedGather : public GatherBucket {
   };
 
   OneHost& one_host() const { return *SharedMemory::of(*sources_.front()).one_host(); }
+  // Index of the first source under way whose copy has no place any more; else their number.
+  size_t lost() const;
   // Starts as many sources as there is room for.
   void start_some(bool at_least_one);
   void publish_where_possible(bool waits);
@@ -77,13 +80,12 @@ void SharedGather::snapshot() {
 }
 
 std::vector<at::Tensor> SharedGather::finish(bool fresh) {
-  for (size_t i = 0; i < pins_.size(); ++i)
-    ZERO3_CHECK(!pins_[i].has_failed() && !SharedMemory::of(*sources_[i]).is_gone(), "'",
-                sources_[i]->fqn,
-                "' was gathered, and waited for after others that were gathered later");
+  ZERO3_CHECK(!is_lost(), "'", sources_[lost()]->fqn,
+              "' was gathered, and waited for after others that were gathered later");
   std::vector<at::Tensor> fulls;
   while (finished_ < sources_.size()) {
-    // A pinned turn in the way now belongs to a caller that has raised, and will not read it.
+    // A pinned turn in the way now belongs to a caller that has raised, and will not read it, or to
+    // a gather that started ahead, which will start again.
     start_some(/*at_least_one=*/started_ == finished_);
     one_host().waiter->wait([this] { return missing(); });
     for (; finished_ < started_; ++finished_) {
@@ -95,6 +97,13 @@ std::vector<at::Tensor> SharedGather::finish(bool fresh) {
     pins_.clear();
   }
   return fulls;
+}
+
+size_t SharedGather::lost() const {
+  size_t i = 0;
+  while (i < pins_.size() && !pins_[i].has_failed() && !SharedMemory::of(*sources_[i]).is_gone())
+    ++i;
+  return i;
 }
 
 void SharedGather::start_some(bool at_least_one) {
