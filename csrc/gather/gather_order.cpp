@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "support/autograd.h"
+#include "support/signals.h"
 #include "transport/transport.h"
 
 namespace zero3 {
@@ -110,7 +111,8 @@ std::unique_ptr<Gather> request_gather(std::vector<Gatherable> wanted,
                                        std::vector<const Codec*> codecs) {
   codecs.resize(wanted.size());
   const auto orders = orders_of(wanted);
-  auto* order = orders ? orders->current() : nullptr;
+  // A handler of a signal runs on one rank alone: its request, which raises, is none of the order.
+  auto* order = orders && !handles_signals() ? orders->current() : nullptr;
   if (order == nullptr) return std::make_unique<Gather>(std::move(wanted), std::move(codecs));
   auto gather = order->take(wanted, codecs);
   if (!gather) gather = std::make_unique<Gather>(std::move(wanted), std::move(codecs));

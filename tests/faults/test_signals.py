@@ -98,6 +98,35 @@ def test_a_handler_saves_shards_while_the_rank_waits(run_ranks, how, transport, 
     run_ranks(2, _save_in_a_wait, how, transport, moment)
 
 
+def _gather_in_a_wait():
+    model = Stack(depth=3)
+    model, reference = shard(model, model.blocks, transport="shared_memory")
+    errors = []
+
+    def gather(*_):
+        try:
+            model.blocks[1].unshard()  # which has started ahead
+        except Zero3Error as error:
+            errors.append(str(error))
+
+    signal.signal(signal.SIGUSR2, gather)
+    for number in range(4):
+        if number == 2 and dist.get_rank() == 1:
+            time.sleep(0.6)
+        elif number == 2:
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR2)).start()
+        assert_same_step(model, reference, batch_of(4, 8, seed=number))
+        model.zero_grad()
+        reference.zero_grad()
+    if dist.get_rank() == 0:
+        assert len(errors) == 1
+        assert "a signal handler cannot gather" in errors[0]
+
+
+def test_a_handler_cannot_take_what_has_started_ahead(run_ranks):
+    run_ranks(2, _gather_in_a_wait)
+
+
 def _modes_in_a_wait():
     model = fully_shard(nn.Linear(8, 8), transport="shared_memory")
     seen = []
