@@ -67,7 +67,8 @@ class ShardedParameter:
         placeholder: the tensor that a traced graph takes in place of the parameter.
         handle: the parameter in the C++ runtime.
         reshard_after_forward: True gathers again in backward. False keeps what forward gathered
-            until then. None leaves the choice to the compiler, and gathers again in eager.
+            until then. None leaves the choice to the compiler, and in eager code to
+            ``ParameterGroup``.
         leaf_facts: all that graphs depend on, whatever is gathered.
         facts: all that graphs depend on of the parameter as a source.
         guard_key: text of these. Parameters that are alike in it and in their placeholders may
