@@ -143,8 +143,7 @@ class CompiledGraph:
         parameters = parameters_behind(sources.values())
         self.num_parameters = len(parameters)
         self._pipeline, regions, self._checks = describe(gm, sources, example_inputs, options)
-        for model in filter(None, {parameter.model for parameter in parameters}):
-            model.gather_orders.bytes_ahead = self._pipeline.options.bytes_ahead
+        self._bytes_ahead = self._pipeline.options.bytes_ahead
         self._run = _compile(gm, example_inputs, self._pipeline, regions, compile_graph)
 
     def __call__(self, *args: Any) -> Any:
@@ -170,6 +169,9 @@ class CompiledGraph:
                 "or two parameters were tied, and one of its parameters is gathered as other "
                 "tensors: run the model again, it compiles anew; tie parameters before fully_shard"
             )
+        # Graphs of several models gather nothing ahead.
+        if parameters and (model := parameters[0].model) is not None:
+            model.gather_orders.bytes_ahead = self._bytes_ahead
         with compiled_forward(parameters, self._is_forward) as is_whole:
             return self._forward(args, sources, parameters, as_traced, is_whole)
 

@@ -252,3 +252,16 @@ def _with_another_model_inside(how):
 @each_way
 def test_a_gather_whose_place_another_model_has_taken_starts_again(run_ranks, how):
     run_ranks(2, in_little_memory, _with_another_model_inside, how)
+
+
+def test_the_limit_is_that_of_the_graph_that_runs(one_rank):
+    model = Routed()
+    model, _ = shard(model, model.blocks)
+    first, second = model.blocks[:2]
+    for block, mb in ((first, 1), (second, 2)):
+        block.compile(backend="zero3", options={"inductor": False, "gather_bucket_mb": mb})
+    orders = model._zero3_group.model.gather_orders
+    x = batch_of(4, 6)
+    for route, mb in (([0], 1), ([1], 2), ([0], 1)):  # the last one compiles nothing
+        model(x, route)
+        assert orders.bytes_ahead == mb * 2**20
