@@ -41,9 +41,12 @@ void GatherOrder::begin() {
 
 void GatherOrder::end() {
   drop_ahead();
+  bytes_under_way_ =
+      std::make_shared<int64_t>(0);  // one that raised may be kept with its traceback
   if (!is_running_) return;
   is_running_ = false;
-  requests_.resize(std::exchange(position_, 0));
+  // One without requests says nothing of the next: a rank may have run it alone.
+  if (position_ > 0) requests_.resize(std::exchange(position_, 0));
   is_new_ = false;
 }
 

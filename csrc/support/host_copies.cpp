@@ -26,10 +26,6 @@ c10::Stream copy_stream(at::Device device, CopyStream stream) {
   return found->second;
 }
 
-c10::Stream current_stream(at::Device device) {
-  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-}
-
 c10::Event event_on(const c10::Stream& stream) {
   c10::Event event(stream.device_type());
   event.record(stream);
@@ -37,6 +33,10 @@ c10::Event event_on(const c10::Stream& stream) {
 }
 
 }  // namespace
+
+c10::Stream current_stream(at::Device device) {
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
 
 OnCopyStream::OnCopyStream(at::Device device, CopyStream stream)
     : before_(event_on(current_stream(device))), guard_(copy_stream(device, stream)) {

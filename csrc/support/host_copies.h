@@ -32,6 +32,8 @@ class OnCopyStream {
   const c10::StreamGuard guard_;
 };
 
+c10::Stream current_stream(at::Device device);
+
 // Makes the device's current stream wait for `event`; the host does not.
 void wait_on_current_stream(const c10::Event& event, at::Device device);
 

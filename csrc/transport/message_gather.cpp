@@ -49,6 +49,7 @@ class MessageGather : public GatherBucket {
     std::string shared;
     int64_t offset = 0;
     exchange_ = channel_->exchange();
+    if (first.device.is_cuda()) started_on_ = current_stream(first.device);
     std::optional<OnCopyStream> beside;
     if (std::ranges::any_of(sources_, [](auto& source) { return source->is_on_host(); }))
       switch_to(beside);
@@ -86,6 +87,7 @@ class MessageGather : public GatherBucket {
   std::vector<at::Tensor> finish(bool) override {
     exchange_->wait();
     if (copied_) wait_on_current_stream(*copied_, sources_.front()->device);
+    if (started_on_) use_on_current_stream();
     std::vector<at::Tensor> fulls;
     std::vector<Copy> copies;
     int64_t offset = 0;
@@ -117,6 +119,15 @@ class MessageGather : public GatherBucket {
     for (auto& memory : alone_)
       if (memory.defined()) memory.record_stream(copy_stream->stream());
     if (shared_rows_.defined()) shared_rows_.record_stream(copy_stream->stream());
+  }
+
+  // A gather that started ahead may be used on another stream than that which allocated its memory.
+  void use_on_current_stream() {
+    const auto stream = current_stream(started_on_->device());
+    if (stream == *started_on_) return;
+    for (auto& memory : alone_)
+      if (memory.defined()) memory.record_stream(stream);
+    if (shared_rows_.defined()) shared_rows_.record_stream(stream);
   }
 
   // Elements that a rank's chunk takes in shared rows.
@@ -160,7 +171,8 @@ class MessageGather : public GatherBucket {
   at::Tensor shared_rows_;         // [world, shared_numel]
   int64_t shared_numel_ = 0;       // elements per rank
   std::unique_ptr<Exchange> exchange_;
-  std::optional<c10::Event> copied_;  // the shards, if some were copied from host memory
+  std::optional<c10::Stream> started_on_;  // on a GPU
+  std::optional<c10::Event> copied_;       // the shards, if some were copied from host memory
 };
 
 }  // namespace

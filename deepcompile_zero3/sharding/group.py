@@ -193,9 +193,9 @@ class ParameterGroup:
     @torch_internals.disable_dynamo
     def unshard(self, async_op: bool) -> None:
         """Gathers the group until ``reshard``, or the end of the next forward that reads it."""
+        self.start_gather()
         self._unshard_called = True
         self._reads.are_whole = True
-        self.start_gather()
         if not async_op:
             self.gather()
         elif self._gathering is not None:

@@ -258,7 +258,10 @@ class ShardedParameter:
             and self.model is not None
             and self.model.is_last_backward
         )
-        self.settings = self.settings.replace(delivers_early=is_possible)
+        if (
+            self.settings.delivers_early != is_possible
+        ):  # a backward of another thread may read them
+            self.settings = self.settings.replace(delivers_early=is_possible)
 
     def update_facts(self) -> None:
         """Tells graphs of the facts as they are now. Call it when one has changed."""

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import strategies as st
 from support.fsdp2_scenarios import gathered_in
 from support.models import (
@@ -265,3 +266,45 @@ def test_the_limit_is_that_of_the_graph_that_runs(one_rank):
     for route, mb in (([0], 1), ([1], 2), ([0], 1)):  # the last one compiles nothing
         model(x, route)
         assert orders.bytes_ahead == mb * 2**20
+
+
+def _run_by_one_rank(how, kwargs):
+    model, reference = _sharded(how, **kwargs)
+    batch = batch_of(4, 6)
+    for _ in range(2):
+        model(mine(batch), range(4)).sum().backward()
+    model.zero_grad()
+    sharded = [model, *model.blocks]
+    for each in sharded:
+        each.unshard()
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            model(mine(batch), range(4))  # gathers nothing
+    for each in sharded:
+        each.reshard()
+    for each, x in ((model, mine(batch)), (reference, batch)):
+        each(x, [0, 2, 1, 3]).square().mean().backward()
+    assert_same_gradients(model, reference)
+
+
+@either_transport
+def test_a_forward_of_one_rank_that_gathers_nothing_changes_no_order(run_ranks, transport):
+    run_ranks(2, _run_by_one_rank, "eager", {"transport": transport})
+
+
+def _changed_by_one_rank():
+    model, _ = _sharded("eager", transport="shared_memory")
+    if dist.get_rank() == 0:
+        model.blocks[0].register_forward_hook(functools.partial(_clamp, model.blocks[2]))
+    for _ in range(3):
+        model(mine(batch_of(4, 6)), range(4)).sum().backward()
+
+
+def _clamp(changed, *_):
+    with torch.no_grad():
+        changed.weight.to_local().clamp_(-1, 1)
+
+
+def test_a_block_that_one_rank_alone_changes_is_named(run_ranks):
+    with pytest.raises(AssertionError, match=r"ranks wait for each other.*blocks\.2\.weight"):
+        run_ranks(2, _changed_by_one_rank)
