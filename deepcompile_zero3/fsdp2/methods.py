@@ -126,6 +126,7 @@ def refused(name: str, why: str) -> Callable[..., NoReturn]:
         raise NotImplementedError(f"{name} is not supported: {why}")
 
     method.__name__ = name
+    method.__doc__ = f"Raises NotImplementedError, because {why}."
     return method
 
 

@@ -6,11 +6,11 @@ from torch import fx
 
 from deepcompile_zero3.runtime import ops
 
-# On a parameter's placeholder, and on the nodes that save it for backward: the ParameterFacts.
+#: The ParameterFacts, on a parameter's placeholder and on the nodes that save it for backward.
 PARAMETER = "zero3_parameter"
-# On an input of a forward: it is to be kept gathered for backward.
+#: Whether an input of a forward is to be kept gathered for backward.
 KEEP = "zero3_keep"
-# On an input of a backward that its forward gathered and kept: the FQN of the parameter.
+#: The FQN of a parameter, on an input of a backward that its forward gathered and kept.
 KEPT_OF = "zero3_kept_of"
 # On the output of a forward: position of the first result that is saved for backward. torch loses
 # the descriptions of results where it makes random numbers functional.

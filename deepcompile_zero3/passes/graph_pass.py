@@ -111,7 +111,7 @@ class GraphPass(abc.ABC):
 
     @property
     def name(self) -> str:
-        """Name of the pass in messages and lists: by default that of its class."""
+        """Name of the pass in messages and lists, by default that of its class."""
         return type(self).__name__
 
     @property

@@ -41,7 +41,7 @@ def clip_grad_norm_(
         foreach: as in torch.
 
     Returns:
-        The norm before scaling: a plain tensor of no dimension, the same on all ranks, on the
+        The norm before scaling, a plain tensor of no dimension, the same on all ranks, on the
         device of the first parameter. Its dtype is the one that all gradients' dtypes promote to.
         A missing gradient counts too, by the parameter's ``grad_dtype``: None counts as float32 or
         wider.

@@ -232,8 +232,8 @@ class Zero3Module(FSDP2Methods):
             async_op: whether to return a handle.
 
         Returns:
-            A handle if ``async_op`` is True, else None. The reduction has ended already: ``wait()``
-            has nothing to wait for.
+            A handle if ``async_op`` is True, else None. The reduction has ended already, and
+            ``wait()`` has nothing to wait for.
 
         Raises:
             Zero3Error: manual finalization is not enabled, a backward has raised since the last

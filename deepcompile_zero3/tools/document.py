@@ -45,7 +45,14 @@ class Document:
         return asdict(self)  # type: ignore[call-overload]
 
     def save(self, path: _Path) -> None:
-        """Writes a page with timelines and searchable tables: see :func:`page.save_page`."""
+        """Writes a page with timelines and searchable tables, which needs no other file.
+
+        Args:
+            path: the path of the page. An existing file is replaced.
+
+        Raises:
+            ImportError: plotly is not installed.
+        """
         save_page(path, self._title(), str(self), self._timelines(), self._tables())
 
     def show(self, page: _Path | None = None, data: _Path | None = None) -> None:

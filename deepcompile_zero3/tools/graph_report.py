@@ -25,25 +25,25 @@ from deepcompile_zero3.tools.table import Table, and_more, mib
 class GatherBucket:
     """Parameters that are gathered together."""
 
-    parameters: tuple[str, ...]  # FQNs, in order
-    dtypes: tuple[str, ...]  # the compute dtypes of the parameters, each once
-    nbytes: int  # of the full tensors
-    starts_before: str  # the operator that the gather starts before
-    needed_by: str  # the operator that waits for the gather
-    ahead: int  # the number of operators between the start and the wait
-    formats: dict[str, str]  # of the parameters that are quantized; see ``codec``
+    parameters: tuple[str, ...]  #: FQNs, in order
+    dtypes: tuple[str, ...]  #: the compute dtypes of the parameters, each once
+    nbytes: int  #: of the full tensors
+    starts_before: str  #: the operator that the gather starts before
+    needed_by: str  #: the operator that waits for the gather
+    ahead: int  #: the number of operators between the start and the wait
+    formats: dict[str, str]  #: of the parameters that are quantized; see ``codec``
 
 
 @dataclass(frozen=True)
 class Gradient:
     """A gradient that is reduced."""
 
-    parameter: str  # FQN
-    raw: str  # the dtype that the gradient is computed in
-    leaf: str  # the dtype of the parameter's contract; "any" keeps the computed dtype
-    wire: str  # the dtype that the gradient is reduced in, or the format it is quantized in
-    nbytes: int  # of the full gradient on the wire
-    is_copied: bool  # into the send buffer; large products are computed there
+    parameter: str  #: FQN
+    raw: str  #: the dtype that the gradient is computed in
+    leaf: str  #: the dtype of the parameter's contract; "any" keeps the computed dtype
+    wire: str  #: the dtype that the gradient is reduced in, or the format it is quantized in
+    nbytes: int  #: of the full gradient on the wire
+    is_copied: bool  #: into the send buffer; large products are computed there
 
     @property
     def dtypes(self) -> str:
@@ -55,16 +55,16 @@ class Gradient:
 class Graph:
     """A forward or backward graph."""
 
-    direction: str  # "forward" or "backward"
-    gathers: tuple[GatherBucket, ...]  # in the order in which they start
-    gradients: tuple[Gradient, ...]  # in the order in which they are reduced
-    # FQNs and bytes of the parameters that a forward keeps gathered for its backward.
+    direction: str  #: "forward" or "backward"
+    gathers: tuple[GatherBucket, ...]  #: in the order in which they start
+    gradients: tuple[Gradient, ...]  #: in the order in which they are reduced
+    #: FQNs and bytes of the parameters that a forward keeps gathered for its backward.
     kept: dict[str, int]
-    # Maximum bytes of gathered parameters alive at once, as planned; without memory that ranks
-    # share and, in a backward, what its forward kept.
+    #: Maximum bytes of gathered parameters alive at once, as planned; without memory that ranks
+    #: share and, in a backward, what its forward kept.
     gathered_peak: int
-    # Bytes of activations that a forward saves in memory, in a file, and in host memory beside a
-    # GPU. A data-dependent size counts as 0.
+    #: Bytes of activations that a forward saves in memory, in a file, and in host memory beside a
+    #: GPU. A data-dependent size counts as 0.
     saved: int
     in_file: int
     in_host_memory: int

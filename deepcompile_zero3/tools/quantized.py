@@ -17,11 +17,11 @@ from deepcompile_zero3.tools.table import Table, and_more, mib
 class Quantized:
     """A parameter whose shards are quantized before they are gathered."""
 
-    parameter: str  # FQN
-    format: str  # such as "float8_e4m3fn/128": the dtype of the codes, and the block
-    nbytes: int  # of the full parameter, as it is computed with
-    sent: int  # bytes of codes and scales of the full parameter
-    # Largest absolute rounding error of this rank's finite elements; 0 without values.
+    parameter: str  #: FQN
+    format: str  #: dtype of the codes, and block, such as "float8_e4m3fn/128"
+    nbytes: int  #: of the full parameter, as it is computed with
+    sent: int  #: bytes of codes and scales of the full parameter
+    #: Largest absolute rounding error of this rank's finite elements; 0 without values.
     largest_error: float
 
 

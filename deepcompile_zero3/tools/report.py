@@ -59,7 +59,7 @@ class Report(Document):
 
     @property
     def reduced(self) -> int:
-        """Bytes of full gradients that a step reduces: a parameter's gradients are summed first."""
+        """Bytes of full gradients that a step reduces; a parameter's gradients are summed first."""
         gradients = (gradient for graph in self.graphs for gradient in graph.gradients)
         return sum({gradient.parameter: gradient.nbytes for gradient in gradients}.values())
 

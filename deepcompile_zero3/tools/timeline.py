@@ -13,12 +13,12 @@ Sample: TypeAlias = tuple[float, tuple[int, ...]]
 class Span:
     """An interval of a lane, in seconds since the step began."""
 
-    lane: str  # one of LANES; in "waiting", the computation waits for a gather or a reduction
-    name: str  # the operator, or "all_gather", "reduce_scatter", "all_reduce"
+    lane: str  #: one of LANES; in "waiting", the computation waits for a gather or a reduction
+    name: str  #: the operator, or "all_gather", "reduce_scatter", "all_reduce"
     start: float
     end: float
-    parameters: tuple[str, ...] = ()  # FQNs of the parameters in the collective
-    nbytes: int = 0  # of the full tensors that are gathered or reduced
+    parameters: tuple[str, ...] = ()  #: FQNs of the parameters in the collective
+    nbytes: int = 0  #: of the full tensors that are gathered or reduced
 
     @property
     def seconds(self) -> float:
@@ -30,9 +30,9 @@ class Span:
 class Timeline:
     """A step of one rank."""
 
-    name: str  # such as "measured"
-    spans: tuple[Span, ...]  # of all lanes; spans of one lane do not overlap
-    kinds: tuple[str, ...] = ()  # of memory, such as "shards", "gathered", "activations"
+    name: str  #: such as "measured"
+    spans: tuple[Span, ...]  #: of all lanes; spans of one lane do not overlap
+    kinds: tuple[str, ...] = ()  #: of memory, such as "shards", "gathered", "activations"
     memory: tuple[Sample, ...] = ()
 
     def of(self, *lanes: str) -> list[Span]:

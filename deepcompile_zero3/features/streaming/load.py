@@ -69,7 +69,7 @@ def load_safetensors(
         group: process group of all ranks that share the model; None means all ranks of the job.
 
     Returns:
-        The missing and the unexpected names: empty if ``strict``.
+        The missing and the unexpected names, which are empty if ``strict``.
 
     Raises:
         Zero3Error: on all ranks alike, before any shard changes: names are missing or not expected,

@@ -86,7 +86,7 @@ def stream_full_parameters(
             messages, or ``"auto"``: the first if it is possible.
 
     Returns:
-        An iterator over ``(name, tensor)``: tensors have full shapes, and are on the device of the
+        An iterator over ``(name, tensor)``. Tensors have full shapes, and are on the device of the
         model's mesh.
 
     Raises:

@@ -29,10 +29,10 @@ from deepcompile_zero3.torch_internals import compiler
 class GraphAhead:
     """One of Dynamo's graphs, compiled with its backward."""
 
-    seconds: float  # of its compilation
-    parameters: int  # number of its sharded parameters
-    regions: Mapping[str, int]  # number of blocks that share each region's compilation
-    is_stored: bool  # whether later processes find it
+    seconds: float  #: of its compilation
+    parameters: int  #: number of its sharded parameters
+    regions: Mapping[str, int]  #: number of blocks that share each region's compilation
+    is_stored: bool  #: whether later processes find it
 
 
 @dataclass

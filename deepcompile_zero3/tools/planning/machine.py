@@ -36,7 +36,8 @@ class Machine:
         memory: bytes of device memory.
         ranks_per_host: the number of ranks that are connected by ``local``; ranks of different
             hosts are connected by ``remote``.
-        local, remote: the links. The ranks of a host share out the traffic with other hosts.
+        local: the link between ranks of a host.
+        remote: the link between hosts, which the ranks of a host share.
         overlap: the fraction of a collective, from 0 to 1, that runs beside computation; the rest
             stops the computation.
         backend: c10d's backend, "nccl" or "gloo"; the backends need different buffers.
@@ -149,7 +150,7 @@ class Ranks:
     """The ranks of a collective."""
 
     number: int
-    on_host: int  # the number of ranks on each host
+    on_host: int  #: the number of ranks on each host
 
     @property
     def hosts(self) -> int:

@@ -55,7 +55,7 @@ def plan(
         optimizer_bytes: bytes of the optimizer's state for each element: 8 for AdamW in fp32.
         prefetch: whether gathers start early. If False, a gather starts when it is waited for.
         advise: whether to try changes that might help, some seconds for a large model.
-        seconds_by_kernel: measured seconds by kernel, from :func:`measure_kernels`.
+        seconds_by_kernel: measured seconds by kernel, from ``measure_kernels``.
         tell: called with the name of each phase of the plan, which takes minutes for a large model.
 
     Returns:

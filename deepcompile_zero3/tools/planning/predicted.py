@@ -21,7 +21,8 @@ class Plan(Document):
         machine: the machine that the step is predicted for.
         ranks: the number of ranks of all replicas.
         seconds: seconds of the step.
-        computing, waiting: seconds of the step in which the rank computes, or waits.
+        computing: seconds of the step in which the rank computes.
+        waiting: seconds of the step in which the rank waits.
         flops: FLOPs of a rank's matrix products.
         product_seconds: seconds that the products take at least, at the machine's FLOP/s for their
             dtypes.

@@ -34,9 +34,9 @@ class Traffic:
     """Collectives of a kind in a step of a rank."""
 
     number: int = 0
-    nbytes: int = 0  # of the full buffers
-    local: float = 0.0  # bytes that a rank receives from its host
-    remote: float = 0.0  # bytes that a rank receives from other hosts
+    nbytes: int = 0  #: of the full buffers
+    local: float = 0.0  #: bytes that a rank receives from its host
+    remote: float = 0.0  #: bytes that a rank receives from other hosts
     seconds: float = 0.0
 
 
