@@ -17,7 +17,7 @@ CXX_TESTS = $(wildcard tests/*/*.cpp)
 BUILD_SOURCES = setup.py pyproject.toml $(CXX_SOURCES)
 PACKAGE_SOURCES = $(wildcard $(addprefix deepcompile_zero3/,*.py */*.py */*/*.py */*.html))
 
-.PHONY: help train test test-more test-all test-torch test-gpu check-cuda sanitize bench bench-gpu lint clean
+.PHONY: help train test test-more test-all test-torch test-gpu check-cuda sanitize bench bench-gpu docs lint clean
 .DELETE_ON_ERROR:
 
 help:
@@ -31,6 +31,7 @@ help:
 	@echo 'make sanitize [SANITIZERS=thread]                        look for memory errors or races in csrc/'
 	@echo 'make bench [ARGS="-w A -m floor,zero3"]                  compare with others; under an hour'
 	@echo 'make bench-gpu [ARGS="--model 3b"]                       measure on a GPU; under 9 minutes'
+	@echo 'make docs                                                build the site of docs/, into build/docs'
 	@echo 'make lint                                                check style and types'
 	@echo 'make clean                                               remove what make made'
 	@echo 'PYTHON=python3.12 chooses the interpreter, TORCH=2.15.0 the version of torch.'
@@ -124,6 +125,10 @@ bench: $(VENV)/.installed $(VENV)/.extra-bench
 
 bench-gpu: $(VENV)/.installed $(VENV)/.extra-bench
 	$(BIN)/python -m bench gpu $(ARGS)
+
+docs: $(VENV)/.installed $(VENV)/.extra-docs
+	$(BIN)/sphinx-build --fresh-env --fail-on-warning --keep-going --quiet docs build/docs
+	@echo "build/docs/index.html is the first page"
 
 lint: $(VENV)/.installed $(VENV)/.extra-dev
 	$(BIN)/ruff check .
