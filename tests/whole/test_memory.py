@@ -90,7 +90,7 @@ def _status(field):
 
 
 def _chain(depth):
-    """Returns layers of one weight each, sharded one by one, with small gradient buckets."""
+    """Returns layers of one weight each, sharded one by one, with small buckets."""
     model = nn.Sequential(
         *(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh()) for _ in range(depth))
     )
@@ -99,6 +99,7 @@ def _chain(depth):
     for module in model.modules():
         for parameter in parameters_of(module).values():
             parameter.settings = parameter.settings.replace(bucket_bytes=BUCKET)
+    model._zero3_group.model.gather_orders.bytes_ahead = BUCKET  # of eager code; see _compiled
     return model
 
 
@@ -244,7 +245,6 @@ def test_the_plan_predicts_what_is_gathered_at_once(run_ranks, settings, bucket)
 def _measure_buffers(how, depth):
     """Returns the bytes that are kept after a step and after a second one."""
     model = _chain(depth)
-    model._zero3_group.model.gather_orders.bytes_ahead = WEIGHT  # as an option of a graph would
     run = _compiled(model, how)
     kept = []
     for _ in range(2):
