@@ -41,8 +41,8 @@ void GatherOrder::begin() {
 
 void GatherOrder::end() {
   drop_ahead();
-  bytes_under_way_ =
-      std::make_shared<int64_t>(0);  // one that raised may be kept with its traceback
+  // A gather of a forward that raised may live on with the traceback.
+  bytes_under_way_ = std::make_shared<int64_t>(0);
   if (!is_running_) return;
   is_running_ = false;
   // One without requests says nothing of the next: a rank may have run it alone.
@@ -103,7 +103,8 @@ void GatherOrder::start_next(int64_t nbytes) {
 
 GatherOrder* GatherOrders::current() {
   if (!in_backward()) return forward_.is_running() ? &forward_ : nullptr;
-  if (std::exchange(running_backward_, running_backward()) != running_backward_) {
+  if (const int backward = running_backward(); backward != running_backward_) {
+    running_backward_ = backward;
     forward_.end();
     backward_.begin();
   }
