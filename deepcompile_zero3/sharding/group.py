@@ -157,9 +157,10 @@ class ParameterGroup:
     def _enter(self, forward: EagerForward) -> None:
         """Gathers the group for a forward, if this is the first read of it there."""
         self.gather()
-        resharded = [parameter for parameter in self.parameters if not self._keeps(parameter)]
-        if not forward.saved.watch(self, resharded, _alive(self.backward_prefetch)):
+        if forward.saved.is_watching(self):
             return
+        resharded = [parameter for parameter in self.parameters if not self._keeps(parameter)]
+        forward.saved.watch(self, resharded, _alive(self.backward_prefetch))
         self._values.clear()  # the contract may have changed since these were read
         for parameter in self.parameters:
             parameter.prepare_forward()  # also unread ones: other ranks may read them

@@ -133,21 +133,20 @@ class SavedTensors:
         self._watched_storages.clear()
         return groups
 
+    def is_watching(self, group: ParameterGroup) -> bool:
+        """Returns whether the forward has watched ``group``, and has not unwatched it since."""
+        return group in self._storages
+
     def watch(
         self,
         group: ParameterGroup,
         parameters: Sequence[ShardedParameter],
         following: Iterable[ParameterGroup] = (),
-    ) -> bool:
+    ) -> None:
         """Packs the gathered tensors of ``parameters``, of a group, until ``unwatch(group)``.
 
         Once a backward has gathered them again, it starts to gather the groups in ``following``.
-
-        Returns:
-            Whether ``group`` was not watched before.
         """
-        if group in self._storages:
-            return False
         regather = self._regathers[group] = _Regather(parameters, self._regathers, following)
         self._storages[group] = []
         for parameter in parameters:
@@ -159,7 +158,6 @@ class SavedTensors:
                 self._storages[group].append(storage)
                 if parameter.ranks_meet_in_backward:
                     regather.parameters[parameter] = None
-        return True
 
     def unwatch(self, group: ParameterGroup) -> None:
         """Stops watching the gathered tensors of ``group``."""
