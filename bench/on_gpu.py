@@ -247,7 +247,7 @@ def _pack(paths: list[Path], archive: Path) -> None:
 
 
 def numbers() -> dict[str, dict]:
-    """Returns, for each stage that measures, what is asked for: see docs/gpu.md."""
+    """Returns, for each stage that measures, what is asked for: see docs/gpu_measurements.md."""
     found: dict[str, dict] = {}
     for path in sorted(KEPT.glob("*/gpu.json")):
         with contextlib.suppress(ValueError):  # half written

@@ -61,14 +61,17 @@ def zero3(
         example_inputs: example inputs of ``gm``.
         options: see :class:`Options`.
         mode: name of a set of Inductor's settings, which ``torch._inductor.list_mode_options()``
-            lists. ``inductor_config`` has precedence.
+            lists. ``inductor_config`` has precedence. Modes that capture CUDA graphs, and
+            ``"lite"``, are refused.
 
     Returns:
         A callable that runs the compiled graph.
 
     Raises:
-        ValueError: an option or the mode is unknown, or an option is not valid.
-        NotImplementedError: a setting of Inductor is refused, such as CUDA graphs.
+        ValueError: an option or the mode is unknown, or an option is not valid. From
+            ``torch.compile`` this comes as torch's ``BackendCompilerFailed``, when the first graph
+            is compiled.
+        NotImplementedError: a setting of Inductor is refused, such as CUDA graphs; likewise.
         Zero3Error: the model was deleted while it was compiled.
     """
     parsed = parse_options(options)

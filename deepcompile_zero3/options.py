@@ -46,17 +46,24 @@ class Options:
         inductor: whether Inductor compiles the rewritten graphs. False runs them op by op, for
             debugging.
         inductor_config: Inductor's settings for these graphs, as in ``options`` of
-            ``backend="inductor"``.
+            ``backend="inductor"``, such as ``{"max_autotune": True}``. torch does not take ``mode``
+            beside ``options``: set the mode's settings here. The runtime computes products that are
+            large gradients, without tuning.
         gather_bucket_mb: maximum size of one all-gather, in MiB of full parameters. A larger
-            parameter is gathered alone.
+            parameter is gathered alone. Two buckets are alive at once: the one in use and the next.
         gathers_ahead: number of all-gathers that are in flight while a graph computes with an
-            earlier one, at least 1. One more is alive at once.
-        keep_mb: maximum size in MiB, or infinity, of the full parameters that the compiled forwards
-            of a model keep for backward where ``reshard_after_forward`` is None. Backward gathers
-            the others again.
+            earlier one, at least 1. Each after the first keeps one more bucket alive.
+        keep_mb: maximum size in MiB, or infinity, of the full parameters that a model's compiled
+            forwards keep for backward where ``reshard_after_forward`` is None. What backward needs
+            first is kept first, and backward gathers the others again. 0 keeps nothing. If a model
+            is compiled in several graphs, each may keep a part in proportion to the bytes of its
+            parameters. Ranks that share memory keep nothing by this choice, since a gather in
+            backward costs nothing there. The compiler never overrules True and False of
+            ``reshard_after_forward``, and eager code ignores this option.
         activations_mb: size in MiB, or infinity, of the activations that the compiled forwards of a
             model leave on the GPU for backward, beside those that cannot leave it. The others wait
             in page-locked host memory, and copies in both directions run beside the computation.
+            Graphs share the limit as they share ``keep_mb``. CPUs refuse it.
         fp32_weight_grads: whether matmuls of bf16 or fp16 operands return the fp32 sum where they
             compute only a gradient whose ``grad_dtype`` is float32 or None. Eager PyTorch rounds
             the sum first.

@@ -27,8 +27,8 @@ def share_comm_ctx(modules: Iterable[Zero3Module]) -> None:
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Makes a method of ``module`` a forward: parameters are unsharded in it.
 
-    Has no effect if ``module`` itself was not given to ``fully_shard``, so that code may call it
-    for any module.
+    A method that is no forward reads DTensors, which torch does not mix with tensors. Has no effect
+    if ``module`` itself was not given to ``fully_shard``, so that code may call it for any module.
 
     Args:
         module: the module that has the method.

@@ -174,7 +174,8 @@ class Zero3Module(FSDP2Methods):
         """Sets the modules that an eager forward prefetches after this module.
 
         Once an eager forward has gathered this module's group, it starts to gather the groups of
-        ``modules``, on all ranks. A compiled forward prefetches by itself, one bucket ahead.
+        ``modules``, on all ranks. From the second step on, eager code prefetches by itself in the
+        order of the step before. Compiled forwards always do.
 
         Args:
             modules: sharded modules.
