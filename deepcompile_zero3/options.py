@@ -11,6 +11,7 @@ from torch import nn
 
 from deepcompile_zero3.codec import check_block, check_dtype
 from deepcompile_zero3.errors import check_bool
+from deepcompile_zero3.guides import Guide
 
 # Inductor's settings that are refused, and why.
 REFUSED_SETTINGS = {
@@ -115,7 +116,7 @@ class Options:
         if (refused := refused_setting(self.inductor_config)) is not None:
             raise NotImplementedError(
                 f"option 'inductor_config' has {refused!r}: True, but {REFUSED_SETTINGS[refused]}: "
-                "leave it out"
+                f"leave it out. See {Guide.COMPILED_CODE}"
             )
         if type(self.gathers_ahead) is not int or self.gathers_ahead < 1:
             raise ValueError(

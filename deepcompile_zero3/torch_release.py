@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from deepcompile_zero3.guides import Guide
+
 TRIED = ("2.11", "2.13", "2.15")
 
 
@@ -39,5 +41,6 @@ def private(module: str, name: str) -> Any:
     except (ImportError, AttributeError) as error:
         raise ImportError(
             f"deepcompile_zero3 needs {module}.{name}, which torch {torch.__version__} does not "
-            f"have. Install one of the releases it was tried with: {', '.join(TRIED)}"
+            f"have. Install one of the releases it was tried with: {', '.join(TRIED)}. See "
+            f"{Guide.INSTALLATION}"
         ) from error

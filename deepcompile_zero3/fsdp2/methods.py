@@ -8,6 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import check_bool
+from deepcompile_zero3.guides import Guide
 from deepcompile_zero3.sharding.group import ParameterGroup
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 
@@ -123,7 +124,7 @@ def refused(name: str, why: str) -> Callable[..., NoReturn]:
     """Returns a method that raises NotImplementedError and says ``why``."""
 
     def method(self: FSDP2Methods, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(f"{name} is not supported: {why}")
+        raise NotImplementedError(f"{name} is not supported: {why}. See {Guide.METHODS}")
 
     method.__name__ = name
     method.__doc__ = f"Raises NotImplementedError, because {why}."

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 import deepcompile_zero3
 import deepcompile_zero3.torch_internals.compiler
 from deepcompile_zero3 import torch_release
+from deepcompile_zero3.guides import Guide
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.module_parameters import all_parameters_of
 from deepcompile_zero3.tools.progress import Tell, progress, say_nothing
@@ -61,7 +62,10 @@ def main() -> int:
     for finding in findings:
         table.add_row(*map(escape, finding))
     Console().print(table, highlight=False)
-    return sum(bool(finding.remedy) for finding in findings)
+    wrong = sum(bool(finding.remedy) for finding in findings)
+    if wrong:
+        print(f"See {Guide.INSTALLATION}")
+    return wrong
 
 
 def _installed() -> Iterator[Finding]:
@@ -73,7 +77,9 @@ def _installed() -> Iterator[Finding]:
     yield Finding(
         "runtime",
         f"{Path(_C.__file__).name}, for {'CPUs and GPUs' if _C.WITH_CUDA else 'CPUs'}",
-        "build it with a CUDA toolkit: ZERO3_CUDA=1 CUDA_HOME=..." if lacks_cuda else "",
+        f"build it with a CUDA toolkit: ZERO3_CUDA=1 CUDA_HOME=... See {Guide.CUDA}"
+        if lacks_cuda
+        else "",
     )
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     yield Finding("GPUs", ", ".join(gpus) or "none")

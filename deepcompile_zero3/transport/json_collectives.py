@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.guides import Guide
 
 
 def all_gather_json(what: str, value: Any, group: dist.ProcessGroup) -> list[Any]:
@@ -104,5 +105,6 @@ def check_all_alike(
             if one != another:
                 raise Zero3Error(
                     f"ranks disagree on the module's parameter {position}: it is {one} on rank "
-                    f"{dist.get_rank(group)} and {another} on rank {other}; {remedy}"
+                    f"{dist.get_rank(group)} and {another} on rank {other}; {remedy}. "
+                    f"See {Guide.DISAGREEMENT}"
                 )

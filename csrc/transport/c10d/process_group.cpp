@@ -15,6 +15,7 @@
 #include "support/grad_dtype.h"
 #include "support/memory.h"
 #include "transport/c10d/c10d_collectives.h"
+#include "transport/same_forwards.h"
 
 namespace zero3 {
 
@@ -60,9 +61,8 @@ struct Transfers {
       step();
     } catch (const std::exception& error) {
       throw_error("an exchange with " + with + " failed (" + key +
-                  "). Either that rank has stopped, or it runs something else: all ranks must run "
-                  "the same forwards and backwards. " +
-                  error.what());
+                  "). Either that rank has stopped, or it runs something else: " + kSameForwards +
+                  ". " + error.what());
     }
   }
 

@@ -15,6 +15,7 @@
 
 #include "support/error.h"
 #include "support/signals.h"
+#include "transport/same_forwards.h"
 
 namespace zero3 {
 namespace {
@@ -249,7 +250,7 @@ std::string RankWaiter::text_of(const Circle& circle) const {
     text += "rank " + std::to_string(link.rank) + " waits for " + whom + ", since " + what.data() +
             "; ";
   }
-  return text + "all ranks must run the same forwards and backwards";
+  return text + kSameForwards;
 }
 
 std::string RankWaiter::state_of(int64_t rank, bool* is_dead) const {
@@ -277,8 +278,7 @@ void RankWaiter::fail(const Missing& missing, const std::string& why) const {
     text += (i > 0 ? ", " : "") + state_of(missing.ranks[i], &is_dead);
   }
   throw_error(text + ": " + missing.what +
-              ". Either that rank has stopped, or it runs something else: all ranks must run the "
-              "same forwards and backwards");
+              ". Either that rank has stopped, or it runs something else: " + kSameForwards);
 }
 
 }  // namespace zero3

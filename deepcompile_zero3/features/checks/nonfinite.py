@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from deepcompile_zero3.guides import Guide
 from deepcompile_zero3.sharding.module_parameters import all_parameters_of, by_mesh
 from deepcompile_zero3.sharding.norms import gradient_norm
 from deepcompile_zero3.sharding.parameter import ShardedParameter
@@ -74,7 +75,7 @@ def _nonfinite_gradients(reduced: Sequence[tuple[ShardedParameter, torch.Tensor]
         return ""
     return (
         f"gradients are not finite. {shorten(first)}; the gradients of this backward were dropped: "
-        "skip the batch, or lower the learning rate or the loss scale"
+        f"skip the batch, or lower the learning rate or the loss scale. See {Guide.NAN}"
     )
 
 

@@ -56,7 +56,7 @@ def test_a_nan_is_traced_to_its_rank(run_ranks, how, transport):
         assert "before it was reduced, has " in told.split(";")[0]
         assert told.endswith(
             "; the gradients of this backward were dropped: skip the batch, or "
-            "lower the learning rate or the loss scale"
+            "lower the learning rate or the loss scale. See docs/debugging.md#a-nan"
         )
         assert "rank 0: the gradient of '" not in told.split("once it was reduced")[0]
 
