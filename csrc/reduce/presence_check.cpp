@@ -4,6 +4,7 @@
 
 #include "support/autograd.h"
 #include "support/error.h"
+#include "support/guides.h"
 #include "support/profiler_range.h"
 #include "transport/channel.h"
 #include "transport/transport.h"
@@ -138,7 +139,8 @@ void PresenceCheck::finish() {
                 is_replicated ? " (of those with other shards; replicas may differ too)" : "",
                 is_strict
                     ? "; set_requires_gradient_on_all_ranks(False) lets it count as zero there"
-                    : "; let all ranks do the same");
+                    : "; let all ranks do the same",
+                ". See ", is_strict ? guides::kGradientsOnSomeRanks : guides::kDisagreement);
     mixed_.push_back(parameter);
     const auto& dtypes = parameter->settings.gradient_dtypes;
     ZERO3_CHECK(!is_ordered || dtypes.leaf || dtypes.wire, "ranks bring different gradients of '",

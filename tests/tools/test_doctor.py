@@ -13,6 +13,7 @@ from support.command_line import call
 
 import deepcompile_zero3
 from deepcompile_zero3.__main__ import main
+from deepcompile_zero3.guides import Guide
 from deepcompile_zero3.tools import doctor
 from deepcompile_zero3.tools.progress import progress
 
@@ -56,6 +57,14 @@ def _refuse(model):
 def test_a_step_that_fails_is_reported():
     [finding] = doctor.try_steps({"two ranks": _refuse, "not tried": _refuse})
     assert finding == ("two ranks", "failed", "RuntimeError: no compiler today")
+
+
+def test_a_finding_with_a_remedy_leads_to_the_page_that_helps(monkeypatch, capsys):
+    lacks = doctor.Finding("C++ compiler", "no g++", "Inductor needs one: install g++")
+    monkeypatch.setattr(doctor, "_installed", lambda: [lacks])
+    monkeypatch.setattr(doctor, "try_steps", lambda ways, tell: [])
+    assert doctor.main() == 1
+    assert capsys.readouterr().out.endswith(f"See {Guide.INSTALLATION}\n")
 
 
 def test_stages_go_to_standard_error(capsys):

@@ -61,7 +61,7 @@ struct Transfers {
       step();
     } catch (const std::exception& error) {
       throw_error("an exchange with " + with + " failed (" + key +
-                  "). Either that rank has stopped, or it runs something else: " + kSameForwards +
+                  "). Either that rank has stopped, or it runs something else: " + same_forwards() +
                   ". " + error.what());
     }
   }

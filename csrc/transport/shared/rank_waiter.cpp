@@ -250,7 +250,7 @@ std::string RankWaiter::text_of(const Circle& circle) const {
     text += "rank " + std::to_string(link.rank) + " waits for " + whom + ", since " + what.data() +
             "; ";
   }
-  return text + kSameForwards;
+  return text + same_forwards();
 }
 
 std::string RankWaiter::state_of(int64_t rank, bool* is_dead) const {
@@ -278,7 +278,7 @@ void RankWaiter::fail(const Missing& missing, const std::string& why) const {
     text += (i > 0 ? ", " : "") + state_of(missing.ranks[i], &is_dead);
   }
   throw_error(text + ": " + missing.what +
-              ". Either that rank has stopped, or it runs something else: " + kSameForwards);
+              ". Either that rank has stopped, or it runs something else: " + same_forwards());
 }
 
 }  // namespace zero3
