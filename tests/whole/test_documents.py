@@ -12,13 +12,8 @@ from deepcompile_zero3.guides import Guide
 BLOCKS = {page: documents.blocks_of(page) for page in documents.PAGES}
 QUICKSTART = "docs/quickstart.md"
 LANGUAGES = {"python", "bash", "sh", "diff", "", "{include}", "{toctree}"}  # "": output
-# Pages whose blocks need several ranks, or that have a test of their own.
 ON_FOUR_RANKS = "docs/layouts.md"
-OF_OTHERS = {"README.md": "test_readme.py", QUICKSTART: "test_documents.py"}
-
-
-def _is_sharding(code):
-    return "fully_shard(" in code or "FSDP" in code
+WHOLE_SCRIPT = "# train.py: torchrun"  # test_readme.py runs it
 
 
 def _adapted(code, folder):
@@ -28,19 +23,22 @@ def _adapted(code, folder):
     return code.replace("/scratch", str(folder)).replace("checkpoints/5", f"{folder}/5")
 
 
+def _is_run(block):
+    is_script = block.code.startswith(WHOLE_SCRIPT)
+    return block.language == "python" and not block.reason and not is_script
+
+
 def _run(page, folder):
     for block in BLOCKS[page]:
-        if block.language == "python" and not block.reason:
-            found = document_model.names(not _is_sharding(block.code), folder)
+        if _is_run(block):
+            found = document_model.names("fully_shard(" not in block.code, folder)
             exec(compile(_adapted(block.code, folder), f"{page}:{block.line}", "exec"), found)
 
 
 RUN = [
     page
     for page, blocks in BLOCKS.items()
-    if page not in OF_OTHERS
-    and page != ON_FOUR_RANKS
-    and any(block.language == "python" and not block.reason for block in blocks)
+    if page not in (QUICKSTART, ON_FOUR_RANKS) and any(map(_is_run, blocks))
 ]
 
 
@@ -51,6 +49,7 @@ def test_blocks_run(page, tmp_path, monkeypatch):
     _run(page, tmp_path)
 
 
+@pytest.mark.more
 def test_blocks_of_meshes_run(run_ranks, tmp_path):
     run_ranks(4, _run, ON_FOUR_RANKS, tmp_path)
 
