@@ -182,7 +182,12 @@ def test_adapters_are_saved_and_resumed_on_more_ranks(run_ranks, tmp_path):
 
 
 def _float8(how):
-    """torchao's float8 training: weights travel in fp8, with one scale for all ranks."""
+    """torchao's float8 training: weights travel in fp8, with one scale for all ranks.
+
+    Inductor keeps fp32 where eager code rounds to bfloat16 between operators. The scales differ
+    by as little, but numbers between two of fp8 round to the other one, so that gradients differ
+    by 5e-2, of the whole model too. The whole model is therefore compiled as the sharded one is.
+    """
     float8 = pytest.importorskip("torchao.float8")
 
     def build(**settings):
@@ -197,15 +202,16 @@ def _float8(how):
         fully_shard(layer)
     fully_shard(model)
     run = compiled(model, how)
+    run_whole = compiled(reference, "inductor" if how == "zero3" else "eager")
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
     for seed in range(3):
         batch = batch_of(16, 64, seed=seed).bfloat16()
         with record_collectives() as log:
             mean_square(run, mine(batch).clone()).backward()
-        losses = [mean_square(reference, each.clone()) for each in batch.chunk(2)]
+        losses = [mean_square(run_whole, each.clone()) for each in batch.chunk(2)]
         (sum(losses) / 2).backward()
         assert {c.dtype for c in log if c.op == "all_gather"} == {torch.float8_e4m3fn}
-        assert_same_gradients(model, reference, 2e-2)
+        assert_same_gradients(model, reference)
         step(optimizers)
 
 
