@@ -35,6 +35,9 @@ def pytest_configure(config):
         variables = {"ZERO3_TRANSPORT": transport}
         if transport == "collectives":
             variables = {"ZERO3_TRANSPORT": "c10d", collectives.LIBRARY: collectives.build()}
+            # c10d's flight recorder keeps the code on the stacks of the last 2,000 collectives, and
+            # with it graphs and what they refer to: no test could tell that a model is freed.
+            variables["TORCH_FR_BUFFER_SIZE"] = "0"
         os.environ.update(variables)
         config.add_cleanup(lambda: [os.environ.pop(name, None) for name in variables])
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:

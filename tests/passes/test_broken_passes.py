@@ -198,5 +198,6 @@ def _removes_clones():
         run(models.batch_of(2, 4))
 
 
+@pytest.mark.gloo
 def test_memory_that_ranks_share_is_not_returned(run_ranks):
     run_ranks(2, _removes_clones)

@@ -60,7 +60,7 @@ def test_backward_computes_with_buffers_as_forward_read_them(run_ranks, how, tra
 
 def _steps_that_save_little_are_those_of_the_whole_model():
     with functorch_config.patch(activation_memory_budget=0):
-        _steps_are_those_of_the_whole_model("interpreted", "shared_memory")
+        _steps_are_those_of_the_whole_model("interpreted", "auto")
 
 
 def test_backward_computes_with_buffers_as_forward_read_them_where_only_inputs_are_saved(run_ranks):

@@ -111,6 +111,7 @@ def _swap_in_turns(how):
     _swap(how, Stack, "shared_memory", True, is_recorded=False)
 
 
+@pytest.mark.gloo
 @each_way
 def test_so_it_has_where_copies_take_turns(run_ranks, how):
     run_ranks(2, in_little_memory, _swap_in_turns, how)
@@ -155,6 +156,7 @@ def _change_before_backward(how, rows, change):
         torch.testing.assert_close(ours, by_messages)
 
 
+@pytest.mark.gloo
 @pytest.mark.thin
 @pytest.mark.parametrize("rows", [8, 65])  # 65: the first rank has more, and not whole vectors
 @pytest.mark.parametrize("change", changes)
@@ -246,6 +248,7 @@ def _swap_where_ranks_save_other_things():
         assert_same_gradients(model, reference, tolerance=2e-2)
 
 
+@pytest.mark.gloo
 def test_ranks_that_save_other_things_publish_together(run_ranks):
     run_ranks(3, _swap_where_ranks_save_other_things)
 

@@ -142,7 +142,9 @@ def _deposit_on_one_rank_each():
     assert model.late.grad is None
 
 
+@pytest.mark.gloo
 def test_a_rank_without_a_deposit_counts_as_zero(run_ranks):
+    """Messages tell their dtype: over collectives, ranks have to know it (grad_dtype)."""
     run_ranks(2, _deposit_on_one_rank_each)
 
 

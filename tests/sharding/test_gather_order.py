@@ -250,6 +250,7 @@ def _with_another_model_inside(how):
         assert_same_gradients(inner, its_reference)
 
 
+@pytest.mark.gloo
 @each_way
 def test_a_gather_whose_place_another_model_has_taken_starts_again(run_ranks, how):
     run_ranks(2, in_little_memory, _with_another_model_inside, how)
@@ -305,6 +306,7 @@ def _clamp(changed, *_):
         changed.weight.to_local().clamp_(-1, 1)
 
 
+@pytest.mark.gloo
 def test_a_block_that_one_rank_alone_changes_is_named(run_ranks):
     with pytest.raises(AssertionError, match=r"ranks wait for each other.*blocks\.2\.weight"):
         run_ranks(2, _changed_by_one_rank)

@@ -1,4 +1,8 @@
-"""Sums over replicas in low precision: they are rounded once, and do not overflow."""
+"""Sums over replicas in low precision: they are rounded once, and do not overflow.
+
+Collectives round in the dtype of the wire at each addition, and float16 is divided partly before
+the sum: tests of one rounding are marked ``gloo``.
+"""
 
 import math
 
@@ -80,6 +84,7 @@ def _sum_over_replicas():
     assert (model.first.grad.full_tensor() == 300).all()  # in bfloat16, 256 + 1 is 256
 
 
+@pytest.mark.gloo
 def test_sums_over_replicas_are_rounded_once(run_ranks):
     run_ranks(2, _sum_over_replicas)
 
@@ -91,6 +96,7 @@ def _small_and_large(transport):
     assert (model.first.grad.full_tensor() == 64.5).all()
 
 
+@pytest.mark.gloo
 @pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
 def test_sums_of_low_precision_are_rounded_once(run_ranks, transport):
     run_ranks(4, _small_and_large, transport)
@@ -107,6 +113,7 @@ def _halves(transport, shape, dtype):
     assert (model.second.grad.full_tensor() == tiny).all()
 
 
+@pytest.mark.gloo
 @pytest.mark.thin
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("transport", ["shared_memory", "c10d"])

@@ -138,7 +138,7 @@ def test_a_rank_may_compile_while_another_does_not(run_ranks):
 
 def test_a_rank_may_have_one_row_where_another_has_many(run_ranks):
     shapes = [[(2, 8), (2, 8)], [(1, 8), (3, 8)], [(1, 8), (4, 8)], [(2, 8), (5, 8)]]
-    results = run_ranks(2, _train, shapes, 2, "shared_memory", INTERPRETED)
+    results = run_ranks(2, _train, shapes, 2, "auto", INTERPRETED)
     assert [compiled for compiled, _ in results] == [[1, 1, 0, 0], [1, 1, 0, 0]]
     assert results[0][1] == results[1][1]
 
