@@ -62,7 +62,7 @@ def test_a_nan_is_traced_to_its_rank(run_ranks, how, transport):
 
 
 def test_a_nan_of_a_replica_is_reported_to_the_others(run_ranks):
-    for told in run_ranks(4, _nan_in_one, 2, "eager", "shared_memory", (2, 2)):
+    for told in run_ranks(4, _nan_in_one, 2, "eager", "auto", (2, 2)):
         assert "rank 2: the gradient of '" in told, told
 
 

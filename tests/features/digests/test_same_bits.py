@@ -38,6 +38,7 @@ def _name(way):
 
 
 @pytest.mark.parametrize("way", _WAYS, ids=_name)
+@pytest.mark.gloo  # shared memory is among the ways
 def test_transports_buckets_and_graphs_give_the_same_bits(run_ranks, way):
     expected = run_ranks(2, reproducible.digests, "llama", _EAGER, 2)
     assert run_ranks(2, reproducible.digests, "llama", way, 2) == expected

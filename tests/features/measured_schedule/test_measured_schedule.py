@@ -229,7 +229,11 @@ def _stays(case):
 @pytest.mark.parametrize(
     ("case", "reason"),
     [
-        ("shared memory", "ranks share memory, where gathers move nothing"),
+        pytest.param(
+            "shared memory",
+            "ranks share memory, where gathers move nothing",
+            marks=pytest.mark.gloo,
+        ),
         (
             "compiled before",
             "the model was compiled before MeasuredSchedule was made: make it first",
