@@ -12,6 +12,7 @@ python -m bench optimizers                               # steps of Muon and Ada
 python -m bench agreement -w B,deep                      # how long ranks take to agree on gradients
 python -m bench gpu                                      # on a GPU: kernels, a step, what overlaps
 python -m bench plan -w A,B --ranks 1 2                  # predicted steps beside measured ones
+python -m bench digest -w B                              # the price of a digest at each tenth step
 python -m bench offload --shape small                    # training with less memory than it takes
 python -m bench table build/bench/*.json                 # earlier results
 """
@@ -35,7 +36,7 @@ import torch.multiprocessing as mp
 from rich.console import Console
 from rich.progress import track
 
-from bench import gpu, host, optimizers, planning, report
+from bench import digests, gpu, host, optimizers, planning, report
 from bench import offload as offloading
 from bench import overhead as small
 from bench import primitives as gloo
@@ -232,6 +233,16 @@ def plan(args: argparse.Namespace) -> None:
     print("\n".join(lines))
 
 
+def digest(args: argparse.Namespace) -> None:
+    """Times steps with a digest of shards, gradients and states, and steps without."""
+    lines = [digests.HEAD]
+    for workload in args.workloads:
+        with console.status(f"{workload}: compiling, and {args.rounds} steps of each kind"):
+            lines.append(digests.measure(workload, args.ranks, args.rounds).row(workload))
+    print(f"`{_command()}`, {_machine(f'{args.ranks} ranks')}, {_now()}\n")
+    print("\n".join(lines))
+
+
 def offload(args: argparse.Namespace) -> None:
     """Trains with a budget of memory, and what exceeds it in a file, beside training in memory."""
     written, read = offloading.bandwidth(args.folder)
@@ -347,6 +358,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--output", type=Path, default=Path("build/bench"), help="folder of results (build/bench)"
     )
+    witnessed = parts.add_parser("digest", help=digest.__doc__)
+    witnessed.add_argument("-w", "--workloads", type=_names(WORKLOADS), default=["A", "B"])
+    witnessed.add_argument("--ranks", type=int, default=2)
+    witnessed.add_argument("--rounds", type=int, default=15, help="steps of each kind")
+    witnessed.set_defaults(run=digest, malloc="default")
     files = parts.add_parser("offload", help=offload.__doc__)
     files.add_argument("--shape", choices=offloading.SHAPES, default="small", help="of the Llama")
     files.add_argument("--budget-mb", type=float, default=0.0, help="memory_budget_mb (default: 0)")

@@ -34,7 +34,7 @@ class Mode:
     build: Callable[[Workload], Step]
 
 
-def _adamw(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+def adamw(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
 
 
@@ -66,7 +66,7 @@ def _floor(workload: Workload, *, writes_back: bool = False) -> Step:
         parameter: nn.Parameter(parameter.detach().chunk(world_size)[rank].float().clone())
         for parameter in model.parameters()
     }
-    optimizer = _adamw(parts.values())
+    optimizer = adamw(parts.values())
     own = [parameter.detach().chunk(world_size)[rank] for parameter in parts]
     run = torch.compile(model)
 
@@ -85,7 +85,7 @@ def _floor(workload: Workload, *, writes_back: bool = False) -> Step:
     return step
 
 
-def _sharded(workload: Workload, fully_shard: Callable, **settings: Any) -> nn.Module:
+def sharded(workload: Workload, fully_shard: Callable, **settings: Any) -> nn.Module:
     """Shards each block, and the rest with the root, as in FSDP2's documentation."""
     model = workload.build()
     settings |= {
@@ -114,7 +114,7 @@ def zero3(
 
     If it ``measures``, the first call takes steps until a schedule is chosen.
     """
-    model = _sharded(workload, deepcompile_zero3.fully_shard, **settings)
+    model = sharded(workload, deepcompile_zero3.fully_shard, **settings)
     if gradient_dtype is not None:
         deepcompile_zero3.quantize_gradients(model, gradient_dtype)
     if reduce_bucket_mb is not None:
@@ -122,7 +122,7 @@ def zero3(
             for parameter in parameters_of(module).values():
                 nbytes = int(reduce_bucket_mb * 2**20)
                 parameter.settings = parameter.settings.replace(bucket_bytes=nbytes)
-    optimizer = _adamw(model.parameters())
+    optimizer = adamw(model.parameters())
     if steps_locally:
         deepcompile_zero3.step_locally(optimizer)
     schedule = deepcompile_zero3.MeasuredSchedule(model) if measures else None
@@ -151,15 +151,15 @@ def _compiled(model: nn.Module, what: str, **settings: Any) -> nn.Module:
 
 
 def _fsdp2(workload: Workload, *, compiled: str, **settings: Any) -> Step:
-    model = _sharded(workload, fsdp2, **settings)
-    return _step(_compiled(model, compiled), _adamw(model.parameters()))
+    model = sharded(workload, fsdp2, **settings)
+    return _step(_compiled(model, compiled), adamw(model.parameters()))
 
 
 def _ddp(workload: Workload, *, compiled: bool) -> Step:
     """Trains with DDP in the compute dtype, on the wire too."""
     replicated = DistributedDataParallel(_built(workload))
     run = torch.compile(replicated) if compiled else replicated
-    return _step(run, _adamw(replicated.parameters()))
+    return _step(run, adamw(replicated.parameters()))
 
 
 class _Whole(nn.Module):
@@ -193,7 +193,7 @@ def _properties(workload: Workload) -> Step:
             nn.utils.parametrize.register_parametrization(
                 module, name, _Whole(workload), unsafe=True
             )
-    return _step(torch.compile(model), _adamw(model.parameters()))
+    return _step(torch.compile(model), adamw(model.parameters()))
 
 
 def _deepspeed(workload: Workload) -> Step:
@@ -229,7 +229,7 @@ def _deepspeed(workload: Workload) -> Step:
     }
     engine, *_ = deepspeed.initialize(
         model=model,
-        optimizer=_adamw(model.parameters()),
+        optimizer=adamw(model.parameters()),
         config=config,
         dist_init_required=False,
     )

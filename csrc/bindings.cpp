@@ -6,6 +6,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <unistd.h>
 
+#include "features/digests/bindings.h"
 #include "features/quantized/bindings.h"
 #include "features/tier/bindings.h"
 #include "gather/gather.h"
@@ -126,6 +127,7 @@ void check_python_signals() {
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  bind_digests(m);
   bind_tiers(m);
   bind_quantized(m);
   bind_transports(m);

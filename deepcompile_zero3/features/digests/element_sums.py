@@ -17,12 +17,14 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from deepcompile_zero3.runtime import _C
+
 # The indices in the full tensor that a rank has along a dimension, in order.
 Ranges = tuple[range, ...]
 
 _COLUMNS = 256  # in a row, at least, if the tensor has so many elements
-_ON_CPU = 1 << 16  # words that are multiplied at a time: they stay in a processor's cache
-_ELSEWHERE = 1 << 22  # enough for a kernel
+_ON_CPU = 1 << 16  # column keys at a time: they stay in a processor's cache
+_ELSEWHERE = 1 << 22  # words that are multiplied at a time: enough for a kernel
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32, 16: torch.int32}
 
 
@@ -35,8 +37,9 @@ class ElementSums:
 
     def of(
         self, local: torch.Tensor, shape: Sequence[int], places: Sequence[Ranges]
-    ) -> torch.Tensor:
-        """Returns the sum over the elements of ``local``, an int64 tensor of no dimensions.
+    ) -> int | torch.Tensor:
+        """Returns the sum over the elements of ``local``: elsewhere than on a CPU an int64 tensor
+        of no dimensions, for which nobody has waited.
 
         Args:
             local: a part of a tensor, of any dtype that can be viewed as integers.
@@ -44,31 +47,40 @@ class ElementSums:
             places: for each dimension, the indices that ``local`` has in the full tensor.
         """
         device = local.device
-        total = torch.zeros((), dtype=torch.int64, device=device)
+        total: int | torch.Tensor = 0
         if local.numel() == 0:
             return total
-        words = local.detach().contiguous().view(-1).view(_WORDS[local.element_size()])
+        words = local.contiguous().view(-1).view(_WORDS[local.element_size()])
         shape, places = [*shape], [*places]
         if (count := words.numel() // local.numel()) > 1:
             shape.append(count)
             places.append((range(count),))
         split = _first_column_dim(shape)
         sizes = [sum(map(len, ranges)) for ranges in places]
-        rows = math.prod(sizes[:split])
-        words = words.view(rows, -1)
+        words = words.view(math.prod(sizes[:split]), -1)
         row_keys = self._keys_of(shape[:split], places[:split], device)
         piece = _ON_CPU if device.type == "cpu" else _ELSEWHERE
         for start, stop, keys in self._columns(shape[split:], places[split:], piece, device):
-            width = stop - start
-            row_sums = torch.empty(rows, dtype=torch.int64, device=device)
-            height = max(1, piece // width)
-            for first in range(0, rows, height):
-                some = words[first : first + height, start:stop]
-                products = self._buffer(piece, device)[: some.numel()].view(some.shape)
-                products.copy_(some).mul_(keys)
-                torch.sum(products, -1, out=row_sums[first : first + height])
-            total += row_sums.mul_(row_keys).sum()
+            some = words[:, start:stop]
+            if device.type == "cpu":
+                total = total + _C.weighted_sum(some, row_keys, keys)
+            else:
+                total = total + self._weighted_sum(some, row_keys, keys)
         return total
+
+    def _weighted_sum(
+        self, words: torch.Tensor, row_keys: torch.Tensor, keys: torch.Tensor
+    ) -> torch.Tensor:
+        """Returns ``row_keys @ words @ keys`` on any device."""
+        rows, width = words.shape
+        row_sums = torch.empty(rows, dtype=torch.int64, device=words.device)
+        height = max(1, _ELSEWHERE // width)
+        for first in range(0, rows, height):
+            some = words[first : first + height]
+            products = self._buffer(words.device)[: some.numel()].view(some.shape)
+            products.copy_(some).mul_(keys)
+            torch.sum(products, -1, out=row_sums[first : first + height])
+        return row_sums.mul_(row_keys).sum()
 
     def _columns(
         self, shape: list[int], places: list[Ranges], piece: int, device: torch.device
@@ -99,9 +111,9 @@ class ElementSums:
             self._keys[key] = _mixed(_indices(shape, places, device))
         return self._keys[key]
 
-    def _buffer(self, numel: int, device: torch.device) -> torch.Tensor:
+    def _buffer(self, device: torch.device) -> torch.Tensor:
         if device not in self._buffers:
-            self._buffers[device] = torch.empty(numel, dtype=torch.int64, device=device)
+            self._buffers[device] = torch.empty(_ELSEWHERE, dtype=torch.int64, device=device)
         return self._buffers[device]
 
 

@@ -59,6 +59,11 @@ def number_of(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), signed=True)
 
 
+def as_int64(value: int) -> int:
+    """Returns the int64 that equals ``value`` modulo 2**64."""
+    return _wrapped(value + (1 << 63)) - (1 << 63)
+
+
 def _wrapped(value: int) -> int:
     """Returns ``value`` modulo 2**64."""
     return value & (1 << 64) - 1

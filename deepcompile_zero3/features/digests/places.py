@@ -3,11 +3,35 @@
 from collections.abc import Sequence
 from typing import Any
 
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.features.digests.element_sums import Ranges
+
+
+class KnownPlaces:
+    """Places of DTensors, computed once for each layout: a digest has thousands of few layouts."""
+
+    def __init__(self) -> None:
+        self._lowest: dict[DeviceMesh, int] = {}
+        self._places: dict[object, list[Ranges]] = {}
+
+    def lowest_rank(self, tensor: DTensor) -> int:
+        """Returns the lowest of the ranks in the mesh of ``tensor``."""
+        mesh = torch_internals.spec_of(tensor).mesh
+        if mesh not in self._lowest:
+            self._lowest[mesh] = int(mesh.mesh.min())
+        return self._lowest[mesh]
+
+    def of(self, fqn: str, tensor: DTensor, sizes: Sequence[int]) -> list[Ranges]:
+        """Returns :func:`places_of` these arguments."""
+        spec = torch_internals.spec_of(tensor)
+        layout = spec.mesh, spec.placements, tensor.shape, tuple(sizes)
+        if layout not in self._places:
+            self._places[layout] = places_of(fqn, tensor, sizes)
+        return self._places[layout]
 
 
 def is_counted(tensor: DTensor) -> bool:

@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.features.digests.element_sums import ElementSums, Ranges
-from deepcompile_zero3.features.digests.over_ranks import Sum, add_up, number_of
+from deepcompile_zero3.features.digests.over_ranks import Sum, add_up, as_int64, number_of
 from deepcompile_zero3.features.digests.places import (
+    KnownPlaces,
     is_counted,
-    places_of,
     without_partial_sums,
 )
 
@@ -48,7 +48,7 @@ def training_digest(
     that is not sharded. One bit that changes always changes it. Shards are read where they are, and
     ranks exchange a few numbers for each tensor.
 
-    It costs a pass over shards, gradients and states, half a nanosecond for each element on a CPU,
+    It costs a pass over shards, gradients and states, about as long as reading them takes on a CPU,
     so that :class:`DigestLog` takes one every tenth step. Call it between steps: after
     ``optimizer.step()``, and before ``zero_grad()`` if gradients are to be in it.
 
@@ -151,21 +151,21 @@ def _leaves(value: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
 
 def _sums(entries: list[_Entry]) -> dict[str, Sum]:
     """Returns this rank's part of the sum of each entry, by key and description, as JSON."""
-    sums = ElementSums()
-    found: dict[str, tuple[int | None, torch.Tensor | None]] = {}
+    sums, known = ElementSums(), KnownPlaces()
+    found: dict[str, tuple[int | None, int | torch.Tensor]] = {}
     for key, value, parameter in entries:
         if not isinstance(value, torch.Tensor):
-            found[json.dumps([*key, repr(value)])] = None, None
+            found[json.dumps([*key, repr(value)])] = None, 0
             continue
         placed = _placed_as(value, parameter)
-        copy = int(torch_internals.spec_of(placed).mesh.mesh.min()) if placed is not None else None
+        copy = None if placed is None else known.lowest_rank(placed)
         shape = [*(value if placed is None else placed).shape]
-        total = _local_sum(key[1], value, placed, sums)
+        total = _local_sum(key[1], value, placed, sums, known)
         found[json.dumps([*key, f"{value.dtype} {shape}"])] = copy, total
-    values = iter(_numbers([total for _, total in found.values() if total is not None]))
+    values = _numbers([total for _, total in found.values()])
     return {
-        name: Sum(0 if total is None else next(values), copy)
-        for name, (copy, total) in found.items()
+        name: Sum(value, copy)
+        for (name, (copy, _)), value in zip(found.items(), values, strict=True)
     }
 
 
@@ -181,39 +181,46 @@ def _placed_as(value: torch.Tensor, parameter: torch.Tensor) -> DTensor | None:
 
 
 def _local_sum(
-    fqn: str, value: torch.Tensor, placed: DTensor | None, sums: ElementSums
-) -> torch.Tensor:
-    """Returns the sum over this rank's elements of ``value``, int64 of no dimensions."""
+    fqn: str,
+    value: torch.Tensor,
+    placed: DTensor | None,
+    sums: ElementSums,
+    known: KnownPlaces,
+) -> int | torch.Tensor:
+    """Returns the sum over this rank's elements of ``value``: see :meth:`ElementSums.of`."""
     if placed is None:
         return _sum_of(value, value.shape, [(range(size),) for size in value.shape], sums)
     if isinstance(value, DTensor):
         placed = without_partial_sums(value)
         value = torch_internals.local_tensor(placed)
     if not is_counted(placed) or value.numel() == 0:
-        return torch.zeros((), dtype=torch.int64, device=value.device)
-    return _sum_of(value, placed.shape, places_of(fqn, placed, value.shape), sums)
+        return 0
+    return _sum_of(value, placed.shape, known.of(fqn, placed, value.shape), sums)
 
 
 def _sum_of(
     local: torch.Tensor, shape: Sequence[int], places: Sequence[Ranges], sums: ElementSums
-) -> torch.Tensor:
+) -> int | torch.Tensor:
     if not torch_internals.is_wrapper(local):
         return sums.of(local, shape, places)
     wrapper: Any = local
-    total = torch.zeros((), dtype=torch.int64, device=local.device)
+    total: int | torch.Tensor = 0
     for name in wrapper.__tensor_flatten__()[0]:
         inner = getattr(wrapper, name)
         # The place of the payload is the place of the part, and the name.
         key = number_of(f"{name} {places}") | 1
-        total += _sum_of(inner, inner.shape, [(range(size),) for size in inner.shape], sums) * key
+        every = [(range(size),) for size in inner.shape]
+        total = total + _sum_of(inner, inner.shape, every, sums) * key
     return total
 
 
-def _numbers(totals: list[torch.Tensor]) -> list[int]:
-    """Returns the values of int64 tensors, copied from each device at once."""
-    numbers = [0] * len(totals)
-    for device in dict.fromkeys(total.device for total in totals):
-        mine = [i for i, total in enumerate(totals) if total.device == device]
-        for i, number in zip(mine, torch.stack([totals[i] for i in mine]).tolist(), strict=True):
+def _numbers(totals: list[int | torch.Tensor]) -> list[int]:
+    """Returns the sums as int64, copied from each device at once."""
+    numbers = [0 if isinstance(total, torch.Tensor) else as_int64(total) for total in totals]
+    on_devices = {i: total for i, total in enumerate(totals) if isinstance(total, torch.Tensor)}
+    for device in dict.fromkeys(total.device for total in on_devices.values()):
+        mine = [i for i, total in on_devices.items() if total.device == device]
+        copied = torch.stack([on_devices[i] for i in mine]).tolist()
+        for i, number in zip(mine, copied, strict=True):
             numbers[i] = number
     return numbers
