@@ -105,9 +105,9 @@ class OwnerMesh(MeshOfFew):
 class OwnedTensor(DTensor):
     """A DTensor over an OwnerMesh: a parameter that one rank owns, its gradient, or a result
     computed from them.
-    """
 
-    __slots__ = ()
+    It has no ``__slots__`` of its own: ``dcp.async_save`` copies the attributes in DTensor's.
+    """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
