@@ -13,6 +13,7 @@ python -m bench agreement -w B,deep                      # how long ranks take t
 python -m bench gpu                                      # on a GPU: kernels, a step, what overlaps
 python -m bench plan -w A,B --ranks 1 2                  # predicted steps beside measured ones
 python -m bench digest -w B                              # the price of a digest at each tenth step
+python -m bench saves -w B                               # steps during a save, and the next start
 python -m bench offload --shape small                    # training with less memory than it takes
 python -m bench table build/bench/*.json                 # earlier results
 """
@@ -36,7 +37,7 @@ import torch.multiprocessing as mp
 from rich.console import Console
 from rich.progress import track
 
-from bench import digests, gpu, host, optimizers, planning, report
+from bench import digests, gpu, host, optimizers, planning, report, saves
 from bench import offload as offloading
 from bench import overhead as small
 from bench import primitives as gloo
@@ -243,6 +244,22 @@ def digest(args: argparse.Namespace) -> None:
     print("\n".join(lines))
 
 
+def save(args: argparse.Namespace) -> None:
+    """Times steps while a checkpoint is saved, and the start of a run that resumes from one."""
+    lines = [saves.HEAD]
+    starts = [f"| workload | cache | processes | {' | '.join(saves.PHASES)} |"]
+    starts.append(f"| --- | --- |{' ---: |' * (len(saves.PHASES) + 1)}")
+    for workload in args.workloads:
+        with console.status(f"{workload}: compiling, and {args.rounds} saves"):
+            taken = saves.measure(workload, args.ranks, args.rounds, args.folder)
+            lines += [times.row(workload, kind) for kind, times in taken.items()]
+            for temperature, phases in saves.resume(workload, args.ranks, args.folder):
+                cells = " | ".join(f"{seconds:.2f}" for seconds in phases)
+                starts.append(f"| {workload} | {temperature} | {cells} |")
+    print(f"`{_command()}`, {_machine(f'{args.ranks} ranks')}, {_now()}\n")
+    print("\n".join([*lines, "", *starts]))
+
+
 def offload(args: argparse.Namespace) -> None:
     """Trains with a budget of memory, and what exceeds it in a file, beside training in memory."""
     written, read = offloading.bandwidth(args.folder)
@@ -363,6 +380,12 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     witnessed.add_argument("--ranks", type=int, default=2)
     witnessed.add_argument("--rounds", type=int, default=15, help="steps of each kind")
     witnessed.set_defaults(run=digest, malloc="default")
+    saved = parts.add_parser("saves", help=save.__doc__)
+    saved.add_argument("-w", "--workloads", type=_names(WORKLOADS), default=["A", "B"])
+    saved.add_argument("--ranks", type=int, default=2)
+    saved.add_argument("--rounds", type=int, default=5, help="saves")
+    saved.add_argument("--folder", default=".", help="on the disk to save to")
+    saved.set_defaults(run=save, malloc="default")
     files = parts.add_parser("offload", help=offload.__doc__)
     files.add_argument("--shape", choices=offloading.SHAPES, default="small", help="of the Llama")
     files.add_argument("--budget-mb", type=float, default=0.0, help="memory_budget_mb (default: 0)")
