@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from support import transformer_models
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from deepcompile_zero3 import clip_grad_norm_, fully_shard, training_digest
 from deepcompile_zero3.sharding.module_parameters import registered_in
@@ -23,6 +25,8 @@ class Way:
         inductor: whether Inductor compiles.
         reshard: ``reshard_after_forward``.
         bucket_bytes: size of a bucket of gradients; None is the default.
+        is_warm: whether another model has trained in this way before, in the same process.
+        resumes: whether another model goes on from a checkpoint of the middle of the run.
     """
 
     transport: str = "shared_memory"
@@ -31,6 +35,8 @@ class Way:
     inductor: bool = False
     reshard: bool | None = None
     bucket_bytes: int | None = None
+    is_warm: bool = False
+    resumes: bool = False
 
 
 def start(model_name, way, seed=0):
@@ -54,8 +60,11 @@ def start(model_name, way, seed=0):
     return task.model, run, optimizer, task.batch
 
 
-def train(model, run, optimizer, batch, steps, around=contextlib.nullcontext):
-    """Yields the number and the digest of each of ``steps``, whose numbers begin at 0."""
+def train(model, run, optimizer, batch, steps, around=contextlib.nullcontext, every=1):
+    """Yields the number and the digest of each of ``steps``, whose numbers begin at 0.
+
+    If digests are rarer, they come after ``every`` steps.
+    """
     ranks = dist.get_world_size()
     for step in steps:
         with around():
@@ -64,10 +73,41 @@ def train(model, run, optimizer, batch, steps, around=contextlib.nullcontext):
             run(**mine).loss.backward()
             clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-        yield step, training_digest(model, optimizer)
+        if (step + 1) % every == 0:
+            yield step, training_digest(model, optimizer)
         optimizer.zero_grad()
 
 
-def digests(model_name, way, steps):
-    """Returns the digest after each step of a run."""
-    return dict(train(*start(model_name, way), range(steps)))
+def resumed(model_name, first, way, folder):
+    """Saves what ``start`` returned, and returns another such model that has loaded it."""
+    model, _, optimizer, _ = first
+    states = get_state_dict(model, optimizer)
+    dcp.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=folder)
+
+    again = start(model_name, way, seed=7)
+    model, _, optimizer, _ = again
+    states = get_state_dict(model, optimizer)
+    dcp.load({"model": states[0], "optimizer": states[1]}, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=states[0], optim_state_dict=states[1])
+    return again
+
+
+def digests(model_name, way, steps, every=1, folder=None):
+    """Returns the digests of a run, after ``every`` steps each.
+
+    Args:
+        model_name: a function of ``transformer_models``.
+        way: how the run runs.
+        steps: number of steps.
+        every: number of steps between digests.
+        folder: a folder for a checkpoint, for a run that resumes.
+    """
+    torch.compiler.reset()
+    if way.is_warm:
+        list(train(*start(model_name, way, seed=3), range(2)))
+    running = start(model_name, way)
+    if not way.resumes:
+        return dict(train(*running, range(steps), every=every))
+    found = dict(train(*running, range(steps // 2), every=every))
+    running = resumed(model_name, running, way, folder)
+    return found | dict(train(*running, range(steps // 2, steps), every=every))

@@ -8,17 +8,27 @@ from support.models import batch_of, mean_square, mine, shard_stack
 
 from deepcompile_zero3 import DigestLog
 from deepcompile_zero3.__main__ import main
+from deepcompile_zero3.runtime import _C
+from deepcompile_zero3.sharding.module_parameters import registered_in
 
 STEPS = 4
 
 
 def _train(path, where=None, at=None, steps=STEPS, every=1):
-    """Trains, and flips a bit of one element of the second rank before a digest, if told to."""
+    """Trains, and, if told to, flips a bit of one element of the second rank before a digest, or
+    sums the gradients of a parameter in bfloat16 from a step on.
+    """
     torch.manual_seed(0)
     model, _ = shard_stack()
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     log = DigestLog(path, model, optimizer, every=every)
     for step in range(1, steps + 1):
+        if step == at and where == "sum":
+            (summed,) = [p for p in registered_in(model) if p.fqn == "blocks.1.up.weight"]
+            settings = summed.settings
+            dtypes = settings.gradient_dtypes
+            dtypes = _C.GradientDtypes(dtypes.leaf, torch.bfloat16, dtypes.shard)
+            summed.settings = settings.replace(gradient_dtypes=dtypes)
         mean_square(model, mine(batch_of(4, 8, seed=step))).backward()
         weight = model.blocks[1].up.weight
         changes_gradient = step == at and where == "gradient"
@@ -36,11 +46,12 @@ def _train(path, where=None, at=None, steps=STEPS, every=1):
     ("where", "what"),
     [
         ("gradient", "the gradient of 'blocks.1.up.weight'"),
+        ("sum", "the gradient of 'blocks.1.up.weight'"),
         ("state", "the state 'exp_avg' of 'blocks.1.up.weight'"),
         ("shard", "the shard of 'blocks.1.up.weight'"),
     ],
 )
-def test_a_bit_of_one_rank_is_found(run_ranks, tmp_path, where, what):
+def test_a_bit_of_one_rank_or_another_sum_is_found(run_ranks, tmp_path, where, what):
     a, b = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     run_ranks(2, _train, a)
     run_ranks(2, _train, b, where, 3)
@@ -51,6 +62,7 @@ def test_a_bit_of_one_rank_is_found(run_ranks, tmp_path, where, what):
     assert f"the runs differ first at step 3, in {what}:" in found.stdout
     first_counts = {
         "gradient": "1 of 14 gradients, 2 of 42 states, 1 of 14 shards",
+        "sum": "1 of 14 gradients, 2 of 42 states, 1 of 14 shards",
         "state": "0 of 14 gradients, 1 of 42 states, 0 of 14 shards",
         "shard": "0 of 14 gradients, 0 of 42 states, 1 of 14 shards",
     }
