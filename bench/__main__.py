@@ -14,6 +14,7 @@ python -m bench gpu                                      # on a GPU: kernels, a 
 python -m bench plan -w A,B --ranks 1 2                  # predicted steps beside measured ones
 python -m bench digest -w B                              # the price of a digest at each tenth step
 python -m bench saves -w B                               # steps during a save, and the next start
+python -m bench stream                                   # full parameters out of ranks, and files
 python -m bench offload --shape small                    # training with less memory than it takes
 python -m bench table build/bench/*.json                 # earlier results
 """
@@ -37,7 +38,7 @@ import torch.multiprocessing as mp
 from rich.console import Console
 from rich.progress import track
 
-from bench import digests, gpu, host, optimizers, planning, report, saves
+from bench import digests, gpu, host, optimizers, planning, report, saves, streams
 from bench import offload as offloading
 from bench import overhead as small
 from bench import primitives as gloo
@@ -260,6 +261,14 @@ def save(args: argparse.Namespace) -> None:
     print("\n".join([*lines, "", *starts]))
 
 
+def stream(args: argparse.Namespace) -> None:
+    """Streams full parameters, beside a plain copy, and loads files into 1, 2 and 4 ranks."""
+    with console.status(f"a model of {args.mib} MiB"):
+        lines = streams.measure(args.mib, args.ranks, args.max_mb, args.rounds, args.folder)
+    print(f"`{_command()}`, {_machine(f'{args.ranks} ranks')}, {_now()}\n")
+    print("\n".join(lines))
+
+
 def offload(args: argparse.Namespace) -> None:
     """Trains with a budget of memory, and what exceeds it in a file, beside training in memory."""
     written, read = offloading.bandwidth(args.folder)
@@ -386,6 +395,13 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     saved.add_argument("--rounds", type=int, default=5, help="saves")
     saved.add_argument("--folder", default=".", help="on the disk to save to")
     saved.set_defaults(run=save, malloc="default")
+    streamed = parts.add_parser("stream", help=stream.__doc__)
+    streamed.add_argument("--mib", type=int, default=2048, help="size of the model")
+    streamed.add_argument("--max-mb", type=float, nargs="+", default=[32, 128], metavar="MB")
+    streamed.add_argument("--ranks", type=int, default=2)
+    streamed.add_argument("--rounds", type=int, default=6, help="streams, and copies, of each size")
+    streamed.add_argument("--folder", default=".", help="on the disk for the files")
+    streamed.set_defaults(run=stream, malloc="default")
     files = parts.add_parser("offload", help=offload.__doc__)
     files.add_argument("--shape", choices=offloading.SHAPES, default="small", help="of the Llama")
     files.add_argument("--budget-mb", type=float, default=0.0, help="memory_budget_mb (default: 0)")

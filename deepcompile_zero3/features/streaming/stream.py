@@ -25,7 +25,7 @@ from deepcompile_zero3.features.streaming.pieces import entries_of, named_tensor
 from deepcompile_zero3.features.streaming.receiver import Connection, SharedMemorySender
 from deepcompile_zero3.features.streaming.segments import Segments, host_of_this_process
 from deepcompile_zero3.transport.choice import TransportName, resolve
-from deepcompile_zero3.transport.json_collectives import all_gather_json
+from deepcompile_zero3.transport.json_collectives import all_gather_codes, all_gather_json
 from deepcompile_zero3.transport.on_all_ranks import line_of
 
 _WHAT = "stream_full_parameters"
@@ -240,7 +240,8 @@ class _Steps:
         held = self._carrier.held | (self._outside.held if self._outside is not None else set())
         try:
             what = f"{_WHAT}: before {position}"
-            answers = all_gather_json(what, [stopped, sorted(held)], self._group)
+            code = None if stopped else _code_of(held)
+            said = all_gather_codes(what, code, [stopped, sorted(held)], self._group)
         except BaseException as error:
             self._end(f"{_WHAT}: the ranks of the job lost each other before {position}")
             if isinstance(error, Zero3Error):
@@ -249,6 +250,7 @@ class _Steps:
                     "error, and kept the stream: use it in a with block"
                 ) from error
             raise
+        answers = [("", _held_as(each)) if isinstance(each, int) else each for each in said]
         self._held = {number for _, theirs in answers for number in theirs}
         stops = [(rank, why) for rank, (why, _) in enumerate(answers) if why]
         if stops:
@@ -275,6 +277,16 @@ class _Steps:
             self._outside.close(error)
         with contextlib.suppress(RuntimeError):  # of a rank that died
             self._carrier.close()
+
+
+def _code_of(held: set[int]) -> int | None:
+    """Returns a number for ``held`` segments, or None if they are too many."""
+    return sum(1 << number for number in held) if max(held, default=0) < 24 else None
+
+
+def _held_as(code: int) -> set[int]:
+    """Returns the segments that are held."""
+    return {number for number in range(24) if code >> number & 1}
 
 
 class _Outside:

@@ -152,7 +152,14 @@ def _one_dies(transport, position, folder):
 
 
 @either_transport
-@pytest.mark.parametrize("position", [0, pytest.param(7, marks=pytest.mark.more)])
+@pytest.mark.parametrize(
+    "position",
+    [
+        0,
+        pytest.param(7, marks=pytest.mark.more),
+        *(pytest.param(each, marks=pytest.mark.long) for each in (1, 3, 5, 9, 11, 13)),
+    ],
+)
 def test_a_rank_that_is_killed_ends_the_stream_on_the_others(
     run_apart, tmp_path, transport, position
 ):
@@ -235,7 +242,14 @@ def _to_a_receiver_that_leaves(name, transport, timeout):
 
 
 @either_transport
-@pytest.mark.parametrize("leaves_at", [0, pytest.param(6, marks=pytest.mark.more)])
+@pytest.mark.parametrize(
+    "leaves_at",
+    [
+        0,
+        pytest.param(6, marks=pytest.mark.more),
+        *(pytest.param(each, marks=pytest.mark.long) for each in (1, 3, 5, 8, 10, 13)),
+    ],
+)
 @pytest.mark.parametrize("is_killed", [True, pytest.param(False, marks=pytest.mark.more)])
 def test_a_receiver_that_leaves_or_is_killed_is_an_error_on_all_ranks(
     run_ranks, tmp_path, transport, leaves_at, is_killed
