@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from deepcompile_zero3 import Zero3Error
+from deepcompile_zero3.features.digests.element_sums import ElementSums
 from deepcompile_zero3.runtime import _C
 
 
@@ -38,6 +39,15 @@ def test_threads_do_not_change_the_sum():
     finally:
         torch.set_num_threads(threads)
     assert sums[0] == sums[1]
+
+
+def test_operators_of_torch_give_the_same_sum():
+    """A GPU computes with these."""
+    words = torch.randint(-(2**15), 2**15, (70, 300), dtype=torch.int16)
+    row_keys, column_keys = _keys(70), _keys(300)
+    expected = _C.weighted_sum(words, row_keys, column_keys)
+    assert ElementSums()._weighted_sum(words, row_keys, column_keys).item() == expected
+    assert _C.weighted_sum(words, row_keys, column_keys) == expected  # keys are as they were
 
 
 def test_keys_of_another_size_are_refused():
