@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include "features/digests/bindings.h"
+#include "features/hybrid/bindings.h"
 #include "features/quantized/bindings.h"
 #include "features/tier/bindings.h"
 #include "gather/gather.h"
@@ -132,6 +133,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_quantized(m);
   bind_transports(m);
   bind_parameters(m);
+  bind_hybrid(m);
 
   py::class_<Gather>(m, "Gather")
       // No call guard: it would cover pybind11's own list of objects too.

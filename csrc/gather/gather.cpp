@@ -36,6 +36,8 @@ void Gather::start() {
   for (auto& [source, parameter] : wanted_) {
     const size_t place = sources.size();
     const auto* codec = codecs_[place];
+    const bool is_there = parameter && !codec && parameter->gathered.is_unsharded();
+    if (!is_there) source->bring_up_to_date();
     shards_.push_back(source->shard);
     versions_.push_back(source->version());
     if (!parameter) {
@@ -50,7 +52,7 @@ void Gather::start() {
     unsharded_.push_back(parameter->gathered.full());
     if (codec) {
       replaced.push_back(parameter);
-    } else if (parameter->gathered.is_unsharded()) {
+    } else if (is_there) {
       sources.emplace_back();
       continue;
     }

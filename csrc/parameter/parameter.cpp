@@ -15,6 +15,7 @@ Parameter::Parameter(SourcePtr of, std::shared_ptr<Channel> replicas, Settings s
 void Parameter::join(int64_t number, std::string fqn) {
   model_number = number;
   source->fqn = std::move(fqn);
+  if (source->parts) source->parts->set_fqn(source->fqn);
 }
 
 SourcePtr Parameter::source_now(const Codec* codec) {

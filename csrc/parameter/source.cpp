@@ -26,13 +26,19 @@ void Source::connect(std::shared_ptr<Transport> to) {
 }
 
 void Source::follow(const at::Tensor& dtensor, at::Tensor rows) {
+  if (parts) return parts->follow(dtensor, std::move(rows));
   version_ = version_counter_of(dtensor);
   shard = std::move(rows);
 }
 
 uint64_t Source::version() const {
+  if (parts) return parts->version();
   return (version_.enabled() ? version_.current_version() : 0) +
          (shard.is_inference() ? 0 : shard._version());
+}
+
+void Source::bring_up_to_date() {
+  if (parts) shard = parts->shard();
 }
 
 int64_t Source::row_numel() const { return c10::multiply_integers(sizes.begin() + 1, sizes.end()); }

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "parameter/parts.h"
 #include "parameter/row_layout.h"
 
 namespace zero3 {
@@ -34,14 +35,17 @@ struct Source {
   std::string encoding;                  // for the keys too, if rows are bytes of a codec
   at::Tensor shard;                      // [shard_rows, ...], read at every gather, never written
   std::shared_ptr<Transport> transport;  // null until connect()
+  std::shared_ptr<Parts> parts;          // of which the shard is made; null: it is this rank's own
 
   // Sets the transport, once.
   void connect(std::shared_ptr<Transport> to);
-  // Gathers `rows` from now on, which are those of `dtensor`. Follows the version of that too: an
-  // optimizer bumps no other.
+  // Gathers `rows` from now on, or what they are a part of. They are those of `dtensor`, whose
+  // version is followed too: an optimizer bumps no other.
   void follow(const at::Tensor& dtensor, at::Tensor rows);
-  // Number of changes to the shard that torch's version counters record.
+  // Number of changes to the shard, or to this rank's part, that torch's version counters record.
   uint64_t version() const;
+  // Makes the shard of its parts, if it has any. Call it ahead of a read.
+  void bring_up_to_date();
 
   int64_t rows() const { return sizes[0]; }
   int64_t shard_rows() const { return layout.rows_of(rank); }

@@ -54,8 +54,8 @@ void BucketQueue::finish(std::vector<ParameterPtr> parameters) {
   for (auto& bucket : std::exchange(mixed_, {})) launch(std::move(bucket));
   while (!in_flight_.empty()) finish_oldest();
   // Shards of mixed gradients, and of earlier backwards.
-  all_reduces_.start(std::move(parameters), delivery_.results());
-  all_reduces_.finish(delivery_.results());
+  replica_sums_.start(std::move(parameters), delivery_.results());
+  replica_sums_.finish(delivery_.results());
 }
 
 void BucketQueue::launch_open(Buckets::iterator place) {
@@ -90,7 +90,7 @@ void BucketQueue::finish_oldest() {
   in_flight_.erase(in_flight_.begin());
   // Ranks reach mixed parameters at different times: finish() all-reduces them.
   std::erase_if(parameters, [&](auto& parameter) { return presence_checks_.is_mixed(parameter); });
-  all_reduces_.start(std::move(parameters), delivery_.results());
+  replica_sums_.start(std::move(parameters), delivery_.results());
 }
 
 }  // namespace zero3

@@ -4,7 +4,7 @@
 #include <memory>
 #include <vector>
 
-#include "reduce/all_reduce.h"
+#include "reduce/replica_sum.h"
 #include "transport/reduce_bucket.h"
 
 namespace zero3 {
@@ -44,7 +44,7 @@ class BucketQueue {
   Buckets mixed_;
   std::unique_ptr<ReduceBucket> mixed_first_;  // mixed, and already launched
   Buckets in_flight_;                          // in order of launching
-  AllReduces all_reduces_;
+  ReplicaSums replica_sums_;
 };
 
 }  // namespace zero3

@@ -6,7 +6,7 @@
 #include <mutex>
 #include <vector>
 
-#include "reduce/all_reduce.h"
+#include "reduce/replica_sum.h"
 
 namespace zero3 {
 

@@ -39,7 +39,7 @@ class C10_EXPORT ReduceBucket {
   void add_zero(const ParameterPtr& parameter, at::ScalarType normalized_dtype);
   void close();  // no gradients are added after this
 
-  // Divisor still to be applied to the sum over all ranks. Where shards are replicated, AllReduce
+  // Divisor still to be applied to the sum over all ranks. Where shards are replicated, ReplicaSum
   // applies it.
   double divisor() const { return key_.divide_factor / pre_divide_factor_; }
   // Part of divisor(), for the sum over the ranks of the shards: makes it their mean, or the result

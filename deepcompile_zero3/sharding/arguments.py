@@ -140,6 +140,19 @@ def offloaded(
     return dataclasses.replace(layout, offload=offload_policy)
 
 
+def check_divided(mesh: DeviceMesh, offload_policy: OffloadPolicy) -> None:
+    """Raises unless replicas on ``mesh`` may have parts of shards."""
+    if mesh.ndim == 1:
+        raise ValueError(
+            f"shard_optimizer_over_replicas=True needs a mesh [replicate, shard], got {mesh}: on "
+            "one dimension, the optimizer is sharded over all ranks already"
+        )
+    if isinstance(offload_policy, BudgetPolicy):
+        raise NotImplementedError(
+            f"shard_optimizer_over_replicas=True does not support offload_policy={offload_policy!r}"
+        )
+
+
 def check_policy(policy: MixedPrecisionPolicy) -> None:
     """Raises if ``policy`` is not a policy, or has dtypes that gradients cannot have."""
     if not isinstance(policy, MixedPrecisionPolicy):

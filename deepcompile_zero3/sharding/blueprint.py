@@ -57,7 +57,7 @@ def blueprint_of(
     described = (
         f"'{fqn}' {list(full.shape)} of {full.dtype}, strides {full.stride()}, "
         f"requires_grad={parameter.requires_grad}, grad_dtype={parameter.grad_dtype}, "
-        f"reduce_dtype={policy.reduce_dtype}, owner={layout.owner}, "
+        f"reduce_dtype={policy.reduce_dtype}, {layout.described}, "
         f"reshard_after_forward={reshard_after_forward}"
     )
     if (kind := kind_of(parameter)) is not None:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-import deepcompile_zero3.plugins.sources  # noqa: F401 (adds kinds of parameters)
+import deepcompile_zero3.plugins.sources  # noqa: F401 (adds kinds of parameters, and layouts)
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.fsdp2.state import FsdpState
 from deepcompile_zero3.sharding import arguments, conversion, delivery
@@ -29,7 +29,7 @@ from deepcompile_zero3.sharding.model import ShardedModel
 from deepcompile_zero3.sharding.module import groups_in
 from deepcompile_zero3.sharding.module_parameters import modules_to_shard, parameters_of
 from deepcompile_zero3.sharding.parameter import ShardedParameter
-from deepcompile_zero3.sharding.placement import resolve_layout
+from deepcompile_zero3.sharding.placement import CHANGES, resolve_layout
 from deepcompile_zero3.sharding.private_references import check_private_references
 from deepcompile_zero3.sharding.replaced_parameters import replace, sharded_as
 from deepcompile_zero3.sharding.replicas import compare_replicas
@@ -51,6 +51,7 @@ def fully_shard(
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
     transport: TransportName = "auto",
+    shard_optimizer_over_replicas: bool = False,
 ) -> _AnyModule:
     """Shards the parameters of ``module`` over the ranks of ``mesh``, in place.
 
@@ -67,7 +68,7 @@ def fully_shard(
     * After ``backward()``, ``parameter.grad`` is a DTensor of the same placement: the mean over the
       ranks.
 
-    The signature, except for ``transport``, and the meaning are those of
+    The signature, except for the last two arguments, and the meaning are those of
     :func:`torch.distributed.fsdp.fully_shard`; see
     https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html. The call is collective:
     all ranks of the mesh make it, in one order.
@@ -109,6 +110,12 @@ def fully_shard(
             the process group, also to itself if a rank is alone. ``"auto"``: shared memory where
             possible, unless the environment variable ``ZERO3_TRANSPORT`` names another transport.
             See ``docs/one_host.md``.
+        shard_optimizer_over_replicas: whether replicas, on a 2-D mesh, have a part of each shard
+            to step, in place of all of it. Parameters, gradients and optimizer states are DTensors
+            over both dimensions then, by ``(Shard(0), Shard(0))`` on the mesh [shard, replicate].
+            Ranks keep the shard that they compute from too, in ``param_dtype``. After a step, the
+            next forward gathers it over the replicas once. Each byte of a parameter and of a
+            gradient then crosses between replicas once a step. See ``docs/layouts.md``.
 
     Returns:
         ``module``, which is now a :class:`Zero3Module` too.
@@ -145,6 +152,10 @@ def fully_shard(
             )
             for parameter, (fqn, _, _) in new.items()
         }
+        if shard_optimizer_over_replicas:
+            arguments.check_divided(mesh, offload_policy)
+            divide = CHANGES["shard_optimizer_over_replicas"]
+            layouts = {each: divide(new[each][0], each, layouts[each]) for each in new}
         # A rank that has nothing to shard over ``mesh`` takes part in the exchange, too.
         meshes = dict.fromkeys([ranks_of_mesh, *(layout.ranks for layout in layouts.values())])
         reshards = {r: resolve_reshard(reshard_after_forward, r) for r in meshes}

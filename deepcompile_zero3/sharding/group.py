@@ -194,6 +194,8 @@ class ParameterGroup:
     @torch_internals.disable_dynamo
     def unshard(self, async_op: bool) -> None:
         """Gathers the group until ``reshard``, or the end of the next forward that reads it."""
+        if self.forward is None and self.model is not None:
+            self.model.begin_forward()
         self.start_gather()
         self._unshard_called = True
         self._reads.are_whole = True
@@ -266,6 +268,7 @@ class ParameterGroup:
             if not recomputes and self.model is not None:
                 _C.forget_uses(self.model.number)
                 self.model.gather_orders.begin_forward()
+                self.model.begin_forward()
             forward = EagerForward()
             # A checkpoint must save as many tensors when it recomputes, with or without a forward
             # of the model around it: nothing is packed inside of a checkpointed block. An outermost
@@ -349,6 +352,8 @@ def compiled_forward(
     if not is_forward:
         yield False
         return
+    for model in filter(None, dict.fromkeys(parameter.model for parameter in parameters)):
+        model.begin_forward()
     try:
         yield True
     finally:

@@ -22,7 +22,7 @@ One rank may own all of a parameter: see ``owned``. The others have a shard with
 import abc
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,9 +33,13 @@ from torch.distributed.tensor.placement_types import Placement
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.runtime import _C
+from deepcompile_zero3.sharding.checksum import checksum
 from deepcompile_zero3.sharding.first_of_equal import FirstOfEqual
 from deepcompile_zero3.sharding.mesh_of_few import MeshOfFew, adopt
 from deepcompile_zero3.sharding.source import kind_of
+
+if TYPE_CHECKING:
+    from deepcompile_zero3.sharding.model import ShardedModel
 
 
 class DataParallelRanks:
@@ -286,7 +290,7 @@ class Layout:
         if copied is not None:
             rows = copied
         elif self.owner is None:
-            rows = self.local(self._chunk_of(full))
+            rows = self.local(self.part_of(full))
         else:
             rows = full[:0] if self.is_elsewhere else full
         like = DTensor.from_local(  # would move other tensors to the mesh's device
@@ -332,11 +336,35 @@ class Layout:
         mesh = self.ranks.mesh
         return mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[-1]]
 
-    def _chunk_of(self, full: torch.Tensor) -> torch.Tensor:
+    def part_of(self, full: torch.Tensor) -> torch.Tensor:
         """Returns this rank's rows of ``full``, in the layout of torch.chunk."""
-        group = self.ranks.shard_group
-        chunks = full.chunk(group.size())
-        return chunks[group.rank()] if group.rank() < len(chunks) else full[:0]
+        return chunk_of(full, self.ranks.shard_group)
+
+    # ---- what replicas have, if not the same
+
+    def connect_replicas(self, source: _C.Source, replicas: _C.Channel) -> None:
+        """Tells a new source in the runtime which part of its shard each replica has."""
+
+    def join(self, model: "ShardedModel", handle: _C.Parameter) -> None:
+        """Takes note of the model that the parameter ``handle`` is one of now."""
+
+    def value_of_replica(self, local: torch.Tensor) -> int | None:
+        """Returns a hash that has to be the same on all replicas, or None if anything may be.
+
+        ``local`` is the local tensor of the parameter.
+        """
+        return checksum(local)
+
+    @property
+    def described(self) -> str:
+        """What ranks have to agree on beside the placements."""
+        return f"owner={self.owner}"
+
+
+def chunk_of(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Returns this rank's part of ``rows`` among the ranks of ``group``, as torch.chunk cuts."""
+    chunks = rows.chunk(group.size())
+    return chunks[group.rank()] if group.rank() < len(chunks) else rows[:0]
 
 
 class MakesLayout(abc.ABC):

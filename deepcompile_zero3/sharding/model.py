@@ -2,12 +2,19 @@
 
 import weakref
 from collections.abc import Collection, Iterable, Sequence, Set
-from typing import cast
+from typing import Protocol, cast
 
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.sharding.source import Source
 from deepcompile_zero3.sharding.step_versions import count_steps_while_alive
+
+
+class Watcher(Protocol):
+    """Takes note of a model's forwards, for a feature."""
+
+    def begin_forward(self) -> None:
+        """An outermost forward begins on all ranks, or a part of one that a graph computes."""
 
 
 class ShardedModel:
@@ -22,6 +29,7 @@ class ShardedModel:
         nbytes: size in bytes of their full tensors in their compute dtypes.
         is_last_backward: whether the next backward is the last one of a step.
         gather_orders: the orders in which forwards and backwards gather.
+        watchers: what takes note of forwards.
     """
 
     def __init__(self, number: int, parameters: Sequence[ShardedParameter]) -> None:
@@ -29,9 +37,19 @@ class ShardedModel:
         self.parameters = tuple(parameters)
         self.is_last_backward = True
         self.gather_orders = _C.GatherOrders()
+        self.watchers: list[Watcher] = []
         self.update()
         _models.add(self)
         count_steps_while_alive(self)
+
+    def begin_forward(self) -> None:
+        """Tells watchers that a forward, or an ``unshard()``, begins. All shards are up to date."""
+        if not self.watchers:
+            return
+        for parameter in self.parameters:
+            parameter.refresh()
+        for watcher in self.watchers:
+            watcher.begin_forward()
 
     def update(self) -> None:
         """Recomputes ``nbytes``, positions, presence ids and facts.

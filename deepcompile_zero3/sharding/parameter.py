@@ -123,6 +123,8 @@ class ShardedParameter:
         replicas = None if others is None else channel_of(others, ranks.device)
         rows = self.layout.row_layout(full.shape[0])
         source = self._source(ranks.shard_group.rank(), rows, placeholder=self.placeholder)
+        if replicas is not None:
+            self.layout.connect_replicas(source, replicas)
         self.handle = _C.Parameter(source, replicas, settings)
 
     @property
@@ -230,6 +232,7 @@ class ShardedParameter:
         self._model = weakref.ref(model)
         self.registered.fqn = fqn
         self.handle.join(model.number, fqn)
+        self.layout.join(model, self.handle)
         if self.substitute is None and self.budget is None:
             model.gather_orders.add(self.handle)
         self.update_facts()

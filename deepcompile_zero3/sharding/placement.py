@@ -13,6 +13,10 @@ from deepcompile_zero3.sharding import arguments
 from deepcompile_zero3.sharding.layout import DataParallelRanks, Layout, MakesLayout, SpmdMesh
 from deepcompile_zero3.sharding.source import kind_of
 
+# Changes of a layout that arguments of ``fully_shard`` ask for, by the name of the argument. Each
+# takes a name, a parameter and its layout.
+CHANGES: dict[str, Callable[[str, nn.Parameter, Layout], Layout]] = {}
+
 
 def resolve_layout(
     fqn: str,

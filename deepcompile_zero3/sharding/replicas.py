@@ -6,7 +6,6 @@ import torch.distributed as dist
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.sharding.checksum import checksum
 from deepcompile_zero3.sharding.module_parameters import by_mesh
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.transport.json_collectives import all_gather_json, all_gather_lines, shorten
@@ -61,18 +60,22 @@ def _differences(parameters: Sequence[ShardedParameter], replicas: dist.ProcessG
     of_ranks = all_gather_json(_COMPARISON, mine, replicas)
     found = []
     for fqn in mine:
-        for rank, theirs in zip(ranks, of_ranks, strict=True):
-            if isinstance(theirs.get(fqn), str):
-                found.append(f"on rank {rank}, {theirs[fqn]}")
-            elif theirs.get(fqn) != of_ranks[0].get(fqn):
-                found.append(f"'{fqn}' on rank {rank} is not what it is on rank {ranks[0]}")
+        values = {rank: theirs.get(fqn) for rank, theirs in zip(ranks, of_ranks, strict=True)}
+        found += [f"on rank {r}, {error}" for r, error in values.items() if isinstance(error, str)]
+        compared = [rank for rank, value in values.items() if isinstance(value, int)]
+        found += [
+            f"'{fqn}' on rank {rank} is not what it is on rank {compared[0]}"
+            for rank in compared
+            if values[rank] != values[compared[0]]
+        ]
     return found
 
 
 def _checksum_or_error(parameter: ShardedParameter) -> int | str | None:
-    """Returns the checksum of the shard, or an error message: other ranks wait for either."""
+    """Returns a hash of the shard, or an error message: other ranks wait for either."""
     try:
-        return checksum(torch_internals.local_tensor(parameter.refresh()))
+        local = torch_internals.local_tensor(parameter.refresh())
+        return parameter.layout.value_of_replica(local)
     except Zero3Error as error:
         return str(error)
     except Exception as error:

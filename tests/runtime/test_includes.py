@@ -19,7 +19,7 @@ CORE = {
     "support": 0,
 }
 HOW_BYTES_TRAVEL = {"transport/c10d", "transport/shared", "transport/simulated"}
-FEATURES = {"features/digests", "features/quantized", "features/tier"}
+FEATURES = {"features/digests", "features/hybrid", "features/quantized", "features/tier"}
 
 
 def included(of_bindings: bool = False) -> Iterator[tuple[str, str, str]]:

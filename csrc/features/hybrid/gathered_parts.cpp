@@ -1,0 +1,177 @@
+#include "features/hybrid/gathered_parts.h"
+
+#include <ATen/ops/equal.h>
+#include <ATen/ops/from_blob.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "support/autograd.h"
+#include "support/error.h"
+#include "support/memory.h"
+#include "support/signals.h"
+#include "support/user_state.h"
+#include "transport/messages.h"
+
+namespace zero3 {
+namespace {
+
+// Makes the shard of `source` a source of its own, whose rows the replicas have.
+SourcePtr shard_as_source(const Source& source, const std::shared_ptr<Channel>& replicas) {
+  auto sizes = source.sizes_with_rows(source.shard_rows());
+  std::vector<int64_t> strides(sizes.size(), 1);
+  for (size_t i = sizes.size() - 1; i > 0; --i) strides[i - 1] = strides[i] * sizes[i];
+  auto layout = RowLayout::chunked(sizes[0], replicas->world_size);
+  auto result = std::make_shared<Source>(std::move(sizes), std::move(strides), source.dtype,
+                                         source.device, replicas->rank, std::move(layout));
+  result->connect(std::make_shared<Messages>(replicas, replicas));
+  return result;
+}
+
+}  // namespace
+
+// A gather of some shards, which has started.
+class GatheredShards {
+ public:
+  explicit GatheredShards(std::vector<ParameterPtr> parameters, std::vector<Gatherable> shards)
+      : parameters_(parameters.begin(), parameters.end()), gather_(std::move(shards)) {}
+
+  // Waits, and gives each parameter its shard.
+  void finish() {
+    std::vector<at::Tensor> shards(parameters_.size());  // undefined if it raises
+    const auto give = [&] {
+      for (size_t i = 0; i < shards.size(); ++i)
+        if (const auto parameter = parameters_[i].lock())
+          static_cast<GatheredParts&>(*parameter->source->parts).take(shards[i]);
+    };
+    try {
+      shards = gather_.finish(/*fresh=*/true);
+    } catch (...) {
+      give();
+      throw;
+    }
+    give();
+  }
+
+ private:
+  std::vector<std::weak_ptr<Parameter>> parameters_;
+  Gather gather_;
+};
+
+GatheredParts::GatheredParts(const Source& source, const std::shared_ptr<Channel>& replicas)
+    : Parts(RowLayout::chunked(source.shard_rows(), replicas->world_size)),
+      as_source_(shard_as_source(source, replicas)) {}
+
+void GatheredParts::follow(const at::Tensor& dtensor, at::Tensor part) {
+  as_source_->follow(dtensor, std::move(part));
+  version_.reset();
+}
+
+at::Tensor GatheredParts::shard() {
+  const bool is_usable = is_fresh() || (in_backward() && shard_.defined());
+  if (!is_usable && !gathering_) {
+    const auto model = model_.lock();
+    ZERO3_CHECK(model, "the model of '", as_source_->fqn, "' was deleted");
+    model->start();
+  }
+  if (const auto gathering = gathering_) gathering->finish();
+  return shard_;
+}
+
+void GatheredParts::take(at::Tensor shard) {
+  shard_ = std::move(shard);
+  if (!shard_.defined()) version_.reset();
+  gathering_.reset();
+}
+
+bool GatheredParts::differs() const {
+  const auto& source = *as_source_;
+  const auto mine = shard_.narrow(0, layout.first_row_of(source.rank), layout.rows_of(source.rank));
+  return !at::equal(mine, source.shard.to(mine.scalar_type()));
+}
+
+void PartsOfModel::add(const ParameterPtr& parameter) {
+  static_cast<GatheredParts&>(*parameter->source->parts).model_ = weak_from_this();
+  parameters_.push_back(parameter);
+}
+
+std::vector<PartsOfModel::Member> PartsOfModel::alive() const {
+  std::vector<Member> result;
+  for (auto& weak : parameters_)
+    if (auto parameter = weak.lock()) {
+      auto* parts = static_cast<GatheredParts*>(parameter->source->parts.get());
+      result.push_back({std::move(parameter), parts});
+    }
+  return result;
+}
+
+void PartsOfModel::begin_forward() {
+  if (in_backward() || handles_signals()) return;
+  WithoutUserModes guard;
+  std::vector<Member> unchanged;
+  for (auto& member : alive()) {
+    const auto& settings = member.parameter->settings;
+    if (!settings.requires_gradient_sync || settings.deferred) return;
+    if (member.parts->is_fresh()) unchanged.push_back(member);
+  }
+  while (!unchanged.empty()) {
+    const auto channel = unchanged.front().parameter->replicas;
+    std::vector<Member> compared;
+    std::erase_if(unchanged, [&](auto& member) {
+      const bool is_among = is_same(member.parameter->replicas.get(), channel.get());
+      if (is_among) compared.push_back(member);
+      return is_among;
+    });
+    compare(*channel, compared);
+  }
+}
+
+void PartsOfModel::compare(const Channel& channel, const std::vector<Member>& members) {
+  std::vector<uint8_t> mine;
+  for (auto& [_, parts] : members) {
+    if (const auto gathering = parts->gathering_) gathering->finish();
+    mine.push_back(parts->differs());
+  }
+  const auto count = static_cast<int64_t>(mine.size());
+  const auto& first = *members.front().parameter;
+  auto rows = pooled_empty({channel.world_size, count},
+                           at::TensorOptions(at::kByte).device(first.device()));
+  rows[channel.rank].copy_(at::from_blob(mine.data(), {count}, at::kByte));
+  const auto exchange = channel.exchange();
+  exchange->gather({{rows.unbind(), "changes of '" + first.fqn() + "' and " +
+                                        std::to_string(count - 1) + " more"}});
+  exchange->wait();
+  rows = rows.cpu();
+  const auto* differs = rows.const_data_ptr<uint8_t>();
+  for (int64_t i = 0; i < rows.numel(); ++i)
+    if (differs[i]) members[i % count].parts->version_.reset();
+}
+
+void PartsOfModel::start() {
+  std::vector<ParameterPtr> parameters;
+  std::vector<Gatherable> shards;
+  int64_t nbytes = 0;
+  const auto start_bucket = [&] {
+    if (shards.empty()) return;
+    auto gathering = std::make_shared<GatheredShards>(parameters, std::exchange(shards, {}));
+    for (auto& parameter : std::exchange(parameters, {})) {
+      auto& parts = static_cast<GatheredParts&>(*parameter->source->parts);
+      parts.version_ = parts.version();
+      parts.gathering_ = gathering;
+    }
+    nbytes = 0;
+  };
+  for (auto& [parameter, parts] : alive()) {
+    if (const auto gathering = parts->gathering_) gathering->finish();  // a forward raised
+    if (parts->is_fresh()) continue;
+    parts->shard_.reset();
+    parameter->source->shard.reset();
+    parameters.push_back(parameter);
+    shards.push_back({parts->as_source_, nullptr});
+    nbytes += parts->as_source_->nbytes();
+    if (nbytes >= parameter->settings.bucket_bytes) start_bucket();
+  }
+  start_bucket();
+}
+
+}  // namespace zero3

@@ -1,0 +1,1 @@
+"""Shards of replicas, divided over these for the optimizer."""
