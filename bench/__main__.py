@@ -8,6 +8,7 @@ python -m bench -w B -m zero3-c10d-twice,without-pool    # without one optimizat
 python -m bench primitives                               # of gloo, at some sizes
 python -m bench overhead                                 # a step of 300 small parameters
 python -m bench host                                     # the host's time by phase of a step
+python -m bench hosts --rate 1gbit                       # two hosts with a link; as root
 python -m bench optimizers                               # steps of Muon and AdamW on shards
 python -m bench agreement -w B,deep                      # how long ranks take to agree on gradients
 python -m bench gpu                                      # on a GPU: kernels, a step, what overlaps
@@ -38,12 +39,12 @@ import torch.multiprocessing as mp
 from rich.console import Console
 from rich.progress import track
 
-from bench import digests, gpu, host, optimizers, planning, report, saves, streams
+from bench import digests, gpu, host, hosts, optimizers, planning, report, saves, streams
 from bench import offload as offloading
 from bench import overhead as small
 from bench import primitives as gloo
 from bench.ablations import ABLATIONS
-from bench.modes import MODES, ON_GPU
+from bench.modes import MODES, ON_GPU, OVER_HOSTS
 from bench.ranks import Ranks, Training
 from bench.workloads import WORKLOADS
 
@@ -175,6 +176,18 @@ def host_time(args: argparse.Namespace) -> None:
                 each = [1e6 * seconds / (host.PARAMETERS * blocks) for seconds in phases]
                 cells = " | ".join(f"{time:.1f}" for time in (*each, sum(each)))
                 print(f"| {blocks} | {name} | {cells} |")
+
+
+def over_hosts(args: argparse.Namespace) -> None:
+    """Times steps over two hosts, network namespaces with a link between them. Needs root."""
+    for workload in args.workloads:
+        with console.status(f"{workload}: {args.rounds} steps of {', '.join(args.modes)}"):
+            given = workload, args.modes, args.rate, args.ranks, args.rounds
+            rows = list(hosts.compare(*given))
+        print(f"\n## {workload}: {WORKLOADS[workload].about}\n")
+        ranks = f"2 hosts of {args.ranks} ranks, {args.rate}"
+        print(f"`{_command()}`, {_machine(ranks)}, {_now()}\n")
+        print(hosts.table(rows, workload, args.rate))
 
 
 def step_optimizers(args: argparse.Namespace) -> None:
@@ -362,6 +375,13 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     times.add_argument("--ranks", type=int, default=2)
     times.add_argument("--rounds", type=int, default=15, help="steps of each mode")
     times.set_defaults(run=host_time, malloc="default")
+    linked = parts.add_parser("hosts", help=over_hosts.__doc__)
+    linked.add_argument("-w", "--workloads", type=_names(WORKLOADS), default=["B", "A"])
+    linked.add_argument("-m", "--modes", type=_names(OVER_HOSTS), default=list(OVER_HOSTS))
+    linked.add_argument("--rate", default="1gbit", help="of the link, such as 1gbit or 250mbit")
+    linked.add_argument("--ranks", type=int, default=2, help="of each host")
+    linked.add_argument("--rounds", type=int, default=9, help="steps of each mode")
+    linked.set_defaults(run=over_hosts, malloc="default")
     owned = parts.add_parser("optimizers", help=step_optimizers.__doc__)
     owned.add_argument("--ranks", type=int, default=2)
     owned.add_argument("--rounds", type=int, default=15, help="steps of each optimizer")

@@ -85,11 +85,18 @@ def _floor(workload: Workload, *, writes_back: bool = False) -> Step:
     return step
 
 
-def sharded(workload: Workload, fully_shard: Callable, **settings: Any) -> nn.Module:
+def sharded(
+    workload: Workload, fully_shard: Callable, *, replicas: int = 1, **settings: Any
+) -> nn.Module:
     """Shards each block, and the rest with the root, as in FSDP2's documentation."""
     model = workload.build()
+    ranks = dist.get_world_size() // replicas
+    shape: tuple[int, ...] = (ranks,)
+    names: tuple[str, ...] = ("shard",)
+    if replicas > 1:
+        shape, names = (replicas, ranks), ("replicate", "shard")
     settings |= {
-        "mesh": init_device_mesh(workload.device, (dist.get_world_size(),)),
+        "mesh": init_device_mesh(workload.device, shape, mesh_dim_names=names),
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=workload.param_dtype, reduce_dtype=workload.reduce_dtype
         ),
@@ -309,4 +316,22 @@ ON_GPU = {
         "FSDP2, each block compiled; shards, gradients and AdamW on the CPU",
         partial(_fsdp2, compiled="blocks", offload_policy=CPUOffloadPolicy()),
     ),
+}
+
+HOSTS = 2  # of bench/hosts.py
+
+OVER_HOSTS = {
+    "floor": MODES["floor"],
+    "hybrid": Mode(
+        "ours: shards within a host, optimizer over all ranks",
+        partial(zero3, replicas=HOSTS, shard_optimizer_over_replicas=True),
+    ),
+    "hsdp": Mode("ours: shards within a host, replicas", partial(zero3, replicas=HOSTS)),
+    "flat": Mode("ours: shards over all ranks", partial(zero3, transport="c10d")),
+    "fsdp2-hsdp": Mode(
+        "FSDP2's blocks: shards within a host, replicas",
+        partial(_fsdp2, compiled="blocks", replicas=HOSTS),
+    ),
+    "fsdp2-flat": Mode("FSDP2's blocks: shards over all ranks", partial(_fsdp2, compiled="blocks")),
+    "ddp": MODES["ddp"],
 }

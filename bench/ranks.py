@@ -130,10 +130,10 @@ class Training:
     ) -> None:
         join(rank, world_size, store, str(changes.get("device", "cpu")))
         from bench.ablations import ABLATIONS
-        from bench.modes import MODES, ON_GPU
+        from bench.modes import MODES, ON_GPU, OVER_HOSTS
         from bench.workloads import LLAMAS, WORKLOADS
 
-        self._mode = (MODES | ABLATIONS | ON_GPU)[mode]
+        self._mode = (MODES | ABLATIONS | ON_GPU | OVER_HOSTS)[mode]
         self._workload = replace((WORKLOADS | LLAMAS)[workload], **changes)
         self._generator = torch.Generator().manual_seed(rank)
         self._step = self._mode.build(self._workload)
