@@ -13,6 +13,10 @@ class BegunBackwards;
 class Delivery;
 class PresenceChecks;
 
+// Maximum number of buckets in flight: a further one waits for the oldest. Bounds communication
+// memory.
+constexpr size_t kMaxInFlight = 1;
+
 // Owned by a Reduction, which calls it with its mutex locked.
 class BucketQueue {
  public:

@@ -13,10 +13,6 @@
 
 namespace zero3 {
 
-// Maximum number of buckets, and of sums over replicas, in flight: a further one waits for the
-// oldest. Bounds communication memory.
-constexpr size_t kMaxInFlight = 1;
-
 // A reduced gradient, where the parameter's shard is. If that is host memory, a copy is started.
 struct ReducedGradient {
   ReducedGradient(ParameterPtr parameter, const at::Tensor& shard);
@@ -122,6 +118,8 @@ class ReplicaSums {
  private:
   void finish_oldest(std::vector<ReducedGradient>& results);
 
+  // More than one: a rank computes while its replicas' link is busy.
+  static constexpr size_t kMaxInFlight = 4;
   std::vector<std::unique_ptr<ReplicaSum>> in_flight_;
 };
 

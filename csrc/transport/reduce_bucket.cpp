@@ -25,7 +25,8 @@ ReduceBucket::ReduceBucket(const Parameter& like, const BucketKey& key)
       rank_(like.source->rank),
       world_size_(like.source->layout.world_size()),
       pre_divide_factor_(pre_divide_factor(key)),
-      capacity_(like.transport()->can.bounds_buckets || key.delivers_early
+      // Replicas sum a bucket while the next one is computed.
+      capacity_(like.transport()->can.bounds_buckets || key.delivers_early || like.replicas
                     ? like.settings.bucket_bytes / world_size_ /
                           static_cast<int64_t>(c10::elementSize(key.wire_dtype))
                     : std::numeric_limits<int64_t>::max()) {}

@@ -27,7 +27,8 @@ struct Capabilities {
   bool ranks_meet_in_backward = true;  // a gather in backward needs all ranks
   bool sends_any_dtype = false;  // sends a gradient as it is if the wire dtype holds it exactly
   bool sums_in_fp32 = false;     // or wider, for any wire dtype
-  bool bounds_buckets = true;    // to `bucket_bytes`; false: only those with early delivery
+  bool bounds_buckets = true;    // to `bucket_bytes`; false: only those with early
+                                 // delivery, and those of replicas
   bool sends_messages = true;    // rather than reading other ranks' memory
   bool empty_waits = false;      // empty() may wait for other ranks, if memory is full
   // Ranks may start the reductions of a backward in different orders.

@@ -18,9 +18,10 @@ from deepcompile_zero3 import Zero3Error, Zero3Module, fully_shard
 # ---- fully_shard
 
 
-def test_fully_shard_has_the_signature_of_torchs_and_a_transport():
+def test_fully_shard_has_the_signature_of_torchs_and_two_arguments_more():
     ours = dict(inspect.signature(fully_shard).parameters)
     assert ours.pop("transport").default == "auto"
+    assert ours.pop("shard_optimizer_over_replicas").default is False
     if "dp_mesh_dims" not in inspect.signature(torch_fully_shard).parameters:
         del ours["dp_mesh_dims"]  # newer than this torch
     torchs = inspect.signature(torch_fully_shard).parameters

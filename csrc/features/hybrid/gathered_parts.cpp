@@ -168,7 +168,7 @@ void PartsOfModel::start() {
     parameter->source->shard.reset();
     parameters.push_back(parameter);
     shards.push_back({parts->as_source_, nullptr});
-    nbytes += parts->as_source_->nbytes();
+    nbytes += parameter->source->nbytes();  // as of a bucket of gradients
     if (nbytes >= parameter->settings.bucket_bytes) start_bucket();
   }
   start_bucket();
