@@ -30,6 +30,8 @@ void def_source(Class& bound, SourceOf source_of) {
   def("rank", [](const Source& source) { return source.rank; });
   def("world_size", [](const Source& source) { return source.layout.world_size(); });
   def("layout", [](const Source& source) { return source.layout; });
+  def("shard_sizes",
+      [](const Source& source) { return source.sizes_with_rows(source.shard_rows()); });
   def("placeholder", [](const Source& source) { return source.placeholder; });
   def("transport", [](const Source& source) { return source.transport; });
   def("can", [](const Source& source) {

@@ -301,6 +301,8 @@ def _register_model(modules: list[nn.Module], group: ParameterGroup, number: int
     model = ShardedModel(number, parameters)
     for child in groups:
         child.model = model
-    for parameter in parameters:
+    places = {each: place for place, each in enumerate(fqns)}
+    # In the order of modules, which is mostly that of uses.
+    for parameter in sorted(parameters, key=lambda p: places.get(id(p.shard), len(places))):
         fqn = fqns.get(id(parameter.shard))  # None: its module was deleted
         parameter.join(model, parameter.fqn if fqn is None else label + fqn)

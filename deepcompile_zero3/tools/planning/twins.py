@@ -42,8 +42,10 @@ def twins_of(sources: Mapping[str, Source], backend: str) -> Iterator[dict[str, 
                 transport=_C.Messages(shards, shards),
                 fqn=_PREFIX + name,
             )
-            shard = handle.shard  # a tensor subclass may have no empty_like
-            twin.take(
+            shard = handle.shard
+            if shard is None:  # it is made of parts when it is gathered
+                shard = torch.empty(handle.shard_sizes, dtype=handle.dtype, device="meta")
+            twin.take(  # a tensor subclass may have no empty_like
                 torch.empty_strided(shard.shape, shard.stride(), dtype=shard.dtype, device="meta")
             )
             if isinstance(handle, _C.Source):

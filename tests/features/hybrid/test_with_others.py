@@ -19,6 +19,7 @@ from deepcompile_zero3 import (
     MatrixOwners,
     Zero3Error,
     clip_grad_norm_,
+    explain,
     fully_shard,
     step_in_backward,
     step_locally,
@@ -186,3 +187,15 @@ def _refused(what):
 def test_what_cannot_be_is_refused_by_name(run_ranks, what, told):
     for message in run_ranks(2, _refused, what):
         assert re.search(told, message), message
+
+
+def _explained():
+    model = stack("parts")
+    explain(model, batch_of(4, 8))  # sends nothing
+    report = explain(model, batch_of(4, 8))
+    assert "14 parameters" in str(report)
+    train(model, torch.optim.AdamW(model.parameters()), range(1))
+
+
+def test_a_step_is_explained_before_anything_was_gathered(run_ranks):
+    run_ranks(2, _explained)
