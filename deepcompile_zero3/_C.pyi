@@ -129,6 +129,9 @@ class Parameter(_Gathered):
     def announce_as(self, presence_id: int) -> None: ...
     def connect(self, transport: Transport, substitutes: Transport) -> None: ...  # once
     @property
+    def has_parts(self) -> bool: ...  # of its shard, on replicas
+    def encode_parts(self, format: str) -> None: ...  # from the next gather of them on
+    @property
     def substitute_transport(self) -> Transport: ...  # of what is gathered in its place
     settings: Settings
     def follow(self, dtensor: torch.Tensor, rows: torch.Tensor) -> None: ...

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from deepcompile_zero3.features.owned.muon import Muon
     from deepcompile_zero3.features.owned.owned import Owned
     from deepcompile_zero3.features.quantized.gradients import quantize_gradients
+    from deepcompile_zero3.features.quantized.replica_gathers import quantize_replica_gathers
     from deepcompile_zero3.features.streaming.load import load_safetensors
     from deepcompile_zero3.features.streaming.receiver import (
         SharedMemoryReceiver,
@@ -119,6 +120,7 @@ __all__ = [
     "offload_optimizer",
     "plan",
     "quantize_gradients",
+    "quantize_replica_gathers",
     "record_collectives",
     "register_fsdp_forward_method",
     "release_buffers",
@@ -171,6 +173,7 @@ _LATER = {
     "save_safetensors": "deepcompile_zero3.features.streaming.save",
     "stream_full_parameters": "deepcompile_zero3.features.streaming.stream",
     "quantize_gradients": "deepcompile_zero3.features.quantized.gradients",
+    "quantize_replica_gathers": "deepcompile_zero3.features.quantized.replica_gathers",
     "register_fsdp_forward_method": "deepcompile_zero3.fsdp2.functions",
     "share_comm_ctx": "deepcompile_zero3.fsdp2.functions",
     "CompiledAhead": "deepcompile_zero3.tools.planning.ahead",

@@ -194,6 +194,13 @@ inline void bind_parameters(pybind11::module_& m) {
             self.substitutes.transport = std::move(others);
           },
           pybind11::arg("transport"), pybind11::arg("substitutes"))
+      .def("encode_parts",
+           [](Parameter& self, const std::string& format) {
+             ZERO3_CHECK(self.source->parts, "'", self.fqn(), "' is in no parts");
+             self.source->parts->encode(codec_of(format));
+           })
+      .def_property_readonly("has_parts",
+                             [](const Parameter& self) { return self.source->parts != nullptr; })
       .def_property_readonly("substitute_transport",
                              [](const Parameter& self) { return self.substitutes.transport; })
       // A value: Python sets all of it, or nothing.

@@ -9,6 +9,7 @@
 #include <string>
 #include <utility>
 
+#include "parameter/codec.h"
 #include "parameter/row_layout.h"
 
 namespace zero3 {
@@ -26,6 +27,8 @@ class Parts {
   virtual void follow(const at::Tensor& dtensor, at::Tensor part) = 0;
   // Number of changes to the part that torch's version counters record.
   virtual uint64_t version() const = 0;
+  // Sets as which bytes parts travel from the next gather on; null: cast to the source's dtype.
+  virtual void encode(const Codec* codec) = 0;
   // Returns the shard, of the parts as they are now, or in a backward as they were in its forward.
   // All replicas call this at the same places.
   virtual at::Tensor shard() = 0;

@@ -1,5 +1,6 @@
 #include "features/hybrid/gathered_parts.h"
 
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/from_blob.h>
 
@@ -60,11 +61,23 @@ class GatheredShards {
 
 GatheredParts::GatheredParts(const Source& source, const std::shared_ptr<Channel>& replicas)
     : Parts(RowLayout::chunked(source.shard_rows(), replicas->world_size)),
-      as_source_(shard_as_source(source, replicas)) {}
+      as_source_(shard_as_source(source, replicas)),
+      substitutes_(*as_source_) {}
 
 void GatheredParts::follow(const at::Tensor& dtensor, at::Tensor part) {
   as_source_->follow(dtensor, std::move(part));
   version_.reset();
+}
+
+void GatheredParts::encode(const Codec* codec) {
+  if (const auto gathering = gathering_) gathering->finish();
+  substitutes_.forget_encoded();
+  codec_ = codec;
+  version_.reset();
+}
+
+SourcePtr GatheredParts::source_now() {
+  return codec_ ? substitutes_.encoded(*codec_) : as_source_;
 }
 
 at::Tensor GatheredParts::shard() {
@@ -78,16 +91,27 @@ at::Tensor GatheredParts::shard() {
   return shard_;
 }
 
-void GatheredParts::take(at::Tensor shard) {
-  shard_ = std::move(shard);
-  if (!shard_.defined()) version_.reset();
+void GatheredParts::take(at::Tensor gathered) {
   gathering_.reset();
+  if (!gathered.defined()) {
+    version_.reset();
+  } else if (codec_) {
+    shard_ = pooled_empty(as_source_->sizes, gathered.options().dtype(as_source_->dtype));
+    codec_->decode(shard_, gathered);
+  } else {
+    shard_ = std::move(gathered);
+  }
+  substitutes_.forget_encoded();
 }
 
 bool GatheredParts::differs() const {
   const auto& source = *as_source_;
-  const auto mine = shard_.narrow(0, layout.first_row_of(source.rank), layout.rows_of(source.rank));
-  return !at::equal(mine, source.shard.to(mine.scalar_type()));
+  const int64_t first = layout.first_row_of(source.rank);
+  const auto mine = shard_.narrow(0, first, layout.rows_of(source.rank));
+  if (!codec_) return !at::equal(mine, source.shard.to(mine.scalar_type()));
+  const auto now = at::empty_like(mine);
+  codec_->decode(now, codec_->encode(source.shard));
+  return !at::equal(mine, now);
 }
 
 void PartsOfModel::add(const ParameterPtr& parameter) {
@@ -167,7 +191,7 @@ void PartsOfModel::start() {
     parts->shard_.reset();
     parameter->source->shard.reset();
     parameters.push_back(parameter);
-    shards.push_back({parts->as_source_, nullptr});
+    shards.push_back({parts->source_now(), nullptr});
     nbytes += parameter->source->nbytes();  // as of a bucket of gradients
     if (nbytes >= parameter->settings.bucket_bytes) start_bucket();
   }

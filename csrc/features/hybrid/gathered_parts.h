@@ -27,6 +27,7 @@ class GatheredParts : public Parts {
   void set_fqn(const std::string& fqn) override { as_source_->fqn = fqn; }
   void follow(const at::Tensor& dtensor, at::Tensor part) override;
   uint64_t version() const override { return as_source_->version(); }
+  void encode(const Codec* codec) override;
   at::Tensor shard() override;
 
  private:
@@ -35,12 +36,16 @@ class GatheredParts : public Parts {
 
   // Whether the shard is made of the parts as they are now, for all that versions tell.
   bool is_fresh() const { return version_ == version(); }
+  // Returns what is gathered: the parts, or their bytes.
+  SourcePtr source_now();
   // Takes what was gathered; undefined after an error.
-  void take(at::Tensor shard);
+  void take(at::Tensor gathered);
   // Whether the part has other values than the shard was made of.
   bool differs() const;
 
-  const SourcePtr as_source_;        // whose rows are the parts
+  const SourcePtr as_source_;  // whose rows are the parts
+  Substitutes substitutes_;
+  const Codec* codec_ = nullptr;
   at::Tensor shard_;                 // undefined before the first gather
   std::optional<uint64_t> version_;  // of the part that the shard was made of; nullopt: gather it
   std::shared_ptr<GatheredShards> gathering_;  // until it has ended
