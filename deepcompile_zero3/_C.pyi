@@ -266,6 +266,7 @@ class CopyMemory:
 
 CACHE_LINE: int
 MAX_IN_FLIGHT: int  # maximum number of reductions in flight
+MAX_REPLICA_SUMS: int
 WITH_CUDA: bool
 
 class Collective:

@@ -109,6 +109,9 @@ class ReduceScatter : public ReplicaSum {
 // The sums over replicas of one backward.
 class ReplicaSums {
  public:
+  // Maximum number in flight: a further one waits for the oldest. A rank computes meanwhile.
+  static constexpr size_t kMaxInFlight = 4;
+
   // Starts to sum the partial gradients of `parameters`. Appends the gradients of sums that finish
   // meanwhile to `results`.
   void start(std::vector<ParameterPtr> parameters, std::vector<ReducedGradient>& results);
@@ -117,9 +120,6 @@ class ReplicaSums {
 
  private:
   void finish_oldest(std::vector<ReducedGradient>& results);
-
-  // More than one: a rank computes while its replicas' link is busy.
-  static constexpr size_t kMaxInFlight = 4;
   std::vector<std::unique_ptr<ReplicaSum>> in_flight_;
 };
 

@@ -34,6 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--ranks", type=positive, required=True, metavar="N", help="of all replicas together")
     add("--replicas", type=positive, default=1, metavar="N", help="copies of the model (HSDP)")
+    over = "of each shard, replicas have a part to step (fully_shard's argument of this name)"
+    add("--shard-optimizer-over-replicas", action="store_true", help=over)
     add("--batch", type=positive, help="of a config: sequences a rank (default: 1)")
     add("--sequence", type=positive, help="of a config: tokens of each (default: 4096)")
     add("--checkpoint", action="store_true", help="of a config: checkpoints each block")
@@ -71,6 +73,7 @@ def _shard(asked: argparse.Namespace, model: nn.Module, mesh: DeviceMesh) -> Non
         mp_policy=MixedPrecisionPolicy(param_dtype, reduce_dtype),
         reshard_after_forward=_RESHARD[asked.reshard or "auto"],
         shard_placement_fn=functools.partial(_widest, mesh.size(-1)) if asked.spread else None,
+        shard_optimizer_over_replicas=asked.shard_optimizer_over_replicas,
     )
 
 
@@ -128,7 +131,7 @@ def _model_of(
 
 
 def _check_sharding(asked: argparse.Namespace, model: nn.Module, shard: ShardModel) -> None:
-    options = ("param_dtype", "reduce_dtype", "reshard", "spread")
+    options = ("param_dtype", "reduce_dtype", "reshard", "spread", "shard_optimizer_over_replicas")
     given = ["--" + name.replace("_", "-") for name in options if getattr(asked, name)]
     if given:
         raise Zero3Error(f"{', '.join(given)}: {asked.model} says itself how its model is sharded")

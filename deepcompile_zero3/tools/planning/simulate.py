@@ -95,16 +95,21 @@ def simulate(graphs: CapturedGraphs, sources: Mapping[str, Source], assumed: Ass
         sources: what the graphs gather, by FQN, and other parameters; they are not changed.
         assumed: the machine, and what else is taken for given.
     """
-    trained = {name for name, each in sources.items() if each.placeholder.requires_grad}
     parameters = parameters_behind(sources.values())
+    stepped = {
+        name: each.parameter.registered.local
+        for name, each in sources.items()
+        if each.placeholder.requires_grad
+    }
+    parts = sum(p.registered.local.nbytes for p in parameters if p.handle.has_parts)
     budget = next((p.budget for p in parameters if p.budget), None)
     offloaded = {p for p in parameters if p.budget and p.budget.offloads(p)}
     in_file = {name for name, each in sources.items() if each in offloaded}
     states = math.inf if budget is None else budget.bytes_for_states(parameters)
     backwards = sorted(graphs.backward, key=lambda graph: graph.number, reverse=True)
     with twins_of(sources, assumed.machine.backend) as twins:
-        simulation = _Simulation(twins, trained, in_file, assumed)
-        simulation.reserve(states)
+        simulation = _Simulation(twins, stepped, in_file, assumed)
+        simulation.reserve(states, parts)
         return simulation.run(graphs.forward, backwards)
 
 
@@ -114,7 +119,7 @@ _Started: TypeAlias = tuple[_C.Gather, list[Span]]  # a gather, and its collecti
 @dataclass
 class _Simulation:
     twins: Mapping[str, Twin]
-    trained: Set[str]
+    stepped: Mapping[str, torch.Tensor]  # what this rank's optimizer steps, by the parameter's FQN
     in_file: Set[str]  # the parameters whose shards are in a file
     assumed: Assumptions
     now: float = 0.0  # seconds of the computation
@@ -133,10 +138,9 @@ class _Simulation:
         self.factor = self.assumed.slower.forward  # of the kernels of the graph that runs
 
     def run(self, forwards: Sequence[CapturedGraph], backwards: Sequence[CapturedGraph]) -> Step:
-        trained = [self.twins[name].shard for name in sorted(self.trained)]
         try:
             for captured in forwards:
-                used = self.trained & gathered_by(captured)
+                used = self.stepped.keys() & gathered_by(captured)
                 _C.add_uses([self._parameter(name) for name in sorted(used)], False)
                 self._run_graph(captured)
             self.memory.forget_results()
@@ -148,23 +152,25 @@ class _Simulation:
             self._finish_reduction()
         self.memory.follow_buffers()
         self.memory.forget_results()
-        self._step_optimizer(trained)
+        self._step_optimizer(list(self.stepped.values()))
         name = f"predicted for {self.machine.name}"
         timeline = Timeline(name, tuple(self.spans), KINDS, tuple(self.memory.samples))
         moved = Moved(self.memory.moved_out, self.memory.moved_in)
         return Step(timeline, self.flops, self.product_seconds, self.traffic, moved)
 
-    def reserve(self, most_states: float) -> None:
-        """Adds the memory of shards that are not in a file, and of ``most_states`` bytes of states
-        at most. What is in a file comes and goes once, for the optimizer.
+    def reserve(self, most_states: float, parts: int) -> None:
+        """Adds the memory of shards that are not in a file, of ``parts`` bytes of replicas' parts
+        of them, and of ``most_states`` bytes of states at most. What is in a file comes and goes
+        once, for the optimizer.
         """
         nbytes = {name: each.shard.nbytes for name, each in self.twins.items()}
-        shards = (self.twins[name].shard for name in self.trained)
-        states = sum(shard.numel() for shard in shards) * self.assumed.optimizer_bytes
+        numel = sum(each.numel() for each in self.stepped.values())
+        states = numel * self.assumed.optimizer_bytes
         here = int(min(states, most_states))
-        self.memory.change("shards", sum(nbytes[name] for name in nbytes.keys() - self.in_file))
+        in_memory = sum(nbytes[name] for name in nbytes.keys() - self.in_file)
+        self.memory.change("shards", in_memory + parts)
         self.memory.change("optimizer", here)
-        stepped = states - here + sum(nbytes[name] for name in self.trained & self.in_file)
+        stepped = states - here + sum(nbytes[name] for name in self.stepped.keys() & self.in_file)
         self.memory.moved_out += stepped
         self.memory.moved_in += stepped
 
@@ -286,7 +292,9 @@ class _Simulation:
         for record in self.log.take():
             while record.op == "all_reduce" and self._number_of("reduce_scatter") > 0:
                 self._finish_reduction()
-            while self._number_of(record.op) >= _C.MAX_IN_FLIGHT:
+            over_replicas = record.op == "all_reduce"
+            most = _C.MAX_REPLICA_SUMS if over_replicas else _C.MAX_IN_FLIGHT
+            while self._number_of(record.op) >= most:
                 self._finish_reduction()
             self.reductions.append(self._launch("reduce", record))
 

@@ -54,7 +54,7 @@ def twins_of(sources: Mapping[str, Source], backend: str) -> Iterator[dict[str, 
             other = handle.replicas
             replicas = other and channel(other.name, other.rank, other.world_size)
             of_user = handle.settings
-            is_bounded = handle.can.bounds_buckets
+            is_bounded = handle.can.bounds_buckets or replicas is not None
             settings = _C.Settings(
                 gradient_dtypes=of_user.gradient_dtypes,
                 divide_factor=of_user.divide_factor,

@@ -1,6 +1,7 @@
 """Parts together with other features: checkpoints, optimizers, norms, streams, digests, errors."""
 
 import copy
+import functools
 import re
 import tempfile
 
@@ -21,6 +22,7 @@ from deepcompile_zero3 import (
     clip_grad_norm_,
     explain,
     fully_shard,
+    plan,
     step_in_backward,
     step_locally,
     stream_full_parameters,
@@ -199,3 +201,27 @@ def _explained():
 
 def test_a_step_is_explained_before_anything_was_gathered(run_ranks):
     run_ranks(2, _explained)
+
+
+def test_a_plan_counts_the_states_of_parts():
+    def shard(is_divided, model, mesh):
+        fully_shard(model, mesh=mesh, shard_optimizer_over_replicas=is_divided)
+
+    def loss_of(depth):
+        model = Stack(width=64, depth=depth)
+        model.register_forward_hook(lambda module, args, output: (output.square().mean(),))
+        return model
+
+    whole, parts = (
+        plan(
+            functools.partial(loss_of, 2),
+            {"x": torch.zeros(4, 64)},
+            world_size=4,
+            replicas=2,
+            shard=functools.partial(shard, is_divided),
+            advise=False,
+        ).memory
+        for is_divided in (False, True)
+    )
+    assert 2 * parts["optimizer"] == whole["optimizer"]
+    assert parts["shards"] == 1.5 * whole["shards"]  # each rank keeps what it computes from, too
