@@ -45,6 +45,9 @@ if TYPE_CHECKING:
 
 # Key in the metadata of an autograd node: the models whose gradients it computes.
 _MODELS = "zero3_models"
+# Bytes of gradients that replicas sum together. Small: nothing else fills a slow link between them
+# while the first bucket is computed, nor hides what becomes of the last.
+_REPLICATED_BUCKET = 16 << 20
 
 
 class ShardedParameter:
@@ -103,6 +106,8 @@ class ShardedParameter:
         self._connection: Connection | None = connection
         self.mp_policy = blueprint.mp_policy
         settings = _C.Settings(divide_factor=layout.ranks.mesh.size())
+        if layout.ranks.replicate_group is not None:
+            settings = settings.replace(bucket_bytes=_REPLICATED_BUCKET)
         self._build(blueprint.full, blueprint.parameter.requires_grad, settings)
         self.set_reshard_after_forward(blueprint.reshard_after_forward)
         self._build_after_forward(connection)
