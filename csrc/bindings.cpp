@@ -167,7 +167,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
 
   m.attr("MAX_IN_FLIGHT") = kMaxInFlight;
-  m.attr("MAX_REPLICA_SUMS") = ReplicaSums::kMaxInFlight;
+  m.attr("MAX_REPLICA_SUMS") = ReplicaSums::kMaxReplicaSums;
 #if defined(ZERO3_WITH_CUDA)
   m.attr("WITH_CUDA") = true;
 #else

@@ -39,7 +39,7 @@ void Gather::start() {
     const bool is_there = parameter && !codec && parameter->gathered.is_unsharded();
     if (!is_there) source->bring_up_to_date();
     shards_.push_back(source->shard);
-    versions_.push_back(source->version());
+    versions_.push_back(source->version_to_gather());
     if (!parameter) {
       unsharded_.emplace_back();
       sources.push_back(source);
@@ -90,7 +90,7 @@ void Gather::snapshot() {
 bool Gather::is_up_to_date() const {
   for (size_t i = 0; i < wanted_.size(); ++i) {
     const auto& [source, parameter] = wanted_[i];
-    if (!source->shard.is_same(shards_[i]) || source->version() != versions_[i] ||
+    if (!source->shard.is_same(shards_[i]) || source->version_to_gather() != versions_[i] ||
         (parameter && !parameter->gathered.full().is_same(unsharded_[i])))
       return false;
   }

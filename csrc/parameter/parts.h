@@ -27,6 +27,10 @@ class Parts {
   virtual void follow(const at::Tensor& dtensor, at::Tensor part) = 0;
   // Number of changes to the part that torch's version counters record.
   virtual uint64_t version() const = 0;
+  // That number for the part of which shard() is made: in a backward, perhaps an older one.
+  virtual uint64_t version_of_shard() const = 0;
+  // Call when a reduced gradient of the part is delivered, as on all replicas.
+  virtual void gradient_arrives() = 0;
   // Sets as which bytes parts travel from the next gather on; null: cast to the source's dtype.
   virtual void encode(const Codec* codec) = 0;
   // Returns the shard, of the parts as they are now, or in a backward as they were in its forward.

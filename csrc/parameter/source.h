@@ -44,6 +44,9 @@ struct Source {
   void follow(const at::Tensor& dtensor, at::Tensor rows);
   // Number of changes to the shard, or to this rank's part, that torch's version counters record.
   uint64_t version() const;
+  // That number for the rows that a gather reads now: those of a forward, in its backward, if the
+  // shard is made of parts.
+  uint64_t version_to_gather() const { return parts ? parts->version_of_shard() : version(); }
   // Makes the shard of its parts, if it has any. Call it ahead of a read.
   void bring_up_to_date();
 

@@ -32,10 +32,10 @@ SourcePtr Substitutes::encoded(const Codec& codec) {
   }
   auto& [_, bytes, version] = *found;
   bytes->fqn = own_.fqn;
-  if (!in_backward() || !bytes->shard.defined() || version != own_.version()) {
+  if (!in_backward() || !bytes->shard.defined() || version != own_.version_to_gather()) {
     bytes->shard = codec.encode(own_.shard);
     finish_reading(own_.shard);
-    version = own_.version();
+    version = own_.version_to_gather();
   }
   return bytes;
 }

@@ -167,6 +167,7 @@ void ReduceScatter::finish(std::vector<ReducedGradient>& results) {
     sizes[0] = layout.rows_of(channel_->rank);
     const auto part = pooled_empty(sizes, partials_[i].shard.options());
     deliver(i, mine.narrow(0, 0, part.numel()), part, results);
+    parameters_[i]->source->parts->gradient_arrives();
     const int64_t space = space_of(*parameters_[i]);
     mine = mine.narrow(0, space, mine.numel() - space);
   }
@@ -187,7 +188,7 @@ void ReplicaSums::start(std::vector<ParameterPtr> parameters,
     (*like)->add(parameter, std::move(*partial));
   }
   for (auto& sum : started) {
-    while (in_flight_.size() >= kMaxInFlight) finish_oldest(results);
+    while (in_flight_.size() >= kMaxReplicaSums) finish_oldest(results);
     sum->start();
     in_flight_.push_back(std::move(sum));
   }

@@ -110,7 +110,7 @@ class ReduceScatter : public ReplicaSum {
 class ReplicaSums {
  public:
   // Maximum number in flight: a further one waits for the oldest. A rank computes meanwhile.
-  static constexpr size_t kMaxInFlight = 4;
+  static constexpr size_t kMaxReplicaSums = 4;
 
   // Starts to sum the partial gradients of `parameters`. Appends the gradients of sums that finish
   // meanwhile to `results`.

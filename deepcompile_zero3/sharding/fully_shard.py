@@ -112,7 +112,7 @@ def fully_shard(
             See ``docs/one_host.md``.
         shard_optimizer_over_replicas: whether replicas, on a 2-D mesh, have a part of each shard
             to step, in place of all of it. Parameters, gradients and optimizer states are DTensors
-            over both dimensions then, by ``(Shard(0), Shard(0))`` on the mesh [shard, replicate].
+            over both dimensions then, which both shard, on the mesh [shard, replicate].
             Ranks keep the shard that they compute from too, in ``param_dtype``. After a step, the
             next forward gathers it over the replicas once. Each byte of a parameter and of a
             gradient then crosses between replicas once a step. See ``docs/layouts.md``.

@@ -66,14 +66,22 @@ GatheredParts::GatheredParts(const Source& source, const std::shared_ptr<Channel
 
 void GatheredParts::follow(const at::Tensor& dtensor, at::Tensor part) {
   as_source_->follow(dtensor, std::move(part));
-  version_.reset();
+  is_outdated_ = true;
+}
+
+uint64_t GatheredParts::version_of_shard() const {
+  return in_backward() && shard_.defined() ? made_of_ : version();
+}
+
+void GatheredParts::gradient_arrives() {
+  if (const auto model = model_.lock()) model->gradient_arrives();
 }
 
 void GatheredParts::encode(const Codec* codec) {
   if (const auto gathering = gathering_) gathering->finish();
   substitutes_.forget_encoded();
   codec_ = codec;
-  version_.reset();
+  is_outdated_ = true;
 }
 
 SourcePtr GatheredParts::source_now() {
@@ -94,7 +102,7 @@ at::Tensor GatheredParts::shard() {
 void GatheredParts::take(at::Tensor gathered) {
   gathering_.reset();
   if (!gathered.defined()) {
-    version_.reset();
+    is_outdated_ = true;
   } else if (codec_) {
     shard_ = pooled_empty(as_source_->sizes, gathered.options().dtype(as_source_->dtype));
     codec_->decode(shard_, gathered);
@@ -132,43 +140,47 @@ std::vector<PartsOfModel::Member> PartsOfModel::alive() const {
 void PartsOfModel::begin_forward() {
   if (in_backward() || handles_signals()) return;
   WithoutUserModes guard;
-  std::vector<Member> unchanged;
-  for (auto& member : alive()) {
+  auto members = alive();
+  const bool is_in_sync = std::ranges::all_of(members, [](auto& member) {
     const auto& settings = member.parameter->settings;
-    if (!settings.requires_gradient_sync || settings.deferred) return;
-    if (member.parts->is_fresh()) unchanged.push_back(member);
-  }
-  while (!unchanged.empty()) {
-    const auto channel = unchanged.front().parameter->replicas;
-    std::vector<Member> compared;
-    std::erase_if(unchanged, [&](auto& member) {
+    return settings.requires_gradient_sync && !settings.deferred;
+  });
+  if (has_agreed_ && !is_in_sync) return;
+  while (!members.empty()) {
+    const auto channel = members.front().parameter->replicas;
+    std::vector<Member> connected;
+    std::erase_if(members, [&](auto& member) {
       const bool is_among = is_same(member.parameter->replicas.get(), channel.get());
-      if (is_among) compared.push_back(member);
+      if (is_among) connected.push_back(member);
       return is_among;
     });
-    compare(*channel, compared);
+    agree(*channel, connected);
   }
+  has_agreed_ = true;
 }
 
-void PartsOfModel::compare(const Channel& channel, const std::vector<Member>& members) {
-  std::vector<uint8_t> mine;
+void PartsOfModel::agree(const Channel& channel, const std::vector<Member>& members) {
+  const auto is_fresh = [](auto& member) { return member.parts->is_fresh(); };
+  // Elsewhere the host would wait for the device in each step.
+  if (!channel.traits.is_point_to_point && std::ranges::none_of(members, is_fresh)) return;
+  std::vector<uint8_t> changed;
   for (auto& [_, parts] : members) {
     if (const auto gathering = parts->gathering_) gathering->finish();
-    mine.push_back(parts->differs());
+    changed.push_back(!parts->is_fresh() || parts->differs());
   }
-  const auto count = static_cast<int64_t>(mine.size());
+  const auto count = static_cast<int64_t>(changed.size());
   const auto& first = *members.front().parameter;
   auto rows = pooled_empty({channel.world_size, count},
                            at::TensorOptions(at::kByte).device(first.device()));
-  rows[channel.rank].copy_(at::from_blob(mine.data(), {count}, at::kByte));
+  rows[channel.rank].copy_(at::from_blob(changed.data(), {count}, at::kByte));
   const auto exchange = channel.exchange();
   exchange->gather({{rows.unbind(), "changes of '" + first.fqn() + "' and " +
                                         std::to_string(count - 1) + " more"}});
   exchange->wait();
   rows = rows.cpu();
-  const auto* differs = rows.const_data_ptr<uint8_t>();
+  const auto* of_all = rows.const_data_ptr<uint8_t>();
   for (int64_t i = 0; i < rows.numel(); ++i)
-    if (differs[i]) members[i % count].parts->version_.reset();
+    if (of_all[i]) members[i % count].parts->is_outdated_ = true;
 }
 
 void PartsOfModel::start() {
@@ -180,7 +192,8 @@ void PartsOfModel::start() {
     auto gathering = std::make_shared<GatheredShards>(parameters, std::exchange(shards, {}));
     for (auto& parameter : std::exchange(parameters, {})) {
       auto& parts = static_cast<GatheredParts&>(*parameter->source->parts);
-      parts.version_ = parts.version();
+      parts.made_of_ = parts.version();
+      parts.is_outdated_ = false;
       parts.gathering_ = gathering;
     }
     nbytes = 0;

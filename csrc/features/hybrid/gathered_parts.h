@@ -6,7 +6,6 @@
 #pragma once
 
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -27,6 +26,8 @@ class GatheredParts : public Parts {
   void set_fqn(const std::string& fqn) override { as_source_->fqn = fqn; }
   void follow(const at::Tensor& dtensor, at::Tensor part) override;
   uint64_t version() const override { return as_source_->version(); }
+  uint64_t version_of_shard() const override;
+  void gradient_arrives() override;
   void encode(const Codec* codec) override;
   at::Tensor shard() override;
 
@@ -35,7 +36,7 @@ class GatheredParts : public Parts {
   friend class PartsOfModel;
 
   // Whether the shard is made of the parts as they are now, for all that versions tell.
-  bool is_fresh() const { return version_ == version(); }
+  bool is_fresh() const { return !is_outdated_ && made_of_ == version(); }
   // Returns what is gathered: the parts, or their bytes.
   SourcePtr source_now();
   // Takes what was gathered; undefined after an error.
@@ -46,8 +47,9 @@ class GatheredParts : public Parts {
   const SourcePtr as_source_;  // whose rows are the parts
   Substitutes substitutes_;
   const Codec* codec_ = nullptr;
-  at::Tensor shard_;                 // undefined before the first gather
-  std::optional<uint64_t> version_;  // of the part that the shard was made of; nullopt: gather it
+  at::Tensor shard_;                           // undefined before the first gather
+  uint64_t made_of_ = 0;                       // version of the part that the shard is made of
+  bool is_outdated_ = true;                    // whatever the versions are
   std::shared_ptr<GatheredShards> gathering_;  // until it has ended
   std::weak_ptr<PartsOfModel> model_;
 };
@@ -58,13 +60,15 @@ class PartsOfModel : public std::enable_shared_from_this<PartsOfModel> {
   // Adds a parameter, whose parts are GatheredParts.
   void add(const ParameterPtr& parameter);
 
-  // An outermost forward begins. Compares parts that have not changed, for all that versions tell,
-  // with what was gathered of them: a write through .data counts nowhere. Replicas tell each other
-  // what differs. While gradients are not synchronized, nothing is compared.
+  // An outermost forward begins. Replicas tell each other which parts have changed, so that all
+  // gather the same ones. A write through .data counts in no version: parts without a change are
+  // compared with what was gathered of them. Nothing is told in a forward without gradient sync,
+  // but for the first one after a step's gradients were delivered.
   void begin_forward();
 
   // Starts to gather all shards that are not fresh.
   void start();
+  void gradient_arrives() { has_agreed_ = false; }
 
  private:
   struct Member {
@@ -72,10 +76,11 @@ class PartsOfModel : public std::enable_shared_from_this<PartsOfModel> {
     GatheredParts* parts;
   };
   std::vector<Member> alive() const;
-  // Finds out which of `members`, which are fresh, have changed on some replica.
-  static void compare(const Channel& channel, const std::vector<Member>& members);
+  // Exchanges which of `members` have changed on some replica.
+  static void agree(const Channel& channel, const std::vector<Member>& members);
 
   std::vector<std::weak_ptr<Parameter>> parameters_;
+  bool has_agreed_ = false;  // since gradients were delivered
 };
 
 }  // namespace zero3

@@ -287,3 +287,58 @@ def _tied(how):
 @either_way
 def test_a_tied_parameter_has_one_part(run_ranks, how):
     run_ranks(4, _tied, how)
+
+
+def _written_ahead_of_micro_batches(how):
+    model, reference = divided()
+    run = compiled(model, how)
+    for number in range(2):
+        for each in (model, reference):
+            for parameter in each.parameters():
+                parameter.data.mul_(0.5).add_(0.1)
+        model.set_requires_gradient_sync(False)
+        assert len(assert_same_output(run, reference, seed=number)) == 1
+        assert len(assert_same_output(run, reference, seed=number)) == 0
+        model.set_requires_gradient_sync(True)
+        run(mine(batch_of(4, 8))).square().mean().backward()
+        model.zero_grad()
+
+
+@either_way
+def test_a_write_ahead_of_the_first_micro_batch_is_seen(run_ranks, how):
+    run_ranks(2, _written_ahead_of_micro_batches, how)
+
+
+def _retained_over_a_change(how):
+    model, _ = divided(reshard_after_forward=True)
+    model.set_reshard_after_backward(False)
+    run = compiled(model, how)
+    loss = run(mine(batch_of(4, 8))).square().mean()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    loss.backward()  # with the values of its forward, which it retains
+    with pytest.raises(Zero3Error, match="has changed since it was gathered"):
+        run(mine(batch_of(4, 8)))
+
+
+@either_way
+def test_old_values_that_a_backward_retains_are_refused(run_ranks, how):
+    run_ranks(2, _retained_over_a_change, how)
+
+
+def _stepped_where_there_are_rows(how):
+    model, reference = divided(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)))
+    run = compiled(model, how)
+    with torch.no_grad():
+        for parameter, whole in zip(model.parameters(), reference.parameters(), strict=True):
+            whole.mul_(0.5)
+            if parameter.to_local().numel():  # none of the last layer's on rank 1
+                parameter.to_local().mul_(0.5)
+        assert_same_output(run, reference)
+    run(mine(batch_of(4, 8))).square().mean().backward()  # replicas were built alike
+
+
+@either_way
+def test_a_replica_without_rows_follows_the_others(run_ranks, how):
+    run_ranks(2, _stepped_where_there_are_rows, how)
