@@ -64,6 +64,10 @@ def divide(fqn: str, parameter: nn.Parameter, layout: Layout) -> Layout:
     return dataclasses.replace(divided, initial=initial)
 
 
+# The argument of ``fully_shard``, and what it does to a layout.
+OVER_REPLICAS = ("shard_optimizer_over_replicas", divide)
+
+
 @dataclasses.dataclass(frozen=True)
 class DividedLayout(Layout):
     """A layout of parts. Its mesh has the dimensions of the user's in the order of division.
