@@ -1,8 +1,11 @@
 """Chooses the format in which a parameter is quantized: see ``codec``."""
 
+import math
+
 import torch
 
 from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.sharding.parameter import ShardedParameter
 
 _SOURCES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _BLOCK = 128
@@ -37,3 +40,16 @@ def format_of(
             f"elements: choose a divisor of {row}, or None"
         )
     return f"{str(dtype).removeprefix('torch.')}/{block}"
+
+
+def format_of_parameter(
+    dtype: torch.dtype | None, block: int | None, parameter: ShardedParameter
+) -> str:
+    """Returns the format of ``parameter``; empty if it is not quantized. See :func:`format_of`.
+
+    ``dtype`` is None if nothing is quantized.
+    """
+    if dtype is None or not can_be_quantized(parameter.shard):
+        return ""
+    row = math.prod(parameter.handle.sizes[1:])
+    return format_of(dtype, block, "block", parameter.fqn, parameter.shard.shape, row)

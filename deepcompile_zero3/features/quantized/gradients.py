@@ -1,13 +1,11 @@
 """``quantize_gradients``: gradients travel as codes of one byte and scales."""
 
-import math
-
 import torch
 from torch import nn
 
 from deepcompile_zero3.codec import check_block, check_dtype
 from deepcompile_zero3.errors import Zero3Error, check_bool
-from deepcompile_zero3.features.quantized.formats import can_be_quantized, format_of
+from deepcompile_zero3.features.quantized.formats import can_be_quantized, format_of_parameter
 from deepcompile_zero3.sharding.module_parameters import all_parameters_of
 
 
@@ -61,16 +59,13 @@ def quantize_gradients(
                 f"quantize_gradients: gradients of '{parameter.fqn}' wait for their reduction: "
                 "call it after a backward that reduces them"
             )
-        if dtype is None or not can_be_quantized(parameter.shard):
-            formats.append("")
-            continue
-        if not parameter.handle.can.sends_messages:
+        is_quantized = dtype is not None and can_be_quantized(parameter.shard)
+        if is_quantized and not parameter.handle.can.sends_messages:
             raise Zero3Error(
                 f"quantize_gradients: the ranks of '{parameter.fqn}' share the memory of one host "
                 "and send no gradients. To try it there, call fully_shard(..., transport='c10d')"
             )
-        row, shape = math.prod(parameter.handle.sizes[1:]), parameter.shard.shape
-        formats.append(format_of(dtype, block, "block", parameter.fqn, shape, row))
+        formats.append(format_of_parameter(dtype, block, parameter))
     for parameter, format in zip(parameters, formats, strict=True):
         dtypes = parameter.settings.gradient_dtypes.with_quantized(format, error_feedback)
         parameter.settings = parameter.settings.replace(gradient_dtypes=dtypes)

@@ -1,13 +1,11 @@
 """``quantize_replica_gathers``: what replicas gather of each other travels as codes of one byte."""
 
-import math
-
 import torch
 from torch import nn
 
 from deepcompile_zero3.codec import check_block, check_dtype
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.features.quantized.formats import can_be_quantized, format_of
+from deepcompile_zero3.features.quantized.formats import format_of_parameter
 from deepcompile_zero3.sharding.module_parameters import all_parameters_of
 
 
@@ -45,12 +43,6 @@ def quantize_replica_gathers(
             "quantize_replica_gathers: replicas have no parts of shards: call fully_shard with a "
             "mesh [replicate, shard] and shard_optimizer_over_replicas=True"
         )
-    formats = []
-    for parameter in in_parts:
-        if dtype is None or not can_be_quantized(parameter.shard):
-            formats.append("")
-            continue
-        row, shape = math.prod(parameter.handle.sizes[1:]), parameter.shard.shape
-        formats.append(format_of(dtype, block, "block", parameter.fqn, shape, row))
+    formats = [format_of_parameter(dtype, block, parameter) for parameter in in_parts]
     for parameter, format in zip(in_parts, formats, strict=True):
         parameter.handle.encode_parts(format)
