@@ -61,7 +61,8 @@ bool SharedGather::ranks_meet() const {
 
 void SharedGather::start() {
   in_backward_ = in_backward();
-  for (auto& source : sources_) publications_.push_back({source->shard, source->version_to_gather()});
+  for (auto& source : sources_)
+    publications_.push_back({source->shard, source->version_to_gather()});
   one_host().waiter->begin_anew();
   if (!in_backward_) one_host().backwards.count_gather();  // now, whenever there is room
   if (one_host().waiting_for_room == 0) start_some(/*at_least_one=*/false);

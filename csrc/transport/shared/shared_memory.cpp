@@ -71,7 +71,8 @@ bool SharedMemory::is_stale(const Source& source) const {
 }
 
 bool SharedMemory::has_changed(const Source& source) const {
-  return turn_ && !turn_->is_over && !is_invalid_ && source.version_to_gather() != published_version_;
+  return turn_ && !turn_->is_over && !is_invalid_ &&
+         source.version_to_gather() != published_version_;
 }
 
 bool SharedMemory::arrive(const Source& source, uint64_t version, bool even_if_pinned) {
