@@ -3,6 +3,7 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/from_blob.h>
+#include <c10/util/strides.h>
 
 #include <algorithm>
 #include <utility>
@@ -20,11 +21,11 @@ namespace {
 // Makes the shard of `source` a source of its own, whose rows the replicas have.
 SourcePtr shard_as_source(const Source& source, const std::shared_ptr<Channel>& replicas) {
   auto sizes = source.sizes_with_rows(source.shard_rows());
-  std::vector<int64_t> strides(sizes.size(), 1);
-  for (size_t i = sizes.size() - 1; i > 0; --i) strides[i - 1] = strides[i] * sizes[i];
+  const auto strides = c10::contiguous_strides(sizes);
   auto layout = RowLayout::chunked(sizes[0], replicas->world_size);
-  auto result = std::make_shared<Source>(std::move(sizes), std::move(strides), source.dtype,
-                                         source.device, replicas->rank, std::move(layout));
+  auto result = std::make_shared<Source>(
+      std::move(sizes), std::vector<int64_t>(strides.begin(), strides.end()), source.dtype,
+      source.device, replicas->rank, std::move(layout));
   result->connect(std::make_shared<Messages>(replicas, replicas));
   return result;
 }
