@@ -268,4 +268,4 @@ def test_kept_buffers_are_bounded_and_the_same_after_every_step(run_ranks, how):
         first, second = run_ranks(2, _measure_buffers, how, depth)[0]
         assert first == second
         gradients = depth * WEIGHT // 2
-        assert gradients <= first <= gradients + 8 * WEIGHT
+        assert gradients <= first <= gradients + 10 * WEIGHT  # over collectives; messages keep less
