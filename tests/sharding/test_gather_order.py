@@ -136,7 +136,7 @@ def test_random_sequences_compute_what_one_process_does(run_ranks, how, transpor
 @either_transport
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_many_random_sequences_compute_what_one_process_does(run_ranks, how, transport, ranks):
-    run_ranks(ranks, _all_calls, how, 125, {"transport": transport})
+    run_ranks(ranks, _all_calls, how, 125, {"transport": transport}, timeout=300)
 
 
 def _gathered_at_outputs(how, bytes_ahead, kwargs):

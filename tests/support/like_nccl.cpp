@@ -1,5 +1,5 @@
-// A backend for CPUs that this library takes for NCCL's: it has collectives and no messages, takes
-// tensors that NCCL takes, and runs over gloo.
+// A backend for CPUs that this library takes for NCCL's: it takes tensors that NCCL takes, and runs
+// over gloo.
 #include <torch/csrc/utils/pybind.h>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -10,8 +10,8 @@ using Tensors = std::vector<at::Tensor>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 void check(const at::Tensor& tensor, at::ScalarType dtype) {
-  TORCH_CHECK(tensor.numel() > 0 && tensor.is_non_overlapping_and_dense(),
-              "like NCCL: a tensor of ", tensor.sizes(), " by ", tensor.strides());
+  TORCH_CHECK(tensor.is_non_overlapping_and_dense(), "like NCCL: a tensor of ", tensor.sizes(),
+              " by ", tensor.strides());
   TORCH_CHECK(tensor.scalar_type() == dtype, "like NCCL: ", tensor.scalar_type(), " beside ",
               dtype);
   switch (dtype) {
@@ -94,6 +94,14 @@ class LikeNccl : public c10d::Backend {
                         std::vector<int64_t>& from_sizes,
                         const c10d::AllToAllOptions& options) override {
     return gloo_->alltoall_base(to, from, to_sizes, from_sizes, options);
+  }
+  WorkPtr send(Tensors& tensors, int to, int /*tag*/) override {
+    check(tensors.at(0), tensors[0].scalar_type());
+    return gloo_->send(tensors, to, 0);
+  }
+  WorkPtr recv(Tensors& tensors, int from, int /*tag*/) override {
+    check(tensors.at(0), tensors[0].scalar_type());
+    return gloo_->recv(tensors, from, 0);
   }
   WorkPtr barrier(const c10d::BarrierOptions& options) override { return gloo_->barrier(options); }
 

@@ -87,7 +87,7 @@ def test_the_bits_are_those_of_whole_shards_in_other_dtypes(run_ranks, how, poli
 @either_way
 @pytest.mark.parametrize("reshard", [True, False])
 def test_forwards_may_keep_what_they_gather(run_ranks, how, reshard):
-    run_ranks(4, _beside_whole_shards, how, "shared_memory", 3, {"reshard_after_forward": reshard})
+    run_ranks(4, _beside_whole_shards, how, "auto", 3, {"reshard_after_forward": reshard})
 
 
 def _uneven(how, number):

@@ -70,6 +70,7 @@ def _replica(what, moment, timeout):
     ],
 )
 @pytest.mark.parametrize("what", ["killed", pytest.param("asleep", marks=pytest.mark.more)])
+@pytest.mark.gloo  # collectives say that others have failed, not which
 def test_a_replica_that_is_gone_is_named(what, moment, told):
     errors = to_death(_replica, what, moment, TIMEOUT if what == "asleep" else LONG)
     found = re.findall(r"after ([\d.]+) s: (\w+): (.*)", errors)

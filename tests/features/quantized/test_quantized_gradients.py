@@ -231,7 +231,7 @@ class _OneOf(nn.Module):
 
 def _first_is_missing():
     model = _OneOf()
-    fully_shard(model, transport="c10d")
+    fully_shard(model, transport="c10d").set_reduce_scatter_unused_params(True)  # as NCCL asks for
     quantize_gradients(model, torch.int8)
     grads = {name: batch_of(256, 256, seed=i) for i, name in enumerate(("first", "second"))}
     if dist.get_rank() == 1:
@@ -319,7 +319,7 @@ def test_training_goes_on_and_ends(run_ranks, how):
 def _missing():
     """A gradient that only one rank has: the other sends zeros."""
     model = Given()
-    fully_shard(model, transport="c10d")
+    fully_shard(model, transport="c10d").set_reduce_scatter_unused_params(True)  # as NCCL asks for
     quantize_gradients(model, torch.int8)
     grads = _gradients(0, True)
     if dist.get_rank() == 1:
@@ -373,5 +373,6 @@ def _bad():
         quantize_gradients(nn.Linear(1, 1), torch.int8)
 
 
+@pytest.mark.gloo  # shared memory is among the arguments
 def test_bad_arguments_are_named(run_ranks):
     run_ranks(2, _bad)
