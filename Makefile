@@ -17,7 +17,7 @@ CXX_TESTS = $(wildcard tests/*/*.cpp)
 BUILD_SOURCES = setup.py pyproject.toml $(CXX_SOURCES)
 PACKAGE_SOURCES = $(wildcard $(addprefix deepcompile_zero3/,*.py */*.py */*/*.py */*.html))
 
-.PHONY: help train test test-more test-all test-torch test-gpu check-cuda sanitize bench bench-gpu docs lint clean
+.PHONY: help train test test-more test-all test-torch test-gpu check-cuda sanitize bench bench-docs bench-gpu docs lint clean
 .DELETE_ON_ERROR:
 
 help:
@@ -30,6 +30,7 @@ help:
 	@echo 'make test-gpu                                            test on the GPU of this machine'
 	@echo 'make sanitize [SANITIZERS=thread]                        look for memory errors or races in csrc/'
 	@echo 'make bench [ARGS="-w A -m floor,zero3"]                  compare with others; under an hour'
+	@echo 'make bench-docs [ARGS="--match deep"]                    measure tables of docs/ again; hours'
 	@echo 'make bench-gpu [ARGS="--model 3b"]                       measure on a GPU; under 9 minutes'
 	@echo 'make docs                                                build the site of docs/, into build/docs'
 	@echo 'make lint                                                check style and types'
@@ -122,6 +123,9 @@ sanitize:
 
 bench: $(VENV)/.installed $(VENV)/.extra-bench
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench $(ARGS)
+
+bench-docs: $(VENV)/.installed $(VENV)/.extra-bench
+	OMP_NUM_THREADS=1 $(BIN)/python -m bench docs $(ARGS)
 
 bench-gpu: $(VENV)/.installed $(VENV)/.extra-bench
 	$(BIN)/python -m bench gpu $(ARGS)

@@ -1,5 +1,6 @@
 """Measures the price of a digest: steps that have one alternate with steps that have none."""
 
+import argparse
 import tempfile
 import time
 from dataclasses import dataclass
@@ -12,10 +13,27 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import deepcompile_zero3
+from bench.command_line import add_ranks, add_workloads, console, print_table
 from bench.modes import adamw, sharded
 from bench.ranks import Ranks, join
 from bench.workloads import WORKLOADS
 from deepcompile_zero3 import training_digest
+
+
+def add_arguments(part: argparse.ArgumentParser) -> None:
+    """Adds the arguments of :func:`run`."""
+    add_workloads(part, ["A", "B"])
+    add_ranks(part)
+    part.add_argument("--rounds", type=int, default=15, help="steps of each kind")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Times steps with a digest of shards, gradients and states, and steps without."""
+    lines = [HEAD]
+    for workload in args.workloads:
+        with console.status(f"{workload}: compiling, and {args.rounds} steps of each kind"):
+            lines.append(measure(workload, args.ranks, args.rounds).row(workload))
+    print_table(lines, f"{args.ranks} ranks")
 
 
 @dataclass(frozen=True)

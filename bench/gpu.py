@@ -12,7 +12,6 @@ import argparse
 import gc
 import json
 import platform
-import shlex
 import sys
 import tempfile
 import time
@@ -27,6 +26,9 @@ import torch
 from torch._dynamo.utils import counters
 
 from bench import clock, kernels, overlap
+from bench.ablations import ABLATIONS
+from bench.command_line import command, names, now
+from bench.modes import MODES, ON_GPU
 from bench.ranks import Ranks, Training
 from bench.workloads import LLAMAS, Workload
 from deepcompile_zero3.runtime import _C
@@ -41,16 +43,13 @@ HEAD = (
 )
 
 
-def add_arguments(
-    part: argparse.ArgumentParser,
-    modes: Callable[[str], list[str]],
-    parts: Callable[[str], list[str]],
-) -> None:
-    """Adds the arguments of :func:`run`. ``modes`` and ``parts`` parse lists of names."""
-    names = [name.removeprefix("llama-") for name in LLAMAS]
+def add_arguments(part: argparse.ArgumentParser) -> None:
+    """Adds the arguments of :func:`run`."""
+    modes = names(ON_GPU | MODES | ABLATIONS)
+    models = [name.removeprefix("llama-") for name in LLAMAS]
     some = ["plain", "zero3", "fsdp2-blocks", "zero3-again"]
     part.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    part.add_argument("--model", choices=names, default="1b", help="a Llama of so many parameters")
+    part.add_argument("--model", choices=models, default="1b", help="a Llama of so many parameters")
     part.add_argument("--layers", type=int, help="in place of the model's own number")
     part.add_argument("--batch", type=int, help="sequences of a step; what fits, without this")
     part.add_argument("--sequence", type=int, help="tokens (4096; tiny: 32)")
@@ -74,7 +73,7 @@ def add_arguments(
     )
     part.add_argument(
         "--parts",
-        type=parts,
+        type=names(["kernels", "steps"]),
         default=["kernels", "steps"],
         metavar="P,...",
         help="kernels, steps; both without this",
@@ -91,7 +90,6 @@ def add_arguments(
     part.add_argument(
         "--output", type=Path, default=Path("build/bench"), help="folder of results (build/bench)"
     )
-    part.set_defaults(run=run, malloc="default")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -319,9 +317,9 @@ def _about(workload: Workload, args: argparse.Namespace) -> dict:
         )
     shape = {name: str(value) for name, value in asdict(workload).items()}
     return {
-        "command": shlex.join(["python", "-m", "bench", *sys.argv[1:]]),
+        "command": command(),
         "machine": f"{gpu or platform.machine()}, {versions}",
-        "time": time.strftime("%Y-%m-%d %H:%M"),
+        "time": now(),
         "gpu": gpu,
         "workload": shape,
         "modes": args.modes,

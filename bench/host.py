@@ -1,6 +1,8 @@
 """Measures the host's time of a step: many small parameters, hardly any computation."""
 
+import argparse
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -8,11 +10,13 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.nn.parallel import DistributedDataParallel
 
 import deepcompile_zero3
+from bench.command_line import add_ranks, console, print_table
 
 WIDTH = 8
 PHASES = ("forward", "backward", "clip", "optimizer", "zero_grad")
@@ -64,6 +68,32 @@ MODES: dict[str, Callable[[int], nn.Module]] = {
     "FSDP2, eager": partial(_fsdp2, compiled="no"),
     "DDP": _ddp,
 }
+
+
+def add_arguments(part: argparse.ArgumentParser) -> None:
+    """Adds the arguments of :func:`run`."""
+    part.add_argument("--blocks", type=int, nargs="+", default=[64, 256], metavar="N")
+    add_ranks(part)
+    part.add_argument("--rounds", type=int, default=15, help="steps of each mode")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Times the host: microseconds of a rank's processor a parameter, for each phase of a step."""
+    lines = [f"| blocks | mode | {' | '.join(PHASES)} | all |"]
+    lines.append(f"| ---: | --- |{' ---: |' * (len(PHASES) + 1)}")
+    for blocks in args.blocks:
+        with tempfile.TemporaryDirectory() as folder, mp.Manager() as manager:
+            rows = manager.list()
+            given = args.ranks, f"{folder}/store", blocks, args.rounds, rows
+            with console.status(
+                f"{blocks} blocks: compiling, and {args.rounds} steps of each mode"
+            ):
+                mp.spawn(measure, given, args.ranks)
+            for name, phases in rows:
+                each = [1e6 * seconds / (PARAMETERS * blocks) for seconds in phases]
+                cells = " | ".join(f"{time:.1f}" for time in (*each, sum(each)))
+                lines.append(f"| {blocks} | {name} | {cells} |")
+    print_table(lines, f"{args.ranks} ranks")
 
 
 def measure(rank: int, world_size: int, store: str, blocks: int, rounds: int, rows: list) -> None:

@@ -9,6 +9,7 @@ Ranks of a namespace share the memory of this machine with those of the other on
 shards lie on both therefore exchange messages.
 """
 
+import argparse
 import ctypes
 import os
 import shutil
@@ -22,12 +23,33 @@ from tempfile import TemporaryDirectory
 
 import torch.distributed as dist
 
+from bench.command_line import add_workloads, console, names, print_table
 from bench.modes import HOSTS, OVER_HOSTS
 from bench.ranks import Cost, Ranks, Training
 from bench.workloads import WORKLOADS
 
 _DEVICE = "wire"  # the name of either end of the link
 _CLONE_NEWNET = 0x40000000  # of Linux's setns()
+
+
+def add_arguments(part: argparse.ArgumentParser) -> None:
+    """Adds the arguments of :func:`run`."""
+    add_workloads(part, ["B", "A"])
+    part.add_argument("-m", "--modes", type=names(OVER_HOSTS), default=list(OVER_HOSTS))
+    part.add_argument("--rate", default="1gbit", help="of the link, such as 1gbit or 250mbit")
+    part.add_argument("--ranks", type=int, default=2, help="of each host")
+    part.add_argument("--rounds", type=int, default=9, help="steps of each mode")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Times steps over two hosts, network namespaces with a link between them. Needs root."""
+    for workload in args.workloads:
+        with console.status(f"{workload}: {args.rounds} steps of {', '.join(args.modes)}"):
+            rows = list(compare(workload, args.modes, args.rate, args.ranks, args.rounds))
+        print(f"\n## {workload}: {WORKLOADS[workload].about}\n")
+        print_table(
+            [table(rows, workload, args.rate)], f"2 hosts of {args.ranks} ranks, {args.rate}"
+        )
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Trains a Llama with less memory than it takes, and compares it with training in memory."""
 
+import argparse
 import os
 import time
 from collections.abc import Iterable, Iterator
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from bench.command_line import console, print_table
 from bench.ranks import Memory, Ranks, join, memory_of_this_process
 from bench.workloads import Workload
 
@@ -29,6 +31,26 @@ SHAPES = {
 # Freed memory goes back to the system, and is not kept for later: its price is page faults.
 LEAN = {"MALLOC_MMAP_THRESHOLD_": str(256 << 10), "ZERO3_KEEP_HEAP": "0"}
 BUFFERS = 32 << 20  # bytes of communication buffers that are kept
+
+
+def add_arguments(part: argparse.ArgumentParser) -> None:
+    """Adds the arguments of :func:`run`."""
+    part.add_argument("--shape", choices=SHAPES, default="small", help="of the Llama")
+    part.add_argument("--budget-mb", type=float, default=0.0, help="memory_budget_mb (default: 0)")
+    part.add_argument("--folder", default=".", help="on the disk to offload to")
+    part.add_argument("--cgroup", help="folder of a control group, with the limit to train in")
+    part.add_argument("--rounds", type=int, default=3, help="measured steps")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Trains with a budget of memory, and what exceeds it in a file, beside training in memory."""
+    written, read = bandwidth(args.folder)
+    rows = []
+    for row in compare(args.shape, args.budget_mb, args.folder, args.cgroup, args.rounds):
+        rows.append(row)
+        console.print(row.name)
+    print_table([table(rows)], "2 ranks")
+    print(f"\nThe disk: {written / 1e9:.2f} GB/s written, {read / 1e9:.2f} GB/s read.")
 
 
 @dataclass(frozen=True)

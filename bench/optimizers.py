@@ -1,6 +1,8 @@
 """Times optimizers: Muon with and without owners of its matrices, and AdamW on small parameters."""
 
+import argparse
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -8,14 +10,47 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 
+from bench.command_line import add_ranks, print_table
 from deepcompile_zero3 import MatrixOwners, clip_grad_norm_, fully_shard, step_locally
 
 WIDTH, INNER, LAYERS = 512, 1408, 4
 SMALL = 1500  # parameters of 64 elements
+
+
+def add_arguments(part: argparse.ArgumentParser) -> None:
+    """Adds the arguments of :func:`run`."""
+    add_ranks(part)
+    part.add_argument("--rounds", type=int, default=15, help="steps of each optimizer")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Times Muon on a Llama of 4 layers, and AdamW on 1,500 small parameters."""
+
+    def rows_of(measure: Callable) -> list:
+        with tempfile.TemporaryDirectory() as folder, mp.Manager() as manager:
+            rows = manager.list()
+            mp.spawn(measure, (args.ranks, f"{folder}/store", args.rounds, rows), args.ranks)
+            return list(rows)
+
+    rows = rows_of(muon)
+    base = rows[0][1]
+    lines = ["| optimizer | ms a step | owners' time over it | collectives |"]
+    lines.append("| --- | ---: | ---: | ---: |")
+    for name, seconds, collectives in rows:
+        lines.append(f"| {name} | {seconds * 1e3:.0f} | {base / seconds:.2f} | {collectives} |")
+    lines.append("\n| optimizer | parameters | clip, ms | step | zero_grad | over plain |")
+    lines.append("| --- | --- | ---: | ---: | ---: | ---: |")
+    for kind, name, *times in rows_of(small):
+        if "plain" in name:
+            base = sum(times)
+        cells = " | ".join(f"{seconds * 1e3:.1f}" for seconds in times)
+        lines.append(f"| {kind} | {name} | {cells} | {sum(times) / base:.2f} |")
+    print_table(lines, f"{args.ranks} ranks")
 
 
 class _Layer(nn.Module):

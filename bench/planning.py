@@ -1,5 +1,6 @@
 """Compares predicted steps with measured steps."""
 
+import argparse
 import ctypes
 import statistics
 import tempfile
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from bench.command_line import add_workloads, console, print_table
 from bench.ranks import Ranks, Training, join
 from bench.workloads import WORKLOADS, Workload
 from deepcompile_zero3 import limit_buffers
@@ -31,6 +33,26 @@ HEAD = (
     "| workload | ranks | step, ms | predicted | off | collectives | peak, MB | predicted | off |\n"
     "| --- | ---: | ---: | ---: | ---: | --- | ---: | ---: | ---: |"
 )
+
+
+def add_arguments(part: argparse.ArgumentParser) -> None:
+    """Adds the arguments of :func:`run`."""
+    add_workloads(part)
+    part.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], metavar="N")
+    part.add_argument("--rounds", type=int, default=6, help="predictions (default: 6)")
+    part.add_argument("--steps", type=int, default=3, help="of each round (default: 3)")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Compares measured steps with steps that are predicted from the ranks' measurements."""
+    lines = [HEAD]
+    for ranks in args.ranks:
+        for workload in args.workloads:
+            with console.status(f"{workload} on {ranks}"):
+                found = compare(workload, ranks, args.rounds, args.steps)
+            lines.append(found.row(workload, ranks))
+            console.print(lines[-1])
+    print_table(lines)
 
 
 class Kernels:

@@ -1,12 +1,18 @@
 """Times gloo's primitives for gathering and reducing, at some sizes."""
 
+import argparse
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from statistics import median
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from bench import steps
+from bench.command_line import add_ranks, print_table
 
 SIZES = [64 << 10, 1 << 20, 8 << 20, 64 << 20]  # bytes of the full buffer
 
@@ -74,7 +80,7 @@ def measure(nbytes: int, dtype: torch.dtype, rounds: int = 20) -> dict[str, tupl
     return {name: (median(walls[name]), processor[name] / rounds) for name in PRIMITIVES}
 
 
-def run(rank: int, world_size: int, store: str, results: list) -> None:
+def _rank(rank: int, world_size: int, store: str, results: list) -> None:
     """Runs a rank's process; rank 0 appends a row for each dtype, size and primitive."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
@@ -86,3 +92,24 @@ def run(rank: int, world_size: int, store: str, results: list) -> None:
                 if rank == 0:
                     results.append((str(dtype)[6:], nbytes, name, wall, processor * world_size))
     dist.destroy_process_group()
+
+
+def add_arguments(part: argparse.ArgumentParser) -> None:
+    """Adds the arguments of :func:`run`."""
+    add_ranks(part)
+    steps.add_malloc(part)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Times gloo's primitives for gathering and reducing: GB of full buffers per second."""
+    steps.tune_malloc(args.malloc)
+    lines = ["| dtype | MiB | primitive | ms | GB/s | processor s/GB |"]
+    lines.append("| --- | ---: | --- | ---: | ---: | ---: |")
+    with tempfile.TemporaryDirectory() as folder, mp.Manager() as manager:
+        results = manager.list()
+        mp.spawn(_rank, (args.ranks, f"{folder}/store", results), args.ranks)
+        for dtype, nbytes, name, wall, processor in results:
+            speed, price = nbytes / 1e9 / wall, processor / (nbytes / 1e9)
+            row = f"{nbytes / 2**20:g} | {name} | {wall * 1e3:.2f} | {speed:.2f} | {price:.2f}"
+            lines.append(f"| {dtype} | {row} |")
+    print_table(lines, f"{args.ranks} ranks", f"{args.malloc} malloc")

@@ -1,5 +1,6 @@
 """Measures checkpoints that are saved while training goes on, and the start of a resumed run."""
 
+import argparse
 import os
 import shutil
 import tempfile
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import deepcompile_zero3
+from bench.command_line import add_ranks, add_workloads, console, print_table
 from bench.modes import adamw, sharded
 from bench.ranks import Ranks, join
 from bench.workloads import WORKLOADS
@@ -29,6 +31,29 @@ HEAD = """\
 | --- | --- | ---: | ---: | ---: | ---: | ---: |"""
 KINDS = {"dcp.async_save": False, "in a thread of low priority": True}
 PHASES = ("model", "load", "first step", "second step")
+
+
+def add_arguments(part: argparse.ArgumentParser) -> None:
+    """Adds the arguments of :func:`run`."""
+    add_workloads(part, ["A", "B"])
+    add_ranks(part)
+    part.add_argument("--rounds", type=int, default=5, help="saves")
+    part.add_argument("--folder", default=".", help="on the disk to save to")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Times steps while a checkpoint is saved, and the start of a run that resumes from one."""
+    lines = [HEAD]
+    starts = [f"| workload | cache | processes | {' | '.join(PHASES)} |"]
+    starts.append(f"| --- | --- |{' ---: |' * (len(PHASES) + 1)}")
+    for workload in args.workloads:
+        with console.status(f"{workload}: compiling, and {args.rounds} saves"):
+            taken = measure(workload, args.ranks, args.rounds, args.folder)
+            lines += [times.row(workload, kind) for kind, times in taken.items()]
+            for temperature, phases in resume(workload, args.ranks, args.folder):
+                cells = " | ".join(f"{seconds:.2f}" for seconds in phases)
+                starts.append(f"| {workload} | {temperature} | {cells} |")
+    print_table([*lines, "", *starts], f"{args.ranks} ranks")
 
 
 @dataclass

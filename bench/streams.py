@@ -1,5 +1,6 @@
 """Measures streams of full parameters beside a plain copy, and loads of safetensors files."""
 
+import argparse
 import os
 import tempfile
 import time
@@ -13,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import deepcompile_zero3
+from bench.command_line import add_ranks, console, print_table
 from bench.ranks import Ranks, join, memory_of_this_process
 from deepcompile_zero3 import load_safetensors, save_safetensors, stream_full_parameters
 
@@ -24,6 +26,22 @@ LOADS = """\
 | ---: | ---: | ---: | ---: | ---: |"""
 MIB = 2**20
 _WIDTH = 2048  # a parameter has 16 MiB
+
+
+def add_arguments(part: argparse.ArgumentParser) -> None:
+    """Adds the arguments of :func:`run`."""
+    part.add_argument("--mib", type=int, default=2048, help="size of the model")
+    part.add_argument("--max-mb", type=float, nargs="+", default=[32, 128], metavar="MB")
+    add_ranks(part)
+    part.add_argument("--rounds", type=int, default=6, help="streams, and copies, of each size")
+    part.add_argument("--folder", default=".", help="on the disk for the files")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Streams full parameters, beside a plain copy, and loads files into 1, 2 and 4 ranks."""
+    with console.status(f"a model of {args.mib} MiB"):
+        lines = measure(args.mib, args.ranks, args.max_mb, args.rounds, args.folder)
+    print_table(lines, f"{args.ranks} ranks")
 
 
 @dataclass(frozen=True)

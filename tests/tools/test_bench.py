@@ -17,7 +17,7 @@ from support.paths import ROOT
 
 sys.path.append(str(ROOT))  # the last: an installed package comes before the source tree
 
-from bench import gpu, kernels, overlap
+from bench import documents, gpu, kernels, overlap
 from bench.__main__ import main
 from bench.modes import MODES, ON_GPU
 from bench.ranks import Ranks
@@ -120,6 +120,27 @@ def test_a_prediction_is_compared_with_steps():
     # The step of a small model is mostly Python, which a plan does not model. Both are rounded.
     assert 0 < float(cells[3]) <= float(cells[2])
     assert float(cells[6]) == pytest.approx(float(cells[7]), rel=0.05)
+
+
+def _table(command, *cells):
+    rows = "".join(f"| {cell} |\n" for cell in cells)
+    return f"`{command}`, 2 cores (x86_64), now\n\n| mode |\n| --- |\n{rows}"
+
+
+def test_tables_of_a_page_are_written_anew_in_the_order_in_which_a_command_prints_them(tmp_path):
+    page, command = tmp_path / "page.md", "python -m bench -w A,B"
+    other = _table("python -m bench -w moe", 3)
+    page.write_text(f"A\n\n{_table(command, 1, 10)}\nMoE\n\n{other}\nB\n\n{_table(command, 2)}")
+    documents.write(page, command, f"\n## A\n\n{_table(command, 4)}\n## B\n\n{_table(command, 5)}")
+
+    assert page.read_text() == (
+        f"A\n\n{_table(command, 4)}\nMoE\n\n{other}\nB\n\n{_table(command, 5)}"
+    )
+    with pytest.raises(
+        SystemExit, match="has 2 tables of `python -m bench -w A,B`, which printed 1"
+    ):
+        documents.write(page, command, _table(command, 6))
+    assert _table(command, 6) not in page.read_text()
 
 
 class _Sleeper:
