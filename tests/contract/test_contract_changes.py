@@ -120,6 +120,7 @@ def _widen(weight):
     weight.grad_dtype = torch.float32
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("change", [_thaw, _widen])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_stock_backend_follows_a_change_after_one_error(backend, change):

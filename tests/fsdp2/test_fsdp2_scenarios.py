@@ -104,6 +104,7 @@ def _in_containers(how, kind):
 
 
 @each_way
+@pytest.mark.thin
 @pytest.mark.parametrize("kind", [InContainers, InDataclasses])
 def test_activations_travel_in_containers(run_ranks, how, kind):
     run_ranks(2, _in_containers, how, kind)

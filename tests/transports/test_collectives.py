@@ -54,6 +54,7 @@ def _train(how, mesh_of=None, **settings):
 
 
 @each_way
+@pytest.mark.thin
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_steps_are_those_of_the_whole_model(run_collectives, how, world_size):
     run_collectives(world_size, _train, how)

@@ -173,6 +173,7 @@ def _trained_lora(seed, seeds, folder, action):
     return {n: p.full_tensor().detach() for n, p in model.named_parameters() if p.requires_grad}
 
 
+@pytest.mark.more
 def test_adapters_are_saved_and_resumed_on_more_ranks(run_ranks, tmp_path):
     run_ranks(2, _trained_lora, 1, range(3), str(tmp_path), "save")
     resumed = run_ranks(4, _trained_lora, 2, range(3, 6), str(tmp_path), "load")

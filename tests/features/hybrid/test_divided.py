@@ -64,6 +64,7 @@ def _beside_whole_shards(how, transport, steps, settings):
 
 @each_way
 @either_transport
+@pytest.mark.thin
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_bits_are_those_of_whole_shards_and_the_states_half(run_ranks, how, transport, ranks):
     for whole, parts in run_ranks(ranks, _beside_whole_shards, how, transport, 20, {}):
@@ -71,6 +72,7 @@ def test_the_bits_are_those_of_whole_shards_and_the_states_half(run_ranks, how, 
 
 
 @either_way
+@pytest.mark.thin
 @pytest.mark.parametrize(
     "policy",
     [
@@ -85,6 +87,7 @@ def test_the_bits_are_those_of_whole_shards_in_other_dtypes(run_ranks, how, poli
 
 
 @either_way
+@pytest.mark.thin
 @pytest.mark.parametrize("reshard", [True, False])
 def test_forwards_may_keep_what_they_gather(run_ranks, how, reshard):
     run_ranks(4, _beside_whole_shards, how, "auto", 3, {"reshard_after_forward": reshard})

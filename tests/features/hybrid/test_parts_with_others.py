@@ -107,6 +107,7 @@ def locally(_, optimizer):
 
 
 @either_way
+@pytest.mark.thin
 @pytest.mark.parametrize(
     ("wrap", "clip"),
     [(None, True), (locally, True), (step_in_backward, False)],

@@ -184,6 +184,7 @@ def _another_model(file):
     return [str(each.message) for each in caught]
 
 
+@pytest.mark.more
 def test_a_file_of_another_model_is_told_and_replaced(run_ranks, tmp_path):
     told, nothing = run_ranks(2, _another_model, str(tmp_path / "schedule.json"))
     assert len(told) == 1
