@@ -141,9 +141,10 @@ def _clean_up() -> None:
 @functools.cache
 def _tell_of_wait(path: Path, patience: float) -> None:
     warnings.warn(
-        f"another process has held {path} for {TELL_AFTER:.0f} s, and compiles the graph that "
-        f"this one waits for; after {patience:.0f} s, this one compiles too. If that process "
-        "hangs, end it; if there is none, set TORCHINDUCTOR_CACHE_DIR to a folder of this host",
+        f"another process, usually a rank of the same job, has held {path} for {TELL_AFTER:.0f} s, "
+        f"and compiles the graph that this one waits for; after {patience:.0f} s, this one "
+        f"compiles too. `fuser {path}` names both. If that process hangs, end it; if there is "
+        "none, set TORCHINDUCTOR_CACHE_DIR to a folder of this host",
         stacklevel=2,
     )
 
