@@ -99,17 +99,21 @@ def _train(run, model, reference, loss_of, steps):
     assert_same_parameters(model, reference)
 
 
-def _expert_parallel(how, transport, dense_shape, folder):
+def _expert_parallel(how, transport, dense_shape, in_parts, folder):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
-    dense = init_device_mesh("cpu", dense_shape)
+    dense = {
+        "mesh": init_device_mesh("cpu", dense_shape),
+        "transport": transport,
+        "shard_optimizer_over_replicas": in_parts,
+    }
     model = _model()
     reference = copy.deepcopy(model)
     _divide_experts(model, mesh["ep"])
     for layer in model[1:3]:
         fully_shard(layer.experts, mesh=mesh["efsdp"], transport=transport)
         layer.experts.set_gradient_divide_factor(dist.get_world_size())
-        fully_shard(layer, mesh=dense, transport=transport)
-    fully_shard(model, mesh=dense, transport=transport)
+        fully_shard(layer, **dense)
+    fully_shard(model, **dense)
     run = compiled(model, how, fullgraph=True)
 
     def loss_of(run, seed, is_whole):
@@ -126,18 +130,20 @@ def _expert_parallel(how, transport, dense_shape, folder):
 
 
 @pytest.mark.parametrize(
-    ("how", "transport", "dense_shape"),
+    ("how", "transport", "dense_shape", "in_parts"),
     [
-        ("eager", "shared_memory", (4,)),
-        ("interpreted", "c10d", (2, 2)),
-        pytest.param("eager", "c10d", (2, 2), marks=pytest.mark.long),
-        pytest.param("interpreted", "shared_memory", (4,), marks=pytest.mark.long),
+        ("eager", "shared_memory", (4,), False),
+        ("interpreted", "c10d", (2, 2), True),
+        pytest.param("interpreted", "c10d", (2, 2), False, marks=pytest.mark.more),
+        pytest.param("eager", "shared_memory", (2, 2), True, marks=pytest.mark.more),
+        pytest.param("eager", "c10d", (2, 2), False, marks=pytest.mark.long),
+        pytest.param("interpreted", "shared_memory", (4,), False, marks=pytest.mark.long),
     ],
 )
 def test_experts_of_each_rank_train_beside_dense_layers(
-    run_ranks, tmp_path, how, transport, dense_shape
+    run_ranks, tmp_path, how, transport, dense_shape, in_parts
 ):
-    run_ranks(4, _expert_parallel, how, transport, dense_shape, str(tmp_path))
+    run_ranks(4, _expert_parallel, how, transport, dense_shape, in_parts, str(tmp_path))
 
 
 def _qwen3_moe(how, transport, steps):

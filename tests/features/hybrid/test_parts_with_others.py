@@ -88,6 +88,34 @@ def test_a_checkpoint_resumes_in_another_layout(run_ranks, tmp_path, before, aft
     run_ranks(4, _resumed, str(tmp_path), before, after)
 
 
+def _continued(folder, before):
+    """Takes two steps, saves, and takes two more, after which it returns the full parameters.
+
+    Or, with ``before`` None, loads on one process that shards nothing, and takes the two steps.
+    """
+    torch.manual_seed(0)
+    model = Stack() if before is None else stack(before)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if before is not None:
+        train(model, optimizer, range(2))
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    if before is not None:
+        dcp.save(state, checkpoint_id=folder)
+    else:
+        dcp.load(state, checkpoint_id=folder)
+        set_state_dict(
+            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
+    train(model, optimizer, range(2, 4))
+    return [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in model.parameters()]
+
+
+def test_a_checkpoint_of_parts_resumes_on_one_process(run_ranks, tmp_path):
+    saved, *_ = run_ranks(4, _continued, str(tmp_path), "parts")
+    for one, parts in zip(*run_ranks(1, _continued, str(tmp_path), None), saved, strict=True):
+        torch.testing.assert_close(one, parts)
+
+
 def _steps(how, wrap, clip):
     models = [stack(layout) for layout in ("replicas", "parts")]
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in models]
