@@ -8,6 +8,7 @@ class Guide(StrEnum):
 
     INSTALLATION = "docs/debugging.md#installation"
     DISAGREEMENT = "docs/debugging.md#ranks-that-disagree"
+    TIMEOUTS = "docs/hosts.md#start"
     NAN = "docs/debugging.md#a-nan"
     CUDA = "docs/gpu.md#building"
     COMPILED_CODE = "docs/limits.md#compiled-code"

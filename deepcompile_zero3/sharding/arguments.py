@@ -25,6 +25,7 @@ from deepcompile_zero3.sharding.module_parameters import (
 from deepcompile_zero3.sharding.source import kind_of
 from deepcompile_zero3.sharding.swap import original_class
 from deepcompile_zero3.transport.process_groups import exists
+from deepcompile_zero3.transport.timeouts import timeout_of
 
 
 def resolve_dp_mesh_dims(mesh: DeviceMesh, dp_mesh_dims: Any) -> SpmdMesh | None:
@@ -73,7 +74,8 @@ def default_mesh() -> DeviceMesh:
         if not exists(known):
             del _default_meshes[known]
     if world not in _default_meshes:
-        _default_meshes[world] = init_device_mesh(device_type, (world.size(),))
+        _default_meshes[world] = mesh = init_device_mesh(device_type, (world.size(),))
+        torch_internals.set_timeout(timeout_of(world), mesh.get_group())
     return _default_meshes[world]
 
 

@@ -36,6 +36,7 @@ from deepcompile_zero3.sharding.replicas import compare_replicas
 from deepcompile_zero3.sharding.swap import original_class, swap_class
 from deepcompile_zero3.transport.choice import TransportName, resolve
 from deepcompile_zero3.transport.connection import Connector
+from deepcompile_zero3.transport.timeouts import warn_of_default_timeouts
 
 _AnyModule = TypeVar("_AnyModule", nn.Module, list[nn.Module])
 
@@ -168,6 +169,7 @@ def fully_shard(
         failures.pop() if failures else None,
         process_groups_of([ranks_of_mesh], _new_parameters(modules, ignored), modules),
     )
+    warn_of_default_timeouts(group for ranks in meshes for group in ranks.process_groups)
     connects = {
         ranks: Connector(
             ranks.shard_group,

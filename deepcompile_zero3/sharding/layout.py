@@ -37,6 +37,7 @@ from deepcompile_zero3.sharding.checksum import checksum
 from deepcompile_zero3.sharding.first_of_equal import FirstOfEqual
 from deepcompile_zero3.sharding.mesh_of_few import MeshOfFew, adopt
 from deepcompile_zero3.sharding.source import kind_of
+from deepcompile_zero3.transport.process_groups import flat_submesh
 
 if TYPE_CHECKING:
     from deepcompile_zero3.sharding.model import ShardedModel
@@ -94,7 +95,7 @@ class SpmdMesh:
         self.replicate = [i for i, name in enumerate(names) if name in replicate]
         # Ranks are in the mesh's order, whichever order names come in.
         flat = [
-            torch_internals.flat_submesh(mesh, tuple(names[i] for i in dims))
+            flat_submesh(mesh, tuple(names[i] for i in dims))
             for dims in (self.replicate, self.shard)
             if dims
         ]

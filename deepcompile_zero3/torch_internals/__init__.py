@@ -23,6 +23,13 @@ device_of_objects: Callable[[Any], Any] = private(
 _new_process_group_helper: Callable = private(
     "torch.distributed.distributed_c10d", "_new_process_group_helper"
 )
+_get_default_timeout: Callable = private(
+    "torch.distributed.distributed_c10d", "_get_default_timeout"
+)
+# Sets how long ranks of a group wait for each other, from the next collective on.
+set_timeout: Callable[[datetime.timedelta, dist.ProcessGroup], None] = private(
+    "torch.distributed.distributed_c10d", "_set_pg_timeout"
+)
 _get_default_store: Callable = private("torch.distributed.distributed_c10d", "_get_default_store")
 _c10d: Any = private("torch.distributed", "distributed_c10d")
 
@@ -108,6 +115,16 @@ def new_process_group(
     )
     _c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     return group
+
+
+def default_timeout(group: dist.ProcessGroup) -> datetime.timedelta:
+    """Returns how long ranks of such a group wait if nobody has said."""
+    return _get_default_timeout(dist.Backend(dist.get_backend(group)))
+
+
+def group_names() -> set[str]:
+    """Returns the names of the process groups that this rank is in."""
+    return {*_c10d._world.pg_names.values()}
 
 
 def new_fake_store() -> Any:

@@ -1,13 +1,13 @@
 """Process groups of our own, beside those that a model is sharded over."""
 
-import datetime
 import weakref
 from typing import NamedTuple
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from deepcompile_zero3 import torch_internals
-from deepcompile_zero3.runtime import _C
+from deepcompile_zero3.transport.timeouts import timeout_of
 
 
 class _OwnGroup(NamedTuple):
@@ -35,6 +35,19 @@ def neighbors(group: dist.ProcessGroup, world_size: int) -> dist.ProcessGroup:
     return _own_group(group, ranks, f"{first} to {first + world_size - 1}")
 
 
+def flat_submesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """Returns the slice of ``mesh`` with ``names``, which come in its order, as one dimension.
+
+    If torch makes a process group for it, that waits as long as those of ``names`` do at most.
+    """
+    known = torch_internals.group_names()
+    flat = torch_internals.flat_submesh(mesh, names)
+    group = flat.get_group()
+    if group.group_name not in known:
+        torch_internals.set_timeout(max(timeout_of(mesh.get_group(each)) for each in names), group)
+    return flat
+
+
 def _own_group(like: dist.ProcessGroup, ranks: list[int], what: str) -> dist.ProcessGroup:
     """Returns the group for a purpose, made with the backend and the timeout of ``like``.
 
@@ -48,9 +61,8 @@ def _own_group(like: dist.ProcessGroup, ranks: list[int], what: str) -> dist.Pro
             _own_groups.remove(own)
             if exists(group):
                 dist.destroy_process_group(group)
-    timeout = datetime.timedelta(milliseconds=_C.timeout_of(like.group_name))
     name = f"{like.group_name}, {what}"
-    group = torch_internals.new_process_group(name, ranks, like, timeout)
+    group = torch_internals.new_process_group(name, ranks, like, timeout_of(like))
     _own_groups.append(_OwnGroup(weakref.ref(group), weakref.ref(like), what))
     return group
 
