@@ -25,9 +25,9 @@ def let(act, moment, model, optimizer):
             model.blocks[0].up.weight.register_post_accumulate_grad_hook(lambda _: act())
 
 
-def to_death(function, *args):
-    """Runs ``function`` on two new ranks, of which at least one fails, and returns their errors."""
-    pool = RankPool(2)
+def to_death(function, *args, world_size=2):
+    """Runs ``function`` on new ranks, of which at least one fails, and returns their errors."""
+    pool = RankPool(world_size)
     try:
         with pytest.raises(AssertionError) as raised:
             pool.run(function, *args, timeout=60)
