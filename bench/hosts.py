@@ -19,15 +19,24 @@ from bench.link import NoHostsError, bytes_sent, enter, linked_hosts
 from bench.modes import HOSTS, OVER_HOSTS
 from bench.ranks import Cost, Ranks, Training
 from bench.workloads import WORKLOADS
+from deepcompile_zero3.tools.arguments import rate as bytes_per_second
 
 
 def add_arguments(part: argparse.ArgumentParser) -> None:
     """Adds the arguments of :func:`run`."""
     add_workloads(part, ["B", "A"])
     part.add_argument("-m", "--modes", type=names(OVER_HOSTS), default=list(OVER_HOSTS))
-    part.add_argument("--rate", default="1gbit", help="of the link, such as 1gbit or 250mbit")
+    part.add_argument(
+        "--rate", type=_rate, default="1gbit", help="of the link, such as 1gbit or 250mbit"
+    )
     part.add_argument("--ranks", type=int, default=2, help="of each host")
     part.add_argument("--rounds", type=int, default=9, help="steps of each mode")
+
+
+def _rate(text: str) -> str:
+    """Returns the rate of a link; refuses what is none."""
+    bytes_per_second(text)
+    return text
 
 
 def run(args: argparse.Namespace) -> None:
@@ -104,7 +113,7 @@ def table(rows: Sequence[Row], workload: str, rate: str) -> str:
     once = sum(p.numel() * p.element_size() for p in model.parameters())
     by_mode = {row.mode: row for row in rows}
     floor = by_mode["floor"].seconds if "floor" in by_mode else 0.0
-    bound = once / _bytes_per_second(rate)
+    bound = once / bytes_per_second(rate)
     lines = [
         f"Each parameter and each gradient once, half of them each way, are {once / 1e6:.1f} MB "
         f"that a host sends. They take the link {bound * 1e3:.0f} ms.\n",
@@ -116,11 +125,3 @@ def table(rows: Sequence[Row], workload: str, rate: str) -> str:
         cells = f"{row.seconds * 1e3:.0f} | {over:.2f} | {row.sent / 1e6:.1f}"
         lines.append(f"| {row.mode}: {OVER_HOSTS[row.mode].about} | {cells} |")
     return "\n".join(lines)
-
-
-def _bytes_per_second(rate: str) -> float:
-    units = {"gbit": 1e9, "mbit": 1e6, "kbit": 1e3}
-    for unit, scale in units.items():
-        if rate.endswith(unit):
-            return float(rate.removesuffix(unit)) * scale / 8
-    raise SystemExit(f"the rate of the link is such as 1gbit or 250mbit, got {rate}")

@@ -38,6 +38,15 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def rate(text: str) -> float:
+    """Returns the bytes/s of a link's rate as tc has it, such as "1gbit" or "250mbit"."""
+    for unit, bits in {"gbit": 1e9, "mbit": 1e6, "kbit": 1e3}.items():
+        number = text.removesuffix(unit)
+        if number != text and number.replace(".", "", 1).isdecimal() and float(number) > 0:
+            return float(number) * bits / 8
+    raise argparse.ArgumentTypeError(f"a rate such as 1gbit or 250mbit, got {text!r}")
+
+
 def new_file(text: str) -> Path:
     """Returns the absolute path of a file in a folder that exists."""
     path = Path(text).absolute()

@@ -1,5 +1,8 @@
 """A plan's model of machines and kernels."""
 
+from argparse import ArgumentTypeError
+from dataclasses import replace
+
 import pytest
 import torch
 from support import transformer_models
@@ -7,6 +10,7 @@ from torch import fx, nn
 
 from deepcompile_zero3 import Link, Machine, plan, shard_blocks
 from deepcompile_zero3.backend import Options
+from deepcompile_zero3.tools.arguments import rate
 from deepcompile_zero3.tools.planning.graphs import fake_ranks, trace
 from deepcompile_zero3.tools.planning.kernels import Kernel, items_of, kernels_of
 from deepcompile_zero3.tools.planning.machine import Ranks
@@ -44,6 +48,25 @@ def test_a_host_receives_what_others_have_once():
     assert machine.bytes_over_links("all_gather", 8, Ranks(1, 1)) == (0, 0)
     # 12 ranks, 8 and 4: the four share out the part of the eight.
     assert machine.bytes_over_links("all_gather", 12, Ranks(12, 8)) == (9, 2)
+
+
+def test_over_gloo_each_rank_receives_what_others_have_itself():
+    machine = replace(_machine(), backend="gloo")
+    assert machine.bytes_over_links("all_gather", 8, Ranks(8, 4)) == (3, 4)
+    assert machine.bytes_over_links("all_reduce", 8, Ranks(2, 1)) == (0, 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_per_second"), [("1gbit", 125e6), ("2.5mbit", 312500), ("8kbit", 1000)]
+)
+def test_the_rate_of_a_link_is_read_as_tc_has_it(text, bytes_per_second):
+    assert rate(text) == bytes_per_second
+
+
+@pytest.mark.parametrize("text", ["1", "gbit", "-1gbit", "0gbit", "1 Gbit/s", "infgbit"])
+def test_other_rates_are_refused(text):
+    with pytest.raises(ArgumentTypeError, match="a rate such as 1gbit or 250mbit, got"):
+        rate(text)
 
 
 # ---- kernels

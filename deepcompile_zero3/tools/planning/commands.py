@@ -3,13 +3,20 @@
 import argparse
 import functools
 import json
+from dataclasses import replace
 from typing import Any
 
-from deepcompile_zero3.tools.arguments import add_numbers, add_outputs, new_file, run_plainly
+from deepcompile_zero3.tools.arguments import (
+    add_numbers,
+    add_outputs,
+    new_file,
+    rate,
+    run_plainly,
+)
 from deepcompile_zero3.tools.document import text_of
 from deepcompile_zero3.tools.planning import job, sweep
 from deepcompile_zero3.tools.planning.ahead import compile_ahead
-from deepcompile_zero3.tools.planning.machine import MACHINES
+from deepcompile_zero3.tools.planning.machine import MACHINES, Machine
 from deepcompile_zero3.tools.planning.plan import plan
 from deepcompile_zero3.tools.planning.predicted import Plan
 from deepcompile_zero3.tools.progress import progress
@@ -30,6 +37,12 @@ def add_to(commands: Any) -> None:
         if name != "compile":
             add("--machine", default="h100", choices=MACHINES, help="(default: h100)")
             add_numbers(command)
+            within = "rate of a rank's link within its host, such as 400gbit"
+            add("--link", type=rate, metavar="RATE", help=within)
+            between = "rate of a host's link to other hosts, such as 1gbit; its ranks share it"
+            add("--host-link", type=rate, metavar="RATE", help=between)
+            rows = "c10d's, whose ranks get rows of other hosts once a host, or over gloo once each"
+            add("--backend", choices=("nccl", "gloo"), help=f"{rows} (default: the machine's)")
             state = "state of each element (default: 8, AdamW in fp32)"
             add("--optimizer-bytes", type=int, default=8, help=state)
             add("--no-prefetch", action="store_true", help="gathers start when they are waited for")
@@ -48,14 +61,23 @@ def _plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _sweep(arguments: argparse.Namespace, knob: str, values: list[float]) -> int:
+def _sweep(arguments: argparse.Namespace, knob: str, values: list[sweep.Value]) -> int:
     if arguments.save:
         raise ValueError(
             "--save writes the page of one plan: leave --sweep away, or take --picture"
         )
-    plans = {value: _planned(arguments, advise=False, **{knob: value}) for value in values}
+    machine = _machine(arguments)
+    plans = {
+        value: _planned(
+            arguments,
+            advise=False,
+            **sweep.arguments_of(knob, value, arguments.ranks, machine),
+        )
+        for value in values
+    }
     first = next(iter(plans.values()))
-    print(text_of((sweep.table(knob, plans), "", first.machine.provenance)))
+    told = ("", sweep.verdict(plans)) if knob == "layout" else ()
+    print(text_of((sweep.table(knob, plans), *told, "", first.machine.provenance)))
     if arguments.picture:
         title = f"{first.report.model} on {first.machine.name}"
         sweep.draw(title, knob, plans, arguments.picture)
@@ -78,7 +100,19 @@ def _compile(arguments: argparse.Namespace) -> int:
     return 0 if all(graph.is_stored for graph in compiled.graphs) else 1
 
 
-def _planned(arguments: argparse.Namespace, advise: bool = True, **changes: float) -> Plan:
+def _machine(arguments: argparse.Namespace) -> Machine:
+    machine = MACHINES[arguments.machine].with_numbers(**dict(arguments.set))
+    links = {}
+    if arguments.link:
+        links["local_bandwidth"] = arguments.link
+    if arguments.host_link:
+        ranks = min(machine.ranks_per_host, arguments.ranks)
+        links["remote_bandwidth"] = arguments.host_link / ranks
+    machine = machine.with_numbers(**links)
+    return replace(machine, backend=arguments.backend or machine.backend)
+
+
+def _planned(arguments: argparse.Namespace, advise: bool = True, **changes: Any) -> Plan:
     """Returns the plan for ``arguments`` with ``changes``, and says what it does meanwhile."""
     asked = argparse.Namespace(**vars(arguments) | changes)
     changed = "".join(f"{name}={value}: " for name, value in changes.items())
@@ -86,7 +120,7 @@ def _planned(arguments: argparse.Namespace, advise: bool = True, **changes: floa
         tell(f"{changed}reading the model")
         return plan(
             **job.job_of(asked),
-            machine=MACHINES[asked.machine].with_numbers(**dict(asked.set)),
+            machine=_machine(asked),
             optimizer_bytes=asked.optimizer_bytes,
             prefetch=not asked.no_prefetch,
             advise=advise,

@@ -102,6 +102,8 @@ class Machine:
                 changed[name] = dict.fromkeys(self.flops, value)
             elif name in _LINK_NUMBERS:
                 changed[link] = replace(changed.get(link, getattr(self, link)), **{number: value})
+            elif name == "ranks_per_host" and value == int(value):
+                changed[name] = int(value)
             elif name in ("ranks_per_host", "overlap", *_NUMBERS):
                 changed[name] = value
             else:
@@ -124,6 +126,9 @@ class Machine:
     def bytes_over_links(self, op: str, nbytes: int, ranks: "Ranks") -> tuple[float, float]:
         """Returns the bytes that a rank receives from its host and from other hosts.
 
+        NCCL passes rows on within a host: one rank receives each from another host. Over gloo each
+        rank receives all rows itself.
+
         Args:
             op: "all_gather", "reduce_scatter" or "all_reduce".
             nbytes: bytes of the full buffer.
@@ -132,7 +137,9 @@ class Machine:
         both_ways = 2 if op == "all_reduce" else 1
         whole = both_ways * nbytes
         fewest = ranks.number - ranks.on_host * (ranks.hosts - 1)  # on the last host
-        remote = whole * (1 - fewest / ranks.number) / fewest  # ranks of a host share it
+        remote = whole * (1 - fewest / ranks.number)
+        if self.backend != "gloo":
+            remote /= fewest  # ranks of a host share it
         return whole * (ranks.number - 1) / ranks.number - remote, remote
 
     def seconds_of_collective(self, op: str, nbytes: int, ranks: "Ranks") -> float:

@@ -60,6 +60,20 @@ class Plan(Document):
         return self.tokens * self.ranks / self.seconds
 
     @property
+    def host_bytes(self) -> float:
+        """Bytes of a step that a host receives from other hosts, and sends to them, no headers."""
+        return self._ranks_of_host * sum(traffic.remote for traffic in self.traffic.values())
+
+    @property
+    def link_seconds(self) -> float:
+        """Seconds that these bytes take a host's link: a bound of the step."""
+        return self.host_bytes / (self._ranks_of_host * self.machine.remote.bandwidth)
+
+    @property
+    def _ranks_of_host(self) -> int:
+        return min(self.machine.ranks_per_host, self.ranks)
+
+    @property
     def fits(self) -> bool:
         """Whether the peak fits in the machine's memory."""
         return self.peak <= self.machine.memory
@@ -67,7 +81,7 @@ class Plan(Document):
     def to_dict(self) -> dict[str, Any]:
         """Returns the plan as numbers, strings, lists and dicts, for JSON; without the report."""
         names = ("ranks", "seconds", "computing", "waiting", "flops", "utilization")
-        more = ("tokens_per_second", "peak", "memory", "fits")
+        more = ("tokens_per_second", "peak", "memory", "fits", "host_bytes", "link_seconds")
         return {
             "model": self.report.model,
             "machine": self.machine.name,

@@ -102,13 +102,14 @@ def simulate(graphs: CapturedGraphs, sources: Mapping[str, Source], assumed: Ass
         if each.placeholder.requires_grad
     }
     parts = sum(p.registered.local.nbytes for p in parameters if p.handle.has_parts)
+    in_parts = {name for name in stepped if sources[name].parameter.handle.has_parts}
     budget = next((p.budget for p in parameters if p.budget), None)
     offloaded = {p for p in parameters if p.budget and p.budget.offloads(p)}
     in_file = {name for name, each in sources.items() if each in offloaded}
     states = math.inf if budget is None else budget.bytes_for_states(parameters)
     backwards = sorted(graphs.backward, key=lambda graph: graph.number, reverse=True)
     with twins_of(sources, assumed.machine.backend) as twins:
-        simulation = _Simulation(twins, stepped, in_file, assumed)
+        simulation = _Simulation(twins, stepped, in_file, in_parts, assumed)
         simulation.reserve(states, parts)
         return simulation.run(graphs.forward, backwards)
 
@@ -121,6 +122,7 @@ class _Simulation:
     twins: Mapping[str, Twin]
     stepped: Mapping[str, torch.Tensor]  # what this rank's optimizer steps, by the parameter's FQN
     in_file: Set[str]  # the parameters whose shards are in a file
+    in_parts: Set[str]  # the parameters whose shards replicas step in parts
     assumed: Assumptions
     now: float = 0.0  # seconds of the computation
     link_free: float = 0.0
@@ -130,6 +132,7 @@ class _Simulation:
     traffic: dict[str, Traffic] = field(default_factory=dict)
     reductions: list[Span] = field(default_factory=list)  # in flight
     gradients: dict[str, int] = field(default_factory=dict)  # bytes of their shards
+    whole: set[str] = field(default_factory=set)  # parts that were gathered since the last step
 
     def __post_init__(self) -> None:
         self.machine = self.assumed.machine
@@ -243,13 +246,27 @@ class _Simulation:
 
     def _start_gather(self, start: fx.Node) -> _Started:
         names = fqns_of(start)
+        self._gather_parts([name for name in names if name in self.in_parts - self.whole])
         nbytes = {name: self.twins[name].shard.nbytes for name in names}
         self._compute("cast", 2 * sum(nbytes.values()), names)
         self.memory.moved_in += sum(nbytes[name] for name in names if name in self.in_file)
         formats = ",".join(formats_of(start))
         gather = _C.Gather([self.twins[name] for name in names], formats)
         self.memory.follow_buffers()
-        return gather, [self._launch("gather", record) for record in self.log.take()]
+        return gather, [self._launch_record("gather", record) for record in self.log.take()]
+
+    def _gather_parts(self, names: Sequence[str]) -> None:
+        """Gathers the shards of ``names`` from the parts of replicas, as once after each step.
+
+        The runtime starts all of these gathers with a forward, in this order.
+        """
+        if names:
+            self.whole.update(names)
+            parameter = self._parameter(names[0])
+            replicas = cast(_C.Channel, parameter.replicas)
+            nbytes = sum(self.twins[name].shard.nbytes for name in names)
+            ranks = self._ranks_over_replicas(parameter, replicas.world_size)
+            self._launch("gather", "all_gather", nbytes, ranks, tuple(names), over_replicas=True)
 
     def _finish_gather(self, started: _Started, wait: fx.Node) -> None:
         gather, collectives = started
@@ -296,10 +313,12 @@ class _Simulation:
             most = _C.MAX_REPLICA_SUMS if over_replicas else _C.MAX_IN_FLIGHT
             while self._number_of(record.op) >= most:
                 self._finish_reduction()
-            self.reductions.append(self._launch("reduce", record))
+            self.reductions.append(self._launch_record("reduce", record))
 
     def _number_of(self, op: str) -> int:
-        return sum(reduction.name == op for reduction in self.reductions)
+        """Returns how many reductions are in flight, over replicas if ``op`` is "all_reduce"."""
+        over_replicas = sum(each.name != "reduce_scatter" for each in self.reductions)
+        return over_replicas if op == "all_reduce" else len(self.reductions) - over_replicas
 
     def _finish_reduction(self) -> None:
         reduction = self.reductions.pop(0)
@@ -308,20 +327,41 @@ class _Simulation:
         self._compute("unpack", 2 * nbytes, reduction.parameters)
         if reduction.name == "reduce_scatter":
             self.memory.change("gradients", nbytes)
+        elif reduction.name != "all_reduce":  # of the shard's gradient, this replica keeps its part
+            replicas = cast(_C.Channel, self._parameter(reduction.parameters[0]).replicas)
+            self.memory.change("gradients", nbytes // replicas.world_size - nbytes)
 
-    def _launch(self, lane: str, record: _C.Collective) -> Span:
+    def _launch_record(self, lane: str, record: _C.Collective) -> Span:
         names = names_in(record)
-        ranks = self._ranks(record, self.twins[names[0]])
-        seconds = self.machine.seconds_of_collective(record.op, record.nbytes, ranks)
-        local, remote = self.machine.bytes_over_links(record.op, record.nbytes, ranks)
+        twin = self.twins[names[0]]
+        if record.op != "all_reduce":
+            ranks = Ranks(record.world_size, min(self.machine.ranks_per_host, record.world_size))
+            return self._launch(lane, record.op, record.nbytes, ranks, names)
+        ranks = self._ranks_over_replicas(twin, record.world_size)
+        if self.in_parts.isdisjoint(names):  # twins have no parts
+            return self._launch(lane, record.op, record.nbytes, ranks, names)
+        return self._launch(lane, "reduce_scatter", record.nbytes, ranks, names, over_replicas=True)
+
+    def _launch(
+        self,
+        lane: str,
+        op: str,
+        nbytes: int,
+        ranks: Ranks,
+        names: tuple[str, ...],
+        over_replicas: bool = False,
+    ) -> Span:
+        seconds = self.machine.seconds_of_collective(op, nbytes, ranks)
+        local, remote = self.machine.bytes_over_links(op, nbytes, ranks)
+        name = f"{op} over replicas" if over_replicas else op
         start = max(self.now, self.link_free)
         self.link_free = start + seconds
-        launched = Span(lane, record.op, start, self.link_free, names, record.nbytes)
+        launched = Span(lane, name, start, self.link_free, names, nbytes)
         self.spans.append(launched)
         self._stop_for(launched, (1 - self.machine.overlap) * seconds)
-        traffic = self.traffic.setdefault(record.op, Traffic())
+        traffic = self.traffic.setdefault(name, Traffic())
         traffic.number += 1
-        traffic.nbytes += record.nbytes
+        traffic.nbytes += nbytes
         traffic.local += local
         traffic.remote += remote
         traffic.seconds += seconds
@@ -330,13 +370,10 @@ class _Simulation:
     def _parameter(self, name: str) -> _C.Parameter:
         return cast(_C.Parameter, self.twins[name])  # it has gradients
 
-    def _ranks(self, record: _C.Collective, twin: Twin) -> Ranks:
-        of_host = self.machine.ranks_per_host
-        if record.op == "all_reduce":
-            # Corresponding ranks of two replicas are a shard group's size apart.
-            on_host = min(of_host // twin.world_size, record.world_size)
-            return Ranks(record.world_size, max(on_host, 1))
-        return Ranks(record.world_size, min(of_host, record.world_size))
+    def _ranks_over_replicas(self, twin: Twin, replicas: int) -> Ranks:
+        # Corresponding ranks of two replicas are a shard group's size apart.
+        on_host = min(self.machine.ranks_per_host // twin.world_size, replicas)
+        return Ranks(replicas, max(on_host, 1))
 
     def _stop_for(self, collective: Span, seconds: float) -> None:
         if seconds > 0:

@@ -1,19 +1,36 @@
 """Plans that differ in one number, side by side."""
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+from deepcompile_zero3.tools.planning.machine import Machine
 from deepcompile_zero3.tools.planning.memory import KINDS
 from deepcompile_zero3.tools.planning.predicted import Plan
 from deepcompile_zero3.tools.table import Table
 
+Value: TypeAlias = float | str
+
+
+def _layout(text: str) -> str:
+    if text not in LAYOUTS:
+        raise ValueError
+    return text
+
+
+# Layouts on several hosts: all ranks have a shard; each host has the model, in shards; and likewise
+# with a part of each shard for a host to step.
+LAYOUTS = ("flat", "replicas", "parts")
 _OF_BACKEND = ("keep_mb", "activations_mb", "gather_bucket_mb")
-KNOBS = {"ranks": int, "batch": int, "sequence": int, **dict.fromkeys(_OF_BACKEND, float)}
+KNOBS: dict[str, Callable[[str], Value]] = {
+    **dict.fromkeys(("ranks", "batch", "sequence"), int),
+    **dict.fromkeys(_OF_BACKEND, float),
+    "layout": _layout,
+}
 
 
-def parse(text: str) -> tuple[str, list[float]]:
+def parse(text: str) -> tuple[str, list[Value]]:
     """Returns the name and the values of ``NAME=A,B,...``."""
     knob, _, values = text.partition("=")
     if knob not in KNOBS:
@@ -21,11 +38,35 @@ def parse(text: str) -> tuple[str, list[float]]:
     try:
         return knob, [KNOBS[knob](value) for value in values.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"NAME=A,B,... of numbers, got {text!r}") from None
+        of = ", ".join(LAYOUTS) if knob == "layout" else "numbers"
+        raise argparse.ArgumentTypeError(f"NAME=A,B,... of {of}, got {text!r}") from None
 
 
-def table(knob: str, plans: Mapping[float, Plan]) -> Table:
-    """Returns a table with a row for each value."""
+def arguments_of(knob: str, value: Value, ranks: int, machine: Machine) -> dict[str, Any]:
+    """Returns the arguments of the command line that a value changes.
+
+    Raises:
+        ValueError: the value is a layout on several hosts, and there is one.
+    """
+    if knob != "layout":
+        return {knob: value}
+    hosts = -(-ranks // machine.ranks_per_host)
+    if hosts == 1:
+        raise ValueError(
+            f"layouts differ between hosts, and {ranks} ranks are on one host of up to "
+            f"{machine.ranks_per_host}: pass --set ranks_per_host=N"
+        )
+    replicas = 1 if value == "flat" else hosts
+    return {"replicas": replicas, "shard_optimizer_over_replicas": value == "parts"}
+
+
+def table(knob: str, plans: Mapping[Value, Plan]) -> Table:
+    """Returns a table with a row for each value.
+
+    What a host sends to others, and how long its link takes for that at least, has columns if there
+    are several hosts.
+    """
+    has_links = any(plan.host_bytes for plan in plans.values())
     rows = [
         (
             str(value),
@@ -35,13 +76,35 @@ def table(knob: str, plans: Mapping[float, Plan]) -> Table:
             f"{plan.utilization:.0%}",
             f"{plan.peak / 1e9:.3g}",
             "yes" if plan.fits else "no",
+            *(
+                (f"{plan.host_bytes / 1e9:.4g}", f"{plan.link_seconds * 1e3:.4g}")
+                if has_links
+                else ()
+            ),
         )
         for value, plan in plans.items()
     ]
-    return Table("", (knob, "ms", "tokens/s", "waits", "FLOP/s", "GB", "fits"), rows)
+    columns = (knob, "ms", "tokens/s", "waits", "FLOP/s", "GB", "fits")
+    links = ("GB a host sends", "link ms") if has_links else ()
+    return Table("", (*columns, *links), rows)
 
 
-def draw(title: str, knob: str, plans: Mapping[float, Plan], path: Path) -> None:
+def verdict(plans: Mapping[Value, Plan]) -> str:
+    """Returns which of the plans that fit is the quickest, beside the one that takes least."""
+    fitting = {value: plan for value, plan in plans.items() if plan.fits}
+    if not fitting:
+        return "none of them fits"
+    quickest = min(fitting, key=lambda value: fitting[value].seconds)
+    smallest = min(fitting, key=lambda value: fitting[value].peak)
+
+    def told(value: Value) -> str:
+        return f"{fitting[value].seconds * 1e3:.4g} ms and {fitting[value].peak / 1e9:.3g} GB"
+
+    line = f"quickest that fits: {quickest}, {told(quickest)}"
+    return line if smallest == quickest else f"{line}; least memory: {smallest}, {told(smallest)}"
+
+
+def draw(title: str, knob: str, plans: Mapping[Value, Plan], path: Path) -> None:
     """Draws bars of the step's seconds and of the memory at the peak, for each value."""
     try:
         from matplotlib.figure import Figure
