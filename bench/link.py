@@ -9,6 +9,7 @@
 import ctypes
 import os
 import shutil
+import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,7 +17,7 @@ from pathlib import Path
 
 DEVICE = "wire"  # the name of either end of the link
 FIRST_ADDRESS = "10.213.0.1"  # of the first host
-_CLONE_NEWNET = 0x40000000  # of Linux's setns()
+_CLONE_NEWNET, _CLONE_NEWUTS = 0x40000000, 0x04000000  # of Linux's setns() and unshare()
 
 
 class NoHostsError(RuntimeError):
@@ -74,12 +75,13 @@ def set_link(name: str, state: str) -> None:
 def enter(name: str) -> None:
     """Moves this thread, and threads that it starts from now on, to a host, and gloo with them.
 
-    Connections that exist stay where they were made.
+    The host's name is ``name``. Connections that exist stay where they were made.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/run/netns/{name}") as namespace:
-        if libc.setns(namespace.fileno(), _CLONE_NEWNET) != 0:
+        if libc.setns(namespace.fileno(), _CLONE_NEWNET) != 0 or libc.unshare(_CLONE_NEWUTS) != 0:
             raise OSError(ctypes.get_errno(), f"cannot enter {name}")
+    socket.sethostname(name)
     os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
 
 

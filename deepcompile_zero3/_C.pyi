@@ -184,6 +184,7 @@ class ProcessGroupChannel(Channel):
         self,
         group_name: str,
         rank: int,
+        rank_names: Sequence[str],
         world_size: int,
         device: torch.device,
         sends_to_itself: bool,
@@ -250,7 +251,12 @@ def invalidate(parameters: Sequence[Parameter]) -> None: ...
 
 class OneHost:
     def __init__(
-        self, group_name: str, rank: int, pids: Sequence[int], control: torch.Tensor
+        self,
+        group_name: str,
+        rank: int,
+        rank_names: Sequence[str],
+        pids: Sequence[int],
+        control: torch.Tensor,
     ) -> None: ...
     @staticmethod
     def control_bytes(world_size: int) -> int: ...

@@ -74,14 +74,15 @@ const char* name_of(PresenceState state) {
 }
 
 // "'fqn' has a gradient on rank 0, 2, is frozen (requires_grad=False) on rank 1"
-std::string describe(const std::string& fqn, const std::vector<Presences>& ranks, size_t i) {
-  std::string text = "'" + fqn + "'";
+std::string describe(const Parameter& parameter, const std::vector<Presences>& ranks, size_t i) {
+  const auto names = parameter.transport()->rank_names();
+  std::string text = "'" + parameter.fqn() + "'";
   for (auto state : {PresenceState::kGradient, PresenceState::kSum, PresenceState::kNothing,
                      PresenceState::kFrozen, PresenceState::kWithheld}) {
     std::string which;
     for (size_t rank = 0; rank < ranks.size(); ++rank)
       if (ranks[rank][i].state == state)
-        which += (which.empty() ? "" : ", ") + std::to_string(rank);
+        which += (which.empty() ? "" : ", ") + names.of(static_cast<int64_t>(rank));
     if (which.empty()) continue;
     text += std::string(text.back() == '\'' ? " " : ", ") + name_of(state) + " on rank " + which;
   }
@@ -135,7 +136,7 @@ void PresenceCheck::finish() {
     const bool is_strict =
         state == PresenceState::kOnSome && parameter->settings.requires_gradient_on_all_ranks;
     ZERO3_CHECK(state != PresenceState::kConflict && !is_strict,
-                "ranks disagree on a gradient: ", describe(parameter->fqn(), ranks, i),
+                "ranks disagree on a gradient: ", describe(*parameter, ranks, i),
                 is_replicated ? " (of those with other shards; replicas may differ too)" : "",
                 is_strict
                     ? "; set_requires_gradient_on_all_ranks(False) lets it count as zero there"

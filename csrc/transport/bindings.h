@@ -29,7 +29,8 @@ inline void bind_transports(pybind11::module_& m) {
       .def_property_readonly("world_size", [](const Channel& self) { return self.world_size; });
   pybind11::class_<ProcessGroupChannel, Channel, std::shared_ptr<ProcessGroupChannel>>(
       m, "ProcessGroupChannel")
-      .def(pybind11::init<const std::string&, int64_t, int64_t, at::Device, bool>());
+      .def(pybind11::init<const std::string&, int64_t, std::vector<std::string>, int64_t,
+                          at::Device, bool>());
   pybind11::class_<SimulatedChannel, Channel, std::shared_ptr<SimulatedChannel>>(m,
                                                                                  "SimulatedChannel")
       .def(pybind11::init<const std::string&, int64_t, int64_t, const std::string&>());
@@ -45,8 +46,8 @@ inline void bind_transports(pybind11::module_& m) {
       .def(pybind11::init<std::shared_ptr<OneHost>, const Source&, at::Tensor,
                           std::shared_ptr<CopyMemory>, bool>());
   pybind11::class_<OneHost, std::shared_ptr<OneHost>>(m, "OneHost")
-      .def(pybind11::init<const std::string&, int64_t, const std::vector<int64_t>&,
-                          const at::Tensor&>())
+      .def(pybind11::init<const std::string&, int64_t, std::vector<std::string>,
+                          const std::vector<int64_t>&, const at::Tensor&>())
       .def_static("control_bytes", &OneHost::control_bytes)
       .def_property_readonly(
           "mailbox_bytes",

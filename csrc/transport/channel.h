@@ -13,6 +13,8 @@
 #include <utility>
 #include <vector>
 
+#include "support/rank_names.h"
+
 namespace zero3 {
 
 // Contiguous tensors [n], one for each rank. Unless the channel is point to point, all n are equal,
@@ -67,8 +69,12 @@ class Channel {
   // Traits of a c10d backend.
   static Traits traits_of(const std::string& backend, bool on_cpu, bool carries_data);
 
-  Channel(std::string name, int64_t rank, int64_t world_size, Traits traits)
-      : name(std::move(name)), rank(rank), world_size(world_size), traits(traits) {}
+  Channel(std::string name, int64_t rank, int64_t world_size, Traits traits, RankNames names = {})
+      : name(std::move(name)),
+        rank(rank),
+        world_size(world_size),
+        traits(traits),
+        rank_names(std::move(names)) {}
   virtual ~Channel() = default;
   Channel(const Channel&) = delete;
   Channel& operator=(const Channel&) = delete;
@@ -79,6 +85,7 @@ class Channel {
   const int64_t rank;
   const int64_t world_size;
   const Traits traits;
+  const RankNames rank_names;
 };
 
 // An exchange of a rank that is alone: nothing moves.

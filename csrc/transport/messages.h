@@ -21,6 +21,7 @@ class Messages : public Transport {
         reductions(std::move(reductions)) {}
 
   std::string name() const override { return "c10d"; }
+  RankNames rank_names() const override { return gathers->rank_names; }
   bool joins(const Transport& other) const override {
     const auto* messages = dynamic_cast<const Messages*>(&other);
     return messages && is_same(gathers.get(), messages->gathers.get()) &&

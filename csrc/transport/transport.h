@@ -11,6 +11,7 @@
 
 #include "parameter/parameter.h"
 #include "support/memory.h"
+#include "support/rank_names.h"
 #include "transport/presences.h"
 
 namespace zero3 {
@@ -63,6 +64,9 @@ class Transport {
 
   // The name that users give.
   virtual std::string name() const = 0;
+
+  // How messages name the ranks of the process group.
+  virtual RankNames rank_names() const { return {}; }
 
   // Whether parameters of both go through the same collectives.
   virtual bool joins(const Transport& other) const = 0;

@@ -17,6 +17,7 @@ from deepcompile_zero3.sharding.module import groups_in
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.transport.connection import Connection, Connector
 from deepcompile_zero3.transport.json_collectives import all_gather_json, check_all_alike
+from deepcompile_zero3.transport.rank_names import learn_hosts, this_rank
 
 
 def build(
@@ -110,11 +111,12 @@ def raise_on_all_ranks(
     values = [value]
     try:
         for group in groups:
-            mine = [values, list(failures.items())]
+            mine = [values, list(failures.items()), this_rank()]
             values = []
-            for theirs, of_rank in all_gather_json(what, mine, group):
+            for theirs, of_rank, rank in all_gather_json(what, mine, group):
                 values += [each for each in theirs if each not in values]
                 failures |= dict(of_rank)
+                learn_hosts([rank])
         if failure is not None:
             raise failure
     except Zero3Error as error:

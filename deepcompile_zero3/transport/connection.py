@@ -10,6 +10,7 @@ from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.transport.choice import OTHERS, TransportName
 from deepcompile_zero3.transport.one_host import MappedMemory, share
 from deepcompile_zero3.transport.process_groups import group_for_reductions, neighbors
+from deepcompile_zero3.transport.rank_names import rank_names
 
 
 @dataclass(frozen=True)
@@ -108,5 +109,5 @@ def channel_of(
     With ``sends_to_itself``, a group of one rank calls collectives too.
     """
     return _C.ProcessGroupChannel(
-        group.group_name, group.rank(), group.size(), device, sends_to_itself
+        group.group_name, group.rank(), rank_names(group), group.size(), device, sends_to_itself
     )

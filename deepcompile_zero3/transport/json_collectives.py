@@ -12,6 +12,7 @@ import torch.distributed as dist
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.guides import Guide
+from deepcompile_zero3.transport.rank_names import rank_names
 
 _CODE_BITS = 24
 
@@ -64,9 +65,11 @@ def all_gather_codes(
             if other != what:
                 others[rank] = other
     if others:
+        names = rank_names(group)
+        by_rank = {names[rank]: call for rank, call in others.items()}
         raise Zero3Error(
-            f"ranks make different calls: {what} here, and {others} by rank in the group. All "
-            "ranks make the same calls, in one order"
+            f"ranks make different calls: {what} here, and {by_rank} by rank. All ranks make the "
+            "same calls, in one order"
         )
     return said
 
@@ -147,13 +150,14 @@ def check_all_alike(
         group: process group of the ranks.
         remedy: end of the message.
     """
-    for other, theirs in enumerate(all_gather_alike(what, described, group)):
+    names = rank_names(group)
+    for other, theirs in zip(names, all_gather_alike(what, described, group), strict=True):
         if theirs == described:
             continue
         for position, (one, another) in enumerate(itertools.zip_longest(described, theirs)):
             if one != another:
                 raise Zero3Error(
                     f"ranks disagree on the module's parameter {position}: it is {one} on rank "
-                    f"{dist.get_rank(group)} and {another} on rank {other}; {remedy}. "
+                    f"{names[dist.get_rank(group)]} and {another} on rank {other}; {remedy}. "
                     f"See {Guide.DISAGREEMENT}"
                 )

@@ -26,6 +26,7 @@ from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.transport.choice import TransportName
 from deepcompile_zero3.transport.json_collectives import all_gather_json
 from deepcompile_zero3.transport.process_groups import exists
+from deepcompile_zero3.transport.rank_names import rank_names
 
 # A rank's mailbox holds the largest gradient and this many bytes more.
 MAILBOX_BYTES = 32 << 20
@@ -106,8 +107,13 @@ def share(
     try:
         offers = [_Offer(*offer) for offer in all_gather_json("fully_shard: memory", mine, group)]
         if len({offer.transport for offer in offers}) > 1:
-            asked = {rank: offer.transport for rank, offer in enumerate(offers)}
-            raise Zero3Error(f"ranks disagree on the transport, {asked}: give all the same")
+            asked = [
+                f"{offer.transport!r} on rank {name}"
+                for name, offer in zip(rank_names(group), offers, strict=True)
+            ]
+            raise Zero3Error(
+                f"ranks disagree on the transport, {', '.join(asked)}: give all the same"
+            )
         if transport == "shared_memory" and not is_possible:
             raise Zero3Error(
                 f"transport='shared_memory' needs a process group of gloo on CPUs; this one is "
@@ -130,7 +136,11 @@ def share(
         if transport == "shared_memory":
             raise Zero3Error(
                 "transport='shared_memory' is not possible: "
-                + "; ".join(f"rank {rank}: {why}" for rank, why in enumerate(troubles) if why)
+                + "; ".join(
+                    f"rank {name}: {why}"
+                    for name, why in zip(rank_names(group), troubles, strict=True)
+                    if why
+                )
             )
         return None
     return segments.parts([offer.pid for offer in offers])
@@ -208,7 +218,9 @@ class _Segments:
         one_host = self._one_host
         if one_host is None:
             rank = dist.get_rank(self._group)
-            one_host = _C.OneHost(self._group.group_name, rank, pids, self._mapped["control"])
+            names = rank_names(self._group)
+            control = self._mapped["control"]
+            one_host = _C.OneHost(self._group.group_name, rank, names, pids, control)
             _one_hosts[self._group] = one_host
         if "mailboxes" in self._mapped:
             one_host.set_mailboxes(self._mapped["mailboxes"].view(self._world_size, -1))

@@ -126,7 +126,7 @@ def _told(hosts, layout, moment, what, seconds, folder, ranks=2):
 
 
 _NAMED = re.compile(
-    r"Zero3Error: zero3: (an exchange with rank \d failed \(.*(blocks|head)\.|"
+    r"Zero3Error: zero3: (an exchange with rank \d \(host zero3-.*\) failed \(.*(blocks|head)\.|"
     r"cannot go on without rank \d \(pid \d+, dead\).*'(blocks|head)\.|"
     r"a backward has ended on rank \d without a gradient of '(blocks|head)\.)"
 )
@@ -150,7 +150,8 @@ def test_a_cut_link_is_told_on_both_sides(hosts, layout, moment, tmp_path):
     assert {*told} == {0, 1}
     for rank, (waited, message) in told.items():
         assert waited < TIMEOUT + SLACK
-        assert f"an exchange with rank {1 - rank} failed ({EXCHANGES[layout, moment]}" in message
+        other = f"rank {1 - rank} (host {hosts[1 - rank]})"
+        assert f"an exchange with {other} failed ({EXCHANGES[layout, moment]}" in message
 
 
 @pytest.mark.long
@@ -213,7 +214,8 @@ def test_a_rank_that_is_killed_is_missed_on_both_hosts(hosts, layout, moment, tm
     told = _told(hosts, layout, moment, "rank", LONG, tmp_path, ranks=4)
     assert {*told} == {0, 1, 2}
     assert all(waited < SLACK and _NAMED.match(message) for waited, message in told.values())
-    assert ", dead): " in told[2][1]  # which shares memory with it
+    assert f"an exchange with rank 3 (host {hosts[1]}) failed" in told[1][1]  # over replicas
+    assert re.search(r"rank 3 \(pid \d+, dead\): ", told[2][1])  # which shares memory with it
 
 
 # ---- what is no fault

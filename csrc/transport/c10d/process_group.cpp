@@ -182,7 +182,9 @@ c10::intrusive_ptr<Group> group_of(const std::string& name) {
 class ProcessGroupExchange : public Exchange {
  public:
   explicit ProcessGroupExchange(const Channel& channel)
-      : rank_(channel.rank), by_messages_(channel.traits.is_point_to_point) {
+      : rank_(channel.rank),
+        rank_names_(channel.rank_names),
+        by_messages_(channel.traits.is_point_to_point) {
     auto group = group_of(channel.name);
     AbandonedTransfers::get().wait(group);
     transfers_ = std::make_unique<Transfers>(std::move(group));
@@ -210,6 +212,7 @@ class ProcessGroupExchange : public Exchange {
   at::Tensor keep(const at::Tensor& tensor) { return transfers_->tensors.emplace_back(tensor); }
 
   const int64_t rank_;
+  const RankNames rank_names_;
   const bool by_messages_;                // sends and receives
   std::unique_ptr<Transfers> transfers_;  // until wait()
 };
@@ -225,7 +228,7 @@ void ProcessGroupExchange::gather(const std::vector<Piece>& pieces) {
           *transfers_->group, rank_, rows.size(), key, [&](int64_t) { return rows[rank_]; },
           [&](int64_t from) { return rows[from]; },
           [&](int64_t with, auto begin) {
-            transfers_->start("rank " + std::to_string(with), key, begin);
+            transfers_->start("rank " + rank_names_.of(with), key, begin);
           });
       continue;
     }
@@ -287,7 +290,7 @@ void ProcessGroupExchange::all_to_all(const Rows& rows, const std::string& key) 
         *transfers_->group, rank_, rows.size(), key, [&](int64_t to) { return rows[to]; },
         [&](int64_t from) { return addends[from]; },
         [&](int64_t with, auto begin) {
-          transfers_->start("rank " + std::to_string(with), key, begin);
+          transfers_->start("rank " + rank_names_.of(with), key, begin);
         });
     return;
   }
@@ -325,10 +328,11 @@ std::chrono::milliseconds timeout_of(const std::string& group_name) {
 }
 
 ProcessGroupChannel::ProcessGroupChannel(const std::string& group_name, int64_t rank,
-                                         int64_t world_size, at::Device device,
-                                         bool sends_to_itself)
+                                         std::vector<std::string> rank_names, int64_t world_size,
+                                         at::Device device, bool sends_to_itself)
     : Channel(group_name, rank, world_size,
-              traits_of(backend_name(group_name, device), device.is_cpu(), true)),
+              traits_of(backend_name(group_name, device), device.is_cpu(), true),
+              RankNames(std::move(rank_names))),
       moves_nothing_(world_size == 1 && !sends_to_itself) {}
 
 std::unique_ptr<Exchange> ProcessGroupChannel::exchange() const {

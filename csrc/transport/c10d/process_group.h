@@ -6,6 +6,7 @@
 
 #include <chrono>
 #include <string>
+#include <vector>
 
 #include "transport/channel.h"
 
@@ -16,9 +17,11 @@ namespace zero3 {
 // its group is destroyed, the next exchange of any group frees its tensors.
 class ProcessGroupChannel : public Channel {
  public:
-  // With `sends_to_itself`, a rank that is alone calls the backend's collectives as others do.
-  ProcessGroupChannel(const std::string& group_name, int64_t rank, int64_t world_size,
-                      at::Device device, bool sends_to_itself);
+  // `rank_names` are for messages, by rank. With `sends_to_itself`, a rank that is alone calls the
+  // backend's collectives as others do.
+  ProcessGroupChannel(const std::string& group_name, int64_t rank,
+                      std::vector<std::string> rank_names, int64_t world_size, at::Device device,
+                      bool sends_to_itself);
   std::unique_ptr<Exchange> exchange() const override;
 
  private:

@@ -187,7 +187,7 @@ void Mailbox::check_complete(const PendingSum& pending) const {
   const auto& parameter = *pending.parameter;
   const auto ranks_gone = pending.words().ranks_gone(pending.epoch);
   ZERO3_CHECK(
-      ranks_gone.empty(), "a backward has ended on rank ", ranks_gone.front(),
+      ranks_gone.empty(), "a backward has ended on ", waiter_->name_of_rank(ranks_gone.front()),
       " without a gradient of '", parameter.fqn(),
       "': it has raised there, that rank does not use the parameter, or its forwards gather "
       "more often than here, as eager ones do beside compiled ones. All ranks must run the "
@@ -200,8 +200,8 @@ std::optional<at::Tensor> Mailbox::rows_of(int64_t rank, const PendingSum& pendi
   if (dtype == kZero) return std::nullopt;
   const auto wire = static_cast<at::ScalarType>(wire_dtype);
   ZERO3_CHECK(wire == pending.wire_dtype, "ranks disagree on the dtype that the gradient of '",
-              source.fqn, "' is reduced in: ", wire, " on rank ", rank, " and ", pending.wire_dtype,
-              " on rank ", waiter_->rank(),
+              source.fqn, "' is reduced in: ", wire, " on ", waiter_->name_of_rank(rank), " and ",
+              pending.wire_dtype, " on ", waiter_->name_of_rank(waiter_->rank()),
               ". Give grad_dtype and reduce_dtype the same values on all ranks");
   const auto options = at::TensorOptions(static_cast<at::ScalarType>(dtype));
   const int64_t first = source.layout.first_row_of(waiter_->rank());

@@ -31,8 +31,8 @@ int64_t OneHost::control_bytes(int64_t world_size) {
   return sizeof(WakeWord) + world_size * sizeof(RankState);
 }
 
-OneHost::OneHost(const std::string& group_name, int64_t rank, const std::vector<int64_t>& pids,
-                 at::Tensor control)
+OneHost::OneHost(const std::string& group_name, int64_t rank, std::vector<std::string> rank_names,
+                 const std::vector<int64_t>& pids, at::Tensor control)
     : group_name(group_name),
       control(std::move(control)),
       rank_states(reinterpret_cast<RankState*>(data_of(this->control) + sizeof(WakeWord))),
@@ -40,7 +40,9 @@ OneHost::OneHost(const std::string& group_name, int64_t rank, const std::vector<
           reinterpret_cast<WakeWord*>(data_of(this->control)), rank_states, rank,
           std::vector<pid_t>(pids.begin(), pids.end()), timeout_of(group_name))),
       backwards(rank_states, rank),
-      announcements(rank_states, rank, static_cast<int64_t>(pids.size())) {}
+      announcements(rank_states, rank, static_cast<int64_t>(pids.size())) {
+  waiter->name_ranks(RankNames(std::move(rank_names)));
+}
 
 CopyMemory::CopyMemory(at::Tensor writable, at::Tensor readable)
     : ring(writable.nbytes()), writable(std::move(writable)), readable(std::move(readable)) {}

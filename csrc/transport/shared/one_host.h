@@ -19,9 +19,10 @@ class SharedPresences;
 
 // The ranks of a process group that live on one host.
 struct OneHost {
-  // `control` is zeroed shared memory: a WakeWord, and a RankState for each rank.
-  OneHost(const std::string& group_name, int64_t rank, const std::vector<int64_t>& pids,
-          at::Tensor control);
+  // `rank_names` are for messages, by rank. `control` is zeroed shared memory: a WakeWord, and a
+  // RankState for each rank.
+  OneHost(const std::string& group_name, int64_t rank, std::vector<std::string> rank_names,
+          const std::vector<int64_t>& pids, at::Tensor control);
 
   const std::string group_name;
 

@@ -142,8 +142,7 @@ RankWaiter::RankWaiter(WakeWord* wake_word, RankState* states, int64_t rank,
 
 void RankWaiter::begin_anew() {
   if (getpid() != pid_)
-    throw_error("process " + std::to_string(getpid()) + " was forked from rank " +
-                std::to_string(rank_) +
+    throw_error("process " + std::to_string(getpid()) + " was forked from " + name_of_rank(rank_) +
                 " of a sharded model, and cannot compute with it: its memory is shared with the "
                 "other ranks. Fork before fully_shard, or start new processes with \"spawn\"");
   if (states_[rank_].gave_up.load() != 0) states_[rank_].gave_up.store(0);
@@ -229,8 +228,7 @@ void RankWaiter::check_others_go_on(const Missing& missing) const {
     const auto gave_up = states_[rank].gave_up.load();
     if (gave_up == 0 || states_[rank].waits.load() != gave_up + 1) continue;
     states_[rank_].gave_up.store(states_[rank_].waits.load());  // tells its own waiters
-    throw_error("rank " + std::to_string(rank) +
-                " has given up, since ranks wait for each other: " +
+    throw_error(name_of_rank(rank) + " has given up, since ranks wait for each other: " +
                 text_of({0, {{rank_, 0, 0}, {rank, 0, 0}}}));
   }
 }
@@ -246,9 +244,8 @@ std::string RankWaiter::text_of(const Circle& circle) const {
     }
     what.back() = '\0';
     const int64_t for_rank = state.for_rank.load();
-    const auto whom = for_rank == kNobody ? "others" : "rank " + std::to_string(for_rank);
-    text += "rank " + std::to_string(link.rank) + " waits for " + whom + ", since " + what.data() +
-            "; ";
+    const auto whom = for_rank == kNobody ? "others" : name_of_rank(for_rank);
+    text += name_of_rank(link.rank) + " waits for " + whom + ", since " + what.data() + "; ";
   }
   return text + same_forwards();
 }
@@ -259,7 +256,7 @@ std::string RankWaiter::state_of(int64_t rank, bool* is_dead) const {
   const bool is_another =
       status && status->started && peer.started && *status->started != *peer.started;
   *is_dead = !status || is_another || status->state == 'Z' || status->state == 'X';
-  return "rank " + std::to_string(rank) + " (pid " + std::to_string(peer.pid) + ", " +
+  return name_of_rank(rank) + " (pid " + std::to_string(peer.pid) + ", " +
          (*is_dead ? "dead" : name_of(status->state)) + ")";
 }
 

@@ -7,8 +7,10 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "support/rank_names.h"
 #include "transport/shared/words.h"
 
 namespace zero3 {
@@ -19,6 +21,11 @@ class RankWaiter {
   // `states` and `pids` have one entry for each rank.
   RankWaiter(WakeWord* wake_word, RankState* states, int64_t rank, std::vector<pid_t> pids,
              std::chrono::milliseconds timeout);
+
+  // Sets how messages name the ranks.
+  void name_ranks(RankNames names) { names_ = std::move(names); }
+  const RankNames& names() const { return names_; }
+  std::string name_of_rank(int64_t rank) const { return "rank " + names_.of(rank); }
 
   int64_t rank() const { return rank_; }
   int64_t world_size() const { return static_cast<int64_t>(peers_.size()); }
@@ -76,6 +83,7 @@ class RankWaiter {
   RankState* states_;
   int64_t rank_;
   std::vector<Peer> peers_;
+  RankNames names_;
   std::chrono::milliseconds timeout_;
   const pid_t pid_;
 };

@@ -144,7 +144,8 @@ void SharedGather::publish_where_possible(bool waits) {
 
 std::string SharedGather::why_again(size_t i) const {
   if (!publications_[i].has_changed) return "";
-  return ", which has changed on rank " + std::to_string(one_host().waiter->rank()) +
+  const auto& waiter = *one_host().waiter;
+  return ", which has changed on " + waiter.name_of_rank(waiter.rank()) +
          " since its forward: if on no other, change parameters on all ranks, or after backward()";
 }
 

@@ -29,6 +29,7 @@ class SharedMemory : public Transport {
   static SharedMemory& of(const Parameter& parameter) { return of(*parameter.source); }
 
   std::string name() const override { return "shared_memory"; }
+  RankNames rank_names() const override { return one_host_->waiter->names(); }
   bool joins(const Transport& other) const override;
   // In shared_gather.cpp and shared_reduce.cpp.
   std::unique_ptr<GatherBucket> gather_bucket(std::vector<SourcePtr> sources) override;

@@ -60,7 +60,8 @@ void SharedPresences::read() {
     if (unannounced.empty()) return std::nullopt;
     const auto gone = one_host_->announcements.ranks_gone(round_);
     ZERO3_CHECK(
-        gone.empty(), "rank ", gone.front(), " has gone on without a backward of '", first,
+        gone.empty(), one_host_->waiter->name_of_rank(gone.front()),
+        " has gone on without a backward of '", first,
         "' and the parameters after it: it has raised there, that rank does not use them, or "
         "its forwards gather more often than here, as eager ones do beside compiled ones. "
         "All ranks must run the same forwards and backwards");
@@ -81,11 +82,12 @@ void SharedPresences::check_topic_of(int64_t rank) const {
   const auto topic = one_host_->announcements.topic_of(rank);
   if (topic == topic_) return;
   const auto& first = *parameters_.front();
-  const auto here = std::to_string(one_host_->waiter->rank()), there = std::to_string(rank);
+  const auto& waiter = *one_host_->waiter;
+  const auto here = waiter.name_of_rank(waiter.rank()), there = waiter.name_of_rank(rank);
   if (presence_id_in(topic) == first.presence_id)
     throw_error("ranks do not reduce the same gradients of the model of '" + first.fqn() +
-                "': those of " + text_of(topic_) + " on rank " + here + ", and of " +
-                text_of(topic) + " on rank " + there + ". All ranks must do the same");
+                "': those of " + text_of(topic_) + " on " + here + ", and of " + text_of(topic) +
+                " on " + there + ". All ranks must do the same");
   std::string theirs = "another";
   for (int64_t model_number : Registry::get().live_model_numbers())
     for (auto& parameter : Registry::get().of_model(model_number))
@@ -93,7 +95,7 @@ void SharedPresences::check_topic_of(int64_t rank) const {
           parameter->transport()->joins(*first.transport()))
         theirs = "that of '" + parameter->fqn() + "'";
   throw_error("ranks come to the models of one backward in other orders: to that of '" +
-              first.fqn() + "' on rank " + here + ", and to " + theirs + " on rank " + there +
+              first.fqn() + "' on " + here + ", and to " + theirs + " on " + there +
               ". Call backward() for each model by itself, in one order on all ranks");
 }
 
