@@ -22,6 +22,7 @@ from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.compile_once import first_alone, graph_key
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.grad_dtype import declare
+from deepcompile_zero3.graph.calls import calls_by_region
 from deepcompile_zero3.graph.capture import is_capturing
 from deepcompile_zero3.graph.log import logs_are_requested
 from deepcompile_zero3.graph.recording import is_recording_graphs, run_recorded
@@ -31,6 +32,7 @@ from deepcompile_zero3.passes.contract import declare_grad_dtypes, forget_contra
 from deepcompile_zero3.passes.lift import attach, lift_unshards
 from deepcompile_zero3.passes.partitioner import Partitioner
 from deepcompile_zero3.passes.pipeline import Pipeline
+from deepcompile_zero3.passes.region_calls import call_again, check_regions_once
 from deepcompile_zero3.passes.region_facts import RegionFacts
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.first_actions import announce_at, nodes_of
@@ -124,6 +126,7 @@ class CompiledGraph:
 
     Attributes:
         num_parameters: number of sharded parameters that the graph reads.
+        calls: number of calls of each region in the graph, by its name.
     """
 
     def __init__(
@@ -146,6 +149,7 @@ class CompiledGraph:
         parameters = parameters_behind(sources.values())
         self.num_parameters = len(parameters)
         self._pipeline, regions, self._checks = describe(gm, sources, example_inputs, options)
+        self.calls = {name: len(calls) for name, calls in calls_by_region(gm).items()}
         self._bytes_ahead = self._pipeline.options.bytes_ahead
         self._run = _compile(gm, example_inputs, self._pipeline, regions, compile_graph)
 
@@ -257,6 +261,7 @@ def _compile(
 ) -> Callable:
     options = pipeline.options
     declare_grad_dtypes(gm, pipeline.inputs)
+    calls_again = check_regions_once(gm)
     if not options.inductor:
         return _interpreted(gm, example_inputs, pipeline, regions)
     config = dict(options.inductor_config)
@@ -273,6 +278,8 @@ def _compile(
         config |= compiler.may_be_stored(declare, config)
     if not all(facts.is_gathered for facts in pipeline.inputs.values()):
         config |= compiler.may_be_stored(attach, config)
+    if calls_again:
+        config |= compiler.may_be_stored(call_again, config)
     stored = _stored(gm, example_inputs, pipeline, compile_graph)
     with compiler.noting_donations(), stored:
         return compiler.compile_fx(

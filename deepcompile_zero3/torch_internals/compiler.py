@@ -328,6 +328,18 @@ def forbid_donation() -> None:
             donated.clear()
 
 
+def differentiable_region(name: str) -> Callable | None:
+    """Returns what differentiates a region in the trace that runs now, or None.
+
+    ``invoke_subgraph`` stores it by the region's name when it is first called, once it has checked
+    that the region writes to no argument. Not every release does.
+    """
+    caches = getattr(_TracingContext.try_get(), "hop_dispatch_set_cache", None)
+    stored = None if caches is None else caches.get_cache(invoke_subgraph)
+    find = getattr(stored, "get_autograd_key_entry", None)
+    return None if find is None else find(name)
+
+
 def set_results(graph: torch.fx.Graph, results: Sequence[torch.fx.Node | None]) -> None:
     """Makes a graph return ``results``.
 

@@ -10,7 +10,6 @@ from torch import fx, nn
 
 from deepcompile_zero3.backend import CompiledGraph, compile_with_inductor
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.graph.calls import calls_by_region
 from deepcompile_zero3.graph_inputs import parse_options
 from deepcompile_zero3.passes.graph_pass import without_key
 from deepcompile_zero3.tools.document import Document
@@ -117,7 +116,7 @@ def compile_ahead(
             GraphAhead(
                 seconds=time.perf_counter() - start,
                 parameters=compiled.num_parameters,
-                regions={name: len(calls) for name, calls in calls_by_region(gm).items()},
+                regions=compiled.calls,
                 is_stored=compiler.count_of_stored_graphs() > before,
             )
         )
