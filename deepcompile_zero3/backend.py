@@ -30,6 +30,7 @@ from deepcompile_zero3.graph_inputs import describe, parse_options, sharded_inpu
 from deepcompile_zero3.options import REFUSED_SETTINGS, Options, refused_setting
 from deepcompile_zero3.passes.contract import declare_grad_dtypes, forget_contracts
 from deepcompile_zero3.passes.lift import attach, lift_unshards
+from deepcompile_zero3.passes.long_lists import read_in_parts
 from deepcompile_zero3.passes.partitioner import Partitioner
 from deepcompile_zero3.passes.pipeline import Pipeline
 from deepcompile_zero3.passes.region_calls import call_again, check_regions_once
@@ -105,6 +106,7 @@ def compile_with_inductor(
     compiler.forbid_donation()
     lower = pipeline(graph_module, is_backward)
     lower()
+    read_in_parts(graph_module)
     if is_backward and pipeline.inputs:  # a pass may have moved what is saved
         example_inputs = _where_they_are(graph_module, example_inputs)
     return compiler.compile_fx_inner(graph_module, example_inputs, **kwargs)
