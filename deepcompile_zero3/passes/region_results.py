@@ -153,8 +153,11 @@ def _compute_behind(
                 outside[base].meta = {"val": base.meta["val"]}
         for node in replay.nodes:
             outside[node] = graph.node_copy(node, outside.__getitem__)
-            # Inductor finds tensors that share memory by the storages of these values.
-            outside[node].meta = {"val": value_of(outside[node])}
+            # Inductor finds tensors that share memory by the storages of these values. A product
+            # has its own, as the result that it takes the place of: tracing it again takes longer.
+            owns = node is replay.nodes[-1] and not is_view(node)
+            value = item.meta["val"] if owns else value_of(outside[node])
+            outside[node].meta = {"val": value}
     item.replace_all_uses_with(outside[(*replay.bases, *replay.nodes)[-1]])
     graph.erase_node(item)
 
