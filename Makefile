@@ -17,7 +17,8 @@ CXX_TESTS = $(wildcard tests/*/*.cpp)
 BUILD_SOURCES = setup.py pyproject.toml $(CXX_SOURCES)
 PACKAGE_SOURCES = $(wildcard $(addprefix deepcompile_zero3/,*.py */*.py */*/*.py */*.html))
 
-.PHONY: help train test test-more test-all test-torch test-gpu check-cuda sanitize bench bench-docs bench-gpu docs lint clean
+.PHONY: help train test test-more test-all test-torch test-gpu check-cuda sanitize bench bench-docs bench-gpu \
+  wheel check-wheel sdist docs lint clean
 .DELETE_ON_ERROR:
 
 help:
@@ -32,6 +33,9 @@ help:
 	@echo 'make bench [ARGS="-w A -m floor,zero3"]                  compare with others; under an hour'
 	@echo 'make bench-docs [ARGS="--match deep"]                    measure tables of docs/ again; hours'
 	@echo 'make bench-gpu [ARGS="--model 3b"]                       measure on a GPU; under 9 minutes'
+	@echo 'make wheel                                               a wheel for every torch, into dist/; minutes'
+	@echo 'make check-wheel                                         install it beside each torch, and train'
+	@echo 'make sdist                                               the sources, into dist/'
 	@echo 'make docs                                                build the site of docs/, into build/docs'
 	@echo 'make lint                                                check style and types'
 	@echo 'make clean                                               remove what make made'
@@ -130,6 +134,39 @@ bench-docs: $(VENV)/.installed $(VENV)/.extra-bench
 bench-gpu: $(VENV)/.installed $(VENV)/.extra-bench
 	$(BIN)/python -m bench gpu $(ARGS)
 
+# One wheel with a runtime for each of these torches, which is chosen at import. A runtime is built
+# against the first version of a release and serves the later ones. Of a torch, its headers and three
+# libraries are unpacked, whatever it was built for: the wheel's runtimes are for CPUs. auditwheel
+# finds the oldest glibc that the wheel runs on. Python's own flags may link with a folder of this
+# machine, hence LDCXXSHARED.
+WHEEL_TORCHES ?= 2.11.0 2.12.0 2.13.0 2.14.0 2.15.0
+CHECKED_TORCHES ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
+WHEEL_FOLDERS = $(WHEEL_TORCHES:%=build/torch/%)
+wheel: $(VENV)/.extra-wheel $(WHEEL_FOLDERS:%=%/.unpacked)
+	rm -rf build/lib* build/bdist* build/wheel
+	@echo "building the C++ runtime for torch $(WHEEL_TORCHES): minutes for each"
+	@ZERO3_TORCHES="$(WHEEL_FOLDERS)" LDCXXSHARED="$(CXX) -shared" $(BIN)/pip wheel --verbose \
+	  --no-deps --no-build-isolation --wheel-dir build/wheel . $(BRIEFLY)
+	PATH="$(abspath $(BIN)):$$PATH" auditwheel -v repair --exclude 'lib*torch*.so' --exclude libc10.so \
+	  --only-plat --wheel-dir dist build/wheel/*.whl
+
+build/torch/%/.unpacked: | $(VENV)/.torch-$(TORCH)
+	mkdir -p $(@D)
+	$(BIN)/pip download --no-deps --progress-bar off --dest $(@D) torch==$*
+	$(BIN)/python -c 'import glob, re, zipfile; \
+	  wheel = zipfile.ZipFile(*glob.glob("$(@D)/*.whl")); \
+	  wanted = re.compile("torch/include/|torch/lib/lib(c10|torch_cpu|torch_python)[.]so"); \
+	  wheel.extractall("$(@D)", filter(wanted.match, wheel.namelist()))'
+	rm $(@D)/*.whl
+	touch $@
+
+# Each torch in turn has an environment without a compiler. One for CUDA takes 6 GB of disk meanwhile.
+check-wheel: wheel
+	$(BIN)/python bench/wheel.py $$(ls -t dist/*.whl | head -n 1) $(CHECKED_TORCHES)
+
+sdist: $(VENV)/.extra-wheel
+	$(BIN)/python -m build --sdist --no-isolation
+
 docs: $(VENV)/.installed $(VENV)/.extra-docs
 	$(BIN)/sphinx-build --fresh-env --fail-on-warning --keep-going --quiet docs build/docs
 	@echo "build/docs/index.html is the first page"
@@ -142,7 +179,7 @@ lint: $(VENV)/.installed $(VENV)/.extra-dev
 	$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES) $(CXX_TESTS)
 
 clean:
-	rm -rf .venv .venv-torch-* .venv-cuda .venv-sanitize-* build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-torch-* .venv-cuda .venv-sanitize-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -f deepcompile_zero3/*.so
 	find deepcompile_zero3 tests examples bench -name __pycache__ -prune -exec rm -rf {} +
 
@@ -195,6 +232,9 @@ endef
 
 $(VENV)/.extra-train: pyproject.toml | $(VENV)/.torch-$(TORCH)
 	$(call INSTALL_EXTRA,train)
+
+$(VENV)/.extra-wheel: pyproject.toml | $(VENV)/.torch-$(TORCH)
+	$(call INSTALL_EXTRA,wheel)
 
 $(VENV)/.extra-%: pyproject.toml | $(VENV)/.installed
 	$(call INSTALL_EXTRA,$*)

@@ -1,10 +1,13 @@
-"""Builds the C++ runtime, ``deepcompile_zero3._C``, against the installed torch."""
+"""Builds the C++ runtime, ``deepcompile_zero3._C``, against the installed torch.
+
+For a wheel, ``make wheel`` names releases of torch, and the runtime is built against each of them.
+"""
 
 import hashlib
 import os
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Extension, setup
 
 try:
     import torch
@@ -51,6 +54,30 @@ def sanitizer_flags() -> list[str]:
     ]
 
 
+def runtime_name(version: str) -> str:
+    """Returns the name of the runtime for a version of torch, in a wheel that has several."""
+    major, minor = version.split(".")[:2]
+    return f"deepcompile_zero3.runtime.for_torch_{major}_{minor}._C"
+
+
+def runtime_for(folder: Path) -> Extension:
+    """Returns the runtime for the torch whose headers and libraries are in a folder.
+
+    The folder has the name of that version. Its torch is not imported, which would take libraries
+    of CUDA. ``deepcompile_zero3.runtime.load`` chooses among such runtimes.
+    """
+    include = folder / "torch" / "include"
+    return Extension(
+        runtime_name(folder.name),
+        sources(".cpp"),
+        include_dirs=[str(include), str(include / "torch" / "csrc" / "api" / "include")],
+        library_dirs=[str(folder / "torch" / "lib")],
+        libraries=["c10", "torch_cpu", "torch_python"],
+        extra_compile_args=[*CXX_FLAGS, f"-ffile-prefix-map={ROOT}/="],  # errors name csrc/...
+        language="c++",
+    )
+
+
 class Build(BuildExtension):
     """Keeps its objects in ``build/``, so that a change compiles again only what it touches.
 
@@ -58,14 +85,18 @@ class Build(BuildExtension):
     flags has objects of its own.
     """
 
-    def finalize_options(self) -> None:
+    def build_extension(self, extension: Extension) -> None:
         """Names that folder."""
-        super().finalize_options()
         key = f"{CXX_FLAGS} {NVCC_FLAGS if has_cuda() else None}"
         digest = hashlib.sha256(key.encode()).hexdigest()[:8]
-        self.build_temp = str(ROOT / "build" / f"torch-{torch.__version__}-{digest}")
+        built_for = BUILT_FOR.get(extension.name, torch.__version__)
+        self.build_temp = str(ROOT / "build" / f"torch-{built_for}-{digest}")
+        super().build_extension(extension)
 
 
+RUNTIME = "deepcompile_zero3._C"
+TORCHES = [Path(folder).absolute() for folder in os.environ.get("ZERO3_TORCHES", "").split()]
+BUILT_FOR = {runtime_name(folder.name): folder.name for folder in TORCHES}
 CXX_FLAGS = [
     "-iquote",
     str(ROOT / "csrc"),
@@ -89,20 +120,26 @@ if os.environ.get("ZERO3_WERROR") == "1":
     CXX_FLAGS.append("-Werror")
     NVCC_FLAGS += ["--Werror=all-warnings"]
 
-if has_cuda():
-    extension = CUDAExtension(
-        "deepcompile_zero3._C",
-        sources(".cpp", ".cu"),
-        define_macros=[("ZERO3_WITH_CUDA", None)],
-        extra_compile_args={"cxx": CXX_FLAGS, "nvcc": NVCC_FLAGS},
-        extra_link_args=sanitizer_flags(),
-    )
+if TORCHES:
+    extensions = [runtime_for(folder) for folder in TORCHES]
+elif has_cuda():
+    extensions = [
+        CUDAExtension(
+            RUNTIME,
+            sources(".cpp", ".cu"),
+            define_macros=[("ZERO3_WITH_CUDA", None)],
+            extra_compile_args={"cxx": CXX_FLAGS, "nvcc": NVCC_FLAGS},
+            extra_link_args=sanitizer_flags(),
+        )
+    ]
 else:
-    extension = CppExtension(
-        "deepcompile_zero3._C",
-        sources(".cpp"),
-        extra_compile_args=CXX_FLAGS,
-        extra_link_args=sanitizer_flags(),
-    )
+    extensions = [
+        CppExtension(
+            RUNTIME,
+            sources(".cpp"),
+            extra_compile_args=CXX_FLAGS,
+            extra_link_args=sanitizer_flags(),
+        )
+    ]
 
-setup(ext_modules=[extension], cmdclass={"build_ext": Build})
+setup(ext_modules=extensions, cmdclass={"build_ext": Build})

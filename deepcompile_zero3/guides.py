@@ -6,6 +6,7 @@ from enum import StrEnum
 class Guide(StrEnum):
     """A section of a page, by its path in this repository. The site has the same pages."""
 
+    FROM_SOURCE = "docs/install.md#from-source"
     INSTALLATION = "docs/debugging.md#installation"
     DISAGREEMENT = "docs/debugging.md#ranks-that-disagree"
     TIMEOUTS = "docs/hosts.md#start"
