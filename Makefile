@@ -147,7 +147,7 @@ wheel: $(VENV)/.extra-wheel $(WHEEL_FOLDERS:%=%/.unpacked)
 	@echo "building the C++ runtime for torch $(WHEEL_TORCHES): minutes for each"
 	@ZERO3_TORCHES="$(WHEEL_FOLDERS)" LDCXXSHARED="$(CXX) -shared" $(BIN)/pip wheel --verbose \
 	  --no-deps --no-build-isolation --wheel-dir build/wheel . $(BRIEFLY)
-	PATH="$(abspath $(BIN)):$$PATH" auditwheel -v repair --exclude 'lib*torch*.so' --exclude libc10.so \
+	PATH="$(abspath $(BIN)):$$PATH" auditwheel repair --exclude 'lib*torch*.so' --exclude libc10.so \
 	  --only-plat --wheel-dir dist build/wheel/*.whl
 
 build/torch/%/.unpacked: | $(VENV)/.torch-$(TORCH)
@@ -162,7 +162,7 @@ build/torch/%/.unpacked: | $(VENV)/.torch-$(TORCH)
 
 # Each torch in turn has an environment without a compiler. One for CUDA takes 6 GB of disk meanwhile.
 check-wheel: wheel
-	$(BIN)/python bench/wheel.py $$(ls -t dist/*.whl | head -n 1) $(CHECKED_TORCHES)
+	$(BIN)/python bench/wheels.py $$(ls -t dist/*.whl | head -n 1) $(CHECKED_TORCHES)
 
 sdist: $(VENV)/.extra-wheel
 	$(BIN)/python -m build --sdist --no-isolation

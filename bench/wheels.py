@@ -1,6 +1,6 @@
 """Installs a wheel beside each torch, in an environment without a compiler, and trains:
 
-python bench/wheel.py dist/*.whl 2.11.0 2.12.1       # an environment of torch after the other
+python bench/wheels.py dist/*.whl 2.11.0 2.12.1       # an environment of torch after the other
 
 Prints the size of each runtime, and the seconds from the start of `pip install` to the end of the
 first step of two ranks. Only Inductor gets a compiler.
