@@ -66,7 +66,7 @@ class Plan(Document):
 
     @property
     def link_seconds(self) -> float:
-        """Seconds that these bytes take a host's link: a bound of the step."""
+        """Seconds that these bytes take on the link of a host, a bound of the step."""
         return self.host_bytes / (self._ranks_of_host * self.machine.remote.bandwidth)
 
     @property
