@@ -6,6 +6,7 @@
 
 #include "transport/c10d/process_group.h"
 #include "transport/messages.h"
+#include "transport/shared/host_exchange.h"
 #include "transport/shared/shared_memory.h"
 #include "transport/simulated/simulated.h"
 
@@ -60,6 +61,14 @@ inline void bind_transports(pybind11::module_& m) {
       .def("grow", &CopyMemory::grow)
       .def_property_readonly("nbytes",
                              [](const CopyMemory& self) { return self.writable.nbytes(); });
+  pybind11::class_<HostExchange>(m, "HostExchange")
+      .def(pybind11::init<const std::string&, int64_t, const std::vector<int64_t>&,
+                          const at::Tensor&, const std::string&>())
+      .def_static("nbytes", &HostExchange::nbytes)
+      .def("exchange", &HostExchange::exchange,
+           pybind11::call_guard<pybind11::gil_scoped_release>())
+      .def_property_readonly_static("LINE_BYTES",
+                                    [](const pybind11::object&) { return kLineBytes; });
   // Bytes of a parameter's `progress`: a Progress for each rank and each block of the gradient.
   m.def("progress_bytes", [](const RowLayout& layout, int64_t row_bytes) {
     return blocks_of(layout, row_bytes).size() * layout.world_size() * sizeof(Progress);

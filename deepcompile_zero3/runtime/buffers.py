@@ -1,8 +1,12 @@
 """Communication buffers that are kept from step to step: their sizes, limit and release."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from deepcompile_zero3.runtime.load import _C
+
+# Functions of features that free what they keep, and return its size in bytes.
+RELEASES: list[Callable[[], int]] = []
 
 
 def release_buffers() -> int:
@@ -10,7 +14,8 @@ def release_buffers() -> int:
 
     On a CPU these are buffers of gathered parameters, of gradients in flight and of cleared
     gradients, at most as many bytes as :func:`limit_buffers` allows. The next step allocates them
-    again. On other devices no buffers stay.
+    again. On other devices no buffers stay. Features free what they keep too, such as the memory
+    of ``stream_full_parameters``.
 
     A backward also keeps glibc from trimming the end of its heap. This call lets glibc trim the
     heap until the next backward. The result does not count memory of the heap.
@@ -18,7 +23,7 @@ def release_buffers() -> int:
     Returns:
         The size of the freed buffers in bytes.
     """
-    return _C.release_buffers()
+    return _C.release_buffers() + sum(release() for release in RELEASES)
 
 
 class BufferStats(NamedTuple):

@@ -191,7 +191,7 @@ class Rank {
         program_(program),
         own_(program() + rank),
         waiter_(shared.wake_word, shared.states, rank,
-                std::vector<pid_t>(shared.world_size, getpid()), kTimeout),
+                std::vector<pid_t>(shared.world_size, getpid()), kTimeout, "a rule"),
         backwards_(shared.states, rank, gathers),
         announcements_(shared.states, rank, shared.world_size),
         arena_(kMailbox) {

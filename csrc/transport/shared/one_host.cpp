@@ -13,6 +13,7 @@
 
 #include "support/error.h"
 #include "transport/c10d/process_group.h"
+#include "transport/same_forwards.h"
 
 namespace zero3 {
 namespace {
@@ -38,7 +39,7 @@ OneHost::OneHost(const std::string& group_name, int64_t rank, std::vector<std::s
       rank_states(reinterpret_cast<RankState*>(data_of(this->control) + sizeof(WakeWord))),
       waiter(std::make_shared<RankWaiter>(
           reinterpret_cast<WakeWord*>(data_of(this->control)), rank_states, rank,
-          std::vector<pid_t>(pids.begin(), pids.end()), timeout_of(group_name))),
+          std::vector<pid_t>(pids.begin(), pids.end()), timeout_of(group_name), same_forwards())),
       backwards(rank_states, rank),
       announcements(rank_states, rank, static_cast<int64_t>(pids.size())) {
   waiter->name_ranks(RankNames(std::move(rank_names)));

@@ -15,7 +15,6 @@
 
 #include "support/error.h"
 #include "support/signals.h"
-#include "transport/same_forwards.h"
 
 namespace zero3 {
 namespace {
@@ -132,8 +131,13 @@ class RankWaiter::LongWait {
 };
 
 RankWaiter::RankWaiter(WakeWord* wake_word, RankState* states, int64_t rank,
-                       std::vector<pid_t> pids, std::chrono::milliseconds timeout)
-    : wake_word_(wake_word), states_(states), rank_(rank), timeout_(timeout), pid_(getpid()) {
+                       std::vector<pid_t> pids, std::chrono::milliseconds timeout, std::string rule)
+    : wake_word_(wake_word),
+      states_(states),
+      rank_(rank),
+      timeout_(timeout),
+      rule_(std::move(rule)),
+      pid_(getpid()) {
   for (pid_t pid : pids) {
     const auto status = status_of(pid);
     peers_.push_back({pid, status ? status->started : std::nullopt});
@@ -247,7 +251,7 @@ std::string RankWaiter::text_of(const Circle& circle) const {
     const auto whom = for_rank == kNobody ? "others" : name_of_rank(for_rank);
     text += name_of_rank(link.rank) + " waits for " + whom + ", since " + what.data() + "; ";
   }
-  return text + same_forwards();
+  return text + rule_;
 }
 
 std::string RankWaiter::state_of(int64_t rank, bool* is_dead) const {
@@ -275,7 +279,7 @@ void RankWaiter::fail(const Missing& missing, const std::string& why) const {
     text += (i > 0 ? ", " : "") + state_of(missing.ranks[i], &is_dead);
   }
   throw_error(text + ": " + missing.what +
-              ". Either that rank has stopped, or it runs something else: " + same_forwards());
+              ". Either that rank has stopped, or it runs something else: " + rule_);
 }
 
 }  // namespace zero3

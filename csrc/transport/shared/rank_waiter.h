@@ -18,9 +18,10 @@ namespace zero3 {
 // Lets one rank wait for the other ranks of its host, and wakes those that wait.
 class RankWaiter {
  public:
-  // `states` and `pids` have one entry for each rank.
+  // `states` and `pids` have one entry for each rank. `rule` is what ranks have broken that wait in
+  // vain, for messages.
   RankWaiter(WakeWord* wake_word, RankState* states, int64_t rank, std::vector<pid_t> pids,
-             std::chrono::milliseconds timeout);
+             std::chrono::milliseconds timeout, std::string rule);
 
   // Sets how messages name the ranks.
   void name_ranks(RankNames names) { names_ = std::move(names); }
@@ -85,6 +86,7 @@ class RankWaiter {
   std::vector<Peer> peers_;
   RankNames names_;
   std::chrono::milliseconds timeout_;
+  const std::string rule_;
   const pid_t pid_;
 };
 

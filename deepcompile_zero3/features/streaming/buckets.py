@@ -1,5 +1,6 @@
 """The buckets in which a stream moves parameters."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,12 +20,14 @@ class Bucket:
         offsets: offset in bytes of each full tensor in the bucket.
         nbytes: size of all full tensors.
         reserved: bytes of memory that the bucket takes.
+        most_bytes: bytes of memory that buckets take together.
     """
 
     entries: Sequence[Entry]
     offsets: Sequence[int]
     nbytes: int
     reserved: int
+    most_bytes: int
 
     def tensors_in(self, memory: memoryview) -> list[torch.Tensor]:
         """Returns the full tensors as views of ``memory``, which has the bucket."""
@@ -44,12 +47,17 @@ def tensor_in(
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)
 
 
-def buckets_of(entries: Sequence[Entry], max_bytes: float) -> list[Bucket]:
+def buckets_of(entries: Sequence[Entry], max_bytes: float, most: float = math.inf) -> list[Bucket]:
     """Returns ``entries`` in buckets, of which three take at most twice ``max_bytes``.
 
     An entry that is larger has a bucket of its own.
+
+    Args:
+        entries: parameters, in order.
+        max_bytes: half of the memory that buckets may take.
+        most: size of a bucket beyond which no other entry joins it.
     """
-    limit = int(max_bytes * 2 / 3)
+    limit = int(min(max_bytes * 2 / 3, most))
     parts: list[list[Entry]] = []
     size = 0
     for entry in entries:
@@ -61,26 +69,27 @@ def buckets_of(entries: Sequence[Entry], max_bytes: float) -> list[Bucket]:
         size += nbytes
     ends = [sum(_aligned(entry.nbytes) for entry in part) for part in parts]
     usual = max((end for end in ends if end <= limit), default=0)
+    # Of one size, so that memory is used again.
+    reserved = [max(end, usual, _ALIGNMENT) for end in ends]
+    most_bytes = int(2 * max(max_bytes, *reserved, 0))
     buckets = []
-    for part, end in zip(parts, ends, strict=True):
+    for part, end, takes in zip(parts, ends, reserved, strict=True):
         offsets = [0]
         for entry in part[:-1]:
             offsets.append(offsets[-1] + _aligned(entry.nbytes))
-        # Of one size, so that memory is used again.
-        buckets.append(Bucket(part, offsets, end, max(end, usual, _ALIGNMENT)))
+        buckets.append(Bucket(part, offsets, end, takes, most_bytes))
     return buckets
 
 
-def travels_ahead(buckets: Sequence[Bucket], index: int, max_bytes: float) -> bool:
+def travels_ahead(buckets: Sequence[Bucket], index: int) -> bool:
     """Returns whether bucket ``index`` travels while the consumer works on the one before.
 
     The consumer's loop still names a tensor of the one before that.
     """
     if not 0 < index < len(buckets):
         return False
-    largest = max(bucket.reserved for bucket in buckets)
     together = sum(bucket.reserved for bucket in buckets[max(index - 2, 0) : index + 1])
-    return together <= 2 * max(max_bytes, largest)
+    return together <= buckets[index].most_bytes
 
 
 def _aligned(nbytes: int) -> int:

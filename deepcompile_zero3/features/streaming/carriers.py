@@ -1,40 +1,63 @@
 """The two ways in which a bucket's full tensors come about: in shared memory, and by messages."""
 
+import math
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from deepcompile_zero3.features.streaming.buckets import Bucket
+from deepcompile_zero3.features.streaming.host_memory import HostMemory
 from deepcompile_zero3.features.streaming.pieces import Box, Entry
-from deepcompile_zero3.features.streaming.segments import Segments
+from deepcompile_zero3.runtime import _C
+from deepcompile_zero3.transport.json_collectives import all_gather_codes
 
 _ALIGNMENT = 16  # of boxes in a message, for views of any dtype
 
 
-class Carrier(Protocol):
-    """Moves buckets, two at a time."""
+# Buckets of one host. They cost little, and small ones stay in the processor's cache.
+_HOST_BUCKET_BYTES = 16 << 20
 
-    def start(self, bucket: Bucket, held: set[int]) -> None:
-        """Sends this rank's boxes of ``bucket``. Collective.
+
+class Carrier(Protocol):
+    """Moves buckets, two at a time, and lets ranks agree to go on.
+
+    Attributes:
+        most_bytes: size of a bucket of several tensors, beyond which it is of no use.
+    """
+
+    most_bytes: float
+
+    def agree(self, where: str, stopped: str, held_outside: set[int]) -> list[str]:
+        """Waits for all ranks. Collective.
 
         Args:
-            bucket: the next bucket.
-            held: segments that any process uses, the same on all ranks.
+            where: where this rank is, for messages.
+            stopped: why this rank does not go on, or "".
+            held_outside: segments that a process outside of the job uses, as this rank knows.
+
+        Returns:
+            Why each rank does not go on, or "".
+
+        Raises:
+            Zero3Error: a rank has died, or does not come in time.
         """
+
+    def start(self, bucket: Bucket) -> None:
+        """Sends this rank's boxes of the next ``bucket``. Collective."""
 
     def finish(self) -> list[torch.Tensor] | None:
         """Returns the full tensors of the bucket that started first, or None if others get them.
 
-        All ranks have told each other since that they have started it.
+        All ranks have agreed since that they have started it.
         """
 
-    @property
-    def held(self) -> set[int]:
-        """Segments that this process uses."""
+    def close(self, is_complete: bool) -> None:
+        """Waits for what has started, and forgets it.
 
-    def close(self) -> None:
-        """Waits for what has started, and forgets it."""
+        Args:
+            is_complete: whether all ranks have agreed that they are at the end.
+        """
 
 
 class BySharedMemory:
@@ -45,17 +68,39 @@ class BySharedMemory:
         latest: the segment of the bucket that finished last.
     """
 
-    def __init__(self, segments: Segments, rank: int, gets_tensors: bool) -> None:
-        self.segments = segments
-        self._rank = rank
+    most_bytes: float = _HOST_BUCKET_BYTES
+
+    def __init__(
+        self, memory: HostMemory, rank: int, destination: int | None, is_read_outside: bool
+    ) -> None:
+        """Args:
+        memory: the ranks' memory.
+        rank: this rank.
+        destination: the rank that gets tensors, or None for all.
+        is_read_outside: whether a process outside of the job reads the memory.
+        """
+        self.segments = memory.segments
         self.latest = -1
-        self._gets_tensors = gets_tensors
+        self._memory = memory
+        self._rank = rank
+        self._gets_tensors = destination in (None, rank)
+        self._is_read_outside = is_read_outside
+        self._held: set[int] = set()  # segments that any process uses
         self._started: list[tuple[Bucket, int]] = []
 
-    def start(self, bucket: Bucket, held: set[int]) -> None:
+    def agree(self, where: str, stopped: str, held_outside: set[int]) -> list[str]:
+        """See :class:`Carrier`."""
+        word = self.segments.word_of(self.segments.held | held_outside)
+        line = stopped.encode("utf-8", "replace")[: _C.HostExchange.LINE_BYTES]
+        said = self._memory.exchange.exchange(word, line.decode("utf-8", "ignore"), where)
+        self._held = {number for each, _ in said for number in self.segments.numbers_in(each)}
+        return [each for _, each in said]
+
+    def start(self, bucket: Bucket) -> None:
         """See :class:`Carrier`."""
         # The bucket before is still being read on ranks that have no tensors of it too.
-        number = self.segments.take(bucket.reserved, held | {self.latest})
+        used = self._held | {self.latest}
+        number = self.segments.take(bucket.reserved, used, bucket.most_bytes)
         fulls = bucket.tensors_in(self.segments[number].lease())
         for entry, full in zip(bucket.entries, fulls, strict=True):
             for box in _boxes_from(entry, self._rank):
@@ -69,19 +114,22 @@ class BySharedMemory:
             return None
         return bucket.tensors_in(self.segments[self.latest].lease())
 
-    @property
-    def held(self) -> set[int]:
-        """See :class:`Carrier`."""
-        return self.segments.held
-
-    def close(self) -> None:
+    def close(self, is_complete: bool) -> None:
         """See :class:`Carrier`."""
         self._started.clear()
-        self.segments.close()
+        if not is_complete:
+            self.segments.shrink(0)
+            return
+        if self._is_read_outside:  # nobody will tell when that process has dropped its tensors
+            for number in self._held:
+                self.segments.drop(number)
+        self._memory.keep()
 
 
 class ByMessages:
     """Each rank sends its boxes, as one message a bucket, to the ranks that get tensors."""
+
+    most_bytes = math.inf
 
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, destination: int | None
@@ -91,7 +139,6 @@ class ByMessages:
         device: device of messages and of full tensors.
         destination: the rank of ``group`` that gets tensors, or None for all.
         """
-        self.held: set[int] = set()
         self._group = group
         self._device = device
         self._destination = destination
@@ -102,7 +149,12 @@ class ByMessages:
     def _gets_tensors(self) -> bool:
         return self._destination in (None, self._rank)
 
-    def start(self, bucket: Bucket, held: set[int]) -> None:
+    def agree(self, where: str, stopped: str, held_outside: set[int]) -> list[str]:
+        """See :class:`Carrier`."""
+        said = all_gather_codes(where, None if stopped else 0, stopped, self._group)
+        return ["" if isinstance(each, int) else each for each in said]
+
+    def start(self, bucket: Bucket) -> None:
         """See :class:`Carrier`."""
         messages, works = {}, []
         for source in range(dist.get_world_size(self._group)):
@@ -173,7 +225,7 @@ class ByMessages:
                 offset += _padded(entry, box)
         return parts
 
-    def close(self) -> None:
+    def close(self, is_complete: bool) -> None:
         """See :class:`Carrier`."""
         for _, _, works in self._started:
             for work in works:

@@ -184,7 +184,7 @@ class Connection:
             ],
         }
         self._known = self._known - dropped | {number}
-        file = self._segments.files[number] if is_new else None
+        file = self._segments.files[number].number if is_new else None
         self._attempt(bucket, lambda: _send(self._socket, message, file))
         self.held = self.held | {number}
 

@@ -8,7 +8,9 @@ import mmap
 import os
 import secrets
 import weakref
+from collections.abc import Collection
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -18,6 +20,7 @@ from deepcompile_zero3.transport.json_collectives import all_gather_json
 from deepcompile_zero3.transport.on_all_ranks import line_of
 
 _NONCE_BYTES = 16
+_MOST = 64  # segments, so that a word has a bit for each
 
 
 class Mapping:
@@ -44,11 +47,40 @@ class Mapping:
         return self._lease is not None and self._lease() is not None
 
 
+class File:
+    """A descriptor that is closed with this object.
+
+    Attributes:
+        number: the descriptor.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        weakref.finalize(self, os.close, number).atexit = False
+
+
+class Shared(NamedTuple):
+    """New memory that ranks share.
+
+    Attributes:
+        mapping: the memory, zeros.
+        file: on the first rank, the file.
+        pids: processes of the ranks.
+    """
+
+    mapping: Mapping
+    file: File | None
+    pids: list[int]
+
+
 class Segments:
     """The segments of a stream, the same on all ranks.
 
+    A segment in which a consumer keeps tensors is not used again before it has dropped them. There
+    are at most 64: the one that was used longest ago leaves for a new one, and its tensors stay.
+
     Attributes:
-        files: on the first rank, the descriptor of each segment.
+        files: on the first rank, the file of each segment.
     """
 
     def __init__(self, what: str, group: dist.ProcessGroup | None) -> None:
@@ -57,27 +89,33 @@ class Segments:
         group: ranks that share the segments, or None for this process alone.
         """
         self._what = what
-        self._group = group
-        self._mapped: dict[int, Mapping] = {}
+        self._group = None if group is None else weakref.ref(group)
+        self._mapped: dict[int, Mapping] = {}  # the one that was taken last comes last
         self._next = 0
-        self.files: dict[int, int] = {}
+        self.files: dict[int, File] = {}
 
-    def take(self, nbytes: int, held: set[int]) -> int:
+    def take(self, nbytes: int, held: set[int], most_bytes: int = 0) -> int:
         """Returns the number of a segment that nobody uses. Collective if there is none.
 
         Args:
             nbytes: its size.
             held: segments in which a process has tensors, or a bucket is; the same on all ranks.
+            most_bytes: size of all segments, beyond which those of other sizes are freed.
 
         Raises:
             Zero3Error: a rank cannot make or map a new segment.
         """
-        free = [number for number in self._mapped if number not in held]
-        fitting = [number for number in free if self._mapped[number].nbytes == nbytes]
-        for number in free:
-            if number not in fitting[:1]:
-                self._drop(number)
-        return fitting[0] if fitting else self._create(nbytes)
+        used = held & self._mapped.keys()
+        number = next(
+            (n for n, each in self._mapped.items() if n not in used and each.nbytes == nbytes),
+            None,
+        )
+        if number is None:
+            self.shrink(most_bytes - nbytes, used)
+            return self._create(nbytes)
+        self.shrink(most_bytes, used | {number})
+        self._mapped[number] = self._mapped.pop(number)
+        return number
 
     def __getitem__(self, number: int) -> Mapping:
         return self._mapped[number]
@@ -87,43 +125,77 @@ class Segments:
         """Segments in which this process has tensors."""
         return {number for number, mapping in self._mapped.items() if mapping.is_held}
 
-    def close(self) -> None:
-        """Forgets all segments. Tensors in them stay."""
-        for number in list(self._mapped):
-            self._drop(number)
+    @property
+    def nbytes(self) -> int:
+        """Size of all segments."""
+        return sum(mapping.nbytes for mapping in self._mapped.values())
 
-    def _drop(self, number: int) -> None:
+    def word_of(self, numbers: set[int]) -> int:
+        """Returns ``numbers`` of segments in 64 bits, for a rank that has the same segments."""
+        return sum(1 << bit for bit, number in enumerate(self._mapped) if number in numbers)
+
+    def numbers_in(self, word: int) -> set[int]:
+        """Returns the numbers that are in a word of :meth:`word_of`."""
+        return {number for bit, number in enumerate(self._mapped) if word >> bit & 1}
+
+    def shrink(self, most_bytes: int, spared: Collection[int] = ()) -> None:
+        """Forgets segments until ``most_bytes`` are left, or those that are ``spared``."""
+        for number in [each for each in self._mapped if each not in spared]:
+            if self.nbytes <= most_bytes:
+                break
+            self.drop(number)
+
+    def drop(self, number: int) -> None:
+        """Forgets a segment. Tensors in it stay."""
         del self._mapped[number]
-        if number in self.files:
-            os.close(self.files.pop(number))
+        self.files.pop(number, None)
 
     def _create(self, nbytes: int) -> int:
+        if len(self._mapped) == _MOST:
+            self.drop(next(iter(self._mapped)))
         number, self._next = self._next, self._next + 1
-        is_first = self._group is None or dist.get_rank(self._group) == 0
-        offer, trouble = (0, 0, ""), ""
-        if is_first:
-            try:
-                nonce = secrets.token_hex(_NONCE_BYTES // 2)
-                file = _C.new_shared_file(nbytes + _NONCE_BYTES)
-                self.files[number] = file
-                os.pwrite(file, nonce.encode(), nbytes)
-                self._mapped[number] = Mapping(file, nbytes)
-                offer = os.getpid(), file, nonce
-            except Exception as error:
-                trouble = line_of(error)
-        if self._group is not None:
-            offers = all_gather_json(f"{self._what}: memory", [offer, trouble], self._group)
-            offer, trouble = offers[0]
-            if not trouble and not is_first:
-                try:
-                    self._mapped[number] = _open(offer[0], offer[1], offer[2], nbytes)
-                except Exception as error:
-                    trouble = f"rank {dist.get_rank(self._group)}: {line_of(error)}"
-            troubles = all_gather_json(f"{self._what}: mapping", trouble, self._group)
-            trouble = next(filter(None, troubles), "")
-        if trouble:
-            raise Zero3Error(f"{self._what}: no {nbytes} bytes of memory to share: {trouble}")
+        group = self._group() if self._group is not None else None
+        mapping, file, _ = share(self._what, nbytes, group)
+        self._mapped[number] = mapping
+        if file is not None:
+            self.files[number] = file
         return number
+
+
+def share(what: str, nbytes: int, group: dist.ProcessGroup | None) -> Shared:
+    """Returns new memory that the ranks of ``group`` share, or of this process alone. Collective.
+
+    Raises:
+        Zero3Error: a rank cannot make or map it.
+    """
+    is_first = group is None or dist.get_rank(group) == 0
+    descriptor, nonce, trouble = 0, "", ""
+    mapping, file = None, None
+    if is_first:
+        try:
+            nonce = secrets.token_hex(_NONCE_BYTES // 2)
+            file = File(_C.new_shared_file(nbytes + _NONCE_BYTES))
+            descriptor = file.number
+            os.pwrite(descriptor, nonce.encode(), nbytes)
+            mapping = Mapping(descriptor, nbytes)
+        except Exception as error:
+            trouble = line_of(error)
+    pids = [os.getpid()]
+    if group is not None:
+        mine = os.getpid(), descriptor, nonce, trouble
+        offers = all_gather_json(f"{what}: memory", mine, group)
+        pids = [pid for pid, *_ in offers]
+        _, descriptor, nonce, trouble = offers[0]
+        if not trouble and not is_first:
+            try:
+                mapping = _open(pids[0], descriptor, nonce, nbytes)
+            except Exception as error:
+                trouble = f"rank {dist.get_rank(group)}: {line_of(error)}"
+        troubles = all_gather_json(f"{what}: mapping", trouble, group)
+        trouble = next(filter(None, troubles), "")
+    if trouble or mapping is None:
+        raise Zero3Error(f"{what}: no {nbytes} bytes of memory to share: {trouble}")
+    return Shared(mapping, file, pids)
 
 
 def _open(pid: int, file: int, nonce: str, nbytes: int) -> Mapping:

@@ -21,11 +21,11 @@ from deepcompile_zero3.features.streaming.arguments import (
 )
 from deepcompile_zero3.features.streaming.buckets import Bucket, buckets_of, travels_ahead
 from deepcompile_zero3.features.streaming.carriers import ByMessages, BySharedMemory, Carrier
+from deepcompile_zero3.features.streaming.host_memory import take_memory
 from deepcompile_zero3.features.streaming.pieces import entries_of, named_tensors
 from deepcompile_zero3.features.streaming.receiver import Connection, SharedMemorySender
-from deepcompile_zero3.features.streaming.segments import Segments, host_of_this_process
+from deepcompile_zero3.features.streaming.segments import Segments
 from deepcompile_zero3.transport.choice import TransportName, resolve
-from deepcompile_zero3.transport.json_collectives import all_gather_codes, all_gather_json
 from deepcompile_zero3.transport.on_all_ranks import line_of
 
 _WHAT = "stream_full_parameters"
@@ -109,8 +109,10 @@ def stream_full_parameters(
     with torch.no_grad():
         entries = entries_of(_WHAT, model, ranks, dtype=dtype, buffers=buffers, arguments=arguments)
     destination = 0 if isinstance(to, SharedMemorySender) else None if to == "all" else int(to)
-    carrier = _carrier(model, ranks, destination, resolve(transport))
-    steps = _Steps(ranks, buckets_of(entries, max_bytes), carrier, to, max_bytes)
+    is_read_outside = isinstance(to, SharedMemorySender)
+    carrier = _carrier(model, ranks, destination, is_read_outside, resolve(transport))
+    buckets = buckets_of(entries, max_bytes, carrier.most_bytes)
+    steps = _Steps(ranks, buckets, carrier, to)
     return ParameterStream(steps)
 
 
@@ -172,17 +174,14 @@ class _Steps:
         buckets: Sequence[Bucket],
         carrier: Carrier,
         to: Literal["all"] | int | SharedMemorySender,
-        max_bytes: float,
     ) -> None:
         self.last = "its beginning"
         self._group = group
         self._buckets = buckets
         self._carrier = carrier
         self._to = to
-        self._max_bytes = max_bytes
         self._position = 0  # index of the bucket that comes next
         self._is_over = False
-        self._held: set[int] = set()  # segments that any process uses
         self._outside: _Outside | None = None
 
     def run(self) -> Generator[tuple[str, torch.Tensor | None], None, None]:
@@ -199,7 +198,7 @@ class _Steps:
             self._agree()
             tensors = self._finish(bucket)
             self._position = index + 1
-            if travels_ahead(self._buckets, index + 1, self._max_bytes):
+            if travels_ahead(self._buckets, index + 1):
                 self._start(index + 1)
                 started += 1
             for entry in bucket.entries:
@@ -212,7 +211,7 @@ class _Steps:
 
     @torch.no_grad()
     def _start(self, index: int) -> None:
-        self._carrier.start(self._buckets[index], self._held)
+        self._carrier.start(self._buckets[index])
 
     @torch.no_grad()
     def _finish(self, bucket: Bucket) -> list[torch.Tensor] | None:
@@ -237,11 +236,9 @@ class _Steps:
         """
         at_end = self._position == len(self._buckets)
         position = "the end" if at_end else f"'{self._buckets[self._position].entries[0].name}'"
-        held = self._carrier.held | (self._outside.held if self._outside is not None else set())
+        held = self._outside.held if self._outside is not None else set()
         try:
-            what = f"{_WHAT}: before {position}"
-            code = None if stopped else _code_of(held)
-            said = all_gather_codes(what, code, [stopped, sorted(held)], self._group)
+            said = self._carrier.agree(f"{_WHAT}: before {position}", stopped, held)
         except BaseException as error:
             self._end(f"{_WHAT}: the ranks of the job lost each other before {position}")
             if isinstance(error, Zero3Error):
@@ -250,9 +247,7 @@ class _Steps:
                     "error, and kept the stream: use it in a with block"
                 ) from error
             raise
-        answers = [("", _held_as(each)) if isinstance(each, int) else each for each in said]
-        self._held = {number for _, theirs in answers for number in theirs}
-        stops = [(rank, why) for rank, (why, _) in enumerate(answers) if why]
+        stops = [(rank, why) for rank, why in enumerate(said) if why]
         if stops:
             rank, why = stops[0]
             text = f"{_WHAT} ended before {position}: rank {rank}: {why}"
@@ -276,17 +271,7 @@ class _Steps:
         if self._outside is not None:
             self._outside.close(error)
         with contextlib.suppress(RuntimeError):  # of a rank that died
-            self._carrier.close()
-
-
-def _code_of(held: set[int]) -> int | None:
-    """Returns a number for ``held`` segments, or None if they are too many."""
-    return sum(1 << number for number in held) if max(held, default=0) < 24 else None
-
-
-def _held_as(code: int) -> set[int]:
-    """Returns the segments that are held."""
-    return {number for number in range(24) if code >> number & 1}
+            self._carrier.close(is_complete=not error)
 
 
 class _Outside:
@@ -328,13 +313,14 @@ class _Outside:
         """Ends the stream, with an error for the receiver if there is one."""
         self._connection.close(error)
         if self._own is not None:
-            self._own.close()
+            self._own.shrink(0)
 
 
 def _carrier(
     model: nn.Module,
     group: dist.ProcessGroup,
     destination: int | None,
+    is_read_outside: bool,
     transport: TransportName,
 ) -> Carrier:
     """Returns what moves the buckets. Collective."""
@@ -342,28 +328,15 @@ def _carrier(
     device = torch.device(meshes[0].device_type if meshes else "cpu")
     rank = dist.get_rank(group)
     why = "" if device.type == "cpu" else f"the mesh is on {device}"
-    hosts = []
     if transport in ("auto", "shared_memory"):
-        mine = ["", why] if why else [_host(), ""]
-        hosts = all_gather_json(f"{_WHAT}: hosts", mine, group)
-        if len({host for host, _ in hosts}) > 1:
-            why = why or "ranks are on several hosts, in several containers or of several users"
-        if not why:
-            segments = Segments(_WHAT, group)
-            try:
-                segments.take(4096, set())  # can ranks open each other's files?
-                return BySharedMemory(segments, rank, destination in (None, rank))
-            except Zero3Error as error:
-                why = str(error)
+        try:
+            if not why:
+                memory = take_memory(_WHAT, group)
+                return BySharedMemory(memory, rank, destination, is_read_outside)
+        except Zero3Error as error:
+            why = str(error)
         if transport == "shared_memory":
             raise Zero3Error(f"{_WHAT}: transport='shared_memory' is not possible: {why}")
     if device.type != "cpu":
         device = torch.device(device.type, torch.accelerator.current_device_index())
     return ByMessages(group, device, destination)
-
-
-def _host() -> str:
-    try:
-        return host_of_this_process()
-    except OSError as error:
-        return f"unknown, on {dist.get_rank()}: {error}"

@@ -7,7 +7,8 @@ import torch.distributed as dist
 from support.models import shard
 from torch import nn
 
-from deepcompile_zero3 import stream_full_parameters
+from deepcompile_zero3 import release_buffers, stream_full_parameters
+from deepcompile_zero3.features.streaming.host_memory import KEPT_BYTES
 
 MIB = 2**20
 
@@ -31,6 +32,12 @@ def _peak(widths, max_mb):
             peak = max(peak, _shared_bytes() - rest)
         assert tensor.shape == model.get_parameter(name).shape
         del tensor
+    if dist.get_rank() == 0:
+        kept = _shared_bytes() - rest
+        assert 0 < kept <= min(peak, KEPT_BYTES)
+        assert release_buffers() >= kept - 3 * 4096
+    else:
+        release_buffers()
     assert _shared_bytes() == rest
     return peak
 

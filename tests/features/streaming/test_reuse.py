@@ -1,0 +1,167 @@
+"""Streams use memory again, except that in which somebody keeps tensors."""
+
+import multiprocessing
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.models import Stack, shard
+from torch import nn
+
+from deepcompile_zero3 import (
+    SharedMemoryReceiver,
+    SharedMemorySender,
+    release_buffers,
+    stream_full_parameters,
+)
+from deepcompile_zero3.features.streaming import segments
+from deepcompile_zero3.features.streaming.segments import Segments
+
+SMALL = 600 / 2**20  # MiB: some ten buckets
+
+
+def _model():
+    model = Stack()
+    return shard(model, model.blocks)[0]
+
+
+def _values(model):
+    return {name: each.full_tensor().detach().clone() for name, each in model.named_parameters()}
+
+
+def _double(model):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+
+
+def _stream(model, **arguments):
+    return stream_full_parameters(model, max_mb=SMALL, transport="shared_memory", **arguments)
+
+
+def _count_segments(monkeypatch):
+    """Returns a list that grows with each new segment of this process."""
+    made, share = [], segments.share
+
+    def counts(*args):
+        made.append(args)
+        return share(*args)
+
+    monkeypatch.setattr(segments, "share", counts)
+    return made
+
+
+def _consumer_keeps(every, by_rank):
+    model = _model()
+    keeps = every if not by_rank or dist.get_rank() == 1 else 10**9
+    kept = []
+    for _ in range(3):
+        expected = _values(model)
+        for index, (name, tensor) in enumerate(_stream(model)):
+            assert torch.equal(tensor, expected[name])
+            if index % keeps == 0:
+                kept.append((tensor, expected[name]))
+        _double(model)
+        for tensor, value in kept:
+            assert torch.equal(tensor, value)
+
+
+@pytest.mark.parametrize(("every", "by_rank"), [(1, False), (3, False), (2, True)])
+def test_tensors_that_a_consumer_keeps_stay_as_they_are(run_ranks, every, by_rank):
+    run_ranks(2, _consumer_keeps, every, by_rank)
+
+
+def _long_streams():
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        made = _count_segments(monkeypatch)
+        model = shard(nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(20))))[0]
+        numbers = []
+        for _ in range(3):
+            for _ in _stream(model):
+                pass
+            numbers.append(len(made))
+        window = []
+        for _, tensor in _stream(model):  # a consumer that works on four tensors at once
+            window = [*window[-3:], tensor]
+        numbers.append(len(made))
+    return numbers
+
+
+def test_streams_take_three_segments_and_use_them_again(run_ranks):
+    first, second, third, wider = run_ranks(2, _long_streams)[0]
+    assert first == second == third == 3
+    assert wider <= 3 + 4
+
+
+def _one_rank_releases():
+    model = _model()
+    for rank in (0, 1):
+        expected = _values(model)
+        for name, tensor in _stream(model):
+            assert torch.equal(tensor, expected[name])
+        if dist.get_rank() == rank:
+            assert release_buffers() > 0
+        _double(model)
+
+
+def test_a_rank_may_release_buffers_between_streams(run_ranks):
+    run_ranks(2, _one_rank_releases)
+
+
+def _two_at_once():
+    model = _model()
+    expected = _values(model)
+    for _ in _stream(model):
+        pass
+    for (name, one), (_, other) in zip(_stream(model), _stream(model), strict=True):
+        assert torch.equal(one, expected[name])
+        assert torch.equal(other, expected[name])
+        assert one.data_ptr() != other.data_ptr()
+
+
+def test_two_streams_at_once_have_memory_of_their_own(run_ranks):
+    run_ranks(2, _two_at_once)
+
+
+def _keeps_all_tensors(name, pipe):
+    with SharedMemoryReceiver(name, timeout=60) as receiver:
+        pipe.send("ready")
+        streams = [dict(receiver) for _ in range(3)]
+        pipe.send([{each: tensor.tolist() for each, tensor in kept.items()} for kept in streams])
+
+
+def _three_streams_outside(name):
+    model = _model()
+    expected = []
+    for _ in range(3):
+        expected.append({each: tensor.tolist() for each, tensor in _values(model).items()})
+        for _ in _stream(model, to=SharedMemorySender(name, timeout=30)):
+            pass
+        _double(model)
+    return expected
+
+
+def test_tensors_that_a_receiver_keeps_stay_as_they_are(run_ranks, tmp_path):
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_keeps_all_tensors, args=(str(tmp_path), theirs))
+    process.start()
+    try:
+        assert ours.recv() == "ready"
+        expected = run_ranks(2, _three_streams_outside, str(tmp_path))[0]
+        assert ours.recv() == expected
+    finally:
+        process.kill()
+        process.join()
+
+
+def test_the_longest_held_of_64_segments_leaves_for_a_new_one():
+    memory = Segments("a test", None)
+    kept = []
+    for value in range(70):
+        number = memory.take(64, memory.held)
+        tensor = torch.frombuffer(memory[number].lease(), dtype=torch.uint8)
+        kept.append(tensor.fill_(value))
+    assert memory.word_of(memory.held) == 2**64 - 1
+    assert memory.numbers_in(2**64 - 1) == memory.held == {*range(6, 70)}
+    assert [int(tensor[0]) for tensor in kept] == [*range(70)]
