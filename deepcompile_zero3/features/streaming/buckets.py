@@ -19,14 +19,15 @@ class Bucket:
         entries: the parameters.
         offsets: offset in bytes of each full tensor in the bucket.
         nbytes: size of all full tensors.
-        reserved: bytes of memory that the bucket takes.
-        most_bytes: bytes of memory that buckets take together.
+        largest: size of the largest bucket of the stream.
+        most_bytes: memory that the buckets of the stream may take together, at least two of the
+            largest.
     """
 
     entries: Sequence[Entry]
     offsets: Sequence[int]
     nbytes: int
-    reserved: int
+    largest: int
     most_bytes: int
 
     def tensors_in(self, memory: memoryview) -> list[torch.Tensor]:
@@ -67,29 +68,16 @@ def buckets_of(entries: Sequence[Entry], max_bytes: float, most: float = math.in
             size = 0
         parts[-1].append(entry)
         size += nbytes
-    ends = [sum(_aligned(entry.nbytes) for entry in part) for part in parts]
-    usual = max((end for end in ends if end <= limit), default=0)
-    # Of one size, so that memory is used again.
-    reserved = [max(end, usual, _ALIGNMENT) for end in ends]
-    most_bytes = int(2 * max(max_bytes, *reserved, 0))
+    ends = [max(sum(_aligned(each.nbytes) for each in part), _ALIGNMENT) for part in parts]
+    largest = max(ends, default=0)
+    most_bytes = int(2 * max(max_bytes, largest))
     buckets = []
-    for part, end, takes in zip(parts, ends, reserved, strict=True):
+    for part, end in zip(parts, ends, strict=True):
         offsets = [0]
         for entry in part[:-1]:
             offsets.append(offsets[-1] + _aligned(entry.nbytes))
-        buckets.append(Bucket(part, offsets, end, takes, most_bytes))
+        buckets.append(Bucket(part, offsets, end, largest, most_bytes))
     return buckets
-
-
-def travels_ahead(buckets: Sequence[Bucket], index: int) -> bool:
-    """Returns whether bucket ``index`` travels while the consumer works on the one before.
-
-    The consumer's loop still names a tensor of the one before that.
-    """
-    if not 0 < index < len(buckets):
-        return False
-    together = sum(bucket.reserved for bucket in buckets[max(index - 2, 0) : index + 1])
-    return together <= buckets[index].most_bytes
 
 
 def _aligned(nbytes: int) -> int:

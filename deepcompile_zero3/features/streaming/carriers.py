@@ -1,6 +1,7 @@
 """The two ways in which a bucket's full tensors come about: in shared memory, and by messages."""
 
 import math
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -15,8 +16,8 @@ from deepcompile_zero3.transport.json_collectives import all_gather_codes
 _ALIGNMENT = 16  # of boxes in a message, for views of any dtype
 
 
-# Buckets of one host. They cost little, and small ones stay in the processor's cache.
-_HOST_BUCKET_BYTES = 16 << 20
+# Buckets of one host cost little, and small ones need few pages.
+HOST_BUCKET_BYTES = 16 << 20
 
 
 class Carrier(Protocol):
@@ -43,6 +44,14 @@ class Carrier(Protocol):
             Zero3Error: a rank has died, or does not come in time.
         """
 
+    def has_room(self, buckets: Sequence[Bucket]) -> bool:
+        """Returns whether the last of ``buckets`` may start now. The same on all ranks.
+
+        Args:
+            buckets: the next bucket, after the one that finished last, on which the consumer will
+                work, and after the one before, of which the consumer's loop still names a tensor.
+        """
+
     def start(self, bucket: Bucket) -> None:
         """Sends this rank's boxes of the next ``bucket``. Collective."""
 
@@ -65,10 +74,10 @@ class BySharedMemory:
 
     Attributes:
         segments: the memory.
-        latest: the segment of the bucket that finished last.
+        latest: the segment of the bucket that finished last, if ranks have not agreed since.
     """
 
-    most_bytes: float = _HOST_BUCKET_BYTES
+    most_bytes: float = HOST_BUCKET_BYTES
 
     def __init__(
         self, memory: HostMemory, rank: int, destination: int | None, is_read_outside: bool
@@ -94,13 +103,22 @@ class BySharedMemory:
         line = stopped.encode("utf-8", "replace")[: _C.HostExchange.LINE_BYTES]
         said = self._memory.exchange.exchange(word, line.decode("utf-8", "ignore"), where)
         self._held = {number for each, _ in said for number in self.segments.numbers_in(each)}
+        self.latest = -1
         return [each for _, each in said]
+
+    @property
+    def _used(self) -> set[int]:
+        # Ranks that get no tensors of the latest bucket do not write to it either.
+        return self._held | {self.latest}
+
+    def has_room(self, buckets: Sequence[Bucket]) -> bool:
+        """See :class:`Carrier`."""
+        bucket = buckets[-1]
+        return self.segments.nbytes_with(bucket.nbytes, self._used) <= bucket.most_bytes
 
     def start(self, bucket: Bucket) -> None:
         """See :class:`Carrier`."""
-        # The bucket before is still being read on ranks that have no tensors of it too.
-        used = self._held | {self.latest}
-        number = self.segments.take(bucket.reserved, used, bucket.most_bytes)
+        number = self.segments.take(bucket.nbytes, self._used, bucket.largest, bucket.most_bytes)
         fulls = bucket.tensors_in(self.segments[number].lease())
         for entry, full in zip(bucket.entries, fulls, strict=True):
             for box in _boxes_from(entry, self._rank):
@@ -153,6 +171,10 @@ class ByMessages:
         """See :class:`Carrier`."""
         said = all_gather_codes(where, None if stopped else 0, stopped, self._group)
         return ["" if isinstance(each, int) else each for each in said]
+
+    def has_room(self, buckets: Sequence[Bucket]) -> bool:
+        """See :class:`Carrier`."""
+        return sum(bucket.nbytes for bucket in buckets) <= buckets[-1].most_bytes
 
     def start(self, bucket: Bucket) -> None:
         """See :class:`Carrier`."""

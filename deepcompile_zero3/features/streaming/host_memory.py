@@ -18,7 +18,7 @@ from deepcompile_zero3.runtime.buffers import RELEASES
 from deepcompile_zero3.transport.json_collectives import all_gather_codes, all_gather_json
 from deepcompile_zero3.transport.process_groups import exists
 
-KEPT_BYTES = 64 << 20
+KEPT_BYTES = 256 << 20
 RULE = "all ranks iterate to the end, or leave in the same bucket"
 _NUMBER_BITS = 24
 

@@ -28,10 +28,12 @@ class Mapping:
 
     Attributes:
         nbytes: its size.
+        touched: bytes from its beginning that had tensors at some time, whose pages it has taken.
     """
 
     def __init__(self, file: int, nbytes: int) -> None:
         self.nbytes = nbytes
+        self.touched = 0
         self._map = mmap.mmap(file, nbytes)
         self._lease: weakref.ref[memoryview] | None = None
 
@@ -94,28 +96,41 @@ class Segments:
         self._next = 0
         self.files: dict[int, File] = {}
 
-    def take(self, nbytes: int, held: set[int], most_bytes: int = 0) -> int:
+    def take(self, nbytes: int, used: set[int], largest: int, most_bytes: int = 0) -> int:
         """Returns the number of a segment that nobody uses. Collective if there is none.
 
         Args:
-            nbytes: its size.
-            held: segments in which a process has tensors, or a bucket is; the same on all ranks.
-            most_bytes: size of all segments, beyond which those of other sizes are freed.
+            nbytes: bytes that are needed of it.
+            used: segments in which a process has tensors, or a bucket is; the same on all ranks.
+            largest: size of a new segment, unless all of its pages would be taken at once.
+            most_bytes: size of all segments, beyond which those that nobody uses are freed.
 
         Raises:
             Zero3Error: a rank cannot make or map a new segment.
         """
-        used = held & self._mapped.keys()
-        number = next(
-            (n for n, each in self._mapped.items() if n not in used and each.nbytes == nbytes),
-            None,
-        )
+        number = self._free_for(nbytes, used)
+        others = self.nbytes_with(nbytes, used) - self.nbytes
+        self.shrink(most_bytes - others, used if number is None else used | {number})
         if number is None:
-            self.shrink(most_bytes - nbytes, used)
-            return self._create(nbytes)
-        self.shrink(most_bytes, used | {number})
-        self._mapped[number] = self._mapped.pop(number)
+            number = self._create(nbytes if kernel_never_overcommits() else largest)
+        mapping = self._mapped[number] = self._mapped.pop(number)
+        mapping.touched = max(mapping.touched, nbytes)
         return number
+
+    def nbytes_with(self, nbytes: int, used: set[int]) -> int:
+        """Returns what :attr:`nbytes` will be once :meth:`take` has returned a segment."""
+        number = self._free_for(nbytes, used)
+        touched = 0 if number is None else self._mapped[number].touched
+        return self.nbytes + max(nbytes - touched, 0)
+
+    def _free_for(self, nbytes: int, used: set[int]) -> int | None:
+        """Returns the segment that needs the fewest new pages."""
+        free = {
+            number: mapping.touched
+            for number, mapping in self._mapped.items()
+            if number not in used and mapping.nbytes >= nbytes
+        }
+        return min(free, key=lambda each: (max(nbytes - free[each], 0), free[each]), default=None)
 
     def __getitem__(self, number: int) -> Mapping:
         return self._mapped[number]
@@ -127,8 +142,8 @@ class Segments:
 
     @property
     def nbytes(self) -> int:
-        """Size of all segments."""
-        return sum(mapping.nbytes for mapping in self._mapped.values())
+        """Memory that all segments take."""
+        return sum(mapping.touched for mapping in self._mapped.values())
 
     def word_of(self, numbers: set[int]) -> int:
         """Returns ``numbers`` of segments in 64 bits, for a rank that has the same segments."""
@@ -207,6 +222,11 @@ def _open(pid: int, file: int, nonce: str, nbytes: int) -> Mapping:
         return Mapping(opened, nbytes)
     finally:
         os.close(opened)
+
+
+def kernel_never_overcommits() -> bool:
+    """Returns whether a new file takes all of its pages at once."""
+    return Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2"
 
 
 def host_of_this_process() -> str:

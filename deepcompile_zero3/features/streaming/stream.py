@@ -19,7 +19,7 @@ from deepcompile_zero3.features.streaming.arguments import (
     group_of_ranks,
     on_each_rank,
 )
-from deepcompile_zero3.features.streaming.buckets import Bucket, buckets_of, travels_ahead
+from deepcompile_zero3.features.streaming.buckets import Bucket, buckets_of
 from deepcompile_zero3.features.streaming.carriers import ByMessages, BySharedMemory, Carrier
 from deepcompile_zero3.features.streaming.host_memory import take_memory
 from deepcompile_zero3.features.streaming.pieces import entries_of, named_tensors
@@ -198,7 +198,8 @@ class _Steps:
             self._agree()
             tensors = self._finish(bucket)
             self._position = index + 1
-            if travels_ahead(self._buckets, index + 1):
+            ahead = self._buckets[max(index - 1, 0) : index + 2]
+            if index + 1 < len(self._buckets) and self._carrier.has_room(ahead):
                 self._start(index + 1)
                 started += 1
             for entry in bucket.entries:
@@ -298,7 +299,7 @@ class _Outside:
             return
         assert self._own is not None
         assert tensors is not None
-        number = self._own.take(bucket.reserved, self._connection.held)
+        number = self._own.take(bucket.nbytes, self._connection.held, bucket.largest)
         for place, tensor in zip(
             bucket.tensors_in(self._own[number].lease()), tensors, strict=True
         ):

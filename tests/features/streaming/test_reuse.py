@@ -71,26 +71,44 @@ def test_tensors_that_a_consumer_keeps_stay_as_they_are(run_ranks, every, by_ran
     run_ranks(2, _consumer_keeps, every, by_rank)
 
 
-def _long_streams():
+def _numbers_of_segments(rows, window):
+    """Returns how many segments there have been after each of three streams.
+
+    The consumer works on ``window`` tensors at once.
+    """
     with pytest.MonkeyPatch.context() as monkeypatch:
         made = _count_segments(monkeypatch)
-        model = shard(nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(20))))[0]
+        model = shard(nn.Sequential(*(nn.Linear(8, each, bias=False) for each in rows)))[0]
         numbers = []
         for _ in range(3):
-            for _ in _stream(model):
-                pass
+            expected = _values(model)
+            latest = []
+            for name, tensor in _stream(model):
+                latest = [*latest[1 - window :], tensor] if window > 1 else []
+                assert torch.equal(tensor, expected[name])
+                del tensor
+            del latest
             numbers.append(len(made))
-        window = []
-        for _, tensor in _stream(model):  # a consumer that works on four tensors at once
-            window = [*window[-3:], tensor]
-        numbers.append(len(made))
+            _double(model)
     return numbers
 
 
-def test_streams_take_three_segments_and_use_them_again(run_ranks):
-    first, second, third, wider = run_ranks(2, _long_streams)[0]
-    assert first == second == third == 3
-    assert wider <= 3 + 4
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [8] * 20,
+        [8, 2, 2, 8, 22, 22, 22, 1] * 4,  # as of Llama; the largest takes more than max_mb
+        [*[8, 24] * 8, 100],
+    ],
+)
+def test_streams_use_three_segments_again_whatever_sizes_tensors_have(run_ranks, rows):
+    first, second, third = run_ranks(2, _numbers_of_segments, rows, 1)[0]
+    assert first == second == third <= 3
+
+
+def test_a_consumer_of_several_tensors_at_once_takes_a_segment_for_each(run_ranks):
+    numbers = run_ranks(2, _numbers_of_segments, [8] * 20, 4)[0]
+    assert 4 < numbers[0] <= numbers[-1] <= 3 + 4
 
 
 def _one_rank_releases():
@@ -159,7 +177,7 @@ def test_the_longest_held_of_64_segments_leaves_for_a_new_one():
     memory = Segments("a test", None)
     kept = []
     for value in range(70):
-        number = memory.take(64, memory.held)
+        number = memory.take(64, memory.held, 64)
         tensor = torch.frombuffer(memory[number].lease(), dtype=torch.uint8)
         kept.append(tensor.fill_(value))
     assert memory.word_of(memory.held) == 2**64 - 1
