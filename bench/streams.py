@@ -1,12 +1,15 @@
 """Measures streams of full parameters beside a plain copy, and loads of safetensors files."""
 
 import argparse
+import mmap
 import os
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
+from statistics import median
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,116 +19,148 @@ from torch.distributed.tensor import DTensor
 import deepcompile_zero3
 from bench.command_line import add_ranks, console, print_table
 from bench.ranks import Ranks, join, memory_of_this_process
-from deepcompile_zero3 import load_safetensors, save_safetensors, stream_full_parameters
+from deepcompile_zero3 import (
+    load_safetensors,
+    release_buffers,
+    save_safetensors,
+    stream_full_parameters,
+)
 
 HEAD = """\
-| max_mb | stream, GB/s | plain copy, GB/s | ratio | by processor | peak, MiB | over max_mb |
-| ---: | ---: | ---: | ---: | ---: | ---: | ---: |"""
+| max_mb | stream, GB/s | copy, GB/s | ratio | by processor | first, GB/s | peak, MiB | of max_mb |
+| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"""
 LOADS = """\
 | ranks | a rank's shards, MiB | peak above rest, MiB | over the shards, MiB | GB/s |
 | ---: | ---: | ---: | ---: | ---: |"""
 MIB = 2**20
-_WIDTH = 2048  # a parameter has 16 MiB
+_WIDTH = 2048  # 8 KiB a row
 
 
 def add_arguments(part: argparse.ArgumentParser) -> None:
     """Adds the arguments of :func:`run`."""
-    part.add_argument("--mib", type=int, default=2048, help="size of the model")
+    part.add_argument("--mib", type=int, default=2048, help="size of the model, at least")
+    part.add_argument(
+        "--rows",
+        type=int,
+        nargs="+",
+        default=[2048],
+        help="rows of the model's matrices, in turn, of 8 KiB each",
+    )
     part.add_argument("--max-mb", type=float, nargs="+", default=[32, 128], metavar="MB")
     add_ranks(part)
     part.add_argument("--rounds", type=int, default=6, help="streams, and copies, of each size")
+    part.add_argument(
+        "--load-ranks", type=int, nargs="*", default=[1, 2, 4], help="ranks that load files"
+    )
     part.add_argument("--folder", default=".", help="on the disk for the files")
 
 
 def run(args: argparse.Namespace) -> None:
     """Streams full parameters, beside a plain copy, and loads files into 1, 2 and 4 ranks."""
-    with console.status(f"a model of {args.mib} MiB"):
-        lines = measure(args.mib, args.ranks, args.max_mb, args.rounds, args.folder)
-    print_table(lines, f"{args.ranks} ranks")
-
-
-@dataclass(frozen=True)
-class Stream:
-    """The best of several streams and copies, which alternate, and the highest peak.
-
-    Attributes:
-        stream: seconds of a stream of all parameters.
-        copy: seconds in which all ranks copy their shards to memory of three buckets, again and
-            again, which is what a stream has to do at least.
-        stream_processor: processor seconds of the rank that takes most of them in a stream.
-        copy_processor: likewise in a copy.
-        peak: bytes of a rank's resident memory above rest.
-    """
-
-    stream: float
-    copy: float
-    stream_processor: float
-    copy_processor: float
-    peak: int
-
-    def row(self, nbytes: int, max_mb: float) -> str:
-        """Returns a row below :data:`HEAD`."""
-        cells = (
-            f"{max_mb:g}",
-            f"{nbytes / self.stream / 1e9:.1f}",
-            f"{nbytes / self.copy / 1e9:.1f}",
-            f"{self.copy / self.stream:.2f}",
-            f"{self.copy_processor / self.stream_processor:.2f}",
-            f"{self.peak / MIB:.0f}",
-            f"{self.peak / MIB / max_mb:.2f}",
-        )
-        return f"| {' | '.join(cells)} |"
-
-
-def measure(mib: int, ranks: int, sizes: list[float], rounds: int, folder: str) -> list[str]:
-    """Streams a model of ``mib`` MiB from its ranks, and loads it into other numbers of ranks.
-
-    Returns the lines of two tables.
-    """
-    streams, loads = [HEAD], [LOADS]
-    nbytes = mib * MIB
-    with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory(dir=folder) as files:
-        running = Ranks(partial(Model, mib), ranks, cache)
+    model = partial(Model, args.mib, args.rows)
+    with (
+        console.status(f"a model of {args.mib} MiB"),
+        tempfile.TemporaryDirectory() as cache,
+        tempfile.TemporaryDirectory(dir=args.folder) as files,
+    ):
+        is_saved = bool(args.load_ranks)
+        running = Ranks(model, args.ranks, cache)
         try:
-            assert all(running.call("is_equal"))
-            for max_mb in sizes:
-                streamed, copied = [], []
-                for _ in range(rounds):
-                    copied.append(_slowest(running.call("copy", max_mb)))
-                    streamed.append(_slowest(running.call("stream", max_mb)))
-                copy, copy_processor = (min(each) for each in zip(*copied, strict=True))
-                stream, stream_processor, _ = (min(each) for each in zip(*streamed, strict=True))
-                peak = max(int(above) for _, _, above in streamed)
-                found = Stream(stream, copy, stream_processor, copy_processor, peak)
-                streams.append(found.row(nbytes, max_mb))
-            running.call("save", files)
+            streams = measure(running, args.max_mb, args.rounds)
+            if is_saved:
+                running.call("save", files)
         finally:
             running.close()
-        for number in (1, 2, 4):
-            running = Ranks(partial(Model, mib, meta=True), number, cache)
-            try:
-                seconds, above, shards = map(max, zip(*running.call("load", files), strict=True))
-            finally:
-                running.close()
-            row = f"{shards / MIB:.0f} | {above / MIB:.0f} | {(above - shards) / MIB:.0f}"
-            loads.append(f"| {number} | {row} | {nbytes / seconds / 1e9:.1f} |")
-    return [*streams, "", *loads]
+        loads = [_load(partial(model, meta=True), each, cache, files) for each in args.load_ranks]
+    print_table([HEAD, *streams], f"{args.ranks} ranks")
+    if is_saved:
+        print()
+        print_table([LOADS, *loads], f"saved by {args.ranks} ranks")
+
+
+class Round(NamedTuple):
+    """One of several rounds of a copy, the first stream of a job, and a later one.
+
+    Attributes:
+        copy: seconds in which all ranks copy their shards to memory of three buckets, again and
+            again, which is what a stream has to do at least.
+        copy_processor: processor seconds of the rank that takes most of them.
+        first: seconds of a stream of all parameters whose memory is new.
+        stream: seconds of a stream in the memory of the one before.
+        processor: processor seconds of the rank that takes most of them in it.
+    """
+
+    copy: float
+    copy_processor: float
+    first: float
+    stream: float
+    processor: float
+
+
+def measure(running: Ranks, sizes: list[float], rounds: int) -> list[str]:
+    """Streams the model of ``running``. Returns a row below :data:`HEAD` for each of ``sizes``."""
+    assert all(running.call("is_equal"))
+    nbytes = running.call("nbytes")[0]
+    rows = []
+    for max_mb in sizes:
+        peak = max(running.call("peak", max_mb))
+        found = []
+        for _ in range(rounds):
+            copied = _slowest(running.call("copy"))
+            running.call("release")
+            first, _ = _slowest(running.call("stream", max_mb))
+            found.append(Round(*copied, first, *_slowest(running.call("stream", max_mb))))
+        cells = (
+            f"{max_mb:g}",
+            f"{nbytes / median(each.stream for each in found) / 1e9:.1f}",
+            f"{nbytes / median(each.copy for each in found) / 1e9:.1f}",
+            f"{median(each.copy / each.stream for each in found):.2f}",
+            f"{median(each.copy_processor / each.processor for each in found):.2f}",
+            f"{nbytes / median(each.first for each in found) / 1e9:.1f}",
+            f"{peak / MIB:.0f}",
+            f"{peak / MIB / max_mb:.2f}",
+        )
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
+def _load(model: "partial[Model]", ranks: int, cache: str, files: str) -> str:
+    """Returns a row below :data:`LOADS`."""
+    running = Ranks(model, ranks, cache)
+    try:
+        seconds, above, shards = map(max, zip(*running.call("load", files), strict=True))
+        nbytes = running.call("nbytes")[0]
+    finally:
+        running.close()
+    row = f"{shards / MIB:.0f} | {above / MIB:.0f} | {(above - shards) / MIB:.0f}"
+    return f"| {ranks} | {row} | {nbytes / seconds / 1e9:.1f} |"
 
 
 class Model:
-    """A rank of a model of ``mib`` MiB, all of it matrices."""
+    """A rank of a model of matrices of 2048 columns, at least ``mib`` MiB of them."""
 
     def __init__(
-        self, mib: int, rank: int, world_size: int, store: str, meta: bool = False
+        self,
+        mib: int,
+        rows: list[int],
+        rank: int,
+        world_size: int,
+        store: str,
+        meta: bool = False,
     ) -> None:
         join(rank, world_size, store)
         torch.manual_seed(0)
         self._model = nn.Sequential()
-        for _ in range(mib * MIB // (4 * _WIDTH**2)):
+        of_matrices = cycle(rows)
+        while self.nbytes() < mib * MIB:
             with torch.device("meta" if meta else "cpu"):
-                layer = nn.Linear(_WIDTH, _WIDTH, bias=False)
+                layer = nn.Linear(_WIDTH, next(of_matrices), bias=False)
             self._model.append(deepcompile_zero3.fully_shard(layer))
         deepcompile_zero3.fully_shard(self._model)
+
+    def nbytes(self) -> int:
+        """Returns the size of all parameters."""
+        return sum(parameter.numel() * 4 for parameter in self._model.parameters())
 
     def is_equal(self) -> bool:
         """Returns whether a stream has the bits of ``full_tensor()``."""
@@ -137,33 +172,41 @@ class Model:
             for name, tensor in stream_full_parameters(self._model)
         )
 
-    def stream(self, max_mb: float) -> tuple[float, float, float]:
-        """Returns seconds of a stream, of the processor, and the peak above rest in bytes."""
+    def release(self) -> None:
+        """Frees what the stream before has kept."""
+        release_buffers()
+
+    def peak(self, max_mb: float) -> int:
+        """Returns the peak above rest of a stream whose consumer reads all of it, in bytes."""
+        release_buffers()
         rest = memory_of_this_process().resident
+        dist.barrier()
+        for _, tensor in stream_full_parameters(self._model, max_mb=max_mb):
+            assert tensor is not None
+            tensor.view(-1)[:: mmap.PAGESIZE // 4].sum()
+        return memory_of_this_process().peak - rest
+
+    def stream(self, max_mb: float) -> tuple[float, float]:
+        """Returns seconds of a stream, and those of the processor."""
         dist.barrier()
 
         def all_of_them() -> None:
             for _ in stream_full_parameters(self._model, max_mb=max_mb):
                 pass
 
-        processor = time.thread_time()
-        seconds = _seconds(all_of_them)
-        processor = time.thread_time() - processor
-        return seconds, processor, memory_of_this_process().peak - rest
+        return _seconds(all_of_them)
 
-    def copy(self, max_mb: float) -> tuple[float, float]:
+    def copy(self) -> tuple[float, float]:
         """Returns seconds in which this rank copies its shards, and those of the processor."""
-        shards = self._shards()
-        places = [torch.ones_like(each) for each in shards[: 3 * self._in_a_bucket(max_mb)]]
+        shards = [each.flatten() for each in self._shards()]
+        places = [torch.ones_like(max(shards, key=len)) for _ in range(3)]
         dist.barrier()
 
         def all_of_them() -> None:
-            for index, shard in enumerate(shards):
-                places[index % len(places)].copy_(shard)
+            for place, shard in zip(cycle(places), shards):
+                place[: len(shard)].copy_(shard)
 
-        processor = time.thread_time()
-        seconds = _seconds(all_of_them)
-        return seconds, time.thread_time() - processor
+        return _seconds(all_of_them)
 
     def save(self, folder: str) -> None:
         """Saves safetensors files."""
@@ -183,7 +226,7 @@ class Model:
             self._model.to_empty(device="cpu")
             load_safetensors(self._model, folder)
 
-        seconds = _seconds(all_of_it)
+        seconds, _ = _seconds(all_of_it)
         peak = memory_of_this_process().peak - rest
         return seconds, peak, sum(each.nbytes for each in self._shards())
 
@@ -194,16 +237,14 @@ class Model:
             found.append(parameter.to_local().detach())
         return found
 
-    def _in_a_bucket(self, max_mb: float) -> int:
-        return max(1, int(max_mb * 2 / 3 * MIB / (4 * _WIDTH**2)))
-
 
 def _slowest(of_ranks: list[tuple[float, ...]]) -> list[float]:
     """Returns the largest of each number over the ranks."""
     return [max(numbers) for numbers in zip(*of_ranks, strict=True)]
 
 
-def _seconds(act: Callable[[], None]) -> float:
-    start = time.perf_counter()
+def _seconds(act: Callable[[], None]) -> tuple[float, float]:
+    """Returns the seconds of ``act``, and those of this thread's processor."""
+    start, processor = time.perf_counter(), time.thread_time()
     act()
-    return time.perf_counter() - start
+    return time.perf_counter() - start, time.thread_time() - processor
