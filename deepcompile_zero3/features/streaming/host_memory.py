@@ -11,8 +11,12 @@ import weakref
 import torch
 import torch.distributed as dist
 
-from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.features.streaming.segments import Segments, host_of_this_process, share
+from deepcompile_zero3.features.streaming.segments import (
+    NoSharedMemory,
+    Segments,
+    host_of_this_process,
+    share,
+)
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.runtime.buffers import RELEASES
 from deepcompile_zero3.transport.json_collectives import all_gather_codes, all_gather_json
@@ -35,7 +39,7 @@ class HostMemory:
     """
 
     def __init__(self, what: str, group: dist.ProcessGroup) -> None:
-        """Collective. Raises Zero3Error on all ranks if it is not possible."""
+        """Collective. Raises NoSharedMemory on all ranks if it is not possible."""
         self._group = weakref.ref(group)
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         mapping, _, pids = share(what, _C.HostExchange.nbytes(world_size), group)
@@ -57,7 +61,7 @@ def take_memory(what: str, group: dist.ProcessGroup) -> HostMemory:
     """Returns memory that the ranks of ``group`` share. Collective.
 
     Raises:
-        Zero3Error: on all ranks: they cannot share memory.
+        NoSharedMemory: on all ranks: they cannot share memory.
     """
     for known in list(_kept):
         if not exists(known):
@@ -74,7 +78,7 @@ def take_memory(what: str, group: dist.ProcessGroup) -> HostMemory:
     hosts = all_gather_json(f"{what}: hosts", mine, group)
     trouble = next((why for _, why in hosts if why), "")
     if trouble or len({host for host, _ in hosts}) > 1:
-        raise Zero3Error(
+        raise NoSharedMemory(
             trouble or "ranks are on several hosts, in several containers or of several users"
         )
     return HostMemory(what, group)

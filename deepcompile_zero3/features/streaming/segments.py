@@ -23,6 +23,10 @@ _NONCE_BYTES = 16
 _MOST = 64  # segments, so that a word has a bit for each
 
 
+class NoSharedMemory(Zero3Error):
+    """Ranks cannot share memory, and all of them know."""
+
+
 class Mapping:
     """A segment as one process has mapped it.
 
@@ -106,11 +110,11 @@ class Segments:
             most_bytes: size of all segments, beyond which those that nobody uses are freed.
 
         Raises:
-            Zero3Error: a rank cannot make or map a new segment.
+            NoSharedMemory: a rank cannot make or map a new segment.
         """
         number = self._free_for(nbytes, used)
-        others = self.nbytes_with(nbytes, used) - self.nbytes
-        self.shrink(most_bytes - others, used if number is None else used | {number})
+        growth = self.nbytes_with(nbytes, used) - self.nbytes
+        self.shrink(most_bytes - growth, used if number is None else used | {number})
         if number is None:
             number = self._create(nbytes if kernel_never_overcommits() else largest)
         mapping = self._mapped[number] = self._mapped.pop(number)
@@ -170,6 +174,7 @@ class Segments:
             self.drop(next(iter(self._mapped)))
         number, self._next = self._next, self._next + 1
         group = self._group() if self._group is not None else None
+        assert (group is None) is (self._group is None)  # whoever streams holds its group
         mapping, file, _ = share(self._what, nbytes, group)
         self._mapped[number] = mapping
         if file is not None:
@@ -181,7 +186,7 @@ def share(what: str, nbytes: int, group: dist.ProcessGroup | None) -> Shared:
     """Returns new memory that the ranks of ``group`` share, or of this process alone. Collective.
 
     Raises:
-        Zero3Error: a rank cannot make or map it.
+        NoSharedMemory: a rank cannot make or map it.
     """
     is_first = group is None or dist.get_rank(group) == 0
     descriptor, nonce, trouble = 0, "", ""
@@ -209,7 +214,7 @@ def share(what: str, nbytes: int, group: dist.ProcessGroup | None) -> Shared:
         troubles = all_gather_json(f"{what}: mapping", trouble, group)
         trouble = next(filter(None, troubles), "")
     if trouble or mapping is None:
-        raise Zero3Error(f"{what}: no {nbytes} bytes of memory to share: {trouble}")
+        raise NoSharedMemory(f"{what}: no {nbytes} bytes of memory to share: {trouble}")
     return Shared(mapping, file, pids)
 
 
@@ -226,7 +231,10 @@ def _open(pid: int, file: int, nonce: str, nbytes: int) -> Mapping:
 
 def kernel_never_overcommits() -> bool:
     """Returns whether a new file takes all of its pages at once."""
-    return Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2"
+    try:
+        return Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2"
+    except OSError:
+        return False
 
 
 def host_of_this_process() -> str:

@@ -24,7 +24,7 @@ from deepcompile_zero3.features.streaming.carriers import ByMessages, BySharedMe
 from deepcompile_zero3.features.streaming.host_memory import take_memory
 from deepcompile_zero3.features.streaming.pieces import entries_of, named_tensors
 from deepcompile_zero3.features.streaming.receiver import Connection, SharedMemorySender
-from deepcompile_zero3.features.streaming.segments import Segments
+from deepcompile_zero3.features.streaming.segments import NoSharedMemory, Segments
 from deepcompile_zero3.transport.choice import TransportName, resolve
 from deepcompile_zero3.transport.on_all_ranks import line_of
 
@@ -334,7 +334,7 @@ def _carrier(
             if not why:
                 memory = take_memory(_WHAT, group)
                 return BySharedMemory(memory, rank, destination, is_read_outside)
-        except Zero3Error as error:
+        except NoSharedMemory as error:
             why = str(error)
         if transport == "shared_memory":
             raise Zero3Error(f"{_WHAT}: transport='shared_memory' is not possible: {why}")

@@ -14,7 +14,7 @@ from deepcompile_zero3 import (
     release_buffers,
     stream_full_parameters,
 )
-from deepcompile_zero3.features.streaming import segments
+from deepcompile_zero3.features.streaming import host_memory, segments
 from deepcompile_zero3.features.streaming.segments import Segments
 
 SMALL = 600 / 2**20  # MiB: some ten buckets
@@ -124,6 +124,22 @@ def _one_rank_releases():
 
 def test_a_rank_may_release_buffers_between_streams(run_ranks):
     run_ranks(2, _one_rank_releases)
+
+
+def _group_ends():
+    model = _model()
+    group = dist.new_group()
+    for _ in _stream(model, group=group):
+        pass
+    assert host_memory._kept[group].segments.nbytes > 0
+    dist.destroy_process_group(group)
+    for _ in _stream(model):
+        pass
+    assert list(host_memory._kept) == [dist.group.WORLD]
+
+
+def test_memory_of_a_group_is_freed_with_it(run_ranks):
+    run_ranks(2, _group_ends)
 
 
 def _two_at_once():
