@@ -48,7 +48,7 @@ def add_arguments(part: argparse.ArgumentParser) -> None:
     )
     part.add_argument("--max-mb", type=float, nargs="+", default=[32, 128], metavar="MB")
     add_ranks(part)
-    part.add_argument("--rounds", type=int, default=6, help="streams, and copies, of each size")
+    part.add_argument("--rounds", type=int, default=10, help="streams, and copies, of each size")
     part.add_argument(
         "--load-ranks", type=int, nargs="*", default=[1, 2, 4], help="ranks that load files"
     )

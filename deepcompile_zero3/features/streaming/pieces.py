@@ -10,6 +10,8 @@ Rows, columns, tensor parallelism, replicas and owners differ in their boxes alo
 files therefore treat them alike.
 """
 
+import hashlib
+import json
 import math
 import weakref
 from collections.abc import Sequence
@@ -24,8 +26,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.transport.json_collectives import all_gather_alike
-from deepcompile_zero3.transport.on_all_ranks import on_all_ranks
+from deepcompile_zero3.transport.json_collectives import all_gather_json
+from deepcompile_zero3.transport.on_all_ranks import ErrorOnARank, line_of
 
 # ``mesh.mesh`` is computed anew whenever it is read: it took half of the time of `entries_of`.
 _ranks: weakref.WeakKeyDictionary[DeviceMesh, frozenset[int]] = weakref.WeakKeyDictionary()
@@ -100,20 +102,29 @@ def entries_of(
             layout, a device or a class that cannot be taken apart.
     """
 
-    def describe() -> tuple[list[tuple[str, torch.Tensor]], list[Box]]:
+    tensors: list[tuple[str, torch.Tensor]] = []
+    boxes: list[Box] = []
+    described: list[Any] = [list(arguments)]
+    error = ""
+    try:
         tensors = named_tensors(model, buffers)
-        return tensors, [box_of(name, tensor, group) for name, tensor in tensors]
-
-    tensors, boxes = on_all_ranks(what, describe, group)
+        boxes = [box_of(name, tensor, group) for name, tensor in tensors]
+    except Exception as raised:
+        error = line_of(raised)
     dtypes = [
         dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
         for _, tensor in tensors
     ]
-    mine = [
-        [name, list(tensor.shape), str(each)]
-        for (name, tensor), each in zip(tensors, dtypes, strict=True)
-    ]
-    _check_alike(what, [list(arguments), *mine], group)
+    for (name, tensor), each in zip(tensors, dtypes, strict=True):
+        described.append([name, list(tensor.shape), str(each)])
+    # Errors and digests in one exchange: a message takes as long as a bucket of some megabytes.
+    digest = hashlib.sha256(json.dumps(described).encode()).hexdigest()
+    said = all_gather_json(what, [error, digest], group)
+    for why, _ in said:
+        if why:
+            raise ErrorOnARank(why)
+    if any(theirs != digest for _, theirs in said):
+        _check_alike(what, described, group)
     entries = []
     everyones = _all_gather_boxes(boxes, group)
     for index, ((name, tensor), box, travels_in) in enumerate(
@@ -218,7 +229,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _check_alike(what: str, mine: list[Any], group: dist.ProcessGroup) -> None:
-    for rank, theirs in enumerate(all_gather_alike(what, mine, group)):
+    for rank, theirs in enumerate(all_gather_json(what, mine, group)):
         for one, other in zip([*mine, None], [*theirs, None], strict=False):
             if one != other:
                 raise Zero3Error(
