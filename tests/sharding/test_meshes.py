@@ -331,8 +331,13 @@ def test_offloading_to_the_cpu_changes_nothing_there():
 @needs_a_job
 def test_blocks_share_a_mesh_over_gloo_on_accelerators(monkeypatch):
     made = []
+
+    def make(*mesh):
+        made.append(mesh)
+        return init_device_mesh("cpu", (1,))
+
     monkeypatch.setattr(arguments, "_default_meshes", {})
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
-    monkeypatch.setattr(arguments, "init_device_mesh", lambda *mesh: made.append(mesh) or mesh)
+    monkeypatch.setattr(arguments, "init_device_mesh", make)
     assert arguments.default_mesh() is arguments.default_mesh()
     assert made == [("cuda", (1,))]
