@@ -10,7 +10,8 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from support.models import Stack, either_transport, shard
+from support.models import either_transport
+from support.streams import SMALL, full_values, sharded_stack
 
 from deepcompile_zero3 import (
     SharedMemoryReceiver,
@@ -18,18 +19,6 @@ from deepcompile_zero3 import (
     Zero3Error,
     stream_full_parameters,
 )
-
-SMALL = 600 / 2**20  # MiB: some ten buckets
-
-
-def _model():
-    model = Stack()
-    return shard(model, model.blocks)[0]
-
-
-def _values(model):
-    return {name: parameter.full_tensor().detach() for name, parameter in model.named_parameters()}
-
 
 # ---- consumers that are ranks
 
@@ -51,7 +40,7 @@ def _leave(model, how, position, **arguments):
 
 
 def _one_leaves(transport, how, position):
-    model = _model()
+    model = sharded_stack()
     names = [name for name, _ in model.named_parameters()]
     assert len(names) == 14
     arguments = {"max_mb": SMALL, "transport": transport}
@@ -88,7 +77,7 @@ def test_a_rank_that_leaves_is_named_on_the_others(run_ranks, transport, how, po
 
 
 def _keeps_the_stream():
-    model = _model()
+    model = sharded_stack()
     group = dist.new_group(timeout=timedelta(seconds=2))
     stream = stream_full_parameters(model, max_mb=SMALL, group=group)
     next(stream)
@@ -111,7 +100,7 @@ def test_a_rank_that_does_not_iterate_is_waited_for_as_long_as_the_group_says(ru
 
 
 def _all_leave():
-    model = _model()
+    model = sharded_stack()
     for _ in range(3):
         for _, _ in stream_full_parameters(model, max_mb=SMALL):
             break
@@ -128,7 +117,7 @@ def test_all_ranks_may_leave_together(run_ranks):
 
 
 def _raises_in_a_block():
-    model = _model()
+    model = sharded_stack()
     who = pytest.raises(_Fault) if dist.get_rank() == 0 else pytest.raises(Zero3Error)
     with who as caught, stream_full_parameters(model, max_mb=SMALL, to=0) as stream:
         for name, _ in stream:
@@ -145,7 +134,7 @@ def test_a_block_tells_the_others_what_the_consumer_raised(run_ranks):
 
 
 def _one_dies(transport, position, folder):
-    model = _model()
+    model = sharded_stack()
     for _ in stream_full_parameters(model, max_mb=SMALL, transport=transport):
         pass
     for index, _ in enumerate(stream_full_parameters(model, max_mb=SMALL, transport=transport)):
@@ -212,7 +201,7 @@ def _receiver(name, leaves_at=-1, kills_itself=False):
 
 
 def _to_a_receiver(name, transport):
-    model = _model()
+    model = sharded_stack()
     for factor in (1, 2):
         with torch.no_grad():
             for parameter in model.parameters():
@@ -220,7 +209,7 @@ def _to_a_receiver(name, transport):
         to = SharedMemorySender(name, timeout=30)
         for _, tensor in stream_full_parameters(model, max_mb=SMALL, to=to, transport=transport):
             assert tensor is None
-    return {each: tensor.tolist() for each, tensor in _values(model).items()}
+    return {each: tensor.tolist() for each, tensor in full_values(model).items()}
 
 
 @either_transport
@@ -234,7 +223,7 @@ def test_a_process_outside_of_the_job_receives_streams(run_ranks, tmp_path, tran
 
 
 def _to_a_receiver_that_leaves(name, transport, timeout):
-    model = _model()
+    model = sharded_stack()
     to = SharedMemorySender(name, timeout=timeout)
     start = time.monotonic()
     with pytest.raises(
@@ -266,7 +255,7 @@ def test_a_receiver_that_leaves_or_is_killed_is_an_error_on_all_ranks(
 
 def _without_a_receiver(name):
     with pytest.raises(Zero3Error, match=r"there is no receiver .* in 0\.1 s"):
-        next(stream_full_parameters(_model(), to=SharedMemorySender(name, timeout=0.1)))
+        next(stream_full_parameters(sharded_stack(), to=SharedMemorySender(name, timeout=0.1)))
 
 
 def test_a_receiver_that_does_not_exist_is_an_error_on_all_ranks(run_ranks, tmp_path):
@@ -277,7 +266,7 @@ def _that_listens_only(name):
     receiver = SharedMemoryReceiver(name) if dist.get_rank() == 1 else None
     dist.barrier()
     with pytest.raises(Zero3Error, match=r"the receiver .* has not taken it in 0\.5 s"):
-        for _ in stream_full_parameters(_model(), to=SharedMemorySender(name, timeout=0.5)):
+        for _ in stream_full_parameters(sharded_stack(), to=SharedMemorySender(name, timeout=0.5)):
             pass
     if receiver is not None:
         receiver.close()
@@ -288,7 +277,7 @@ def test_a_receiver_that_hangs_is_an_error_on_all_ranks(run_ranks, tmp_path):
 
 
 def _left_at(name, position):
-    model = _model()
+    model = sharded_stack()
     to = SharedMemorySender(name)
     who = pytest.raises(_Fault) if dist.get_rank() == 1 else pytest.raises(Zero3Error)
     with who:
@@ -305,7 +294,7 @@ def test_a_receiver_is_told_that_a_rank_has_raised(run_ranks, tmp_path):
 
 def _killed_while_it_sends(name):
     to = SharedMemorySender(name)
-    for index, _ in enumerate(stream_full_parameters(_model(), max_mb=SMALL, to=to)):
+    for index, _ in enumerate(stream_full_parameters(sharded_stack(), max_mb=SMALL, to=to)):
         if index == 5:
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -5,7 +5,8 @@ import multiprocessing
 import pytest
 import torch
 import torch.distributed as dist
-from support.models import Stack, shard
+from support.models import shard
+from support.streams import SMALL, full_values, sharded_stack
 from torch import nn
 
 from deepcompile_zero3 import (
@@ -16,17 +17,6 @@ from deepcompile_zero3 import (
 )
 from deepcompile_zero3.features.streaming import host_memory, segments
 from deepcompile_zero3.features.streaming.segments import Segments
-
-SMALL = 600 / 2**20  # MiB: some ten buckets
-
-
-def _model():
-    model = Stack()
-    return shard(model, model.blocks)[0]
-
-
-def _values(model):
-    return {name: each.full_tensor().detach().clone() for name, each in model.named_parameters()}
 
 
 def _double(model):
@@ -52,11 +42,11 @@ def _count_segments(monkeypatch):
 
 
 def _consumer_keeps(every, by_rank):
-    model = _model()
+    model = sharded_stack()
     keeps = every if not by_rank or dist.get_rank() == 1 else 10**9
     kept = []
     for _ in range(3):
-        expected = _values(model)
+        expected = full_values(model)
         for index, (name, tensor) in enumerate(_stream(model)):
             assert torch.equal(tensor, expected[name])
             if index % keeps == 0:
@@ -81,7 +71,7 @@ def _numbers_of_segments(rows, window):
         model = shard(nn.Sequential(*(nn.Linear(8, each, bias=False) for each in rows)))[0]
         numbers = []
         for _ in range(3):
-            expected = _values(model)
+            expected = full_values(model)
             latest = []
             for name, tensor in _stream(model):
                 latest = [*latest[1 - window :], tensor] if window > 1 else []
@@ -112,9 +102,9 @@ def test_a_consumer_of_several_tensors_at_once_takes_a_segment_for_each(run_rank
 
 
 def _one_rank_releases():
-    model = _model()
+    model = sharded_stack()
     for rank in (0, 1):
-        expected = _values(model)
+        expected = full_values(model)
         for name, tensor in _stream(model):
             assert torch.equal(tensor, expected[name])
         if dist.get_rank() == rank:
@@ -127,7 +117,7 @@ def test_a_rank_may_release_buffers_between_streams(run_ranks):
 
 
 def _group_ends():
-    model = _model()
+    model = sharded_stack()
     group = dist.new_group()
     for _ in _stream(model, group=group):
         pass
@@ -143,8 +133,8 @@ def test_memory_of_a_group_is_freed_with_it(run_ranks):
 
 
 def _two_at_once():
-    model = _model()
-    expected = _values(model)
+    model = sharded_stack()
+    expected = full_values(model)
     for _ in _stream(model):
         pass
     for (name, one), (_, other) in zip(_stream(model), _stream(model), strict=True):
@@ -165,10 +155,10 @@ def _keeps_all_tensors(name, pipe):
 
 
 def _three_streams_outside(name):
-    model = _model()
+    model = sharded_stack()
     expected = []
     for _ in range(3):
-        expected.append({each: tensor.tolist() for each, tensor in _values(model).items()})
+        expected.append({each: tensor.tolist() for each, tensor in full_values(model).items()})
         for _ in _stream(model, to=SharedMemorySender(name, timeout=30)):
             pass
         _double(model)
