@@ -64,7 +64,8 @@ test-torch:
 	cd tests && ../$(BIN)/pytest -m smoke $(ARGS)
 
 # The runtime with its kernels for GPUs, on a machine that need not have one. torch's wheel for CUDA
-# brings most of the headers and libraries, and a toolkit, CUDA_HOME, the compiler and the rest.
+# brings most of the headers and libraries, and a toolkit, CUDA_HOME, the compiler and the rest. Here
+# each source is compiled by itself, and fails if it does not include what it uses.
 CUDA_HOME ?= /usr/local/cuda
 check-cuda: VENV = .venv-cuda
 check-cuda: TORCH = 2.15.0
@@ -75,7 +76,8 @@ check-cuda:
 	$(MAKE) VENV=$(VENV) TORCH=$(TORCH) $(VENV)/.torch-$(TORCH)
 	wheel=$$(echo $(CURDIR)/$(VENV)/lib/python3*/site-packages/nvidia/cu13) && \
 	  CUDA_HOME=$(CUDA_HOME) CPATH=$$wheel/include LIBRARY_PATH=$$wheel/lib \
-	  ZERO3_CUDA=1 ZERO3_WERROR=1 $(MAKE) VENV=$(VENV) TORCH=$(TORCH) $(VENV)/.installed-copy
+	  ZERO3_CUDA=1 ZERO3_UNITS=0 ZERO3_WERROR=1 \
+	  $(MAKE) VENV=$(VENV) TORCH=$(TORCH) $(VENV)/.installed-copy
 	cd tests && ../$(BIN)/pytest -m "smoke or cuda_build" $(ARGS)
 
 # The sanitizer watches our kernels only, and each tensor has memory of its own, past which it sees.
@@ -207,7 +209,7 @@ $(VENV)/.torch-$(TORCH):
 
 # The compiler runs beside pip, and then pip finds the runtime built.
 $(VENV)/.installed: $(VENV)/.torch-$(TORCH) $(BUILD_SOURCES)
-	@echo "building the C++ runtime, a minute or two, and beside it:"
+	@echo "building the C++ runtime, a minute on two cores, and beside it:"
 	@$(MAKE) -s -j2 $(VENV)/.built $(VENV)/.extra-train
 	@$(INSTALL) --verbose --no-build-isolation --editable . $(BRIEFLY)
 	@touch $@

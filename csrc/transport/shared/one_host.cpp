@@ -18,8 +18,6 @@
 namespace zero3 {
 namespace {
 
-char* data_of(const at::Tensor& tensor) { return static_cast<char*>(tensor.data_ptr()); }
-
 bool kernel_never_overcommits() {
   int mode = 0;
   std::ifstream("/proc/sys/vm/overcommit_memory") >> mode;

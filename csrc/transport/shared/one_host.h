@@ -52,6 +52,8 @@ struct CopyMemory {
   at::Tensor readable;
 };
 
+inline char* data_of(const at::Tensor& tensor) { return static_cast<char*>(tensor.data_ptr()); }
+
 // Returns the descriptor of a new anonymous file of zeros, closed on exec.
 int new_shared_file(int64_t nbytes);
 

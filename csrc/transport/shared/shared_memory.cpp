@@ -11,12 +11,6 @@
 #include "support/shard_reads.h"
 
 namespace zero3 {
-namespace {
-
-char* data_of(const at::Tensor& tensor) { return static_cast<char*>(tensor.data_ptr()); }
-
-}  // namespace
-
 SharedMemory::SharedMemory(std::shared_ptr<OneHost> one_host, const Source& source,
                            at::Tensor progress, std::shared_ptr<CopyMemory> copy_memory,
                            bool takes_turns)
