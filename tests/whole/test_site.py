@@ -8,6 +8,8 @@ import sys
 import zlib
 
 import pytest
+from selenium.webdriver.common.by import By
+from support import browser
 from support.paths import ROOT
 
 import deepcompile_zero3
@@ -58,15 +60,51 @@ def _objects_of(site):
     return {line.split(" ")[0] for line in lines if " py:" in line}
 
 
-@pytest.mark.more
-@pytest.mark.skipif(bool(MISSING), reason=f"`make docs` installs {', '.join(MISSING)}")
-def test_the_site_is_built_without_a_warning(tmp_path):
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """Returns the folder of the site, which is built without a warning."""
+    if MISSING:
+        pytest.skip(f"`make docs` installs {', '.join(MISSING)}")
+    folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going", "--quiet"]
     run = subprocess.run(
-        [*command, DOCS, tmp_path], capture_output=True, text=True, timeout=300, check=False
+        [*command, DOCS, folder], capture_output=True, text=True, timeout=300, check=False
     )
     assert run.returncode == 0, run.stderr
-    objects = _objects_of(tmp_path)
+    return folder
+
+
+@pytest.mark.more
+def test_the_site_lists_each_public_name(site):
+    objects = _objects_of(site)
     assert {f"deepcompile_zero3.{name}" for name in deepcompile_zero3.__all__} <= objects
     methods = {name for name, _ in inspect.getmembers(Zero3Module, callable) if name[0] != "_"}
     assert {f"deepcompile_zero3.Zero3Module.{name}" for name in methods} <= objects
+
+
+BROKEN_IMAGES = """return [...document.images].filter(i => !i.naturalWidth).map(i => i.src)"""
+WIDER_THAN_WINDOW = "return document.documentElement.scrollWidth > innerWidth"
+
+
+@pytest.mark.more
+@pytest.mark.skipif(bool(browser.missing()), reason=str(browser.missing()))
+@pytest.mark.timeout(180)
+def test_pages_of_the_site_show_in_a_browser(site):
+    """The front page, one of the reference and a how-to, on a wide and on a narrow screen."""
+    for width in (1400, 500):
+        with browser.chromium(width) as driver:
+            for page, heading, shown in (
+                ("index", "deepcompile_zero3", "Medians and ratios are from"),
+                ("reference/sharding", "Sharding", "fully_shard("),
+                ("hosts", "Several hosts", "torchrun"),
+            ):
+                driver.get((site / f"{page}.html").as_uri())
+                text = driver.find_element(By.TAG_NAME, "article").text
+                assert driver.find_element(By.TAG_NAME, "h1").text.startswith(heading)
+                assert shown in text
+                assert driver.execute_script(BROKEN_IMAGES) == []
+                assert not driver.execute_script(WIDER_THAN_WINDOW), (page, width)
+                errors = [e for e in driver.get_log("browser") if e["level"] == "SEVERE"]
+                assert errors == []
+                picture = site / f"{page.replace('/', '-')}-{width}.png"
+                assert driver.save_screenshot(str(picture))
