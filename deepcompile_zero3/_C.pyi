@@ -270,6 +270,7 @@ class HostExchange:
         self,
         group_name: str,
         rank: int,
+        rank_names: Sequence[str],
         pids: Sequence[int],
         memory: torch.Tensor,
         rule: str,

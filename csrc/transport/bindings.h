@@ -62,8 +62,12 @@ inline void bind_transports(pybind11::module_& m) {
       .def_property_readonly("nbytes",
                              [](const CopyMemory& self) { return self.writable.nbytes(); });
   pybind11::class_<HostExchange>(m, "HostExchange")
-      .def(pybind11::init<const std::string&, int64_t, const std::vector<int64_t>&,
-                          const at::Tensor&, const std::string&>())
+      .def(pybind11::init([](const std::string& group_name, int64_t rank,
+                             std::vector<std::string> names, const std::vector<int64_t>& pids,
+                             const at::Tensor& memory, const std::string& rule) {
+        return std::make_unique<HostExchange>(group_name, rank, RankNames(std::move(names)), pids,
+                                              memory, rule);
+      }))
       .def_static("nbytes", &HostExchange::nbytes)
       .def("exchange", &HostExchange::exchange,
            pybind11::call_guard<pybind11::gil_scoped_release>())

@@ -9,6 +9,7 @@ from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.sharding.module_parameters import by_mesh
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.transport.json_collectives import all_gather_json, all_gather_lines, shorten
+from deepcompile_zero3.transport.rank_names import rank_names
 
 _COMPARISON = "comparison of replicas"
 _CHECK = "values of replicas"  # behind the checks of features, by its name
@@ -55,20 +56,20 @@ def _different_replicas(delivered: Sequence[tuple[ShardedParameter, object]]) ->
 
 def _differences(parameters: Sequence[ShardedParameter], replicas: dist.ProcessGroup) -> list[str]:
     """Returns which shards of ``parameters`` differ from the first replica's. Collective."""
-    ranks = dist.get_process_group_ranks(replicas)
+    names = rank_names(replicas)
     mine = {parameter.fqn: _checksum_or_error(parameter) for parameter in parameters}
     of_ranks = all_gather_json(_COMPARISON, mine, replicas)
     found = []
     for fqn in mine:
-        values = {rank: theirs.get(fqn) for rank, theirs in zip(ranks, of_ranks, strict=True)}
+        values = {name: theirs.get(fqn) for name, theirs in zip(names, of_ranks, strict=True)}
         found += [f"on rank {r}, {error}" for r, error in values.items() if isinstance(error, str)]
-        compared = [rank for rank, value in values.items() if isinstance(value, int)]
+        compared = [name for name, value in values.items() if isinstance(value, int)]
         if None in values.values():  # it was loaded since
             continue
         found += [
-            f"'{fqn}' on rank {rank} is not what it is on rank {compared[0]}"
-            for rank in compared
-            if values[rank] != values[compared[0]]
+            f"'{fqn}' on rank {name} is not what it is on rank {compared[0]}"
+            for name in compared
+            if values[name] != values[compared[0]]
         ]
     return found
 

@@ -1,17 +1,14 @@
 """Memory that the ranks of one host share.
 
 The ranks of a process group share memory if all of them run on one host and compute on its CPU.
-They agree on that in ``fully_shard``, which is collective for this reason. The memory is an
-anonymous file (``memfd_create``). It has no name that could be left behind and is not bounded by
-``/dev/shm``. Processes of the same user that can see each other open it through ``/proc``. What the
-runtime does with the memory is described in ``docs/one_host.md``.
+They agree on that in ``fully_shard``, which is collective for this reason. What the runtime does
+with the memory is described in ``docs/one_host.md``.
 """
 
 import functools
 import hashlib
 import mmap
 import os
-import secrets
 import sys
 import weakref
 from collections.abc import Sequence
@@ -27,6 +24,7 @@ from deepcompile_zero3.transport.choice import TransportName
 from deepcompile_zero3.transport.json_collectives import all_gather_json
 from deepcompile_zero3.transport.process_groups import exists
 from deepcompile_zero3.transport.rank_names import rank_names
+from deepcompile_zero3.transport.shared_files import SharedFile, host_of_this_process, opened
 
 # A rank's mailbox holds the largest gradient and this many bytes more.
 MAILBOX_BYTES = 32 << 20
@@ -55,8 +53,7 @@ class _Offer(NamedTuple):
     transport: TransportName
     host: str
     pid: int
-    files: Sequence[int] = ()  # descriptors of the segments, from the first rank
-    nonce: str = ""  # at the end of each of them
+    files: Sequence[tuple[int, str]] = ()  # number and nonce of each segment, from the first rank
     trouble: str = ""
 
 
@@ -103,7 +100,7 @@ def share(
     segments = None
     if fulls and is_possible and is_allowed:
         segments = _Segments(fulls, layouts, group, take_turns)
-    mine = _offer(transport, is_allowed, segments.sizes if segments and rank == 0 else ())
+    mine, files = _offer(transport, is_allowed, segments.sizes if segments and rank == 0 else ())
     try:
         offers = [_Offer(*offer) for offer in all_gather_json("fully_shard: memory", mine, group)]
         if len({offer.transport for offer in offers}) > 1:
@@ -124,14 +121,13 @@ def share(
         troubles = [_trouble(offer, offers[0]) for offer in offers]
         if not any(troubles):
             try:
-                first = offers[0]
-                segments.map([f"/proc/{first.pid}/fd/{file}" for file in first.files], first.nonce)
+                segments.map(offers[0])
             except Exception as error:
                 troubles[rank] = f"it cannot map memory of rank 0: {error}"
             troubles = all_gather_json("fully_shard: mapping", troubles[rank], group)
     finally:
-        for file in mine.files:  # all ranks have mapped them, or none will
-            os.close(file)
+        for file in files:  # all ranks have mapped them, or none will
+            file.close()
     if any(troubles):
         if transport == "shared_memory":
             raise Zero3Error(
@@ -195,22 +191,18 @@ class _Segments:
         """Sizes of the segments in bytes."""
         return tuple(self._nbytes.values())
 
-    def map(self, paths: Sequence[str], nonce: str) -> None:
-        """Maps the segments from files of :attr:`sizes`, each followed by ``nonce``.
+    def map(self, offer: _Offer) -> None:
+        """Maps the segments from the files of the first rank's ``offer``, of :attr:`sizes`.
 
         Raises:
             OSError, RuntimeError: mapping is not possible, or the files are others.
         """
-        for (name, nbytes), path in zip(self._nbytes.items(), paths, strict=True):
-            with open(path, "rb") as file:
-                file.seek(nbytes)
-                if file.read(len(nonce)) != nonce.encode():
-                    raise OSError(f"{path} is not the file that rank 0 has made")
-                path = f"/proc/self/fd/{file.fileno()}"  # the file that was checked
-                self._mapped[name] = _map(path, nbytes)
+        for (name, nbytes), (number, nonce) in zip(self._nbytes.items(), offer.files, strict=True):
+            with opened(offer.pid, number, nonce, nbytes) as file:
+                self._mapped[name] = _map(file, nbytes)
                 if name in ("copies", "ring"):
                     # Maps it again at other addresses, where nobody can write to it.
-                    self._mapped[f"{name}, to read"] = readable = _map(path, nbytes)
+                    self._mapped[f"{name}, to read"] = readable = _map(file, nbytes)
                     _C.make_read_only(readable)
 
     def parts(self, pids: Sequence[int]) -> list[MappedMemory]:
@@ -243,43 +235,26 @@ class _Segments:
         return _C.CopyMemory(*(self._mapped[name][begin : begin + nbytes] for name in names))
 
 
-def _map(path: str, nbytes: int) -> torch.Tensor:
+def _map(file: int, nbytes: int) -> torch.Tensor:
     """Maps a file as a tensor of bytes, which all processes that map the file share."""
-    return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
+    return torch.from_file(f"/proc/self/fd/{file}", shared=True, size=nbytes, dtype=torch.uint8)
 
 
-def _new_file(nbytes: int, nonce: str) -> int:
-    """Creates an anonymous file of zeros, followed by ``nonce``, and returns its descriptor."""
-    file = _C.new_shared_file(nbytes + len(nonce))
-    try:
-        os.pwrite(file, nonce.encode(), nbytes)
-    except BaseException:
-        os.close(file)
-        raise
-    return file
-
-
-def _offer(transport: TransportName, is_allowed: bool, sizes: Sequence[int]) -> _Offer:
+def _offer(
+    transport: TransportName, is_allowed: bool, sizes: Sequence[int]
+) -> tuple[_Offer, list[SharedFile]]:
     """Returns this rank's offer, with a file for each of ``sizes`` if ``transport`` allows any."""
     pid = os.getpid()
     if not is_allowed:
-        return _Offer(transport, "", pid)
+        return _Offer(transport, "", pid), []
     if sys.platform != "linux":
-        return _Offer(transport, "", pid, trouble=f"{sys.platform} has no memfd_create")
-    files: list[int] = []
-    nonce = secrets.token_hex(16)
+        return _Offer(transport, "", pid, trouble=f"{sys.platform} has no memfd_create"), []
     try:
-        # Processes can open each other's files if they share a kernel, a PID namespace and a user.
-        # They agree on the contents if their runtimes are the same.
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        host = f"{boot} {os.stat('/proc/self/ns/pid').st_ino} {os.getuid()} {_build()}"
-        for nbytes in sizes:
-            files.append(_new_file(nbytes, nonce))
+        host = f"{host_of_this_process()} {_build()}"  # other builds may use the memory otherwise
+        files = [SharedFile(nbytes) for nbytes in sizes]
     except Exception as error:  # any error: other ranks wait for this rank's offer
-        for file in files:
-            os.close(file)
-        return _Offer(transport, "", pid, trouble=f"no memory to share: {error}")
-    return _Offer(transport, host, pid, files, nonce)
+        return _Offer(transport, "", pid, trouble=f"no memory to share: {error}"), []
+    return _Offer(transport, host, pid, [(file.number, file.nonce) for file in files]), files
 
 
 @functools.cache

@@ -28,6 +28,7 @@ from torch import nn
 from deepcompile_zero3 import Zero3Error, fully_shard
 from deepcompile_zero3.sharding.module_parameters import parameters_of
 from deepcompile_zero3.transport import one_host
+from deepcompile_zero3.transport.shared_files import SharedFile
 
 pytestmark = needs_shared_memory
 
@@ -154,17 +155,17 @@ def _one_fails(function):
 
 def _meet_a_stranger():
     """Lets rank 1 find another file in place of rank 0's."""
-    new_file = one_host._new_file
 
-    def strange(nbytes, nonce):
-        return new_file(nbytes, nonce.swapcase() + "0")
+    class Strange(SharedFile):
+        def __init__(self, nbytes):
+            super().__init__(nbytes)
+            self.nonce = "0" * len(self.nonce)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(one_host, "_new_file", strange)
-        patch.setattr(one_host.secrets, "token_hex", lambda nbytes: "a" * 2 * nbytes)
+        patch.setattr(one_host, "SharedFile", Strange)
         assert not _shares()
         with pytest.raises(
-            Zero3Error, match=r"not possible: .*is not the file that rank 0 has made"
+            Zero3Error, match=r"not possible: .*is not the file that process \d+ has made"
         ):
             fully_shard(Stack(), transport="shared_memory")
 
@@ -185,7 +186,7 @@ def test_ranks_of_two_builds_do_not_share_memory(run_ranks):
     run_ranks(2, _built_apart)
 
 
-@pytest.mark.parametrize("function", ["_new_file", "_map"])
+@pytest.mark.parametrize("function", ["SharedFile", "_map"])
 def test_a_rank_that_cannot_share_memory_makes_all_exchange_messages(run_ranks, function):
     assert run_ranks(2, _one_fails, function) == [False, False]
 

@@ -21,13 +21,15 @@ int64_t HostExchange::nbytes(int64_t world_size) {
   return sizeof(WakeWord) + world_size * (sizeof(RankState) + sizeof(Told));
 }
 
-HostExchange::HostExchange(const std::string& group_name, int64_t rank,
+HostExchange::HostExchange(const std::string& group_name, int64_t rank, RankNames names,
                            const std::vector<int64_t>& pids, at::Tensor memory,
                            const std::string& rule)
     : memory_(std::move(memory)),
       told_(reinterpret_cast<Told*>(states_in(memory_) + pids.size())),
       waiter_(static_cast<WakeWord*>(memory_.data_ptr()), states_in(memory_), rank,
-              std::vector<pid_t>(pids.begin(), pids.end()), timeout_of(group_name), rule) {}
+              std::vector<pid_t>(pids.begin(), pids.end()), timeout_of(group_name), rule) {
+  waiter_.name_ranks(std::move(names));
+}
 
 std::vector<std::pair<uint64_t, std::string>> HostExchange::exchange(uint64_t number,
                                                                      const std::string& line,

@@ -31,10 +31,10 @@ struct alignas(kCacheLine) Told {
 
 class HostExchange {
  public:
-  // `memory` is zeroed shared memory of nbytes(), the same on the ranks of a group. `rule` is that
-  // of RankWaiter.
-  HostExchange(const std::string& group_name, int64_t rank, const std::vector<int64_t>& pids,
-               at::Tensor memory, const std::string& rule);
+  // `names` has one for each rank. `memory` is zeroed shared memory of nbytes(), the same on the
+  // ranks of a group. `rule` is that of RankWaiter.
+  HostExchange(const std::string& group_name, int64_t rank, RankNames names,
+               const std::vector<int64_t>& pids, at::Tensor memory, const std::string& rule);
 
   static int64_t nbytes(int64_t world_size);
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.transport.on_all_ranks import line_of, on_all_ranks
+from deepcompile_zero3.transport.rank_names import rank_names
 
 _Result = TypeVar("_Result")
 
@@ -41,6 +42,7 @@ def on_each_rank(what: str, function: Callable[[], _Result], group: dist.Process
         try:
             return function()
         except Exception as error:
-            raise Zero3Error(f"{what}, rank {dist.get_rank(group)}: {line_of(error)}") from error
+            name = rank_names(group)[dist.get_rank(group)]
+            raise Zero3Error(f"{what}, rank {name}: {line_of(error)}") from error
 
     return on_all_ranks(what, step, group)

@@ -11,16 +11,13 @@ import weakref
 import torch
 import torch.distributed as dist
 
-from deepcompile_zero3.features.streaming.segments import (
-    NoSharedMemory,
-    Segments,
-    host_of_this_process,
-    share,
-)
+from deepcompile_zero3.features.streaming.segments import NoSharedMemory, Segments, share
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.runtime.buffers import RELEASES
 from deepcompile_zero3.transport.json_collectives import all_gather_codes, all_gather_json
 from deepcompile_zero3.transport.process_groups import exists
+from deepcompile_zero3.transport.rank_names import rank_names
+from deepcompile_zero3.transport.shared_files import host_of_this_process
 
 KEPT_BYTES = 256 << 20
 RULE = "all ranks iterate to the end, or leave in the same bucket"
@@ -44,7 +41,8 @@ class HostMemory:
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         mapping, _, pids = share(what, _C.HostExchange.nbytes(world_size), group)
         words = torch.frombuffer(mapping.lease(), dtype=torch.uint8)
-        self.exchange = _C.HostExchange(group.group_name, rank, pids, words, RULE)
+        names = rank_names(group)
+        self.exchange = _C.HostExchange(group.group_name, rank, names, pids, words, RULE)
         self.segments = Segments(what, group)
         said = self.exchange.exchange(secrets.randbits(_NUMBER_BITS), "", "the first round")
         self.number = said[0][0]

@@ -28,6 +28,7 @@ from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.transport.json_collectives import all_gather_json
 from deepcompile_zero3.transport.on_all_ranks import ErrorOnARank, line_of
+from deepcompile_zero3.transport.rank_names import rank_names
 
 # ``mesh.mesh`` is computed anew whenever it is read: it took half of the time of `entries_of`.
 _ranks: weakref.WeakKeyDictionary[DeviceMesh, frozenset[int]] = weakref.WeakKeyDictionary()
@@ -229,11 +230,13 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _check_alike(what: str, mine: list[Any], group: dist.ProcessGroup) -> None:
-    for rank, theirs in enumerate(all_gather_json(what, mine, group)):
+    names = rank_names(group)
+    own = names[dist.get_rank(group)]
+    for name, theirs in zip(names, all_gather_json(what, mine, group), strict=True):
         for one, other in zip([*mine, None], [*theirs, None], strict=False):
             if one != other:
                 raise Zero3Error(
-                    f"{what}: rank {dist.get_rank(group)} has {one} where rank {rank} has {other}: "
+                    f"{what}: rank {own} has {one} where rank {name} has {other}: "
                     "call it with the same arguments and the same model on all ranks"
                 )
 

@@ -1,12 +1,10 @@
 """Memory that the ranks of one host share, and use again once nobody has tensors in it.
 
-A segment is an anonymous file (``memfd_create``), as in ``transport/one_host.py``: it has no name
-that could be left behind, and vanishes with the last process that maps it.
+A segment is a file of ``transport/shared_files.py``.
 """
 
 import mmap
 import os
-import secrets
 import weakref
 from collections.abc import Collection
 from pathlib import Path
@@ -15,11 +13,11 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.transport.json_collectives import all_gather_json
 from deepcompile_zero3.transport.on_all_ranks import line_of
+from deepcompile_zero3.transport.rank_names import rank_names
+from deepcompile_zero3.transport.shared_files import SharedFile, opened
 
-_NONCE_BYTES = 16
 _MOST = 64  # segments, so that a word has a bit for each
 
 
@@ -53,18 +51,6 @@ class Mapping:
         return self._lease is not None and self._lease() is not None
 
 
-class File:
-    """A descriptor that is closed with this object.
-
-    Attributes:
-        number: the descriptor.
-    """
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        weakref.finalize(self, os.close, number).atexit = False
-
-
 class Shared(NamedTuple):
     """New memory that ranks share.
 
@@ -75,7 +61,7 @@ class Shared(NamedTuple):
     """
 
     mapping: Mapping
-    file: File | None
+    file: SharedFile | None
     pids: list[int]
 
 
@@ -98,7 +84,7 @@ class Segments:
         self._group = None if group is None else weakref.ref(group)
         self._mapped: dict[int, Mapping] = {}  # the one that was taken last comes last
         self._next = 0
-        self.files: dict[int, File] = {}
+        self.files: dict[int, SharedFile] = {}
 
     def take(self, nbytes: int, used: set[int], largest: int, most_bytes: int = 0) -> int:
         """Returns the number of a segment that nobody uses. Collective if there is none.
@@ -188,45 +174,33 @@ def share(what: str, nbytes: int, group: dist.ProcessGroup | None) -> Shared:
     Raises:
         NoSharedMemory: a rank cannot make or map it.
     """
-    is_first = group is None or dist.get_rank(group) == 0
-    descriptor, nonce, trouble = 0, "", ""
+    rank = 0 if group is None else dist.get_rank(group)
+    number, nonce, trouble = 0, "", ""
     mapping, file = None, None
-    if is_first:
+    if rank == 0:
         try:
-            nonce = secrets.token_hex(_NONCE_BYTES // 2)
-            file = File(_C.new_shared_file(nbytes + _NONCE_BYTES))
-            descriptor = file.number
-            os.pwrite(descriptor, nonce.encode(), nbytes)
-            mapping = Mapping(descriptor, nbytes)
+            file = SharedFile(nbytes)
+            number, nonce = file.number, file.nonce
+            mapping = Mapping(number, nbytes)
         except Exception as error:
             trouble = line_of(error)
     pids = [os.getpid()]
     if group is not None:
-        mine = os.getpid(), descriptor, nonce, trouble
+        mine = os.getpid(), number, nonce, trouble
         offers = all_gather_json(f"{what}: memory", mine, group)
         pids = [pid for pid, *_ in offers]
-        _, descriptor, nonce, trouble = offers[0]
-        if not trouble and not is_first:
+        _, number, nonce, trouble = offers[0]
+        if not trouble and rank != 0:
             try:
-                mapping = _open(pids[0], descriptor, nonce, nbytes)
+                with opened(pids[0], number, nonce, nbytes) as descriptor:
+                    mapping = Mapping(descriptor, nbytes)
             except Exception as error:
-                trouble = f"rank {dist.get_rank(group)}: {line_of(error)}"
+                trouble = f"rank {rank_names(group)[rank]}: {line_of(error)}"
         troubles = all_gather_json(f"{what}: mapping", trouble, group)
         trouble = next(filter(None, troubles), "")
     if trouble or mapping is None:
         raise NoSharedMemory(f"{what}: no {nbytes} bytes of memory to share: {trouble}")
     return Shared(mapping, file, pids)
-
-
-def _open(pid: int, file: int, nonce: str, nbytes: int) -> Mapping:
-    path = f"/proc/{pid}/fd/{file}"
-    opened = os.open(path, os.O_RDWR)
-    try:
-        if os.pread(opened, _NONCE_BYTES, nbytes) != nonce.encode():
-            raise OSError(f"{path} is not the file that rank 0 has made")
-        return Mapping(opened, nbytes)
-    finally:
-        os.close(opened)
 
 
 def kernel_never_overcommits() -> bool:
@@ -235,9 +209,3 @@ def kernel_never_overcommits() -> bool:
         return Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2"
     except OSError:
         return False
-
-
-def host_of_this_process() -> str:
-    """Returns text that is equal in processes that can open each other's files."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.stat('/proc/self/ns/pid').st_ino} {os.getuid()}"

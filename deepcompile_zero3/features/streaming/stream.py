@@ -27,6 +27,7 @@ from deepcompile_zero3.features.streaming.receiver import Connection, SharedMemo
 from deepcompile_zero3.features.streaming.segments import NoSharedMemory, Segments
 from deepcompile_zero3.transport.choice import TransportName, resolve
 from deepcompile_zero3.transport.on_all_ranks import line_of
+from deepcompile_zero3.transport.rank_names import rank_names
 
 _WHAT = "stream_full_parameters"
 
@@ -251,7 +252,8 @@ class _Steps:
         stops = [(rank, why) for rank, why in enumerate(said) if why]
         if stops:
             rank, why = stops[0]
-            text = f"{_WHAT} ended before {position}: rank {rank}: {why}"
+            name = rank_names(self._group)[rank]
+            text = f"{_WHAT} ended before {position}: rank {name}: {why}"
             self._end(text)
             if not stopped:
                 raise Zero3Error(
