@@ -115,7 +115,8 @@ SANITIZER_LIBRARIES = $(patsubst address,asan,$(patsubst undefined,ubsan,$(patsu
 COMMA = ,
 SANITIZED_TESTS = contract/test_contract.py sharding/test_sizes.py sharding/test_gather_order.py whole/test_fuzz.py \
   $(patsubst %,runtime/test_%.py,missing_gradients gradients_ahead threads disagreements large_gradients \
-  reduction_stress) transports/test_one_host.py transports/test_one_host_graphs.py \
+  reduction_stress) $(patsubst %,transports/test_%.py,one_host one_host_graphs host_exchange) \
+  features/streaming/test_reuse.py features/streaming/test_stream.py \
   faults/test_signals.py $(patsubst %,features/offload/test_file_%.py,tier offload offload_plan)
 sanitize: VENV = .venv-sanitize-$(subst $(COMMA),-,$(SANITIZERS))
 sanitize:

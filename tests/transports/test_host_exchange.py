@@ -17,7 +17,10 @@ def _exchanges(world_size, pids):
     memory = torch.zeros(_C.HostExchange.nbytes(world_size) + 64, dtype=torch.uint8)
     memory = memory[-memory.data_ptr() % 64 :]
     name = dist.group.WORLD.group_name
-    return [_C.HostExchange(name, rank, pids, memory, "a rule") for rank in range(world_size)]
+    names = [f"{10 * rank}" for rank in range(world_size)]  # in the job
+    return [
+        _C.HostExchange(name, rank, names, pids, memory, "a rule") for rank in range(world_size)
+    ]
 
 
 def test_each_round_has_what_all_ranks_have_told_in_it(one_rank):
@@ -41,10 +44,10 @@ def test_the_beginning_of_a_long_line_arrives(one_rank):
     assert exchange.exchange(1, "x" * (limit + 5), "here") == [(1, "x" * limit)]
 
 
-def test_a_rank_that_has_died_is_named_with_the_place_and_the_rule(one_rank):
+def test_a_rank_that_has_died_is_named_as_in_the_job_with_the_place_and_the_rule(one_rank):
     exchange, _ = _exchanges(2, [os.getpid(), 2**22 + 1])  # no such process
     with pytest.raises(
-        Zero3Error, match=r"cannot go on without rank 1 .*dead.* has not come to a place.*a rule"
+        Zero3Error, match=r"cannot go on without rank 10 .*dead.* has not come to a place.*a rule"
     ):
         exchange.exchange(0, "", "a place")
 
