@@ -143,6 +143,8 @@ if os.environ.get("ZERO3_WERROR") == "1":
 if TORCHES:
     extensions = [runtime_for(folder) for folder in TORCHES]
 elif has_cuda():
+    if not torch.cuda.is_available():  # torch looks at the GPUs of this machine, and needs one
+        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")
     extensions = [
         CUDAExtension(
             RUNTIME,
