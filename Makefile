@@ -13,7 +13,7 @@ SHELL = bash
 
 BIN = $(VENV)/bin
 CXX_SOURCES = $(wildcard $(foreach kind,cpp h cu cuh,csrc/*.$(kind) csrc/*/*.$(kind) csrc/*/*/*.$(kind)))
-CXX_TESTS = $(wildcard tests/*/*.cpp)
+CXX_TESTS = $(wildcard tests/*/*.cpp tests/*/*/*.cpp tests/*/*/*.h)
 BUILD_SOURCES = setup.py pyproject.toml $(CXX_SOURCES)
 PACKAGE_SOURCES = $(wildcard $(addprefix deepcompile_zero3/,*.py */*.py */*/*.py */*.html))
 
@@ -106,7 +106,7 @@ test-gpu: $(VENV)/.installed $(VENV)/.extra-test
 # never free some memory; memory that one C++ library allocates with new and another frees, which
 # torch's wheels do; whether two libraries define the same thing, which those of torch do; races on
 # memory that only torch or Python touches, or between processes, for which
-# tests/transports/one_host_random.cpp looks. ThreadSanitizer slows compilers down: ARGS='-m "not
+# tests/transports/one_host_random/ looks. ThreadSanitizer slows compilers down: ARGS='-m "not
 # more and not long"' leaves Inductor out. If it ends with "unexpected memory mapping", run make under
 # setarch -R.
 SANITIZERS ?= address,undefined

@@ -12,7 +12,7 @@ OURS = [
     for name in ("rank_waiter", "reduce_words", "ring")
 ]
 OURS += [CSRC / "support" / f"{name}.cpp" for name in ("error", "signals")]
-SOURCES = [ROOT / "tests/transports/one_host_random.cpp", *OURS]
+SOURCES = [ROOT / "tests/transports/one_host_random/main.cpp", *OURS]
 FLAGS = ["-O1", "-fsanitize=thread", f"-I{CSRC}"]
 
 
