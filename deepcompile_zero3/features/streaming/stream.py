@@ -1,6 +1,7 @@
 """``stream_full_parameters``: full parameters, one bucket after the other, in bounded memory."""
 
 import contextlib
+import os
 import sys
 from collections.abc import Generator, Iterator, Sequence
 from types import TracebackType
@@ -124,6 +125,7 @@ class ParameterStream(Iterator[tuple[str, torch.Tensor | None]]):
         self._steps = steps
         # Refers to the steps and not to this object, which ends with the consumer's loop.
         self._iterator = steps.run()
+        self._process = os.getpid()
 
     def __next__(self) -> tuple[str, torch.Tensor | None]:
         """Returns the next name and tensor. Collective where a bucket begins."""
@@ -157,7 +159,9 @@ class ParameterStream(Iterator[tuple[str, torch.Tensor | None]]):
         self.close()
 
     def __del__(self) -> None:
-        if not sys.is_finalizing() and dist.is_initialized():
+        # A child that was forked would speak to the ranks, and to the receiver, for its parent.
+        is_here = os.getpid() == self._process
+        if is_here and not sys.is_finalizing() and dist.is_initialized():
             with contextlib.suppress(Exception):
                 self.close()
 

@@ -116,6 +116,31 @@ def test_all_ranks_may_leave_together(run_ranks):
     run_ranks(2, _all_leave)
 
 
+def _forks_in_the_loop(transport):
+    model = sharded_stack()
+    expected = full_values(model)
+    stream = stream_full_parameters(model, max_mb=SMALL, transport=transport)
+    next(stream)
+    child = os.fork()
+    if child == 0:
+        del stream  # as its parent's would, it ends with its last reference
+        os._exit(0)
+    deadline = time.monotonic() + 3
+    while not (ended := os.waitpid(child, os.WNOHANG)[0]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if not ended:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert ended, "the child takes part in the stream"
+    for name, tensor in stream:
+        assert torch.equal(tensor, expected[name])
+
+
+@either_transport
+def test_a_child_that_is_forked_in_the_loop_leaves_the_stream_to_its_parent(run_ranks, transport):
+    run_ranks(2, _forks_in_the_loop, transport)
+
+
 def _raises_in_a_block():
     model = sharded_stack()
     who = pytest.raises(_Fault) if dist.get_rank() == 0 else pytest.raises(Zero3Error)
