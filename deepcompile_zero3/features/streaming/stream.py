@@ -192,6 +192,7 @@ class _Steps:
     def run(self) -> Generator[tuple[str, torch.Tensor | None], None, None]:
         """Yields names and tensors."""
         if isinstance(self._to, SharedMemorySender):
+            self._agree()  # a rank that leaves would not come to the next call
             self._outside = self._connect(self._to)
         started = 0
         for index, bucket in enumerate(self._buckets):
@@ -201,12 +202,14 @@ class _Steps:
                 self._start(index)
                 started += 1
             self._agree()
-            tensors = self._finish(bucket)
             self._position = index + 1
-            ahead = self._buckets[max(index - 1, 0) : index + 2]
-            if index + 1 < len(self._buckets) and self._carrier.has_room(ahead):
-                self._start(index + 1)
-                started += 1
+            try:
+                tensors = self._finish(bucket)
+            finally:  # also if this rank raises: the others wait for its part of the next bucket
+                ahead = self._buckets[max(index - 1, 0) : index + 2]
+                if index + 1 < len(self._buckets) and self._carrier.has_room(ahead):
+                    self._start(index + 1)
+                    started += 1
             for entry in bucket.entries:
                 self.last = f"'{entry.name}'"
                 yield entry.name, None if tensors is None else tensors.pop(0)

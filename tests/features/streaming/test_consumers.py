@@ -4,6 +4,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import socket
 import time
 from datetime import timedelta
 
@@ -19,6 +20,7 @@ from deepcompile_zero3 import (
     Zero3Error,
     stream_full_parameters,
 )
+from deepcompile_zero3.features.streaming import receiver as protocol
 
 # ---- consumers that are ranks
 
@@ -209,12 +211,17 @@ def _receive(name, pipe, leaves_at, kills_itself):
             pipe.send({each: tensor.tolist() for each, tensor in received.items()})
 
 
-@contextlib.contextmanager
 def _receiver(name, leaves_at=-1, kills_itself=False):
     """A process outside of the job that receives two streams."""
+    return _process(_receive, name, leaves_at, kills_itself)
+
+
+@contextlib.contextmanager
+def _process(target, name, *arguments):
+    """A process that says when its receiver listens. Yields its pipe."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_receive, args=(name, theirs, leaves_at, kills_itself))
+    process = context.Process(target=target, args=(name, theirs, *arguments))
     process.start()
     theirs.close()
     assert ours.recv() == "ready"
@@ -299,6 +306,62 @@ def _that_listens_only(name):
 
 def test_a_receiver_that_hangs_is_an_error_on_all_ranks(run_ranks, tmp_path):
     run_ranks(2, _that_listens_only, str(tmp_path))
+
+
+def _takes_one_bucket(name, pipe):
+    """Answers to the first bucket, and takes no other. It keeps a tensor of the first."""
+    with SharedMemoryReceiver(name) as receiver:
+        pipe.send("ready")
+        connection, _ = receiver._socket.accept()
+        message, _ = protocol._receive(connection)
+        connection.shutdown(socket.SHUT_RD)
+        protocol._send(connection, {"held": [message["segment"]]})
+        pipe.recv()
+
+
+def _to_one_that_leaves_between_buckets(name, transport):
+    model = sharded_stack()
+    group = dist.new_group(timeout=timedelta(seconds=8))
+    to = SharedMemorySender(name)
+    start = time.monotonic()
+    with pytest.raises(Zero3Error, match=r"the receiver .* has left or died .* from 'blocks\.0"):
+        for _ in stream_full_parameters(
+            model, max_mb=SMALL, to=to, transport=transport, group=group
+        ):
+            pass
+    assert time.monotonic() - start < 4
+    dist.barrier()
+
+
+@either_transport
+def test_a_receiver_that_leaves_between_buckets_is_an_error_on_all_ranks_at_once(
+    run_ranks, tmp_path, transport
+):
+    name = str(tmp_path)
+    with _process(_takes_one_bucket, name):
+        run_ranks(2, _to_one_that_leaves_between_buckets, name, transport)
+
+
+def _one_does_not_begin(name, transport):
+    group = dist.new_group(timeout=timedelta(seconds=8))
+    arguments = {"to": SharedMemorySender(name), "transport": transport, "group": group}
+    model = sharded_stack()
+    start = time.monotonic()
+    if dist.get_rank() == 1:
+        stream_full_parameters(model, **arguments)
+    else:
+        message = "rank 1: its consumer left the loop, or raised, at its beginning"
+        with pytest.raises(Zero3Error, match=message):
+            next(stream_full_parameters(model, **arguments))
+    assert time.monotonic() - start < 4
+
+
+@either_transport
+def test_a_rank_that_does_not_begin_to_iterate_is_named_before_the_receiver_is_asked(
+    run_ranks, tmp_path, transport
+):
+    with _receiver(str(tmp_path)):
+        run_ranks(2, _one_does_not_begin, str(tmp_path), transport)
 
 
 def _left_at(name, position):
