@@ -114,7 +114,8 @@ class BySharedMemory:
     def has_room(self, buckets: Sequence[Bucket]) -> bool:
         """See :class:`Carrier`."""
         bucket = buckets[-1]
-        return self.segments.nbytes_with(bucket.nbytes, self._used) <= bucket.most_bytes
+        nbytes = self.segments.nbytes_with(bucket.nbytes, self._used, bucket.largest)
+        return nbytes <= bucket.most_bytes
 
     def start(self, bucket: Bucket) -> None:
         """See :class:`Carrier`."""

@@ -92,14 +92,15 @@ class Segments:
         Args:
             nbytes: bytes that are needed of it.
             used: segments in which a process has tensors, or a bucket is; the same on all ranks.
-            largest: size of a new segment, unless all of its pages would be taken at once.
+            largest: bytes of the largest bucket. A new segment has its size, unless all pages would
+                be taken at once. A segment with more pages, of an earlier stream, is not taken.
             most_bytes: size of all segments, beyond which those that nobody uses are freed.
 
         Raises:
             NoSharedMemory: a rank cannot make or map a new segment.
         """
-        number = self._free_for(nbytes, used)
-        growth = self.nbytes_with(nbytes, used) - self.nbytes
+        number = self._free_for(nbytes, used, largest)
+        growth = self.nbytes_with(nbytes, used, largest) - self.nbytes
         self.shrink(most_bytes - growth, used if number is None else used | {number})
         if number is None:
             number = self._create(nbytes if kernel_never_overcommits() else largest)
@@ -107,18 +108,18 @@ class Segments:
         mapping.touched = max(mapping.touched, nbytes)
         return number
 
-    def nbytes_with(self, nbytes: int, used: set[int]) -> int:
+    def nbytes_with(self, nbytes: int, used: set[int], largest: int) -> int:
         """Returns what :attr:`nbytes` will be once :meth:`take` has returned a segment."""
-        number = self._free_for(nbytes, used)
+        number = self._free_for(nbytes, used, largest)
         touched = 0 if number is None else self._mapped[number].touched
         return self.nbytes + max(nbytes - touched, 0)
 
-    def _free_for(self, nbytes: int, used: set[int]) -> int | None:
+    def _free_for(self, nbytes: int, used: set[int], largest: int) -> int | None:
         """Returns the segment that needs the fewest new pages."""
         free = {
             number: mapping.touched
             for number, mapping in self._mapped.items()
-            if number not in used and mapping.nbytes >= nbytes
+            if number not in used and mapping.nbytes >= nbytes and mapping.touched <= largest
         }
         return min(free, key=lambda each: (max(nbytes - free[each], 0), free[each]), default=None)
 

@@ -101,6 +101,14 @@ def test_a_consumer_of_several_tensors_at_once_takes_a_segment_for_each(run_rank
     assert 4 < numbers[0] <= numbers[-1] <= 3 + 4
 
 
+def test_a_segment_with_more_pages_than_a_stream_may_take_is_freed():
+    memory = Segments("a test", None)
+    memory.take(1 << 20, set(), largest=1 << 20)  # of an earlier stream
+    for _ in range(3):
+        memory.take(4096, set(), largest=4096, most_bytes=2 * 4096)
+        assert memory.nbytes <= 2 * 4096
+
+
 def _one_rank_releases():
     model = sharded_stack()
     for rank in (0, 1):
