@@ -164,12 +164,13 @@ def fully_shard(
             blueprint_of(place, parameter, layouts[parameter], mp_policy, reshard_after_forward)
             for parameter, place in new.items()
         ]
+        # A warning may be an error, on the first rank of a group alone.
+        warn_of_default_timeouts(group for ranks in meshes for group in ranks.process_groups)
     raise_on_all_ranks(
         "fully_shard: arguments",
         failures.pop() if failures else None,
         process_groups_of([ranks_of_mesh], _new_parameters(modules, ignored), modules),
     )
-    warn_of_default_timeouts(group for ranks in meshes for group in ranks.process_groups)
     connects = {
         ranks: Connector(
             ranks.shard_group,

@@ -11,7 +11,7 @@ from support.models import Stack
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from deepcompile_zero3 import fully_shard
+from deepcompile_zero3 import Zero3Error, fully_shard
 from deepcompile_zero3.transport.process_groups import flat_submesh
 from deepcompile_zero3.transport.timeouts import timeout_of
 
@@ -55,6 +55,22 @@ def test_groups_that_wait_for_longer_than_was_asked_for_are_named_once_with_a_re
     assert "'mesh_replicate' of ranks [1, 3]" in second[0]
     assert "'mesh_shard' of ranks [2, 3]" in third[0]
     assert fourth == []  # the first rank of no group
+
+
+def _of_which_warnings_are_errors():
+    _set_pg_timeout(GIVEN)
+    mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
+    model = Stack()
+    who = UserWarning if dist.get_rank() == 0 else Zero3Error
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(who, match="a rank that does not come is missed late"):
+            fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def test_a_warning_that_is_an_error_is_one_on_all_ranks(run_ranks):
+    run_ranks(2, _of_which_warnings_are_errors)
 
 
 def _chosen(given, of_group):
