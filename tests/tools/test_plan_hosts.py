@@ -1,6 +1,7 @@
 """What a plan says of two hosts: bytes over the link between them, in each layout, and memory."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -71,6 +72,13 @@ def test_replicas_and_parts_send_each_parameter_and_gradient_once():
     assert parts.memory["shards"] == whole / 2 + whole / 4
 
 
+def test_a_last_host_with_fewer_ranks_receives_what_the_others_have():
+    machine = replace(_machine(), ranks_per_host=3, backend="nccl")
+    found = plan(_Model, CALL, world_size=4, machine=machine, advise=False)
+    assert found.host_bytes == sum(each.nbytes for each in found.traffic.values()) * 3 / 4
+    assert found.link_seconds == found.host_bytes / machine.remote.bandwidth  # one rank's link
+
+
 @pytest.mark.more
 def test_parts_travel_in_the_dtype_that_is_computed_with():
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -120,3 +128,9 @@ def test_layouts_of_one_host_are_refused():
     found = _sweep()
     assert found.returncode == 1
     assert "4 ranks are on one host of up to 8: pass --set ranks_per_host=N" in found.stderr
+
+
+def test_layouts_of_hosts_with_other_numbers_of_ranks_are_refused():
+    found = _sweep("--set", "ranks_per_host=3")
+    assert found.returncode == 1
+    assert "hosts of 3 ranks do not divide 4 ranks: pass another --ranks" in found.stderr

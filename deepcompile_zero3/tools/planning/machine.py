@@ -124,7 +124,7 @@ class Machine:
         return self.launch + max(flops / self.flops_of(dtype), nbytes / self.bandwidth)
 
     def bytes_over_links(self, op: str, nbytes: int, ranks: "Ranks") -> tuple[float, float]:
-        """Returns the bytes that a rank receives from its host and from other hosts.
+        """Returns the bytes that a rank of the last host receives from its host and from others.
 
         NCCL passes rows on within a host: one rank receives each from another host. Over gloo each
         rank receives all rows itself.
@@ -136,10 +136,9 @@ class Machine:
         """
         both_ways = 2 if op == "all_reduce" else 1
         whole = both_ways * nbytes
-        fewest = ranks.number - ranks.on_host * (ranks.hosts - 1)  # on the last host
-        remote = whole * (1 - fewest / ranks.number)
+        remote = whole * (1 - ranks.on_last_host / ranks.number)
         if self.backend != "gloo":
-            remote /= fewest  # ranks of a host share it
+            remote /= ranks.on_last_host  # ranks of a host share it
         return whole * (ranks.number - 1) / ranks.number - remote, remote
 
     def seconds_of_collective(self, op: str, nbytes: int, ranks: "Ranks") -> float:
@@ -163,6 +162,11 @@ class Ranks:
     def hosts(self) -> int:
         """The number of hosts of the ranks."""
         return -(-self.number // self.on_host)
+
+    @property
+    def on_last_host(self) -> int:
+        """The number of ranks on the last host, which has the fewest, and receives most."""
+        return self.number - self.on_host * (self.hosts - 1)
 
 
 _NUMBERS = ("bandwidth", "update_bandwidth", "launch", "memory")

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from deepcompile_zero3.tools.document import Document
-from deepcompile_zero3.tools.planning.machine import Machine
+from deepcompile_zero3.tools.planning.machine import Machine, Ranks
 from deepcompile_zero3.tools.planning.simulate import Moved, Traffic
 from deepcompile_zero3.tools.report import Report
 from deepcompile_zero3.tools.table import Cell, Table
@@ -61,7 +61,10 @@ class Plan(Document):
 
     @property
     def host_bytes(self) -> float:
-        """Bytes of a step that a host receives from other hosts, and sends to them, no headers."""
+        """Bytes of a step that a host receives from other hosts, or sends to them, at most.
+
+        Headers are not counted.
+        """
         return self._ranks_of_host * sum(traffic.remote for traffic in self.traffic.values())
 
     @property
@@ -71,7 +74,7 @@ class Plan(Document):
 
     @property
     def _ranks_of_host(self) -> int:
-        return min(self.machine.ranks_per_host, self.ranks)
+        return Ranks(self.ranks, min(self.machine.ranks_per_host, self.ranks)).on_last_host
 
     @property
     def fits(self) -> bool:

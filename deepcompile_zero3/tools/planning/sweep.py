@@ -46,7 +46,8 @@ def arguments_of(knob: str, value: Value, ranks: int, machine: Machine) -> dict[
     """Returns the arguments of the command line that a value changes.
 
     Raises:
-        ValueError: the value is a layout on several hosts, and there is one.
+        ValueError: the value is a layout on several hosts, and there is one, or hosts have other
+            numbers of ranks.
     """
     if knob != "layout":
         return {knob: value}
@@ -55,6 +56,11 @@ def arguments_of(knob: str, value: Value, ranks: int, machine: Machine) -> dict[
         raise ValueError(
             f"layouts differ between hosts, and {ranks} ranks are on one host of up to "
             f"{machine.ranks_per_host}: pass --set ranks_per_host=N"
+        )
+    if ranks % machine.ranks_per_host:
+        raise ValueError(
+            f"layouts give each host a replica, and hosts of {machine.ranks_per_host} ranks do not "
+            f"divide {ranks} ranks: pass another --ranks, or --set ranks_per_host=N"
         )
     replicas = 1 if value == "flat" else hosts
     return {"replicas": replicas, "shard_optimizer_over_replicas": value == "parts"}
