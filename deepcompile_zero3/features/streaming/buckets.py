@@ -44,7 +44,7 @@ def tensor_in(
     """Returns a tensor of ``memory``, which lives as long as the tensor does."""
     count = torch.Size(shape).numel()
     if not count:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)
 
 

@@ -245,8 +245,8 @@ def _all_gather_boxes(boxes: Sequence[Box], group: dist.ProcessGroup) -> list[li
     """Returns the boxes of all ranks, by rank. Collective."""
     numbers = [number for box in boxes for number in (*box.offsets, *box.sizes)]
     device = torch_internals.device_of_objects(group)
-    mine = torch.tensor(numbers, dtype=torch.int64).to(device)
-    everyones = torch.empty(dist.get_world_size(group), len(numbers), dtype=torch.int64).to(device)
+    mine = torch.tensor(numbers, dtype=torch.int64, device=device)
+    everyones = mine.new_empty(dist.get_world_size(group), len(numbers))
     if numbers:
         dist.all_gather(list(everyones), mine, group=group)
     result = []

@@ -166,6 +166,19 @@ def test_a_model_streams_between_steps(run_ranks, transport):
     run_ranks(2, _after_a_step, transport)
 
 
+def _with_a_default_device(transport):
+    model = mixture(None)
+    with torch.device("meta"):
+        found = dict(stream_full_parameters(model, transport=transport))
+    for name, tensor in found.items():
+        assert torch.equal(tensor, full(model.get_parameter(name)))
+
+
+@either_transport
+def test_a_stream_is_on_the_device_of_the_mesh_whatever_the_default_is(run_ranks, transport):
+    run_ranks(2, _with_a_default_device, transport)
+
+
 def _meta():
     with torch.device("meta"):
         model = fully_shard(nn.Linear(2, 2))
