@@ -108,8 +108,9 @@ class BySharedMemory:
 
     @property
     def _used(self) -> set[int]:
-        # Ranks that get no tensors of the latest bucket do not write to it either.
-        return self._held | {self.latest}
+        # Ranks that get no tensors of the latest bucket do not write to it either. A rank that was
+        # interrupted has buckets that the others have finished.
+        return self._held | {self.latest} | {number for _, number in self._started}
 
     def has_room(self, buckets: Sequence[Bucket]) -> bool:
         """See :class:`Carrier`."""

@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from deepcompile_zero3 import (
     stream_full_parameters,
 )
 from deepcompile_zero3.features.streaming import receiver as protocol
+from deepcompile_zero3.features.streaming.carriers import BySharedMemory
 
 # ---- consumers that are ranks
 
@@ -116,6 +118,28 @@ def _all_leave():
 
 def test_all_ranks_may_leave_together(run_ranks):
     run_ranks(2, _all_leave)
+
+
+def _is_interrupted():
+    model = sharded_stack()
+    expected = full_values(model)
+    group = dist.new_group(timeout=timedelta(seconds=8))
+    stream = stream_full_parameters(model, max_mb=SMALL, group=group, transport="shared_memory")
+    start = time.monotonic()
+    if dist.get_rank() == 1:
+        interruption = mock.patch.object(BySharedMemory, "finish", side_effect=KeyboardInterrupt)
+        with interruption, pytest.raises(KeyboardInterrupt):
+            next(stream)
+    else:
+        name, tensor = next(stream)
+        with pytest.raises(Zero3Error, match="rank 1: KeyboardInterrupt"):
+            list(stream)
+        assert torch.equal(tensor, expected[name])
+    assert time.monotonic() - start < 4
+
+
+def test_a_rank_that_is_interrupted_in_a_stream_is_named_at_once(run_ranks):
+    run_ranks(2, _is_interrupted)
 
 
 def _forks_in_the_loop(transport):
