@@ -1,6 +1,6 @@
 """``python -m bench``: compares modes of training, whose steps alternate.
 
-python -m bench                                          # most workloads and modes
+python -m bench                                          # "steps" of most workloads and modes
 python -m bench -w A -m floor,zero3,fsdp2-blocks         # parts
 python -m bench -w B --malloc tuned                      # without the allocator's page faults
 python -m bench compile -w A -m floor,zero3              # the first step, cold and warm
@@ -22,6 +22,7 @@ python -m bench docs docs/benchmarks.md                  # the tables of a page,
 """
 
 import argparse
+import sys
 from collections.abc import Sequence
 
 from bench import (
@@ -49,6 +50,7 @@ from bench.workloads import WORKLOADS
 
 # Each has add_arguments(parser) and run(arguments), whose docstring is its help.
 PARTS = {
+    "steps": steps,
     "compile": first_steps,
     "host": host,
     "hosts": hosts,
@@ -77,15 +79,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         epilog="\n".join(f"{name:22} {meaning}" for name, meaning in legend.items()),
         formatter_class=argparse.RawTextHelpFormatter,
     )
-    steps.add_arguments(parser)
-    parser.set_defaults(run=steps.run)
-    parts = parser.add_subparsers(title="parts", metavar="PART")
+    parts = parser.add_subparsers(title="parts", metavar="PART", required=True)
     for name, module in PARTS.items():
         about = " ".join(str(module.run.__doc__).split())
         part = parts.add_parser(name, help=about, description=about)
         module.add_arguments(part)
         part.set_defaults(run=module.run)
-    args = parser.parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else [*arguments]
+    if not given or given[0] not in (*PARTS, "-h", "--help"):
+        given = ["steps", *given]  # a part's arguments stand behind its name
+    args = parser.parse_args(given)
     args.run(args)
 
 

@@ -333,3 +333,9 @@ _EVENTS = [
     _event("cuda_runtime", "cudaStreamSynchronize", 3, 4),
     _event("cuda_runtime", "cudaDeviceSynchronize", 11, 12),  # after the step
 ]
+
+
+def test_arguments_ahead_of_the_name_of_a_part_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        main(["-w", "B", "compile"])
+    assert "unrecognized arguments: compile" in capsys.readouterr().err
