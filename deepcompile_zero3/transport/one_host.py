@@ -5,14 +5,11 @@ They agree on that in ``fully_shard``, which is collective for this reason. What
 with the memory is described in ``docs/one_host.md``.
 """
 
-import functools
-import hashlib
 import mmap
 import os
 import sys
 import weakref
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -250,17 +247,11 @@ def _offer(
     if sys.platform != "linux":
         return _Offer(transport, "", pid, trouble=f"{sys.platform} has no memfd_create"), []
     try:
-        host = f"{host_of_this_process()} {_build()}"  # other builds may use the memory otherwise
+        host = host_of_this_process()
         files = [SharedFile(nbytes) for nbytes in sizes]
     except Exception as error:  # any error: other ranks wait for this rank's offer
         return _Offer(transport, "", pid, trouble=f"no memory to share: {error}"), []
     return _Offer(transport, host, pid, [(file.number, file.nonce) for file in files]), files
-
-
-@functools.cache
-def _build() -> str:
-    """Returns a digest of the runtime's binary."""
-    return hashlib.sha256(Path(_C.__file__).read_bytes()).hexdigest()
 
 
 def _trouble(offer: _Offer, first: _Offer) -> str:

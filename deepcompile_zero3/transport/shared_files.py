@@ -5,6 +5,8 @@ not bounded by ``/dev/shm``. Processes of one user that can see each other open 
 ``/proc``.
 """
 
+import functools
+import hashlib
 import os
 import secrets
 import weakref
@@ -58,9 +60,19 @@ def opened(pid: int, number: int, nonce: str, nbytes: int) -> Iterator[int]:
 
 
 def host_of_this_process() -> str:
-    """Returns text that is equal in processes that can open each other's files.
+    """Returns text that is equal in processes that can share memory.
 
-    They share a kernel, a PID namespace and a user. Raises OSError where these cannot be read.
+    They share a kernel, a PID namespace and a user, and so can open each other's files. They have
+    one build of the runtime, and so agree on what is in them.
+
+    Raises:
+        OSError: these cannot be read.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.stat('/proc/self/ns/pid').st_ino} {os.getuid()}"
+    return f"{boot} {os.stat('/proc/self/ns/pid').st_ino} {os.getuid()} {_build()}"
+
+
+@functools.cache
+def _build() -> str:
+    """Returns a digest of the runtime's binary."""
+    return hashlib.sha256(Path(_C.__file__).read_bytes()).hexdigest()

@@ -27,7 +27,7 @@ from torch import nn
 
 from deepcompile_zero3 import Zero3Error, fully_shard
 from deepcompile_zero3.sharding.module_parameters import parameters_of
-from deepcompile_zero3.transport import one_host
+from deepcompile_zero3.transport import one_host, shared_files
 from deepcompile_zero3.transport.shared_files import SharedFile
 
 pytestmark = needs_shared_memory
@@ -176,7 +176,7 @@ def test_a_file_of_somebody_else_is_not_written_to(run_ranks):
 
 def _built_apart():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(one_host, "_build", lambda: str(dist.get_rank()))
+        patch.setattr(shared_files, "_build", lambda: str(dist.get_rank()))
         assert not _shares()
         with pytest.raises(Zero3Error, match=r"not possible: rank 1: .*another build of"):
             fully_shard(Stack(), transport="shared_memory")

@@ -79,7 +79,9 @@ def take_memory(what: str, group: dist.ProcessGroup) -> HostMemory:
     trouble = next((why for _, why in hosts if why), "")
     if trouble or len({host for host, _ in hosts}) > 1:
         raise NoSharedMemory(
-            trouble or "ranks are on several hosts, in several containers or of several users"
+            trouble
+            or "ranks are on several hosts, in several containers or of several users, or have "
+            "several builds of deepcompile_zero3"
         )
     return HostMemory(what, group)
 

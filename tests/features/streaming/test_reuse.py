@@ -12,11 +12,13 @@ from torch import nn
 from deepcompile_zero3 import (
     SharedMemoryReceiver,
     SharedMemorySender,
+    Zero3Error,
     release_buffers,
     stream_full_parameters,
 )
 from deepcompile_zero3.features.streaming import host_memory, segments
 from deepcompile_zero3.features.streaming.segments import Segments
+from deepcompile_zero3.transport import shared_files
 
 
 def _double(model):
@@ -138,6 +140,18 @@ def _group_ends():
 
 def test_memory_of_a_group_is_freed_with_it(run_ranks):
     run_ranks(2, _group_ends)
+
+
+def _built_apart():
+    model = sharded_stack()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_files, "_build", lambda: str(dist.get_rank()))
+        with pytest.raises(Zero3Error, match=r"'shared_memory' is not possible: .*several builds"):
+            _stream(model)
+
+
+def test_ranks_of_two_builds_do_not_stream_through_shared_memory(run_ranks):
+    run_ranks(2, _built_apart)
 
 
 def _two_at_once():
