@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from torch import fx
 
 from deepcompile_zero3.graph.metadata import KEEP
-from deepcompile_zero3.passes.backward_gathers import is_saved_for_backward
 from deepcompile_zero3.passes.facts import ParameterFacts, in_backward_order
 from deepcompile_zero3.passes.graph_pass import GraphFacts
+from deepcompile_zero3.passes.markers import is_saved_for_backward
 
 
 def mark_kept(gm: fx.GraphModule, facts: GraphFacts) -> None:

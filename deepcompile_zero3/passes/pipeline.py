@@ -18,11 +18,6 @@ from deepcompile_zero3.graph.log import forward_numbers, log_graph
 from deepcompile_zero3.graph.metadata import KEEP, KEPT_OF, PARAMETER
 from deepcompile_zero3.graph.recording import add_graph, original_of
 from deepcompile_zero3.options import Options
-from deepcompile_zero3.passes.backward_gathers import (
-    drop_needed_in_backward,
-    drop_saved_markers,
-    is_needed_in_backward,
-)
 from deepcompile_zero3.passes.chain import chain_reductions
 from deepcompile_zero3.passes.facts import (
     ParameterFacts,
@@ -47,6 +42,11 @@ from deepcompile_zero3.passes.graph_pass import (
     without_key,
 )
 from deepcompile_zero3.passes.keep import choose_kept, mark_kept, may_keep
+from deepcompile_zero3.passes.markers import (
+    drop_needed_in_backward,
+    drop_saved_markers,
+    is_needed_in_backward,
+)
 from deepcompile_zero3.passes.reduce import insert_reduces
 from deepcompile_zero3.passes.region_results import keep_strides_of_regions, move_products_out
 from deepcompile_zero3.passes.verify.rewritten import Rewritten
@@ -58,8 +58,7 @@ _Key = TypeVar("_Key")
 
 def _insert_gathers(gm: fx.GraphModule, facts: GraphFacts) -> None:
     keep = {node for node in facts.gathered if node.meta.get(KEEP)}
-    limits = facts.gather_bucket_bytes, keep, facts.gathers_ahead
-    insert_gathers(gm, facts.gathered, *limits)
+    insert_gathers(gm, facts.gathered, facts.gather_bucket_bytes, keep, facts.gathers_ahead)
 
 
 _core = functools.partial(own_pass, uuid=())  # their settings are in GraphFacts

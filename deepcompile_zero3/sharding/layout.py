@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from deepcompile_zero3 import torch_internals
@@ -37,7 +37,6 @@ from deepcompile_zero3.sharding.checksum import checksum
 from deepcompile_zero3.sharding.first_of_equal import FirstOfEqual
 from deepcompile_zero3.sharding.mesh_of_few import MeshOfFew, adopt
 from deepcompile_zero3.sharding.source import kind_of
-from deepcompile_zero3.transport.process_groups import flat_submesh
 
 if TYPE_CHECKING:
     from deepcompile_zero3.sharding.model import ShardedModel
@@ -75,56 +74,6 @@ class DataParallelRanks:
         if device.type == "cpu":
             return device
         return torch.device(device.type, torch.accelerator.current_device_index())
-
-
-class SpmdMesh:
-    """A mesh of all ranks on which parameters and activations are DTensors.
-
-    Attributes:
-        mesh: the mesh, with named dimensions.
-        shard: indices of the dimensions that parameters are sharded over.
-        replicate: indices of the dimensions of replicas.
-    """
-
-    def __init__(
-        self, mesh: DeviceMesh, shard: tuple[str, ...], replicate: tuple[str, ...]
-    ) -> None:
-        names = mesh.mesh_dim_names or ()
-        self.mesh = mesh
-        self.shard = [i for i, name in enumerate(names) if name in shard]
-        self.replicate = [i for i, name in enumerate(names) if name in replicate]
-        # Ranks are in the mesh's order, whichever order names come in.
-        flat = [
-            flat_submesh(mesh, tuple(names[i] for i in dims))
-            for dims in (self.replicate, self.shard)
-            if dims
-        ]
-        self._shards = flat[-1]
-        self.ranks = DataParallelRanks(torch_internals.concatenate_meshes(flat))
-
-    def layout_of(self, parameter: DTensor, dim: int | None) -> "Layout":
-        """Returns the layout of ``parameter``, replicated on the data-parallel dimensions."""
-        mine = {*self.shard, *self.replicate}
-        inner = Inner(
-            self.mesh,
-            parameter.placements,
-            parameter.shape,
-            parameter.stride(),
-            # Only the runtime sums the parts of these ranks.
-            tuple(Partial() if i in mine else p for i, p in enumerate(parameter.placements)),
-        )
-        meshes, placements = [], []
-        for i, placement in enumerate(parameter.placements):
-            if i == self.shard[0]:
-                meshes.append(self._shards)
-                placements.append(_placement_over(dim, inner, range(i + 1, self.mesh.ndim)))
-            elif i not in self.shard:
-                meshes.append(self.mesh[(self.mesh.mesh_dim_names or ())[i]])
-                placements.append(placement)
-        joins = len(self.shard) > 1  # several dimensions to one
-        mesh = torch_internals.concatenate_meshes(meshes) if joins else self.mesh
-        sizes = torch_internals.local_tensor(parameter).shape
-        return Layout(self.ranks, dim, mesh, tuple(placements), inner, sizes)
 
 
 class Inner(NamedTuple):
@@ -185,7 +134,7 @@ class Layout:
             parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride()
         )
         mesh = torch_internals.concatenate_meshes([ranks.mesh, inner.mesh])
-        placement = _placement_over(dim, inner, range(inner.mesh.ndim))
+        placement = placement_over(dim, inner, range(inner.mesh.ndim))
         sizes = torch_internals.local_tensor(parameter).shape
         return Layout(ranks, dim, mesh, (*replicate, placement, *inner.placements), inner, sizes)
 
@@ -385,7 +334,7 @@ class MakesLayout(abc.ABC):
         """
 
 
-def _placement_over(dim: int | None, inner: Inner, mesh_dims: range) -> Placement:
+def placement_over(dim: int | None, inner: Inner, mesh_dims: range) -> Placement:
     """Returns the placement that shards dimension ``dim``, if any, of each part of ``inner``.
 
     The parts are those of the mesh dimensions ``mesh_dims``, which come after the new one.

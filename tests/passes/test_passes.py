@@ -11,13 +11,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from deepcompile_zero3.graph.text import node_text
-from deepcompile_zero3.passes.backward_gathers import (
-    decide_backward_gathers,
-    drop_needed_in_backward,
-    needed_in_backward,
-)
+from deepcompile_zero3.passes.backward_gathers import decide_backward_gathers
 from deepcompile_zero3.passes.contract import declare_grad_dtypes
 from deepcompile_zero3.passes.lift import lift_unshards, uses_of
+from deepcompile_zero3.passes.markers import drop_needed_in_backward, needed_in_backward
 from deepcompile_zero3.runtime import ops
 
 

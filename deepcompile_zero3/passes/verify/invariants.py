@@ -16,10 +16,10 @@ from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.graph.alias import base_of
 from deepcompile_zero3.graph.metadata import PARAMETER, formats_of
 from deepcompile_zero3.graph.peak import gathered_peak
-from deepcompile_zero3.passes.backward_gathers import saved_for_backward
 from deepcompile_zero3.passes.chain import chain_reductions, reductions_in
 from deepcompile_zero3.passes.gather import clone_returned_views, insert_gathers, reads
 from deepcompile_zero3.passes.keep import choose_kept
+from deepcompile_zero3.passes.markers import saved_for_backward
 from deepcompile_zero3.passes.reduce import insert_reduces
 from deepcompile_zero3.passes.verify.rewritten import (
     Rewritten,
