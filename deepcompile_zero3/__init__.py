@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
     from deepcompile_zero3.backend import zero3
-    from deepcompile_zero3.features.checks.nonfinite import detect_nonfinite, gradient_norms
+    from deepcompile_zero3.features.checks.nonfinite import detect_nonfinite
+    from deepcompile_zero3.features.checks.norms import gradient_norms
     from deepcompile_zero3.features.digests.digest_log import DigestLog
     from deepcompile_zero3.features.digests.training_digest import (
         TrainingDigest,
@@ -154,7 +155,7 @@ _LATER = {
     "GraphPass": "deepcompile_zero3.passes.graph_pass",
     "graph_pass": "deepcompile_zero3.passes.graph_pass",
     "detect_nonfinite": "deepcompile_zero3.features.checks.nonfinite",
-    "gradient_norms": "deepcompile_zero3.features.checks.nonfinite",
+    "gradient_norms": "deepcompile_zero3.features.checks.norms",
     "DigestLog": "deepcompile_zero3.features.digests.digest_log",
     "TrainingDigest": "deepcompile_zero3.features.digests.training_digest",
     "training_digest": "deepcompile_zero3.features.digests.training_digest",

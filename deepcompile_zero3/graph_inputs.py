@@ -66,7 +66,7 @@ def describe(
     parameters = parameters_behind(sources.values())
     _check_devices(parameters, options)
     options = _scheduled(options, parameters)
-    facts = facts_of(sources, gm, options)
+    facts = facts_of_inputs(sources, gm, options)
     checks = _checks_of(sources.values(), facts.values(), options)
     regions = _regions_of(gm, facts, options)
     metadata = [i for i, value in enumerate(example_inputs) if is_metadata(value)]
@@ -97,7 +97,7 @@ def _check_devices(parameters: Iterable[ShardedParameter], options: Options) -> 
             )
 
 
-def facts_of(
+def facts_of_inputs(
     sources: Mapping[int, Source], lifted: fx.GraphModule, options: Options
 ) -> dict[int, ParameterFacts]:
     """Returns facts of the ``sources`` among the inputs of Dynamo's graph, keyed by position."""

@@ -31,7 +31,7 @@ from deepcompile_zero3.sharding.registered_shard import RegisteredShard
 from deepcompile_zero3.sharding.source import (
     Source,
     Substitute,
-    facts_of,
+    facts_of_source,
     kind_of,
     name_placeholder,
     source_of,
@@ -266,9 +266,7 @@ class ShardedParameter:
             and self.model is not None
             and self.model.is_last_backward
         )
-        if (
-            self.settings.delivers_early != is_possible
-        ):  # a backward of another thread may read them
+        if self.settings.delivers_early != is_possible:  # another thread's backward may read them
             self.settings = self.settings.replace(delivers_early=is_possible)
 
     def update_facts(self) -> None:
@@ -285,7 +283,7 @@ class ShardedParameter:
             budget=self.budget.key if self.budget else "",
             model_nbytes=model.nbytes,
         )
-        source = facts_of(
+        source = facts_of_source(
             self,
             self.shard_group_name,
             # By itself, a compiler casts a gradient to the dtype of what it differentiates, and

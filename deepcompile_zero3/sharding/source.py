@@ -128,8 +128,8 @@ def parameters_behind(sources: Iterable[Source]) -> "list[ShardedParameter]":
     return list(dict.fromkeys(source.parameter for source in sources))
 
 
-def facts_of(source: Source, process_group: str, **others: bool) -> SourceFacts:
-    """Returns the facts of ``source``, once it is connected, with ``others`` that it knows."""
+def facts_of_source(source: Source, process_group: str, **others: bool) -> SourceFacts:
+    """Returns the facts of a connected source; the caller gives ``others`` by their names."""
     placeholder, can = source.placeholder, source.handle.can
     return SourceFacts(
         process_group=process_group,

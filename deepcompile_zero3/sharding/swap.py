@@ -116,11 +116,11 @@ def _property(name: str, is_read_as_gathered: bool, has_attributes: bool) -> pro
         parameter: ShardedParameter = self._zero3_parameters[name]
         if torch.compiler.is_dynamo_compiling():  # False where Dynamo's guards call hasattr()
             placeholder = parameter.placeholder
-            contract = _prepare(placeholder)
+            contract = _contract_in_forward(placeholder)
             if contract is None:  # eager code decides, by a state that Dynamo guards on
                 if not parameter.reads.are_whole:
                     return self._parameters[name]
-                contract = _prepare_if_whole(placeholder)
+                contract = _contract_outside_forward(placeholder)
             if not parameter.guard_key:  # never: a branch makes Dynamo guard on its condition
                 raise AssertionError(f"'{parameter.fqn}' has no key")
             substitute = parameter.substitute
@@ -154,25 +154,25 @@ def _unshard(placeholder: torch.Tensor) -> torch.Tensor:
 
 
 @torch_internals.assume_constant_result
-def _prepare(placeholder: torch.Tensor) -> str | None:
-    """Prepares a parameter that is being traced in a forward, and returns its contract.
+def _contract_in_forward(placeholder: torch.Tensor) -> str | None:
+    """Prepares a parameter that a traced forward reads, and returns its contract.
 
-    Runs when Dynamo meets it, not in the graph. Returns None if no call that Dynamo traces is a
-    forward that gathers the parameter: eager code around the frame may be in one.
+    Dynamo calls this function while it traces, and no graph does. Returns None if Dynamo traces no
+    forward of a module that gathers the parameter. The frame may still run inside of an eager one.
     """
     parameter = parameter_of(placeholder)
     if parameter is None or _is_traced_in_forward(parameter):
-        return _contract(placeholder)
+        return _prepare(placeholder)
     # Activations may be recomputed, as in ParameterGroup.read.
     recomputes = torch.is_grad_enabled() and _C.in_backward() and not parameter.reads.are_whole
-    return _contract(placeholder) if recomputes else None
+    return _prepare(placeholder) if recomputes else None
 
 
 @torch_internals.assume_constant_result
-def _prepare_if_whole(placeholder: torch.Tensor) -> str:
+def _contract_outside_forward(placeholder: torch.Tensor) -> str:
     """Prepares a parameter that eager code has gathered, and returns its contract."""
     torch_internals.when_traced(mark_no_forward)
-    return _contract(placeholder)
+    return _prepare(placeholder)
 
 
 def _is_traced_in_forward(parameter: ShardedParameter) -> bool:
@@ -182,10 +182,10 @@ def _is_traced_in_forward(parameter: ShardedParameter) -> bool:
     return any(getattr(module, "_zero3_group", None) in groups for module in modules)
 
 
-def _contract(placeholder: torch.Tensor) -> str:
+def _prepare(placeholder: torch.Tensor) -> str:
     """Prepares a parameter whose gathered tensor is being traced, and returns its contract.
 
-    A Zero3Error is left to the graph, which raises it when it runs.
+    Hides a Zero3Error of the preparation: the graph raises it when it runs.
     """
     if torch_internals.is_differentiated_by_transform():
         if RELEASE < (2, 13):

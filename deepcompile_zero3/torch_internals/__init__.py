@@ -59,7 +59,6 @@ is_wrapper: Callable[[object], bool] = private(
 )
 # A context in which no ``__torch_function__`` of a class of tensors is called.
 WithoutTorchFunction: Any = private("torch._C", "DisableTorchFunctionSubclass")
-_try_get_tracing_context: Callable[[], Any] = private("torch._guards", "TracingContext.try_get")
 # Attribute of an ``nn.RNNBase``: a list of its weights.
 FLAT_WEIGHTS = "_flat_weights"
 # Operators, as the targets of graph nodes.
@@ -241,7 +240,7 @@ def init_mesh(
 
 def refuse_to_be_traced(what: str) -> None:
     """Makes Dynamo, if it traces now, leave the frame to Python."""
-    if _try_get_tracing_context() is not None:
+    if dynamo_is_tracing():
         unsupported = private("torch._dynamo.exc", "Unsupported")  # loaded by now
         raise unsupported(f"{what} cannot be traced", gb_type=what)
 

@@ -8,7 +8,7 @@ from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
 from deepcompile_zero3 import Options, fully_shard
 from deepcompile_zero3.facts import LeafFacts, SourceFacts
-from deepcompile_zero3.graph_inputs import facts_of
+from deepcompile_zero3.graph_inputs import facts_of_inputs
 from deepcompile_zero3.passes.partitioner import Partitioner
 from deepcompile_zero3.passes.pipeline import Pipeline
 from deepcompile_zero3.sharding.module_parameters import parameters_of
@@ -54,7 +54,7 @@ def test_each_fact_is_in_the_keys_of_caches_and_in_what_passes_see(module):
     gm = fx.symbolic_trace(lambda weight, bias: weight + bias)
 
     def keys():
-        inputs = facts_of({0: weight, 1: bias}, gm, Options())
+        inputs = facts_of_inputs({0: weight, 1: bias}, gm, Options())
         pipeline = Pipeline(inputs, Options(), 1.0)
         return repr(inputs[1]), repr(pipeline.key), repr(Partitioner(pipeline, {}).uuid())
 

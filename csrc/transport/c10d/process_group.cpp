@@ -151,23 +151,6 @@ int tag_of(const std::string& key) {
   return static_cast<int>(hash % std::numeric_limits<int>::max());
 }
 
-// Sends `outgoing(r)` to each other rank r, and receives `incoming(r)` from it. Skips empty
-// tensors. `start(r, begin)` begins a transfer with rank r.
-template <typename Outgoing, typename Incoming, typename Start>
-void start_messages(Group& group, int64_t rank, int64_t world_size, const std::string& key,
-                    Outgoing outgoing, Incoming incoming, Start start) {
-  const int tag = tag_of(key);
-  for (int64_t distance = 1; distance < world_size; ++distance) {
-    const int64_t to = (rank + distance) % world_size;
-    const int64_t from = (rank - distance + world_size) % world_size;
-    std::vector<at::Tensor> received{incoming(from)};
-    if (received[0].numel() > 0)
-      start(from, [&] { return group.recv(received, static_cast<int>(from), tag); });
-    std::vector<at::Tensor> sent{outgoing(to)};
-    if (sent[0].numel() > 0) start(to, [&] { return group.send(sent, static_cast<int>(to), tag); });
-  }
-}
-
 c10::intrusive_ptr<Group> group_of(const std::string& name) {
   try {
     return c10d::resolve_process_group(name);
@@ -209,6 +192,28 @@ class ProcessGroupExchange : public Exchange {
   }
 
  private:
+  // Sends `outgoing(r)` to each other rank r, and receives `incoming(r)` from it. Skips empty
+  // tensors.
+  template <typename Outgoing, typename Incoming>
+  void start_messages(const std::string& key, Outgoing outgoing, Incoming incoming) {
+    auto& group = *transfers_->group;
+    const int64_t world_size = group.getSize();
+    const int tag = tag_of(key);
+    const auto start = [&](int64_t with, auto begin) {
+      transfers_->start("rank " + rank_names_.of(with), key, begin);
+    };
+    for (int64_t distance = 1; distance < world_size; ++distance) {
+      const int64_t to = (rank_ + distance) % world_size;
+      const int64_t from = (rank_ - distance + world_size) % world_size;
+      std::vector<at::Tensor> received{incoming(from)};
+      if (received[0].numel() > 0)
+        start(from, [&] { return group.recv(received, static_cast<int>(from), tag); });
+      std::vector<at::Tensor> sent{outgoing(to)};
+      if (sent[0].numel() > 0)
+        start(to, [&] { return group.send(sent, static_cast<int>(to), tag); });
+    }
+  }
+
   at::Tensor keep(const at::Tensor& tensor) { return transfers_->tensors.emplace_back(tensor); }
 
   const int64_t rank_;
@@ -225,11 +230,7 @@ void ProcessGroupExchange::gather(const std::vector<Piece>& pieces) {
     transfers_->tensors.insert(transfers_->tensors.end(), rows.begin(), rows.end());
     if (by_messages_) {
       start_messages(
-          *transfers_->group, rank_, rows.size(), key, [&](int64_t) { return rows[rank_]; },
-          [&](int64_t from) { return rows[from]; },
-          [&](int64_t with, auto begin) {
-            transfers_->start("rank " + rank_names_.of(with), key, begin);
-          });
+          key, [&](int64_t) { return rows[rank_]; }, [&](int64_t from) { return rows[from]; });
       continue;
     }
     // A gather moves bytes, and NCCL does not know each dtype, such as int16.
@@ -287,11 +288,7 @@ void ProcessGroupExchange::all_to_all(const Rows& rows, const std::string& key) 
       addends.push_back(keep(row.is_same(own) ? own : pooled_empty(own.sizes(), own.options())));
     }
     start_messages(
-        *transfers_->group, rank_, rows.size(), key, [&](int64_t to) { return rows[to]; },
-        [&](int64_t from) { return addends[from]; },
-        [&](int64_t with, auto begin) {
-          transfers_->start("rank " + rank_names_.of(with), key, begin);
-        });
+        key, [&](int64_t to) { return rows[to]; }, [&](int64_t from) { return addends[from]; });
     return;
   }
   const auto ranks = static_cast<int64_t>(rows.size());

@@ -1,4 +1,4 @@
-"""Checks of gradients: which are not finite and where they came from, and their norms."""
+"""``detect_nonfinite``: which gradients are not finite, and on which rank they were so first."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,6 @@ from torch import nn
 
 from deepcompile_zero3.guides import Guide
 from deepcompile_zero3.sharding.module_parameters import all_parameters_of, by_mesh
-from deepcompile_zero3.sharding.norms import gradient_norm
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.transport.json_collectives import all_gather_lines, shorten
 
@@ -81,26 +80,3 @@ def _nonfinite_gradients(reduced: Sequence[tuple[ShardedParameter, torch.Tensor]
 
 def _described(what: str, nans: int, infinities: int, numel: int) -> str:
     return f"{what} has {nans} NaN and {infinities} infinite of {numel} elements"
-
-
-def gradient_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, float]:
-    """Returns the norm of each parameter's full gradient, keyed by name. Collective.
-
-    Parameters without a gradient are left out. Each norm takes an exchange of one number: call this
-    for an occasional look.
-
-    Args:
-        model: a sharded model. For parameters that are not sharded, the gradient of this rank is
-            used.
-        norm_type: the order of the norm, as in :func:`torch.linalg.vector_norm`.
-
-    Raises:
-        Zero3Error: nothing in ``model`` is sharded.
-        TypeError: ``model`` is not a module.
-    """
-    all_parameters_of(model, "gradient_norms")
-    norms = {}
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            norms[name] = gradient_norm(parameter, float(norm_type)).item()
-    return norms

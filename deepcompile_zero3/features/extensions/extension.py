@@ -31,7 +31,12 @@ from deepcompile_zero3.features.extensions.own_methods import OwnMethods
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.blueprint import Blueprint
 from deepcompile_zero3.sharding.parameter import ShardedParameter
-from deepcompile_zero3.sharding.source import Source, facts_of, mark_metadata, name_placeholder
+from deepcompile_zero3.sharding.source import (
+    Source,
+    facts_of_source,
+    mark_metadata,
+    name_placeholder,
+)
 
 
 class GatheredAsOthers:
@@ -106,7 +111,7 @@ class Payload:
             fqn=self.fqn,
         )
         self.handle.register()
-        self.facts = facts_of(self, parameter.shard_group_name, is_substitute=True)
+        self.facts = facts_of_source(self, parameter.shard_group_name, is_substitute=True)
 
     @property
     def parameter(self) -> ShardedParameter:
