@@ -53,7 +53,7 @@ class LeafFacts:
 
     Attributes:
         reshard_after_forward: False keeps what forward gathered until backward has used it. None
-            leaves the choice open: passes treat it as True, except the one that chooses.
+            leaves the choice to ``passes.keep``; other passes treat it as True.
         leaf_dtype: dtype of the leaf's contract; None keeps whatever arrives.
         wire_dtype: dtype of its gradient on the wire; None keeps that of the contract.
         schedule: what graphs have in place of the schedule in the options, or None.

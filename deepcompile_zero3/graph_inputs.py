@@ -37,7 +37,7 @@ class Described(NamedTuple):
     Attributes:
         pipeline: its passes.
         regions: facts of the regions in it, by name.
-        checks: checks of the sources that it runs with.
+        checks: functions that check the sources of a run.
     """
 
     pipeline: Pipeline

@@ -41,8 +41,8 @@ class Gather {
   void start();
   // Returns the full tensor of a bucket's result: that result, unless it is encoded.
   at::Tensor full_of(size_t place, const at::Tensor& gathered) const;
-  // Retains a full tensor, or shards it after_forward, if later forwards or backwards need it. Only
-  // the graph that gathered an encoded one may read that.
+  // Retains a full tensor, or shards it after_forward, if later forwards or backwards need it. One
+  // that `is_rounded` is for the graph alone that gathered it encoded.
   static void retain(Parameter& parameter, const at::Tensor& full, bool read_only, uint64_t version,
                      bool has_backward, bool is_rounded);
 
@@ -69,11 +69,10 @@ class Gather {
 // for all whose transports join, and not in a backward.
 void count_unpublished(const std::vector<ParameterPtr>& parameters);
 
-// Tells the transports of those `parameters` that are retained that a forward reads them without a
-// gather.
+// Tells the transports of the retained `parameters` that a forward reads these without a gather.
 void note_skipped_gathers(const std::vector<ParameterPtr>& parameters);
 
-// Reshards those of `parameters` that are retained and do not outlive the forward that ends.
+// Call when a forward ends. Reshards the retained `parameters` that do not outlive it.
 void reshard_retained_after_forward(const std::vector<ParameterPtr>& parameters);
 
 // Starts a gather, and calls finish_owned().

@@ -21,7 +21,7 @@ namespace zero3 {
 // gathers in the same order, and so start the same ones ahead, also in vain.
 class GatherOrder {
  public:
-  // A forward or backward begins. The one before it ends, if it has not.
+  // Begins a forward or backward, and ends the previous one if that has not ended.
   void begin();
   void end();
   bool is_running() const { return is_running_; }

@@ -49,8 +49,8 @@ class GradientAccumulator {
   void forget_uses();
   void end_backward();
   int64_t pending_uses() const;
-  // Whether the next gradient is expected, and no stray one can follow it: no forward was given up
-  // since the end of the backward before the last.
+  // Whether a forward has noted the use whose gradient comes next, and no gradient of a forward
+  // that was given up can follow: none was given up since the end of the last backward but one.
   bool is_foreseen() const;
   // Notes that the gradient of a use has arrived.
   void arrived();

@@ -50,7 +50,7 @@ struct Parameter {
   // Orders of the model's gathers; null if Python prepares each gather of this parameter.
   std::weak_ptr<GatherOrders> gather_orders;
 
-  // Makes it one of a model, in which it has the name `fqn`.
+  // Makes it a parameter of a model, in which its name is `fqn`.
   void join(int64_t model_number, std::string fqn);
 
   const std::string& fqn() const { return source->fqn; }

@@ -17,7 +17,8 @@ class PresenceChecks;
 // memory.
 constexpr size_t kMaxInFlight = 1;
 
-// Owned by a Reduction, which calls it with its mutex locked.
+// Owned by a Reduction, which calls it with its mutex locked. Some gradients are mixed: ranks send
+// them at different times, see PresenceCheck.
 class BucketQueue {
  public:
   BucketQueue(BegunBackwards& backwards, const PresenceChecks& presence_checks, Delivery& delivery)
@@ -27,7 +28,7 @@ class BucketQueue {
   ReduceBucket& open_for(const ParameterPtr& parameter, const BucketKey& key);
   // Call when a gradient was added to `bucket`.
   void launch_if_full(const ReduceBucket& bucket);
-  // Sets the first gradient's bucket aside if the gradient is mixed. It was sent before ranks knew.
+  // Sets the bucket of the first gradient aside if that is mixed: it was sent before ranks knew so.
   void set_aside_first_if_mixed();
   // Launches all buckets that are left, and waits for them. All-reduces the shards of `parameters`
   // that have replicas.

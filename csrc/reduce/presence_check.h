@@ -17,7 +17,7 @@ class Backward;
 // Compares the gradients that the ranks of one transport, and their replicas, have in a backward.
 class PresenceCheck {
  public:
-  // Splits parameters into those that one check compares.
+  // Splits `parameters` into groups, each for a check of its own.
   static std::vector<std::vector<ParameterPtr>> groups_of(
       const std::vector<ParameterPtr>& parameters);
 

@@ -81,8 +81,8 @@ class Reduction {
   void begin_presence_checks(const Parameter& parameter);
   // Begins those of the models of `parameters` that this backward reduces.
   void begin_presence_checks(const std::vector<ParameterPtr>& parameters);
-  // Waits for the checks, and sends zeros for the gradients that only other ranks have, unless
-  // those are sent last.
+  // Waits for the checks, and sends zeros for the gradients that only other ranks have, except for
+  // gradients that all ranks send last.
   void finish_presence_checks();
   // Does so for the backwards around the one on this thread: other ranks may not come to the inner
   // one before they have those zeros.

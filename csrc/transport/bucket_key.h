@@ -14,7 +14,7 @@ namespace zero3 {
 
 // Gradients share a bucket if their keys are equal.
 struct BucketKey {
-  // A set of transports that join, known by one of them.
+  // A set of transports that join, represented by one of them.
   struct Domain {
     std::shared_ptr<Transport> transport;
     bool operator==(const Domain& other) const { return transport->joins(*other.transport); }
@@ -44,8 +44,8 @@ struct BucketSelection {
   BucketKey key;
 };
 
-// Selects the bucket of a raw gradient of `parameter`, which arrives in `dtype`. A sum of gradients
-// `is_normalized`: each gradient was normalized as it arrived, and `dtype` holds them all.
+// Selects the bucket of a raw gradient of `parameter`, which arrives in `dtype`; or, if
+// `is_normalized`, of a sum of gradients that were normalized as they arrived, and fit `dtype`.
 BucketSelection select_bucket(const Parameter& parameter, at::ScalarType dtype,
                               bool is_normalized = false);
 

@@ -21,7 +21,7 @@ namespace zero3 {
 // or all but that of one rank are zero.
 using Rows = std::vector<at::Tensor>;
 
-// The rank with the only row that is not empty; nullopt if others have one, or there are no others.
+// The rank with the only row of several that is not empty; nullopt if there is no such row.
 std::optional<int64_t> root_of(const Rows& rows);
 
 constexpr int64_t kWorthAMessage = 64 << 10;  // bytes; smaller tensors share a message

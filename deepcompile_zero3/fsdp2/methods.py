@@ -96,7 +96,7 @@ class FSDP2Methods(FSDPModule):
     def _is_managed(self) -> bool:
         """Tells transformers that ranks must call the module together.
 
-        Dynamo gets False: it would take the module for one of FSDP1's, which it does not trace.
+        Dynamo gets False. Given True, it would not trace the module, as it traces none of FSDP1.
         """
         return torch.compiler.is_dynamo_compiling() or not torch_internals.dynamo_is_tracing()
 

@@ -7,8 +7,8 @@ parameter that is only used to look up rows is left out: its gradient does not n
 the rows are saved. So is a spared parameter (see ``spare``): it has no gradient, and nothing that
 reads it is computed again.
 
-Backward also gets the placeholder of each parameter that it computes a gradient for. The runtime
-knows by it whose gradient it reduces. A forward that may save the full tensor saves both.
+Backward also gets the placeholder of each parameter that it computes a gradient for, which tells
+the runtime whose gradient it reduces. A forward that may save the full tensor saves both.
 
 A function of parameters alone, such as ``w.bfloat16()``, is recomputed: saving it would keep the
 parameter. The partitioner decides about reductions, such as ``w.norm()``, and about operators that

@@ -41,12 +41,19 @@ def insert_gathers(
     Neighbors of one process group share a collective of up to ``bucket_bytes``.
 
     The wait for a collective comes just before the first use of its tensors, or of a later
-    collective's: uses may come in any order, collectives may not. The start comes just before the
-    wait for the collective ``ahead`` places earlier. That wait takes the handle of the start, so
-    that no scheduler starts it later. The start takes the token of the wait before that one, so
-    that no scheduler starts it earlier. ``ahead + 1`` collectives are alive at once. The
-    collectives that one region needs count as one, and start one after the other. If no start
-    stands just before a wait, the wait takes the previous wait's token.
+    collective's: uses may come in any order, collectives may not. Each start and wait also takes
+    the handle or the token of another, in parentheses here, so that no scheduler starts a
+    collective earlier or later. With ``ahead=1``::
+
+        start 0
+        start 1 (start 0)
+        wait 0 (start 1)    first use of 0
+        start 2 (wait 0)
+        wait 1 (start 2)    first use of 1
+        wait 2 (wait 1)     first use of 2
+
+    ``ahead + 1`` collectives are alive at once. Those of one region count as one, and start one
+    after the other.
 
     The compiler frees a gathered tensor after its last use. A forward saves placeholders for
     backward, which then gathers again. It saves the full tensors of the inputs in ``keep``.

@@ -171,11 +171,11 @@ def own_pass(
     changes: Collection[str] = (),
     uuid: Any,
 ) -> GraphPass:
-    """Makes a pass of this library, named after a function.
+    """Makes a pass of this library, with the name and the docstring of a function.
 
     Args:
-        named: the function. A pass that has nothing to do does not call it.
-        run: calls it with the facts that it needs.
+        named: the function that does the work.
+        run: takes the graph and its facts, and calls ``named`` unless there is nothing to do.
         graphs: the graphs that a feature's pass rewrites: "forward", "backward" or "lowered".
         after: the function of the core's pass that it follows.
         changes: the invariants that it gives up. A pass that gives up "gradient_nodes" returns

@@ -175,9 +175,9 @@ class Pipeline:
         return not (self.inputs and without_key([*self.passes, *ours]))
 
     def __call__(self, graph_module: fx.GraphModule, is_backward: bool) -> Callable[[], None]:
-        """Rewrites a graph that will run, numbers it, and shows it to those who want to see it.
+        """Rewrites and numbers a graph that will run; gives it to captures, recordings and logs.
 
-        Returns a function that prepares the graph for Inductor.
+        Returns a function that runs the "lowered" passes over it, for Inductor.
         """
         original = original_of(graph_module)
         run = self.rewrite(graph_module, is_backward, is_shown=True)

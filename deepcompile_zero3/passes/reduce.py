@@ -48,9 +48,9 @@ def insert_reduces(
 ) -> None:
     """Inserts a reduction for each gradient in a backward graph.
 
-    A gradient is reduced once it and those before it in ``gradients`` exist. Gradients may come in
-    another order, reductions may not. Autograd gets None in place of the gradient: the runtime sets
-    the shard's ``.grad`` when the backward ends.
+    A gradient is reduced as soon as it and all before it in ``gradients`` exist. Gradients may come
+    in another order, reductions may not. Autograd gets None in place of the gradient: the runtime
+    sets the shard's ``.grad`` when the backward ends.
 
     An ``unshard`` that was not lifted has a reduction already, since AOTAutograd differentiated it.
     That reduction takes the placeholder in place of a kept full tensor.

@@ -64,7 +64,7 @@ class ChoosesFormats(Protocol):
     def check_of(
         self, sources: "Collection[Source]", formats: Sequence[str], options: Options
     ) -> "Callable[[Sequence[Source]], None] | None":
-        """Returns what checks the sources that a graph runs with, if that is needed.
+        """Returns a check of the sources that a graph runs with, or None if it needs none.
 
         Args:
             sources: those that the graph was compiled for.

@@ -51,7 +51,7 @@ class _Cast:
     """A cast of tensors, and of the containers that they are in.
 
     Containers are lists, tuples, sets, deques, dicts, dataclasses, their subclasses, and classes
-    that are registered with pytree, of any depth. One in which no tensor changes is returned
+    that are registered with pytree, of any depth. A container without a tensor to cast is returned
     itself. Others are shallow copies, made without ``__init__``. An object that appears several
     times, or contains itself, does so in the result too.
     """

@@ -48,8 +48,8 @@ class ParameterGroup:
     """Parameters that are gathered together.
 
     Attributes:
-        parameters: the parameters that the group owns. A tied one belongs to the group that met it
-            first.
+        parameters: the parameters that the group owns. A tied one belongs to the group of the
+            first ``fully_shard`` call that found it.
         casts: casts of a forward's inputs and output.
         connects: what connects parameters, by the ranks that they are sharded over.
         model: the sharded model that the group belongs to.
@@ -173,9 +173,9 @@ class ParameterGroup:
     def _keeps(self, parameter: ShardedParameter) -> bool:
         """Returns whether an eager forward keeps what autograd saves of a parameter for backward.
 
-        Where that is left open, it keeps what belongs to the outermost module around others, as
-        FSDP2 does: a model's last layer, whose backward comes first, and embeddings, which no
-        backward reads.
+        Where ``reshard_after_forward`` is None, it keeps the parameters of an outermost module that
+        has sharded modules inside, as FSDP2 does: those of a model's last layer, whose backward
+        comes first, and embeddings, which no backward reads.
         """
         if parameter.reshard_after_forward is None:
             return self.parent is None and bool(self._children)

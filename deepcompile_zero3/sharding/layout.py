@@ -337,7 +337,7 @@ class MakesLayout(abc.ABC):
 def placement_over(dim: int | None, inner: Inner, mesh_dims: range) -> Placement:
     """Returns the placement that shards dimension ``dim``, if any, of each part of ``inner``.
 
-    The parts are those of the mesh dimensions ``mesh_dims``, which come after the new one.
+    ``mesh_dims`` are the dimensions of the inner mesh that come after the new one.
     """
     if dim is None:
         return Replicate()

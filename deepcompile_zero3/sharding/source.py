@@ -1,8 +1,8 @@
 """The sources that are gathered for a parameter: its own shard, or other tensors in its place.
 
 Graphs, buckets and messages know sources alone. A :class:`ShardedParameter` is its own source. A
-feature may gather other tensors in the place of some parameters. It adds a :class:`Kind` to
-:data:`KINDS`, which recognizes them. Each such parameter then has a :class:`Substitute`, whose
+feature that gathers other tensors in the place of some parameters adds a :class:`Kind` to
+:data:`KINDS`. The kind recognizes these parameters, and makes a :class:`Substitute` for each, whose
 sources have no gradient.
 """
 

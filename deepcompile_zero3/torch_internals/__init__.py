@@ -194,7 +194,7 @@ def local_tensor(tensor: DTensor) -> torch.Tensor:
 def local_gradient(parameter: DTensor) -> torch.Tensor | None:
     """Returns the local tensor of the gradient of ``parameter``, by the parameter's placements.
 
-    Collective if the gradient has others, such as partial sums.
+    Collective if the gradient has other placements, such as partial sums.
     """
     gradient: Any = parameter.grad
     if gradient is None:

@@ -15,9 +15,9 @@ from deepcompile_zero3.transport.rank_names import rank_names
 
 @dataclass(frozen=True)
 class Connection:
-    """The transport of one parameter, or the memory of which :meth:`set_transport` makes it.
+    """One parameter's connection to other ranks, of which :meth:`set_transport` makes a transport.
 
-    The transport is built once all ranks have their connections.
+    It does so once all ranks have their connections.
 
     Attributes:
         medium: the memory that ranks share, or the transport that all parameters of a group use.

@@ -221,7 +221,7 @@ class _Loads:
         self.live = resident
 
     def start(self, place: fx.Node, after: fx.Node | None) -> None:
-        """Starts those that there is room for, behind ``place``."""
+        """Starts loads behind ``place``, as long as there is room."""
         while self._pending and self._has_room(self._pending[0]):
             node = self._pending.popleft()
             with self._graph.inserting_after(place):

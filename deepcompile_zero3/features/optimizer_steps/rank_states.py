@@ -249,9 +249,9 @@ def _described(parameter: DTensor, path: _Path, leaf: Any) -> Any:
 
 
 def _that_follow_shards(everyone: Sequence[dict[int, Any]]) -> set[_Path]:
-    """Returns the states that have the shapes of the shards, whatever those are.
+    """Returns the paths of the states that have the shapes of shards of several shapes.
 
-    A table may have the shape of a shard by chance. It does not have that of another one.
+    One shape proves nothing: a table may have it by chance.
     """
     shapes: dict[_Path, set[tuple[int, ...]]] = {}
     others: set[_Path] = set()

@@ -94,7 +94,7 @@ class Segments:
             used: segments in which a process has tensors, or a bucket is; the same on all ranks.
             largest: bytes of the largest bucket. A new segment has its size, unless all pages would
                 be taken at once. A segment with more pages, of an earlier stream, is not taken.
-            most_bytes: size of all segments, beyond which those that nobody uses are freed.
+            most_bytes: maximum size of all segments; unused ones beyond it are freed.
 
         Raises:
             NoSharedMemory: a rank cannot make or map a new segment.
