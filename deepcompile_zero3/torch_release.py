@@ -13,7 +13,7 @@ import torch
 
 from deepcompile_zero3.guides import Guide
 
-TRIED = ("2.11", "2.13", "2.15")
+TRIED = ("2.11", "2.12", "2.13", "2.14", "2.15")
 
 
 def _release() -> tuple[int, int]:
