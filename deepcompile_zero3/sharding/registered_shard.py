@@ -81,6 +81,12 @@ class RegisteredShard:
             if module is not None and module._parameters.get(name) is not None:
                 yield module, name
 
+    def registries(self) -> Iterator[dict[str, nn.Parameter | None]]:
+        """Yields the ``_parameters`` of the modules that register the shard, or did."""
+        for reference, _ in self._places:
+            if (module := reference()) is not None:
+                yield module._parameters
+
     def give_attributes(self, value: torch.Tensor) -> None:
         """Gives ``value``, which a module reads, the attributes of the parameter."""
         for name, attribute in self.attributes.items():

@@ -25,7 +25,7 @@ from deepcompile_zero3.sharding.module_parameters import parameters_of
 from deepcompile_zero3.sharding.parameter import ShardedParameter, parameter_of
 from deepcompile_zero3.sharding.parameter_lists import bases_of_container
 from deepcompile_zero3.sharding.reads import mark_no_forward, modules_in_traced_forward
-from deepcompile_zero3.sharding.traced_writes import refuse_traced_writes
+from deepcompile_zero3.sharding.traced_writes import end_graph_if_changed, refuse_traced_writes
 from deepcompile_zero3.torch_release import RELEASE
 
 # Name of a parameter, whether it is read as gathered, and whether it has attributes to carry over.
@@ -201,6 +201,7 @@ def _prepare(placeholder: torch.Tensor) -> str:
         return ""  # its model was deleted: running the graph tells
     with contextlib.suppress(Zero3Error):
         parameter.prepare_forward()
+    end_graph_if_changed(parameter)
     if parameter.substitute is not None and not parameter.substitute.is_prepared:
         parameter.substitute.prepare_graph(parameter.registered.local)
     return parameter.contract

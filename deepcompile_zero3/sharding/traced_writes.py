@@ -1,14 +1,16 @@
-"""Writes to gathered parameters in code that a compiler traces."""
+"""Writes to parameters, gathered or sharded, in code that a compiler traces."""
 
 from typing import Any
 
 import torch
 from torch import fx
+from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.graph.writes import storages_of, written_storages
 from deepcompile_zero3.runtime import ops
-from deepcompile_zero3.sharding.parameter import parameter_of
+from deepcompile_zero3.sharding.parameter import ShardedParameter, parameter_of
 
 
 def refuse_traced_writes(gm: fx.GraphModule) -> None:
@@ -27,6 +29,32 @@ def refuse_traced_writes(gm: fx.GraphModule) -> None:
                 "compiled code, where it is a gathered copy that is freed: modify the parameter "
                 "outside of forward, while it is sharded"
             )
+
+
+def end_graph_if_changed(parameter: ShardedParameter) -> None:
+    """Makes Dynamo end its graph ahead of a read if the graph has changed the shard before.
+
+    A graph gathers what is registered when it runs: the parameter as it was before the graph.
+    Dynamo applies what it has traced, such as another registered shard (``functional_call``) or a
+    write to this one, after the graph. Once the graph has ended, the rest sees the change.
+    """
+    is_replaced = any(map(torch_internals.is_changed_in_trace, parameter.registered.registries()))
+    if is_replaced or _is_written(torch_internals.traced_graph(), parameter):
+        torch_internals.refuse_to_be_traced(
+            f"a read of '{parameter.fqn}' behind a change of it, which its gather would not see,"
+        )
+
+
+def _is_written(graph: fx.Graph, parameter: ShardedParameter) -> bool:
+    """Returns whether a graph that is being traced writes to the shard of ``parameter``."""
+    for node in graph.find_nodes(op="placeholder"):
+        value = node.meta.get("example_value")
+        if (
+            isinstance(value, DTensor)
+            and torch_internals.traced_input(node) is parameter.registered.latest
+        ):
+            return not storages_of(value).isdisjoint(written_storages(graph))
+    return False
 
 
 def _traced_with(gm: fx.GraphModule, placeholder: Any) -> object:

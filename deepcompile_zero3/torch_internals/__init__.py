@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import fx, nn
 from torch.distributed.tensor import DeviceMesh, DTensor
 
 from deepcompile_zero3.torch_release import private
@@ -283,6 +283,21 @@ class _Check:
         except Exception as error:
             failed = private("torch._dynamo.exc", "BackendCompilerFailed")
             raise failed(self.backend, error, None) from error
+
+
+def traced_graph() -> fx.Graph:
+    """Returns the outermost graph that Dynamo traces now, as far as it has come."""
+    graph: fx.Graph = _translator().output.root_tracer.graph
+    return graph
+
+
+def is_changed_in_trace(container: object) -> bool:
+    """Returns whether code that Dynamo traces now has changed ``container``, an existing object.
+
+    Dynamo makes such a change once the graph has run.
+    """
+    side_effects = _translator().output.side_effects
+    return container in side_effects and side_effects.is_modified(side_effects[container])
 
 
 def traced_input(node: Any) -> object:

@@ -14,7 +14,9 @@ from support.models import (
     mine,
     optimizers_of,
     shard,
+    shard_stack,
 )
+from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -104,6 +106,84 @@ def _one_frame_sees_what_eager_code_sees(backend):
 @each_backend
 def test_one_frame_sees_a_weight_whole_inside_and_sharded_outside_of_a_forward(run_ranks, backend):
     run_ranks(2, _one_frame_sees_what_eager_code_sees, backend)
+
+
+def _multiplies(model, x):
+    with torch.no_grad():
+        model.head.weight.mul_(3)
+    return model(x)
+
+
+def _multiplies_between(model, x):
+    return model(x) + _multiplies(model, x)
+
+
+def _multiplies_all(model, x):
+    with torch.no_grad():
+        torch._foreach_mul_(list(model.parameters()), 3)
+    return model(x)
+
+
+def _multiplies_data(model, x):
+    for parameter in model.parameters():
+        parameter.data.mul_(3)
+    return model(x)
+
+
+def _multiplies_local(model, x):
+    weight = model.blocks[0].up.weight
+    with torch.no_grad():
+        (weight.to_local() if isinstance(weight, DTensor) else weight).mul_(3)
+    return model(x)
+
+
+def _registers_another(model, x):
+    model.head.weight = nn.Parameter(model.head.weight.detach() * 3)
+    return model(x)
+
+
+def _reads_of_others(model, x):
+    others = {name: 3 * each.detach() for name, each in model.named_parameters()}
+    return torch.func.functional_call(model, others, (x,))
+
+
+_CHANGES = (
+    *(_multiplies, _multiplies_between, _multiplies_all, _multiplies_data, _multiplies_local),
+    *(_registers_another, _reads_of_others),
+)
+
+
+@pytest.mark.thin
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("backend", ["interpreted", "aot_eager"])
+@pytest.mark.parametrize("change", _CHANGES)
+def test_a_forward_sees_what_compiled_code_has_changed_ahead_of_it(backend, change):
+    model, reference = shard_stack(depth=1)
+    run = torch.compile(change, **_BACKENDS[backend])
+    for seed in range(2):
+        batch = batch_of(4, 8, seed=seed)
+        with torch.set_grad_enabled(change is _multiplies):
+            ours, theirs = run(model, batch), change(reference, batch)
+        torch.testing.assert_close(ours, theirs)
+    if theirs.requires_grad:
+        ours.square().mean().backward()
+        theirs.square().mean().backward()
+        assert_same_gradients(model, reference)
+    assert_same_parameters(model, reference)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_what_compiled_code_reads_ahead_of_a_forward_ends_no_graph():
+    model, reference = shard_stack(depth=1)
+
+    def with_square(model, x):
+        weight = model.head.weight
+        return model(x), weight.detach().square()
+
+    run = torch.compile(with_square, fullgraph=True, **_BACKENDS["interpreted"])
+    batch = batch_of(4, 8)
+    (output, square), (expected, whole) = run(model, batch), with_square(reference, batch)
+    torch.testing.assert_close((output, square.full_tensor()), (expected, whole))
 
 
 class _Writes(Stack):

@@ -6,7 +6,6 @@ Inductor then process the subgraph once. Parameters are arguments of a call, and
 results of the call's backward: gathers and reductions stay in the graph around the calls.
 """
 
-import inspect
 import operator
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
@@ -18,20 +17,12 @@ from torch.fx.node import map_aggregate
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.graph.calls import calls_by_region
+from deepcompile_zero3.graph.writes import CALLS, writes, written_storages
 from deepcompile_zero3.options import Options
 from deepcompile_zero3.passes.blocks import IsBlock, blocks_around
 from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.passes.region_facts import RegionFacts, mark_region
 from deepcompile_zero3.torch_internals import compiler, is_transformed, tree_leaves
-
-_CALLS = ("call_function", "call_method")
-_IN_PLACE = {
-    getattr(operator, name)
-    for name in (
-        *("iadd", "iand", "iconcat", "ifloordiv", "ilshift", "imatmul", "imod", "imul", "ior"),
-        *("ipow", "irshift", "isub", "itruediv", "ixor", "setitem", "delitem"),
-    )
-}
 
 
 @dataclass(frozen=True)
@@ -93,7 +84,7 @@ def outline_regions(
     blocks_by_class = list(_blocks(gm.graph, is_block))
     if not blocks_by_class:
         return regions
-    written, differentiated = _written(gm.graph), _differentiated(gm)
+    written, differentiated = written_storages(gm.graph), _differentiated(gm)
     outlined: set[fx.Node] = set()
     for cls, blocks in blocks_by_class:
         twins: dict[Any, list[_Segment]] = {}
@@ -151,7 +142,7 @@ def _segment(
     sources = {torch_internals.storage_address(value) for value in read}
     if len({*storages, *sources}) < len(storages) + len(sources):
         return None  # a result is a view of an input or of another result
-    if not written.isdisjoint({*storages, *sources}) or any(map(_writes, nodes)):
+    if not written.isdisjoint({*storages, *sources}) or any(map(writes, nodes)):
         return None
     # A call gives all of its results a gradient, which may be zero, and so all of its parameters.
     lost = [
@@ -201,41 +192,6 @@ def _value(node: fx.Node) -> Any:
     return node.meta.get("example_value")
 
 
-def _writes(node: fx.Node) -> bool:
-    """Returns whether an operation of Dynamo's graph may write to one of its arguments."""
-    target: Any = node.target
-    if node.op not in _CALLS:
-        return False
-    if isinstance(target, torch_internals.OpOverload):
-        return torch_internals.schema_of(target).is_mutable
-    if isinstance(target, torch_internals.OpOverloadPacket):
-        overloads = (getattr(target, name) for name in target.overloads())
-        return any(torch_internals.schema_of(each).is_mutable for each in overloads)
-    if target in _IN_PLACE:
-        return True
-    name = target if isinstance(target, str) else getattr(target, "__name__", "")
-    if name in ("batch_norm", "instance_norm"):
-        return True  # to running statistics
-    try:
-        arguments = inspect.signature(target).bind(*node.args, **node.kwargs).arguments
-    except (TypeError, ValueError):  # a method, or a builtin
-        arguments = node.kwargs
-    is_named_so = name.endswith("_") and not name.endswith("__")
-    return is_named_so or bool(arguments.get("inplace")) or arguments.get("out") is not None
-
-
-def _written(graph: fx.Graph) -> set[int]:
-    """Returns the addresses of all storages that operations of a graph may write to."""
-    values = [
-        _value(read) for node in graph.nodes if _writes(node) for read in node.all_input_nodes
-    ]
-    return {
-        torch_internals.storage_address(value)
-        for value in values
-        if isinstance(value, torch.Tensor) and not is_transformed(value)
-    }
-
-
 def _differentiated(gm: fx.GraphModule) -> set[fx.Node]:
     """Returns the nodes that get a gradient when the graph's results do."""
     found: set[fx.Node] = set()
@@ -275,7 +231,7 @@ def _signature(
             return None
         if node.op == "get_attr":
             nested = getattr(gm, str(node.target), None)
-            if not isinstance(nested, fx.GraphModule) or any(map(_writes, nested.graph.nodes)):
+            if not isinstance(nested, fx.GraphModule) or any(map(writes, nested.graph.nodes)):
                 return None
             inner = list(nested.graph.nodes)
             names = {each: f"%{number}" for number, each in enumerate(inner)}
@@ -285,7 +241,7 @@ def _signature(
             part = None if body is None else (body, policy)
         else:
             kind = "" if node.op == "output" else _kind(_value(node))
-            target = node.target if node.op in _CALLS else node.op
+            target = node.target if node.op in CALLS else node.op
             annotation = repr(node.meta.get("custom"))
             part = None if kind is None else (target, repr(arguments), kind, annotation)
         if part is None:
