@@ -93,6 +93,7 @@ class ShardedParameter:
         self.forward_grad_dtype: torch.dtype | None = None
         self.contract = ""
         self.guard_key = ""  # until it joins a model
+        self._leaf = ""
         self.sink: Sink | None = None
         self.checks: dict[str, Check] = {}
         self.budget: Budget | None = None
@@ -271,6 +272,7 @@ class ShardedParameter:
 
     def update_facts(self) -> None:
         """Tells graphs of the facts as they are now. Call it when one has changed."""
+        self._leaf = f"{self.placeholder.requires_grad} {self.forward_grad_dtype}"
         if (model := self.model) is None:
             return  # it is being built
         dtypes = self.settings.gradient_dtypes
@@ -351,6 +353,23 @@ class ShardedParameter:
                 "of a step, or call reshard() before the next forward"
             )
         self._forward_shard_id = id(shard)
+        return self._follow_leaf(shard)
+
+    @property
+    def leaf(self) -> str:
+        """Text of what graphs depend on of the shard, the leaf: whether it trains, and grad_dtype.
+
+        Compilers guard on it. Reading it updates all else that guards look at, so that they hold
+        for the leaf as it is now, and not for that of the last forward.
+        """
+        try:  # noqa: SIM105 (each call of a graph reads this, and a context takes longer)
+            self._follow_leaf(self.registered.latest)
+        except Zero3Error:
+            pass  # the forward raises it
+        return self._leaf
+
+    def _follow_leaf(self, shard: DTensor) -> bool:
+        """Takes over ``requires_grad`` and ``grad_dtype``. Returns whether both were so before."""
         as_traced = True
         if self.placeholder.requires_grad != shard.requires_grad:
             self.placeholder.requires_grad_(shard.requires_grad)

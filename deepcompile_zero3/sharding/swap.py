@@ -148,6 +148,10 @@ def _property(name: str, is_read_as_gathered: bool, has_attributes: bool) -> pro
     return property(read, doc=f"The parameter ``{name}``: whole inside of a forward, else sharded.")
 
 
+# Code of the properties, which all have the same.
+_READ = _property("", True, False).fget.__code__  # type: ignore[union-attr]
+
+
 @torch_internals.inline_only
 def _unshard(placeholder: torch.Tensor) -> torch.Tensor:
     return ops.unshard.default(placeholder, "any")
@@ -196,6 +200,7 @@ def _prepare(placeholder: torch.Tensor) -> str:
             )
         torch_internals.refuse_to_be_traced("a sharded parameter that torch.func differentiates")
     torch_internals.when_traced(refuse_traced_writes)
+    torch_internals.guard_on(_READ, "parameter", "leaf")
     parameter = parameter_of(placeholder)
     if parameter is None:
         return ""  # its model was deleted: running the graph tells

@@ -259,6 +259,21 @@ def traced_arguments(names: Mapping[CodeType, str]) -> Iterator[Any]:
         frame = frame.parent
 
 
+def guard_on(code: CodeType, local: str, attribute: str) -> None:
+    """Makes Dynamo guard on an attribute of a local variable in a call of ``code`` that it traces.
+
+    Checks of guards read the attribute, a bool or a text, even if a property computes it. Shorter
+    names are checked before longer ones, until a check has failed: it comes first from then on.
+    """
+    frame = _translator().output.current_tx
+    while frame.f_code is not code:
+        frame = frame.parent
+    source = frame.symbolic_locals[local].realize().source
+    attribute_source = private("torch._dynamo.source", "AttrSource")(source, attribute)
+    is_constant = private("torch._dynamo.guards", "GuardBuilder.CONSTANT_MATCH")
+    private("torch._dynamo.guards", "install_guard")(attribute_source.make_guard(is_constant))
+
+
 def when_traced(check: Callable[[Any], None]) -> None:
     """Makes Dynamo call ``check`` with the graph that it traces now, once it is complete.
 
