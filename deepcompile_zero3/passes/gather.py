@@ -96,6 +96,28 @@ def insert_gathers(
             after = token or after
 
 
+def clone_returned_parameters(
+    gm: fx.GraphModule, parameters: Mapping[fx.Node, ParameterFacts], saved: Set[int]
+) -> None:
+    """Makes a graph return copies of the ``parameters`` that its caller gets, and so read them.
+
+    A placeholder has no data. Inductor takes ``w * torch.ones_like(w)`` for ``w``, for example, if
+    a model returns it. Outputs that are saved for backward (``saved``, by position) stay.
+    """
+    graph = gm.graph
+    output = graph.output_node()
+    results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    returned = [i for i, each in enumerate(results) if i not in saved and each in parameters]
+    if not returned:
+        return
+    for position in returned:
+        value = results[position]
+        with graph.inserting_before(output):
+            results[position] = graph.call_function(torch.ops.aten.clone.default, (value,))
+        results[position].meta["val"] = torch.empty_like(value.meta["val"])
+    compiler.set_results(graph, results)
+
+
 def clone_returned_views(gm: fx.GraphModule, saved: Set[int]) -> None:
     """Copies the returned views of memory that ranks share: a caller may write to an output.
 

@@ -25,7 +25,11 @@ from deepcompile_zero3.passes.facts import (
     in_forward_order,
     in_gradient_order,
 )
-from deepcompile_zero3.passes.gather import clone_returned_views, insert_gathers
+from deepcompile_zero3.passes.gather import (
+    clone_returned_parameters,
+    clone_returned_views,
+    insert_gathers,
+)
 from deepcompile_zero3.passes.graph_parameters import (
     find_parameters,
     refuse_writes,
@@ -58,6 +62,7 @@ _Key = TypeVar("_Key")
 
 def _insert_gathers(gm: fx.GraphModule, facts: GraphFacts) -> None:
     keep = {node for node in facts.gathered if node.meta.get(KEEP)}
+    clone_returned_parameters(gm, facts.gathered, facts.saved)
     insert_gathers(gm, facts.gathered, facts.gather_bucket_bytes, keep, facts.gathers_ahead)
 
 

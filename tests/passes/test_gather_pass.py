@@ -1,4 +1,4 @@
-"""insert_gathers and clone_returned_views: where gathers stand in a graph."""
+"""insert_gathers, and what is copied for its sake: where gathers stand in a graph."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from support.pass_graphs import (
 
 from deepcompile_zero3.graph.text import graph_text
 from deepcompile_zero3.passes.chain import chain_reductions
-from deepcompile_zero3.passes.gather import insert_gathers
+from deepcompile_zero3.passes.gather import clone_returned_parameters, insert_gathers
 from deepcompile_zero3.passes.keep import choose_kept
 from deepcompile_zero3.runtime import ops
 
@@ -194,6 +194,28 @@ def test_a_parameter_that_forward_saves_stays_a_placeholder():
         mm: f32[4, 4] = mm(x, w1_full)
         mm_1: f32[4, 4] = mm(mm, w2_full)
         return [mm_1, x, mm, w1, w2]
+        """,
+    )
+
+
+def test_a_parameter_that_forward_returns_is_gathered_and_copied():
+    gm = partitioned_graph(lambda w1, w2: (w1, w2), *square(2))
+    parameters = of_layers(gm)
+
+    clone_returned_parameters(gm, parameters, saved={1})
+    insert_gathers(gm, parameters, NO_LIMIT)
+
+    assert_text(
+        gm,
+        """\
+        w1: f32[4, 4]
+        w2: f32[4, 4]
+        all_gather: i64[1] = zero3.all_gather_start([w1, w2])
+        gathered = zero3.all_gather_wait(all_gather, [w1, w2])
+        w1_full: f32[4, 4] = getitem(gathered, 0)
+        w2_full: f32[4, 4] = getitem(gathered, 1)
+        clone_default: f32[4, 4] = aten.clone(w1_full)
+        return [clone_default, w2]
         """,
     )
 

@@ -68,14 +68,15 @@ def test_graphs_write_to_copies(run_ranks, how):
 
 
 class _Returns(nn.Module):
-    """A module that returns its weight and a view of the weight."""
+    """A module that returns its weight, a view of it, and what a compiler takes for the weight."""
 
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(8, 8))
 
     def forward(self, x):
-        return x @ self.weight, self.weight, self.weight.t()[1:3]
+        equal = self.weight * torch.ones_like(self.weight)
+        return x @ self.weight, self.weight, self.weight.t()[1:3], equal
 
 
 def _written_by_the_caller(how, grad):
@@ -86,7 +87,7 @@ def _written_by_the_caller(how, grad):
             _, *weights = run(torch.ones(2, 8))
             weights = [weight.detach() for weight in weights]
             expected = reference.weight.detach().clone()
-            torch.testing.assert_close(weights, [expected, expected.t()[1:3]])
+            torch.testing.assert_close(weights, [expected, expected.t()[1:3], expected])
             for weight in weights:
                 weight.add_(1)
     with torch.no_grad():
