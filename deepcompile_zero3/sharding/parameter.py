@@ -369,7 +369,11 @@ class ShardedParameter:
         return self._leaf
 
     def _follow_leaf(self, shard: DTensor) -> bool:
-        """Takes over ``requires_grad`` and ``grad_dtype``. Returns whether both were so before."""
+        """Takes over ``requires_grad`` and ``grad_dtype``. Returns whether both were so before.
+
+        Takes over attributes too, which graphs have as inputs.
+        """
+        self.registered.follow_attributes()
         as_traced = True
         if self.placeholder.requires_grad != shard.requires_grad:
             self.placeholder.requires_grad_(shard.requires_grad)

@@ -95,12 +95,16 @@ class RegisteredShard:
     def follow(self, shard: DTensor) -> None:
         """Takes ``shard``, as it is now, for the shard of the parameter."""
         adopt(shard)  # torch may have loaded another DTensor
-        for name, attribute in self.attributes.items():
-            self.attributes[name] = shard.__dict__.setdefault(name, attribute)
         self.latest = shard
+        self.follow_attributes()
         self.local = torch_internals.local_tensor(shard)
         if (pinned := self._layout.pinned(self.local)) is not self.local:
             self.local.data = pinned
+
+    def follow_attributes(self) -> None:
+        """Takes the attributes that the shard has now. Those that it lacks are given to it."""
+        for name, attribute in self.attributes.items():
+            self.attributes[name] = self.latest.__dict__.setdefault(name, attribute)
 
     @property
     def shard(self) -> DTensor:

@@ -10,6 +10,7 @@ from support.models import (
     assert_same_parameters,
     batch_of,
     compiled,
+    each_way,
     mine,
     optimizers_of,
 )
@@ -225,3 +226,15 @@ def _lives_of_parametrized_modules():
 
 def test_a_parametrized_model_dies_with_its_last_reference(run_ranks):
     assert run_ranks(2, _lives_of_parametrized_modules) == [0, 0]
+
+
+@pytest.mark.usefixtures("one_rank")
+@each_way
+def test_a_forward_reads_the_attributes_that_a_parameter_has_now(how):
+    model, reference = fully_shard(_Scaled()), _Scaled()
+    reference.load_state_dict({n: p.full_tensor() for n, p in model.named_parameters()})
+    run = compiled(model, how)
+    for scale in (0.5, 2.0, 3.0):
+        for each in (model, reference):
+            each._parameters["weight"].scale = torch.tensor(scale)
+        torch.testing.assert_close(run(batch_of(2, WIDTH)), reference(batch_of(2, WIDTH)))
