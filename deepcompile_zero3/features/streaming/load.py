@@ -15,6 +15,7 @@ from deepcompile_zero3.errors import Zero3Error, check_bool
 from deepcompile_zero3.features.streaming.arguments import group_of_ranks, on_each_rank
 from deepcompile_zero3.features.streaming.pieces import Box, box_of, named_tensors
 from deepcompile_zero3.features.streaming.safetensors_format import INDEX, ONE_FILE, MappedFile
+from deepcompile_zero3.sharding.module import groups_in
 from deepcompile_zero3.transport.json_collectives import shorten
 
 _WHAT = "load_safetensors"
@@ -58,6 +59,8 @@ def load_safetensors(
     model that was made on the meta device needs ``model.to_empty(device=...)`` first, which leaves
     buffers that are not persistent without values, as it does for FSDP2.
 
+    What ``unshard()`` has gathered is resharded first, as ``load_state_dict`` does.
+
     Of tied parameters, files may have any of the names. Floating tensors are cast to the dtype of
     the parameter, as ``load_state_dict`` does.
 
@@ -85,6 +88,8 @@ def load_safetensors(
         return files, targets, _compare(folder, files, targets, strict)
 
     files, targets, incompatible = on_each_rank(_WHAT, prepare, ranks)
+    for sharded in groups_in(model):  # as load_state_dict does
+        sharded.reshard()
     try:
         on_each_rank(_WHAT, lambda: _read(files, targets), ranks)
     finally:

@@ -122,6 +122,16 @@ def test_the_next_forward_computes_with_what_was_loaded(run_ranks, tmp_path, tra
 # ---- transformers
 
 
+def test_a_load_reshards_what_is_unsharded(one_rank, tmp_path):
+    saved, model = fully_shard(nn.Linear(4, 4)), fully_shard(nn.Linear(4, 4))
+    save_safetensors(saved, tmp_path)
+    model.unshard()
+
+    load_safetensors(model, tmp_path)
+
+    torch.testing.assert_close(model(torch.ones(1, 4)), saved(torch.ones(1, 4)))
+
+
 def _llama(tied):
     from transformers import LlamaConfig, LlamaForCausalLM
 
