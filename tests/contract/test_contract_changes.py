@@ -124,7 +124,9 @@ def _widen(weight):
 
 @pytest.mark.thin
 @pytest.mark.parametrize("change", [_thaw, _widen])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)]
+)
 def test_a_stock_backend_follows_a_change(backend, change):
     model = fully_shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).bfloat16())
     weight = model[1].weight

@@ -184,7 +184,12 @@ def _train_on_batches_of_different_sizes(name, how, reshard_after_forward):
 @each_way
 @pytest.mark.parametrize(
     ("name", "reshard_after_forward"),
-    [("encoder", None), ("encoder", True), ("one output", None), ("positions", None)],
+    [
+        ("encoder", None),
+        pytest.param("encoder", True, marks=pytest.mark.more),
+        ("one output", None),
+        ("positions", None),
+    ],
 )
 def test_ranks_may_have_batches_of_different_sizes(run_ranks, name, reshard_after_forward, how):
     train = _train_on_batches_of_different_sizes

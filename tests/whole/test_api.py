@@ -246,6 +246,7 @@ def test_heavy_modules_are_imported_at_first_use():
     assert printed.splitlines() == ["[]", "['torch.distributed.tensor']", "True"]
 
 
+@pytest.mark.more
 def test_training_needs_no_rich_and_the_tools_say_that_they_do():
     printed = in_new_process(
         """
@@ -283,6 +284,7 @@ def test_an_untried_torch_warns_once():
     assert "was tried with torch 2.11" in printed
 
 
+@pytest.mark.more
 def test_a_tried_torch_does_not_warn():
     in_new_process(
         "import warnings; warnings.simplefilter('error', UserWarning); import deepcompile_zero3"

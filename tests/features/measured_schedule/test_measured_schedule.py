@@ -137,6 +137,7 @@ def test_ranks_agree_on_a_quicker_schedule_whatever_their_clocks_say(
     )
 
 
+@pytest.mark.more
 def test_a_schedule_that_the_clock_does_not_find_quicker_is_taken_back(run_ranks):
     for schedule, reason, gathers, fewer in run_ranks(2, _chosen, 1.2):
         assert schedule is None
@@ -275,6 +276,7 @@ def _dropped_while_two_are_compared():
     MeasuredSchedule(model)
 
 
+@pytest.mark.more
 def test_a_schedule_that_is_dropped_leaves_the_options(run_ranks):
     run_ranks(2, _dropped_while_two_are_compared)
 
@@ -292,6 +294,7 @@ def _raising():
     assert not is_recording_graphs()
 
 
+@pytest.mark.more
 def test_an_error_settles_it(run_ranks):
     run_ranks(2, _raising)
 

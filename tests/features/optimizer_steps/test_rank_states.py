@@ -239,7 +239,7 @@ def _load_elsewhere(folder):
     torch.testing.assert_close(_locals(model, optimizer), before, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [1, pytest.param(3, marks=pytest.mark.more)])
 def test_states_of_ranks_are_refused_on_another_number(run_ranks, tmp_path, world_size):
     run_ranks(2, _save, "blockwise", tmp_path, "sharded", _one_mesh)
     run_ranks(world_size, _load_elsewhere, tmp_path)

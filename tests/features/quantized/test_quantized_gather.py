@@ -208,7 +208,7 @@ def _unsharded_and_retained(settings):
         torch.testing.assert_close(run(x).T, rounded(whole, torch.int8, 16))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.more)])
 def test_eager_code_reads_no_rounded_values(run_ranks, world_size):
     settings = {"reshard_after_forward": 2, "transport": "c10d"} if world_size == 4 else {}
     run_ranks(world_size, _unsharded_and_retained, settings)
