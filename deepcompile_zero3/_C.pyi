@@ -149,7 +149,7 @@ class Parameter(_Gathered):
     def drop_gradients(self) -> None: ...
     def forget_error(self) -> None: ...  # of quantized gradients
     def take_dropped(self) -> bool: ...
-    def take_nonfinite(self) -> tuple[int, int, int] | None: ...  # NaN, infinite, all
+    def take_nonfinite(self) -> tuple[int, int, int, int] | None: ...  # arrival, NaN, infinite, all
 
 class Capabilities:
     @property

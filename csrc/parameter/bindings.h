@@ -242,11 +242,11 @@ inline void bind_parameters(pybind11::module_& m) {
           "take_dropped", [](Parameter& self) { return self.gradients.take_dropped(); },
           pybind11::call_guard<pybind11::gil_scoped_release>())
       .def("take_nonfinite",
-           [](Parameter& self) -> std::optional<std::tuple<int64_t, int64_t, int64_t>> {
+           [](Parameter& self) -> std::optional<std::tuple<int64_t, int64_t, int64_t, int64_t>> {
              pybind11::gil_scoped_release no_gil;
              const auto found = self.gradients.take_nonfinite();
              if (!found) return std::nullopt;
-             return std::make_tuple(found->nans, found->infinities, found->numel);
+             return std::make_tuple(found->arrival, found->nans, found->infinities, found->numel);
            });
 }
 

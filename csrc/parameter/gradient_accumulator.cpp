@@ -127,8 +127,9 @@ void GradientAccumulator::detect_nonfinite(const at::Tensor& raw) {
   if (raw.isfinite().all().item<bool>()) return;
   const auto nans = raw.isnan().sum().item<int64_t>();
   const auto infinities = raw.isinf().sum().item<int64_t>();
+  static std::atomic<int64_t> arrivals = 0;
   std::lock_guard lock(mutex_);
-  if (!nonfinite_) nonfinite_ = Nonfinite();
+  if (!nonfinite_) nonfinite_ = Nonfinite{.arrival = arrivals.fetch_add(1)};
   nonfinite_->nans += nans;
   nonfinite_->infinities += infinities;
   nonfinite_->numel += raw.numel();

@@ -36,7 +36,8 @@ struct PartialGradient {
 struct Nonfinite {
   int64_t nans = 0;
   int64_t infinities = 0;
-  int64_t numel = 0;  // all elements of the gradients that have nonfinite ones
+  int64_t numel = 0;    // all elements of the gradients that have nonfinite ones
+  int64_t arrival = 0;  // of the first of them, among those of the process
 };
 
 // Thread-safe. No thread waits for the GIL while it holds `mutex_`.

@@ -1,6 +1,7 @@
 """``detect_nonfinite``: which gradients are not finite, and on which rank they were so first."""
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -22,9 +23,10 @@ def detect_nonfinite(model: nn.Module) -> Iterator[None]:
 
     Each gradient is checked when it arrives, before it is cast to its ``grad_dtype``, and again
     when it is reduced. The ranks exchange what they found, and all of them raise. The message says
-    on which rank which parameter's gradient was not finite first, or that only its sum is not
-    finite. The gradients of that backward are dropped. The check costs a pass over the gradients
-    and an exchange.
+    on which ranks which gradients were not finite, or that only their sum is not. The gradients of
+    a rank stand in the order in which they arrived: a backward computes the first one next to the
+    cause. The gradients of that backward are dropped. The check costs a pass over the gradients and
+    an exchange.
 
     Args:
         model: a module whose parameters are sharded, or a part of such a model. All ranks enter the
@@ -55,19 +57,21 @@ def _nonfinite_gradients(reduced: Sequence[tuple[ShardedParameter, torch.Tensor]
 
     Collective.
     """
-    found: dict[ShardedParameter, list[str]] = {}
+    found: dict[ShardedParameter, list[tuple[float, str]]] = {}  # with the number of its arrival
     for parameter, gradient in reduced:
         mine = found.setdefault(parameter, [])
         what = f"rank {dist.get_rank()}: the gradient of '{parameter.fqn}'"
         if nonfinite := parameter.handle.take_nonfinite():
-            mine.append(_described(f"{what}, before it was reduced,", *nonfinite))
+            arrival, *numbers = nonfinite
+            mine.append((arrival, _described(f"{what}, before it was reduced,", *numbers)))
         elif not torch.isfinite(gradient).all():
             nans, infinities = int(gradient.isnan().sum()), int(gradient.isinf().sum())
-            mine.append(_described(f"{what}, {_REDUCED},", nans, infinities, gradient.numel()))
+            line = _described(f"{what}, {_REDUCED},", nans, infinities, gradient.numel())
+            mine.append((math.inf, line))
     told: list[str] = []
     for groups, members in by_mesh(found).items():
-        lines = [each for parameter in members for each in found[parameter]]
-        told = all_gather_lines(_CHECK, told + lines, groups)
+        in_order = sorted(each for member in members for each in found[member])
+        told = all_gather_lines(_CHECK, told + [line for _, line in in_order], groups)
     # A reduced gradient is not finite because one that arrived was not: causes come first.
     first = sorted(told, key=lambda each: _REDUCED in each)
     if not told:

@@ -61,6 +61,32 @@ def test_a_nan_is_traced_to_its_rank(run_ranks, how, transport):
         assert "rank 0: the gradient of '" not in told.split("once it was reduced")[0]
 
 
+class _PoisonedBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * torch.nan
+
+
+def _nan_in_a_block():
+    stack = Stack(depth=4)
+    model, _ = shard(stack, blocks=stack.blocks)
+    if dist.get_rank() == 1:
+        model.blocks[2].register_forward_hook(lambda *call: _PoisonedBackward.apply(call[-1]))
+    with detect_nonfinite(model), pytest.raises(Zero3Error) as raised:
+        mean_square(model, mine(batch_of(8, 8))).backward()
+    return str(raised.value)
+
+
+def test_the_gradient_next_to_a_nan_is_named_first(run_ranks):
+    for told in run_ranks(2, _nan_in_a_block):
+        first = told.removeprefix("gradients are not finite. ").split(";")[0]
+        assert first.startswith("rank 1: the gradient of 'blocks.2."), told
+
+
 def test_a_nan_of_a_replica_is_reported_to_the_others(run_ranks):
     for told in run_ranks(4, _nan_in_one, 2, "eager", "auto", (2, 2)):
         assert "rank 2: the gradient of '" in told, told
