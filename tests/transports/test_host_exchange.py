@@ -1,8 +1,10 @@
 """Ranks of one host tell each other numbers and lines, round by round."""
 
 import os
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch
@@ -12,11 +14,11 @@ from deepcompile_zero3 import Zero3Error
 from deepcompile_zero3.runtime import _C
 
 
-def _exchanges(world_size, pids):
+def _exchanges(world_size, pids, name=None):
     """Returns an exchange for each of ``world_size`` ranks, which threads may play."""
     memory = torch.zeros(_C.HostExchange.nbytes(world_size) + 64, dtype=torch.uint8)
     memory = memory[-memory.data_ptr() % 64 :]
-    name = dist.group.WORLD.group_name
+    name = name or dist.group.WORLD.group_name
     names = [f"{10 * rank}" for rank in range(world_size)]  # in the job
     return [
         _C.HostExchange(name, rank, names, pids, memory, "a rule") for rank in range(world_size)
@@ -50,6 +52,21 @@ def test_a_rank_that_has_died_is_named_as_in_the_job_with_the_place_and_the_rule
         Zero3Error, match=r"cannot go on without rank 10 .*dead.* has not come to a place.*a rule"
     ):
         exchange.exchange(0, "", "a place")
+
+
+def test_a_rank_tells_once_for_whom_it_waits_long(one_rank, capfd):
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    exchanges = _exchanges(2, [os.getpid()] * 2, group.group_name)
+    other = threading.Timer(1.5, exchanges[1].exchange, (5, "", "here"))
+    other.start()
+    exchanges[0].exchange(4, "", "a place")
+    other.join()
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "still waits" in line]
+    assert re.fullmatch(
+        r"deepcompile_zero3: rank 0 still waits for rank 10 \(pid \d+, \w+\): it has not come to a "
+        r"place. It does so for up to 2 s",
+        line,
+    )
 
 
 def test_ranks_that_wait_let_other_threads_run(one_rank):

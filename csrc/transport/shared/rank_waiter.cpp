@@ -21,6 +21,7 @@ namespace {
 
 constexpr int kSpins = 200;  // some tens of microseconds
 constexpr int kYields = 20;
+constexpr std::chrono::seconds kPatience{60};   // after which a rank tells for whom it waits
 constexpr std::chrono::milliseconds kNap{100};  // between two checks of which ranks are alive
 
 void pause() {
@@ -168,6 +169,8 @@ void RankWaiter::wait(const std::function<std::optional<Missing>()>& missing) {
   using Clock = std::chrono::steady_clock;
   const auto deadline = Clock::now() + timeout_;
   auto next_look = Clock::now() + kNap;
+  const auto tell_at = Clock::now() + std::min<Clock::duration>(kPatience, timeout_ / 2);
+  bool has_told = false;
   const Sleeper sleeper(wake_word_);
   LongWait long_wait(states_[rank_]);
   std::optional<Circle> seen;
@@ -193,8 +196,12 @@ void RankWaiter::wait(const std::function<std::optional<Missing>()>& missing) {
     }
     check_others_go_on(*now);
     seen = check_circle(std::move(seen));
-    if (Clock::now() >= deadline)
-      fail(*now, "waited " + std::to_string(timeout_.count() / 1000) + " s for");
+    if (!has_told && Clock::now() >= tell_at) {
+      std::fprintf(stderr, "deepcompile_zero3: %s still waits for %s. It does so for up to %s\n",
+                   name_of_rank(rank_).c_str(), text_of(*now).c_str(), seconds().c_str());
+      has_told = true;
+    }
+    if (Clock::now() >= deadline) fail(*now, "waited " + seconds() + " for");
   }
 }
 
@@ -272,13 +279,19 @@ bool RankWaiter::is_one_dead(const Missing& missing) const {
   });
 }
 
-void RankWaiter::fail(const Missing& missing, const std::string& why) const {
-  std::string text = why + " ";
-  for (size_t i = 0; i < missing.ranks.size(); ++i) {
+std::string RankWaiter::seconds() const { return std::to_string(timeout_.count() / 1000) + " s"; }
+
+std::string RankWaiter::text_of(const Missing& missing) const {
+  std::string text;
+  for (int64_t rank : missing.ranks) {
     bool is_dead = false;
-    text += (i > 0 ? ", " : "") + state_of(missing.ranks[i], &is_dead);
+    text += (text.empty() ? "" : ", ") + state_of(rank, &is_dead);
   }
-  throw_error(text + ": " + missing.what +
+  return text + ": " + missing.what;
+}
+
+void RankWaiter::fail(const Missing& missing, const std::string& why) const {
+  throw_error(why + " " + text_of(missing) +
               ". Either that rank has stopped, or it runs something else: " + rule_);
 }
 

@@ -45,7 +45,8 @@ class RankWaiter {
     bool needs_all = true;  // false: this rank may go on without some of them
   };
 
-  // Waits until `missing`, which may itself do work, returns nullopt. Throws if the group's timeout
+  // Waits until `missing`, which may itself do work, returns nullopt. Tells on stderr, once, for
+  // whom it waits after half of the timeout, or a minute. Throws if the group's timeout
   // has passed, a missing rank is dead, or ranks wait for each other.
   void wait(const std::function<std::optional<Missing>()>& missing);
 
@@ -75,6 +76,8 @@ class RankWaiter {
   std::optional<Circle> check_circle(std::optional<Circle> seen);
   void check_others_go_on(const Missing& missing) const;
   std::string text_of(const Circle& circle) const;
+  std::string text_of(const Missing& missing) const;
+  std::string seconds() const;  // of the timeout
 
   std::string state_of(int64_t rank, bool* is_dead) const;
   [[noreturn]] void fail(const Missing& missing, const std::string& why) const;
