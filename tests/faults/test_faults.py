@@ -182,6 +182,26 @@ def test_a_rank_that_is_killed_leaves_no_file_and_no_process(tmp_path, monkeypat
             assert not pids & {pid, parent}
 
 
+def _waits_for_a_bucket_of_many():
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(40)))
+    fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"), transport="c10d")
+    if dist.get_rank() == 1:
+        time.sleep(2)
+        return ""
+    with pytest.raises(Zero3Error) as raised:
+        model(torch.ones(2, 8))
+    return str(raised.value)
+
+
+def test_an_error_of_a_large_bucket_names_the_first_of_its_parameters(run_apart):
+    told, _ = run_apart(_waits_for_a_bucket_of_many)
+    assert re.match(
+        r"zero3: an exchange with rank 1 failed \(gather Float 0\.weight.* and others\)", told
+    )
+    assert len(told.partition(". Either that rank has stopped")[0]) < 400
+
+
 # ---- ranks shard different things
 
 

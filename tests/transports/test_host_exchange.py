@@ -63,7 +63,7 @@ def test_a_rank_tells_once_for_whom_it_waits_long(one_rank, capfd):
     other.join()
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "still waits" in line]
     assert re.fullmatch(
-        r"deepcompile_zero3: rank 0 still waits for rank 10 \(pid \d+, \w+\): it has not come to a "
+        r"zero3: rank 0 still waits for rank 10 \(pid \d+, \w+\): it has not come to a "
         r"place. It does so for up to 2 s",
         line,
     )

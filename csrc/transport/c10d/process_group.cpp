@@ -60,10 +60,16 @@ struct Transfers {
     try {
       step();
     } catch (const std::exception& error) {
-      throw_error("an exchange with " + with + " failed (" + key +
+      throw_error("an exchange with " + with + " failed (" + beginning_of(key) +
                   "). Either that rank has stopped, or it runs something else: " + same_forwards() +
                   ". " + error.what());
     }
+  }
+
+  // A key may name hundreds of parameters.
+  static std::string beginning_of(const std::string& key) {
+    constexpr size_t kShown = 300;
+    return key.size() <= kShown ? key : key.substr(0, key.rfind(' ', kShown)) + " and others";
   }
 
   size_t waited_ = 0;  // number of parts

@@ -197,7 +197,7 @@ void RankWaiter::wait(const std::function<std::optional<Missing>()>& missing) {
     check_others_go_on(*now);
     seen = check_circle(std::move(seen));
     if (!has_told && Clock::now() >= tell_at) {
-      std::fprintf(stderr, "deepcompile_zero3: %s still waits for %s. It does so for up to %s\n",
+      std::fprintf(stderr, "zero3: %s still waits for %s. It does so for up to %s\n",
                    name_of_rank(rank_).c_str(), text_of(*now).c_str(), seconds().c_str());
       has_told = true;
     }
