@@ -7,6 +7,7 @@ from support.region_models import WIDTH, Marked, Model, Plain
 from deepcompile_zero3 import fully_shard
 from deepcompile_zero3.passes import region_results
 from deepcompile_zero3.torch_internals import compiler
+from deepcompile_zero3.torch_release import RELEASE
 
 
 @pytest.fixture
@@ -33,6 +34,7 @@ def _step(block, depth):
     run(torch.randn(2, WIDTH, requires_grad=True)).backward()
 
 
+@pytest.mark.skipif(RELEASE < (2, 13), reason="torch 2.11 checks each call")
 @pytest.mark.parametrize("block", [Plain, Marked])  # found, and marked by the user
 def test_torch_checks_a_region_as_often_for_many_calls_as_for_two(one_rank, checks, block):
     counts = []
