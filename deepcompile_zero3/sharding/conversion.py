@@ -5,7 +5,7 @@ again. A ``grad_dtype`` that was set stays.
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -46,9 +46,21 @@ def convert(
 
 
 def before_load(module: nn.Module, *_: object) -> None:
-    """Frees tensors that ``unshard()`` gathered: ``load_state_dict`` changes the shards."""
-    for group in dict.fromkeys(map(group_of, parameters_of(module).values())):
+    """Frees tensors that were gathered: ``load_state_dict`` changes the shards."""
+    for group in _groups_of(module):
         group.reshard()
+
+
+def before_state_dict(module: nn.Module, *_: object) -> None:
+    """Frees tensors that ``unshard()`` gathered: a checkpoint may be loaded into a state dict."""
+    for group in _groups_of(module):
+        if group.is_unsharded_by_user:
+            group.reshard()
+
+
+def _groups_of(module: nn.Module) -> Iterable[ParameterGroup]:
+    """Returns the groups of the parameters that a module registers."""
+    return dict.fromkeys(map(group_of, parameters_of(module).values()))
 
 
 def after_load(module: nn.Module, incompatible_keys: object) -> None:

@@ -276,6 +276,7 @@ def _install(
         if sharded:
             if not parameters_of(submodule):
                 submodule.register_load_state_dict_pre_hook(conversion.before_load)
+                submodule.register_state_dict_pre_hook(conversion.before_state_dict)
             submodule.__dict__["_zero3_parameters"] = sharded
             if submodule not in modules:
                 swap_class(submodule)

@@ -186,6 +186,22 @@ def test_a_load_reshards_what_is_unsharded(how, part):
 
 
 @needs_a_job
+@each_way
+@pytest.mark.parametrize("part", ["0", ""], ids=["part", "whole"])
+def test_a_state_dict_reshards_what_is_unsharded(how, part):
+    """As in FSDP2: ``dcp.load`` writes to the tensors of a state dict."""
+    model = fully_shard(nn.Sequential(nn.Linear(4, 4)))
+    run = compiled(model, how)
+    model.unshard()
+    state = model.get_submodule(part).state_dict()
+    assert isinstance(model[0].weight, DTensor)
+    with torch.no_grad():
+        for tensor in state.values():
+            tensor.zero_()
+    assert torch.equal(run(batch_of(2, 4)), torch.zeros(2, 4))
+
+
+@needs_a_job
 def test_one_place_of_a_tied_parameter_may_be_given_up():
     model = fully_shard(_model())
     model[3].weight = None
