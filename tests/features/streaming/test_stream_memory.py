@@ -26,6 +26,7 @@ def _shared_bytes():
 
 
 def _peak(widths, max_mb):
+    release_buffers()  # which earlier streams of these processes have kept
     model = shard(nn.Sequential(*(nn.Linear(256, 4 * kib, bias=False) for kib in widths)))[0]
     rest, peak = _shared_bytes(), 0
     for name, tensor in stream_full_parameters(model, max_mb=max_mb, transport="shared_memory"):
