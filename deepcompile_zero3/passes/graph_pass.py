@@ -64,14 +64,17 @@ class GraphFacts(Limits):
     """The facts that a pass may use besides the graph. They are the same on all ranks.
 
     Attributes:
-        direction: "forward" or "backward".
+        direction: "forward" or "backward". A forward under ``no_grad`` is one that saves nothing.
         parameters: facts of the sharded parameters of the graph, keyed by FQN. The inputs that
             stand for them have the same in ``node.meta[PARAMETER]``.
         may_keep: FQNs of the parameters that a forward may keep gathered for backward. It keeps
-            those whose inputs have ``node.meta[KEEP] = True`` after "choose_kept".
+            those whose inputs have ``node.meta[KEEP] = True`` after "choose_kept". Those with
+            ``reshard_after_forward=False`` must stay kept. Empty where ranks share memory, which
+            gathers nothing twice.
         saved: positions of the results that a forward saves for backward.
         saved_names: names that its backward's inputs have for these, by position.
-        gathered: the inputs that the graph gathers, in the order in which it needs them.
+        gathered: the inputs that the graph gathers, in the order in which it needs them. A pass
+            ahead of "insert_gathers" may not add reads of others.
         gradients: the parameters whose gradients a backward computes, by position of the result, in
             the order in which they are reduced.
         placeholders: the inputs of a backward that stand for parameters, by FQN.
@@ -96,9 +99,10 @@ class GraphPass(abc.ABC):
     and its own settings, and no rank, clock or random number.
 
     Attributes:
-        graphs: the graphs that it rewrites.
+        graphs: the graphs that it rewrites, by default "forward" and "backward".
         after: name of the pass of this library that it follows (see ``python -m deepcompile_zero3
-            passes``). Passes that follow the same one run in the order in which they were given.
+            passes``), by default the last, "chain_reductions". Passes that follow the same one run
+            in the order in which they were given.
         needs: names of passes, of the user's or of this library, that must have run before it.
         changes: the invariants that it gives up, of ``gather_order``, ``reduction_order``,
             ``gathered_peak`` and ``gradients``.
@@ -111,7 +115,7 @@ class GraphPass(abc.ABC):
 
     @property
     def name(self) -> str:
-        """Name of the pass in messages and lists, by default that of its class."""
+        """Name of the pass in messages, by default that of its class. All of a list differ."""
         return type(self).__name__
 
     @property

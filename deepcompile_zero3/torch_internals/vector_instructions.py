@@ -17,10 +17,10 @@ def known_vector_instructions(config: Mapping[str, Any]) -> dict[str, bool]:
     """Returns Inductor's settings that spare a check of vector instructions, empty if it is needed.
 
     For each set of instructions that the processor has, Inductor compiles a file with torch's
-    headers, to see whether torch's library has the functions for them. That takes eight seconds on
-    two cores, and a second in every process if the files are there. The library has them if it uses
-    the widest set itself. A compiler that is new enough for these headers knows the instructions;
-    for those of some processors only, Inductor still compiles a few lines each.
+    headers, to see whether torch's library has the functions for them (``docs/compilation.md`` has
+    the seconds that this takes). The library has them if it uses the widest set itself. A compiler
+    that is new enough for these headers knows the instructions; for those of some processors only,
+    Inductor still compiles a few lines each.
 
     Args:
         config: changes to Inductor's settings.

@@ -29,8 +29,8 @@ def step_in_backward(
     lives until its bucket is reduced over the ranks: then hooks of
     ``register_post_accumulate_grad_hook`` run, ``optimizer`` steps the bucket's parameters, and
     ``.grad`` is None again. ``optimizer.step()`` and ``zero_grad()`` after the backward have
-    nothing to do, and may stay in the training loop, as schedulers may. The parameters have the
-    same bits as after a step of all of them. Hooks of ``optimizer.step`` run for each bucket.
+    nothing to do, and may stay in the training loop, as schedulers may. Hooks of
+    ``optimizer.step`` run for each bucket.
 
     The step is no longer all or nothing:
 

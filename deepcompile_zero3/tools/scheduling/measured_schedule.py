@@ -61,8 +61,9 @@ class MeasuredSchedule:
 
     The choice is written to ``file``. A later run with the same model and number of ranks takes it
     from there, and measures nothing. Until a choice is made, graphs are neither stored in the
-    compiler's caches nor loaded; one call of :meth:`step` takes some seconds; and each compiled
-    function takes one more entry of Dynamo's ``recompile_limit``.
+    compiler's caches nor loaded, but for those of a schedule that is tried; one call of
+    :meth:`step` takes some seconds; and each compiled function takes one more entry of Dynamo's
+    ``recompile_limit``.
 
     Args:
         model: a model sharded by ``fully_shard``, over one mesh of one dimension. Call this after
