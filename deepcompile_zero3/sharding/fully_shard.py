@@ -107,10 +107,11 @@ def fully_shard(
             shard over and those of replicas. Parameters are DTensors on all of ``mesh`` then, and
             are read as such: ``Replicate()`` on the named dimensions. ``mesh`` may have more.
         transport: how ranks exchange shards and gradients. ``"shared_memory"``: memory that ranks
-            share, which must all be on one host and compute on its CPU. ``"c10d"``: messages of
-            the process group, also to itself if a rank is alone. ``"auto"``: shared memory where
-            possible, unless the environment variable ``ZERO3_TRANSPORT`` names another transport.
-            See ``docs/one_host.md``.
+            share, which must all be on one host and compute on its CPU; otherwise an error says
+            which rank cannot and why. ``"c10d"``: messages of the process group, also to itself if
+            a rank is alone. ``"auto"``: shared memory where possible, unless the environment
+            variable ``ZERO3_TRANSPORT`` names another transport for the whole process. See
+            ``docs/one_host.md``.
         shard_optimizer_over_replicas: whether replicas, on a 2-D mesh, have a part of each shard
             to step, in place of all of it. Parameters, gradients and optimizer states are DTensors
             over both dimensions then, which both shard, on the mesh [shard, replicate].
