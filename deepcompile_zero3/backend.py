@@ -42,6 +42,7 @@ from deepcompile_zero3.sharding.parameter import ShardedParameter, keep_models_a
 from deepcompile_zero3.sharding.reads import is_forward
 from deepcompile_zero3.sharding.source import Source, parameters_behind, source_of
 from deepcompile_zero3.torch_internals import compiler
+from deepcompile_zero3.torch_internals.kernel_header import precompile_header
 from deepcompile_zero3.torch_internals.vector_instructions import known_vector_instructions
 
 # Compiles a partitioned graph. Takes a Pipeline, then the arguments of compile_fx_inner.
@@ -316,8 +317,14 @@ def _stored(
             yield
         return
     # A rank that waits has not run the forward, so that the first one cannot run its backward.
-    with first_alone(key), compiler.with_eager_backwards():
+    with first_alone(key) as compiles, compiler.with_eager_backwards():
+        if compiles and _is_on_cpu(example_inputs):
+            precompile_header({**config, **known_vector_instructions(config)})
         yield
+
+
+def _is_on_cpu(values: Iterable[Any]) -> bool:
+    return any(value.is_cpu for value in values if isinstance(value, torch.Tensor))
 
 
 def _interpreted(

@@ -52,8 +52,10 @@ def graph_key(
 
 
 @contextlib.contextmanager
-def first_alone(key: str, patience: float = PATIENCE) -> Iterator[None]:
+def first_alone(key: str, patience: float = PATIENCE) -> Iterator[bool]:
     """Admits one process of this host to the block, and all others once it has left the block.
+
+    Yields whether no process has left it.
 
     The first one compiles a graph and stores it; the others load it. If the first one dies or
     raises, the next one takes its place. If torch cannot store the graph, the others compile it,
@@ -78,7 +80,7 @@ def first_alone(key: str, patience: float = PATIENCE) -> Iterator[None]:
                 stack.enter_context(_unfinished(compiled.with_suffix(".unfinished")))
         except OSError:
             pass  # no folder to write to, no locks in it, or the first one takes too long
-        yield
+        yield not compiled.exists()
         with contextlib.suppress(OSError):
             compiled.touch()
 

@@ -172,7 +172,12 @@ def with_named_kernels() -> contextlib.AbstractContextManager[None]:
 
     They report their names and when they run.
     """
-    return _inductor_config.patch({"cpp.enable_kernel_profile": True})
+    return changed_settings({"cpp.enable_kernel_profile": True})
+
+
+def changed_settings(config: Mapping[str, Any]) -> contextlib.AbstractContextManager[None]:
+    """While the block runs, changes settings of Inductor."""
+    return _inductor_config.patch(dict(config))
 
 
 def setting(config: Mapping[str, Any], name: str) -> Any:
