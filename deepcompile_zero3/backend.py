@@ -324,7 +324,7 @@ def _stored(
 
 
 def _is_on_cpu(values: Iterable[Any]) -> bool:
-    return any(value.is_cpu for value in values if isinstance(value, torch.Tensor))
+    return all(value.is_cpu for value in values if isinstance(value, torch.Tensor))
 
 
 def _interpreted(
