@@ -163,6 +163,15 @@ bool is_traced(const Tensor& tensor) {
          tensor.key_set().has(c10::DispatchKey::Functionalize);
 }
 
+// Returns a gradient in plain memory. A tensor subclass runs each operator on its inner tensors:
+// one with several of them would reduce as many gradients of one use.
+Tensor plain_gradient(const Tensor& grad, const Tensor& placeholder) {
+  if (is_traced(placeholder) || !grad.unsafeGetTensorImpl()->is_python_dispatch()) return grad;
+  return at::empty_strided(grad.sizes(), grad.strides(),
+                           at::device(grad.device()).dtype(grad.dtype()))
+      .copy_(grad);
+}
+
 // Number of this use of a traced placeholder. A compiler merges two equal nodes, but the same
 // gradient for two uses must count twice.
 int64_t next_traced_use(const Tensor& placeholder) {
@@ -204,7 +213,8 @@ class Unshard : public torch::autograd::Function<Unshard> {
                   "' cannot be differentiated again: backward(create_graph=True) is not supported");
     }
     if (grads[0].defined())
-      call_reduce_grad(grads[0], placeholder, context->saved_data["use"].toInt(),
+      call_reduce_grad(plain_gradient(grads[0], placeholder), placeholder,
+                       context->saved_data["use"].toInt(),
                        context->saved_data["contract"].toStringRef());
     return {Tensor(), Tensor(), Tensor()};
   }
