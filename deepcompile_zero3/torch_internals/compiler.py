@@ -33,6 +33,9 @@ min_cut_rematerialization_partition: Callable = private(
 PlainAOTInput: Any = private("torch._functorch._aot_autograd.descriptors", "PlainAOTInput")
 GradAOTOutput: Any = private("torch._functorch._aot_autograd.descriptors", "GradAOTOutput")
 TangentAOTInput: Any = private("torch._functorch._aot_autograd.descriptors", "TangentAOTInput")
+PartOfSubclassAOTOutput: Any = private(
+    "torch._functorch._aot_autograd.descriptors", "SubclassGetAttrAOTOutput"
+)
 InputMutationAOTOutput: Any = private(
     "torch._functorch._aot_autograd.descriptors", "InputMutationAOTOutput"
 )

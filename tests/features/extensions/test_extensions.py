@@ -10,6 +10,7 @@ from support.models import (
     assert_same_gradients,
     batch_of,
     compiled,
+    compiled_each_way,
     each_way,
     either_transport,
     mean_square,
@@ -410,6 +411,24 @@ def _pairs(transport, of_weights):
 @pytest.mark.parametrize("of_weights", [True, False], ids=["weights", "input"])
 def test_a_gradient_of_several_inner_tensors_counts_once(run_ranks, transport, of_weights):
     run_ranks(2, _pairs, transport, of_weights)
+
+
+def _pairs_in_a_graph(how, of_weights):
+    model = Activations()
+    if of_weights:
+        for layer in (model.first, model.last):
+            weight = layer.weight.detach()
+            layer.weight = nn.Parameter(Pair(weight.clone(), weight.clone()))
+    fully_shard(model)
+    x = mine(batch_of(4, 8))
+    with pytest.raises(Exception, match=r"gradient of '(first|last).weight' is a tensor subclass"):
+        compiled(model, how)(x if of_weights else Pair(x, x.clone())).backward()
+
+
+@compiled_each_way
+@pytest.mark.parametrize("of_weights", [True, False], ids=["weights", "input"])
+def test_a_graph_whose_gradient_is_a_subclass_is_refused(run_ranks, how, of_weights):
+    run_ranks(2, _pairs_in_a_graph, how, of_weights)
 
 
 def _reported():
