@@ -28,29 +28,18 @@ def find_parameters(
             nodes[node] = node.meta[PARAMETER] = facts
     gradients = {}
     for position, description in enumerate(gm.graph.output_node().meta.get("desc", ())):
-        _refuse_subclass(description, inputs)
-        is_gradient = isinstance(description, compiler.GradAOTOutput)
-        facts = _facts_of(description.grad_of, inputs) if is_gradient else None
-        if facts is not None:
-            gradients[position] = facts
+        whole = compiler.whole_of(description)
+        is_gradient = isinstance(whole, compiler.GradAOTOutput)
+        facts = _facts_of(whole.grad_of, inputs) if is_gradient else None
+        if facts is None:
+            continue
+        if whole is not description:  # autograd would give the gradient to the placeholder
+            raise NotImplementedError(
+                f"the gradient of '{facts.fqn}' is a tensor subclass in compiled code: pass plain "
+                "tensors to the compiled module, or run the module in eager code"
+            )
+        gradients[position] = facts
     return nodes, gradients
-
-
-def _refuse_subclass(description: Any, inputs: Mapping[int, ParameterFacts]) -> None:
-    """Raises NotImplementedError for an inner tensor of a parameter's gradient.
-
-    Autograd would give it to the placeholder, and the parameter would get no gradient.
-    """
-    whole = description
-    while isinstance(whole, compiler.PartOfSubclassAOTOutput):
-        whole = whole.base
-    if whole is description or not isinstance(whole, compiler.GradAOTOutput):
-        return
-    if (facts := _facts_of(whole.grad_of, inputs)) is not None:
-        raise NotImplementedError(
-            f"the gradient of '{facts.fqn}' is a tensor subclass in compiled code: pass plain "
-            "tensors to the compiled module, or run the module in eager code"
-        )
 
 
 def saved_outputs(graph: fx.Graph) -> set[fx.Node]:

@@ -61,7 +61,9 @@ class Partitioner(compiler.CustomPartitionerFn):  # type: ignore[misc]
         separate_results(gm)
         nodes, _ = find_parameters(gm, self._inputs)
         tangents = [
-            node for node in inputs if isinstance(node.meta.get("desc"), compiler.TangentAOTInput)
+            node
+            for node in inputs
+            if isinstance(compiler.whole_of(node.meta.get("desc")), compiler.TangentAOTInput)
         ]
         metadata = [
             node

@@ -33,8 +33,9 @@ min_cut_rematerialization_partition: Callable = private(
 PlainAOTInput: Any = private("torch._functorch._aot_autograd.descriptors", "PlainAOTInput")
 GradAOTOutput: Any = private("torch._functorch._aot_autograd.descriptors", "GradAOTOutput")
 TangentAOTInput: Any = private("torch._functorch._aot_autograd.descriptors", "TangentAOTInput")
-PartOfSubclassAOTOutput: Any = private(
-    "torch._functorch._aot_autograd.descriptors", "SubclassGetAttrAOTOutput"
+_PARTS_OF_SUBCLASSES = tuple(
+    private("torch._functorch._aot_autograd.descriptors", f"SubclassGetAttrAOT{kind}")
+    for kind in ("Input", "Output")
 )
 InputMutationAOTOutput: Any = private(
     "torch._functorch._aot_autograd.descriptors", "InputMutationAOTOutput"
@@ -114,6 +115,16 @@ def forbid_cuda_graphs(gm: torch.fx.GraphModule, config: dict[str, Any]) -> None
     """Makes Inductor capture nothing of ``gm``, also where torch is told to capture all graphs."""
     config["triton.cudagraphs"] = False
     gm.meta.pop("cudagraph_annotation", None)  # set by torch._dynamo.override_cudagraphs
+
+
+def whole_of(description: Any) -> Any:
+    """Returns the description of the input or output that a described tensor belongs to.
+
+    A tensor subclass, such as a jagged tensor or a DTensor, comes as its inner tensors.
+    """
+    while isinstance(description, _PARTS_OF_SUBCLASSES):
+        description = description.base
+    return description
 
 
 def describing_inputs() -> dict[str, Any]:
