@@ -342,6 +342,8 @@ class ShardedParameter:
             not, they are updated now.
         """
         shard = self.refresh()
+        if not self.has_run and self.substitute is None:
+            self._check_kind()
         if self.budget is not None:
             self.budget.place(self)
         if (is_stale := self.handle.is_stale()) and self.settings.reshard_after_backward:
@@ -389,6 +391,15 @@ class ShardedParameter:
             self._set_grad_dtype(shard.grad_dtype)
             as_traced = False
         return as_traced
+
+    def _check_kind(self) -> None:
+        """Raises Zero3Error if others should be gathered in place of the shard."""
+        if kind_of(local := self.registered.local) is not None:
+            raise Zero3Error(
+                f"the local tensor of '{self.fqn}', a {type(local).__name__}, says what to gather "
+                "in its place, and did not when fully_shard was called: give the parameter these "
+                "methods before fully_shard"
+            )
 
     def prepare_reduction(self) -> None:
         """Prepares a reduction outside of a backward, perhaps before the first forward."""

@@ -441,6 +441,22 @@ def _reported():
     return report.gathered
 
 
+def _methods_after_fully_shard(how):
+    model = _bf16_linear(8)
+    fully_shard(model)
+    run = compiled(model, how)
+    local = model.get_parameter("2.weight")._local_tensor
+    for name in ("fsdp_pre_all_gather", "fsdp_post_all_gather"):
+        setattr(local, name, getattr(Bf16Gathered, name))
+    with pytest.raises(Zero3Error, match=r"'2\.weight', a Tensor, says what to gather"):
+        run(batch_of(4, 8))
+
+
+@each_way
+def test_methods_that_come_after_fully_shard_are_refused(run_ranks, how):
+    run_ranks(2, _methods_after_fully_shard, how)
+
+
 def test_explain_knows_payloads(run_ranks):
     codes_and_scales, biases = 2 * (64 * 64 + 4), 2 * 4 * 64
     assert run_ranks(1, _reported) == [codes_and_scales + biases]  # which forward keeps
