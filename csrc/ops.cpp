@@ -167,8 +167,8 @@ bool is_traced(const Tensor& tensor) {
 // one with several of them would reduce as many gradients of one use.
 Tensor plain_gradient(const Tensor& grad, const Tensor& placeholder) {
   if (is_traced(placeholder) || !grad.unsafeGetTensorImpl()->is_python_dispatch()) return grad;
-  return at::empty_strided(grad.sizes(), grad.strides(),
-                           at::device(grad.device()).dtype(grad.dtype()))
+  const std::vector<int64_t> strides = at::infer_dense_strides(grad.sizes(), grad.strides());
+  return at::empty_strided(grad.sizes(), strides, at::device(grad.device()).dtype(grad.dtype()))
       .copy_(grad);
 }
 

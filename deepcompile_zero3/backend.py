@@ -283,7 +283,7 @@ def _compile(
         config |= compiler.may_be_stored(attach, config)
     if calls_again:
         config |= compiler.may_be_stored(call_again, config)
-    stored = _stored(gm, example_inputs, pipeline, compile_graph)
+    stored = _stored(gm, example_inputs, pipeline, compile_graph, config)
     with compiler.noting_donations(), stored:
         return compiler.compile_fx(
             gm,
@@ -299,27 +299,35 @@ def _stored(
     example_inputs: Sequence[Any],
     pipeline: Pipeline,
     compile_graph: GraphCompiler,
+    config: Mapping[str, Any],
 ) -> Iterator[None]:
     """While the block runs, lets Inductor store the compiled graph, or load a stored one.
 
     If rewritten graphs are captured, recorded or logged, nothing is stored or loaded: a graph that
     is loaded is not rewritten.
+
+    Args:
+        gm: the graph of Dynamo's.
+        example_inputs: its inputs.
+        pipeline: what rewrites it.
+        compile_graph: what compiles a partitioned graph.
+        config: all changes to Inductor's settings, the user's and this library's.
     """
     is_shown = is_capturing() or is_recording_graphs() or logs_are_requested()
     is_shown |= compile_graph is not compile_with_inductor
     key = None
-    config = pipeline.options.inductor_config
+    of_user = pipeline.options.inductor_config
     may_be_stored = pipeline.may_be_stored and not is_shown
-    if may_be_stored and not compiler.why_not_stored(config):
-        key = graph_key(gm, example_inputs, pipeline.key, config)
+    if may_be_stored and not compiler.why_not_stored(of_user):
+        key = graph_key(gm, example_inputs, pipeline.key, of_user)
     if key is None:
         with compiler.without_autograd_cache():
             yield
         return
     # A rank that waits has not run the forward, so that the first one cannot run its backward.
     with first_alone(key) as compiles, compiler.with_eager_backwards():
-        if compiles and _is_on_cpu(example_inputs):
-            precompile_header({**config, **known_vector_instructions(config)})
+        if compiles and pipeline.inputs and _is_on_cpu(example_inputs):
+            precompile_header(config)
         yield
 
 
