@@ -198,7 +198,7 @@ LOG = $(VENV)/$(@F).log
 INSTALL = PYTHONUNBUFFERED=1 $(BIN)/pip install --progress-bar off --no-compile
 BRIEFLY = 2>&1 | tee $(LOG) | sed -unE \
   -e 's,^ *(Downloading|Processing|Using cached) (.*/)?([^/ ]+-[0-9][^-/ ]*)(-[^ ]*)?\.(whl|tar\.gz)( \(([0-9.]+ .B)\))?.*,  \3  \7,p' \
-  -e 's,^ *(\[[0-9]+/[0-9]+\]) .* -c [^ ]*/(csrc/[a-z0-9_/]+\.[a-z]+) .*,  \1 \2,p' || \
+  -e 's,^ *(\[[0-9]+/[0-9]+\]) .* -c [^ ]*/(csrc[a-z0-9_/]*\.[a-z]+) .*,  \1 \2,p' || \
   { grep -E '[:)] (fatal )?error: ' $(LOG) | tail -n 20; tail -n 20 $(LOG); \
     echo "failed: all of what was said is in $(LOG)"; exit 1; } >&2
 

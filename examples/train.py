@@ -181,7 +181,7 @@ def train(args: argparse.Namespace) -> None:
         return loss.item()
 
     if compiled is not model:
-        console.print("the first step compiles: up to half a minute; a few seconds once cached")
+        console.print("the first step compiles: up to a minute; a few seconds once cached")
     batches = torch.Generator().manual_seed(args.seed * world_size + rank)  # each rank its own
     with progress_bar(console) as progress:
         task = progress.add_task("compiling", total=args.steps, loss=float("nan"), speed=0.0)
