@@ -1,7 +1,6 @@
 """Parameters that are gathered as other tensors: FSDP2's all-gather extensions."""
 
 import copy
-import operator
 
 import pytest
 import torch
@@ -10,16 +9,13 @@ from support.models import (
     assert_same_gradients,
     batch_of,
     compiled,
-    compiled_each_way,
     each_way,
     either_transport,
     mean_square,
     mine,
 )
 from torch import nn
-from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from deepcompile_zero3 import Owned, Zero3Error, explain, fully_shard, record_collectives
@@ -335,114 +331,6 @@ def test_another_backend(run_ranks, backend, checkpointed):
     run_ranks(2, _stock, backend, checkpointed, timeout=300)
 
 
-class Pair(torch.Tensor):
-    """Two tensors, on both of which each operator runs."""
-
-    @staticmethod
-    def __new__(cls, left, right):
-        return torch.Tensor._make_wrapper_subclass(
-            cls, left.shape, strides=left.stride(), dtype=left.dtype, device=left.device
-        )
-
-    def __init__(self, left, right):
-        self.left, self.right = left, right
-
-    def __tensor_flatten__(self):
-        return ["left", "right"], None
-
-    @classmethod
-    def __tensor_unflatten__(cls, inner, meta, size, stride):
-        return cls(inner["left"], inner["right"])
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        lefts, rights = (
-            func(*of[0], **of[1])
-            for name in ("left", "right")
-            for of in [tree_map_only(Pair, operator.attrgetter(name), (args, kwargs or {}))]
-        )
-        if func.overloadpacket.__name__.endswith("_"):
-            return args[0]
-        if not isinstance(lefts, torch.Tensor):
-            return [Pair(left, right) for left, right in zip(lefts, rights, strict=True)]
-        return Pair(lefts, rights)
-
-    def fsdp_pre_all_gather(self, mesh):
-        return (self.left, self.right), None
-
-    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
-        return Pair(*outputs), outputs
-
-
-class Activations(nn.Module):
-    """Reads a plain parameter and one that is a pair, with an input that may be a pair."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = (nn.Linear(8, 8, bias=False) for _ in range(2))
-
-    def forward(self, x):
-        # The gradient of the second sum is expanded: all of its elements are one in memory.
-        return self.last(self.first(x)).sum() + self.last.weight.sum() * x.shape[0]
-
-
-def _pairs(transport, of_weights):
-    torch.manual_seed(0)
-    model = Activations()
-    reference = copy.deepcopy(model)
-    if of_weights:
-        for layer in (model.first, model.last):
-            weight = layer.weight.detach()
-            layer.weight = nn.Parameter(Pair(weight.clone(), weight.clone()))
-    for layer in (model.first, model.last):
-        fully_shard(layer, transport=transport)
-    fully_shard(model, transport=transport)
-    batch = batch_of(4, 8)
-    for _ in range(2):
-        x = mine(batch)
-        model(x if of_weights else Pair(x, x.clone())).backward()
-        reference(batch).backward()
-    for sharded, whole in zip(model.parameters(), reference.parameters(), strict=True):
-        gradient = sharded.grad.full_tensor()
-        assert type(gradient) is torch.Tensor
-        torch.testing.assert_close(gradient, whole.grad / torch.distributed.get_world_size())
-
-
-@either_transport
-@pytest.mark.parametrize("of_weights", [True, False], ids=["weights", "input"])
-def test_a_gradient_of_several_inner_tensors_counts_once(run_ranks, transport, of_weights):
-    run_ranks(2, _pairs, transport, of_weights)
-
-
-def _pairs_in_a_graph(how, of_weights):
-    model = Activations()
-    if of_weights:
-        for layer in (model.first, model.last):
-            weight = layer.weight.detach()
-            layer.weight = nn.Parameter(Pair(weight.clone(), weight.clone()))
-    fully_shard(model)
-    x = mine(batch_of(4, 8))
-    refused = r"gradient of '(first|last).weight' is a tensor subclass"
-    with pytest.raises(BackendCompilerFailed, match=refused):
-        compiled(model, how)(x if of_weights else Pair(x, x.clone())).backward()
-
-
-@compiled_each_way
-@pytest.mark.parametrize("of_weights", [True, False], ids=["weights", "input"])
-def test_a_graph_whose_gradient_is_a_subclass_is_refused(run_ranks, how, of_weights):
-    run_ranks(2, _pairs_in_a_graph, how, of_weights)
-
-
-def _reported():
-    Int8Gathered.factor = torch.ones(())
-    model = wrap(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), Int8Gathered)
-    fully_shard(model, transport="c10d")
-    report = explain(model, torch.ones(2, 64))
-    assert not report.in_eager
-    assert report.shards == sum(4 * p.numel() for p in model.parameters())
-    return report.gathered
-
-
 def _methods_after_fully_shard(how):
     model = _bf16_linear(8)
     fully_shard(model)
@@ -457,6 +345,16 @@ def _methods_after_fully_shard(how):
 @each_way
 def test_methods_that_come_after_fully_shard_are_refused(run_ranks, how):
     run_ranks(2, _methods_after_fully_shard, how)
+
+
+def _reported():
+    Int8Gathered.factor = torch.ones(())
+    model = wrap(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), Int8Gathered)
+    fully_shard(model, transport="c10d")
+    report = explain(model, torch.ones(2, 64))
+    assert not report.in_eager
+    assert report.shards == sum(4 * p.numel() for p in model.parameters())
+    return report.gathered
 
 
 def test_explain_knows_payloads(run_ranks):
