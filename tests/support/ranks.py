@@ -4,7 +4,7 @@ Processes are forked from a process that has imported torch, its compiler and th
 they start at once. The processes of a pool live as long as the test session; each run has its own
 process group. A run fails if it takes too long or if a rank fails. The other ranks then get a few
 seconds to fail on their own, the pool is killed, and the next run starts a new one. The stack of a
-rank that had to be killed is reported.
+rank that had to be killed, or that crashed, is reported.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ class RankPool:
         self._environment = environment
         self._ranks = []
         self._has_models = False  # whether a run left some that are alive
-        self._folder = None  # where a rank that hangs writes its stack
+        self._folder = None  # where a rank that hangs or crashes writes its stack
 
     def run(self, function, *args, timeout=120):
         """Runs ``function(*args)`` on every rank and returns the results by rank.
@@ -110,7 +110,7 @@ class RankPool:
                     succeeded, value, has_models = pipe.recv()
                     self._has_models |= has_models
                 except EOFError:
-                    succeeded, value = False, f"died with exit code {self._exit_code(rank)}"
+                    succeeded, value = False, self._how_it_died(rank)
                 (results if succeeded else errors)[rank] = value
             if errors:
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
@@ -119,16 +119,20 @@ class RankPool:
             errors[rank] = f"killed after {limit}, in\n{self._stack_of(rank)}"
         return results, errors
 
-    def _exit_code(self, rank):
+    def _how_it_died(self, rank):
         process, _ = self._ranks[rank]
         process.join(1)
-        return process.exitcode
+        stack = self._written_stack(rank)
+        return f"died with exit code {process.exitcode}" + (f", in\n{stack}" if stack else "")
 
     def _stack_of(self, rank):
         """Returns a Python traceback of all threads of ``rank``."""
         process, _ = self._ranks[rank]
         os.kill(process.pid, signal.SIGUSR1)
         time.sleep(0.5)
+        return self._written_stack(rank)
+
+    def _written_stack(self, rank):
         with open(os.path.join(self._folder.name, str(rank))) as file:
             return file.read()
 
@@ -206,6 +210,7 @@ def _serve(pipe, rank, world_size, environment, stack_path):
     torch.set_num_threads(1)
     stack = open(stack_path, "w")  # noqa: SIM115 (as long as the process)
     faulthandler.register(signal.SIGUSR1, stack)
+    faulthandler.enable(stack)
     caches = _caches_of_dtensor()
     while True:
         try:
