@@ -2,6 +2,7 @@
 
 #include "parameter/bindings.h"
 
+#include <ATen/record_function.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 #include <unistd.h>
@@ -210,6 +211,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("unpack_hook", [](const py::object& packed) {
     return py::isinstance<SavedTensor>(packed) ? py::cast(packed.cast<SavedTensor&>().unpack())
                                                : packed();
+  });
+
+  // Calls `begin`, which returns a Work that may end after a profile: see Transfers::start().
+  m.def("begin_unseen", [](const py::function& begin) {
+    const at::DisableRecordFunctionGuard guard;
+    return begin();
   });
 
   m.def("announce_presences", &announce_presences, py::call_guard<py::gil_scoped_release>());

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import TypedDict, Unpack
 
 import torch
+import torch.distributed as dist
 
 class GradientDtypes:
     def __init__(
@@ -329,6 +330,7 @@ def in_backward() -> bool: ...
 def handles_signals() -> bool: ...
 
 # Tells the other ranks which gradients the running backward will bring of these parameters' models.
+def begin_unseen(begin: Callable[[], dist.Work | None]) -> dist.Work | None: ...
 def announce_presences(parameters: Sequence[Parameter]) -> None: ...
 
 # Notes that a forward uses these parameters; `first` forgets their earlier uses.

@@ -61,17 +61,19 @@ std::unique_ptr<Transfer> Transfer::store(const at::Tensor& tensor, const at::Te
               "a tensor in a file was ", stored.dtype(), " ", stored.sizes(), ", strides ",
               stored.strides(), ", and is ", tensor.dtype(), " ", tensor.sizes(), ", strides ",
               tensor.strides(), " now: an optimizer has to keep its states as they are");
-  return std::unique_ptr<Transfer>(new Transfer(tensor, stored, slab->tier, [tensor, stored, slab] {
-    slab->tier->write(tensor.const_data_ptr(), *slab, static_cast<int64_t>(tensor.nbytes()));
-  }));
+  return std::unique_ptr<Transfer>(
+      new Transfer(tensor, stored, slab->tier, [tensor, storage = stored.storage(), slab] {
+        slab->tier->write(tensor.const_data_ptr(), *slab, static_cast<int64_t>(tensor.nbytes()));
+      }));
 }
 
 std::unique_ptr<Transfer> Transfer::load(const at::Tensor& stored) {
   const Slab* slab = checked_slab_of(stored);
   auto memory = tensor_ops::empty_strided(stored.sizes(), stored.strides(), stored.options());
-  return std::unique_ptr<Transfer>(new Transfer(stored, memory, slab->tier, [stored, memory, slab] {
-    slab->tier->read(*slab, memory.mutable_data_ptr(), static_cast<int64_t>(stored.nbytes()));
-  }));
+  return std::unique_ptr<Transfer>(
+      new Transfer(stored, memory, slab->tier, [storage = stored.storage(), memory, slab] {
+        slab->tier->read(*slab, memory.mutable_data_ptr(), static_cast<int64_t>(memory.nbytes()));
+      }));
 }
 
 at::Tensor Transfer::wait() {

@@ -2,6 +2,7 @@
 
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/ops/cat.h>
+#include <ATen/record_function.h>
 
 #include <algorithm>
 #include <atomic>
@@ -42,6 +43,10 @@ struct Transfers {
   // `begin` returns a Work. It throws if a connection has broken.
   template <typename Begin>
   void start(const std::string& with, const std::string& key, Begin begin) {
+    // A Work that waits on the host tells the profiler of its beginning when it ends. If the
+    // profile is over by then, that writes to memory which is freed.
+    const bool ends_late = tensors.front().is_cpu();
+    const at::RecordFunctionGuard guard(at::isRecordFunctionEnabled() && !ends_late);
     attempt(with, key, [&] { parts.push_back({begin(), with, key}); });
   }
 

@@ -35,9 +35,11 @@ OneHost::OneHost(const std::string& group_name, int64_t rank, std::vector<std::s
     : group_name(group_name),
       control(std::move(control)),
       rank_states(reinterpret_cast<RankState*>(data_of(this->control) + sizeof(WakeWord))),
-      waiter(std::make_shared<RankWaiter>(
-          reinterpret_cast<WakeWord*>(data_of(this->control)), rank_states, rank,
-          std::vector<pid_t>(pids.begin(), pids.end()), timeout_of(group_name), same_forwards())),
+      waiter(new RankWaiter(reinterpret_cast<WakeWord*>(data_of(this->control)), rank_states, rank,
+                            std::vector<pid_t>(pids.begin(), pids.end()), timeout_of(group_name),
+                            same_forwards()),
+             // Another group's wait may hold a mailbox, and with it the waiter, for longer.
+             [memory = this->control](RankWaiter* self) { delete self; }),
       backwards(rank_states, rank),
       announcements(rank_states, rank, static_cast<int64_t>(pids.size())) {
   waiter->name_ranks(RankNames(std::move(rank_names)));

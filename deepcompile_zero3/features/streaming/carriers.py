@@ -1,7 +1,8 @@
 """The two ways in which a bucket's full tensors come about: in shared memory, and by messages."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -204,15 +205,16 @@ class ByMessages:
 
     def _send(self, source: int, message: torch.Tensor) -> dist.Work:
         """Starts to send a message, or to receive it."""
+        root = dist.get_global_rank(self._group, source)
+        begin: Callable[[], dist.Work | None]
         if self._destination is None:
-            root = dist.get_global_rank(self._group, source)
-            work = dist.broadcast(message, root, group=self._group, async_op=True)
+            begin = partial(dist.broadcast, message, root, group=self._group, async_op=True)
         elif source == self._rank:
             to = dist.get_global_rank(self._group, self._destination)
-            work = dist.isend(message, to, group=self._group)
+            begin = partial(dist.isend, message, to, group=self._group)
         else:
-            root = dist.get_global_rank(self._group, source)
-            work = dist.irecv(message, root, group=self._group)
+            begin = partial(dist.irecv, message, root, group=self._group)
+        work = _C.begin_unseen(begin)
         assert work is not None
         return work
 
