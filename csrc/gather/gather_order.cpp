@@ -88,9 +88,8 @@ std::shared_ptr<void> GatherOrder::under_way() const {
 void GatherOrder::start_next(int64_t nbytes) {
   while (!is_new_ && position_ + ahead_.size() < requests_.size()) {
     const auto& next = requests_[position_ + ahead_.size()];
-    const auto its = next.nbytes;  // a gather may wait, and a signal handler change the order
     const auto now = bytes_ahead_ + *bytes_under_way_;
-    if (now > 0 && now + its > nbytes) return;
+    if (now > 0 && now + next.nbytes > nbytes) return;
     std::vector<Gatherable> wanted;
     for (auto& each : next.parameters) {
       auto parameter = each.lock();
@@ -98,7 +97,7 @@ void GatherOrder::start_next(int64_t nbytes) {
       wanted.push_back({parameter->source, std::move(parameter)});
     }
     ahead_.push_back(std::make_unique<Gather>(std::move(wanted), next.codecs));
-    bytes_ahead_ += its;
+    bytes_ahead_ += next.nbytes;
   }
 }
 

@@ -156,10 +156,11 @@ bool Reduction::goes_at_once(const Parameter& parameter) const {
 
 at::Tensor Reduction::empty_for(const Parameter& parameter, at::IntArrayRef sizes,
                                 const at::TensorOptions& options) {
+  WithoutUserModes guard;
   if (!goes_at_once(parameter) || !parameter.is_wanted()) return pooled_empty(sizes, options);
-  WithoutUserModes guard;  // where there is no room, other ranks' gradients are summed first
+  // empty() may wait for room, and sums other ranks' gradients meanwhile, which may wait for those
+  // that this rank lacks.
   if (parameter.transport()->can.empty_waits) {
-    // There may be no room while other ranks wait for gradients that this rank lacks.
     std::lock_guard lock(mutex_);
     if (has_sent_) finish_presence_checks();
   }

@@ -22,7 +22,8 @@ class ExchangeOfOne : public Exchange {
 std::unique_ptr<Exchange> exchange_of_one() { return std::make_unique<ExchangeOfOne>(); }
 
 Channel::Traits Channel::traits_of(const std::string& backend, bool on_cpu, bool carries_data) {
-  return {on_cpu && backend == "gloo", backend == "nccl", carries_data};
+  return {on_cpu && backend == "gloo", backend == "nccl", carries_data,
+          on_cpu || backend == "gloo"};
 }
 
 std::optional<int64_t> root_of(const Rows& rows) {

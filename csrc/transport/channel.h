@@ -65,6 +65,7 @@ class Channel {
     bool is_point_to_point;  // sends and receives each tensor by itself: none need share a message
     bool is_grouped;         // one collective gathers several tensors, each in place
     bool carries_data;
+    bool ends_on_host;  // work ends when the host sees it end, and not on a stream of a device
   };
   // Traits of a c10d backend.
   static Traits traits_of(const std::string& backend, bool on_cpu, bool carries_data);

@@ -154,6 +154,15 @@ def test_a_rank_that_withholds_its_gradients_is_missed_in_time(transport):
     assert _names_rank_1(message)
 
 
+def _crashes():
+    os.abort()
+
+
+def test_a_rank_that_crashes_leaves_its_stack(run_apart):
+    with pytest.raises(AssertionError, match=r"(?s)died with exit code -6, in\n.*_crashes"):
+        run_apart(_crashes)
+
+
 def _leaving(folder):
     Path(folder, "ranks", str(os.getpid())).touch()
     tempfile.tempdir = None  # makes tempfile look again

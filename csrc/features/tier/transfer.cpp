@@ -62,9 +62,10 @@ std::unique_ptr<Transfer> Transfer::store(const at::Tensor& tensor, const at::Te
               stored.strides(), ", and is ", tensor.dtype(), " ", tensor.sizes(), ", strides ",
               tensor.strides(), " now: an optimizer has to keep its states as they are");
   return std::unique_ptr<Transfer>(
-      new Transfer(tensor, stored, slab->tier, [tensor, storage = stored.storage(), slab] {
-        slab->tier->write(tensor.const_data_ptr(), *slab, static_cast<int64_t>(tensor.nbytes()));
-      }));
+      new Transfer(tensor, stored, slab->tier,
+                   [source = tensor.storage(), data = tensor.const_data_ptr(),
+                    nbytes = static_cast<int64_t>(tensor.nbytes()), storage = stored.storage(),
+                    slab] { slab->tier->write(data, *slab, nbytes); }));
 }
 
 std::unique_ptr<Transfer> Transfer::load(const at::Tensor& stored) {

@@ -11,7 +11,8 @@
 
 namespace zero3 {
 
-// A copy that one of torch's inter-op threads makes, which keeps both tensors alive.
+// A copy that one of torch's inter-op threads makes, which keeps the memory of both alive, whatever
+// `.data` becomes meanwhile.
 class Transfer {
  public:
   // Starts to copy `tensor` to `stored`, which is in a file.

@@ -9,6 +9,7 @@
 #include <iterator>
 #include <limits>
 #include <mutex>
+#include <optional>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
@@ -34,7 +35,8 @@ struct Transfers {
     std::string key;
   };
 
-  explicit Transfers(c10::intrusive_ptr<Group> of) : group(std::move(of)) {}
+  Transfers(c10::intrusive_ptr<Group> of, bool ends_on_host)
+      : group(std::move(of)), ends_on_host_(ends_on_host) {}
 
   const c10::intrusive_ptr<Group> group;
   std::vector<at::Tensor> tensors;  // all tensors that take part
@@ -43,10 +45,10 @@ struct Transfers {
   // `begin` returns a Work. It throws if a connection has broken.
   template <typename Begin>
   void start(const std::string& with, const std::string& key, Begin begin) {
-    // A Work that waits on the host tells the profiler of its beginning when it ends. If the
-    // profile is over by then, that writes to memory which is freed.
-    const bool ends_late = tensors.front().is_cpu();
-    const at::RecordFunctionGuard guard(at::isRecordFunctionEnabled() && !ends_late);
+    // A profiler makes an event when a Work begins. A Work that ends on the host writes its end to
+    // the event, which is freed when the profile is over.
+    std::optional<at::DisableRecordFunctionGuard> hidden;
+    if (ends_on_host_) hidden.emplace();
     attempt(with, key, [&] { parts.push_back({begin(), with, key}); });
   }
 
@@ -77,6 +79,7 @@ struct Transfers {
     return key.size() <= kShown ? key : key.substr(0, key.rfind(' ', kShown)) + " and others";
   }
 
+  const bool ends_on_host_;
   size_t waited_ = 0;  // number of parts
 };
 
@@ -181,7 +184,7 @@ class ProcessGroupExchange : public Exchange {
         by_messages_(channel.traits.is_point_to_point) {
     auto group = group_of(channel.name);
     AbandonedTransfers::get().wait(group);
-    transfers_ = std::make_unique<Transfers>(std::move(group));
+    transfers_ = std::make_unique<Transfers>(std::move(group), channel.traits.ends_on_host);
   }
 
   ~ProcessGroupExchange() override {

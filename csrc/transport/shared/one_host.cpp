@@ -38,7 +38,8 @@ OneHost::OneHost(const std::string& group_name, int64_t rank, std::vector<std::s
       waiter(new RankWaiter(reinterpret_cast<WakeWord*>(data_of(this->control)), rank_states, rank,
                             std::vector<pid_t>(pids.begin(), pids.end()), timeout_of(group_name),
                             same_forwards()),
-             // Another group's wait may hold a mailbox, and with it the waiter, for longer.
+             // A wait of another group polls this group's mailbox, and may keep it, and so the
+             // waiter, alive after this object.
              [memory = this->control](RankWaiter* self) { delete self; }),
       backwards(rank_states, rank),
       announcements(rank_states, rank, static_cast<int64_t>(pids.size())) {
