@@ -106,6 +106,7 @@ def _by_hand(how):
     _train(model, model.blocks, how, lambda seed: batch_of(4, 8, seed=seed), mean_square)
 
 
+@pytest.mark.first(how="eager")
 @each_way
 def test_adapters_by_hand_train_as_on_one_process(run_ranks, how):
     run_ranks(2, _by_hand, how)

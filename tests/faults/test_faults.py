@@ -147,6 +147,7 @@ def test_a_rank_that_raises_and_stays_is_missed_in_time(moment, transport):
     assert _names_rank_1(message)
 
 
+@pytest.mark.first(transport="c10d")
 @each_transport
 def test_a_rank_that_withholds_its_gradients_is_missed_in_time(transport):
     seconds, message = _told("withholds", "never", transport, TIMEOUT)

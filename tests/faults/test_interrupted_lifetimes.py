@@ -82,7 +82,14 @@ def _load_the_last(folder):
     _loads(model, state, f"{folder}/last")
 
 
-@pytest.mark.parametrize("moment", ["before its file", "after its file", "before the metadata"])
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param("before its file", marks=pytest.mark.more),
+        "after its file",
+        "before the metadata",
+    ],
+)
 def test_a_rank_that_is_killed_while_it_saves_spares_the_last_checkpoint(
     run_ranks, tmp_path, moment
 ):
@@ -198,7 +205,11 @@ def _load_what_is_bad(folder, kind):
     [
         ("truncated", "your checkpoint file is corrupted"),
         ("foreign", "Missing key in checkpoint state_dict: model.blocks.0.norm.weight"),
-        ("wide", r"Size mismatch between saved torch.Size\(\[16\]\) and current: .*0.norm.weight"),
+        pytest.param(
+            "wide",
+            r"Size mismatch between saved torch.Size\(\[16\]\) and current: .*0.norm.weight",
+            marks=pytest.mark.more,
+        ),
     ],
 )
 def test_a_bad_checkpoint_is_refused_and_a_good_one_loaded_after_it(

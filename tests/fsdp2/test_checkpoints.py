@@ -138,6 +138,7 @@ def test_a_run_of_four_ranks_goes_on_with_any_number(run_ranks, tmp_path, how, i
             assert resumed == pytest.approx(losses, rel=1e-2)  # two layers compute in bf16
 
 
+@pytest.mark.first(how="interpreted")
 @each_way
 def test_a_run_of_fsdp2_goes_on(run_ranks, tmp_path, how):
     saved, losses, _ = run_ranks(2, _save, "fsdp2", str(tmp_path), False)[0]
@@ -146,6 +147,7 @@ def test_a_run_of_fsdp2_goes_on(run_ranks, tmp_path, how):
         assert resumed == pytest.approx(losses, rel=1e-2)
 
 
+@pytest.mark.first(how="eager")
 @each_way
 def test_parameters_registered_in_another_order_load_by_name(run_ranks, tmp_path, how):
     saved, losses, _ = run_ranks(2, _save, how, str(tmp_path), False)[0]

@@ -3,6 +3,7 @@
 import copy
 import gc
 
+import pytest
 import torch
 import torch.distributed as dist
 from support.job import needs_a_job
@@ -86,6 +87,7 @@ def _partly_sharded(how):
     assert_close(run(batch), reference(batch))
 
 
+@pytest.mark.first(how="eager")
 @each_way
 def test_sharded_modules_may_be_in_one_that_is_not(run_ranks, how):
     run_ranks(2, _partly_sharded, how)
@@ -106,6 +108,7 @@ def _whole_then_block(how):
     assert_close(run(batch), reference(batch))
 
 
+@pytest.mark.first(how="interpreted")
 @each_way
 def test_the_whole_and_a_block_of_it_may_take_steps_in_turn(run_ranks, how):
     run_ranks(2, _whole_then_block, how)

@@ -252,6 +252,7 @@ def _fine_tuned(how):
             assert_close(run(batch), reference(batch))
 
 
+@pytest.mark.first(how="eager")
 @each_way
 def test_biases_alone_may_train_and_then_everything(run_ranks, how):
     run_ranks(2, _fine_tuned, how)

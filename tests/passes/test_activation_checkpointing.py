@@ -145,7 +145,12 @@ def _checkpoint_whole(how, use_reentrant):
 
 
 @pytest.mark.parametrize(
-    ("how", "use_reentrant"), [("interpreted", False), ("eager", False), ("eager", True)]
+    ("how", "use_reentrant"),
+    [
+        ("interpreted", False),
+        ("eager", False),
+        pytest.param("eager", True, marks=pytest.mark.more),
+    ],
 )
 def test_the_outermost_module_is_checkpointed(run_ranks, how, use_reentrant):
     run_ranks(2, _checkpoint_whole, how, use_reentrant)

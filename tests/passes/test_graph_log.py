@@ -59,6 +59,7 @@ def test_torch_logs_at_info_has_a_line_for_each():
     assert "zero3.all_gather_start" not in logged
 
 
+@pytest.mark.more
 def test_torch_trace_has_an_artifact_for_each(tmp_path):
     assert _logged(TORCH_TRACE=str(tmp_path)) == ""
     (log,) = tmp_path.glob("*.log")

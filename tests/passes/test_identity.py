@@ -119,6 +119,7 @@ def _unequal(transport):
     return len(graphs.forward), [wires[f"blocks.{n}.up.weight"] for n in range(6)]
 
 
+@pytest.mark.first(transport="c10d")
 @either_transport
 def test_blocks_that_shape_graphs_differently_share_none(run_ranks, transport):
     for forwards, wires in run_ranks(2, _unequal, transport):
@@ -147,6 +148,7 @@ def _changed(transport):
     return compilations
 
 
+@pytest.mark.first(transport="shared_memory")
 @either_transport
 def test_one_of_equal_blocks_may_change(run_ranks, transport):
     for compilations in run_ranks(2, _changed, transport):
@@ -201,6 +203,7 @@ def _twin_of_a_deleted_one(transport):
     return len(graphs.forward)
 
 
+@pytest.mark.first(transport="c10d")
 @either_transport
 def test_a_graph_outlives_the_block_that_it_was_compiled_for(run_ranks, transport):
     for forwards in run_ranks(2, _twin_of_a_deleted_one, transport):

@@ -32,7 +32,7 @@ def test_experts_that_some_ranks_use_are_trained(run_ranks, width, transport, mi
     run_ranks(2, train_experts, TWO, width, transport, micro_batches, (2,))
 
 
-@pytest.mark.parametrize("width", [8, 150, 256])
+@pytest.mark.parametrize("width", [8, pytest.param(150, marks=pytest.mark.more), 256])
 def test_no_bucket_waits_for_what_some_ranks_have(run_ranks, width):
     """Each gradient fills a bucket, and waits for the previous one."""
     run_ranks(2, train_experts, TWO, width, "c10d", 1, (2,), 4 * width)

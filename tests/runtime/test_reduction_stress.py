@@ -17,6 +17,7 @@ TIMEOUT = 3  # seconds; of a group with a rank that stops
 each_transport = pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
 
 
+@pytest.mark.first(transport="shared_memory")
 @pytest.mark.parametrize("count", [BACKWARDS // 5, pytest.param(BACKWARDS, marks=pytest.mark.long)])
 @each_transport
 def test_random_backwards_give_exact_means(run_ranks, transport, count):
@@ -45,6 +46,7 @@ def _stalled(transport, seed):
     return time.monotonic() - start, told
 
 
+@pytest.mark.first(transport="shared_memory")
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 @each_transport
 @pytest.mark.gloo

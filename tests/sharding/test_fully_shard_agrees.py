@@ -90,7 +90,14 @@ def _fail_on_one_of_four(kind):
     assert type(model) is Stack
 
 
-@pytest.mark.parametrize("kind", ["replicas", "tensor parallel", "blocks over another mesh"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "replicas",
+        "tensor parallel",
+        pytest.param("blocks over another mesh", marks=pytest.mark.more),
+    ],
+)
 def test_a_failure_on_one_rank_is_an_error_on_all_of_the_model(run_ranks, kind):
     run_ranks(4, _fail_on_one_of_four, kind)
 

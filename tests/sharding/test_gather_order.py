@@ -124,6 +124,7 @@ def _all_calls(how, examples, kwargs):
     for_all(cases, lambda case: _check_calls(case, how, kwargs), examples)
 
 
+@pytest.mark.thin
 @each_way
 @either_transport
 @pytest.mark.parametrize("bytes_ahead", [None, 1])

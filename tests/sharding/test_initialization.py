@@ -175,6 +175,7 @@ def _initialized_in_shards(transport):
     return growth
 
 
+@pytest.mark.first(transport="shared_memory")
 @either_transport
 def test_initializing_a_model_takes_the_memory_of_its_shards(run_ranks, transport):
     for growth in run_ranks(4, _initialized_in_shards, transport):
@@ -210,7 +211,11 @@ def _loaded_from_the_first_rank(materialized):
     return growth
 
 
-@pytest.mark.parametrize("materialized", [True, False], ids=["to_empty", "meta"])
+@pytest.mark.parametrize(
+    "materialized",
+    [pytest.param(True, marks=pytest.mark.more), False],
+    ids=["to_empty", "meta"],
+)
 def test_a_state_of_the_first_rank_is_loaded_a_parameter_at_a_time(run_ranks, materialized):
     for growth in run_ranks(4, _loaded_from_the_first_rank, materialized):
         assert 0.9 * SHARDS <= growth <= 1.3 * SHARDS + 2 * LAYER, growth / MIB

@@ -150,6 +150,7 @@ def _alone(how):
     assert gathered_fqns(both) == []
 
 
+@pytest.mark.first(how="eager")
 @either_way
 def test_modules_of_a_group_run_alone_too(run_ranks, how):
     run_ranks(4, _alone, how)

@@ -42,6 +42,7 @@ def _low_precision(how, reduce_dtype, tolerance):
         assert relative_difference(local, expected.grad.to_local()) <= tolerance, fqn
 
 
+@pytest.mark.thin
 @either_way
 @pytest.mark.parametrize(
     ("reduce_dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)]

@@ -102,6 +102,7 @@ def _held(how):
     return between, after, evaluated, whole
 
 
+@pytest.mark.first(how="eager")
 @each_way
 def test_a_rank_holds_its_part_until_the_backward_ends(run_ranks, how):
     results = run_ranks(4, _held, how)
@@ -144,6 +145,7 @@ def _changed_before_backward(how, who_changes):
     assert {c.world_size for c in log} == {4}
 
 
+@pytest.mark.thin
 @each_way
 @pytest.mark.parametrize("who_changes", [(1,), (0, 1, 2, 3)], ids=["one rank", "all ranks"])
 def test_a_backward_gathers_from_the_same_ranks_whatever_has_changed_where(

@@ -226,6 +226,7 @@ def _contract(how, is_checkpointed):
             torch._dynamo.reset()
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 @pytest.mark.parametrize("how", ["eager", "interpreted"])  # Inductor sums in another order
 def test_parameters_that_are_not_read_as_gathered_keep_their_contract(

@@ -125,6 +125,7 @@ def _low_precision_tensor_parallel(how):
         assert relative_difference(local, expected.grad.to_local()) <= 1e-2, fqn
 
 
+@pytest.mark.first(how="interpreted")
 @either_way
 def test_tensor_parallel_blocks_compute_in_low_precision_as_in_fsdp2(run_ranks, how):
     run_ranks(4, _low_precision_tensor_parallel, how)
@@ -191,6 +192,7 @@ def _llama(how):
     assert_same_parameters(model, reference)
 
 
+@pytest.mark.first(how="eager")
 @either_way
 def test_a_tensor_parallel_llama_trains_as_one_process(run_ranks, how):
     run_ranks(4, _llama, how)

@@ -5,6 +5,10 @@ from support.models import Stack, shard
 SMALL = 600 / 2**20  # MiB: some ten buckets
 
 
+class Fault(Exception):
+    """An error of a consumer."""
+
+
 def sharded_stack():
     model = Stack()
     return shard(model, model.blocks)[0]

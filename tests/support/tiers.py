@@ -6,13 +6,13 @@ Tests say this themselves by marks, but for what holds of many of them:
 * Tests that take several ways to run and to communicate: `make test` runs pairs in which each way
   occurs, eager code over messages and rewritten graphs over shared memory, and the others are
   ``more``.
-* Variants of ``thin`` tests: `make test` runs as many as cover each value of each parameter. As
-  many as cover each pair of values are ``more``, and the others ``long``.
+* Variants of a test that is marked ``first(parameter=value)``: those of this value, or of one of a
+  tuple of values, run in `make test`, and the others are ``more``.
+* Of those variants of a ``thin`` test that one of these tiers has, as many run as cover each value
+  of each parameter, and the others are ``long``.
 * Rewritten graphs run op by op with each combination of a test's other parameters, and through
   Inductor, which sees communication as opaque operators, with as many as cover each value.
 """
-
-import itertools
 
 import pytest
 
@@ -26,20 +26,21 @@ def mark(items):
         if item.get_closest_marker("long"):
             continue
         values = values_of(item)
-        if (values.get("how"), values.get("transport")) in _MORE or (
-            item.get_closest_marker("inductor") and not item.get_closest_marker("smoke")
-        ):
+        is_more = (
+            item.get_closest_marker("more") is not None
+            or (values.get("how"), values.get("transport")) in _MORE
+            or (item.get_closest_marker("inductor") and not item.get_closest_marker("smoke"))
+            or not _is_first(item, values)
+        )
+        if is_more:
             item.add_marker(pytest.mark.more)
-        elif item.get_closest_marker("thin"):
-            thin.setdefault(_test_of(item), []).append((item, values))
+        if item.get_closest_marker("thin"):
+            thin.setdefault((_test_of(item), is_more), []).append((item, values))
     for variants in thin.values():
-        every_pair = _cover(variants, size=min(2, len(variants[0][1])))
-        every_value = _cover([(item, values) for item, values in variants if item in every_pair])
+        needed = _cover(variants)
         for item, _ in variants:
-            if item not in every_pair:
+            if item not in needed:
                 item.add_marker(pytest.mark.long)
-            elif item not in every_value:
-                item.add_marker(pytest.mark.more)
 
 
 def products_through_inductor(items):
@@ -58,18 +59,28 @@ def values_of(item):
     return item.callspec.params if hasattr(item, "callspec") else {}
 
 
+def _is_first(item, values):
+    """Returns whether a variant has the values of its test's mark ``first``, if there is one."""
+    marker = item.get_closest_marker("first")
+    wanted = marker.kwargs if marker else {}
+    return all(
+        values[name] in (value if isinstance(value, tuple) else (value,))
+        for name, value in wanted.items()
+    )
+
+
 def _test_of(item):
     return item.path, item.originalname
 
 
-def _cover(variants, size=1):
-    """Returns items in which each ``size`` values of the variants occur together.
+def _cover(variants):
+    """Returns items in which each value of each parameter occurs.
 
     Args:
         variants: pairs of an item and its parameters' values by name.
     """
     occur = {  # without values, any variant is needed
-        item: {frozenset(some) for some in itertools.combinations(_named(values), size)} or {None}
+        item: {(name, repr(value)) for name, value in values.items()} or {None}
         for item, values in variants
     }
     needed, uncovered = set(), set().union(*occur.values())
@@ -78,7 +89,3 @@ def _cover(variants, size=1):
         needed.add(best)
         uncovered -= occur[best]
     return needed
-
-
-def _named(values):
-    return [(name, repr(value)) for name, value in values.items()]

@@ -68,6 +68,7 @@ def test_llama_is_explained():
     )
 
 
+@pytest.mark.more
 @needs_a_job
 def test_qwen3_moe_is_explained():
     _assert_explained(
@@ -109,6 +110,7 @@ def test_qwen3_moe_is_explained():
     )
 
 
+@pytest.mark.more
 @needs_a_job
 def test_gpt2_is_explained():
     _assert_explained(

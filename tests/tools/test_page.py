@@ -340,6 +340,7 @@ def test_a_search_finds_rows_and_bars(opened):
     assert browser.search(driver, "") == everything
 
 
+@pytest.mark.more
 @in_browser
 def test_a_bar_says_what_it_is_and_timelines_zoom_together(opened):
     driver = opened(save_example)
@@ -370,6 +371,7 @@ def test_names_are_shown_as_they_are(opened):
         assert browser.search(driver, name) == "1 row, 1 bar"
 
 
+@pytest.mark.more
 @in_browser
 def test_a_browser_copes_with_a_long_step(opened):
     rows = tuple((f"layers.{i}.a.weight", i) for i in range(5_000))

@@ -135,6 +135,7 @@ def large():
     return plan(_wide, _tokens(1, 2048), world_size=1024, shard=_in_bf16)
 
 
+@pytest.mark.more
 def test_a_thousand_ranks_share_a_model_that_no_memory_here_holds(large):
     numel = sum(p.numel() for p in _on_meta(_wide).parameters())
     assert large.report.world_size == 1024
@@ -235,6 +236,7 @@ def test_a_plan_that_does_not_fit_says_so():
     assert not any("a larger batch hides them" in line for line in found.advice)
 
 
+@pytest.mark.more
 def test_activations_in_host_memory_are_not_in_the_plan():
     def on_gpu(**options):
         call = {"x": torch.zeros(2**15, 256)}

@@ -60,6 +60,7 @@ def test_a_config_that_transformers_refuses_is_named(config):
     assert "Traceback" not in found.stderr
 
 
+@pytest.mark.more
 def test_a_sweep_is_a_table_and_a_picture(config, tmp_path):
     picture = tmp_path / "sweep.png"
     found = _run("plan", config, "--ranks", 8, "--sweep", "batch=1,2", "--picture", picture)
@@ -175,6 +176,7 @@ def test_a_folder_that_is_not_there_is_named_at_once(job):
     assert "--save: there is no folder /nowhere" in found.stderr
 
 
+@pytest.mark.more
 def test_an_error_of_the_users_own_keeps_its_place(job):
     found = _run_apart("plan", f"{job}:fails", "--ranks", 4)
     assert found.returncode == 1

@@ -87,6 +87,7 @@ def _torchrun(arguments, folder):
     )
 
 
+@pytest.mark.more
 def test_a_step_of_two_ranks(tmp_path):
     script = tmp_path / "scripts" / "train.py"
     script.parent.mkdir()

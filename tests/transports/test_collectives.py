@@ -60,6 +60,7 @@ def test_steps_are_those_of_the_whole_model(run_collectives, how, world_size):
     run_collectives(world_size, _train, how)
 
 
+@pytest.mark.first(how="eager")
 @each_way
 def test_replicas_agree(run_collectives, how):
     run_collectives(4, _train, how, replicas)

@@ -294,7 +294,9 @@ def test_a_tried_torch_does_not_warn():
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        ("torch._C._autograd", "_top_saved_tensors_default_hooks"),
+        pytest.param(
+            "torch._C._autograd", "_top_saved_tensors_default_hooks", marks=pytest.mark.more
+        ),
         ("torch._inductor.compile_fx", "compile_fx"),
     ],
 )

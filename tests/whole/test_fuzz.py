@@ -172,7 +172,7 @@ def _check_many(examples):
     return counts
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.more), 2])
 def test_options_and_parameters_are_refused_or_right(run_ranks, world_size):
     for counts in run_ranks(world_size, _check_many, 300):
         assert min(counts.values()) > 50, counts

@@ -262,6 +262,7 @@ def _measure_buffers(how, depth):
     return kept
 
 
+@pytest.mark.first(how="interpreted")
 @each_way
 def test_kept_buffers_are_bounded_and_the_same_after_every_step(run_ranks, how):
     for depth in (6, 12):

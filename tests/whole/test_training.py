@@ -189,6 +189,7 @@ def _raise(how, where):
         _assert_reads_are_sharded(model)
 
 
+@pytest.mark.thin
 @each_way
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_step_that_raises_leaves_the_next_one_right(run_ranks, how, where):

@@ -45,6 +45,7 @@ def test_a_setting_of_the_users_is_kept(monkeypatch):
     assert known_vector_instructions({}) == {}
 
 
+@pytest.mark.more
 @torch_uses_the_widest
 def test_nothing_is_known_where_torch_uses_less_than_the_processor_has():
     assert printed(KNOWN, ATEN_CPU_CAPABILITY="default") == ["{}"]

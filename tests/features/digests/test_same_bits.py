@@ -43,7 +43,11 @@ def test_transports_buckets_and_graphs_give_the_same_bits(run_ranks, way):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("way", [*_WAYS[1:], *_MORE_WAYS], ids=_name)
+@pytest.mark.parametrize(
+    "way",
+    [*_WAYS[1:], *(pytest.param(way, marks=pytest.mark.long) for way in _MORE_WAYS)],
+    ids=_name,
+)
 def test_a_mixture_of_experts_gives_the_same_bits(run_ranks, way):
     expected = run_ranks(2, reproducible.digests, "qwen3_moe", _EAGER, 3)
     assert run_ranks(2, reproducible.digests, "qwen3_moe", way, 3) == expected
@@ -94,7 +98,7 @@ def test_collectives_of_two_ranks_give_the_same_bits(run_ranks, run_collectives)
 
 @pytest.mark.more
 @pytest.mark.inductor
-@pytest.mark.parametrize("how", ["blocks", "graph"])
+@pytest.mark.parametrize("how", [pytest.param("blocks", marks=pytest.mark.long), "graph"])
 def test_graphs_through_inductor_give_the_same_bits_over_either_transport(run_ranks, how):
     one = Way("shared_memory", how, inductor=True)
     expected = run_ranks(2, reproducible.digests, "llama", one, 2)

@@ -114,6 +114,7 @@ def test_rows_need_not_divide_by_the_ranks(run_ranks, how):
     ]
 
 
+@pytest.mark.first(how="eager")
 @either_way
 def test_each_rank_may_be_a_replica(run_ranks, how):
     run_ranks(4, _uneven, how, 4)

@@ -65,6 +65,7 @@ def by_copy(parameter, values):
     parameter.copy_(distribute_tensor(values, parameter.device_mesh, parameter.placements))
 
 
+@pytest.mark.thin
 @either_way
 @pytest.mark.parametrize("write", [by_data, by_local, by_copy])
 def test_a_write_is_seen_however_it_was_made(run_ranks, how, write):
@@ -110,6 +111,7 @@ def _fused(how, fused):
         assert_same_output(run, reference)
 
 
+@pytest.mark.thin
 @each_way
 @pytest.mark.parametrize("fused", [{"fused": True}, {"foreach": True}])
 def test_fused_steps_are_seen(run_ranks, how, fused):

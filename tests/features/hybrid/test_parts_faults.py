@@ -69,7 +69,7 @@ def _replica(what, moment, timeout):
         ("hook", "changes of 'blocks.0.norm.weight' and 13 more"),
     ],
 )
-@pytest.mark.parametrize("what", ["killed", pytest.param("asleep", marks=pytest.mark.more)])
+@pytest.mark.parametrize("what", ["killed", pytest.param("asleep", marks=pytest.mark.long)])
 @pytest.mark.gloo  # collectives say that others have failed, not which
 def test_a_replica_that_is_gone_is_named(what, moment, told):
     errors = to_death(_replica, what, moment, TIMEOUT if what == "asleep" else LONG)

@@ -82,7 +82,12 @@ def _resumed(folder, before, after):
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [("parts", "parts"), ("parts", "shards"), ("replicas", "parts"), ("parts", "replicas")],
+    [
+        ("parts", "parts"),
+        ("parts", "shards"),
+        pytest.param("replicas", "parts", marks=pytest.mark.more),
+        pytest.param("parts", "replicas", marks=pytest.mark.more),
+    ],
 )
 def test_a_checkpoint_resumes_in_another_layout(run_ranks, tmp_path, before, after):
     run_ranks(4, _resumed, str(tmp_path), before, after)
@@ -228,6 +233,7 @@ def _explained():
     train(model, torch.optim.AdamW(model.parameters()), range(1))
 
 
+@pytest.mark.more
 def test_a_step_is_explained_before_anything_was_gathered(run_ranks):
     run_ranks(2, _explained)
 

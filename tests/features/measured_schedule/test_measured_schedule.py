@@ -122,7 +122,11 @@ def _chosen(quicker, micro_batches=1, file=None, free=1 << 40):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "micro_batches"), [(4, 1), pytest.param(2, 2, marks=pytest.mark.long)]
+    ("ranks", "micro_batches"),
+    [
+        pytest.param(4, 1, marks=pytest.mark.more),
+        pytest.param(2, 2, marks=pytest.mark.long),
+    ],
 )
 def test_ranks_agree_on_a_quicker_schedule_whatever_their_clocks_say(
     run_ranks, ranks, micro_batches
@@ -241,7 +245,11 @@ def _stays(case):
             "the model was compiled before MeasuredSchedule was made: make it first",
         ),
         ("forward twice", "graphs do not run once each and then their backwards"),
-        ("evaluation", "graphs do not run once each and then their backwards"),
+        pytest.param(
+            "evaluation",
+            "graphs do not run once each and then their backwards",
+            marks=pytest.mark.more,
+        ),
     ],
 )
 def test_the_options_stay_where_steps_cannot_be_simulated(run_ranks, case, reason):

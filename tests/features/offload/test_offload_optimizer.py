@@ -95,7 +95,9 @@ def _any_order(folder, calls):
     return losses, counts[0]
 
 
-@pytest.mark.parametrize("third", [None, "scheduler", "step_in_backward"])
+@pytest.mark.parametrize(
+    "third", [pytest.param(None, marks=pytest.mark.more), "scheduler", "step_in_backward"]
+)
 def test_a_step_may_be_made_local_and_in_parts_in_any_order(run_ranks, tmp_path, third):
     calls = [call for call in ("step_locally", "offload_optimizer", third) if call is not None]
     for losses, steps in run_ranks(2, _any_order, str(tmp_path), calls):

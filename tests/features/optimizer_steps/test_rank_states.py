@@ -214,7 +214,7 @@ def _one_mesh():
     ("name", "options", "world_size"),
     [
         ("blockwise", "flattened", 2),
-        ("blockwise", "sharded", 4),
+        pytest.param("blockwise", "sharded", 4, marks=pytest.mark.more),
         ("bitsandbytes", "sharded", 2),
     ],
 )

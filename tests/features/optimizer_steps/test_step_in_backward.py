@@ -180,6 +180,7 @@ def _micro_batches(way, mesh_of):
         assert_same_bits(models)
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("way", ["no sync", "is last"])
 @pytest.mark.parametrize("mesh_of", [None, replicas])
 def test_only_the_last_micro_batch_steps(run_ranks, way, mesh_of):

@@ -283,6 +283,7 @@ def _explained():
     return str(report)
 
 
+@pytest.mark.more
 def test_explain_tells_bytes_and_error(run_ranks):
     for text in run_ranks(2, _explained):
         [row] = [line.split() for line in text.splitlines() if "float8_e4m3fn/128" in line]

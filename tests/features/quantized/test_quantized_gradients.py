@@ -92,7 +92,7 @@ def test_gradients_are_sums_of_rounded_addends_bit_for_bit(run_ranks, world_size
 
 
 @each_format
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.more)])
 @pytest.mark.thin
 def test_bytes_on_the_wire(run_ranks, world_size, dtype):
     for _, log in run_ranks(world_size, _reduced, "eager", dtype):

@@ -138,9 +138,8 @@ def test_reductions_stay_where_calls_differ_in_them(one_rank):
     assert _sent(gm) == expected
 
 
-@pytest.mark.thin
 @pytest.mark.inductor
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(None, marks=pytest.mark.long), torch.bfloat16])
 def test_no_bit_changes(one_rank, monkeypatch, dtype):
     gradients, left = [], []
     for moves in (True, False):

@@ -128,8 +128,8 @@ SEQUENCES = {"batches": ((2, 8, WIDTH), (2, 6, WIDTH))}
         pytest.param([Plain, TwoResults, Dropout], {}, NONE, marks=pytest.mark.long),
         ([Dropout] * 3, {}, ONE_REGION),
         ([Tied] * 3, {}, ONE_REGION),
-        ([Embeds] * 3, {}, ONE_REGION),
-        pytest.param([WithoutResidual] * 3, {}, ONE_REGION, marks=pytest.mark.more),
+        pytest.param([Embeds] * 3, {}, ONE_REGION, marks=pytest.mark.more),
+        pytest.param([WithoutResidual] * 3, {}, ONE_REGION, marks=pytest.mark.long),
         pytest.param([PostNorm] * 3, {}, ONE_REGION, marks=pytest.mark.long),
         ([PostNorm] * 3, SEQUENCES, TWICE),
         pytest.param([Plain] * 3, SEQUENCES | {"dynamic": True}, None, marks=pytest.mark.long),
@@ -142,20 +142,25 @@ SEQUENCES = {"batches": ((2, 8, WIDTH), (2, 6, WIDTH))}
         ),
         ([Plain] * 3, {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}, ONE_REGION),
         ([Plain] * 3, {"prepare": _contract_of_its_own}, NONE),
-        pytest.param([UsedTwice] * 3, {}, ONE_REGION, marks=pytest.mark.more),
+        pytest.param([UsedTwice] * 3, {}, ONE_REGION, marks=pytest.mark.long),
         pytest.param([Splits] * 3, {}, ONE_REGION, marks=pytest.mark.long),
-        ([Plain] * 3, {"prepare": _freeze("blocks.0.a", "blocks.1.a", "blocks.2.a")}, ONE_REGION),
+        pytest.param(
+            [Plain] * 3,
+            {"prepare": _freeze("blocks.0.a", "blocks.1.a", "blocks.2.a")},
+            ONE_REGION,
+            marks=pytest.mark.more,
+        ),
         ([Plain] * 4, {"prepare": _freeze("blocks.0", "blocks.1")}, [[[2, 2]], [[2, 2]]]),
         pytest.param([BatchNorm] * 3, {}, NONE, marks=pytest.mark.long),
-        ([ChangesABuffer] * 3, {}, NONE),
-        pytest.param([WritesInPlace] * 3, {}, NONE, marks=pytest.mark.more),
-        ([Autocast] * 3, {}, NONE),
-        pytest.param([Plain] * 3, {"build": InAutocast}, NONE, marks=pytest.mark.more),
-        pytest.param([WithoutGradient] * 3, {}, NONE, marks=pytest.mark.more),
+        pytest.param([ChangesABuffer] * 3, {}, NONE, marks=pytest.mark.more),
+        pytest.param([WritesInPlace] * 3, {}, NONE, marks=pytest.mark.long),
+        pytest.param([Autocast] * 3, {}, NONE, marks=pytest.mark.more),
+        pytest.param([Plain] * 3, {"build": InAutocast}, NONE, marks=pytest.mark.long),
+        pytest.param([WithoutGradient] * 3, {}, NONE, marks=pytest.mark.long),
         ([ReturnsAView] * 3, {}, NONE),
         pytest.param([ForLogging] * 3, {}, NONE, marks=pytest.mark.long),
-        pytest.param([DetachesInside] * 3, {}, NONE, marks=pytest.mark.more),
-        ([TakesASize] * 3, SEQUENCES | {"dynamic": True}, None),
+        pytest.param([DetachesInside] * 3, {}, NONE, marks=pytest.mark.long),
+        pytest.param([TakesASize] * 3, SEQUENCES | {"dynamic": True}, None, marks=pytest.mark.more),
         ([SavesProducts, SavesNothing] * 2, {}, [[[2, 2]], [[2, 2]]]),
         pytest.param([BreaksTheGraph] * 2, {}, [[[], []], [[], []]], marks=pytest.mark.more),
     ],
@@ -292,6 +297,7 @@ def _trained(regions, transport):
     return [(c.op, c.params, c.nbytes) for c in log]
 
 
+@pytest.mark.first(transport="c10d")
 @pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
 def test_the_collectives_are_those_of_the_whole_graph(run_ranks, transport):
     with_regions = run_ranks(2, _trained, True, transport)

@@ -113,6 +113,7 @@ def _forward_sees_loaded(folder, transport):
     assert mean_square(run, batch_of(4, 8)) == expected
 
 
+@pytest.mark.first(transport="shared_memory")
 @either_transport
 def test_the_next_forward_computes_with_what_was_loaded(run_ranks, tmp_path, transport):
     run_ranks(1, _forward_sees_loaded, str(tmp_path), "auto")
