@@ -8,7 +8,10 @@ import pytest
 import torch
 from support import collectives, job, progress, tiers
 from support.compiler_cache import CompilerCache
+from support.paths import ROOT
 from support.ranks import RankPool
+
+sys.path.append(str(ROOT))  # for bench: the last, since an installed package comes before the tree
 
 
 def pytest_addoption(parser):

@@ -10,8 +10,6 @@ import time
 import pytest
 from support.paths import ROOT
 
-sys.path.append(str(ROOT))  # the last: an installed package comes first
-
 from bench import on_gpu
 from bench.on_gpu import Stage
 

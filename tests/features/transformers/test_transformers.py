@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers.distributed.fsdp
+from support.documents import blocks_of
 from support.models import (
     INDUCTOR_TOO,
     assert_same_gradients,
@@ -25,7 +26,13 @@ from support.transformer_models import text
 from support.transformer_plans import class_of, load_in_shards, small_model
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.testing import assert_close
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 
 from deepcompile_zero3 import (
     Zero3Error,
@@ -287,3 +294,43 @@ def test_the_example_trains_with_the_trainer(run_apart, tmp_path, inductor):
     assert losses[0] == pytest.approx(math.log(256), rel=0.1)
     assert evaluated < losses[0]
     assert evaluated == others
+
+
+def _train_with_callback(folder, steps, resume_from=None):
+    """Trains on one text with the callback of docs/huggingface.md. Returns the weights."""
+    join_as_torchrun()
+    page = {}
+    [block] = [each for each in blocks_of("docs/huggingface.md") if "class Shards" in each.code]
+    exec(block.code.split("trainer = Trainer(")[0], page)
+    model = _loaded(folder)
+    model.compile(backend="zero3", options={"inductor": False})
+    arguments = TrainingArguments(
+        os.path.join(folder, "trained"),
+        per_device_train_batch_size=2,
+        max_steps=steps,
+        learning_rate=1e-2,
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=3,
+        save_strategy="steps",
+        save_steps=2,
+        save_only_model=True,
+        report_to=[],
+        use_cpu=True,
+    )
+    data = [{name: tokens[0] for name, tokens in text(1, seed=1).items()}] * 64
+    callbacks = [page["Shards"](resume_from=resume_from)]
+    trainer = Trainer(model=model, args=arguments, train_dataset=data, callbacks=callbacks)
+    trainer.train()
+    assert trainer.state.global_step == steps
+    return {name: value.tolist() for name, value in _values(model).items()}
+
+
+@pytest.mark.more
+def test_a_training_with_the_trainer_goes_on_with_the_callback(run_apart, tmp_path):
+    pytest.importorskip("accelerate")
+    folder = _save_model(tmp_path, tied=False)
+    whole, _ = run_apart(_train_with_callback, folder, 4)
+    run_apart(_train_with_callback, folder, 2)
+    saved = os.path.join(folder, "trained", "checkpoint-2")
+    resumed, _ = run_apart(_train_with_callback, folder, 4, saved)
+    assert resumed == whole
