@@ -8,10 +8,7 @@ import pytest
 import torch
 from support import collectives, job, progress, tiers
 from support.compiler_cache import CompilerCache
-from support.paths import ROOT
 from support.ranks import RankPool
-
-sys.path.append(str(ROOT))  # for bench: the last, since an installed package comes before the tree
 
 
 def pytest_addoption(parser):
@@ -84,7 +81,9 @@ def pytest_sessionfinish(session, exitstatus):
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects tests
 def pytest_collection_modifyitems(config, items):
-    tiers.mark(items)
+    all_variants = not any("::" in argument for argument in config.args)
+    if all_variants:
+        tiers.check(items)
     if config.getoption("--device") == "cuda":
         of_one = [i for i in items if {"one_rank", "pools"} & {*i.fixturenames} == {"one_rank"}]
         _omit(config, items, set(items) - set(of_one))
@@ -95,7 +94,8 @@ def pytest_collection_modifyitems(config, items):
             if item.get_closest_marker("gloo") or "shared_memory" in tiers.values_of(item).values()
         ]
         _omit(config, items, others)
-    if not config.option.keyword and not any("::" in argument for argument in config.args):
+    tiers.mark(items)
+    if all_variants and not config.option.keyword:
         _omit(config, items, tiers.products_through_inductor(items))
 
 

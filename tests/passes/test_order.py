@@ -37,7 +37,7 @@ def _collectives(run, batch):
 @pytest.mark.parametrize(
     ("name", "how"),
     [
-        pytest.param("llama", "interpreted", marks=pytest.mark.more),
+        ("llama", "interpreted"),
         pytest.param("gpt2", "interpreted", marks=pytest.mark.long),
         pytest.param("vit", "interpreted", marks=pytest.mark.long),
         pytest.param("llama", "zero3", marks=INDUCTOR_TOO),

@@ -24,7 +24,7 @@ def run(tmp_path_factory):
     return run
 
 
-@pytest.mark.long
+@pytest.mark.more
 def test_every_element_is_cast_divided_and_in_its_place(run):
     ran = run()
     assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -238,7 +238,6 @@ class _ReadByAnother(nn.Module):
         return x @ (self.weight * 2 + 1).tanh()
 
 
-@pytest.mark.inductor
 @needs_a_job
 def test_a_block_compiled_by_another_backend_does_not_write_to_gathered_weights():
     model, reference = shard(nn.Sequential(nn.Linear(16, 16), _ReadByAnother()))

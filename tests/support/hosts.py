@@ -1,11 +1,15 @@
 """Ranks that train over two hosts, which are network namespaces of this machine."""
 
 import os
+import sys
 from datetime import timedelta
 
 import torch.distributed as dist
+from support.paths import ROOT
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
+
+sys.path.append(str(ROOT))  # the last: an installed package comes before the source tree
 
 from bench.link import FIRST_ADDRESS, enter
 

@@ -6,52 +6,79 @@ Tests say this themselves by marks, but for what holds of many of them:
 * Tests that take several ways to run and to communicate: `make test` runs pairs in which each way
   occurs, eager code over messages and rewritten graphs over shared memory, and the others are
   ``more``.
-* Variants of a test that is marked ``first(parameter=value)``: those of this value, or of one of a
-  tuple of values, run in `make test`, and the others are ``more``.
-* Of those variants of a ``thin`` test that one of these tiers has, as many run as cover each value
-  of each parameter, and the others are ``long``.
+* ``first(parameter=value)``, or of a tuple of values: `make test` runs no variants with another
+  value. They are ``more``.
+* ``thin``: of the variants that it would run, `make test` runs a few in which each value of each
+  parameter occurs. `make test-more` adds as many as make each value occur in each way to run and
+  to communicate. The others are ``long``.
 * Rewritten graphs run op by op with each combination of a test's other parameters, and through
   Inductor, which sees communication as opaque operators, with as many as cover each value.
 """
 
+from collections import Counter
+
 import pytest
 
 _MORE = {("eager", "shared_memory"), ("interpreted", "c10d")}
+_WAYS = ("how", "transport")
+
+
+def check(items):
+    """Raises if a mark ``first`` names something that no variant of its test has.
+
+    Args:
+        items: all variants of each test.
+    """
+    for (path, test), variants in _by_test(items).items():
+        for name, values in _first(variants[0]).items():
+            found = [values_of(item)[name] for item in variants if name in values_of(item)]
+            for value in values:
+                if value not in found:
+                    raise pytest.UsageError(f"{path}::{test}: first({name}={value!r}): {found}")
 
 
 def mark(items):
     """Marks the tests that `make test` leaves to another tier."""
-    thin = {}
-    for item in items:
-        if item.get_closest_marker("long"):
-            continue
-        values = values_of(item)
-        is_more = (
-            item.get_closest_marker("more") is not None
-            or (values.get("how"), values.get("transport")) in _MORE
-            or (item.get_closest_marker("inductor") and not item.get_closest_marker("smoke"))
-            or not _is_first(item, values)
-        )
-        if is_more:
+    for variants in _by_test(items).values():
+        transports = {values_of(item).get("transport") for item in variants}
+        here, more = [], []
+        for item in variants:
+            values = values_of(item)
+            if item.get_closest_marker("long"):
+                continue
+            if (
+                item.get_closest_marker("more")
+                or (item.get_closest_marker("inductor") and not item.get_closest_marker("smoke"))
+                or (len(transports) > 1 and (values.get("how"), values.get("transport")) in _MORE)
+                or any(values[name] not in first for name, first in _first(item).items())
+            ):
+                more.append(item)
+            else:
+                here.append(item)
+        if variants[0].get_closest_marker("thin"):
+            all_of_them = here + more
+            here = _cover(here, _values)
+            more = _cover(all_of_them, _values_in_each_way, here)
+            for item in all_of_them:
+                if item not in here and item not in more:
+                    item.add_marker(pytest.mark.long)
+        for item in more:
             item.add_marker(pytest.mark.more)
-        if item.get_closest_marker("thin"):
-            thin.setdefault((_test_of(item), is_more), []).append((item, values))
-    for variants in thin.values():
-        needed = _cover(variants)
-        for item, _ in variants:
-            if item not in needed:
-                item.add_marker(pytest.mark.long)
 
 
 def products_through_inductor(items):
     """Returns variants that go through Inductor beside others which cover each value."""
-    tests = {}
-    for item in items:
-        values = values_of(item)
-        if item.get_closest_marker("long") and values.get("how") == "zero3":
-            others = {name: value for name, value in values.items() if name != "how"}
-            tests.setdefault(_test_of(item), []).append((item, others))
-    return [i for variants in tests.values() for i, _ in variants if i not in _cover(variants)]
+    products = [
+        item
+        for item in items
+        if item.get_closest_marker("long")
+        and item.get_closest_marker("inductor")
+        and values_of(item).get("how") == "zero3"
+    ]
+    tests = _by_test(products).values()
+    return [
+        item for variants in tests for item in variants if item not in _cover(variants, _values)
+    ]
 
 
 def values_of(item):
@@ -59,33 +86,44 @@ def values_of(item):
     return item.callspec.params if hasattr(item, "callspec") else {}
 
 
-def _is_first(item, values):
-    """Returns whether a variant has the values of its test's mark ``first``, if there is one."""
-    marker = item.get_closest_marker("first")
-    wanted = marker.kwargs if marker else {}
-    return all(
-        values[name] in (value if isinstance(value, tuple) else (value,))
-        for name, value in wanted.items()
-    )
+def _by_test(items):
+    tests = {}
+    for item in items:
+        tests.setdefault((item.path, item.originalname), []).append(item)
+    return tests
 
 
-def _test_of(item):
-    return item.path, item.originalname
+def _first(item):
+    """Returns the values, by parameter, that the marks ``first`` of a test name."""
+    marks = item.iter_markers("first")
+    named = {name: value for mark in marks for name, value in mark.kwargs.items()}
+    return {name: v if isinstance(v, tuple) else (v,) for name, v in named.items()}
 
 
-def _cover(variants):
-    """Returns items in which each value of each parameter occurs.
+def _cover(items, features, chosen=()):
+    """Returns the few of ``items`` that, with those ``chosen``, have each feature of the items.
 
     Args:
-        variants: pairs of an item and its parameters' values by name.
+        features: a function that returns the set of features of an item.
     """
-    occur = {  # without values, any variant is needed
-        item: {(name, repr(value)) for name, value in values.items()} or {None}
-        for item, values in variants
-    }
-    needed, uncovered = set(), set().union(*occur.values())
-    while uncovered:
-        best = max(occur, key=lambda item: len(uncovered & occur[item]))
-        needed.add(best)
-        uncovered -= occur[best]
+    of = {item: features(item) for item in items}
+    uses = Counter(feature for item in chosen for feature in features(item))
+    missing = set().union(*of.values()) - uses.keys()
+    needed = []
+    while missing:  # of those that add equally many, the one whose features occurred least
+        best = max(of, key=lambda i: (len(missing & of[i]), -sum(uses[f] for f in of[i])))
+        needed.append(best)
+        uses.update(of[best])
+        missing -= of[best]
     return needed
+
+
+def _values(item):
+    """Returns the values of an item's parameters. Without parameters there is one value."""
+    return {(name, repr(value)) for name, value in values_of(item).items()} or {None}
+
+
+def _values_in_each_way(item):
+    values = _values(item)
+    ways = {value for value in values if value and value[0] in _WAYS}
+    return values | {(value, way) for value in values for way in ways if way != value}

@@ -15,6 +15,8 @@ import torch
 from support.command_line import call
 from support.paths import ROOT
 
+sys.path.append(str(ROOT))  # the last: an installed package comes before the source tree
+
 from bench import documents, gpu, kernels, overlap
 from bench.__main__ import main
 from bench.modes import MODES, ON_GPU

@@ -10,6 +10,8 @@ import time
 import pytest
 from support.paths import ROOT
 
+sys.path.append(str(ROOT))  # the last: an installed package comes first
+
 from bench import on_gpu
 from bench.on_gpu import Stage
 

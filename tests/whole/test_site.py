@@ -86,7 +86,7 @@ BROKEN_IMAGES = """return [...document.images].filter(i => !i.naturalWidth).map(
 WIDER_THAN_WINDOW = "return document.documentElement.scrollWidth > innerWidth"
 
 
-@pytest.mark.long
+@pytest.mark.more
 @pytest.mark.skipif(bool(browser.missing()), reason=str(browser.missing()))
 @pytest.mark.timeout(180)
 def test_pages_of_the_site_show_in_a_browser(site):

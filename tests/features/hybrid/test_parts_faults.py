@@ -59,6 +59,7 @@ def _replica(what, moment, timeout):
         raise RuntimeError(f"after {seconds:.2f} s: {type(error).__name__}: {error}") from None
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize(
     ("moment", "told"),
     [
@@ -69,7 +70,7 @@ def _replica(what, moment, timeout):
         ("hook", "changes of 'blocks.0.norm.weight' and 13 more"),
     ],
 )
-@pytest.mark.parametrize("what", ["killed", pytest.param("asleep", marks=pytest.mark.long)])
+@pytest.mark.parametrize("what", ["killed", pytest.param("asleep", marks=pytest.mark.more)])
 @pytest.mark.gloo  # collectives say that others have failed, not which
 def test_a_replica_that_is_gone_is_named(what, moment, told):
     errors = to_death(_replica, what, moment, TIMEOUT if what == "asleep" else LONG)

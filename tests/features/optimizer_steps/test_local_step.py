@@ -92,6 +92,7 @@ def _steps(name):
     return True
 
 
+# Kernels of one class, replicas, and states of several kinds. The others are stepped likewise.
 @pytest.mark.first(name=("adamw", "adamw, foreach", "adamw, fused", "sgd", "ASGD"))
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_local_step_changes_the_same_bits(run_ranks, name):

@@ -97,6 +97,7 @@ def _to_a_receiver_that_leaves(name, transport, timeout):
     dist.barrier()
 
 
+@pytest.mark.thin
 @either_transport
 @pytest.mark.parametrize(
     "leaves_at",
@@ -106,7 +107,6 @@ def _to_a_receiver_that_leaves(name, transport, timeout):
         *(pytest.param(each, marks=pytest.mark.long) for each in (1, 3, 5, 8, 10, 13)),
     ],
 )
-@pytest.mark.thin
 @pytest.mark.parametrize("is_killed", [True, pytest.param(False, marks=pytest.mark.more)])
 def test_a_receiver_that_leaves_or_is_killed_is_an_error_on_all_ranks(
     run_ranks, tmp_path, transport, leaves_at, is_killed
