@@ -23,8 +23,8 @@ PACKAGE_SOURCES = $(wildcard $(addprefix deepcompile_zero3/,*.py */*.py */*/*.py
 
 help:
 	@echo 'make train [ARGS="--steps 500 --ranks 4 --model gpt2"]   train a small transformer'
-	@echo 'make test [ARGS="-k gather"]                             run the tests; ten to thirteen minutes'
-	@echo 'make test-more                                           those that CI runs beside them; eight minutes'
+	@echo 'make test [ARGS="-k gather"]                             run the tests; ten to twelve minutes'
+	@echo 'make test-more                                           those that CI runs beside them; ten minutes'
 	@echo 'make test-all                                            all, before a release; about an hour'
 	@echo 'make test-torch TORCH=2.15.0                             smoke-test another torch'
 	@echo 'make check-cuda                                          build for GPUs, with or without one'
