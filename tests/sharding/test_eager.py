@@ -239,6 +239,18 @@ class _ReadByAnother(nn.Module):
 
 
 @needs_a_job
+@pytest.mark.inductor
+def test_inductor_alone_says_what_to_do_about_convolutions():
+    layers = nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 4, 3)
+    model, reference = shard(nn.Sequential(*layers))
+    batch = batch_of(2, 3, 8, 8)
+    with pytest.raises(RuntimeError, match=r'backend="zero3", or with .*"layout_optimization"'):
+        torch.compile(model)(batch)
+    run = torch.compile(model, options={"layout_optimization": False})
+    assert_same_step(model, reference, batch, run=run)
+
+
+@needs_a_job
 def test_a_block_compiled_by_another_backend_does_not_write_to_gathered_weights():
     model, reference = shard(nn.Sequential(nn.Linear(16, 16), _ReadByAnother()))
     model[1].compile(backend="inductor")
