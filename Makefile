@@ -44,10 +44,10 @@ help:
 train: $(VENV)/.installed
 	$(BIN)/python examples/train.py $(ARGS)
 
-# A worker more than there are cores, since ranks often wait, but at most one for 2 GB of free memory, or
-# eight. One that is done takes tests of the others.
+# Two workers more than there are cores, since ranks often wait, but at most one for 2 GB of free memory,
+# or eight. One that is done takes tests of the others.
 WORKERS ?= $(shell awk -v cores=$$(getconf _NPROCESSORS_ONLN) '/^MemAvailable/ \
-  {n = cores + 1; if (n > 8) n = 8; if (n > $$2 / 2e6) n = $$2 / 2e6; print n < 1 ? 1 : int(n)}' /proc/meminfo)
+  {n = cores + 2; if (n > 8) n = 8; if (n > $$2 / 2e6) n = $$2 / 2e6; print n < 1 ? 1 : int(n)}' /proc/meminfo)
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal
 test: $(VENV)/.installed $(VENV)/.extra-test
 	$(PYTEST) -m "not more and not long" $(ARGS)

@@ -5,6 +5,7 @@
 
 #include <ATen/core/enum_tag.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
@@ -12,6 +13,7 @@
 #include <algorithm>
 #include <array>
 #include <mutex>
+#include <tuple>
 #include <vector>
 
 #include "gather/gather.h"
@@ -136,6 +138,13 @@ Tensor unshard(const Tensor& placeholder, std::string contract) {
   return gather(std::move(wanted));
 }
 
+// Graphs that another backend compiles save the name in place of the placeholder, which Inductor
+// would copy, and so read, to lay it out in the order of channels last.
+std::tuple<Tensor, Tensor> unshard_named(const Tensor& placeholder, std::string contract) {
+  const auto order = Registry::get().find(placeholder)->order;
+  return {unshard(placeholder, std::move(contract)), at::full({1}, order, at::kLong)};
+}
+
 // Returns a view that shares the version counter, so that a write to the view is noticed.
 Tensor view_of(const Tensor& gathered) {
   return Tensor(gathered.unsafeGetTensorImpl()->shallow_copy_and_detach(
@@ -146,6 +155,14 @@ Tensor call_unshard(const Tensor& placeholder, const std::string& contract) {
   static auto op = c10::Dispatcher::singleton()
                        .findSchemaOrThrow("zero3::unshard", "")
                        .typed<Tensor(const Tensor&, std::string)>();
+  return op.call(placeholder, contract);
+}
+
+std::tuple<Tensor, Tensor> call_unshard_named(const Tensor& placeholder,
+                                              const std::string& contract) {
+  static auto op = c10::Dispatcher::singleton()
+                       .findSchemaOrThrow("zero3::unshard_named", "")
+                       .typed<std::tuple<Tensor, Tensor>(const Tensor&, std::string)>();
   return op.call(placeholder, contract);
 }
 
@@ -193,7 +210,7 @@ int64_t next_traced_use(const Tensor& placeholder) {
 class Unshard : public torch::autograd::Function<Unshard> {
  public:
   static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& placeholder,
-                        std::string contract, const std::optional<Tensor>& gathered) {
+                        std::string contract, const std::optional<Tensor>& gathered, bool named) {
     // Not by save_for_backward: the user's hooks on saved tensors would read it.
     context->saved_data["placeholder"] = placeholder;
     context->saved_data["contract"] = contract;
@@ -201,14 +218,17 @@ class Unshard : public torch::autograd::Function<Unshard> {
     context->set_materialize_grads(false);
     if (gathered) return view_of(*gathered);
     const BelowAutograd guard;
-    return call_unshard(placeholder, contract);
+    if (!named) return call_unshard(placeholder, contract);
+    auto [full, name] = call_unshard_named(placeholder, contract);
+    context->saved_data["placeholder"] = name;
+    return full;
   }
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  torch::autograd::variable_list grads) {
     const auto& placeholder = context->saved_data["placeholder"].toTensor();
     if (c10::GradMode::is_enabled()) {
-      auto parameter = Registry::get().find_or_null(placeholder);
+      auto parameter = is_traced(placeholder) ? nullptr : Registry::get().find_or_null(placeholder);
       ZERO3_CHECK(false, "the gradient of '", parameter ? parameter->fqn() : "a sharded parameter",
                   "' cannot be differentiated again: backward(create_graph=True) is not supported");
     }
@@ -216,7 +236,7 @@ class Unshard : public torch::autograd::Function<Unshard> {
       call_reduce_grad(plain_gradient(grads[0], placeholder), placeholder,
                        context->saved_data["use"].toInt(),
                        context->saved_data["contract"].toStringRef());
-    return {Tensor(), Tensor(), Tensor()};
+    return {Tensor(), Tensor(), Tensor(), Tensor()};
   }
 };
 
@@ -227,7 +247,9 @@ Tensor apply_unshard(const Tensor& placeholder, std::string contract,
   auto parameter = is_traced(placeholder) ? nullptr : Registry::get().find_or_null(placeholder);
   if (parameter && contract.empty())
     contract = contract_name(parameter->settings.gradient_dtypes.leaf);
-  auto full = Unshard::apply(placeholder, contract, gathered);
+  const bool named =
+      is_traced(placeholder) && c10::GradMode::is_enabled() && placeholder.requires_grad();
+  auto full = Unshard::apply(placeholder, contract, gathered, named);
   if (!full.requires_grad()) return full;
   declare_grad_dtype(full, contract_dtype(contract));
   if (parameter) add_uses({parameter}, /*first=*/false);
@@ -255,6 +277,7 @@ void register_kernels(torch::Library& m) {
   m.impl("reduce_mm", reduce_mm);
   m.impl("reduce_rows", reduce_rows);
   m.impl("unshard", unshard);
+  m.impl("unshard_named", unshard_named);
   m.impl("unshard_as", unshard_as);
 }
 
@@ -286,6 +309,7 @@ TORCH_LIBRARY(zero3, m) {
       "str contract='') -> Tensor",
       tags);
   m.def("unshard(Tensor placeholder, str contract) -> Tensor", tags);
+  m.def("unshard_named(Tensor placeholder, str contract) -> (Tensor, Tensor)", tags);
   m.def("unshard_as(Tensor full, Tensor placeholder, str contract) -> Tensor", tags);
 }
 

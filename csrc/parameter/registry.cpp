@@ -13,6 +13,11 @@ void check_found(bool is_found, const at::Tensor& placeholder) {
               "tensor is something else");
 }
 
+// A placeholder has no memory.
+bool is_name(const at::Tensor& tensor) {
+  return tensor.scalar_type() == at::kLong && tensor.storage().nbytes() != 0;
+}
+
 }  // namespace
 
 Registry& Registry::get() {
@@ -24,7 +29,7 @@ void Registry::add(const ParameterPtr& parameter) {
   std::lock_guard lock(mutex_);
   if (parameter->order != 0) return;
   parameter->order = ++registered_;
-  parameters_.push_back(parameter);
+  parameters_[parameter->order] = parameter;
   if (const auto& placeholder = parameter->placeholder(); placeholder.defined())
     by_placeholder_[placeholder.storage().unsafeGetStorageImpl()] = {parameter, {}};
 }
@@ -37,6 +42,11 @@ void Registry::add(const SourcePtr& source) {
 Gatherable Registry::find_gatherable_or_null(const at::Tensor& placeholder) {
   if (!placeholder.has_storage()) return {};
   std::lock_guard lock(mutex_);
+  if (is_name(placeholder)) {
+    auto named = parameters_.find(*placeholder.const_data_ptr<int64_t>());
+    auto parameter = named == parameters_.end() ? nullptr : named->second.lock();
+    return {parameter ? parameter->source : nullptr, parameter};
+  }
   auto found = by_placeholder_.find(placeholder.storage().unsafeGetStorageImpl());
   if (found == by_placeholder_.end()) return {};
   if (auto parameter = found->second.parameter.lock()) return {parameter->source, parameter};
@@ -61,12 +71,12 @@ ParameterPtr Registry::find(const at::Tensor& placeholder) {
 
 std::vector<ParameterPtr> Registry::alive() {
   std::lock_guard lock(mutex_);
-  std::erase_if(parameters_, [](auto& weak) { return weak.expired(); });
+  std::erase_if(parameters_, [](auto& item) { return item.second.expired(); });
   std::erase_if(by_placeholder_, [](auto& item) {
     return item.second.parameter.expired() && item.second.source.expired();
   });
   std::vector<ParameterPtr> result;
-  for (auto& weak : parameters_)
+  for (auto& [order, weak] : parameters_)
     if (auto parameter = weak.lock()) result.push_back(std::move(parameter));
   return result;
 }

@@ -1,6 +1,7 @@
 // The registry that finds what a placeholder stands for.
 #pragma once
 
+#include <map>
 #include <mutex>
 #include <set>
 #include <unordered_map>
@@ -17,7 +18,9 @@ struct Gatherable {
 };
 
 // Maps placeholders to parameters and sources. The key is the storage, which detached and traced
-// aliases of a placeholder share. Owns nothing: a parameter lives as long as its Python owner.
+// aliases of a placeholder share. What takes the placeholder of a parameter takes its name too, a
+// tensor [1] of int64: the parameter's order. Owns nothing: a parameter lives as long as its Python
+// owner.
 class Registry {
  public:
   static Registry& get();
@@ -43,7 +46,7 @@ class Registry {
 
  private:
   std::mutex mutex_;
-  std::vector<std::weak_ptr<Parameter>> parameters_;
+  std::map<int64_t, std::weak_ptr<Parameter>> parameters_;  // by order
   // Either is empty.
   struct Entry {
     std::weak_ptr<Parameter> parameter;

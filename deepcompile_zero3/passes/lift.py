@@ -39,6 +39,23 @@ def lift_unshards(gm: fx.GraphModule) -> bool:
     return lifted
 
 
+def lift_names(gm: fx.GraphModule) -> None:
+    """Replaces each name of a placeholder by the placeholder, in a joint graph.
+
+    AOTAutograd differentiates an ``unshard`` that was not lifted, as for other backends.
+    """
+    for named in gm.graph.find_nodes(op="call_function", target=ops.unshard_named.default):
+        placeholder = named.args[0]
+        with gm.graph.inserting_before(named):
+            full = gm.graph.call_function(ops.unshard.default, named.args)
+        for item in list(named.users):
+            if item.args[1] == 0:
+                full.meta = item.meta
+            item.replace_all_uses_with(full if item.args[1] == 0 else placeholder)
+            gm.graph.erase_node(item)
+        gm.graph.erase_node(named)
+
+
 class _Attach(torch.autograd.Function):
     """See :func:`attach`."""
 

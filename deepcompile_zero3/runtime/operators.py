@@ -2,6 +2,7 @@
 
 ========================================================  ========================================
 ``zero3::unshard(placeholder, contract)``                 returns the full tensor
+``zero3::unshard_named(placeholder, contract)``           returns it and the placeholder's name
 ``zero3::unshard_as(full, placeholder, contract)``        returns ``full``, made of its payloads
 ``zero3::all_gather_start(placeholders, after, ...)``     starts a gather, returns a handle
 ``zero3::all_gather_wait(handle, placeholders, after)``   returns full tensors and a token
@@ -20,12 +21,13 @@ Rewritten graphs contain gathers and reductions in place of ``unshard``. The gra
 ``reduce_rows`` is zeros to which the values are added at the indices.
 
 A *placeholder* has the full shape, compute dtype and strides of a parameter, and zero bytes of
-storage. The runtime finds the parameter by the address of that storage. A *token* is an empty
-tensor. An op that starts or waits for a collective takes the handle or token of the one before it
-as ``after``, so that no scheduler swaps two. ``all_gather_start`` also takes ``formats``: the
-format of each shard on its way (see ``codec``), if one is quantized. Reductions also take ``use``
-and ``contract``: *contract* is the leaf's dtype as text; *use* tells equal gradients of two uses
-apart.
+storage. The runtime finds the parameter by the address of that storage. A graph that another
+backend compiles, which may lay out anew what it saves for backward, saves a *name* in its place,
+int64 [1]. A *token* is an empty tensor. An op that starts or waits for a collective takes the
+handle or token of the one before it as ``after``, so that no scheduler swaps two.
+``all_gather_start`` also takes ``formats``: the format of each shard on its way (see ``codec``), if
+one is quantized. Reductions also take ``use`` and ``contract``: *contract* is the leaf's dtype as
+text; *use* tells equal gradients of two uses apart.
 """
 
 from collections.abc import Sequence
@@ -40,6 +42,11 @@ ops = torch.ops.zero3
 @torch.library.register_fake("zero3::unshard")
 def _(placeholder: torch.Tensor, contract: str) -> torch.Tensor:
     return torch.empty_like(placeholder)
+
+
+@torch.library.register_fake("zero3::unshard_named")
+def _(placeholder: torch.Tensor, contract: str) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(placeholder), torch.empty(1, dtype=torch.int64, device="cpu")
 
 
 @torch.library.register_fake("zero3::unshard_as")

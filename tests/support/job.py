@@ -10,6 +10,8 @@ from deepcompile_zero3.runtime import _C
 
 
 def start(backend, folder, **settings):
+    from support import quick_torch  # noqa: F401 (imports torch's compiler)
+
     gc.collect()  # frees an earlier test's model, and with it the model's name
     store = f"file://{folder}/store"
     dist.init_process_group(backend, init_method=store, rank=0, world_size=1, **settings)

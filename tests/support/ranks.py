@@ -19,6 +19,7 @@ import time
 import traceback
 from datetime import timedelta
 from multiprocessing import connection, forkserver
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -49,7 +50,7 @@ class RankPool:
             _start_forkserver()
         self._environment = environment
         self._ranks = []
-        self._has_models = False  # whether a run left some that are alive
+        self._leaves_some = False  # whether models or process groups of a run are alive
         self._folder = None  # where a rank that hangs or crashes writes its stack
 
     def run(self, function, *args, timeout=120):
@@ -64,8 +65,8 @@ class RankPool:
             AssertionError: with the traceback of every rank that failed, did not finish, or died.
         """
         __tracebackhide__ = True
-        if self._has_models:
-            self._kill()  # models of this run would get other names
+        if self._leaves_some:
+            self._kill()
         if not self._ranks:
             self._start()
         with _four_at_once(self.world_size), tempfile.TemporaryDirectory() as folder:
@@ -97,7 +98,7 @@ class RankPool:
     def _collect(self, timeout):
         """Returns the results and the errors, by rank."""
         results, errors = {}, {}
-        self._has_models = False
+        self._leaves_some = False
         deadline = time.monotonic() + timeout
         waiting = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks)}
         while waiting:
@@ -107,8 +108,8 @@ class RankPool:
             for pipe in ready:
                 rank = waiting.pop(pipe)
                 try:
-                    succeeded, value, has_models = pipe.recv()
-                    self._has_models |= has_models
+                    succeeded, value, leaves_some = pipe.recv()
+                    self._leaves_some |= leaves_some
                 except EOFError:
                     succeeded, value = False, self._how_it_died(rank)
                 (results if succeeded else errors)[rank] = value
@@ -222,7 +223,7 @@ def _serve(pipe, rank, world_size, environment, stack_path):
         except BaseException:
             answer = False, f"failed with\n{traceback.format_exc()}"
         sys.stdout.flush()
-        pipe.send((*answer, bool(_C.live_model_numbers())))
+        pipe.send((*answer, _leaves_some()))
 
 
 def _run(function, args, store, rank, world_size, caches):
@@ -248,10 +249,19 @@ def _run(function, args, store, rank, world_size, caches):
         collect_for_good()
 
 
-def _forget_meshes(caches):
-    """Empties DTensor's caches, which return meshes of earlier runs for equal ones.
+def _leaves_some():
+    """Returns whether models or process groups of a run are alive.
 
-    A mesh keeps its process groups, and each of gloo's has a thread that wakes 100 times a second.
+    Models of the next run would get other names. Each group has threads that wake 100 times a
+    second; guards of Dynamo on DTensors keep them, which no collection finds.
+    """
+    threads = (path.read_text() for path in Path("/proc/self/task").glob("*/comm"))
+    return bool(_C.live_model_numbers()) or any("gloo" in name for name in threads)
+
+
+def _forget_meshes(caches):
+    """Empties DTensor's caches, which return meshes of earlier runs for equal ones, and keep them
+    with their process groups.
     """
     # Imports torch's compiler, before which conftest.py sets the folder of its cache.
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
