@@ -94,9 +94,9 @@ void check_reducible(const Parameter& parameter, const std::string& contract) {
   check_not_compiled(parameter.fqn());
 }
 
-Tensor reduce_grad(const Tensor& grad, const Tensor& placeholder,
-                   const std::optional<Tensor>& after, int64_t use, std::string contract) {
-  auto parameter = Registry::get().find(placeholder);
+Tensor reduce_grad(const Tensor& grad, const Tensor& whose, const std::optional<Tensor>& after,
+                   int64_t use, std::string contract) {
+  auto parameter = Registry::get().find_by_ordinal(whose);
   const BelowAutograd guard;
   if (parameter->settings.deferred && contract.empty()) {
     parameter->deposit(grad);
@@ -132,17 +132,16 @@ Tensor reduce_rows(at::TensorList rows, const Tensor& placeholder,
 }
 
 // Returns fresh memory: a compiler may write to an operator's result.
-Tensor unshard(const Tensor& placeholder, std::string contract) {
+Tensor unshard(const Tensor& placeholder, std::string contract, bool saves_placeholder) {
   auto wanted = Registry::get().find_gatherable(placeholder);
   if (prepare_unshard) prepare_unshard(wanted.source->placeholder);
   return gather(std::move(wanted));
 }
 
-// Graphs that another backend compiles save the name in place of the placeholder, which Inductor
-// would copy, and so read, to lay it out in the order of channels last.
-std::tuple<Tensor, Tensor> unshard_named(const Tensor& placeholder, std::string contract) {
+// Returns the parameter's ordinal too, which a graph saves in place of the placeholder.
+std::tuple<Tensor, Tensor> unshard_with_ordinal(const Tensor& placeholder, std::string contract) {
   const auto order = Registry::get().find(placeholder)->order;
-  return {unshard(placeholder, std::move(contract)), at::full({1}, order, at::kLong)};
+  return {unshard(placeholder, std::move(contract), false), at::full({1}, order, at::kLong)};
 }
 
 // Returns a view that shares the version counter, so that a write to the view is noticed.
@@ -154,25 +153,25 @@ Tensor view_of(const Tensor& gathered) {
 Tensor call_unshard(const Tensor& placeholder, const std::string& contract) {
   static auto op = c10::Dispatcher::singleton()
                        .findSchemaOrThrow("zero3::unshard", "")
-                       .typed<Tensor(const Tensor&, std::string)>();
-  return op.call(placeholder, contract);
+                       .typed<Tensor(const Tensor&, std::string, bool)>();
+  return op.call(placeholder, contract, false);
 }
 
-std::tuple<Tensor, Tensor> call_unshard_named(const Tensor& placeholder,
-                                              const std::string& contract) {
+std::tuple<Tensor, Tensor> call_unshard_with_ordinal(const Tensor& placeholder,
+                                                     const std::string& contract) {
   static auto op = c10::Dispatcher::singleton()
-                       .findSchemaOrThrow("zero3::unshard_named", "")
+                       .findSchemaOrThrow("zero3::unshard_with_ordinal", "")
                        .typed<std::tuple<Tensor, Tensor>(const Tensor&, std::string)>();
   return op.call(placeholder, contract);
 }
 
-void call_reduce_grad(const Tensor& grad, const Tensor& placeholder, int64_t use,
+void call_reduce_grad(const Tensor& grad, const Tensor& whose, int64_t use,
                       const std::string& contract) {
   static auto op = c10::Dispatcher::singleton()
                        .findSchemaOrThrow("zero3::reduce_grad", "")
                        .typed<Tensor(const Tensor&, const Tensor&, const std::optional<Tensor>&,
                                      int64_t, std::string)>();
-  op.call(grad, placeholder, std::nullopt, use, contract);
+  op.call(grad, whose, std::nullopt, use, contract);
 }
 
 bool is_traced(const Tensor& tensor) {
@@ -182,8 +181,8 @@ bool is_traced(const Tensor& tensor) {
 
 // Returns a gradient in plain memory. A tensor subclass runs each operator on its inner tensors:
 // one with several of them would reduce as many gradients of one use.
-Tensor plain_gradient(const Tensor& grad, const Tensor& placeholder) {
-  if (is_traced(placeholder) || !grad.unsafeGetTensorImpl()->is_python_dispatch()) return grad;
+Tensor plain_gradient(const Tensor& grad, const Tensor& whose) {
+  if (is_traced(whose) || !grad.unsafeGetTensorImpl()->is_python_dispatch()) return grad;
   const std::vector<int64_t> strides = at::infer_dense_strides(grad.sizes(), grad.strides());
   return at::empty_strided(grad.sizes(), strides, at::device(grad.device()).dtype(grad.dtype()))
       .copy_(grad);
@@ -210,31 +209,31 @@ int64_t next_traced_use(const Tensor& placeholder) {
 class Unshard : public torch::autograd::Function<Unshard> {
  public:
   static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& placeholder,
-                        std::string contract, const std::optional<Tensor>& gathered, bool named) {
+                        std::string contract, const std::optional<Tensor>& gathered,
+                        bool saves_ordinal) {
     // Not by save_for_backward: the user's hooks on saved tensors would read it.
-    context->saved_data["placeholder"] = placeholder;
+    context->saved_data["whose"] = placeholder;
     context->saved_data["contract"] = contract;
     context->saved_data["use"] = is_traced(placeholder) ? next_traced_use(placeholder) : 0;
     context->set_materialize_grads(false);
     if (gathered) return view_of(*gathered);
     const BelowAutograd guard;
-    if (!named) return call_unshard(placeholder, contract);
-    auto [full, name] = call_unshard_named(placeholder, contract);
-    context->saved_data["placeholder"] = name;
+    if (!saves_ordinal) return call_unshard(placeholder, contract);
+    auto [full, ordinal] = call_unshard_with_ordinal(placeholder, contract);
+    context->saved_data["whose"] = ordinal;
     return full;
   }
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  torch::autograd::variable_list grads) {
-    const auto& placeholder = context->saved_data["placeholder"].toTensor();
+    const auto& whose = context->saved_data["whose"].toTensor();
     if (c10::GradMode::is_enabled()) {
-      auto parameter = is_traced(placeholder) ? nullptr : Registry::get().find_or_null(placeholder);
+      auto parameter = Registry::get().find_or_null(whose);
       ZERO3_CHECK(false, "the gradient of '", parameter ? parameter->fqn() : "a sharded parameter",
                   "' cannot be differentiated again: backward(create_graph=True) is not supported");
     }
     if (grads[0].defined())
-      call_reduce_grad(plain_gradient(grads[0], placeholder), placeholder,
-                       context->saved_data["use"].toInt(),
+      call_reduce_grad(plain_gradient(grads[0], whose), whose, context->saved_data["use"].toInt(),
                        context->saved_data["contract"].toStringRef());
     return {Tensor(), Tensor(), Tensor(), Tensor()};
   }
@@ -242,22 +241,25 @@ class Unshard : public torch::autograd::Function<Unshard> {
 
 // An empty contract means the parameter's present contract.
 Tensor apply_unshard(const Tensor& placeholder, std::string contract,
-                     const std::optional<Tensor>& gathered) {
+                     const std::optional<Tensor>& gathered, bool saves_placeholder = true) {
   const RuntimeState user_is_outside;  // autograd's functions change it
-  auto parameter = is_traced(placeholder) ? nullptr : Registry::get().find_or_null(placeholder);
+  const bool traced = is_traced(placeholder);
+  auto parameter = traced ? nullptr : Registry::get().find_or_null(placeholder);
   if (parameter && contract.empty())
     contract = contract_name(parameter->settings.gradient_dtypes.leaf);
-  const bool named =
-      is_traced(placeholder) && c10::GradMode::is_enabled() && placeholder.requires_grad();
-  auto full = Unshard::apply(placeholder, contract, gathered, named);
+  // Inductor lays out what a graph saves of a convolution's sources, if it has four dimensions, in
+  // the order of channels last: it would copy the placeholder, and so read it.
+  const bool saves_ordinal = traced && !saves_placeholder && placeholder.dim() == 4 &&
+                             placeholder.requires_grad() && c10::GradMode::is_enabled();
+  auto full = Unshard::apply(placeholder, contract, gathered, saves_ordinal);
   if (!full.requires_grad()) return full;
   declare_grad_dtype(full, contract_dtype(contract));
   if (parameter) add_uses({parameter}, /*first=*/false);
   return full;
 }
 
-Tensor unshard_autograd(const Tensor& placeholder, std::string contract) {
-  return apply_unshard(placeholder, std::move(contract), std::nullopt);
+Tensor unshard_autograd(const Tensor& placeholder, std::string contract, bool saves_placeholder) {
+  return apply_unshard(placeholder, std::move(contract), std::nullopt, saves_placeholder);
 }
 
 // Returns fresh memory, as unshard does.
@@ -277,7 +279,7 @@ void register_kernels(torch::Library& m) {
   m.impl("reduce_mm", reduce_mm);
   m.impl("reduce_rows", reduce_rows);
   m.impl("unshard", unshard);
-  m.impl("unshard_named", unshard_named);
+  m.impl("unshard_with_ordinal", unshard_with_ordinal);
   m.impl("unshard_as", unshard_as);
 }
 
@@ -296,7 +298,7 @@ TORCH_LIBRARY(zero3, m) {
       "Tensor(a)[]",
       tags);
   m.def(
-      "reduce_grad(Tensor grad, Tensor placeholder, Tensor? after=None, int use=0, "
+      "reduce_grad(Tensor grad, Tensor whose, Tensor? after=None, int use=0, "
       "str contract='') -> Tensor",
       tags);
   // A compiler keeps the strides of tensors in a list, and a factor is often a transposed view.
@@ -308,8 +310,8 @@ TORCH_LIBRARY(zero3, m) {
       "reduce_rows(Tensor[] rows, Tensor placeholder, Tensor? after=None, int use=0, "
       "str contract='') -> Tensor",
       tags);
-  m.def("unshard(Tensor placeholder, str contract) -> Tensor", tags);
-  m.def("unshard_named(Tensor placeholder, str contract) -> (Tensor, Tensor)", tags);
+  m.def("unshard(Tensor placeholder, str contract, bool saves_placeholder=False) -> Tensor", tags);
+  m.def("unshard_with_ordinal(Tensor placeholder, str contract) -> (Tensor, Tensor)", tags);
   m.def("unshard_as(Tensor full, Tensor placeholder, str contract) -> Tensor", tags);
 }
 

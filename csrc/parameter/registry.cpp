@@ -13,11 +13,6 @@ void check_found(bool is_found, const at::Tensor& placeholder) {
               "tensor is something else");
 }
 
-// A placeholder has no memory.
-bool is_name(const at::Tensor& tensor) {
-  return tensor.scalar_type() == at::kLong && tensor.storage().nbytes() != 0;
-}
-
 }  // namespace
 
 Registry& Registry::get() {
@@ -42,11 +37,6 @@ void Registry::add(const SourcePtr& source) {
 Gatherable Registry::find_gatherable_or_null(const at::Tensor& placeholder) {
   if (!placeholder.has_storage()) return {};
   std::lock_guard lock(mutex_);
-  if (is_name(placeholder)) {
-    auto named = parameters_.find(*placeholder.const_data_ptr<int64_t>());
-    auto parameter = named == parameters_.end() ? nullptr : named->second.lock();
-    return {parameter ? parameter->source : nullptr, parameter};
-  }
   auto found = by_placeholder_.find(placeholder.storage().unsafeGetStorageImpl());
   if (found == by_placeholder_.end()) return {};
   if (auto parameter = found->second.parameter.lock()) return {parameter->source, parameter};
@@ -66,6 +56,19 @@ Gatherable Registry::find_gatherable(const at::Tensor& placeholder) {
 ParameterPtr Registry::find(const at::Tensor& placeholder) {
   auto parameter = find_or_null(placeholder);
   check_found(parameter != nullptr, placeholder);
+  return parameter;
+}
+
+ParameterPtr Registry::find_by_ordinal(const at::Tensor& whose) {
+  const bool is_ordinal = whose.scalar_type() == at::kLong && whose.is_cpu() && whose.dim() == 1 &&
+                          whose.numel() == 1 && whose.storage().nbytes() != 0;
+  if (!is_ordinal) return find(whose);
+  const auto ordinal = *whose.const_data_ptr<int64_t>();
+  std::lock_guard lock(mutex_);
+  auto found = parameters_.find(ordinal);
+  auto parameter = found == parameters_.end() ? nullptr : found->second.lock();
+  ZERO3_CHECK(parameter, "a gradient is that of the sharded parameter number ", ordinal,
+              " of this process, and there is no such parameter: its model was deleted");
   return parameter;
 }
 

@@ -18,9 +18,7 @@ struct Gatherable {
 };
 
 // Maps placeholders to parameters and sources. The key is the storage, which detached and traced
-// aliases of a placeholder share. What takes the placeholder of a parameter takes its name too, a
-// tensor [1] of int64: the parameter's order. Owns nothing: a parameter lives as long as its Python
-// owner.
+// aliases of a placeholder share. Owns nothing: a parameter lives as long as its Python owner.
 class Registry {
  public:
   static Registry& get();
@@ -33,6 +31,9 @@ class Registry {
   // Raises if no live parameter has this placeholder.
   ParameterPtr find(const at::Tensor& placeholder);
   ParameterPtr find_or_null(const at::Tensor& placeholder);
+  // Takes the placeholder or the ordinal of a parameter, its order as a tensor [1] of int64, in
+  // host memory.
+  ParameterPtr find_by_ordinal(const at::Tensor& whose);
   // Raises if no live parameter or source has this placeholder.
   Gatherable find_gatherable(const at::Tensor& placeholder);
 

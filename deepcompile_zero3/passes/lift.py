@@ -27,6 +27,7 @@ def lift_unshards(gm: fx.GraphModule) -> bool:
     for nested in graph_modules(gm):
         for node in nested.graph.find_nodes(op="call_function", target=ops.unshard.default):
             if _storage(node) in escaping:
+                node.args = (*node.args[:2], True)  # the graph saves placeholders as they are
                 continue
             node.replace_all_uses_with(node.args[0])
             nested.graph.erase_node(node)
@@ -37,23 +38,6 @@ def lift_unshards(gm: fx.GraphModule) -> bool:
         nested.graph.lint()
         nested.recompile()
     return lifted
-
-
-def lift_names(gm: fx.GraphModule) -> None:
-    """Replaces each name of a placeholder by the placeholder, in a joint graph.
-
-    AOTAutograd differentiates an ``unshard`` that was not lifted, as for other backends.
-    """
-    for named in gm.graph.find_nodes(op="call_function", target=ops.unshard_named.default):
-        placeholder = named.args[0]
-        with gm.graph.inserting_before(named):
-            full = gm.graph.call_function(ops.unshard.default, named.args)
-        for item in list(named.users):
-            if item.args[1] == 0:
-                full.meta = item.meta
-            item.replace_all_uses_with(full if item.args[1] == 0 else placeholder)
-            gm.graph.erase_node(item)
-        gm.graph.erase_node(named)
 
 
 class _Attach(torch.autograd.Function):

@@ -13,7 +13,6 @@ from deepcompile_zero3.passes.backward_gathers import (
 )
 from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.passes.graph_parameters import find_parameters
-from deepcompile_zero3.passes.lift import lift_names
 from deepcompile_zero3.passes.mutated_inputs import save_mutated_inputs_as_read
 from deepcompile_zero3.passes.pipeline import Pipeline
 from deepcompile_zero3.passes.region_facts import RegionFacts, region_of
@@ -59,7 +58,6 @@ class Partitioner(compiler.CustomPartitionerFn):  # type: ignore[misc]
             forward, backward = partition(gm, joint_inputs, **kwargs)
             save_mutated_inputs_as_read(forward, backward, kwargs["num_fwd_outputs"])
             return forward, backward
-        lift_names(gm)
         separate_results(gm)
         nodes, _ = find_parameters(gm, self._inputs)
         tangents = [

@@ -2,12 +2,12 @@
 
 ========================================================  ========================================
 ``zero3::unshard(placeholder, contract)``                 returns the full tensor
-``zero3::unshard_named(placeholder, contract)``           returns it and the placeholder's name
+``zero3::unshard_with_ordinal(placeholder, contract)``    returns it and the parameter's ordinal
 ``zero3::unshard_as(full, placeholder, contract)``        returns ``full``, made of its payloads
 ``zero3::all_gather_start(placeholders, after, ...)``     starts a gather, returns a handle
 ``zero3::all_gather_wait(handle, placeholders, after)``   returns full tensors and a token
 ``zero3::all_gather_views(handle, placeholders, after)``  likewise, as views of shared memory
-``zero3::reduce_grad(grad, placeholder, after, ...)``     takes a full gradient, returns a token
+``zero3::reduce_grad(grad, whose, after, ...)``           takes a full gradient, returns a token
 ``zero3::reduce_mm(factors, placeholder, after, ...)``    takes a gradient as factors of a product
 ``zero3::reduce_rows(rows, placeholder, after, ...)``     takes a gradient as indices and values
 ``zero3::store_start(tensor, tier, after)``               starts a copy to a file, or from a GPU to
@@ -21,13 +21,16 @@ Rewritten graphs contain gathers and reductions in place of ``unshard``. The gra
 ``reduce_rows`` is zeros to which the values are added at the indices.
 
 A *placeholder* has the full shape, compute dtype and strides of a parameter, and zero bytes of
-storage. The runtime finds the parameter by the address of that storage. A graph that another
-backend compiles, which may lay out anew what it saves for backward, saves a *name* in its place,
-int64 [1]. A *token* is an empty tensor. An op that starts or waits for a collective takes the
-handle or token of the one before it as ``after``, so that no scheduler swaps two.
-``all_gather_start`` also takes ``formats``: the format of each shard on its way (see ``codec``), if
-one is quantized. Reductions also take ``use`` and ``contract``: *contract* is the leaf's dtype as
-text; *use* tells equal gradients of two uses apart.
+storage. ``reduce_grad`` also takes the *ordinal* of a parameter among all that a process has had,
+int64 [1]. A *token* is an empty tensor. An op that starts or waits for a collective takes the handle
+or token of the one before it as ``after``, so that no scheduler swaps two. ``all_gather_start`` also
+takes ``formats``: the format of each shard on its way (see ``codec``), if one is quantized.
+Reductions also take ``use`` and ``contract``: *contract* is the leaf's dtype as text; *use* tells
+equal gradients of two uses apart.
+
+Where another backend compiles, the graph saves the ordinal of a parameter of four dimensions from
+forward to backward, unless it ``saves_placeholder``: Inductor would copy the placeholder of a
+convolution's weight into the layout of channels last, and so read it.
 """
 
 from collections.abc import Sequence
@@ -40,11 +43,11 @@ ops = torch.ops.zero3
 
 
 @torch.library.register_fake("zero3::unshard")
-def _(placeholder: torch.Tensor, contract: str) -> torch.Tensor:
+def _(placeholder: torch.Tensor, contract: str, saves_placeholder: bool = False) -> torch.Tensor:
     return torch.empty_like(placeholder)
 
 
-@torch.library.register_fake("zero3::unshard_named")
+@torch.library.register_fake("zero3::unshard_with_ordinal")
 def _(placeholder: torch.Tensor, contract: str) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(placeholder), torch.empty(1, dtype=torch.int64, device="cpu")
 
@@ -78,7 +81,7 @@ def _(
 @torch.library.register_fake("zero3::reduce_grad")
 def _(
     grad: torch.Tensor,
-    placeholder: torch.Tensor,
+    whose: torch.Tensor,
     after: torch.Tensor | None = None,
     use: int = 0,
     contract: str = "",

@@ -140,7 +140,7 @@ def test_a_weight_that_leaves_the_graph_is_not_lifted(x, w):
         """\
         l_w_
         l_x_
-        weight = zero3.unshard(l_w_, 'any')
+        weight = zero3.unshard(l_w_, 'any', True)
         mm = mm(l_x_, l_w_)
         relu = relu(mm)
         t = t(weight)

@@ -19,6 +19,7 @@ from support.models import (
 )
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from deepcompile_zero3 import fully_shard, record_collectives
 
@@ -238,6 +239,15 @@ class _ReadByAnother(nn.Module):
         return x @ (self.weight * 2 + 1).tanh()
 
 
+class _Checkpointed(nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x):
+        return checkpoint(self.layers, x, use_reentrant=False)
+
+
 @needs_a_job
 @pytest.mark.inductor
 def test_inductor_alone_trains_convolutions():
@@ -249,6 +259,18 @@ def test_inductor_alone_trains_convolutions():
     for seed in range(2):
         batch = batch_of(2, 3, 8, 8, seed=seed)
         assert_same_step(model, reference, batch, run=run, optimizers=optimizers)
+
+
+@needs_a_job
+@pytest.mark.inductor
+def test_inductor_alone_says_what_to_do_about_convolutions_in_a_checkpoint():
+    layers = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 4, 3))
+    model, reference = shard(_Checkpointed(layers))
+    batch = batch_of(2, 3, 8, 8)
+    with pytest.raises(RuntimeError, match=r'backend="zero3", or with .*"layout_optimization"'):
+        torch.compile(model)(batch)
+    run = torch.compile(model, options={"layout_optimization": False})
+    assert_same_step(model, reference, batch, run=run)
 
 
 @needs_a_job

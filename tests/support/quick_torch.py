@@ -1,9 +1,9 @@
 """Leaves out what torch does in each job and at each compilation for nothing that a test looks at.
 
-To import it imports torch's compiler, before which conftest.py sets the folder of its cache.
+Ranks and jobs of one rank import this. Command lines and ranks that are spawned do not: with them,
+tests see torch as users do. To import it imports torch's compiler, before which conftest.py sets
+the folder of its cache.
 """
-
-import gc
 
 from torch._dynamo import guards, trace_rules
 
@@ -13,6 +13,3 @@ trace_rules.clear_lru_cache()
 trace_rules.clear_lru_cache = lambda: None
 # Flushes the processor's caches, to log how long a graph's guards take. 20 ms.
 guards.profile_guard_manager = lambda *_: 0.0
-# A compilation allocates much that lives until it ends, and a collection visits it. Each test ends
-# with a collection of all.
-gc.set_threshold(10_000, 20, 50)

@@ -255,8 +255,11 @@ def _leaves_some():
     Models of the next run would get other names. Each group has threads that wake 100 times a
     second; guards of Dynamo on DTensors keep them, which no collection finds.
     """
-    threads = (path.read_text() for path in Path("/proc/self/task").glob("*/comm"))
-    return bool(_C.live_model_numbers()) or any("gloo" in name for name in threads)
+    names = []
+    for path in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # the thread may have ended
+            names.append(path.read_text())
+    return bool(_C.live_model_numbers()) or any("gloo" in name for name in names)
 
 
 def _forget_meshes(caches):

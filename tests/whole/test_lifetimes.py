@@ -1,6 +1,7 @@
 """A model, its callable, its graph and its process group may end in any order; nothing leaks."""
 
 import gc
+import os
 import random
 
 import pytest
@@ -10,6 +11,7 @@ from support.job import needs_a_job
 from support.models import (
     Stack,
     assert_same_step,
+    assert_same_steps,
     batch_of,
     mean_square,
     mine,
@@ -89,6 +91,19 @@ def test_lives_may_end_in_any_order(run_ranks, transport, how, count):
     shuffled = random.Random(0)
     orders = [shuffled.sample(LIVES, len(LIVES)) for _ in range(count)]
     run_ranks(2, _end, transport, how, orders)
+
+
+@pytest.mark.parametrize("how", ["eager", "interpreted"])
+def test_a_run_leaves_neither_a_model_nor_a_group(run_ranks, how):
+    run_ranks(2, _train, how)
+    ranks = run_ranks(2, os.getpid)
+    run_ranks(2, _train, how)
+    assert run_ranks(2, os.getpid) == ranks  # else a pool would have started others
+
+
+def _train(how):
+    model, reference = shard(Stack())
+    assert_same_steps(model, reference, how, 4, 8)
 
 
 def _destroy_with_work_in_flight(transport):
