@@ -22,11 +22,11 @@ Rewritten graphs contain gathers and reductions in place of ``unshard``. The gra
 
 A *placeholder* has the full shape, compute dtype and strides of a parameter, and zero bytes of
 storage. ``reduce_grad`` also takes the *ordinal* of a parameter among all that a process has had,
-int64 [1]. A *token* is an empty tensor. An op that starts or waits for a collective takes the handle
-or token of the one before it as ``after``, so that no scheduler swaps two. ``all_gather_start`` also
-takes ``formats``: the format of each shard on its way (see ``codec``), if one is quantized.
-Reductions also take ``use`` and ``contract``: *contract* is the leaf's dtype as text; *use* tells
-equal gradients of two uses apart.
+int64 [1]. A *token* is an empty tensor. An op that starts or waits for a collective takes the
+handle or token of the one before it as ``after``, so that no scheduler swaps two.
+``all_gather_start`` also takes ``formats``: the format of each shard on its way (see ``codec``), if
+one is quantized. Reductions also take ``use`` and ``contract``: *contract* is the leaf's dtype as
+text; *use* tells equal gradients of two uses apart.
 
 Where another backend compiles, the graph saves the ordinal of a parameter of four dimensions from
 forward to backward, unless it ``saves_placeholder``: Inductor would copy the placeholder of a

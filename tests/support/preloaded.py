@@ -18,8 +18,8 @@ import deepcompile_zero3.sharding.fully_shard  # noqa: F401
 
 list_backends()  # imports them
 trace_rules.get_torch_obj_rule_map()
-# A compilation allocates much that lives until it ends, and a collection visits it. Jobs of one rank
-# collect as often as Python does by itself.
+# A compilation allocates much that lives until it ends, and a collection visits it. Jobs of one
+# rank collect as often as Python does by itself.
 gc.set_threshold(10_000, 20, 50)
 gc.collect()
 gc.freeze()  # later collections would visit all of torch, which takes 0.2 s
