@@ -45,7 +45,8 @@ at::Tensor make_placeholder(std::vector<int64_t> sizes, std::vector<int64_t> str
   storage->release_data_and_set_meta_custom_data_ptr_error_msg_(
       "zero3: a kernel reads the placeholder of a sharded parameter, which has no data. If another "
       "backend has compiled convolutions in a checkpoint, Inductor's layout optimization copies "
-      "their weights: compile with backend=\"zero3\", or with options={\"layout_optimization\": False}");
+      "their weights: compile with backend=\"zero3\", or with options={\"layout_optimization\": "
+      "False}");
   return tensor;
 }
 
