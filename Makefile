@@ -64,7 +64,7 @@ test-all: $(VENV)/.installed $(VENV)/.extra-test
 test-torch: VENV = .venv-torch-$(TORCH)
 test-torch:
 	$(MAKE) VENV=$(VENV) $(VENV)/.installed-copy
-	cd tests && ../$(BIN)/pytest -m smoke $(ARGS)
+	cd tests && ../$(BIN)/pytest --numprocesses 2 --dist worksteal -m smoke $(ARGS)
 
 # The runtime with its kernels for GPUs, on a machine that need not have one. torch's wheel for CUDA
 # brings most of the headers and libraries, and a toolkit, CUDA_HOME, the compiler and the rest. Here
@@ -83,7 +83,7 @@ check-cuda:
 	  CUDA_HOME=$(CUDA_HOME) CPATH=$$wheel/include LIBRARY_PATH=$$wheel/lib \
 	  ZERO3_CUDA=1 ZERO3_WERROR=1 \
 	  $(MAKE) VENV=$(VENV) TORCH=$(TORCH) $(VENV)/.installed-copy
-	cd tests && ../$(BIN)/pytest -m "smoke or cuda_build" $(ARGS)
+	cd tests && ../$(BIN)/pytest --numprocesses 2 --dist worksteal -m "smoke or cuda_build" $(ARGS)
 
 # The sanitizer watches our kernels only, and each tensor has memory of its own, past which it sees.
 # Calls that torch makes to learn what a driver can do are not errors.

@@ -148,7 +148,7 @@ elif has_cuda():
     extensions = [
         CUDAExtension(
             RUNTIME,
-            [*units(), *sources(".cu")],
+            [*sources(".cu"), *units()],  # first what takes longest
             define_macros=[("ZERO3_WITH_CUDA", None)],
             extra_compile_args={"cxx": CXX_FLAGS, "nvcc": NVCC_FLAGS},
             extra_link_args=sanitizer_flags(),
