@@ -12,5 +12,6 @@ class Guide(StrEnum):
     TIMEOUTS = "docs/hosts.md#start"
     NAN = "docs/debugging.md#a-nan"
     CUDA = "docs/gpu.md#building"
+    SILENT = "docs/limits.md#silent-nothing-is-raised"
     COMPILED_CODE = "docs/limits.md#compiled-code"
     METHODS = "docs/fsdp2.md#methods-of-a-sharded-module"

@@ -9,7 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-import deepcompile_zero3.plugins.sources  # noqa: F401 (adds kinds of parameters, and layouts)
+import deepcompile_zero3.plugins.sources  # adds kinds of parameters, and layouts
+import deepcompile_zero3.plugins.steps  # noqa: F401 (adds what looks at steps)
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.fsdp2.state import FsdpState
 from deepcompile_zero3.sharding import arguments, conversion, delivery
@@ -31,7 +32,7 @@ from deepcompile_zero3.sharding.module_parameters import modules_to_shard, param
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.sharding.placement import CHANGES, resolve_layout
 from deepcompile_zero3.sharding.private_references import check_private_references
-from deepcompile_zero3.sharding.replaced_parameters import replace, sharded_as
+from deepcompile_zero3.sharding.replaced_parameters import ignore, replace, sharded_as
 from deepcompile_zero3.sharding.replicas import compare_replicas
 from deepcompile_zero3.sharding.swap import original_class, swap_class
 from deepcompile_zero3.transport.choice import TransportName, resolve
@@ -102,7 +103,8 @@ def fully_shard(
             states are in host memory, page-locked unless ``pin_memory`` is False. It has no effect
             where the mesh is on the CPU. :class:`FileOffloadPolicy`: a budget of memory, only for
             meshes on the CPU.
-        ignored_params: parameters to leave as they are.
+        ignored_params: parameters to leave as they are, in or outside of the module. Each rank
+            trains its own.
         dp_mesh_dims: a ``DataParallelMeshDims`` of torch. It names the dimensions of ``mesh`` to
             shard over and those of replicas. Parameters are DTensors on all of ``mesh`` then, and
             are read as such: ``Replicate()`` on the named dimensions. ``mesh`` may have more.
@@ -193,6 +195,8 @@ def fully_shard(
         for sharded in built.values():
             offload_policy.budget.add(sharded)
     _install(modules, built, ignored, ranks_of_mesh.device)
+    for parameter in ignored:
+        ignore(parameter)
     group = ParameterGroup(list(built.values()), ForwardCasts(mp_policy), connects, len(modules))
     for each in modules:
         swap_class(each, group)

@@ -76,14 +76,19 @@ class ShardedModel:
 _models: weakref.WeakSet[ShardedModel] = weakref.WeakSet()
 
 
+def live_models() -> list[ShardedModel]:
+    """Returns all models that are alive."""
+    return list(_models)
+
+
 def models_numbered(numbers: Collection[int]) -> list[ShardedModel]:
     """Returns the live models with one of ``numbers``, in the order of their numbers."""
-    return sorted((m for m in list(_models) if m.number in numbers), key=lambda m: m.number)
+    return sorted((m for m in live_models() if m.number in numbers), key=lambda m: m.number)
 
 
 def sources_beside(fqns: Set[str]) -> dict[str, Source]:
     """Returns the live sources named in ``fqns`` and all others of their models, by name."""
-    by_model = [by_fqn(model.parameters) for model in list(_models)]
+    by_model = [by_fqn(model.parameters) for model in live_models()]
     found = [named for named in by_model if not fqns.isdisjoint(named)]
     return {fqn: each for named in found for fqn, each in named.items()}
 

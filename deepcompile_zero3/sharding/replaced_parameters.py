@@ -1,6 +1,7 @@
-"""Plain parameters that ``fully_shard`` has replaced with shards.
+"""Plain parameters that ``fully_shard`` has replaced with shards, or was told to leave.
 
-Optimizers that were built before may still have them, and tied modules that are sharded later.
+Optimizers that were built before may still have the former, and tied modules that are sharded
+later.
 """
 
 import torch
@@ -8,7 +9,19 @@ import torch
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 
-_SHARDED_AS = "_zero3_sharded_as"  # attribute of such a parameter
+# Attributes of such parameters.
+_SHARDED_AS = "_zero3_sharded_as"
+_IGNORED = "_zero3_ignored"
+
+
+def ignore(parameter: torch.Tensor) -> None:
+    """Notes that ``fully_shard`` leaves ``parameter`` as it is."""
+    setattr(parameter, _IGNORED, True)
+
+
+def is_ignored(parameter: torch.Tensor) -> bool:
+    """Whether a call of ``fully_shard`` has ``parameter`` among its ``ignored_params``."""
+    return hasattr(parameter, _IGNORED)
 
 
 def replace(parameter: torch.Tensor, sharded: ShardedParameter) -> None:

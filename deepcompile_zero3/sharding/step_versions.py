@@ -7,6 +7,7 @@ shards in a flat tensor, unless they have too few elements.
 """
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +22,10 @@ from deepcompile_zero3.torch_internals.optimizers import is_stepping
 # Attribute of an optimizer whose step refuses replaced parameters itself, before it puts other
 # tensors in the place of shards: hooks would not find these.
 REFUSES_REPLACED = "_zero3_refuses_replaced"
+
+# What features look at in each step: its optimizer, those of its DTensors that have gradients, and
+# those of its other parameters that have some. Not called if either is empty.
+LOOKS: list[Callable[[torch.optim.Optimizer, list[DTensor], list[torch.Tensor]], None]] = []
 
 _handles: list[Any] = []  # of the hooks, while there are owners
 _owners = 0
@@ -71,14 +76,24 @@ def count_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     Raises:
         Zero3Error: see :func:`refuse_replaced`.
     """
-    changed, has_replaced = [], False
+    changed: list[DTensor] = []
+    others: list[torch.Tensor] = []
+    has_replaced = False
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if isinstance(parameter, DTensor):
                 if parameter.grad is not None:
                     changed.append(parameter)
-            elif sharded_as(parameter) is not None:
+                continue
+            if parameter.grad is not None:
+                others.append(parameter)
+            if sharded_as(parameter) is not None:
                 has_replaced = True
     torch.autograd.graph.increment_version(changed)
-    if has_replaced and not hasattr(optimizer, REFUSES_REPLACED):
+    if hasattr(optimizer, REFUSES_REPLACED):
+        return
+    if has_replaced:
         refuse_replaced(optimizer)
+    if changed and others:
+        for look in LOOKS:
+            look(optimizer, changed, others)

@@ -179,8 +179,8 @@ def assert_same_parameters(model, reference, tolerance=1e-5):
     """Asserts that every parameter is a shard of the reference's."""
     for (fqn, parameter), (_, whole) in _pairs(model, reference):
         assert isinstance(parameter, DTensor), f"{fqn} is a {type(parameter).__name__}"
-        full, whole = _full(parameter.detach()).double(), whole.detach().double()
-        error = (full - whole).norm()
+        shard, whole = parameter.detach().double(), whole.detach().double()
+        error = (_full(shard) - whole).norm()
         # A parameter that began at zero and whose gradient is rounding noise has hardly moved.
         difference = (error / whole.norm().clamp_min(1e-3)).item()
         assert difference <= tolerance, f"{fqn}: parameters differ by {difference:.1e}"

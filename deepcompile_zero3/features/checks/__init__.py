@@ -1,1 +1,1 @@
-"""Checks while a model trains: gradients that are not finite, and norms of each gradient."""
+"""Checks while a model trains: gradients, their norms, and parameters that nobody shards."""
