@@ -64,12 +64,12 @@ test-all: $(VENV)/.installed $(VENV)/.extra-test
 test-torch: VENV = .venv-torch-$(TORCH)
 test-torch:
 	$(MAKE) VENV=$(VENV) $(VENV)/.installed-copy
-	cd tests && ../$(BIN)/pytest --numprocesses 2 --dist worksteal -m smoke $(ARGS)
+	cd tests && OMP_NUM_THREADS=1 ../$(BIN)/pytest --numprocesses 2 --dist worksteal -m smoke $(ARGS)
 
 # The runtime with its kernels for GPUs, on a machine that need not have one. torch's wheel for CUDA
 # brings most of the headers and libraries, and a toolkit, CUDA_HOME, the compiler and the rest. Here
-# each source is compiled by itself, and fails if it does not include what it uses, but for
-# ZERO3_UNITS=1, which takes half of the time.
+# each source is compiled by itself, and fails if it does not include what it uses. ZERO3_UNITS=1
+# compiles a folder at a time, without that check and in half of the time.
 CUDA_HOME ?= /usr/local/cuda
 check-cuda: VENV = .venv-cuda
 check-cuda: TORCH = 2.15.0
@@ -83,7 +83,7 @@ check-cuda:
 	  CUDA_HOME=$(CUDA_HOME) CPATH=$$wheel/include LIBRARY_PATH=$$wheel/lib \
 	  ZERO3_CUDA=1 ZERO3_WERROR=1 \
 	  $(MAKE) VENV=$(VENV) TORCH=$(TORCH) $(VENV)/.installed-copy
-	cd tests && ../$(BIN)/pytest --numprocesses 2 --dist worksteal -m "smoke or cuda_build" $(ARGS)
+	cd tests && OMP_NUM_THREADS=1 ../$(BIN)/pytest --numprocesses 2 --dist worksteal -m "smoke or cuda_build" $(ARGS)
 
 # The sanitizer watches our kernels only, and each tensor has memory of its own, past which it sees.
 # Calls that torch makes to learn what a driver can do are not errors.

@@ -1,6 +1,6 @@
 // The operators. Graphs contain all_gather_start, all_gather_wait or all_gather_views, and
 // reduce_grad, reduce_mm or reduce_rows. Models call unshard, or unshard_as for a tensor that is
-// made of payloads.
+// made of payloads; graphs of other backends may call unshard_with_ordinal.
 #include "ops.h"
 
 #include <ATen/core/enum_tag.h>
@@ -96,7 +96,7 @@ void check_reducible(const Parameter& parameter, const std::string& contract) {
 
 Tensor reduce_grad(const Tensor& grad, const Tensor& whose, const std::optional<Tensor>& after,
                    int64_t use, std::string contract) {
-  auto parameter = Registry::get().find_by_ordinal(whose);
+  auto parameter = Registry::get().find_for_gradient(whose);
   const BelowAutograd guard;
   if (parameter->settings.deferred && contract.empty()) {
     parameter->deposit(grad);
@@ -298,7 +298,7 @@ TORCH_LIBRARY(zero3, m) {
       "Tensor(a)[]",
       tags);
   m.def(
-      "reduce_grad(Tensor grad, Tensor whose, Tensor? after=None, int use=0, "
+      "reduce_grad(Tensor grad, Tensor placeholder, Tensor? after=None, int use=0, "
       "str contract='') -> Tensor",
       tags);
   // A compiler keeps the strides of tensors in a list, and a factor is often a transposed view.

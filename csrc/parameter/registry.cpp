@@ -59,7 +59,7 @@ ParameterPtr Registry::find(const at::Tensor& placeholder) {
   return parameter;
 }
 
-ParameterPtr Registry::find_by_ordinal(const at::Tensor& whose) {
+ParameterPtr Registry::find_for_gradient(const at::Tensor& whose) {
   const bool is_ordinal = whose.scalar_type() == at::kLong && whose.is_cpu() && whose.dim() == 1 &&
                           whose.numel() == 1 && whose.storage().nbytes() != 0;
   if (!is_ordinal) return find(whose);

@@ -31,9 +31,9 @@ class Registry {
   // Raises if no live parameter has this placeholder.
   ParameterPtr find(const at::Tensor& placeholder);
   ParameterPtr find_or_null(const at::Tensor& placeholder);
-  // Takes the placeholder or the ordinal of a parameter, its order as a tensor [1] of int64, in
-  // host memory.
-  ParameterPtr find_by_ordinal(const at::Tensor& whose);
+  // Takes a placeholder, or a parameter's ordinal: its order, as a tensor [1] of int64 in host
+  // memory.
+  ParameterPtr find_for_gradient(const at::Tensor& whose);
   // Raises if no live parameter or source has this placeholder.
   Gatherable find_gatherable(const at::Tensor& placeholder);
 

@@ -27,7 +27,7 @@ def lift_unshards(gm: fx.GraphModule) -> bool:
     for nested in graph_modules(gm):
         for node in nested.graph.find_nodes(op="call_function", target=ops.unshard.default):
             if _storage(node) in escaping:
-                node.args = (*node.args[:2], True)  # the graph saves placeholders as they are
+                node.args = (*node.args[:2], True)  # passes know placeholders, no ordinals
                 continue
             node.replace_all_uses_with(node.args[0])
             nested.graph.erase_node(node)

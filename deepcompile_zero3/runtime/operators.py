@@ -7,7 +7,7 @@
 ``zero3::all_gather_start(placeholders, after, ...)``     starts a gather, returns a handle
 ``zero3::all_gather_wait(handle, placeholders, after)``   returns full tensors and a token
 ``zero3::all_gather_views(handle, placeholders, after)``  likewise, as views of shared memory
-``zero3::reduce_grad(grad, whose, after, ...)``           takes a full gradient, returns a token
+``zero3::reduce_grad(grad, placeholder, after, ...)``     takes a full gradient, returns a token
 ``zero3::reduce_mm(factors, placeholder, after, ...)``    takes a gradient as factors of a product
 ``zero3::reduce_rows(rows, placeholder, after, ...)``     takes a gradient as indices and values
 ``zero3::store_start(tensor, tier, after)``               starts a copy to a file, or from a GPU to
@@ -29,8 +29,8 @@ one is quantized. Reductions also take ``use`` and ``contract``: *contract* is t
 text; *use* tells equal gradients of two uses apart.
 
 Where another backend compiles, the graph saves the ordinal of a parameter of four dimensions from
-forward to backward, unless it ``saves_placeholder``: Inductor would copy the placeholder of a
-convolution's weight into the layout of channels last, and so read it.
+forward to backward: Inductor would copy the placeholder of a convolution's weight into the layout
+of channels last, and so read it. ``unshard(..., saves_placeholder=True)`` prevents that.
 """
 
 from collections.abc import Sequence
@@ -81,7 +81,7 @@ def _(
 @torch.library.register_fake("zero3::reduce_grad")
 def _(
     grad: torch.Tensor,
-    whose: torch.Tensor,
+    placeholder: torch.Tensor,
     after: torch.Tensor | None = None,
     use: int = 0,
     contract: str = "",

@@ -195,8 +195,7 @@ def fully_shard(
         for sharded in built.values():
             offload_policy.budget.add(sharded)
     _install(modules, built, ignored, ranks_of_mesh.device)
-    for parameter in ignored:
-        ignore(parameter)
+    ignore(ignored, modules)
     group = ParameterGroup(list(built.values()), ForwardCasts(mp_policy), connects, len(modules))
     for each in modules:
         swap_class(each, group)

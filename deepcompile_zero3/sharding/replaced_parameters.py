@@ -4,24 +4,34 @@ Optimizers that were built before may still have the former, and tied modules th
 later.
 """
 
+import weakref
+from collections.abc import Iterable, Set
+
 import torch
+from torch import nn
 
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 
-# Attributes of such parameters.
-_SHARDED_AS = "_zero3_sharded_as"
-_IGNORED = "_zero3_ignored"
+_SHARDED_AS = "_zero3_sharded_as"  # attribute of a parameter that was replaced
+_IGNORED = "_zero3_ignored"  # attribute of a parameter that is left
+_ignored_names: "weakref.WeakKeyDictionary[nn.Module, set[str]]" = weakref.WeakKeyDictionary()
 
 
-def ignore(parameter: torch.Tensor) -> None:
-    """Notes that ``fully_shard`` leaves ``parameter`` as it is."""
-    setattr(parameter, _IGNORED, True)
+def ignore(parameters: Set[nn.Parameter], modules: Iterable[nn.Module]) -> None:
+    """Notes that ``fully_shard``, called on ``modules``, leaves ``parameters`` as they are."""
+    for parameter in parameters:
+        setattr(parameter, _IGNORED, True)
+    for module in (each for root in modules for each in root.modules()):
+        names = {name for name, each in module._parameters.items() if each in parameters}
+        if names:  # torch may put others in their places, such as those of `to_empty`
+            _ignored_names.setdefault(module, set()).update(names)
 
 
-def is_ignored(parameter: torch.Tensor) -> bool:
-    """Whether a call of ``fully_shard`` has ``parameter`` among its ``ignored_params``."""
-    return hasattr(parameter, _IGNORED)
+def not_ignored(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns those of ``parameters`` that no call of ``fully_shard`` was told to leave."""
+    known = {id(m._parameters.get(name)) for m, names in _ignored_names.items() for name in names}
+    return [each for each in parameters if id(each) not in known and not hasattr(each, _IGNORED)]
 
 
 def replace(parameter: torch.Tensor, sharded: ShardedParameter) -> None:

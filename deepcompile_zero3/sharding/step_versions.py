@@ -23,8 +23,8 @@ from deepcompile_zero3.torch_internals.optimizers import is_stepping
 # tensors in the place of shards: hooks would not find these.
 REFUSES_REPLACED = "_zero3_refuses_replaced"
 
-# What features look at in each step: its optimizer, those of its DTensors that have gradients, and
-# those of its other parameters that have some. Not called if either is empty.
+# What features look at before and after a step: its optimizer, those of its DTensors that have
+# gradients, and those of its other parameters that have some. Not called if either is empty.
 LOOKS: list[Callable[[torch.optim.Optimizer, list[DTensor], list[torch.Tensor]], None]] = []
 
 _handles: list[Any] = []  # of the hooks, while there are owners
@@ -71,29 +71,32 @@ class _Garbage:
 
 @torch_internals.disable_dynamo  # a frame around the step is traced apart from what steps
 def count_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Counts a write to each DTensor of ``optimizer`` that has a gradient.
+    """Counts writes, as :func:`count_writes` does, and shows features what steps."""
+    shards = count_writes(optimizer)
+    if not shards or hasattr(optimizer, REFUSES_REPLACED):
+        return
+    parameters = (each for group in optimizer.param_groups for each in group["params"])
+    others = [p for p in parameters if not isinstance(p, DTensor) and p.grad is not None]
+    if others:
+        for look in LOOKS:
+            look(optimizer, shards, others)
+
+
+def count_writes(optimizer: torch.optim.Optimizer) -> list[DTensor]:
+    """Counts a write to each DTensor of ``optimizer`` that has a gradient, and returns them.
 
     Raises:
         Zero3Error: see :func:`refuse_replaced`.
     """
-    changed: list[DTensor] = []
-    others: list[torch.Tensor] = []
-    has_replaced = False
+    changed, has_replaced = [], False
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if isinstance(parameter, DTensor):
                 if parameter.grad is not None:
                     changed.append(parameter)
-                continue
-            if parameter.grad is not None:
-                others.append(parameter)
-            if sharded_as(parameter) is not None:
+            elif sharded_as(parameter) is not None:
                 has_replaced = True
     torch.autograd.graph.increment_version(changed)
-    if hasattr(optimizer, REFUSES_REPLACED):
-        return
-    if has_replaced:
+    if has_replaced and not hasattr(optimizer, REFUSES_REPLACED):
         refuse_replaced(optimizer)
-    if changed and others:
-        for look in LOOKS:
-            look(optimizer, changed, others)
+    return changed

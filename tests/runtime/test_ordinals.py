@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.job import needs_a_job
-from support.models import compiled, in_backward
+from support.models import assert_same_gradients, compiled, in_backward, shard
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -84,3 +84,34 @@ def test_a_forward_without_gradients_may_return_a_weight(how):
     weight = model.layer.weight.detach().clone()
     returned, _ = compiled(fully_shard(model), how)(torch.ones(1, 2, 4, 4))
     assert torch.equal(returned, weight)
+
+
+class _UsesTwice(nn.Module):
+    """Returns a weight beside a loss that reads it twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Conv2d(2, 2, 1)
+
+    def forward(self, x):
+        return self.layer(self.layer(x)).square().mean(), self.layer.weight * 1
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"backend": "aot_eager"},
+        {"backend": "zero3", "options": {"inductor": False}},
+        pytest.param({"backend": "zero3"}, marks=pytest.mark.more),
+        pytest.param({"backend": "inductor"}, marks=pytest.mark.more),
+    ],
+    ids=lambda settings: " ".join(map(str, settings.values())),
+)
+def test_a_weight_of_four_dimensions_is_reduced_for_each_use(settings):
+    model, reference = shard(_UsesTwice())
+    run = torch.compile(model, **settings)
+    x = torch.randn(1, 2, 4, 4)
+    for each in (run, reference):
+        loss, weight = each(x)
+        (loss + weight.square().sum()).backward()
+    assert_same_gradients(model, reference)

@@ -1,8 +1,8 @@
 """Leaves out what torch does in each job and at each compilation for nothing that a test looks at.
 
-Ranks and jobs of one rank import this. Command lines and ranks that are spawned do not: with them,
-tests see torch as users do. To import it imports torch's compiler, before which conftest.py sets
-the folder of its cache.
+Ranks import this, and so do processes that begin a job of one rank, for all that they run
+afterwards. Command lines and ranks that are spawned do not: with them, tests see torch as users do.
+To import it imports torch's compiler, before which conftest.py sets the folder of its cache.
 """
 
 from torch._dynamo import guards, trace_rules

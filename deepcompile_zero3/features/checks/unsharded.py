@@ -9,41 +9,45 @@ from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3.guides import Guide
 from deepcompile_zero3.sharding.model import live_models
-from deepcompile_zero3.sharding.replaced_parameters import is_ignored
+from deepcompile_zero3.sharding.replaced_parameters import not_ignored
 from deepcompile_zero3.transport.json_collectives import shorten
 
-# How many parameters beside shards each optimizer had when it was looked at.
-_seen: "weakref.WeakKeyDictionary[torch.optim.Optimizer, int]" = weakref.WeakKeyDictionary()
+# What each optimizer stepped beside how many shards, when it was looked at; None once it was told.
+_seen: "weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, frozenset[int]] | None]" = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def warn_of_unsharded(
     optimizer: torch.optim.Optimizer, shards: Sequence[DTensor], others: Sequence[torch.Tensor]
 ) -> None:
-    """Warns once if an optimizer steps parameters beside shards whose gradients nobody reduces.
+    """Warns once if an optimizer steps shards, and parameters whose gradients nobody reduces.
 
     Args:
-        optimizer: an optimizer that steps.
+        optimizer: an optimizer that is about to step.
         shards: its DTensors that have gradients.
         others: its other parameters that have gradients.
     """
-    if _seen.get(optimizer) == len(others):
+    looked_at = len(shards), frozenset(map(id, others))
+    if _seen.get(optimizer, looked_at) is None or _seen.get(optimizer) == looked_at:
         return
-    _seen[optimizer] = len(others)
+    _seen[optimizer] = looked_at
     ours = {
         id(parameter.registered.latest)
         for model in live_models()
         for parameter in model.parameters
         if parameter.layout.ranks.mesh.size() > 1
     }
-    apart = [each for each in others if not is_ignored(each)]
+    apart = not_ignored(others)
     if not apart or ours.isdisjoint(map(id, shards)):
         return
+    _seen[optimizer] = None
     shapes = shorten([str(list(each.shape)) for each in apart])
     warnings.warn(
-        f"zero3: the {type(optimizer).__name__} steps {len(apart)} parameters beside shards that "
-        f"fully_shard was not called on, of shapes {shapes}: each rank trains its own, by the "
-        "gradients of its own data. Call fully_shard on the whole model too, once it has all of "
-        "its modules. Name parameters that are meant to differ, or whose gradients you reduce, in "
-        f"ignored_params of fully_shard. See {Guide.SILENT}",
-        stacklevel=5,  # of the step
+        f"zero3: the {type(optimizer).__name__} steps shards, and {len(apart)} of the parameters "
+        f"that fully_shard has not sharded, of shapes {shapes}. Each rank trains its own of these, "
+        "by the gradients of its own data. Call fully_shard on the whole model too, once it has "
+        "all of its modules. Name parameters that are meant to differ, or whose gradients you "
+        f"reduce, in ignored_params of fully_shard. See {Guide.SILENT}",
+        stacklevel=6,  # the caller of optimizer.step()
     )

@@ -31,7 +31,7 @@ from deepcompile_zero3.features.owned.muon import Muon
 from deepcompile_zero3.features.owned.owned import OwnedTensor, rows_of
 from deepcompile_zero3.sharding.mesh_of_few import adopt
 from deepcompile_zero3.sharding.replaced_parameters import refuse_replaced
-from deepcompile_zero3.sharding.step_versions import REFUSES_REPLACED, count_step
+from deepcompile_zero3.sharding.step_versions import REFUSES_REPLACED, count_step, count_writes
 from deepcompile_zero3.torch_internals.optimizers import has_step_hooks
 
 # Optimizers of torch that update an element by its own gradient and state.
@@ -109,7 +109,7 @@ def step_locally(optimizer: torch.optim.Optimizer, *, is_elementwise: bool = Fal
                 step()
         finally:
             delattr(optimizer, REFUSES_REPLACED)
-            count_step(optimizer)  # the hooks have seen local tensors
+            count_writes(optimizer)  # the hooks have seen local tensors
 
     layers.locally = local_step
     if not has_known_states:
