@@ -21,12 +21,13 @@ Rewritten graphs contain gathers and reductions in place of ``unshard``. The gra
 ``reduce_rows`` is zeros to which the values are added at the indices.
 
 A *placeholder* has the full shape, compute dtype and strides of a parameter, and zero bytes of
-storage. ``reduce_grad`` also takes the *ordinal* of a parameter among all that a process has had,
-int64 [1]. A *token* is an empty tensor. An op that starts or waits for a collective takes the
-handle or token of the one before it as ``after``, so that no scheduler swaps two.
-``all_gather_start`` also takes ``formats``: the format of each shard on its way (see ``codec``), if
-one is quantized. Reductions also take ``use`` and ``contract``: *contract* is the leaf's dtype as
-text; *use* tells equal gradients of two uses apart.
+storage. The runtime finds the parameter by the address of that storage. ``reduce_grad`` also takes
+the *ordinal* of a parameter among all that a process has had, int64 [1]. A *token* is an empty
+tensor. An op that starts or waits for a collective takes the handle or token of the one before it
+as ``after``, so that no scheduler swaps two. ``all_gather_start`` also takes ``formats``: the
+format of each shard on its way (see ``codec``), if one is quantized. Reductions also take ``use``
+and ``contract``: *contract* is the leaf's dtype as text; *use* tells equal gradients of two uses
+apart.
 
 Where another backend compiles, the graph saves the ordinal of a parameter of four dimensions from
 forward to backward: Inductor would copy the placeholder of a convolution's weight into the layout
@@ -36,49 +37,50 @@ of channels last, and so read it. ``unshard(..., saves_placeholder=True)`` preve
 from collections.abc import Sequence
 
 import torch
+from torch import library
 
 from deepcompile_zero3.runtime import load  # noqa: F401 (which defines the operators)
 
 ops = torch.ops.zero3
 
 
-@torch.library.register_fake("zero3::unshard")
+@library.register_fake("zero3::unshard")
 def _(placeholder: torch.Tensor, contract: str, saves_placeholder: bool = False) -> torch.Tensor:
     return torch.empty_like(placeholder)
 
 
-@torch.library.register_fake("zero3::unshard_with_ordinal")
+@library.register_fake("zero3::unshard_with_ordinal")
 def _(placeholder: torch.Tensor, contract: str) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(placeholder), torch.empty(1, dtype=torch.int64, device="cpu")
 
 
-@torch.library.register_fake("zero3::unshard_as")
+@library.register_fake("zero3::unshard_as")
 def _(full: torch.Tensor, placeholder: torch.Tensor, contract: str) -> torch.Tensor:
     return torch.empty_like(full)
 
 
-@torch.library.register_fake("zero3::all_gather_start")
+@library.register_fake("zero3::all_gather_start")
 def _(
     placeholders: Sequence[torch.Tensor], after: torch.Tensor | None = None, formats: str = ""
 ) -> torch.Tensor:
     return torch.empty(1, dtype=torch.int64, device="cpu")
 
 
-@torch.library.register_fake("zero3::all_gather_wait")
+@library.register_fake("zero3::all_gather_wait")
 def _(
     handle: torch.Tensor, placeholders: Sequence[torch.Tensor], after: torch.Tensor | None = None
 ) -> list[torch.Tensor]:
     return [*(torch.empty_like(p) for p in placeholders), placeholders[0].new_empty(0)]
 
 
-@torch.library.register_fake("zero3::all_gather_views")
+@library.register_fake("zero3::all_gather_views")
 def _(
     handle: torch.Tensor, placeholders: Sequence[torch.Tensor], after: torch.Tensor | None = None
 ) -> list[torch.Tensor]:
     return [*placeholders, placeholders[0].new_empty(0)]
 
 
-@torch.library.register_fake("zero3::reduce_grad")
+@library.register_fake("zero3::reduce_grad")
 def _(
     grad: torch.Tensor,
     placeholder: torch.Tensor,
@@ -89,8 +91,8 @@ def _(
     return grad.new_empty(0)
 
 
-@torch.library.register_fake("zero3::reduce_mm")
-@torch.library.register_fake("zero3::reduce_rows")
+@library.register_fake("zero3::reduce_mm")
+@library.register_fake("zero3::reduce_rows")
 def _(
     inputs: Sequence[torch.Tensor],
     placeholder: torch.Tensor,
@@ -101,26 +103,26 @@ def _(
     return inputs[-1].new_empty(0)
 
 
-@torch.library.register_fake("zero3::store_start")
+@library.register_fake("zero3::store_start")
 def _(
     tensor: torch.Tensor, tier: int | None = None, after: torch.Tensor | None = None
 ) -> torch.Tensor:
     return torch.empty(1, dtype=torch.int64, device="cpu")
 
 
-@torch.library.register_fake("zero3::load_start")
+@library.register_fake("zero3::load_start")
 def _(stored: torch.Tensor, after: torch.Tensor | None = None, device: str = "") -> torch.Tensor:
     return torch.empty(1, dtype=torch.int64, device="cpu")
 
 
-@torch.library.register_fake("zero3::store_wait")
+@library.register_fake("zero3::store_wait")
 def _(
     handle: torch.Tensor, tensor: torch.Tensor, after: torch.Tensor | None = None
 ) -> torch.Tensor:
     return torch.empty_like(tensor, device="cpu")
 
 
-@torch.library.register_fake("zero3::load_wait")
+@library.register_fake("zero3::load_wait")
 def _(
     handle: torch.Tensor,
     stored: torch.Tensor,

@@ -72,31 +72,34 @@ class _Garbage:
 @torch_internals.disable_dynamo  # a frame around the step is traced apart from what steps
 def count_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Counts writes, as :func:`count_writes` does, and shows features what steps."""
-    shards = count_writes(optimizer)
-    if not shards or hasattr(optimizer, REFUSES_REPLACED):
-        return
-    parameters = (each for group in optimizer.param_groups for each in group["params"])
-    others = [p for p in parameters if not isinstance(p, DTensor) and p.grad is not None]
-    if others:
+    shards, others = count_writes(optimizer)
+    if shards and others and not hasattr(optimizer, REFUSES_REPLACED):
         for look in LOOKS:
             look(optimizer, shards, others)
 
 
-def count_writes(optimizer: torch.optim.Optimizer) -> list[DTensor]:
-    """Counts a write to each DTensor of ``optimizer`` that has a gradient, and returns them.
+def count_writes(optimizer: torch.optim.Optimizer) -> tuple[list[DTensor], list[torch.Tensor]]:
+    """Counts a write to each DTensor of ``optimizer`` that has a gradient.
+
+    Returns these DTensors, and the other parameters that have gradients.
 
     Raises:
         Zero3Error: see :func:`refuse_replaced`.
     """
-    changed, has_replaced = [], False
+    changed: list[DTensor] = []
+    others: list[torch.Tensor] = []
+    has_replaced = False
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if isinstance(parameter, DTensor):
                 if parameter.grad is not None:
                     changed.append(parameter)
-            elif sharded_as(parameter) is not None:
+                continue
+            if parameter.grad is not None:
+                others.append(parameter)
+            if sharded_as(parameter) is not None:
                 has_replaced = True
     torch.autograd.graph.increment_version(changed)
     if has_replaced and not hasattr(optimizer, REFUSES_REPLACED):
         refuse_replaced(optimizer)
-    return changed
+    return changed, others

@@ -29,7 +29,7 @@ def warn_of_unsharded(
         others: its other parameters that have gradients.
     """
     looked_at = len(shards), frozenset(map(id, others))
-    if _seen.get(optimizer, looked_at) is None or _seen.get(optimizer) == looked_at:
+    if _seen.get(optimizer, ()) in (looked_at, None):
         return
     _seen[optimizer] = looked_at
     ours = {
