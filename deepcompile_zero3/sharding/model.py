@@ -81,6 +81,11 @@ def live_models() -> list[ShardedModel]:
     return list(_models)
 
 
+def live_shards() -> dict[int, ShardedParameter]:
+    """Returns the sharded parameters of all live models by the ``id`` of what is registered."""
+    return {id(p.registered.latest): p for model in _models for p in model.parameters}
+
+
 def models_numbered(numbers: Collection[int]) -> list[ShardedModel]:
     """Returns the live models with one of ``numbers``, in the order of their numbers."""
     return sorted((m for m in live_models() if m.number in numbers), key=lambda m: m.number)

@@ -8,7 +8,7 @@ shards in a flat tensor, unless they have too few elements.
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -17,15 +17,36 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook as register_p
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.sharding.replaced_parameters import refuse_replaced, sharded_as
-from deepcompile_zero3.torch_internals.optimizers import is_stepping
+from deepcompile_zero3.torch_internals.optimizers import has_step_hooks, is_stepping
 
 # Attribute of an optimizer whose step refuses replaced parameters itself, before it puts other
 # tensors in the place of shards: hooks would not find these.
 REFUSES_REPLACED = "_zero3_refuses_replaced"
 
-# What features look at before and after a step: its optimizer, those of its DTensors that have
-# gradients, and those of its other parameters that have some. Not called if either is empty.
+# What features look at before a step: its optimizer, those of its DTensors that have gradients, and
+# those of its other parameters that have some. Not called if either is empty.
 LOOKS: list[Callable[[torch.optim.Optimizer, list[DTensor], list[torch.Tensor]], None]] = []
+
+# An optimizer that steps in the place of another of its class, and what to call after its step.
+StandIn = tuple[torch.optim.Optimizer, Callable[[], None]]
+
+
+class StandIns(NamedTuple):
+    """What a feature puts in the place of optimizers for a step.
+
+    Attributes:
+        may_be_for: says whether it may do so for an optimizer, which calls its closure first, and
+            takes nothing else from it.
+        make: returns what stands in, or None. Some DTensors of the optimizer have gradients.
+    """
+
+    may_be_for: Callable[[torch.optim.Optimizer], bool]
+    make: Callable[[torch.optim.Optimizer], StandIn | None]
+
+
+STAND_INS: list[StandIns] = []
+
+_FINISH = "_zero3_finish"  # attribute of an optimizer that stands in: what to call after its step
 
 _handles: list[Any] = []  # of the hooks, while there are owners
 _owners = 0
@@ -37,7 +58,7 @@ def count_steps_while_alive(owner: object) -> None:
     _owners += 1
     if not _handles:
         # Before a step too, since one that raises may have changed some parameters.
-        _handles.extend((register_pre_hook(count_step), register_post_hook(count_step)))
+        _handles.extend((register_pre_hook(_before_step), register_post_hook(_after_step)))
     weakref.finalize(owner, _forget_owner).atexit = False
 
 
@@ -69,13 +90,50 @@ class _Garbage:
     itself: "_Garbage"
 
 
+def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns whether hooks of others see the steps of ``optimizer``."""
+    return has_step_hooks(optimizer, other_than=(_before_step, _after_step))
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    """Counts writes, shows features what steps, and lets them put another optimizer there."""
+    make = None
+    if not torch.compiler.is_compiling():  # graphs have the optimizer's own tensors
+        make = next((each.make for each in STAND_INS if each.may_be_for(optimizer)), None)
+    if make is not None:
+        args, kwargs = _with_loss(*args, **kwargs)
+    shards = _look(optimizer)
+    if make is not None and shards and (found := make(optimizer)) is not None:
+        stand_in, finish = found
+        setattr(stand_in, _FINISH, finish)
+        args = stand_in, *args[1:]
+    return args, kwargs
+
+
+def _with_loss(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """Returns a step's arguments, with the loss of its closure in the place of the closure."""
+    closure = args[0] if args else kwargs.get("closure")
+    if closure is None:
+        return (optimizer, *args), kwargs
+    with torch.enable_grad():
+        loss = closure()
+    return (optimizer, lambda: loss), {k: v for k, v in kwargs.items() if k != "closure"}
+
+
 @torch_internals.disable_dynamo  # a frame around the step is traced apart from what steps
-def count_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Counts writes, as :func:`count_writes` does, and shows features what steps."""
+def _look(optimizer: torch.optim.Optimizer) -> list[DTensor]:
     shards, others = count_writes(optimizer)
     if shards and others and not hasattr(optimizer, REFUSES_REPLACED):
         for look in LOOKS:
             look(optimizer, shards, others)
+    return shards
+
+
+@torch_internals.disable_dynamo
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, _: Any) -> None:
+    if args[0] is not optimizer:
+        getattr(args[0], _FINISH)()
+    count_writes(optimizer)
 
 
 def count_writes(optimizer: torch.optim.Optimizer) -> tuple[list[DTensor], list[torch.Tensor]]:

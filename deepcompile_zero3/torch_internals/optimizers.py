@@ -1,7 +1,7 @@
 """Private names of torch's optimizers."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import FrameType
 from typing import Any
 
@@ -16,11 +16,11 @@ _hooks_of_all = tuple(
 )
 
 
-def has_step_hooks(optimizer: Any, other_than: Callable[..., None]) -> bool:
+def has_step_hooks(optimizer: Any, other_than: Collection[Callable[..., Any]]) -> bool:
     """Returns whether hooks see the steps of ``optimizer``, its own ones or those of all."""
     own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     hooks = [hook for hooks in (*own, *_hooks_of_all) for hook in hooks.values()]
-    return any(hook is not other_than for hook in hooks)
+    return any(hook not in other_than for hook in hooks)
 
 
 def has_step_of_its_class(optimizer: Any) -> bool:

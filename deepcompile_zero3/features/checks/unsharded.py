@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3.guides import Guide
-from deepcompile_zero3.sharding.model import live_models
+from deepcompile_zero3.sharding.model import live_shards
 from deepcompile_zero3.sharding.replaced_parameters import not_ignored
 from deepcompile_zero3.transport.json_collectives import shorten
 
@@ -32,14 +32,12 @@ def warn_of_unsharded(
     if _seen.get(optimizer, ()) in (looked_at, None):
         return
     _seen[optimizer] = looked_at
-    ours = {
-        id(parameter.registered.latest)
-        for model in live_models()
-        for parameter in model.parameters
-        if parameter.layout.ranks.mesh.size() > 1
-    }
+    ours = live_shards()
     apart = not_ignored(others)
-    if not apart or ours.isdisjoint(map(id, shards)):
+    if not apart or not any(
+        (sharded := ours.get(id(shard))) and sharded.layout.ranks.mesh.size() > 1
+        for shard in shards
+    ):
         return
     _seen[optimizer] = None
     shapes = shorten([str(list(each.shape)) for each in apart])
@@ -49,5 +47,5 @@ def warn_of_unsharded(
         "by the gradients of its own data. Call fully_shard on the whole model too, once it has "
         "all of its modules. Name parameters that are meant to differ, or whose gradients you "
         f"reduce, in ignored_params of fully_shard. See {Guide.SILENT}",
-        stacklevel=6,  # the caller of optimizer.step()
+        stacklevel=7,  # the caller of optimizer.step()
     )

@@ -74,6 +74,12 @@ def layers_of(optimizer: torch.optim.Optimizer) -> StepLayers:
     return layers
 
 
+def steps_in_parts(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns whether a layer of ``optimizer.step`` steps some of the parameters at a time."""
+    layers = vars(optimizer).get(_LAYERS)
+    return isinstance(layers, StepLayers) and layers.in_parts is not None
+
+
 def function_of(method: Callable[..., Any]) -> Callable[..., Any]:
     """Returns ``method`` as a function of an optimizer, which it does not keep alive."""
     if hasattr(method, "__func__"):

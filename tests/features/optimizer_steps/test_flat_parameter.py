@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from deepcompile_zero3 import fully_shard, step_in_backward, step_locally
-from deepcompile_zero3.features.optimizer_steps import local_step
+from deepcompile_zero3.features.optimizer_steps import local_tensors
 from deepcompile_zero3.features.optimizer_steps.local_step import ELEMENTWISE
 from deepcompile_zero3.torch_internals import local_tensor
 
@@ -34,14 +34,14 @@ DTYPES = torch.float32, torch.float64, torch.bfloat16
 def flat(monkeypatch):
     """How many parameters each step of a group has had in flat ones."""
     counts = []
-    original = local_step.flat_parameters
+    original = local_tensors.flat_parameters
 
     def counted(*args):
         found = original(*args)
         counts.append(sum(len(each.parameters) for each in found))
         return found
 
-    monkeypatch.setattr(local_step, "flat_parameters", counted)
+    monkeypatch.setattr(local_tensors, "flat_parameters", counted)
     return counts
 
 

@@ -10,82 +10,25 @@ import torch.distributed as dist
 from support.job import needs_a_job
 from support.mesh_models import replicas
 from support.models import Stack, batch_of, mean_square, mine
+from support.optimizer_models import OPTIMIZERS, assert_same, step_by_dispatch, two
 from support.owned_models import muon_and_adam, owned
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import Zero3Error, fully_shard, step_locally
-from deepcompile_zero3.features.optimizer_steps.local_step import ELEMENTWISE
-
-OPTIMIZERS = {
-    "adamw": lambda p: torch.optim.AdamW(p, 0.1),
-    "adamw, foreach": lambda p: torch.optim.AdamW(p, 0.1, amsgrad=True, foreach=True),
-    "adamw, fused": lambda p: torch.optim.AdamW(p, 0.1, fused=True),
-    "sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, 0.1, centered=True),
-    **{
-        cls.__name__: cls
-        for cls in ELEMENTWISE
-        if cls not in (torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop, torch.optim.Rprop)
-    },
-}
-
-
-class _Scaled(nn.Module):
-    """A stack with a scalar, and a parameter that is not used."""
-
-    def __init__(self):
-        super().__init__()
-        self.stack = Stack()
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.unused = nn.Parameter(torch.ones(3))
-
-    def forward(self, x):
-        return self.stack(x) * self.scale
-
-
-def _two(make, mesh=None):
-    """Returns equal models and their optimizers, of which the second steps locally."""
-    torch.manual_seed(0)
-    model = _Scaled()
-    models = [fully_shard(copy.deepcopy(model), mesh=mesh) for _ in range(2)]
-    # torch's foreach kernels take no DTensors together with plain tensors.
-    plain = [nn.Parameter(torch.ones(2)) for _ in range(2)]
-    optimizers = [
-        make([{"params": m.parameters()}, {"params": [p]}])
-        for m, p in zip(models, plain, strict=True)
-    ]
-    step_locally(optimizers[1])
-    return models, optimizers, plain
-
-
-def _assert_same(models, optimizers, plain):
-    for ours, theirs in zip(*(m.parameters() for m in models), strict=True):
-        assert torch.equal(ours.to_local(), theirs.to_local())
-    assert torch.equal(*plain)
-    states = [o.state_dict() for o in optimizers]
-    assert states[0]["state"].keys() == states[1]["state"].keys()
-    for ours, theirs in zip(*(s["state"].values() for s in states), strict=True):
-        assert ours.keys() == theirs.keys()
-        for key, value in ours.items():
-            other = theirs[key]
-            assert type(value) is type(other), key
-            if isinstance(value, DTensor):
-                assert (value.placements, value.shape) == (other.placements, other.shape)
-                value, other = value.to_local(), other.to_local()
-            torch.testing.assert_close(value, other, rtol=0, atol=0)
 
 
 def _steps(name):
-    models, optimizers, plain = _two(OPTIMIZERS[name], replicas() if name == "sgd" else None)
+    models, optimizers, plain = two(OPTIMIZERS[name], replicas() if name == "sgd" else None)
+    step_locally(optimizers[1])
     for seed in range(3):
         for model, optimizer, parameter in zip(models, optimizers, plain, strict=True):
             mean_square(model, mine(batch_of(12, 8, seed=seed))).backward()
             parameter.grad = torch.full([2], 0.1 + seed)
             optimizer.step()
             optimizer.zero_grad()
-        _assert_same(models, optimizers, plain)
+        assert_same(models, optimizers, plain)
         if seed == 1:
             for optimizer in optimizers:
                 optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
@@ -108,8 +51,9 @@ def _of_owners():
         model, _, owners = owned(copy.deepcopy(whole))
         models.append(model)
         optimizers.append(muon_and_adam(model, owners))
-    for optimizer in optimizers[1]:
-        step_locally(optimizer)
+    for by_dispatch, locally in zip(*optimizers, strict=True):
+        step_by_dispatch(by_dispatch)
+        step_locally(locally)
     for seed in range(2):
         for model, both in zip(models, optimizers, strict=True):
             mean_square(model, mine(batch_of(8, 8, seed=seed))).backward()
@@ -138,7 +82,7 @@ def test_any_optimizer_of_owned_parameters_may_step_locally(run_ranks):
 @needs_a_job
 @pytest.mark.parametrize("first", ["scheduler", "step_locally"])
 def test_schedulers_and_closures_work_with_a_local_step(first):
-    (model, _), _, _ = _two(OPTIMIZERS["sgd"])
+    (model, _), _, _ = two(OPTIMIZERS["sgd"])
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     if first == "step_locally":
         step_locally(optimizer)
@@ -163,7 +107,7 @@ def test_schedulers_and_closures_work_with_a_local_step(first):
 
 @needs_a_job
 def test_a_step_that_raises_leaves_dtensors():
-    (model, _), _, _ = _two(OPTIMIZERS["sgd"])
+    (model, _), _, _ = two(OPTIMIZERS["sgd"])
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     step_locally(optimizer)
     seen = []
@@ -186,7 +130,7 @@ def test_a_step_that_raises_leaves_dtensors():
 
 @needs_a_job
 def test_a_shard_that_is_replaced_is_stepped():
-    (model, _), _, _ = _two(OPTIMIZERS["sgd"])
+    (model, _), _, _ = two(OPTIMIZERS["sgd"])
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     step_locally(optimizer)
     for _ in range(2):
@@ -295,6 +239,7 @@ def _lower_gradients():
             parameter.grad_dtype = torch.bfloat16
         fully_shard(model)
     optimizers = [torch.optim.SGD(m.parameters(), 0.1, foreach=False) for m in models]
+    step_by_dispatch(optimizers[0])
     step_locally(optimizers[1])
     for model, optimizer in zip(models, optimizers, strict=True):
         mean_square(model, mine(batch_of(4, 8))).backward()
@@ -311,7 +256,7 @@ def test_gradients_may_have_another_dtype(run_ranks):
 
 @needs_a_job
 def test_a_local_step_is_left_to_python():
-    (model, other), _, _ = _two(OPTIMIZERS["adamw"])
+    (model, other), _, _ = two(OPTIMIZERS["adamw"])
     for each, is_compiled in ((model, True), (other, False)):
         optimizer = torch.optim.AdamW(each.parameters(), 0.1)
         step_locally(optimizer)

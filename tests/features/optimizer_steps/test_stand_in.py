@@ -1,0 +1,194 @@
+"""torch's elementwise optimizers step local tensors without being asked, where nobody looks."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from support.job import needs_a_job
+from support.mesh_models import replicas
+from support.models import Stack, assert_same_parameters, batch_of, mean_square, mine, shard
+from support.optimizer_models import OPTIMIZERS, assert_same, two
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, zeros
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from deepcompile_zero3 import fully_shard
+from deepcompile_zero3.features.optimizer_steps.stand_in import may_be_for
+from deepcompile_zero3.torch_internals import local_tensor
+
+
+class _Dispatches(TorchDispatchMode):
+    """Counts operators on DTensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.count += any(issubclass(each, DTensor) for each in types)
+        return operator(*args, **(kwargs or {}))
+
+
+def _dispatches(optimizer, *args):
+    with _Dispatches() as seen:
+        optimizer.step(*args)
+    return seen.count
+
+
+def _steps(name):
+    models, optimizers, plain = two(OPTIMIZERS[name], replicas() if name == "sgd" else None)
+    for seed in range(3):
+        for model, optimizer, parameter in zip(models, optimizers, plain, strict=True):
+            mean_square(model, mine(batch_of(12, 8, seed=seed))).backward()
+            parameter.grad = torch.full([2], 0.1 + seed)
+            assert (_dispatches(optimizer) > 0) == (optimizer is optimizers[0])
+            assert all(p.grad is not None for p in model.stack.parameters())
+            optimizer.zero_grad()
+        assert_same(models, optimizers, plain)
+        if seed == 1:
+            for optimizer in optimizers:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+# Kernels of one class, replicas, and states of several kinds. The others are stepped likewise.
+@pytest.mark.first(name=("adamw, foreach", "adamw, fused", "sgd", "ASGD"))
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_bits_are_those_of_steps_on_dtensors(run_ranks, name):
+    run_ranks(4 if name == "sgd" else 3, _steps, name)
+
+
+def _model_and_optimizer(**settings):
+    model = fully_shard(Stack())
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1, **settings)
+    mean_square(model, batch_of(2, 8)).backward()
+    return model, optimizer
+
+
+class _Subclass(torch.optim.AdamW):
+    """May have a method of its own that looks at parameters."""
+
+
+@needs_a_job
+def test_dtensors_are_stepped_where_somebody_looks():
+    model, optimizer = _model_and_optimizer()
+    assert _dispatches(optimizer) == 0
+    seen = []
+    handle = optimizer.register_step_pre_hook(lambda *args: seen.append(args[1][0]))
+    assert _dispatches(optimizer) > 0
+    assert seen[0] is optimizer
+    handle.remove()
+    handle = register_optimizer_step_pre_hook(lambda *args: None)
+    assert _dispatches(optimizer) > 0
+    handle.remove()
+    assert _dispatches(optimizer) == 0
+    assert _dispatches(_Subclass(model.parameters(), 0.1)) > 0
+    model, optimizer = _model_and_optimizer(differentiable=True)
+    assert not may_be_for(optimizer)
+    model, optimizer = _model_and_optimizer(fused=True)
+    optimizer.grad_scale = torch.tensor(2.0)  # as a GradScaler says
+    optimizer.found_inf = torch.tensor(0.0)
+    assert _dispatches(optimizer) > 0
+
+
+@needs_a_job
+def test_gradients_and_states_of_other_parts_are_left_to_dtensor():
+    model, optimizer = _model_and_optimizer()
+    weight = model.head.weight
+    partial = DTensor.from_local(torch.ones(weight.shape), weight.device_mesh, [Partial()])
+    whole = weight.grad
+    weight.grad = partial
+    assert _dispatches(optimizer) > 0
+    weight.grad = whole
+    assert _dispatches(optimizer) == 0
+    optimizer.state[weight]["exp_avg"] = optimizer.state[weight]["exp_avg"].full_tensor()
+    with pytest.raises(RuntimeError, match=r"mixed torch.Tensor and DTensor"):
+        optimizer.step()
+
+
+@needs_a_job
+def test_optimizers_of_other_dtensors_are_left_alone():
+    model, _ = _model_and_optimizer()
+    theirs = nn.Parameter(zeros(4, device_mesh=model.head.weight.device_mesh))
+    theirs.grad = torch.ones_like(theirs)
+    optimizer = torch.optim.AdamW([theirs])
+    assert _dispatches(optimizer) > 0
+
+
+@needs_a_job
+def test_a_step_that_raises_changes_nothing_of_the_optimizer(monkeypatch):
+    model, optimizer = _model_and_optimizer()
+    groups = [dict(group) for group in optimizer.param_groups]
+
+    def fail(*_):
+        raise RuntimeError("no step")
+
+    monkeypatch.setattr(torch.optim.AdamW, "_init_group", fail)
+    with pytest.raises(RuntimeError, match="no step"):
+        optimizer.step()
+    monkeypatch.undo()
+    assert [dict(group) for group in optimizer.param_groups] == groups
+    assert not optimizer.state
+    assert _dispatches(optimizer) == 0
+    assert all(isinstance(key, DTensor) for key in optimizer.state)
+    gradient = weakref.ref(local_tensor(model.head.weight.grad))
+    optimizer.zero_grad()
+    gc.collect()
+    assert gradient() is None
+
+
+@needs_a_job
+def test_attributes_of_the_optimizer_are_seen_by_its_step_and_its_hooks_after_it():
+    model, optimizer = _model_and_optimizer()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    for step in range(2):
+        before = model.head.bias.to_local().clone()
+        assert _dispatches(optimizer) == 0
+        scheduler.step()
+        assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5 ** (step + 1)
+        assert not torch.equal(before, model.head.bias.to_local())
+
+
+@needs_a_job
+@pytest.mark.parametrize("has_name", [False, True])
+def test_a_closure_computes_the_gradients_of_its_step(has_name):
+    model, optimizer = _model_and_optimizer()
+    before = copy.deepcopy(dict(model.state_dict()))
+    gradients = []
+
+    def closure():
+        assert torch.is_grad_enabled()
+        optimizer.zero_grad()
+        loss = mean_square(model, 2 * batch_of(2, 8))
+        loss.backward()
+        gradients.append(model.head.weight.grad.to_local().clone())
+        return loss
+
+    with torch.no_grad():
+        loss = optimizer.step(closure=closure) if has_name else optimizer.step(closure)
+    assert loss.requires_grad
+    assert len(gradients) == 1
+    moment = optimizer.state[model.head.weight]["exp_avg"].to_local()
+    torch.testing.assert_close(moment, 0.1 * gradients[0])
+    assert not torch.equal(before["head.weight"].to_local(), model.head.weight.to_local())
+
+
+def _compiled():
+    model, reference = shard(Stack())
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, reference)]
+    step = torch.compile(optimizers[0].step, backend="eager")
+    for seed in range(3):
+        mean_square(model, mine(batch_of(4, 8, seed=seed))).backward()
+        mean_square(reference, batch_of(4, 8, seed=seed)).backward()
+        step()
+        optimizers[1].step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    assert_same_parameters(model, reference, tolerance=1e-3)
+    assert all(isinstance(p, DTensor) for p in optimizers[0].state)
+
+
+def test_a_compiled_step_has_dtensors(run_ranks):
+    run_ranks(2, _compiled)
