@@ -99,6 +99,17 @@ def test_no_reduction_waits_for_that_of_a_weight_whose_gradient_comes_last():
     assert order == [*(f"middle.{layer}.weight" for layer in (2, 1, 0)), "table"]
 
 
+@needs_a_job
+def test_a_backward_first_gathers_the_weight_that_a_forward_uses_last():
+    model = fully_shard(_TiedEnds(), transport="c10d")
+    run = compiled(model, "interpreted", gather_bucket_mb=1e-4)  # one weight each
+    loss = run(torch.randn(2, 8, requires_grad=True)).sum()  # so that backward needs all weights
+    with record_collectives() as log:
+        loss.backward()
+    gathered = [fqn for record in log if record.op == "all_gather" for fqn in record.params]
+    assert gathered == ["table", *(f"middle.{layer}.weight" for layer in (2, 1, 0))]
+
+
 class _Positions(nn.Module):
     """A model that uses as many rows of a parameter as the sequence has."""
 
