@@ -1,4 +1,4 @@
-"""chain_reductions: the order of collectives is in the graph."""
+"""chain_reductions and chain_gathers: the order of collectives is in the graph."""
 
 import pytest
 import torch
@@ -16,9 +16,10 @@ from support.pass_graphs import (
 )
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from deepcompile_zero3.passes.chain import chain_reductions
+from deepcompile_zero3.graph.metadata import formats_of
+from deepcompile_zero3.passes.chain import chain_gathers, chain_reductions
 from deepcompile_zero3.passes.gather import insert_gathers
-from deepcompile_zero3.runtime import REDUCTIONS
+from deepcompile_zero3.runtime import REDUCTIONS, ops
 
 
 @pytest.mark.smoke
@@ -116,3 +117,15 @@ def test_the_chain_follows_gathers_and_leaves_no_token_unused():
         return mm_2
         """,
     )
+
+
+def test_gathers_that_are_chained_anew_keep_their_formats():
+    gm = partitioned_graph(three_layers, *square(4))
+    formats = {"w1": "int8/4", "w3": "float8_e5m2/4"}
+    parameters = of_layers(gm, **{name: {"gather_format": f} for name, f in formats.items()})
+    insert_gathers(gm, parameters, bucket_bytes=64)
+
+    chain_gathers(gm.graph)
+
+    starts = gm.graph.find_nodes(op="call_function", target=ops.all_gather_start.default)
+    assert [formats_of(start) for start in starts] == [["int8/4"], [""], ["float8_e5m2/4"]]
