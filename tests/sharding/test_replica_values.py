@@ -82,6 +82,12 @@ def test_values_without_gradients_are_compared_by_their_bytes(dtype):
     assert checksum(one) == checksum(one.clone()) != checksum(other)
 
 
+def test_a_checksum_depends_on_the_order_of_all_values():
+    values = torch.randn(1 << 18, generator=torch.Generator().manual_seed(0))
+    moved = [values.roll(1 << places) for places in range(18)]
+    assert len({checksum(each) for each in (values, *moved)}) == 19
+
+
 def _replaced():
     """One rank replaces parameters, which the others learn from the comparison."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False))
