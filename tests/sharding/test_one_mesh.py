@@ -83,10 +83,17 @@ def _on_one_mesh(how, shape, names, dims):
     [
         pytest.param((2, 1), ("dp", "tp"), "dp", None, marks=pytest.mark.long),
         ((2, 2), ("dp", "tp"), "dp", None),
+        ((2, 2), ("tp", "dp"), "dp", None),
         ((2, 2), ("replicate", "dp"), "dp", "replicate"),
         ((2, 2, 1), ("dp", "cp", "tp"), ("cp", "dp"), None),
     ],
-    ids=["data parallel", "tensor parallel", "replicas", "two dimensions"],
+    ids=[
+        "data parallel",
+        "tensor parallel",
+        "tensor parallel first",
+        "replicas",
+        "two dimensions",
+    ],
 )
 @either_way
 def test_parameters_and_activations_may_be_on_one_mesh(
