@@ -174,6 +174,23 @@ def test_settings(run_ranks, policy, settings):
     run_ranks(world_size, _train, "interpreted", torch.float8_e4m3fn, policy, settings, 2)
 
 
+def _gathered_again(keep_mb):
+    """Returns the weights that a backward gathers, on ranks that share memory."""
+    layers = nn.Linear(16, 16, bias=False), nn.Tanh(), nn.Linear(16, 16, bias=False)
+    model, _ = shard(nn.Sequential(*layers), transport="shared_memory")
+    run = compiled(model, "interpreted", gather_dtype=torch.int8, keep_mb=keep_mb)
+    loss = run(torch.ones(2, 16, requires_grad=True)).sum()  # so that backward needs all weights
+    with record_collectives() as log:
+        loss.backward()
+    return [fqn for c in log if c.op == "all_gather" for fqn in c.params]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("keep_mb", "expected"), [(1, []), (0, ["2.weight", "0.weight"])])
+def test_codes_come_in_messages_and_so_forward_keeps_the_weights(run_ranks, keep_mb, expected):
+    assert run_ranks(2, _gathered_again, keep_mb) == [expected] * 2
+
+
 def _changed_behind_torch(how):
     model, _ = shard(nn.Linear(16, 16, bias=False))
     run = compiled(model, how, gather_dtype=torch.int8)
