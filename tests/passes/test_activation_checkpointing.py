@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
+from support.job import needs_a_job
 from support.models import (
     Stack,
     assert_same_step,
@@ -26,7 +27,7 @@ from torch.utils.checkpoint import (
 )
 from torch.utils.flop_counter import FlopCounterMode
 
-from deepcompile_zero3 import record_collectives
+from deepcompile_zero3 import capture_graphs, fully_shard, record_collectives
 
 
 def _save_matmuls(context, op, *args, **kwargs):
@@ -116,6 +117,40 @@ def _reductions(how):
 def test_a_backward_that_recomputes_reduces_each_parameter_once(run_ranks, how):
     for reductions in run_ranks(2, _reductions, how):
         assert set(reductions.values()) == {1}
+
+
+def _save_tanh(context, op, *args, **kwargs):
+    save = op == torch.ops.aten.tanh.default
+    return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class _TanhOfItsWeight(nn.Module):
+    def __init__(self, context_fn):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+        self.context_fn = context_fn
+
+    def _multiply(self, x):
+        return x @ self.weight.tanh()
+
+    def forward(self, x):
+        if self.context_fn is None:
+            return self._multiply(x)
+        how = {"use_reentrant": False, "context_fn": self.context_fn}
+        return checkpoint(self._multiply, x, **how)
+
+
+@needs_a_job
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_a_function_of_a_weight_is_saved_only_if_a_selective_checkpoint_says_so(is_saved):
+    save = functools.partial(create_selective_checkpoint_contexts, _save_tanh)
+    model = fully_shard(_TanhOfItsWeight(save if is_saved else None))
+    with capture_graphs() as graphs:
+        compiled(model, "interpreted")(batch_of(4, 8).requires_grad_()).sum().backward()
+    again = graphs.backward[0].graph_module.graph.find_nodes(
+        op="call_function", target=torch.ops.aten.tanh.default
+    )
+    assert len(again) == (0 if is_saved else 1)
 
 
 def _wrap():

@@ -345,11 +345,12 @@ def test_rows_by_position_are_saved_however_many(rows):
 
 def test_tags_of_a_checkpoint_and_kept_parameters_are_left_alone():
     x, w, t = torch.ones(2, 4), torch.ones(4, 4), torch.ones(2, 4)
-    gm = joint_graph(lambda x, w1, t1: (torch.sigmoid(x + w1[:2]), t1), x, w, t)
-    (add,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)
-    add.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+    ids = torch.zeros(2, dtype=torch.int64)
+    gm = joint_graph(lambda ids, w1, t1: (torch.nn.functional.embedding(ids, w1), t1), ids, w, t)
+    (rows,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.embedding.default)
+    rows.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
     decide_backward_gathers(gm, of_layers(gm, w1={"only_embeds": True}), tangents_of(gm), 1)
-    assert add.meta["recompute"] is CheckpointPolicy.PREFER_RECOMPUTE
+    assert rows.meta["recompute"] is CheckpointPolicy.PREFER_RECOMPUTE
 
     gm = joint_graph(linear_in_bf16, x.bfloat16(), w, t.bfloat16())
     decide_backward_gathers(
