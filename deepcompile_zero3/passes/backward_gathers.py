@@ -34,6 +34,7 @@ from deepcompile_zero3.torch_internals import OpOverload, tree_flatten, tree_unf
 _SMALL_RESULT_RATIO = 4
 # Keys in a node's meta that a partitioner obeys.
 _POLICY = ("recompute", "ac_graph_id")
+_RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 # Namespaces of operators whose tags tell whether they draw random numbers.
 _TAGGED_NAMESPACES = ("aten", "prims", "zero3")
 
@@ -232,11 +233,13 @@ def _tensors_of(node: fx.Node) -> list[fx.Node]:
 
 
 def _tag(node: fx.Node, policy: CheckpointPolicy) -> None:
-    if "recompute" in node.meta:
-        return  # set by a checkpoint of the user
+    of_user = node.meta.get("recompute")  # set by a checkpoint of the user
+    if of_user is not None and not (of_user in _RECOMPUTED and policy in _RECOMPUTED):
+        return
     node.meta["recompute"] = policy
     # Checkpointed regions are numbered, and a partitioner saves what a region passes to a later
-    # one. The last region passes nothing on.
+    # one. The last region passes nothing on: also what a checkpoint of the user recomputes goes
+    # there, since functions of it in the backward are there.
     node.meta["ac_graph_id"] = sys.maxsize
 
 

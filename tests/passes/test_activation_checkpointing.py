@@ -125,26 +125,33 @@ def _save_tanh(context, op, *args, **kwargs):
 
 
 class _TanhOfItsWeight(nn.Module):
-    def __init__(self, context_fn):
+    def __init__(self, **how):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(8, 8))
-        self.context_fn = context_fn
+        self.how = how
 
     def _multiply(self, x):
         return x @ self.weight.tanh()
 
     def forward(self, x):
-        if self.context_fn is None:
-            return self._multiply(x)
-        how = {"use_reentrant": False, "context_fn": self.context_fn}
-        return checkpoint(self._multiply, x, **how)
+        return checkpoint(self._multiply, x, **self.how) if self.how else self._multiply(x)
+
+
+_SELECTIVE = functools.partial(create_selective_checkpoint_contexts, _save_tanh)
 
 
 @needs_a_job
-@pytest.mark.parametrize("is_saved", [False, True])
-def test_a_function_of_a_weight_is_saved_only_if_a_selective_checkpoint_says_so(is_saved):
-    save = functools.partial(create_selective_checkpoint_contexts, _save_tanh)
-    model = fully_shard(_TanhOfItsWeight(save if is_saved else None))
+@pytest.mark.parametrize(
+    ("how", "is_saved"),
+    [
+        ({}, False),
+        ({"use_reentrant": False}, False),
+        ({"use_reentrant": False, "context_fn": _SELECTIVE}, True),
+    ],
+    ids=["as it is", "checkpointed", "saved"],
+)
+def test_a_function_of_a_weight_is_saved_only_if_a_selective_checkpoint_says_so(how, is_saved):
+    model = fully_shard(_TanhOfItsWeight(**how))
     with capture_graphs() as graphs:
         compiled(model, "interpreted")(batch_of(4, 8).requires_grad_()).sum().backward()
     again = graphs.backward[0].graph_module.graph.find_nodes(
