@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func, nop
 from support.job import needs_a_job
 from support.models import assert_same_gradients, compiled, in_backward, shard
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from deepcompile_zero3 import fully_shard
@@ -91,7 +93,7 @@ class _UsesTwice(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layer = nn.Conv2d(2, 2, 1)
+        self.layer = nn.Conv2d(2, 2, 3, padding=1)
 
     def forward(self, x):
         return self.layer(self.layer(x)).square().mean(), self.layer.weight * 1
@@ -114,4 +116,22 @@ def test_a_weight_of_four_dimensions_is_reduced_for_each_use(settings):
     for each in (run, reference):
         loss, weight = each(x)
         (loss + weight.square().sum()).backward()
+    assert_same_gradients(model, reference)
+
+
+def test_a_graph_of_another_backend_does_not_save_the_placeholder_of_a_convolutions_weight():
+    model, reference = shard(nn.Conv2d(2, 3, 2, bias=False))
+    saved = []  # kinds of the nodes of the weight's shape that the forward saves
+
+    def forward_graph(graph, inputs):
+        (outputs,) = graph.graph.output_node().args
+        nodes = [node for node in outputs if node.meta["val"].shape == model.weight.shape]
+        saved.extend(node.op for node in nodes)
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=forward_graph, bw_compiler=nop)
+    x = torch.randn(1, 2, 4, 4)
+    for each in (torch.compile(model, backend=backend), reference):
+        each(x).square().mean().backward()
+    assert "placeholder" not in saved
     assert_same_gradients(model, reference)
