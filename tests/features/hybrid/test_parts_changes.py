@@ -311,6 +311,24 @@ def test_a_write_ahead_of_the_first_micro_batch_is_seen(run_ranks, how):
     run_ranks(2, _written_ahead_of_micro_batches, how)
 
 
+def _replaced_between_micro_batches(how):
+    model, reference = divided()
+    torch.manual_seed(1)
+    other, of_other = divided(Stack(depth=1))
+    run = compiled(model, how)
+    model.set_requires_gradient_sync(False)
+    assert len(assert_same_output(run, reference)) == 1
+    assert len(assert_same_output(run, reference)) == 0
+    model.load_state_dict(other.state_dict(), assign=True)  # changed as often as those before
+    assert len(assert_same_output(run, of_other)) == 1
+    assert len(assert_same_output(run, of_other)) == 0
+
+
+@either_way
+def test_parts_that_are_replaced_between_micro_batches_are_gathered(run_ranks, how):
+    run_ranks(2, _replaced_between_micro_batches, how)
+
+
 def _retained_over_a_change(how):
     model, _ = divided(reshard_after_forward=True)
     model.set_reshard_after_backward(False)
