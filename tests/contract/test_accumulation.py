@@ -304,6 +304,26 @@ def _wider_later():
     assert (model.weight.grad.full_tensor() == 257).all()
 
 
+@needs_a_job
+@pytest.mark.parametrize(("grad_dtype", "total"), [(None, 258), (torch.bfloat16, 256)], ids=str)
+@pytest.mark.parametrize("sync", [True, False])
+def test_low_gradients_are_summed_in_fp32_unless_the_contract_names_their_dtype(
+    grad_dtype, total, sync
+):
+    """In bf16, 256 + 1 is 256."""
+    model = nn.Linear(4, 4, bias=False).bfloat16()
+    model.weight.grad_dtype = grad_dtype
+    fully_shard(model)
+    parts = [[256.0, 1.0, 1.0]] if sync else [[256.0], [1.0], [1.0]]
+    for part in parts:
+        model.set_requires_gradient_sync(part is parts[-1])
+        with defer_reduction(model):
+            for value in part:
+                deposit_grad(model.weight, torch.full((4, 4), value, dtype=torch.bfloat16))
+    assert model.weight.grad.dtype == torch.bfloat16
+    assert (model.weight.grad.full_tensor() == total).all()
+
+
 def _low_after_one_that_raised():
     """Checks that a lost gradient does not affect later gradients."""
     model = nn.Linear(4, 4, bias=False).bfloat16()
