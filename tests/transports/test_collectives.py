@@ -90,6 +90,15 @@ def test_a_rank_that_has_all_rows_need_not_send_them(
     run_collectives(world_size, _train_where_shards_are_whole, transport, factor)
 
 
+def _train_uneven_rows():
+    model, reference = shard(nn.Linear(1500, 1499))  # the weight's gradient is above 8 MiB
+    assert_same_step(model, reference, batch_of(4, 1500))
+
+
+def test_rows_of_a_large_gradient_need_not_divide_by_the_ranks(run_collectives):
+    run_collectives(2, _train_uneven_rows)
+
+
 def _train_owned(how):
     _train(how, shard_placement_fn=lambda p: Owned(1) if p.dim() == 2 else None)
 
