@@ -347,6 +347,24 @@ def test_files_of_two_models_are_never_loaded_together(run_apart, run_ranks, tmp
     assert not list(tmp_path.glob(".*"))
 
 
+def test_an_interruption_between_two_renamed_files_leaves_no_index(one_rank, tmp_path):
+    model, _ = shard(Stack())
+    save_safetensors(model, tmp_path, max_shard_mb=SMALL)
+    renamed = os.replace
+
+    def replace(source, target):
+        renamed(source, target)
+        raise KeyboardInterrupt
+
+    with mock.patch.object(os, "replace", replace), pytest.raises(KeyboardInterrupt):
+        save_safetensors(model, tmp_path, max_shard_mb=SMALL)
+
+    with pytest.raises(Zero3Error, match="or a save was interrupted"):
+        load_safetensors(model, tmp_path)
+    save_safetensors(model, tmp_path, max_shard_mb=SMALL)
+    assert load_safetensors(model, tmp_path) == ([], [])
+
+
 def _saves_fewer(folder):
     model, _ = shard(nn.Sequential(nn.Linear(2, 3)))
     save_safetensors(model, folder)
