@@ -109,10 +109,10 @@ def train(model, schedule=None, options=OPTIONS, micro_batches=1, steps=STEPS):
     return losses, sum(each.op == "all_gather" for each in log)
 
 
-def _chosen(quicker, micro_batches=1, file=None, free=1 << 40):
+def _chosen(quicker, micro_batches=1, file=None):
     expected, gathers = train(stack(), micro_batches=micro_batches)
     model = stack()
-    with known(quicker, free):
+    with known(quicker):
         schedule = MeasuredSchedule(model, file)
         losses, fewer = train(model, schedule, micro_batches=micro_batches)
     assert schedule.is_settled
@@ -147,11 +147,6 @@ def test_a_schedule_that_the_clock_does_not_find_quicker_is_taken_back(run_ranks
         assert schedule is None
         assert re.match(r"the options stay: .* ms with gather_bucket_mb=4, .*\(\+", reason)
         assert fewer == gathers
-
-
-def test_nothing_is_kept_in_memory_that_was_not_free(run_ranks):
-    for schedule, *_ in run_ranks(2, _chosen, 0.8, 1, None, 0):
-        assert schedule is None or schedule.keep_mb == 0
 
 
 def _twice(file):
