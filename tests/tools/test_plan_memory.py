@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from deepcompile_zero3 import MACHINES, buffer_stats, plan, shard_blocks
+from deepcompile_zero3 import MACHINES, buffer_stats, fully_shard, plan, shard_blocks
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.module_parameters import all_parameters_of
 from deepcompile_zero3.tools.planning import simulate
@@ -142,6 +143,26 @@ class Experts(nn.Module):
 def test_gathered_bytes_have_their_padding():
     found = plan(Experts, {"x": torch.zeros(8, 16, 256)}, world_size=32, advise=False)
     assert _most(found, "gathered") == 4 * (4 * 8 * 256 * 256)
+
+
+@pytest.mark.parametrize(
+    ("grad_dtype", "dtype"),
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (None, torch.bfloat16)],
+    ids=str,
+)
+def test_gradients_are_held_in_the_dtype_that_the_optimizer_sees(grad_dtype, dtype):
+    def build():
+        model = Experts()
+        model.weight.grad_dtype = grad_dtype
+        return model
+
+    def shard(model, mesh):
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+
+    call = {"x": torch.zeros(8, 16, 256)}
+    found = plan(build, call, world_size=2, shard=shard, advise=False)
+    assert _most(found, "gradients") == dtype.itemsize * 8 * 256 * 256 / 2
 
 
 @pytest.mark.long
