@@ -6,7 +6,7 @@ import torch.distributed as dist
 from support.models import Stack, batch_of, mean_square
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from deepcompile_zero3 import (
@@ -100,6 +100,12 @@ def test_four_ranks_and_replicas_do_not_change_it(run_ranks):
             assert digest == whole
 
 
+def _rows_over_both(name, module, mesh):
+    for key, parameter in [*module.named_parameters(recurse=False)]:
+        rows = distribute_tensor(parameter, mesh, [Shard(0), Shard(0)])
+        module.register_parameter(key, nn.Parameter(rows))
+
+
 def _matrices(layout, folder=None):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 5, bias=False))
@@ -111,6 +117,9 @@ def _matrices(layout, folder=None):
             plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
             parallelize_module(model, mesh["tp"], plan)
             fully_shard(model, mesh=mesh["dp"])
+        case "over both":  # as DTensor divides: the left dimension of the mesh first
+            mesh = init_device_mesh("cpu", (2, 2))
+            distribute_module(model, mesh, _rows_over_both)
         case "offloaded":
             fully_shard(model, offload_policy=FileOffloadPolicy(folder))
     return _stepped(model)
@@ -126,10 +135,11 @@ def test_a_file_does_not_change_it(run_ranks, tmp_path):
     assert run_ranks(2, _matrices, "offloaded", tmp_path) == [whole] * 2
 
 
-@pytest.mark.more
-def test_tensor_parallelism_does_not_change_it(run_ranks):
+@pytest.mark.parametrize("layout", ["tensor parallel", "over both"])
+def test_rows_divided_over_two_mesh_dimensions_do_not_change_it(run_ranks, layout):
+    # 9 rows: either order of the dimensions gives ranks as many rows, of other places.
     whole = run_ranks(1, _matrices, "whole")[0]
-    assert run_ranks(4, _matrices, "tensor parallel") == [whole] * 4
+    assert run_ranks(4, _matrices, layout) == [whole] * 4
 
 
 def _step_locally(locally):
