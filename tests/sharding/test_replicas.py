@@ -251,6 +251,25 @@ def test_the_divide_factor_is_that_of_all_ranks(run_ranks):
     run_ranks(4, _divided)
 
 
+def _divided_by_two_factors():
+    model, reference = shard(Branching(), mesh=replicas())
+    model.set_gradient_divide_factor(2)
+    model.set_requires_all_reduce(False)
+    backward(model, reference, 0, both=True)
+    for parameter in reference.parameters():
+        parameter.grad *= 8 / 2
+    model.set_gradient_divide_factor(8)
+    model.set_requires_all_reduce(True)
+    backward(model, reference, 1, both=True)
+    for parameter in reference.parameters():
+        parameter.grad *= 4 / 8
+    assert_same_gradients(model, reference)
+
+
+def test_each_micro_batch_is_divided_by_the_factor_of_its_own_backward(run_ranks):
+    run_ranks(4, _divided_by_two_factors)
+
+
 def _given_up():
     model, reference = shard(Branching(), mesh=replicas())
     model.set_requires_all_reduce(False)
