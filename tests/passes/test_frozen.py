@@ -224,6 +224,23 @@ def test_a_frozen_trunk_is_gathered_in_forward_alone(run_ranks, how, transport):
     assert run_ranks(2, _steps, how, transport) == [[expected] * 2] * 2
 
 
+class _InCheckpoints(_HeadOnly, _Checkpointed):
+    """Each frozen block is checkpointed, and ends in operations without parameters."""
+
+    def block(self, index):
+        return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.5))
+
+
+def test_a_checkpoint_of_a_frozen_block_computes_nothing_again(one_rank):
+    model = _InCheckpoints()
+    for module in (*model.blocks, model):
+        fully_shard(module, reshard_after_forward=True)
+    with capture_graphs() as graphs:
+        compiled(model, "interpreted")(torch.ones(4, 8)).sum().backward()
+    backward = graphs.backward[0].graph_module.graph
+    assert not backward.find_nodes(op="call_function", target=torch.ops.aten.tanh.default)
+
+
 @pytest.mark.parametrize("budget", [0.5, 1])
 def test_a_memory_budget_gathers_all_that_it_may_compute_again(one_rank, budget):
     model = _Trunk()
