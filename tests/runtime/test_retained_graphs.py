@@ -42,6 +42,30 @@ def test_a_graph_may_be_retained_after_backwards_that_released_theirs(run_ranks,
     run_ranks(2, _after_one_that_releases, how)
 
 
+def _changed_in_between(how, transport):
+    model = Stack()
+    settings = {"transport": transport, "reshard_after_forward": True}
+    model, reference = shard(model, model.blocks, **settings)
+    batch = batch_of(4, 8)
+    outputs = compiled(model, how)(mine(batch)), reference(batch)
+    for output in outputs:
+        output.square().mean().backward(retain_graph=True)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    for parameter in reference.parameters():
+        parameter.data.mul_(2)  # plain PyTorch refuses a change that it notices
+    for output in outputs:
+        output.sin().mean().backward()
+    assert_same_gradients(model, reference)
+
+
+@each_way
+@either_transport
+def test_the_second_backward_computes_with_what_parameters_are_then(run_ranks, how, transport):
+    run_ranks(2, _changed_in_between, how, transport)
+
+
 @pytest.mark.usefixtures("one_rank")
 @compiled_each_way
 def test_a_graph_that_was_compiled_without_donation_may_be_retained(how):
