@@ -12,6 +12,7 @@ from deepcompile_zero3 import MixedPrecisionPolicy, capture_graphs
 from deepcompile_zero3.features.regions import reductions
 from deepcompile_zero3.features.regions.reductions import reduce_in_regions
 from deepcompile_zero3.graph.calls import calls_by_region, inlined
+from deepcompile_zero3.passes.chain import chain_reductions
 from deepcompile_zero3.runtime import REDUCTIONS, ops
 
 WIDTH = 160  # 100 KiB a matrix: their products are computed where they are sent from
@@ -132,6 +133,20 @@ def test_reductions_stay_where_nothing_reads_the_last_call(one_rank):
 def test_reductions_stay_where_calls_differ_in_them(one_rank):
     gm = _backward(_sharded(_Model(3)))
     _reductions(gm.graph)[8].update_kwarg("contract", "bfloat16")
+    expected = _sent(gm)
+    reduce_in_regions(gm)
+    assert len(_reductions(gm.graph)) == len(expected)
+    assert _sent(gm) == expected
+
+
+@pytest.mark.parametrize("position", [0, 2])
+def test_reductions_stay_where_another_comes_in_between(one_rank, position):
+    gm = _backward(_sharded(_Model(3, adds_after=1)))
+    order = _reductions(gm.graph)
+    other, of_last_call = order[6], order[-7:-1]  # the last one is of the embedding
+    assert other.args[1].name == "added"
+    of_last_call[position].prepend(other)
+    chain_reductions(gm)
     expected = _sent(gm)
     reduce_in_regions(gm)
     assert len(_reductions(gm.graph)) == len(expected)
