@@ -200,6 +200,18 @@ def test_a_forward_may_run_a_part_of_a_group_and_a_loss_the_rest_in_chunks(run_r
 
 
 @needs_a_job
+def test_a_group_is_gathered_once_for_each_time_that_all_of_its_modules_run():
+    first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+    model = nn.Sequential(first, second, first, second, first, second)
+    fully_shard([first, second], reshard_after_forward=True)
+    fully_shard(model)
+    with record_collectives() as log:
+        model(torch.ones(2, 8))
+    gathered = [set(c.params) for c in log if c.op == "all_gather"]
+    assert gathered == [{"0.weight", "0.bias", "1.weight", "1.bias"}] * 3
+
+
+@needs_a_job
 def test_a_module_inside_of_another_of_its_list_belongs_to_that():
     block, head = Block(8), nn.Linear(8, 8)
     fully_shard([block.up, block, head, block])
