@@ -68,6 +68,16 @@ def test_files_may_have_another_dtype(run_ranks, tmp_path, layout):
     run_ranks(2, _saves, layout, str(tmp_path), torch.bfloat16)
 
 
+def _saves_in_blocks(layout, folder):
+    with mock.patch.object(save, "_BLOCK_BYTES", 40):  # a row of a matrix, or two of them
+        _saves(layout, folder, None)
+
+
+@pytest.mark.parametrize("layout", [rows, columns])
+def test_large_tensors_are_written_in_blocks(run_ranks, tmp_path, layout):
+    run_ranks(2, _saves_in_blocks, layout, str(tmp_path))
+
+
 @pytest.mark.more
 @pytest.mark.parametrize("layout", OF_FOUR)
 def test_four_ranks_save_and_load(run_ranks, tmp_path, layout):
