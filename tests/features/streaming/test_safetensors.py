@@ -1,9 +1,7 @@
 """Files of safetensors: written and read by the ranks' own parts, and by others' libraries."""
 
-import contextlib
 import json
 import os
-import signal
 from pathlib import Path
 from unittest import mock
 
@@ -21,7 +19,7 @@ from deepcompile_zero3.features.streaming import save
 SMALL = 1200 / 2**20  # MiB: several files
 
 
-def _state(model):
+def state_of(model):
     saved = model.state_dict().keys()
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return {name: full(tensor) for name, tensor in tensors if name in saved}
@@ -29,7 +27,7 @@ def _state(model):
 
 def _saves(layout, folder, dtype):
     model = layout(folder)
-    expected = _state(model)
+    expected = state_of(model)
     path = Path(folder, "saved")
     save_safetensors(model, path, max_shard_mb=SMALL, dtype=dtype)
     names = sorted(os.listdir(path))
@@ -51,7 +49,7 @@ def _saves(layout, folder, dtype):
         with torch.no_grad():
             parameter.zero_()
     assert load_safetensors(model, path) == ([], [])
-    for name, tensor in _state(model).items():
+    for name, tensor in state_of(model).items():
         wanted = expected[name]
         if dtype and wanted.is_floating_point():
             wanted = wanted.to(dtype).to(wanted.dtype)
@@ -84,14 +82,14 @@ def test_four_ranks_save_and_load(run_ranks, tmp_path, layout):
     run_ranks(4, _saves, layout, str(tmp_path), None)
 
 
-def _save(folder, layout=rows):
+def save_model(folder, layout=rows):
     torch.manual_seed(3)
     model = layout(folder)
     save_safetensors(model, folder, max_shard_mb=SMALL)
-    return {name: tensor.tolist() for name, tensor in _state(model).items()}
+    return {name: tensor.tolist() for name, tensor in state_of(model).items()}
 
 
-def _load_from_meta(folder, expected):
+def load_from_meta(folder, expected):
     with torch.device("meta"):
         model = Stack()
     shard(model, model.blocks)
@@ -99,15 +97,15 @@ def _load_from_meta(folder, expected):
         load_safetensors(model, folder)
     model.to_empty(device="cpu")
     load_safetensors(model, folder)
-    assert {name: tensor.tolist() for name, tensor in _state(model).items()} == expected
+    assert {name: tensor.tolist() for name, tensor in state_of(model).items()} == expected
     mean_square(compiled(model, "interpreted"), batch_of(4, 8)).backward()
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(4, marks=pytest.mark.more)])
 @pytest.mark.parametrize("layout", [rows, columns, owners])
 def test_other_numbers_of_ranks_load_into_a_model_from_meta(run_ranks, tmp_path, ranks, layout):
-    expected = run_ranks(2, _save, str(tmp_path), layout)[0]
-    run_ranks(ranks, _load_from_meta, str(tmp_path), expected)
+    expected = run_ranks(2, save_model, str(tmp_path), layout)[0]
+    run_ranks(ranks, load_from_meta, str(tmp_path), expected)
 
 
 def _forward_sees_loaded(folder, transport):
@@ -201,12 +199,12 @@ def test_transformers_loads_what_ranks_have_saved_and_the_other_way_round(
 # ---- wrong files
 
 
-def _refuses(folder, message):
+def refuses(folder, message):
     model = fully_shard(Mixture())
-    before = _state(model)
+    before = state_of(model)
     with pytest.raises(Zero3Error, match=message):
         load_safetensors(model, folder)
-    for name, tensor in _state(model).items():
+    for name, tensor in state_of(model).items():
         assert torch.equal(tensor, before[name])
     dist.barrier()  # all ranks have raised
 
@@ -243,7 +241,7 @@ def test_files_that_do_not_fit_are_refused_before_a_shard_changes(
     run_ranks, tmp_path, changes, message
 ):
     _file(tmp_path, **changes)
-    run_ranks(2, _refuses, str(tmp_path), message)
+    run_ranks(2, refuses, str(tmp_path), message)
 
 
 def _loads_the_rest(folder):
@@ -260,132 +258,29 @@ def test_names_are_ignored_if_not_strict(run_ranks, tmp_path):
 
 
 def test_a_folder_without_files_is_refused(run_ranks, tmp_path):
-    run_ranks(2, _refuses, str(tmp_path), "has neither model.safetensors nor model.safetensors.in")
+    run_ranks(2, refuses, str(tmp_path), "has neither model.safetensors nor model.safetensors.in")
 
 
 def test_files_that_are_missing_or_cut_off_are_refused(run_ranks, tmp_path):
-    run_ranks(2, _save, str(tmp_path))
+    run_ranks(2, save_model, str(tmp_path))
     part = sorted(tmp_path.glob("model-*.safetensors"))[0]
     os.truncate(part, part.stat().st_size - 4)
-    run_ranks(2, _refuses, str(tmp_path), "model-00001-of-.* was cut off: 'blocks.* ends at byte")
+    run_ranks(2, refuses, str(tmp_path), "model-00001-of-.* was cut off: 'blocks.* ends at byte")
     os.truncate(part, 20)
-    run_ranks(2, _refuses, str(tmp_path), "model-00001-of-.* is no safetensors file, or was cut")
+    run_ranks(2, refuses, str(tmp_path), "model-00001-of-.* is no safetensors file, or was cut")
     part.unlink()
-    run_ranks(2, _refuses, str(tmp_path), "names model-00001-of-.*, and there is no such file")
+    run_ranks(2, refuses, str(tmp_path), "names model-00001-of-.*, and there is no such file")
 
 
 def _wrong_rank_sees_no_file(folder):
     if dist.get_rank() == 1:
         folder += "/elsewhere"
-    _refuses(folder, r"load_safetensors, rank 1: .*elsewhere has neither")
+    refuses(folder, r"load_safetensors, rank 1: .*elsewhere has neither")
 
 
 def test_an_error_of_one_rank_is_raised_on_all(run_ranks, tmp_path):
     _file(tmp_path)
     run_ranks(2, _wrong_rank_sees_no_file, str(tmp_path))
-
-
-# ---- a save that fails
-
-
-def _fails(folder, rank, function):
-    model, _ = shard(Stack())
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-
-    def fail(*arguments):
-        raise OSError(28, "No space left on device")
-
-    faulty = mock.patch.object(save, function, fail)
-    with (
-        faulty if dist.get_rank() == rank else contextlib.nullcontext(),
-        pytest.raises(Zero3Error, match=f"save_safetensors, rank {rank}: .*No space left"),
-    ):
-        save_safetensors(model, folder, max_shard_mb=SMALL)
-    dist.barrier()
-
-
-@pytest.mark.parametrize(("rank", "function"), [(0, "_create"), (1, "_write"), (0, "_rename")])
-def test_a_save_that_fails_leaves_the_earlier_model(run_ranks, tmp_path, rank, function):
-    expected = run_ranks(2, _save, str(tmp_path))[0]
-    names = sorted(os.listdir(tmp_path))
-    run_ranks(2, _fails, str(tmp_path), rank, function)
-    assert sorted(os.listdir(tmp_path)) == names
-    run_ranks(1, _load_from_meta, str(tmp_path), expected)
-
-
-def _is_killed(folder, function):
-    model, _ = shard(Stack())
-    whole = getattr(save, function)
-
-    def die(*arguments):
-        whole(*arguments)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    if dist.get_rank() == 1:
-        setattr(save, function, die)
-    save_safetensors(model, folder, max_shard_mb=SMALL)
-
-
-def test_ranks_that_are_killed_leave_the_earlier_model(run_apart, run_ranks, tmp_path):
-    expected = run_ranks(2, _save, str(tmp_path))[0]
-    with pytest.raises(AssertionError, match="rank 1 died"):
-        run_apart(_is_killed, str(tmp_path), "_write")
-    run_ranks(1, _load_from_meta, str(tmp_path), expected)
-
-
-def _dies_when_it_renames(folder):
-    model, _ = shard(Stack())
-    renamed = os.replace
-
-    def replace(source, target):
-        renamed(source, target)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    os.replace = replace
-    save_safetensors(model, folder, max_shard_mb=SMALL)
-
-
-@pytest.mark.more
-def test_files_of_two_models_are_never_loaded_together(run_apart, run_ranks, tmp_path):
-    run_ranks(2, _save, str(tmp_path))
-    with pytest.raises(AssertionError, match="died"):
-        run_apart(_dies_when_it_renames, str(tmp_path))
-    run_ranks(1, _refuses, str(tmp_path), "or a save was interrupted")
-    run_ranks(2, _save, str(tmp_path))  # and the next save succeeds
-    assert not list(tmp_path.glob(".*"))
-
-
-def test_an_interruption_between_two_renamed_files_leaves_no_index(one_rank, tmp_path):
-    model, _ = shard(Stack())
-    save_safetensors(model, tmp_path, max_shard_mb=SMALL)
-    renamed = os.replace
-
-    def replace(source, target):
-        renamed(source, target)
-        raise KeyboardInterrupt
-
-    with mock.patch.object(os, "replace", replace), pytest.raises(KeyboardInterrupt):
-        save_safetensors(model, tmp_path, max_shard_mb=SMALL)
-
-    with pytest.raises(Zero3Error, match="or a save was interrupted"):
-        load_safetensors(model, tmp_path)
-    save_safetensors(model, tmp_path, max_shard_mb=SMALL)
-    assert load_safetensors(model, tmp_path) == ([], [])
-
-
-def _saves_fewer(folder):
-    model, _ = shard(nn.Sequential(nn.Linear(2, 3)))
-    save_safetensors(model, folder)
-    Path(folder, "config.json").touch()
-    assert load_safetensors(model, folder) == ([], [])
-
-
-def test_files_of_an_earlier_model_are_removed(run_ranks, tmp_path):
-    run_ranks(2, _save, str(tmp_path))
-    run_ranks(2, _saves_fewer, str(tmp_path))
-    assert sorted(os.listdir(tmp_path)) == ["config.json", "model.safetensors"]
 
 
 def test_wrong_arguments_are_refused(one_rank, tmp_path):
