@@ -1,12 +1,12 @@
-"""What features look at when an optimizer steps, and do in its place."""
+"""What features look at when an optimizer steps, and which of them take the step."""
 
 from deepcompile_zero3.features.checks import unsharded
-from deepcompile_zero3.features.optimizer_steps import stand_in
+from deepcompile_zero3.features.optimizer_steps import plain_step
 from deepcompile_zero3.sharding import step_versions
 
 step_versions.LOOKS += [
     unsharded.warn_of_unsharded,
 ]
-step_versions.STAND_INS += [
-    step_versions.StandIns(stand_in.may_be_for, stand_in.stand_in_for),
+step_versions.TAKERS += [
+    step_versions.Taker(plain_step.may_take, plain_step.take),
 ]

@@ -27,26 +27,20 @@ REFUSES_REPLACED = "_zero3_refuses_replaced"
 # those of its other parameters that have some. Not called if either is empty.
 LOOKS: list[Callable[[torch.optim.Optimizer, list[DTensor], list[torch.Tensor]], None]] = []
 
-# An optimizer that steps in the place of another of its class, and what to call after its step.
-StandIn = tuple[torch.optim.Optimizer, Callable[[], None]]
 
-
-class StandIns(NamedTuple):
-    """What a feature puts in the place of optimizers for a step.
+class Taker(NamedTuple):
+    """A feature that takes steps of optimizers in their place.
 
     Attributes:
-        may_be_for: says whether it may do so for an optimizer, which calls its closure first, and
-            takes nothing else from it.
-        make: returns what stands in, or None. Some DTensors of the optimizer have gradients.
+        may_take: says whether it may take those of an optimizer. Its closure is called first.
+        take: takes a step, and returns True; or does nothing, and returns False.
     """
 
-    may_be_for: Callable[[torch.optim.Optimizer], bool]
-    make: Callable[[torch.optim.Optimizer], StandIn | None]
+    may_take: Callable[[torch.optim.Optimizer], bool]
+    take: Callable[[torch.optim.Optimizer], bool]
 
 
-STAND_INS: list[StandIns] = []
-
-_FINISH = "_zero3_finish"  # attribute of an optimizer that stands in: what to call after its step
+TAKERS: list[Taker] = []
 
 _handles: list[Any] = []  # of the hooks, while there are owners
 _owners = 0
@@ -96,18 +90,33 @@ def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-    """Counts writes, shows features what steps, and lets them put another optimizer there."""
-    make = None
-    if not torch.compiler.is_compiling():  # graphs have the optimizer's own tensors
-        make = next((each.make for each in STAND_INS if each.may_be_for(optimizer)), None)
-    if make is not None:
+    """Counts writes, shows features what steps, and lets them take the step."""
+    if torch.compiler.is_compiling():  # graphs have the optimizer's own tensors
+        _look(optimizer)
+        return None
+    taker = _taker_for(optimizer)
+    if taker is not None:
         args, kwargs = _with_loss(*args, **kwargs)
-    shards = _look(optimizer)
-    if make is not None and shards and (found := make(optimizer)) is not None:
-        stand_in, finish = found
-        setattr(stand_in, _FINISH, finish)
-        args = stand_in, *args[1:]
+    if _look(optimizer) and taker is not None and _takes(taker, optimizer):
+        args = _without_parameters(optimizer), *args[1:]
     return args, kwargs
+
+
+@torch_internals.disable_dynamo
+def _taker_for(optimizer: torch.optim.Optimizer) -> Taker | None:
+    return next((each for each in TAKERS if each.may_take(optimizer)), None)
+
+
+@torch_internals.disable_dynamo
+def _takes(taker: Taker, optimizer: torch.optim.Optimizer) -> bool:
+    return taker.may_take(optimizer) and taker.take(optimizer)  # a closure may register hooks
+
+
+def _without_parameters(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Returns an optimizer whose step does nothing."""
+    empty = object.__new__(type(optimizer))
+    vars(empty).update(vars(optimizer), param_groups=[])
+    return empty
 
 
 def _with_loss(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -130,9 +139,7 @@ def _look(optimizer: torch.optim.Optimizer) -> list[DTensor]:
 
 
 @torch_internals.disable_dynamo
-def _after_step(optimizer: torch.optim.Optimizer, args: Any, _: Any) -> None:
-    if args[0] is not optimizer:
-        getattr(args[0], _FINISH)()
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     count_writes(optimizer)
 
 

@@ -1,5 +1,6 @@
 """Private names of torch's optimizers."""
 
+import inspect
 import sys
 from collections.abc import Callable, Collection
 from types import FrameType
@@ -15,6 +16,9 @@ _hooks_of_all = tuple(
     for moment in ("pre", "post")
 )
 
+# Methods that a step does not call.
+_MAY_CHANGE = {"step", "zero_grad", "add_param_group", "state_dict", "load_state_dict"}
+
 
 def has_step_hooks(optimizer: Any, other_than: Collection[Callable[..., Any]]) -> bool:
     """Returns whether hooks see the steps of ``optimizer``, its own ones or those of all."""
@@ -29,6 +33,23 @@ def has_step_of_its_class(optimizer: Any) -> bool:
     if hasattr(step, "_wrapped_by_lr_sched"):  # counts the calls
         step = step.__wrapped__
     return getattr(step, "__func__", step) is type(optimizer).step
+
+
+def step_of_torch(optimizer: Any) -> Callable[..., Any] | None:
+    """Returns the step of an optimizer's class, without hooks.
+
+    Returns None if it is not torch's alone: if somebody has put another function in its place, or
+    in that of a method that it calls.
+    """
+    cls = type(optimizer)
+    step: Callable[..., Any] | None = getattr(cls.step, "__wrapped__", None)
+    if step is None or not hasattr(cls.step, "hooked") or hasattr(step, "hooked"):
+        return None  # or wrapped outside of torch's hooks
+    functions = cls._init_group, inspect.unwrap(step)
+    if not all(each.__module__.startswith("torch.optim.") for each in functions):
+        return None
+    methods = {name for name, value in vars(optimizer).items() if callable(value)} - _MAY_CHANGE
+    return None if any(hasattr(cls, name) for name in methods) else step
 
 
 def is_stepping() -> bool:

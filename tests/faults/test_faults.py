@@ -98,6 +98,7 @@ def _names_rank_1(message):
     )
 
 
+@pytest.mark.gloo  # collectives say that others have failed, not which
 @pytest.mark.thin
 @each_transport
 @pytest.mark.parametrize(
@@ -115,6 +116,7 @@ def test_a_rank_that_is_killed_is_missed_at_once(moment, transport):
         assert transport == "c10d" or ", dead): it has not " in message
 
 
+@pytest.mark.gloo
 @each_transport
 @pytest.mark.parametrize("moment", ["forward", "backward"])
 def test_a_rank_that_raises_and_ends_is_missed_at_once(moment, transport):
@@ -123,6 +125,7 @@ def test_a_rank_that_raises_and_ends_is_missed_at_once(moment, transport):
     assert _names_rank_1(message)
 
 
+@pytest.mark.gloo
 @pytest.mark.parametrize(
     ("what", "moment", "transport"),
     [
@@ -138,6 +141,7 @@ def test_a_rank_that_stands_still_is_missed_in_time(what, moment, transport):
     assert _names_rank_1(message)
 
 
+@pytest.mark.gloo
 @pytest.mark.thin
 @each_transport
 @pytest.mark.parametrize("moment", ["forward", "backward", "optimizer"])
@@ -147,6 +151,7 @@ def test_a_rank_that_raises_and_stays_is_missed_in_time(moment, transport):
     assert _names_rank_1(message)
 
 
+@pytest.mark.gloo
 @pytest.mark.first(transport="c10d")
 @each_transport
 def test_a_rank_that_withholds_its_gradients_is_missed_in_time(transport):
@@ -204,6 +209,7 @@ def _waits_for_a_bucket_of_many():
     return str(raised.value)
 
 
+@pytest.mark.gloo
 def test_an_error_of_a_large_bucket_names_the_first_of_its_parameters(run_apart):
     told, _ = run_apart(_waits_for_a_bucket_of_many)
     assert re.match(

@@ -171,6 +171,7 @@ def _interrupt_a_wait(transport):
     return seconds
 
 
+@pytest.mark.gloo
 def test_a_wait_in_shared_memory_can_be_interrupted(run_ranks):
     seconds = run_ranks(2, _interrupt_a_wait, "shared_memory")[0]
     assert seconds < TIMEOUT - 0.5

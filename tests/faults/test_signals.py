@@ -123,6 +123,7 @@ def _gather_in_a_wait():
         assert "a signal handler cannot gather" in errors[0]
 
 
+@pytest.mark.gloo
 def test_a_handler_cannot_take_what_has_started_ahead(run_ranks):
     run_ranks(2, _gather_in_a_wait)
 
@@ -146,6 +147,7 @@ def _modes_in_a_wait():
         assert seen == [(True, False), (False, False), (False, True)]
 
 
+@pytest.mark.gloo
 def test_a_handler_runs_in_the_modes_of_the_code_that_it_interrupts(run_ranks):
     run_ranks(2, _modes_in_a_wait)
 
@@ -157,6 +159,7 @@ def _wait_on_a_daemon_thread():
         time.sleep(0.3)
 
 
+@pytest.mark.gloo
 def test_a_process_may_end_while_a_daemon_thread_waits():
     pool = RankPool(2, "spawn")
     pool.run(_wait_on_a_daemon_thread, timeout=60)

@@ -62,7 +62,7 @@ def assert_same(models, optimizers, plain):
         assert torch.equal(ours.to_local(), theirs.to_local())
     assert torch.equal(*plain)
     states = [o.state_dict() for o in optimizers]
-    assert states[0]["state"].keys() == states[1]["state"].keys()
+    assert [*states[0]["state"]] == [*states[1]["state"]]
     for ours, theirs in zip(*(s["state"].values() for s in states), strict=True):
         assert ours.keys() == theirs.keys()
         for key, value in ours.items():

@@ -45,6 +45,7 @@ def _of_a_mesh():
     return told
 
 
+@pytest.mark.gloo  # whose groups' timeouts these are
 def test_groups_that_wait_for_longer_than_was_asked_for_are_named_once_with_a_remedy(run_ranks):
     first, second, third, fourth = run_ranks(4, _of_a_mesh)
     (message,) = first
@@ -69,6 +70,7 @@ def _of_which_warnings_are_errors():
     fully_shard(model, mesh=mesh)
 
 
+@pytest.mark.gloo
 def test_a_warning_that_is_an_error_is_one_on_all_ranks(run_ranks):
     run_ranks(2, _of_which_warnings_are_errors)
 
@@ -99,5 +101,6 @@ def _flattened():
     assert timeout_of(flat_submesh(mesh, ("cp", "tp")).get_group()) == GIVEN
 
 
+@pytest.mark.gloo
 def test_a_group_of_several_dimensions_waits_as_long_as_those_of_one(run_ranks):
     run_ranks(2, _flattened)

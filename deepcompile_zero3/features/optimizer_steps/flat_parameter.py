@@ -68,7 +68,8 @@ class FlatParameter:
 
     def store(self, states: _States) -> None:
         """Copies shards and states back, and gives new states to the parameters."""
-        _C.copy_from_flat(self.parameter, self._locals)
+        # Through DTensors, steps do not count as writes to local tensors.
+        _C.copy_from_flat(self.parameter, [local.data for local in self._locals])
         for key, value in self.state.items():
             if key in self._states:
                 is_number = value.dim() == 0
@@ -120,7 +121,7 @@ def _small(parameter: torch.Tensor, state: dict[str, Any]) -> _Small | None:
         return None
     local = local_tensor(parameter)
     nbytes = local.nbytes
-    if not 0 < nbytes <= SMALL or nbytes % _WHOLE_VECTORS:
+    if not 0 < nbytes <= SMALL or nbytes % _WHOLE_VECTORS or not local.is_cpu:
         return None
     mine, theirs = spec_of(parameter), spec_of(gradient)
     if mine is not theirs and mine.placements != theirs.placements:

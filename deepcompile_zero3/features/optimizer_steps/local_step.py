@@ -12,7 +12,7 @@ from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.features.optimizer_steps.local_tensors import (
     ELEMENTWISE,
     LocalTensors,
-    may_step_flat,
+    is_unobserved,
 )
 from deepcompile_zero3.features.optimizer_steps.rank_states import state_to_load, state_to_save
 from deepcompile_zero3.features.optimizer_steps.step_layers import (
@@ -82,7 +82,7 @@ def step_locally(optimizer: torch.optim.Optimizer, *, is_elementwise: bool = Fal
         refuse_replaced(optimizer)
         setattr(optimizer, REFUSES_REPLACED, True)
         is_in_parts = layers_of(optimizer).in_parts is not None  # since memory is scarce
-        may_be_flat = has_step_of_its_class and not is_in_parts and may_step_flat(optimizer)
+        may_be_flat = has_step_of_its_class and not is_in_parts and is_unobserved(optimizer)
         states = cast(Any, optimizer).state
         try:
             tensors = LocalTensors(optimizer, has_known_states, may_be_flat, earlier)

@@ -1,6 +1,7 @@
 """The tensors that an optimizer steps in place of DTensors."""
 
 from collections import defaultdict
+from operator import is_not
 from typing import Any, cast
 
 import torch
@@ -33,8 +34,8 @@ ELEMENTWISE = (
 _State = dict[str, Any]
 
 
-def may_step_flat(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns whether nobody notices if ``optimizer`` steps small parameters as one."""
+def is_unobserved(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns whether ``optimizer`` updates each element by itself, and nobody may see how."""
     return (
         type(optimizer) in ELEMENTWISE
         and getattr(optimizer, "grad_scale", None) is None  # gradients are unscaled in place
@@ -73,11 +74,13 @@ class LocalTensors:
         self._has_known_states = has_known_states
         self._earlier = earlier
         self._given: defaultdict[Any, Any] = cast(Any, optimizer).state
-        self._local_of: list[tuple[DTensor, nn.Parameter]] = []
+        # DTensors, what stands for them, and their states before the step.
+        self._local_of: list[tuple[DTensor, nn.Parameter, list[Any]]] = []
         self._flats: list[FlatParameter] = []
         self._elsewhere: list[torch.Tensor] = []
         self.states: defaultdict[Any, Any] = defaultdict(dict)
-        self.states.update((k, v) for k, v in self._given.items() if not torch.is_tensor(k))
+        if not has_known_states:  # some may be of no parameter
+            self.states.update((k, v) for k, v in self._given.items() if not torch.is_tensor(k))
         self.groups = [
             self._of_group(group["params"], may_be_flat and _may_be_flat(group))
             for group in optimizer.param_groups
@@ -100,20 +103,33 @@ class LocalTensors:
                 continue
             if isinstance(parameter, DTensor):
                 local = self._local(parameter)
-                self._local_of.append((parameter, local))
-                state = state and localized(state, parameter)
+                state = state and self._localized(state, parameter)
+                self._local_of.append((parameter, local, [*state.values()] if state else []))
             if state:
                 self.states[local] = state
             stepped.append(local)
         return stepped
 
+    def _localized(self, state: _State, parameter: DTensor) -> _State:
+        if not self._has_known_states:
+            return localized(state, parameter)
+        return {
+            key: rows_of(torch_internals.local_tensor(value), parameter)
+            if isinstance(value, DTensor)
+            else value
+            for key, value in state.items()
+        }
+
     def _local(self, parameter: DTensor) -> nn.Parameter:
-        """Returns a parameter, with its gradient, in the memory of those of ``parameter``."""
+        """Returns a parameter, with its gradient, in the memory of those of ``parameter``.
+
+        Writes to it do not count as writes to the local tensor, as those through DTensors do not.
+        """
         tensor = torch_internals.local_tensor(parameter)
         local: nn.Parameter | None = None if self._earlier is None else self._earlier.get(tensor)
         if local is None:
             rows = rows_of(tensor, parameter)
-            local = nn.Parameter(rows, requires_grad=parameter.requires_grad)
+            local = nn.Parameter(rows.data, requires_grad=parameter.requires_grad)
             if self._earlier is not None:
                 self._earlier[tensor] = local
         elif local.data_ptr() != tensor.data_ptr():
@@ -131,29 +147,37 @@ class LocalTensors:
             is_lent: whether the memory of parameters is lent for a part of the step.
         """
         states = self._given
-        if any(flat.has_new_states for flat in self._flats):
-            # Ranks differ in what is flat, and must not in the order of states.
-            new = {id(p) for flat in self._flats if flat.state for p in flat.parameters}
-            new |= {id(p) for p, local in self._local_of if self.states.get(local)}
-            for group in self._optimizer.param_groups:
-                for parameter in group["params"]:
-                    if id(parameter) in new:
-                        states[parameter]  # a defaultdict
+        for parameter in self._new_in_order():
+            states[parameter]  # a defaultdict
         for flat in self._flats:
             self.states.pop(flat.parameter, None)
             flat.store(states)
-        for parameter, local in self._local_of:
+        for parameter, local, before in self._local_of:
             local.grad = None
             if found := self.states.pop(local, None):
-                if self._has_known_states:
-                    _update(states[parameter], found, parameter, local.shape)
-                else:
+                if not self._has_known_states:
                     states[parameter] = found
+                elif len(found) != len(before) or any(map(is_not, found.values(), before)):
+                    _update(states[parameter], found, parameter, local.shape)
             if is_lent and local.numel():
                 local.data = local.new_empty(0)
         states.update(self.states)  # those of plain parameters, and of none
         for parameter in self._elsewhere:  # torch steps an optimizer without entries to make states
             states[parameter]
+
+    def _new_in_order(self) -> list[torch.Tensor]:
+        """Returns the parameters that have their first states now, in the order of the groups.
+
+        Ranks differ in what is flat, and must not in the order of states.
+        """
+        new = {id(p) for flat in self._flats if flat.has_new_states for p in flat.parameters}
+        get = self.states.get
+        new |= {id(p) for p, local, before in self._local_of if not before and get(local)}
+        if not new:
+            return []
+        new |= {id(key) for key in self.states if isinstance(key, torch.Tensor)}
+        given = (p for group in self._optimizer.param_groups for p in group["params"])
+        return [p for p in given if id(p) in new]
 
 
 def _may_be_flat(group: dict[str, Any]) -> bool:

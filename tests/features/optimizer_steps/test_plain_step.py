@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import importlib
 import weakref
 
 import pytest
@@ -16,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepcompile_zero3 import fully_shard
-from deepcompile_zero3.features.optimizer_steps.stand_in import may_be_for
+from deepcompile_zero3.features.optimizer_steps.plain_step import may_take
 from deepcompile_zero3.torch_internals import local_tensor
 
 
@@ -86,7 +87,7 @@ def test_dtensors_are_stepped_where_somebody_looks():
     assert _dispatches(optimizer) == 0
     assert _dispatches(_Subclass(model.parameters(), 0.1)) > 0
     model, optimizer = _model_and_optimizer(differentiable=True)
-    assert not may_be_for(optimizer)
+    assert not may_take(optimizer)
     model, optimizer = _model_and_optimizer(fused=True)
     optimizer.grad_scale = torch.tensor(2.0)  # as a GradScaler says
     optimizer.found_inf = torch.tensor(0.0)
@@ -113,26 +114,42 @@ def test_optimizers_of_other_dtensors_are_left_alone():
     model, _ = _model_and_optimizer()
     theirs = nn.Parameter(zeros(4, device_mesh=model.head.weight.device_mesh))
     theirs.grad = torch.ones_like(theirs)
-    optimizer = torch.optim.AdamW([theirs])
-    assert _dispatches(optimizer) > 0
+    assert _dispatches(torch.optim.AdamW([theirs])) > 0
+    both = torch.optim.AdamW([theirs, model.head.weight])
+    assert _dispatches(both) > 0
+    del both.param_groups[0]["params"][0]
+    assert _dispatches(both) == 0
 
 
 @needs_a_job
-def test_a_step_that_raises_changes_nothing_of_the_optimizer(monkeypatch):
-    model, optimizer = _model_and_optimizer()
-    groups = [dict(group) for group in optimizer.param_groups]
+def test_a_step_that_raises_keeps_what_it_has_changed(monkeypatch):
+    model = fully_shard(Stack())
+    groups = [{"params": model.head.parameters()}, {"params": model.blocks.parameters()}]
+    optimizer = torch.optim.AdamW(groups, 0.1)
+    mean_square(model, batch_of(2, 8)).backward()
+    module = importlib.import_module("torch.optim.adam")  # torch.optim hides it
+    whole = module.adam
+    seen = []
 
-    def fail(*_):
-        raise RuntimeError("no step")
+    def fail_at_the_second(*args, **kwargs):
+        seen.append(args)
+        if len(seen) == 2:
+            raise RuntimeError("no memory")
+        whole(*args, **kwargs)
 
-    monkeypatch.setattr(torch.optim.AdamW, "_init_group", fail)
-    with pytest.raises(RuntimeError, match="no step"):
+    monkeypatch.setattr(module, "adam", fail_at_the_second)
+    before = model.head.weight.to_local().clone()
+    with pytest.raises(RuntimeError, match="no memory"):
         optimizer.step()
-    monkeypatch.undo()
-    assert [dict(group) for group in optimizer.param_groups] == groups
-    assert not optimizer.state
+    assert not torch.equal(before, model.head.weight.to_local())
+    assert all(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
     assert _dispatches(optimizer) == 0
+    steps = [
+        optimizer.state[p]["step"].item() for p in (model.head.weight, model.blocks[0].up.bias)
+    ]
+    assert steps == [2, 1]
     assert all(isinstance(key, DTensor) for key in optimizer.state)
+    seen.clear()
     gradient = weakref.ref(local_tensor(model.head.weight.grad))
     optimizer.zero_grad()
     gc.collect()
@@ -149,6 +166,52 @@ def test_attributes_of_the_optimizer_are_seen_by_its_step_and_its_hooks_after_it
         scheduler.step()
         assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5 ** (step + 1)
         assert not torch.equal(before, model.head.bias.to_local())
+
+
+@needs_a_job
+def test_states_are_in_the_order_of_the_groups():
+    model = fully_shard(Stack())
+    plain = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([{"params": [plain]}, {"params": model.parameters()}], 0.1)
+    mean_square(model, batch_of(2, 8)).backward()
+    plain.grad = torch.ones(2)
+    assert _dispatches(optimizer) == 0
+    assert list(map(id, optimizer.state)) == [id(plain), *map(id, model.parameters())]
+
+
+@needs_a_job
+def test_writes_of_a_step_count_as_dtensors_count_them():
+    model, optimizer = _model_and_optimizer()
+    weight = model.head.weight
+    local = weight.to_local()
+    optimizer.step()
+    moment = optimizer.state[weight]["exp_avg"]
+    counts = local._version, moment._version
+    saved = (moment * moment.detach().requires_grad_()).sum()
+    optimizer.step()
+    assert (local._version, moment._version > counts[1]) == (counts[0], True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.backward()
+
+
+@needs_a_job
+def test_methods_of_others_are_called_with_dtensors():
+    _, optimizer = _model_and_optimizer()
+    own = optimizer._init_group
+    optimizer._init_group = lambda *args: own(*args)
+    assert _dispatches(optimizer) > 0
+    assert all(isinstance(key, DTensor) for key in optimizer.state)
+    del optimizer._init_group
+    assert _dispatches(optimizer) == 0
+
+
+@needs_a_job
+def test_parameters_that_come_twice_are_left_to_dtensor():
+    model = fully_shard(nn.Linear(8, 8))
+    model(torch.ones(2, 8)).sum().backward()
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        optimizer = torch.optim.AdamW([model.weight, model.weight])
+    assert _dispatches(optimizer) > 0
 
 
 @needs_a_job
