@@ -144,12 +144,14 @@ def small(rank: int, world_size: int, store: str, rounds: int, results: list) ->
     for kind in ("", "foreach", "fused"):
         adamw = partial(torch.optim.AdamW, **({kind: True} if kind else {}))
         ways = {"plain tensors of the shards' size": (plain, nn.utils.clip_grad_norm_)}
+        models = []
         for name, shard, clip in (
             ("FSDP2", torch_fully_shard, nn.utils.clip_grad_norm_),
             ("zero3", fully_shard, clip_grad_norm_),
             ("zero3, step_locally", fully_shard, clip_grad_norm_),
         ):
             model = shard(_Small())
+            models.append(model)  # which lives, as in training
             model(torch.randn(8, 8)).backward()
             ways[name] = list(model.parameters()), clip
         optimizers = {name: adamw(parameters) for name, (parameters, _) in ways.items()}
