@@ -1,5 +1,7 @@
 """Parameters without rows are replicated: scalars, and those without elements."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,10 +23,12 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
+    get_optimizer_state_dict,
     get_state_dict,
+    set_optimizer_state_dict,
     set_state_dict,
 )
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 from deepcompile_zero3 import (
@@ -186,6 +190,26 @@ def test_a_checkpoint_with_scalars_is_loaded_by_another_number_of_ranks(run_rank
     for loaded in run_ranks(3, _load, tmp_path):
         torch.testing.assert_close(loaded, saved, rtol=0, atol=0)
     assert saved[0]["scale"].item() != 0.5
+
+
+def _goes_on_from_a_full_state():
+    both = [_built(0.5) for _ in range(2)]
+    for seed in range(2):
+        for model, optimizer in both:
+            mean_square(model, mine(batch_of(6, 6, seed=seed))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if seed == 0:
+            state = copy.deepcopy(get_optimizer_state_dict(*both[0], options=FULL))
+            set_optimizer_state_dict(*both[1], state, options=FULL)
+            model, optimizer = both[1]
+            assert not isinstance(optimizer.state[model.scale]["exp_avg"], DTensor)
+    for ours, theirs in zip(*(model.parameters() for model, _ in both), strict=True):
+        assert torch.equal(ours.to_local(), theirs.to_local())
+
+
+def test_a_full_optimizer_state_with_scalars_goes_on(run_ranks):
+    run_ranks(2, _goes_on_from_a_full_state)
 
 
 class _Uses(nn.Module):
