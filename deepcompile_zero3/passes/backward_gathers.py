@@ -112,6 +112,8 @@ def recompute_functions_of_parameters(
             _tag(node, CheckpointPolicy.MUST_SAVE)
         if is_function and node not in alone:
             others.add(node)
+            if node.meta.get("recompute") in _RECOMPUTED:
+                _leave_checkpoint(node)
     _tag_saved(gm.graph, of_spared)
     return gradients, of_spared
 
@@ -234,12 +236,17 @@ def _tensors_of(node: fx.Node) -> list[fx.Node]:
 
 def _tag(node: fx.Node, policy: CheckpointPolicy) -> None:
     of_user = node.meta.get("recompute")  # set by a checkpoint of the user
-    if of_user is not None and not (of_user in _RECOMPUTED and policy in _RECOMPUTED):
-        return
-    node.meta["recompute"] = policy
-    # Checkpointed regions are numbered, and a partitioner saves what a region passes to a later
-    # one. The last region passes nothing on: also what a checkpoint of the user recomputes goes
-    # there, since functions of it in the backward are there.
+    if of_user is None or {of_user, policy} <= set(_RECOMPUTED):
+        node.meta["recompute"] = policy
+        _leave_checkpoint(node)
+
+
+def _leave_checkpoint(node: fx.Node) -> None:
+    """Puts ``node`` into the last of the regions that checkpoints recompute.
+
+    They are numbered, and a partitioner saves what one passes to a later one. The last passes
+    nothing on. Functions of parameters in the backward are there, and so is what they read.
+    """
     node.meta["ac_graph_id"] = sys.maxsize
 
 

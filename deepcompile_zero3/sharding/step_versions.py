@@ -8,7 +8,7 @@ shards in a flat tensor, unless they have too few elements.
 
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook as register_p
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.sharding.replaced_parameters import refuse_replaced, sharded_as
-from deepcompile_zero3.torch_internals.optimizers import has_step_hooks, is_stepping
+from deepcompile_zero3.torch_internals.optimizers import is_stepping, step_hooks
 
 # Attribute of an optimizer whose step refuses replaced parameters itself, before it puts other
 # tensors in the place of shards: hooks would not find these.
@@ -28,7 +28,7 @@ REFUSES_REPLACED = "_zero3_refuses_replaced"
 LOOKS: list[Callable[[torch.optim.Optimizer, list[DTensor], list[torch.Tensor]], None]] = []
 
 
-class Taker(NamedTuple):
+class TakesSteps(NamedTuple):
     """A feature that takes steps of optimizers in their place.
 
     Attributes:
@@ -40,7 +40,9 @@ class Taker(NamedTuple):
     take: Callable[[torch.optim.Optimizer], bool]
 
 
-TAKERS: list[Taker] = []
+taker: TakesSteps | None = None
+
+_PACKAGE = __name__.partition(".")[0]
 
 _handles: list[Any] = []  # of the hooks, while there are owners
 _owners = 0
@@ -86,7 +88,8 @@ class _Garbage:
 
 def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Returns whether hooks of others see the steps of ``optimizer``."""
-    return has_step_hooks(optimizer, other_than=(_before_step, _after_step))
+    modules = (getattr(hook, "__module__", None) or "" for hook in step_hooks(optimizer))
+    return not all(module.startswith(f"{_PACKAGE}.") for module in modules)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
@@ -94,28 +97,29 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
     if torch.compiler.is_compiling():  # graphs have the optimizer's own tensors
         _look(optimizer)
         return None
-    taker = _taker_for(optimizer)
-    if taker is not None:
+    may_take = _may_take(optimizer)
+    if may_take:
         args, kwargs = _with_loss(*args, **kwargs)
-    if _look(optimizer) and taker is not None and _takes(taker, optimizer):
+    if _look(optimizer) and may_take and _takes(optimizer):
         args = _without_parameters(optimizer), *args[1:]
     return args, kwargs
 
 
 @torch_internals.disable_dynamo
-def _taker_for(optimizer: torch.optim.Optimizer) -> Taker | None:
-    return next((each for each in TAKERS if each.may_take(optimizer)), None)
+def _may_take(optimizer: torch.optim.Optimizer) -> bool:
+    return taker is not None and taker.may_take(optimizer)
 
 
 @torch_internals.disable_dynamo
-def _takes(taker: Taker, optimizer: torch.optim.Optimizer) -> bool:
-    return taker.may_take(optimizer) and taker.take(optimizer)  # a closure may register hooks
+def _takes(optimizer: torch.optim.Optimizer) -> bool:
+    return taker is not None and taker.may_take(optimizer) and taker.take(optimizer)
 
 
 def _without_parameters(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Returns an optimizer whose step does nothing."""
     empty = object.__new__(type(optimizer))
     vars(empty).update(vars(optimizer), param_groups=[])
+    cast(Any, empty)._warned_capturable_if_run_uncaptured = True  # torch asks it of no groups
     return empty
 
 

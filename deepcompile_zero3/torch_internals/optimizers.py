@@ -2,7 +2,7 @@
 
 import inspect
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -16,15 +16,14 @@ _hooks_of_all = tuple(
     for moment in ("pre", "post")
 )
 
-# Methods that a step does not call.
-_MAY_CHANGE = {"step", "zero_grad", "add_param_group", "state_dict", "load_state_dict"}
+# Methods that somebody may replace: a step does not call them.
+_NOT_CALLED_BY_STEP = {"step", "zero_grad", "add_param_group", "state_dict", "load_state_dict"}
 
 
-def has_step_hooks(optimizer: Any, other_than: Collection[Callable[..., Any]]) -> bool:
-    """Returns whether hooks see the steps of ``optimizer``, its own ones or those of all."""
+def step_hooks(optimizer: Any) -> list[Callable[..., Any]]:
+    """Returns the hooks that see the steps of ``optimizer``, its own ones and those of all."""
     own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    hooks = [hook for hooks in (*own, *_hooks_of_all) for hook in hooks.values()]
-    return any(hook not in other_than for hook in hooks)
+    return [hook for hooks in (*own, *_hooks_of_all) for hook in hooks.values()]
 
 
 def has_step_of_its_class(optimizer: Any) -> bool:
@@ -48,8 +47,8 @@ def step_of_torch(optimizer: Any) -> Callable[..., Any] | None:
     functions = cls._init_group, inspect.unwrap(step)
     if not all(each.__module__.startswith("torch.optim.") for each in functions):
         return None
-    methods = {name for name, value in vars(optimizer).items() if callable(value)} - _MAY_CHANGE
-    return None if any(hasattr(cls, name) for name in methods) else step
+    replaced = {n for n, value in vars(optimizer).items() if callable(value) and hasattr(cls, n)}
+    return None if replaced - _NOT_CALLED_BY_STEP else step
 
 
 def is_stepping() -> bool:

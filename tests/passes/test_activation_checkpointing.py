@@ -160,6 +160,29 @@ def test_a_function_of_a_weight_is_saved_only_if_a_selective_checkpoint_says_so(
     assert len(again) == (0 if is_saved else 1)
 
 
+class _MaskOfItsWeight(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def _multiply(self, x):
+        weight = self.weight / self.weight.abs().amax(1, keepdim=True)
+        return (x.T @ x) * (weight * torch.ones(8, 8).tril())
+
+    def forward(self, x):
+        return checkpoint(self._multiply, x, use_reentrant=False)
+
+
+@needs_a_job
+def test_what_functions_of_a_weight_read_is_not_saved_for_them():
+    run = compiled(fully_shard(_MaskOfItsWeight()), "interpreted")
+    x = batch_of(4, 8).requires_grad_()
+    with capture_graphs() as graphs:
+        run(x).sum().backward()
+    saved = graphs.forward[0].graph_module.graph.output_node().all_input_nodes[1:]
+    assert {node.op for node in saved} == {"placeholder"}, saved
+
+
 def _wrap():
     model = Stack()
     model.requires_grad_(True)

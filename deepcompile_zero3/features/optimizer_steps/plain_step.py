@@ -42,8 +42,11 @@ def take(optimizer: torch.optim.Optimizer) -> bool:
     """Takes a step of ``optimizer``, as it would on DTensors.
 
     Returns False, and does nothing, if it may have done something else: with parameters that are no
-    plain shards or come twice, or with gradients or states of other parts than theirs.
+    plain shards or come twice, with gradients or states of other parts than theirs, or with a
+    learning rate that is a DTensor.
     """
+    if any(_has_dtensor(value) for group in optimizer.param_groups for value in group.values()):
+        return False
     states = cast(Any, optimizer).state
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     if len(set(map(id, parameters))) != len(parameters):
@@ -83,6 +86,13 @@ def _has_our_shards(optimizer: torch.optim.Optimizer) -> bool:
             return False
         _shards_of[optimizer] = frozenset(found)
     return bool(found)
+
+
+def _has_dtensor(setting: Any) -> bool:
+    """Returns whether a setting of a group is a DTensor, or a tuple with one such as betas."""
+    if isinstance(setting, tuple):
+        return any(isinstance(each, DTensor) for each in setting)
+    return isinstance(setting, DTensor)
 
 
 def _is_known(parameter: torch.Tensor, state: dict[str, Any] | None) -> bool:

@@ -12,12 +12,16 @@ from support.mesh_models import replicas
 from support.models import Stack, assert_same_parameters, batch_of, mean_square, mine, shard
 from support.optimizer_models import OPTIMIZERS, assert_same, two
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, zeros
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.distributed.tensor import DTensor, Partial, Replicate, zeros
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepcompile_zero3 import fully_shard
-from deepcompile_zero3.features.optimizer_steps.plain_step import may_take
+from deepcompile_zero3.features.optimizer_steps.plain_step import may_take, take
+from deepcompile_zero3.tools.tracing.trace import Steps
 from deepcompile_zero3.torch_internals import local_tensor
 
 
@@ -203,6 +207,22 @@ def test_methods_of_others_are_called_with_dtensors():
     assert all(isinstance(key, DTensor) for key in optimizer.state)
     del optimizer._init_group
     assert _dispatches(optimizer) == 0
+
+
+@needs_a_job
+def test_a_learning_rate_that_is_a_dtensor_is_left_to_dtensor():
+    model, optimizer = _model_and_optimizer()
+    mesh = model.head.weight.device_mesh
+    optimizer.param_groups[0]["lr"] = DTensor.from_local(torch.tensor(0.1), mesh, [Replicate()])
+    assert not take(optimizer)
+
+
+@needs_a_job
+def test_hooks_of_a_trace_look_at_no_parameter():
+    _, optimizer = _model_and_optimizer()
+    handle = register_optimizer_step_post_hook(Steps())
+    assert _dispatches(optimizer) == 0
+    handle.remove()
 
 
 @needs_a_job
