@@ -93,8 +93,9 @@ def recompute_functions_of_parameters(
     gradients = _reached(tangents, lambda node: node.users)
     alone = set(parameters)  # functions of parameters alone
     others = set(metadata_inputs)  # constants and reductions too, which such functions may read
+    others.update(gm.graph.find_nodes(op="get_attr"))
     for node in gm.graph.nodes:
-        if node.op in ("placeholder", "output") or node in gradients:
+        if node.op not in ("call_function", "call_method", "call_module") or node in gradients:
             continue
         inputs = set(node.all_input_nodes)
         is_plain = _is_of_torch(node) or node.target is operator.getitem
@@ -273,7 +274,7 @@ def _is_random(node: fx.Node) -> bool:
 
 
 def _is_size(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.SymInt)
+    return isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
 def _is_reduction(node: fx.Node) -> bool:
@@ -281,7 +282,7 @@ def _is_reduction(node: fx.Node) -> bool:
         return False
     result, read = (
         _numel(node.meta["val"]),
-        sum(_numel(n.meta["val"]) for n in node.all_input_nodes),
+        sum(_numel(n.meta.get("val")) for n in node.all_input_nodes),
     )
     return isinstance(result, int) and isinstance(read, int) and result * _SMALL_RESULT_RATIO < read
 
