@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
@@ -38,15 +39,28 @@ def _deliver(
     if moment != _C.Moment.EARLY:
         _check(delivered)
         _run_all_reduce_hooks(delivered)
-    shards = [parameter.unchanged_shard() for parameter, _ in delivered]
-    for (parameter, _), shard in zip(delivered, shards, strict=True):
+    taken = [
+        (parameter, shard, reduced)
+        for parameter, reduced in delivered
+        if _is_taken(parameter, shard := parameter.unchanged_shard())
+    ]
+    for parameter, shard, _ in taken:
         parameter.registered.check_gradient(shard)
-    for (parameter, reduced), shard in zip(delivered, shards, strict=True):
+    for parameter, shard, reduced in taken:
         parameter.registered.accumulate_grad(shard, reduced)
-    for shard in dict.fromkeys(shards):
+    for shard in dict.fromkeys(shard for _, shard, _ in taken):
         for hook in torch_internals.post_accumulate_grad_hooks(shard):
             hook(shard)
     _let_sinks_take([parameter for parameter, _ in delivered], moment, model_numbers)
+
+
+def _is_taken(parameter: ShardedParameter, shard: DTensor) -> bool:
+    """Returns whether a gradient that has arrived belongs in ``.grad``.
+
+    As in torch, it does not if the parameter was frozen after its forward. Of one that was frozen
+    before, what arrives is the sum of earlier backwards, when it was not.
+    """
+    return shard.requires_grad or not parameter.placeholder.requires_grad
 
 
 def _check(reduced: Sequence[tuple[ShardedParameter, torch.Tensor]]) -> None:

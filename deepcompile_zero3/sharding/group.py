@@ -37,11 +37,13 @@ class EagerForward:
         saved: the tensors that autograd saves. It watches the groups that the forward has read.
         prefetched: groups that the forward has started to gather.
         modules_run: ids of the modules that have run, for each group inside the outermost one.
+        has_grad: whether it began with gradients enabled.
     """
 
     saved: SavedTensors = dataclasses.field(default_factory=SavedTensors)
     prefetched: "list[ParameterGroup]" = dataclasses.field(default_factory=list)
     modules_run: "dict[ParameterGroup, set[int]]" = dataclasses.field(default_factory=dict)
+    has_grad: bool = dataclasses.field(default_factory=torch.is_grad_enabled)
 
 
 class ParameterGroup:
@@ -140,17 +142,22 @@ class ParameterGroup:
             self._enter(forward)
         elif not self.is_unsharded_by_user:
             # A checkpoint may recompute activations without a forward of the module.
-            if torch.is_grad_enabled() and _C.in_backward():
+            if _C.in_backward() and (torch.is_grad_enabled() or torch_internals.is_checkpointed()):
                 parameter.refresh()
                 republish_if_recomputing([parameter])
                 return parameter.value_of(gather_one(parameter))
             return parameter.shard
         value = self._values.get(parameter)
-        differentiable = parameter.placeholder.requires_grad and torch.is_grad_enabled()
+        is_trained = parameter.shard.requires_grad
+        # As a parameter's, its gradient does not depend on where it was read, but on its use.
+        has_grad = torch.is_grad_enabled() or (forward is not None and forward.has_grad)
+        differentiable = is_trained and has_grad and not torch.is_inference_mode_enabled()
         if value is None or value.requires_grad != differentiable:
-            parameter.prepare_forward()
+            if value is None or is_trained:  # else it was frozen after uses that train it
+                parameter.prepare_forward()
             self.gather()
-            value = parameter.value_of(_C.read_gathered(parameter.handle))
+            with torch.set_grad_enabled(differentiable):
+                value = parameter.value_of(_C.read_gathered(parameter.handle))
             self._values[parameter] = value
         return value
 

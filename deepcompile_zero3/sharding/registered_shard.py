@@ -190,7 +190,7 @@ class RegisteredShard:
     def check_gradient(self, shard: DTensor) -> None:
         """Raises Zero3Error unless a reduced gradient may be added to ``shard.grad``."""
         grad, found = shard.grad, "a plain tensor"
-        if grad is None or not shard.requires_grad:
+        if grad is None:
             return
         if isinstance(grad, DTensor):
             mine = shard.placements, shard.device_mesh
@@ -204,8 +204,6 @@ class RegisteredShard:
 
     def accumulate_grad(self, shard: DTensor, reduced: torch.Tensor) -> None:
         """Adds a reduced gradient, this rank's rows [shard_rows, ...], to ``shard.grad``."""
-        if not shard.requires_grad:
-            return
         reduced = reduced.view(0) if self._layout.is_elsewhere else self._layout.local(reduced)
         if shard.grad is None:
             shard.grad = self._gradient(reduced.contiguous(), shard)

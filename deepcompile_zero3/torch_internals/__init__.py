@@ -149,7 +149,10 @@ def inline_only(function: _F) -> _F:
 
 
 def is_checkpointed() -> bool:
-    """Returns whether non-reentrant ``torch.utils.checkpoint`` packs what autograd saves now."""
+    """Returns whether non-reentrant ``torch.utils.checkpoint`` packs what autograd saves now.
+
+    It does so in a forward, and when it computes the same again.
+    """
     hooks = outer_saved_tensors_hooks()
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 

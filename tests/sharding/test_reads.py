@@ -1,0 +1,132 @@
+"""Weights that a forward reads without gradients, or freezes for a part of itself."""
+
+import pytest
+import torch
+from support.models import (
+    assert_same_gradients,
+    assert_same_step,
+    batch_of,
+    compiled,
+    each_way,
+    either_transport,
+    mean_square,
+    mine,
+    shard,
+)
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+class _Adversary(nn.Module):
+    """Its second layer trains on what the first makes, and the first by the second, frozen."""
+
+    def __init__(self, frozen_first):
+        super().__init__()
+        self.make, self.judge = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.frozen_first = frozen_first
+
+    def _frozen(self, made):
+        self.judge.requires_grad_(False)
+        judged = self.judge(made).sigmoid()
+        self.judge.requires_grad_(True)
+        return judged
+
+    def forward(self, x):
+        made = self.make(x).tanh()
+        if self.frozen_first:
+            return torch.cat([self._frozen(made), self.judge(made.detach())], dim=1)
+        return torch.cat([self.judge(made.detach()), self._frozen(made)], dim=1)
+
+
+class _Scaled(nn.Module):
+    """Reads its weight without gradients first, and uses what it has read."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.weight = nn.Parameter(batch_of(6, 6, seed=1))
+        self.way = way
+
+    def _by_value(self, x):
+        with torch.no_grad():
+            weight = self.weight
+            scale = weight.abs().max()
+        return x @ weight / scale
+
+    def _by_number(self, x):
+        with torch.no_grad():
+            scale = self.weight.abs().sum().item()
+        return x @ self.weight / scale
+
+    def _by_mean(self, x):
+        with torch.no_grad():
+            scale = self.weight.abs().mean()
+        return (x @ (self.weight / scale)).sin()
+
+    def forward(self, x):
+        if self.way == "value":
+            return self._by_value(x)
+        if self.way == "number":
+            return self._by_number(x)
+        use = self._by_number if self.way == "number, checkpointed" else self._by_mean
+        return checkpoint(use, x.sin(), use_reentrant=False)
+
+
+MODELS = {
+    "frozen first": lambda: _Adversary(True),
+    "frozen then": lambda: _Adversary(False),
+    "value": lambda: _Scaled("value"),
+    "number": lambda: _Scaled("number"),
+    "number, checkpointed": lambda: _Scaled("number, checkpointed"),
+    "mean, checkpointed": lambda: _Scaled("mean, checkpointed"),
+}
+
+
+def _trains(how, transport, name, settings):
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(6, 6), MODELS[name]())
+    model, reference = shard(layers, transport=transport, **settings)
+    for seed in range(2):
+        batch = batch_of(4, 6, seed=seed)
+        assert_same_step(model, reference, batch, run=compiled(model, how))
+
+
+@pytest.mark.thin
+@each_way
+@either_transport
+@pytest.mark.parametrize("settings", [{}, {"reshard_after_forward": False}], ids=["", "kept"])
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_depend_on_uses_not_on_reads(run_ranks, how, transport, name, settings):
+    run_ranks(2, _trains, how, transport, name, settings)
+
+
+def _freezes_after_a_sum(how, transport, thaws):
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    model, reference = shard(layers, transport=transport)
+    run = compiled(model, how)
+
+    def backward(seed):
+        batch = batch_of(4, 6, seed=seed)
+        mean_square(run, mine(batch)).backward()
+        mean_square(reference, batch).backward()
+
+    model.set_requires_gradient_sync(False)
+    backward(0)
+    model.set_requires_gradient_sync(True)
+    for each in (model, reference):
+        each[2].requires_grad_(False)
+    backward(1)
+    assert_same_gradients(model, reference)
+    if thaws:
+        for each in (model, reference):
+            each[2].requires_grad_(True)
+        backward(2)
+        assert_same_gradients(model, reference)
+
+
+@pytest.mark.thin
+@each_way
+@either_transport
+@pytest.mark.parametrize("thaws", [True, False])
+def test_what_was_summed_before_a_parameter_was_frozen_is_kept(run_ranks, how, transport, thaws):
+    run_ranks(2, _freezes_after_a_sum, how, transport, thaws)
