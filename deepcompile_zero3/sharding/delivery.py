@@ -57,11 +57,10 @@ def _deliver(
 def _is_taken(parameter: ShardedParameter, shard: DTensor) -> bool:
     """Returns whether a gradient that has arrived belongs in ``.grad``.
 
-    As in torch, it does not if the parameter is frozen now, but for the sum of earlier backwards,
-    when it was not.
+    As in torch, it does not if the parameter was frozen after its forward. Of one that was frozen
+    ahead of its forward, what arrives is the sum of earlier backwards, perhaps of other ranks.
     """
-    has_sum, parameter.was_frozen_with_sum = parameter.was_frozen_with_sum, False
-    return shard.requires_grad or has_sum
+    return shard.requires_grad or not parameter.placeholder.requires_grad
 
 
 def _check(reduced: Sequence[tuple[ShardedParameter, torch.Tensor]]) -> None:

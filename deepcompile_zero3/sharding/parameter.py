@@ -79,7 +79,6 @@ class ShardedParameter:
         compute_dtype: dtype of the full tensor.
         forward_grad_dtype: ``grad_dtype`` of the shard, initially or in the latest forward.
         contract: the contract in the latest forward, as text for ``zero3::unshard``.
-        was_frozen_with_sum: whether it was frozen while gradients waited to be reduced.
     """
 
     def __init__(self, blueprint: Blueprint, connection: Connection) -> None:
@@ -104,7 +103,6 @@ class ShardedParameter:
             None if kind is None else kind.substitute(self, blueprint)
         )
         self._forward_shard_id = 0
-        self.was_frozen_with_sum = False
         self.ranks_meet_in_backward = True
         self._connection: Connection | None = connection
         self.mp_policy = blueprint.mp_policy
@@ -381,7 +379,6 @@ class ShardedParameter:
         as_traced = True
         if self.placeholder.requires_grad != shard.requires_grad:
             self.placeholder.requires_grad_(shard.requires_grad)
-            self.was_frozen_with_sum = not shard.requires_grad and self.handle.has_gradients()
             self.update_facts()
             as_traced = False
         if self.forward_grad_dtype != shard.grad_dtype:

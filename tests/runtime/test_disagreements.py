@@ -143,17 +143,19 @@ def _thawed_in_the_block(transport):
 
 
 def _frozen_with_a_sum_on_one_rank(transport):
-    model, _ = sharded(transport=transport)
+    model, reference = sharded(transport=transport)
     model.set_requires_gradient_sync(False)
-    choice = (0, 1) if dist.get_rank() == 0 else (1,)
-    mean_square(lambda x: model(x, choice), mine(batch_of(12, 8))).backward()
+    choices, batch = ((0, 1), (1,)), batch_of(12, 8)
+    mean_square(lambda x: model(x, choices[dist.get_rank()]), mine(batch)).backward()
+    loss_of_all(reference, batch, choices).backward()
     weight = model.experts[0].weight
     weight.requires_grad_(False)
     model.set_requires_gradient_sync(True)
     with defer_reduction(model):
         pass
     assert model.first.weight.grad is not None
-    return weight.grad
+    torch.testing.assert_close(weight.grad.full_tensor(), reference.experts[0].weight.grad)
+    return weight.requires_grad
 
 
 def _of_mixed_meshes(transport):
@@ -172,7 +174,7 @@ def _of_mixed_meshes(transport):
 @pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
 def test_a_deposit_of_one_rank_arrives_if_others_are_frozen_or_replicated(run_ranks, transport):
     assert run_ranks(2, _thawed_in_the_block, transport) == [[0.5]] * 2
-    assert run_ranks(2, _frozen_with_a_sum_on_one_rank, transport) == [None] * 2
+    assert run_ranks(2, _frozen_with_a_sum_on_one_rank, transport) == [False] * 2
     assert run_ranks(4, _of_mixed_meshes, transport) == [[0.25, 0.5]] * 4
 
 

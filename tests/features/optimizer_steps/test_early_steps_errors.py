@@ -9,6 +9,7 @@ from support.early_steps import ONE_KIB, OPTIMIZERS, assert_same_bits, plain_and
 from support.job import needs_a_job
 from support.models import (
     Stack,
+    assert_same_parameters,
     batch_of,
     call_in_backward,
     compiled,
@@ -16,6 +17,7 @@ from support.models import (
     either_transport,
     mean_square,
     mine,
+    shard,
 )
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -134,7 +136,7 @@ def test_backwards_that_raise_on_two_threads_name_what_each_has_stepped():
 
 
 class _Early(nn.Module):
-    """A weight whose last use comes first in backward, and is in a checkpoint with its first."""
+    """A weight whose last use comes first in backward. Its first is in a checkpoint."""
 
     def __init__(self):
         super().__init__()
@@ -148,15 +150,29 @@ class _Early(nn.Module):
         return x
 
 
-def _recomputed_after_its_step():
-    model = fully_shard(_Early())
+def _recomputed_before_its_step():
+    torch.manual_seed(0)
+    model, reference = shard(_Early())
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, reference)]
+    step_in_backward(model, optimizers[0], bucket_mb=ONE_KIB / 4)
+    batch = batch_of(4, 16).requires_grad_()
+    mean_square(model, mine(batch)).backward()
+    mean_square(reference, batch).backward()
+    optimizers[1].step()
+    assert_same_parameters(model, reference)
+
+
+def _gathered_after_its_step():
+    model = fully_shard(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)))
     step_in_backward(model, torch.optim.SGD(model.parameters(), 0.1), bucket_mb=ONE_KIB / 4)
+    x = call_in_backward(mine(batch_of(4, 16)).requires_grad_(), lambda: model.unshard())
     with pytest.raises(Zero3Error, match="stepped in this backward, which needs it again"):
-        mean_square(model, mine(batch_of(4, 16)).requires_grad_()).backward()
+        mean_square(model, x).backward()
 
 
-def test_a_backward_does_not_recompute_with_what_it_has_stepped(run_ranks):
-    run_ranks(2, _recomputed_after_its_step)
+def test_a_backward_does_not_compute_with_what_it_has_stepped(run_ranks):
+    run_ranks(2, _recomputed_before_its_step)
+    run_ranks(2, _gathered_after_its_step)
 
 
 def _removed():
