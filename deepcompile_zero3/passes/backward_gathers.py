@@ -95,7 +95,7 @@ def recompute_functions_of_parameters(
     others = set(metadata_inputs)  # constants and reductions too, which such functions may read
     others.update(gm.graph.find_nodes(op="get_attr"))
     for node in gm.graph.nodes:
-        if node.op not in ("call_function", "call_method", "call_module") or node in gradients:
+        if node.op in ("placeholder", "get_attr", "output") or node in gradients:
             continue
         inputs = set(node.all_input_nodes)
         is_plain = _is_of_torch(node) or node.target is operator.getitem

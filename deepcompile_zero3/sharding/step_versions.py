@@ -98,8 +98,13 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
         _look(optimizer)
         return None
     may_take = _may_take(optimizer)
-    if may_take:
-        args, kwargs = _with_loss(*args, **kwargs)
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if may_take and closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+        args, kwargs = (optimizer, lambda: loss), {**kwargs}
+        kwargs.pop("closure", None)
+        may_take = _may_take(optimizer)  # the closure may have registered hooks
     if _look(optimizer) and may_take and _takes(optimizer):
         args = _without_parameters(optimizer), *args[1:]
     return args, kwargs
@@ -112,7 +117,7 @@ def _may_take(optimizer: torch.optim.Optimizer) -> bool:
 
 @torch_internals.disable_dynamo
 def _takes(optimizer: torch.optim.Optimizer) -> bool:
-    return taker is not None and taker.may_take(optimizer) and taker.take(optimizer)
+    return taker is not None and taker.take(optimizer)
 
 
 def _without_parameters(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -121,16 +126,6 @@ def _without_parameters(optimizer: torch.optim.Optimizer) -> torch.optim.Optimiz
     vars(empty).update(vars(optimizer), param_groups=[])
     cast(Any, empty)._warned_capturable_if_run_uncaptured = True  # torch asks it of no groups
     return empty
-
-
-def _with_loss(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """Returns a step's arguments, with the loss of its closure in the place of the closure."""
-    closure = args[0] if args else kwargs.get("closure")
-    if closure is None:
-        return (optimizer, *args), kwargs
-    with torch.enable_grad():
-        loss = closure()
-    return (optimizer, lambda: loss), {k: v for k, v in kwargs.items() if k != "closure"}
 
 
 @torch_internals.disable_dynamo  # a frame around the step is traced apart from what steps

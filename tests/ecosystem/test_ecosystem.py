@@ -17,6 +17,7 @@ from support.models import (
     shard,
 )
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
@@ -114,11 +115,11 @@ def test_lbfgs_steps_shards_if_ranks_return_the_same_loss(run_ranks):
     run_ranks(2, _lbfgs)
 
 
-def _compiled_optimizer():
+def _compiled_optimizer(how, backend):
     model, reference = shard(Stack())
-    run = compiled(model, "zero3")
+    run = compiled(model, how)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, reference)]
-    step = torch.compile(optimizers[0].step)
+    step = torch.compile(optimizers[0].step, backend=backend)
     for seed in range(3):
         mean_square(run, mine(batch_of(4, 8, seed=seed))).backward()
         mean_square(reference, batch_of(4, 8, seed=seed)).backward()
@@ -127,12 +128,18 @@ def _compiled_optimizer():
         for optimizer in optimizers:
             optimizer.zero_grad()
     assert_same_parameters(model, reference, tolerance=1e-3)
+    assert all(isinstance(each, DTensor) for each in optimizers[0].state)
 
 
-@pytest.mark.long
-@pytest.mark.inductor
-def test_the_step_of_an_optimizer_can_be_compiled(run_ranks):
-    run_ranks(2, _compiled_optimizer)
+@pytest.mark.parametrize(
+    ("how", "backend"),
+    [
+        ("eager", "eager"),
+        pytest.param("zero3", "inductor", marks=[pytest.mark.long, pytest.mark.inductor]),
+    ],
+)
+def test_the_step_of_an_optimizer_can_be_compiled(run_ranks, how, backend):
+    run_ranks(2, _compiled_optimizer, how, backend)
 
 
 NORMS = [1.0, 2.0, 3.0, float("inf"), 0.0]

@@ -2,10 +2,10 @@
 
 import torch
 from support.models import compiled, each_way, either_transport, relative_difference, shard
-from torch import nn
+from torch import library, nn
 
 
-@torch.library.custom_op("zero3_tests::stochastic_round", mutates_args=())
+@library.custom_op("zero3_tests::stochastic_round", mutates_args=())
 def _stochastic_round(weight: torch.Tensor) -> torch.Tensor:
     return (weight * 4 + torch.rand_like(weight)).floor() / 4
 

@@ -9,7 +9,7 @@ import torch
 from support.documents import ROOT
 from support.job import end, needs_a_job
 from support.models import batch_of
-from torch import nn
+from torch import library, nn
 
 from deepcompile_zero3 import (
     GraphPass,
@@ -186,7 +186,7 @@ def test_the_other_passes_of_the_document_run():
     text = (ROOT / "docs" / "passes.md").read_text()
     _, code = re.findall(r"```python\n(import.*?)```", text, re.DOTALL)
     schema = "(Tensor x) -> Tensor"
-    tanh = torch.library.custom_op("mylib::tanh", torch.tanh, mutates_args=(), schema=schema)
+    tanh = library.custom_op("mylib::tanh", torch.tanh, mutates_args=(), schema=schema)
     tanh.register_fake(torch.empty_like)
     names: dict = {}
     exec(code, names)

@@ -5,7 +5,7 @@ depends on its layer alone.
 """
 
 import torch
-from torch import nn
+from torch import library, nn
 
 CONTRACTS = {
     "default": "default",
@@ -55,7 +55,7 @@ class _LowWeightGrad(torch.autograd.Function):
         return None, grad.bfloat16().t() @ x.bfloat16()
 
 
-@torch.library.custom_op("zero3_tests::weight_grad", mutates_args=())
+@library.custom_op("zero3_tests::weight_grad", mutates_args=())
 def _weight_grad(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return grad.float().t() @ x.float()
 

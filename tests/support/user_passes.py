@@ -5,6 +5,7 @@ import tempfile
 from itertools import pairwise
 
 import torch
+from torch import library
 from torch._inductor.custom_graph_pass import get_hash_for_files
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -76,7 +77,7 @@ class SelectiveGather(GraphPass):
         return (self.latency + nbytes / self.bytes_per_second) / nbytes
 
 
-@torch.library.custom_op("user_passes::store", mutates_args=())
+@library.custom_op("user_passes::store", mutates_args=())
 def store(tensor: torch.Tensor, folder: str) -> torch.Tensor:
     """Returns a copy of ``tensor`` that lives in a file, which goes when the copy is freed."""
     with tempfile.NamedTemporaryFile(dir=folder) as file:
@@ -84,7 +85,7 @@ def store(tensor: torch.Tensor, folder: str) -> torch.Tensor:
     return memory.view(tensor.shape).copy_(tensor)
 
 
-@torch.library.custom_op("user_passes::load", mutates_args=())
+@library.custom_op("user_passes::load", mutates_args=())
 def load(stored: torch.Tensor) -> torch.Tensor:
     """Returns a copy of ``stored`` in ordinary memory."""
     return stored.clone()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.job import needs_a_job
 from support.mesh_models import replicas
-from support.models import Stack, assert_same_parameters, batch_of, mean_square, mine, shard
+from support.models import Stack, batch_of, mean_square, mine
 from support.optimizer_models import OPTIMIZERS, assert_same, two
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, zeros
@@ -256,22 +256,3 @@ def test_a_closure_computes_the_gradients_of_its_step(has_name):
     moment = optimizer.state[model.head.weight]["exp_avg"].to_local()
     torch.testing.assert_close(moment, 0.1 * gradients[0])
     assert not torch.equal(before["head.weight"].to_local(), model.head.weight.to_local())
-
-
-def _compiled():
-    model, reference = shard(Stack())
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, reference)]
-    step = torch.compile(optimizers[0].step, backend="eager")
-    for seed in range(3):
-        mean_square(model, mine(batch_of(4, 8, seed=seed))).backward()
-        mean_square(reference, batch_of(4, 8, seed=seed)).backward()
-        step()
-        optimizers[1].step()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-    assert_same_parameters(model, reference, tolerance=1e-3)
-    assert all(isinstance(p, DTensor) for p in optimizers[0].state)
-
-
-def test_a_compiled_step_has_dtensors(run_ranks):
-    run_ranks(2, _compiled)
