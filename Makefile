@@ -49,6 +49,9 @@ train: $(VENV)/.installed
 WORKERS ?= $(shell awk -v cores=$$(getconf _NPROCESSORS_ONLN) '/^MemAvailable/ \
   {n = cores + 2; if (n > 8) n = 8; if (n > $$2 / 2e6) n = $$2 / 2e6; print n < 1 ? 1 : int(n)}' /proc/meminfo)
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal
+# Of a copy that is installed in an environment of its own: from tests/, where no import can find the
+# source tree. An editable install would put a runtime for that torch where the everyday one is looked for.
+PYTEST_OF_COPY = cd tests && $(subst $(BIN),../$(BIN),$(PYTEST))
 test: $(VENV)/.installed $(VENV)/.extra-test
 	$(PYTEST) -m "not more and not long" $(ARGS)
 
@@ -58,13 +61,10 @@ test-more: $(VENV)/.installed $(VENV)/.extra-test
 test-all: $(VENV)/.installed $(VENV)/.extra-test
 	$(PYTEST) $(ARGS)
 
-# An environment of its own, with a copy of the package: an editable install would put a runtime
-# built for this torch where the everyday environment finds it. Run from tests/, where no import
-# can find the source tree.
 test-torch: VENV = .venv-torch-$(TORCH)
 test-torch:
 	$(MAKE) VENV=$(VENV) $(VENV)/.installed-copy
-	cd tests && OMP_NUM_THREADS=1 ../$(BIN)/pytest --numprocesses 2 --dist worksteal -m smoke $(ARGS)
+	$(PYTEST_OF_COPY) -m smoke $(ARGS)
 
 # The runtime with its kernels for GPUs, on a machine that need not have one. torch's wheel for CUDA
 # brings most of the headers and libraries, and a toolkit, CUDA_HOME, the compiler and the rest. Here
@@ -83,7 +83,7 @@ check-cuda:
 	  CUDA_HOME=$(CUDA_HOME) CPATH=$$wheel/include LIBRARY_PATH=$$wheel/lib \
 	  ZERO3_CUDA=1 ZERO3_WERROR=1 \
 	  $(MAKE) VENV=$(VENV) TORCH=$(TORCH) $(VENV)/.installed-copy
-	cd tests && OMP_NUM_THREADS=1 ../$(BIN)/pytest --numprocesses 2 --dist worksteal -m "smoke or cuda_build" $(ARGS)
+	$(PYTEST_OF_COPY) -m "smoke or cuda_build" $(ARGS)
 
 # The sanitizer watches our kernels only, and each tensor has memory of its own, past which it sees.
 # Calls that torch makes to learn what a driver can do are not errors.

@@ -11,9 +11,9 @@ Backward also gets the placeholder of each parameter that it computes a gradient
 the runtime whose gradient it reduces. A forward that may save the full tensor saves both.
 
 A function of parameters alone, such as ``w.bfloat16()``, is recomputed: saving it would keep the
-parameter. The partitioner decides about reductions, such as ``w.norm()``, and about operators that
-are not torch's. Those may draw random numbers without saying so, and would then return something
-else when they run again.
+parameter. The partitioner decides about reductions, such as ``w.norm()``, whose results are small,
+and about operators that are not torch's. Those may draw random numbers without saying so, and would
+then return something else when they run again.
 """
 
 import operator
@@ -25,16 +25,19 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from deepcompile_zero3.graph.calls import bodies_of
 from deepcompile_zero3.graph.metadata import PARAMETER
 from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.passes.markers import needed_in_backward, saved_for_backward, with_saved
 from deepcompile_zero3.torch_internals import OpOverload, tree_flatten, tree_unflatten
 
-# A result this many times smaller than its inputs is a reduction, and cheap to save.
+# A result this many times smaller than parameters is cheap to save.
 _SMALL_RESULT_RATIO = 4
 # Keys in a node's meta that a partitioner obeys.
 _POLICY = ("recompute", "ac_graph_id")
 _RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+# Higher-order operators that run graphs under a condition or in a loop.
+_CALLS = ("cond", "map_impl", "scan")
 # Namespaces of operators whose tags tell whether they draw random numbers.
 _TAGGED_NAMESPACES = ("aten", "prims", "zero3")
 
@@ -53,10 +56,14 @@ def decide_backward_gathers(
         parameters: the graph's inputs that are parameters.
         tangents: the graph's inputs that are gradients of outputs.
         num_outputs: number of the forward's outputs, which come first in the graph.
-        metadata: other inputs that functions of parameters alone may read.
+        metadata: other inputs that functions of parameters alone may read. They may read parameters
+            that stay gathered, too.
     """
     regathered = {node: f for node, f in parameters.items() if f.reshard_after_forward is not False}
-    gradients, spared = recompute_functions_of_parameters(gm, regathered, tangents, metadata)
+    held = [node for node in parameters if node not in regathered]
+    gradients, spared = recompute_functions_of_parameters(
+        gm, regathered, tangents, [*metadata, *held]
+    )
     saved = _save_for_backward(
         gm.graph,
         [node for node, f in parameters.items() if f.is_trained and f.may_be_kept],
@@ -94,15 +101,20 @@ def recompute_functions_of_parameters(
     alone = set(parameters)  # functions of parameters alone
     others = set(metadata_inputs)  # constants and reductions too, which such functions may read
     others.update(gm.graph.find_nodes(op="get_attr"))
+    # Elements of the largest parameter that each function of parameters reads, also by reductions.
+    sizes = {node: _numel(node.meta["val"]) for node in parameters}
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "get_attr", "output") or node in gradients:
             continue
         inputs = set(node.all_input_nodes)
-        is_plain = _is_of_torch(node) or node.target is operator.getitem
+        is_plain = _is_plain(node) or _is_plain_call(gm, node)
         is_known = all(n in alone or n in others or _is_size(n) for n in inputs)
         is_known &= node.target is not torch.ops.aten.embedding.default  # even at constant places
         is_function = is_plain and is_known and not _is_random(node)
-        if is_function and inputs & alone and not _is_reduction(node):
+        of = [sizes[each] for each in inputs if each in sizes]
+        if is_function and of:
+            sizes[node] = max(of)
+        if is_function and of and _is_large(node, max(of), bool(inputs & alone)):
             alone.add(node)
             _tag(node, CheckpointPolicy.MUST_RECOMPUTE)
             if inputs & spared:
@@ -264,9 +276,19 @@ def _reached(
     return found
 
 
-def _is_of_torch(node: fx.Node) -> bool:
+def _is_plain(node: fx.Node) -> bool:
     op = node.target
-    return isinstance(op, OpOverload) and op.namespace in _TAGGED_NAMESPACES
+    is_of_torch = isinstance(op, OpOverload) and op.namespace in _TAGGED_NAMESPACES
+    return is_of_torch or op is operator.getitem
+
+
+def _is_plain_call(gm: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether a node runs graphs of torch's operators, under a condition or in a loop."""
+    if getattr(node.target, "__name__", "") not in _CALLS:
+        return False
+    bodies = bodies_of(gm, node)
+    calls = [each for body in bodies for each in body.graph.nodes if each.op == "call_function"]
+    return all(_is_plain(each) and not _is_random(each) for each in calls)
 
 
 def _is_random(node: fx.Node) -> bool:
@@ -277,14 +299,29 @@ def _is_size(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
-def _is_reduction(node: fx.Node) -> bool:
-    if node.target is operator.getitem or getattr(node.target, "is_view", False):
-        return False
-    result, read = (
-        _numel(node.meta["val"]),
-        sum(_numel(n.meta.get("val")) for n in node.all_input_nodes),
-    )
-    return isinstance(result, int) and isinstance(read, int) and result * _SMALL_RESULT_RATIO < read
+def _is_view(node: fx.Node) -> bool:
+    return node.target is operator.getitem or getattr(node.target, "is_view", False)
+
+
+def _is_large(node: fx.Node, size: int, reads_large: bool) -> bool:
+    """Whether a function of parameters would take much memory if it were saved.
+
+    Args:
+        node: the function.
+        size: elements of the largest parameter that it depends on.
+        reads_large: whether it reads a parameter or another large function.
+    """
+    if _is_view(node):
+        return reads_large
+    result = _numel(node.meta["val"])
+    read = sum(_numel(each.meta.get("val")) for each in node.all_input_nodes)
+    is_reduction = _is_smaller(result, read) or not reads_large
+    return not (is_reduction and _is_smaller(result, size))
+
+
+def _is_smaller(result: Any, size: Any) -> bool:
+    is_known = isinstance(result, int) and isinstance(size, int)
+    return is_known and result * _SMALL_RESULT_RATIO < size
 
 
 def _numel(value: Any) -> int:

@@ -164,7 +164,7 @@ def _of_peft(how, four_bits):
 
 @pytest.mark.thin
 @each_way
-@pytest.mark.parametrize("four_bits", [False, True])
+@pytest.mark.parametrize("four_bits", [False, pytest.param(True, marks=pytest.mark.more)])
 def test_adapters_of_peft_train_as_on_one_process(run_ranks, how, four_bits):
     pytest.importorskip("peft")
     if four_bits:

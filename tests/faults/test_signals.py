@@ -159,6 +159,7 @@ def _wait_on_a_daemon_thread():
         time.sleep(0.3)
 
 
+@pytest.mark.more
 @pytest.mark.gloo
 def test_a_process_may_end_while_a_daemon_thread_waits():
     pool = RankPool(2, "spawn")

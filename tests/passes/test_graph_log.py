@@ -70,6 +70,7 @@ def test_torch_trace_has_an_artifact_for_each(tmp_path):
     assert re.search(r"\n\tall_gather: .* = zero3.all_gather_start\(.*weight", artifact)
 
 
+@pytest.mark.more
 def test_without_them_nothing_is_printed():
     assert _logged() == ""
 

@@ -95,7 +95,9 @@ def _as_it_is(block):
     return block
 
 
-@pytest.mark.parametrize("wrap", [_as_it_is, checkpoint_wrapper])
+@pytest.mark.parametrize(
+    "wrap", [_as_it_is, pytest.param(checkpoint_wrapper, marks=pytest.mark.more)]
+)
 def test_equal_blocks_that_are_wrapped_are_compiled_once(run_ranks, wrap):
     assert run_ranks(2, _wrapped, wrap) == [(1, 1)] * 2
 

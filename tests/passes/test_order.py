@@ -65,6 +65,7 @@ def _order_of_a_step(how):
     return [(record.op, record.params) for record in log]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("how", [pytest.param("eager", marks=pytest.mark.long), "interpreted"])
 def test_the_order_depends_on_no_hash_and_no_address(run_spawned, how):
     # Forked ranks would agree on the order of a set by chance.

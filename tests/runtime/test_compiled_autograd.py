@@ -7,7 +7,6 @@ from support.models import (
     batch_of,
     compiled,
     each_way,
-    either_transport,
     mean_square,
     mine,
     shard,
@@ -21,9 +20,9 @@ REFUSED = (
 )
 
 
-def _refused(how, transport):
+def _refused(how):
     model = Stack()
-    model, reference = shard(model, model.blocks, transport=transport)
+    model, reference = shard(model, model.blocks)
     run = compiled(model, how)
     x = mine(batch_of(4, 8))
     with _enable(lambda graph: graph), pytest.raises(Zero3Error, match=REFUSED):
@@ -39,9 +38,8 @@ def _refused(how, transport):
 
 
 @each_way
-@either_transport
-def test_compiled_autograd_is_refused(run_apart, how, transport):
-    run_apart(_refused, how, transport)
+def test_compiled_autograd_is_refused(run_apart, how):
+    run_apart(_refused, how)
 
 
 class _BackwardInBackward(torch.autograd.Function):
@@ -59,9 +57,9 @@ class _BackwardInBackward(torch.autograd.Function):
         return grad, None
 
 
-def _refused_inside_of_another(how, transport):
+def _refused_inside_of_another(how):
     model = Stack()
-    model, _ = shard(model, model.blocks, transport=transport)
+    model, _ = shard(model, model.blocks)
     x = torch.ones((), requires_grad=True)
     loss = mean_square(compiled(model, how), mine(batch_of(4, 8)))
     with pytest.raises(Zero3Error, match=REFUSED):
@@ -69,14 +67,13 @@ def _refused_inside_of_another(how, transport):
 
 
 @each_way
-@either_transport
-def test_compiled_autograd_inside_of_another_backward_is_refused(run_apart, how, transport):
-    run_apart(_refused_inside_of_another, how, transport)
+def test_compiled_autograd_inside_of_another_backward_is_refused(run_apart, how):
+    run_apart(_refused_inside_of_another, how)
 
 
-def _refused_in_a_callback(transport):
+def _refused_in_a_callback():
     """Reads what a forward has saved in a callback at the end of another backward."""
-    model, _ = shard(Stack(), transport=transport)
+    model, _ = shard(Stack())
     saved = model(mine(batch_of(4, 8)).requires_grad_()).grad_fn
     x = torch.ones((), requires_grad=True)
     queue = torch.autograd.Variable._execution_engine.queue_callback
@@ -85,6 +82,5 @@ def _refused_in_a_callback(transport):
         (2 * x).backward()
 
 
-@either_transport
-def test_a_callback_at_the_end_of_a_backward_is_told_from_compiled_autograd(run_apart, transport):
-    run_apart(_refused_in_a_callback, transport)
+def test_a_callback_at_the_end_of_a_backward_is_told_from_compiled_autograd(run_apart):
+    run_apart(_refused_in_a_callback)

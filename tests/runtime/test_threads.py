@@ -3,6 +3,7 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 import torch.distributed as dist
 from support.models import (
@@ -11,7 +12,6 @@ from support.models import (
     batch_of,
     compiled,
     each_way,
-    either_transport,
     mean_square,
     mine,
     optimizers_of,
@@ -66,7 +66,10 @@ def _train_in_two_threads(how, transport):
         assert_same_parameters(model, reference)
 
 
-@either_transport
+@pytest.mark.thin
 @each_way
+@pytest.mark.parametrize(
+    "transport", ["shared_memory", pytest.param("c10d", marks=pytest.mark.more)]
+)
 def test_two_threads_train_two_models(run_ranks, how, transport):
     run_ranks(2, _train_in_two_threads, how, transport)

@@ -131,9 +131,8 @@ def test_a_scalar_that_few_ranks_use_is_reduced_over_all_replicas(run_ranks):
 
 
 def _late(how):
-    """Gradients that are deposited, and a report before the first step."""
+    """Gradients that are deposited."""
     model, reference = shard(_Scaled(), reshard_after_forward=True)
-    assert "gate" in str(explain(model, batch_of(4, 6)))
     run = compiled(model, how)
     batch = batch_of(4, 6)
     with defer_reduction(model):
@@ -147,6 +146,12 @@ def _late(how):
 
 def test_a_gradient_of_a_scalar_may_come_late(run_ranks):
     run_ranks(2, _late, "interpreted")
+
+
+@pytest.mark.more
+def test_scalars_are_explained_before_the_first_step(one_rank):
+    model, _ = shard(_Scaled(), reshard_after_forward=True)
+    assert "gate" in str(explain(model, batch_of(4, 6)))
 
 
 FULL = StateDictOptions(full_state_dict=True)

@@ -273,7 +273,7 @@ def _saved_and_loaded(kind, others, folder):
     ("kind", "others"),
     [
         ("tensor parallel", ["tensor parallel", "fsdp2", "replicas"]),
-        ("fsdp2", ["tensor parallel"]),
+        pytest.param("fsdp2", ["tensor parallel"], marks=pytest.mark.more),
         ("replicas", ["replicas", "fsdp2"]),
     ],
     ids=["tensor parallel", "fsdp2", "replicas"],

@@ -9,8 +9,8 @@ Tests say this themselves by marks, but for what holds of many of them:
 * ``first(parameter=value)``, or of a tuple of values: `make test` runs no variants with another
   value. They are ``more``.
 * ``thin``: of the variants that it would run, `make test` runs a few in which each value of each
-  parameter occurs. `make test-more` adds as many as make each value occur in each way to run and
-  to communicate. The others are ``long``.
+  parameter occurs. `make test-more` adds the few that run and communicate in other pairs of ways.
+  The others are ``long``.
 * Rewritten graphs run op by op with each combination of a test's other parameters, and through
   Inductor, which sees communication as opaque operators, with as many as cover each value.
 """
@@ -58,7 +58,7 @@ def mark(items):
         if variants[0].get_closest_marker("thin"):
             all_of_them = here + more
             here = _cover(here, _values)
-            more = _cover(all_of_them, _values_in_each_way, here)
+            more = _cover(all_of_them, _values_and_pair, here)
             for item in all_of_them:
                 if item not in here and item not in more:
                     item.add_marker(pytest.mark.long)
@@ -123,7 +123,7 @@ def _values(item):
     return {(name, repr(value)) for name, value in values_of(item).items()} or {None}
 
 
-def _values_in_each_way(item):
-    values = _values(item)
-    ways = {value for value in values if value and value[0] in _WAYS}
-    return values | {(value, way) for value in values for way in ways if way != value}
+def _values_and_pair(item):
+    """Returns the values of an item, and its way to run and to communicate as one more."""
+    ways = tuple(repr(values_of(item)[name]) for name in _WAYS if name in values_of(item))
+    return _values(item) | {ways}

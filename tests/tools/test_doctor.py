@@ -54,6 +54,7 @@ def _refuse(model):
     raise RuntimeError("no compiler today")
 
 
+@pytest.mark.more
 def test_a_step_that_fails_is_reported():
     [finding] = doctor.try_steps({"two ranks": _refuse, "not tried": _refuse})
     assert finding == ("two ranks", "failed", "RuntimeError: no compiler today")

@@ -265,6 +265,7 @@ def test_training_needs_no_rich_and_the_tools_say_that_they_do():
     assert printed.endswith("which training does not need: pip install rich\n")
 
 
+@pytest.mark.more
 def test_an_untried_torch_warns_once():
     printed = in_new_process(
         """

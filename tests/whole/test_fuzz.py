@@ -224,6 +224,7 @@ def _spoil(folder, chance):
     file.write_bytes(content)
 
 
+@pytest.mark.more
 def test_a_spoiled_checkpoint_is_refused_or_was_whole(run_ranks, tmp_path):
     good = tmp_path / "good"
     run_ranks(2, _save, str(good))

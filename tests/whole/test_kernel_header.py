@@ -47,6 +47,7 @@ def _headers():
     return len(starts), made, waited_for
 
 
+@pytest.mark.more
 @pytest.mark.inductor
 @pytest.mark.smoke
 def test_it_is_that_of_the_kernels(run_apart, tmp_path):

@@ -56,6 +56,7 @@ def test_a_model_trains_as_one_process_does(run_ranks, name, how):
 # AdamW amplifies to full steps. In float64, AdamW's epsilon exceeds them.
 
 
+@pytest.mark.more
 @compiled_each_way
 def test_gpt2_trains_as_one_process_does_across_its_graph_break(run_ranks, how):
     results = run_ranks(2, _train, "gpt2", how, False, torch.float64, timeout=300)

@@ -101,6 +101,7 @@ def _pretrain(how, folder):
     assert_close(_values(again), _values(training), rtol=0, atol=0)
 
 
+@pytest.mark.first(how="interpreted")
 @pytest.mark.parametrize("how", HOW)
 def test_the_example_trains_as_one_process_and_goes_on(run_ranks, tmp_path, how):
     run_ranks(2, _pretrain, how, str(tmp_path))

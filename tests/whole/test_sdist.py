@@ -4,6 +4,7 @@ import subprocess
 import sys
 import tarfile
 
+import pytest
 from support.paths import ROOT
 
 
@@ -17,6 +18,7 @@ def _files(folder):
     }
 
 
+@pytest.mark.more
 def test_a_source_distribution_has_all_sources(tmp_path):
     command = [
         "setup.py",

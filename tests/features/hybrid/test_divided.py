@@ -65,7 +65,7 @@ def _beside_whole_shards(how, transport, steps, settings):
 @each_way
 @either_transport
 @pytest.mark.thin
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.more)])
 def test_the_bits_are_those_of_whole_shards_and_the_states_half(run_ranks, how, transport, ranks):
     for whole, parts in run_ranks(ranks, _beside_whole_shards, how, transport, 20, {}):
         assert 2 * parts == whole

@@ -162,6 +162,7 @@ def _twice(file):
     return first, schedule.schedule, gathers
 
 
+@pytest.mark.more
 def test_a_later_run_takes_the_choice_from_the_file(run_ranks, tmp_path):
     file = tmp_path / "schedule.json"
     of_ranks = run_ranks(2, _twice, str(file))
@@ -235,9 +236,10 @@ def _stays(case):
             "ranks share memory, where gathers move nothing",
             marks=pytest.mark.gloo,
         ),
-        (
+        pytest.param(
             "compiled before",
             "the model was compiled before MeasuredSchedule was made: make it first",
+            marks=pytest.mark.more,
         ),
         ("forward twice", "graphs do not run once each and then their backwards"),
         pytest.param(

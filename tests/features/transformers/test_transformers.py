@@ -280,6 +280,7 @@ def _train_as_the_example(folder, inductor):
     return losses, trainer.evaluate(trainer.train_dataset[:4])["eval_loss"]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("inductor", [False, pytest.param(True, marks=INDUCTOR_TOO)])
 def test_the_example_trains_with_the_trainer(run_apart, tmp_path, inductor):
     pytest.importorskip("accelerate")
