@@ -38,17 +38,30 @@ def step_of_torch(optimizer: Any) -> Callable[..., Any] | None:
     """Returns the step of an optimizer's class, without hooks.
 
     Returns None if it is not torch's alone: if somebody has put another function in its place, or
-    in that of a method that it calls.
+    in that of what it calls.
     """
     cls = type(optimizer)
     step: Callable[..., Any] | None = getattr(cls.step, "__wrapped__", None)
     if step is None or not hasattr(cls.step, "hooked") or hasattr(step, "hooked"):
         return None  # or wrapped outside of torch's hooks
-    functions = cls._init_group, inspect.unwrap(step)
-    if not all(each.__module__.startswith("torch.optim.") for each in functions):
+    names = getattr(inspect.unwrap(step), "__globals__", {})
+    functional = names.get(names.get("__name__", "").rpartition(".")[2])  # torch.optim.adam.adam
+    if not all(map(_is_of_torch, (step, cls._init_group, functional))):
         return None
     replaced = {n for n, value in vars(optimizer).items() if callable(value) and hasattr(cls, n)}
     return None if replaced - _NOT_CALLED_BY_STEP else step
+
+
+def _is_of_torch(function: Any) -> bool:
+    """Returns whether torch defines a function and all those that it wraps.
+
+    A wrapper has the ``__module__`` of what it wraps, but not its ``__globals__``.
+    """
+    while function is not None:
+        if not getattr(function, "__globals__", {}).get("__name__", "").startswith("torch."):
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
 
 
 def is_stepping() -> bool:

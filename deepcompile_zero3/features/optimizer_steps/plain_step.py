@@ -56,7 +56,8 @@ def take(optimizer: torch.optim.Optimizer) -> bool:
     step = cast(Callable[[torch.optim.Optimizer], object], step_of_torch(optimizer))
     tensors = LocalTensors(optimizer, has_known_states=True, may_be_flat=True)
     stand_in = cast(Any, object.__new__(type(optimizer)))
-    vars(stand_in).update(vars(optimizer))
+    before = dict(vars(optimizer))
+    vars(stand_in).update(before)
     stand_in.state = tensors.states
     stand_in.param_groups = [
         {**group, "params": stepped, **_kernels(group)}
@@ -66,9 +67,10 @@ def take(optimizer: torch.optim.Optimizer) -> bool:
         step(stand_in)
     finally:
         tensors.store()
-        others = vars(optimizer)
-        changed = {k: v for k, v in vars(stand_in).items() if others.get(k, others) is not v}
-        others.update((k, v) for k, v in changed.items() if k not in ("state", "param_groups"))
+        changed = {k: v for k, v in vars(stand_in).items() if before.get(k, before) is not v}
+        vars(optimizer).update(
+            (k, v) for k, v in changed.items() if k not in ("state", "param_groups")
+        )
         stepped = (states[each] for each in parameters if each.grad is not None and each in states)
         torch.autograd.graph.increment_version(
             [value for state in stepped for value in state.values() if type(value) is DTensor]
@@ -103,6 +105,8 @@ def _is_known(parameter: torch.Tensor, state: dict[str, Any] | None) -> bool:
         return type(parameter) in _PLAIN
     if type(local_tensor(parameter)) not in _PLAIN:
         return False
+    if parameter.grad is not None and type(parameter.grad) is not DTensor:
+        return False  # a number, for a scalar
     mine = spec_of(parameter)
     for key, value in (("grad", parameter.grad), *(state.items() if state else ())):
         kind = type(value)

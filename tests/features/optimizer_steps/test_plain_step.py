@@ -1,6 +1,7 @@
 """torch's elementwise optimizers step local tensors without being asked, where nobody looks."""
 
 import copy
+import functools
 import gc
 import importlib
 import weakref
@@ -132,7 +133,7 @@ def test_a_step_that_raises_keeps_what_it_has_changed(monkeypatch):
     optimizer = torch.optim.AdamW(groups, 0.1)
     mean_square(model, batch_of(2, 8)).backward()
     module = importlib.import_module("torch.optim.adam")  # torch.optim hides it
-    whole = module.adam
+    whole = module._single_tensor_adam
     seen = []
 
     def fail_at_the_second(*args, **kwargs):
@@ -141,7 +142,7 @@ def test_a_step_that_raises_keeps_what_it_has_changed(monkeypatch):
             raise RuntimeError("no memory")
         whole(*args, **kwargs)
 
-    monkeypatch.setattr(module, "adam", fail_at_the_second)
+    monkeypatch.setattr(module, "_single_tensor_adam", fail_at_the_second)
     before = model.head.weight.to_local().clone()
     with pytest.raises(RuntimeError, match="no memory"):
         optimizer.step()
@@ -207,6 +208,62 @@ def test_methods_of_others_are_called_with_dtensors():
     assert all(isinstance(key, DTensor) for key in optimizer.state)
     del optimizer._init_group
     assert _dispatches(optimizer) == 0
+
+
+@needs_a_job
+@pytest.mark.parametrize("name", ["step", "_init_group", "adam"])
+def test_functions_that_wrap_torchs_are_called_with_dtensors(monkeypatch, name):
+    _, optimizer = _model_and_optimizer()
+    module = importlib.import_module("torch.optim.adam")
+    place = module if name == "adam" else torch.optim.AdamW
+    whole = getattr(place, name)
+    whole = getattr(whole, "__wrapped__", whole) if name == "step" else whole  # without hooks
+    calls = []
+
+    @functools.wraps(whole)
+    def wrapper(*args, **kwargs):
+        calls.append(args)
+        return whole(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(place, name, wrapper)
+        assert _dispatches(torch.optim.AdamW(optimizer.param_groups)) > 0
+        assert len(calls) == 1
+    assert _dispatches(optimizer) == 0
+
+
+class _Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+@needs_a_job
+def test_a_plain_gradient_of_a_scalar_is_stepped():
+    model = fully_shard(_Scale())
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    model.scale.grad = torch.tensor(0.5)
+    optimizer.step()
+    assert model.scale.full_tensor() == 0.75
+
+
+@needs_a_job
+def test_an_attribute_that_is_set_during_a_step_stays(monkeypatch):
+    _, optimizer = _model_and_optimizer()
+    optimizer.should_stop = False
+    module = importlib.import_module("torch.optim.adam")
+    whole = module._single_tensor_adam
+
+    def step(*args, **kwargs):
+        optimizer.should_stop = True  # as a handler of a signal does
+        whole(*args, **kwargs)
+
+    monkeypatch.setattr(module, "_single_tensor_adam", step)
+    assert _dispatches(optimizer) == 0
+    assert optimizer.should_stop
 
 
 @needs_a_job
