@@ -7,4 +7,6 @@ from deepcompile_zero3.sharding import step_versions
 step_versions.LOOKS += [
     unsharded.warn_of_unsharded,
 ]
-step_versions.taker = step_versions.TakesSteps(plain_step.may_take, plain_step.take)
+step_versions.TAKERS += [
+    plain_step.TAKER,
+]

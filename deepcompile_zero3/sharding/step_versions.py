@@ -40,7 +40,7 @@ class TakesSteps(NamedTuple):
     take: Callable[[torch.optim.Optimizer], bool]
 
 
-taker: TakesSteps | None = None
+TAKERS: list[TakesSteps] = []
 
 _PACKAGE = __name__.partition(".")[0]
 
@@ -97,26 +97,26 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
     if torch.compiler.is_compiling():  # graphs have the optimizer's own tensors
         _look(optimizer)
         return None
-    may_take = _may_take(optimizer)
+    taker = _taker_of(optimizer)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if may_take and closure is not None:
+    if taker is not None and closure is not None:
         with torch.enable_grad():
             loss = closure()
         args, kwargs = (optimizer, lambda: loss), {**kwargs}
         kwargs.pop("closure", None)
-        may_take = _may_take(optimizer)  # the closure may have registered hooks
-    if _look(optimizer) and may_take and _takes(optimizer):
+        taker = _taker_of(optimizer)  # the closure may have registered hooks
+    if _look(optimizer) and _is_taken(optimizer, taker):
         args = _without_parameters(optimizer), *args[1:]
     return args, kwargs
 
 
 @torch_internals.disable_dynamo
-def _may_take(optimizer: torch.optim.Optimizer) -> bool:
-    return taker is not None and taker.may_take(optimizer)
+def _taker_of(optimizer: torch.optim.Optimizer) -> TakesSteps | None:
+    return next((each for each in TAKERS if each.may_take(optimizer)), None)
 
 
 @torch_internals.disable_dynamo
-def _takes(optimizer: torch.optim.Optimizer) -> bool:
+def _is_taken(optimizer: torch.optim.Optimizer, taker: TakesSteps | None) -> bool:
     return taker is not None and taker.take(optimizer)
 
 

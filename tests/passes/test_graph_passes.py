@@ -14,7 +14,6 @@ from torch import library, nn
 from deepcompile_zero3 import (
     GraphPass,
     Zero3Error,
-    __main__,
     capture_graphs,
     compile_ahead,
     explain,
@@ -209,36 +208,6 @@ def test_the_document_has_all_invariants():
     assert re.findall(r"^\| `(\w+)` \| ([^|]+) \|$", text, re.MULTILINE) == [
         (name, promise) for name, (promise, _) in INVARIANTS.items()
     ]
-
-
-def test_the_command_lists_passes_and_shows_what_they_do(capsys, tmp_path):
-    assert __main__.main(["passes"]) == 0
-    listed = capsys.readouterr().out
-    assert all(name in listed for names in PASSES.values() for name in names)
-    assert all(name in listed for name in INVARIANTS)
-
-    assert __main__.main(["passes", "insert_reduces"]) == 0
-    assert "+reduce_grad: f32[0] = zero3.reduce_grad(" in capsys.readouterr().out
-
-    mine = tmp_path / "mine.py"
-    mine.write_text(
-        "from deepcompile_zero3 import graph_pass\n"
-        "@graph_pass(graphs=('forward',))\n"
-        "def tanh(gm, facts):\n"
-        "    for node in gm.graph.nodes:\n"
-        "        if 'tanh' in node.name:\n"
-        "            node._rename('renamed')\n"
-        "lambda_ = lambda gm, facts: None\n"
-    )
-    assert __main__.main(["passes", f"{mine}:tanh"]) == 0
-    assert "+renamed: f32[2, 16] = aten.tanh(" in capsys.readouterr().out
-    for name, message in {
-        "nothing": "there are choose_kept,",
-        f"{mine}:none": "has no 'none'",
-        f"{mine}:lambda_": "is a function, and not a GraphPass",
-    }.items():
-        assert __main__.main(["passes", name]) == 1
-        assert message in capsys.readouterr().err
 
 
 def test_a_feature_names_a_pass_of_the_core_and_a_key():

@@ -1,5 +1,6 @@
 """The core trains without each feature: its folder is deleted, and its lines in ``plugins/``."""
 
+import ast
 import os
 import re
 import shutil
@@ -20,13 +21,17 @@ TESTS = (
 )
 # Features that others are allowed to need, by pyproject.toml.
 NEEDED_BY = {"owned": ["optimizer_steps"], "offload": ["optimizer_steps"]}
+_IMPORT = r"^from deepcompile_zero3\.features\.%s\b.* import (.+)\n"
+
+
+def _names(text, feature):
+    """Returns what a file of ``plugins/`` imports from a feature."""
+    return [n for found in re.findall(_IMPORT % feature, text, re.M) for n in found.split(", ")]
 
 
 def _without(text, feature):
     """Returns the text of a file of ``plugins/`` without the lines of a feature."""
-    line_of_import = rf"^from deepcompile_zero3\.features\.{feature}\b.* import (.+)\n"
-    names = [name for found in re.findall(line_of_import, text, re.M) for name in found.split(", ")]
-    text = re.sub(line_of_import, "", text, flags=re.M)
+    text, names = re.sub(_IMPORT % feature, "", text, flags=re.M), _names(text, feature)
     for name in names:
         text = re.sub(rf"^ +{name}\b.*,\n", "", text, flags=re.M)
     return text
@@ -37,9 +42,10 @@ def test_each_plugin_has_lines_of_its_own():
         for feature in FEATURES:
             text = path.read_text()
             left = _without(text, feature)
-            compile(left, path.name, "exec")
             assert (left == text) == (f"features.{feature}" not in text)
             assert f"features.{feature}" not in left
+            read = {node.id for node in ast.walk(ast.parse(left)) if isinstance(node, ast.Name)}
+            assert not read & set(_names(text, feature))
 
 
 @pytest.mark.long

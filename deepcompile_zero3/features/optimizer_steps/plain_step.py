@@ -14,6 +14,7 @@ from deepcompile_zero3.features.optimizer_steps.local_tensors import LocalTensor
 from deepcompile_zero3.features.optimizer_steps.rank_states import NUMBERS
 from deepcompile_zero3.features.optimizer_steps.step_layers import steps_in_parts
 from deepcompile_zero3.sharding.model import live_shards
+from deepcompile_zero3.sharding.step_versions import TakesSteps
 from deepcompile_zero3.torch_internals import local_tensor, spec_of
 from deepcompile_zero3.torch_internals.optimizers import step_of_torch
 
@@ -76,6 +77,9 @@ def take(optimizer: torch.optim.Optimizer) -> bool:
             [value for state in stepped for value in state.values() if type(value) is DTensor]
         )
     return True
+
+
+TAKER = TakesSteps(may_take, take)
 
 
 def _has_our_shards(optimizer: torch.optim.Optimizer) -> bool:
