@@ -4,8 +4,8 @@ All ranks must gather the same parameters. Their batches differ in size, however
 may save and recompute other values on each of them. This pass therefore gives backward every
 parameter that it may gather again, used or not, as FSDP2 does. There are two exceptions. A
 parameter that is only used to look up rows is left out: its gradient does not need the weight, and
-the rows are saved. So is a spared parameter (see ``spare``): it has no gradient, and nothing that
-reads it is computed again.
+the rows are saved. So is a spared parameter (see ``spare``): it has no gradient, and what combines
+it with activations is saved. Functions of it alone are computed again where backward needs them.
 
 Backward also gets the placeholder of each parameter that it computes a gradient for, which tells
 the runtime whose gradient it reduces. A forward that may save the full tensor saves both.
@@ -31,8 +31,9 @@ from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.passes.markers import needed_in_backward, saved_for_backward, with_saved
 from deepcompile_zero3.torch_internals import OpOverload, tree_flatten, tree_unflatten
 
-# A result this many times smaller than parameters is cheap to save.
+# A result this many times smaller than the largest parameter that it is made of is cheap to save.
 _SMALL_RESULT_RATIO = 4
+_SMALL_PARAMETER = 1024  # elements; what is made of smaller ones is measured by this
 # Keys in a node's meta that a partitioner obeys.
 _POLICY = ("recompute", "ac_graph_id")
 _RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
@@ -56,8 +57,8 @@ def decide_backward_gathers(
         parameters: the graph's inputs that are parameters.
         tangents: the graph's inputs that are gradients of outputs.
         num_outputs: number of the forward's outputs, which come first in the graph.
-        metadata: other inputs that functions of parameters alone may read. They may read parameters
-            that stay gathered, too.
+        metadata: other inputs that functions of parameters alone may read. Such functions may also
+            read parameters that stay gathered.
     """
     regathered = {node: f for node, f in parameters.items() if f.reshard_after_forward is not False}
     held = [node for node in parameters if node not in regathered]
@@ -101,7 +102,7 @@ def recompute_functions_of_parameters(
     alone = set(parameters)  # functions of parameters alone
     others = set(metadata_inputs)  # constants and reductions too, which such functions may read
     others.update(gm.graph.find_nodes(op="get_attr"))
-    # Elements of the largest parameter that each function of parameters reads, also by reductions.
+    # Elements of the largest parameter that each function is made of, also by reductions.
     sizes = {node: _numel(node.meta["val"]) for node in parameters}
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "get_attr", "output") or node in gradients:
@@ -125,7 +126,8 @@ def recompute_functions_of_parameters(
             _tag(node, CheckpointPolicy.MUST_SAVE)
         if is_function and node not in alone:
             others.add(node)
-            if node.meta.get("recompute") in _RECOMPUTED:
+            # What reads spared parameters leaves its checkpoint below.
+            if node.meta.get("recompute") in _RECOMPUTED and not inputs & spared:
                 _leave_checkpoint(node)
     _tag_saved(gm.graph, of_spared)
     return gradients, of_spared
@@ -287,8 +289,11 @@ def _is_plain_call(gm: fx.GraphModule, node: fx.Node) -> bool:
     if getattr(node.target, "__name__", "") not in _CALLS:
         return False
     bodies = bodies_of(gm, node)
-    calls = [each for body in bodies for each in body.graph.nodes if each.op == "call_function"]
-    return all(_is_plain(each) and not _is_random(each) for each in calls)
+    calls = [(b, each) for b in bodies for each in b.graph.nodes if each.op == "call_function"]
+    return bool(bodies) and all(
+        (_is_plain(each) or _is_plain_call(body, each)) and not _is_random(each)
+        for body, each in calls
+    )
 
 
 def _is_random(node: fx.Node) -> bool:
@@ -308,15 +313,15 @@ def _is_large(node: fx.Node, size: int, reads_large: bool) -> bool:
 
     Args:
         node: the function.
-        size: elements of the largest parameter that it depends on.
+        size: elements of the largest parameter that it is made of.
         reads_large: whether it reads a parameter or another large function.
     """
-    if _is_view(node):
+    if _is_view(node):  # which would keep all of what it is a view of
         return reads_large
     result = _numel(node.meta["val"])
     read = sum(_numel(each.meta.get("val")) for each in node.all_input_nodes)
     is_reduction = _is_smaller(result, read) or not reads_large
-    return not (is_reduction and _is_smaller(result, size))
+    return not (is_reduction and _is_smaller(result, max(size, _SMALL_PARAMETER)))
 
 
 def _is_smaller(result: Any, size: Any) -> bool:

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from torch import fx
 
+from deepcompile_zero3.graph.calls import graph_modules
 from deepcompile_zero3.graph.metadata import FIRST_SAVED
 from deepcompile_zero3.passes.backward_gathers import (
     decide_backward_gathers,
@@ -77,6 +78,8 @@ class Partitioner(compiler.CustomPartitionerFn):  # type: ignore[misc]
         forward, backward = partition(gm, joint_inputs, **kwargs)
         save_mutated_inputs_as_read(forward, backward, num_outputs)
         forward.graph.output_node().meta[FIRST_SAVED] = num_outputs
+        if len(graph_modules(backward)) > 1:
+            compiler.keep_from_being_stored(backward)
         return forward, backward
 
     def uuid(self) -> Any:

@@ -40,6 +40,7 @@ class TakesSteps(NamedTuple):
     take: Callable[[torch.optim.Optimizer], bool]
 
 
+# The first that may take a step is asked to, and no other.
 TAKERS: list[TakesSteps] = []
 
 _PACKAGE = __name__.partition(".")[0]

@@ -313,6 +313,25 @@ def with_eager_backwards() -> contextlib.AbstractContextManager[None]:
     return _functorch_config.patch(force_non_lazy_backward_lowering=True)
 
 
+def keep_from_being_stored(backward: torch.fx.GraphModule) -> None:
+    """Keeps AOTAutograd from storing a partitioned backward beside what it is compiled to.
+
+    Only compiled autograd, which is refused, would read it. A graph that is stored with graphs in
+    it is traced whenever it is loaded, and that fails if sizes are dynamic.
+    """
+    backward.__reduce__ = _nothing_to_store  # type: ignore[method-assign]
+
+
+def _nothing_to_store() -> tuple[Callable[[], Any], tuple[()]]:
+    return _was_not_stored, ()
+
+
+def _was_not_stored() -> Any:
+    raise NotImplementedError(
+        "compiled autograd cannot run a backward that was stored: turn it off"
+    )
+
+
 def is_traced() -> bool:
     """Returns whether ``TORCH_TRACE`` collects what compilers do."""
     return bool(_trace_log.handlers)

@@ -38,7 +38,8 @@ def step_of_torch(optimizer: Any) -> Callable[..., Any] | None:
     """Returns the step of an optimizer's class, without hooks.
 
     Returns None if it is not torch's alone: if somebody has put another function in its place, or
-    in that of what it calls.
+    in that of a method that it calls or of ``torch.optim``'s function for it. Those that this calls
+    are not looked at.
     """
     cls = type(optimizer)
     step: Callable[..., Any] | None = getattr(cls.step, "__wrapped__", None)
@@ -46,7 +47,7 @@ def step_of_torch(optimizer: Any) -> Callable[..., Any] | None:
         return None  # or wrapped outside of torch's hooks
     names = getattr(inspect.unwrap(step), "__globals__", {})
     functional = names.get(names.get("__name__", "").rpartition(".")[2])  # torch.optim.adam.adam
-    if not all(map(_is_of_torch, (step, cls._init_group, functional))):
+    if functional is None or not all(map(_is_of_torch, (step, cls._init_group, functional))):
         return None
     replaced = {n for n, value in vars(optimizer).items() if callable(value) and hasattr(cls, n)}
     return None if replaced - _NOT_CALLED_BY_STEP else step

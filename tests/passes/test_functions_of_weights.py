@@ -18,6 +18,14 @@ def _without_a_row(weight, x):
     return changed
 
 
+def _nested(weight):
+    return torch.cond(weight.amax() > 0, torch.sin, torch.cos, (weight,))
+
+
+def _random(weight):
+    return weight * torch.rand_like(weight)
+
+
 def _sum(total, row):
     total = total + row
     return total, total.clone()
@@ -33,6 +41,7 @@ FUNCTIONS = {
 }
 CALLS = {
     "cond": lambda weight, x: torch.cond(weight.sum() > 0, torch.sin, torch.cos, (weight,)),
+    "cond in cond": lambda weight, x: torch.cond(weight.sum() > 0, _nested, torch.cos, (weight,)),
     "map": lambda weight, x: map(torch.sin, weight),
     "scan": lambda weight, x: scan(_sum, weight[0] * 0.0, weight)[1],
 }
@@ -55,16 +64,18 @@ class _Model(nn.Module):
         return self._multiply(x)
 
 
-def _large_tensors_saved(model, reference):
+def _large_tensors_saved(model, reference=None, of_input=True):
     """Takes two steps, and returns what their forwards save of the weights' size."""
     run = compiled(model, "interpreted")
     with capture_graphs() as graphs:
         for rows in (4, 5):
-            x = batch_of(rows, 16).requires_grad_()
-            for each in (run, reference):
+            x = batch_of(rows, 16).requires_grad_(of_input)
+            for each in (run, reference) if reference else (run,):
                 each(x).square().sum().backward()
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+    if reference:
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            if theirs.requires_grad:
+                torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
     return [
         node
         for graph in graphs.forward
@@ -109,3 +120,31 @@ def test_nor_is_what_depends_on_a_weight_that_stays_gathered_too():
     fully_shard(model.kept, reshard_after_forward=False)
     saved = _large_tensors_saved(fully_shard(model), _Kept())
     assert [node.name for node in saved] == ["kept_weight_full"] * 2
+
+
+@needs_a_job
+def test_random_results_are_saved():
+    def function(weight, x):
+        return torch.cond(weight.sum() > 0, _random, _random, (weight,))
+
+    assert _large_tensors_saved(fully_shard(_Model(function, False)))
+
+
+class _AfterAFrozenBlock(nn.Module):
+    """A function of a weight behind a frozen block, checkpointed, that reduces its own weight."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.frozen = _Model(lambda weight, x: weight * weight.amax(1), True).requires_grad_(False)
+        self.trained = _Model(lambda weight, x: weight.cumsum(0).sin(), False)
+
+    def forward(self, x):
+        return self.trained(self.frozen(x))
+
+
+@needs_a_job
+def test_a_frozen_block_leaves_functions_of_other_weights_alone():
+    model = _AfterAFrozenBlock()
+    fully_shard(model.frozen)
+    assert not _large_tensors_saved(fully_shard(model), _AfterAFrozenBlock(), of_input=False)

@@ -9,8 +9,8 @@ Tests say this themselves by marks, but for what holds of many of them:
 * ``first(parameter=value)``, or of a tuple of values: `make test` runs no variants with another
   value. They are ``more``.
 * ``thin``: of the variants that it would run, `make test` runs a few in which each value of each
-  parameter occurs. `make test-more` adds the few that run and communicate in other pairs of ways.
-  The others are ``long``.
+  parameter occurs. `make test-more` adds the few that make each pair of ways to run and to
+  communicate occur. The others are ``long``.
 * Rewritten graphs run op by op with each combination of a test's other parameters, and through
   Inductor, which sees communication as opaque operators, with as many as cover each value.
 """

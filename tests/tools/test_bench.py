@@ -117,8 +117,8 @@ def test_a_prediction_is_compared_with_steps():
     (row,) = [line for line in run.stdout.splitlines() if line.startswith("| tiny |")]
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[5] == "as planned"
-    # The step of a small model is mostly Python, which a plan does not model. Both are rounded, and
-    # measured one after the other.
+    # The step of a small model is mostly Python, which a plan does not model. A busy machine may be
+    # slower when the kernels are measured than at the step.
     assert 0 < float(cells[3]) <= 2 * float(cells[2])
     assert float(cells[6]) == pytest.approx(float(cells[7]), rel=0.05)
 

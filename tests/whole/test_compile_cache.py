@@ -4,6 +4,7 @@ from contextlib import closing
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support.command_line import call
 from support.models import (
     Stack,
@@ -18,6 +19,7 @@ from support.models import (
 from support.partitioners import DefaultPartition
 from support.ranks import RankPool
 from support.retained_graphs import compare_two_losses
+from torch import nn
 from torch._dynamo.utils import counters
 
 from deepcompile_zero3 import capture_graphs, record_collectives
@@ -55,6 +57,36 @@ def _first_step():
         mean_square(run, mine(batch)).backward()
     assert len(captured.forward) == len(captured.backward) == 1
     return found
+
+
+class _Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 4).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + mixed.transpose(1, 2).reshape(x.shape)
+
+
+def _lengths_that_vary():
+    """Takes steps with three lengths, and returns how many graphs the caches lacked."""
+    model = nn.Sequential(nn.Linear(8, 8), _Attention(), _Attention(), nn.Linear(8, 8))
+    model, reference = shard(model, model)
+    run = compiled(model, "zero3")
+    for length in (4, 6, 8):
+        batch = batch_of(4, 8 * length).view(4, length, 8)
+        mean_square(run, mine(batch)).backward()
+        mean_square(reference, batch).backward()
+    assert_same_gradients(model, reference)
+    return counters["aot_autograd"]["autograd_cache_miss"]
+
+
+@pytest.mark.inductor
+def test_graphs_of_equal_blocks_with_dynamic_sizes_are_loaded(new_processes):
+    assert sum(new_processes(_lengths_that_vary)) > 1
+    assert sum(new_processes(_lengths_that_vary)) == 0
 
 
 @pytest.mark.inductor

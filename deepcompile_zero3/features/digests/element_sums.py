@@ -22,6 +22,7 @@ from deepcompile_zero3.runtime import _C
 # The indices in the full tensor that a rank has along a dimension, in order.
 Ranges = tuple[range, ...]
 
+_ROWS = 1 << 62  # added to the index of a row: rows and columns have other keys
 _COLUMNS = 256  # in a row, at least, if the tensor has so many elements
 _ON_CPU = 1 << 16  # column keys at a time: they stay in a processor's cache
 _ELSEWHERE = 1 << 22  # words that are multiplied at a time: enough for a kernel
@@ -58,7 +59,7 @@ class ElementSums:
         split = _first_column_dim(shape)
         sizes = [sum(map(len, ranges)) for ranges in places]
         words = words.view(math.prod(sizes[:split]), -1)
-        row_keys = self._keys_of(shape[:split], places[:split], device)
+        row_keys = self._keys_of(shape[:split], places[:split], device, _ROWS)
         piece = _ON_CPU if device.type == "cpu" else _ELSEWHERE
         for start, stop, keys in self._columns(shape[split:], places[split:], piece, device):
             some = words[:, start:stop]
@@ -88,7 +89,7 @@ class ElementSums:
         """Yields (start, stop, keys) of columns, at most ``piece`` at a time."""
         width = math.prod(sum(map(len, ranges)) for ranges in places)
         if width <= piece:
-            yield 0, width, self._keys_of(shape, places, device)
+            yield 0, width, self._keys_of(shape, places, device, 0)
         elif len(places) == 1:  # keys of a long vector would need more memory than itself
             start = 0
             for each in places[0]:
@@ -103,12 +104,16 @@ class ElementSums:
                 yield start, stop, _mixed(indices[start:stop].clone())
 
     def _keys_of(
-        self, shape: list[int], places: list[Ranges], device: torch.device
+        self, shape: list[int], places: list[Ranges], device: torch.device, first: int
     ) -> torch.Tensor:
-        """Returns the keys of places in the product of some dimensions, int64 [places]."""
-        key = (*shape, *places, device)
+        """Returns the keys of places in the product of some dimensions, int64 [places].
+
+        Args:
+            first: what is added to each index.
+        """
+        key = (*shape, *places, device, first)
         if key not in self._keys:
-            self._keys[key] = _mixed(_indices(shape, places, device))
+            self._keys[key] = _mixed(_indices(shape, places, device).add_(first))
         return self._keys[key]
 
     def _buffer(self, device: torch.device) -> torch.Tensor:

@@ -18,6 +18,7 @@ from deepcompile_zero3.features.digests.places import (
     is_counted,
     without_partial_sums,
 )
+from deepcompile_zero3.sharding.names import plain_name
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None
 
@@ -59,10 +60,11 @@ def training_digest(
     that of the payload, in this layout.
 
     Args:
-        model: a module, sharded or not. Names are its own: those that ``torch.compile`` adds are
-            left out.
+        model: a module, sharded or not. Names are its own: those that ``torch.compile`` and
+            ``checkpoint_wrapper`` add are left out.
         optimizer: an optimizer of its parameters, or several. A parameter that is not in ``model``
-            is called ``param_groups.0.1``, by group and position.
+            is called ``param_groups.0.1``, by group and position, or of several optimizers
+            ``optimizers.0.param_groups.0.1``.
         group: the ranks that have the model; all ranks of the job by default.
 
     Raises:
@@ -122,14 +124,15 @@ def _optimizers(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
 def _entries(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> Iterator[_Entry]:
     fqns: dict[torch.Tensor, str] = {}
     for name, parameter in model.named_parameters():
-        fqns[parameter] = fqn = name.replace("_orig_mod.", "")
+        fqns[parameter] = fqn = plain_name(name)
         yield _Entry(("shard", fqn, ""), parameter, parameter)
         if parameter.grad is not None:
             yield _Entry(("gradient", fqn, ""), parameter.grad, parameter)
-    for optimizer in optimizers:
+    for index, optimizer in enumerate(optimizers):
+        of = f"optimizers.{index}." if len(optimizers) > 1 else ""
         for number, group in enumerate(optimizer.param_groups):
             for position, parameter in enumerate(group["params"]):
-                fqn = fqns.get(parameter, f"param_groups.{number}.{position}")
+                fqn = fqns.get(parameter, f"{of}param_groups.{number}.{position}")
                 for path, value in _leaves(optimizer.state.get(parameter, {})):
                     yield _Entry(("state", fqn, ".".join(path)), value, parameter)
 

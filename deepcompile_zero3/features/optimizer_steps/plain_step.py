@@ -79,6 +79,7 @@ def take(optimizer: torch.optim.Optimizer) -> bool:
     return True
 
 
+# What ``plugins`` give to the core.
 TAKER = TakesSteps(may_take, take)
 
 
@@ -110,7 +111,7 @@ def _is_known(parameter: torch.Tensor, state: dict[str, Any] | None) -> bool:
     if type(local_tensor(parameter)) not in _PLAIN:
         return False
     if parameter.grad is not None and type(parameter.grad) is not DTensor:
-        return False  # a number, for a scalar
+        return False  # a plain tensor, which a scalar may have
     mine = spec_of(parameter)
     for key, value in (("grad", parameter.grad), *(state.items() if state else ())):
         kind = type(value)

@@ -8,6 +8,7 @@ and communicates nothing.
 
 import copy
 import numbers
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -118,6 +119,8 @@ class OwnedTensor(DTensor):
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         if name == "_amp_foreach_non_finite_check_and_unscale_":
             return _unscale(*args, **kwargs)
+        if name.startswith(("_foreach_", "_fused_")) and len(_meshes(args[0])) > 1:
+            return _on_each_mesh(func, args, kwargs)
         try:
             with torch_internals.WithoutTorchFunction():
                 result = func(*args, **kwargs)
@@ -253,6 +256,37 @@ class _FromOwner(torch.autograd.Function):
         result = torch_internals.with_spec(local, ctx.spec)
         adopt(result)
         return result
+
+
+def _meshes(tensors: Sequence[torch.Tensor]) -> dict[DeviceMesh | None, list[int]]:
+    """Returns the meshes of tensors, None if they are plain, and the positions of those on each."""
+    found: dict[DeviceMesh | None, list[int]] = {}
+    for position, each in enumerate(tensors):
+        mesh = each.device_mesh if isinstance(each, DTensor) else None
+        found.setdefault(mesh, []).append(position)
+    return found
+
+
+def _on_each_mesh(func: Any, args: Any, kwargs: Any) -> list[Any] | None:
+    """Runs a function of lists of tensors for those of each mesh by themselves.
+
+    A rank that is not in the mesh of the first would compute nothing with the others either.
+    """
+    count = len(args[0])
+    results: list[Any] | None = None
+    for positions in _meshes(args[0]).values():
+        some = [
+            [each[i] for i in positions]
+            if isinstance(each, list | tuple) and len(each) == count
+            else each
+            for each in args
+        ]
+        if (found := func(*some, **kwargs)) is None:
+            continue
+        results = results or [None] * count
+        for position, result in zip(positions, found, strict=True):
+            results[position] = result
+    return results
 
 
 def _unscale(gradients: list[torch.Tensor], found_inf: torch.Tensor, scale: torch.Tensor) -> None:

@@ -16,6 +16,7 @@ from deepcompile_zero3.features.streaming.arguments import group_of_ranks, on_ea
 from deepcompile_zero3.features.streaming.pieces import Box, box_of, named_tensors
 from deepcompile_zero3.features.streaming.safetensors_format import INDEX, ONE_FILE, MappedFile
 from deepcompile_zero3.sharding.module import groups_in
+from deepcompile_zero3.sharding.names import plain_name
 from deepcompile_zero3.transport.json_collectives import shorten
 
 _WHAT = "load_safetensors"
@@ -62,7 +63,7 @@ def load_safetensors(
     What ``unshard()`` has gathered is resharded first, as ``load_state_dict`` does.
 
     Of tied parameters, files may have any of the names. Floating tensors are cast to the dtype of
-    the parameter, as ``load_state_dict`` does.
+    the parameter, as ``load_state_dict`` does, and integers to a wider one.
 
     Args:
         model: a model with any layouts, whose local tensors exist.
@@ -76,8 +77,9 @@ def load_safetensors(
 
     Raises:
         Zero3Error: on all ranks alike, before any shard changes: names are missing or not expected,
-            shapes differ, a file is missing or was cut off, or a parameter is on the meta device or
-            a tensor subclass. The message names parameters and files.
+            shapes differ, a dtype has numbers that the model's lacks, a file is missing or was cut
+            off, or a parameter is on the meta device or a tensor subclass. The message names
+            parameters and files.
     """
     check_bool("strict", strict)
     ranks = group_of_ranks(_WHAT, group)
@@ -131,12 +133,13 @@ def _open(folder: str) -> dict[str, MappedFile]:
 
 
 def _targets(model: nn.Module, group: dist.ProcessGroup) -> list[_Target]:
-    model = getattr(model, "_orig_mod", model)
+    every: list[tuple[str, torch.Tensor]] = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
     names: dict[int, list[str]] = {}
-    for name, each in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(each), []).append(name)
-    for name, each in model.named_buffers(remove_duplicate=False):
-        names.setdefault(id(each), []).append(name)
+    for name, each in every:
+        names.setdefault(id(each), []).append(plain_name(name))
     return [
         _Target(each, names[id(each)], box_of(name, each, group))
         for name, each in named_tensors(model, buffers=True)
@@ -159,7 +162,7 @@ def _compare(
                     f"'{name}' has shape {list(target.tensor.shape)}, and {list(place.shape)} in "
                     f"{os.path.basename(file.path)}"
                 )
-            elif place.dtype.is_floating_point != target.tensor.is_floating_point():
+            elif not _may_be_cast(place.dtype, target.tensor.dtype):
                 troubles.append(
                     f"'{name}' is {target.tensor.dtype}, and {place.dtype} in "
                     f"{os.path.basename(file.path)}"
@@ -172,6 +175,13 @@ def _compare(
         remedy = "; strict=False ignores names" if strict and (missing or unexpected) else ""
         raise Zero3Error(f"{folder} does not fit the model: {shorten(troubles)}{remedy}")
     return IncompatibleKeys(missing, unexpected)
+
+
+def _may_be_cast(dtype: torch.dtype, to: torch.dtype) -> bool:
+    """Returns whether all numbers of ``dtype`` are numbers of ``to``, but for what is rounded."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return (dtype.is_floating_point, dtype.is_complex) == (to.is_floating_point, to.is_complex)
+    return torch.promote_types(dtype, to) == to and not (to.is_floating_point or to.is_complex)
 
 
 def _read(files: dict[str, MappedFile], targets: Sequence[_Target]) -> None:

@@ -26,6 +26,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.sharding.names import plain_name
 from deepcompile_zero3.transport.json_collectives import all_gather_json
 from deepcompile_zero3.transport.on_all_ranks import ErrorOnARank, line_of
 from deepcompile_zero3.transport.rank_names import rank_names
@@ -58,7 +59,8 @@ class Entry:
     """A parameter or a buffer, and the ranks that have its parts.
 
     Attributes:
-        name: its first name in ``model.named_parameters()`` or ``named_buffers()``.
+        name: its first name in ``model.named_parameters()`` or ``named_buffers()``, without what
+            wrappers put into it.
         shape: shape of the full tensor.
         dtype: dtype in which it travels.
         local: this rank's local tensor, in the dtype of the parameter.
@@ -138,12 +140,20 @@ def entries_of(
 
 
 def named_tensors(model: nn.Module, buffers: bool) -> list[tuple[str, torch.Tensor]]:
-    """Returns the parameters of ``model``, and its persistent buffers if asked, each once."""
-    model = getattr(model, "_orig_mod", model)  # of torch.compile(model)
-    tensors: list[tuple[str, torch.Tensor]] = list(model.named_parameters())
+    """Returns the parameters of ``model``, and its persistent buffers if asked, each once.
+
+    Names are those of the model without wrappers.
+    """
+    tensors: list[tuple[str, torch.Tensor]] = [
+        (plain_name(name), each) for name, each in model.named_parameters()
+    ]
     if buffers:
-        persistent = model.state_dict().keys()
-        tensors += [(name, each) for name, each in model.named_buffers() if name in persistent]
+        persistent = set(map(plain_name, model.state_dict()))
+        first: dict[int, tuple[str, torch.Tensor]] = {}
+        for name, each in model.named_buffers(remove_duplicate=False):
+            if (plain := plain_name(name)) in persistent:
+                first.setdefault(id(each), (plain, each))
+        tensors += first.values()
     return tensors
 
 

@@ -203,7 +203,7 @@ def _runs(entry: Entry, box: Box, place: Place) -> Iterator[tuple[int, memoryvie
 
 
 def _bytes_of(tensor: torch.Tensor, dtype: torch.dtype) -> memoryview:
-    cast = tensor.to("cpu", dtype).contiguous().view(-1)
+    cast = tensor.to("cpu", dtype).resolve_conj().resolve_neg().contiguous().view(-1)
     return memoryview(cast.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 

@@ -244,6 +244,22 @@ def test_signs_of_doubles_count():
     assert training_digest(model) != before
 
 
+def test_rows_and_columns_have_other_keys():
+    weight = torch.arange(300.0 * 300).view(300, 300)
+    one, other = (nn.ParameterDict({"w": nn.Parameter(w)}) for w in (weight, weight.t().clone()))
+    assert training_digest(one).shards != training_digest(other).shards
+
+
+def test_parameters_outside_of_the_model_have_the_number_of_their_optimizer():
+    lone = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizers = [torch.optim.SGD([each], momentum=0.9) for each in lone]
+    for each, optimizer in zip(lone, optimizers, strict=True):
+        each.grad = torch.ones(2)
+        optimizer.step()
+    states = training_digest(nn.Linear(1, 1), optimizers).states
+    assert [*states] == ["optimizers.0.param_groups.0.0", "optimizers.1.param_groups.0.0"]
+
+
 def test_a_long_vector_is_digested_in_pieces():
     values = torch.arange(200_000, dtype=torch.int32)
     model = nn.Module()

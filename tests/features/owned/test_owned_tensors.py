@@ -5,7 +5,16 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from support.models import Stack, assert_same_gradients, batch_of, compiled, mean_square, mine, step
+from support.models import (
+    Stack,
+    assert_same_gradients,
+    assert_same_parameters,
+    batch_of,
+    compiled,
+    mean_square,
+    mine,
+    step,
+)
 from support.owned_models import muon_and_adam, owned
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -43,6 +52,47 @@ def _as_a_tensor():
 
 def test_an_owned_parameter_is_a_tensor_on_all_ranks(run_ranks):
     run_ranks(2, _as_a_tensor)
+
+
+def _in_lists():
+    weights = [batch_of(6, 4), batch_of(4, 6, seed=1), batch_of(6, 6, seed=2)]
+    owner = {(6, 4): Owned(1), (4, 6): Owned(0), (6, 6): None}
+    layers = nn.Sequential(*(nn.Linear(*w.shape[::-1], bias=False) for w in weights))
+    for layer, weight in zip(layers, weights, strict=True):
+        layer.weight = nn.Parameter(weight.clone())
+    fully_shard(layers, shard_placement_fn=lambda p: owner[tuple(p.shape)])
+    sharded = [*layers.parameters()]
+    norms = torch._foreach_norm([each.detach() for each in sharded])
+    for norm, weight in zip(norms, weights, strict=True):
+        torch.testing.assert_close(norm.full_tensor(), weight.norm())
+    with torch.no_grad():
+        torch._foreach_mul_(sharded, [2.0, 3.0, 4.0])
+    for each, weight, factor in zip(sharded, weights, (2, 3, 4), strict=True):
+        torch.testing.assert_close(each.full_tensor().detach(), factor * weight)
+
+
+def test_tensors_of_several_owners_are_computed_with_together(run_ranks):
+    run_ranks(2, _in_lists)
+
+
+def _kernels(kernel):
+    def placement(parameter):
+        return Owned(len(parameter) % 2) if parameter.dim() == 2 else None
+
+    model = nn.Sequential(nn.Linear(8, 15), nn.Tanh(), nn.Linear(15, 8))
+    reference = copy.deepcopy(model)
+    fully_shard(model, shard_placement_fn=placement)
+    optimizers = [torch.optim.AdamW(m.parameters(), **kernel) for m in (model, reference)]
+    for seed in range(2):
+        mean_square(model, mine(batch_of(8, 8, seed=seed))).backward()
+        mean_square(reference, batch_of(8, 8, seed=seed)).backward()
+        step(optimizers)
+    assert_same_parameters(model, reference)
+
+
+@pytest.mark.parametrize("kernel", [{"foreach": True}, {"fused": True}], ids=["foreach", "fused"])
+def test_kernels_of_many_parameters_step_those_of_all_owners(run_ranks, kernel):
+    run_ranks(2, _kernels, kernel)
 
 
 def _copied():
