@@ -119,7 +119,7 @@ class OwnedTensor(DTensor):
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         if name == "_amp_foreach_non_finite_check_and_unscale_":
             return _unscale(*args, **kwargs)
-        if name.startswith(("_foreach_", "_fused_")) and len(_meshes(args[0])) > 1:
+        if args and name.startswith(("_foreach_", "_fused_")) and len(_meshes(args[0])) > 1:
             return _on_each_mesh(func, args, kwargs)
         try:
             with torch_internals.WithoutTorchFunction():

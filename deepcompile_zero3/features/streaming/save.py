@@ -75,11 +75,12 @@ def save_safetensors(
     gathered, and beyond its shards a rank needs 16 MiB, or nothing where neither dtype nor device
     change. Of replicas, one writes.
 
-    The files have the parameters and persistent buffers of ``model.state_dict()``. Tied ones come
-    once, under the first of their names in ``model.named_parameters()``, as ``save_pretrained``
-    writes them. A single file is ``model.safetensors``. Several are
-    ``model-00001-of-00002.safetensors`` and so on, and ``model.safetensors.index.json`` says which
-    has what. Save the config beside them, on one rank: ``model.config.save_pretrained(folder)``.
+    The files have the parameters and persistent buffers of ``model.state_dict()``, by the names of
+    the model without ``torch.compile`` and ``checkpoint_wrapper``. Tied ones come once, under the
+    first of their names in ``model.named_parameters()``, as ``save_pretrained`` writes them. A
+    single file is ``model.safetensors``. Several are ``model-00001-of-00002.safetensors`` and so
+    on, and ``model.safetensors.index.json`` says which has what. Save the config beside them, on
+    one rank: ``model.config.save_pretrained(folder)``.
 
     Files have temporary names until all ranks have written, and are on the disk when they get their
     own. A rank or a disk that fails leaves an earlier model in ``folder`` as it was. An
