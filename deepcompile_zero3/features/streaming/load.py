@@ -179,9 +179,15 @@ def _compare(
 
 def _may_be_cast(dtype: torch.dtype, to: torch.dtype) -> bool:
     """Returns whether all numbers of ``dtype`` are numbers of ``to``, but for what is rounded."""
-    if dtype.is_floating_point or dtype.is_complex:
-        return (dtype.is_floating_point, dtype.is_complex) == (to.is_floating_point, to.is_complex)
-    return torch.promote_types(dtype, to) == to and not (to.is_floating_point or to.is_complex)
+    kinds = [(each.is_floating_point, each.is_complex) for each in (dtype, to)]
+    if kinds[0] != kinds[1]:
+        return False
+    if dtype == to or any(kinds[0]):
+        return True
+    if torch.bool in (dtype, to):
+        return dtype == torch.bool
+    mine, theirs = torch.iinfo(dtype), torch.iinfo(to)
+    return theirs.min <= mine.min and mine.max <= theirs.max
 
 
 def _read(files: dict[str, MappedFile], targets: Sequence[_Target]) -> None:

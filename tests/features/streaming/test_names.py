@@ -73,6 +73,9 @@ def test_a_buffer_has_the_first_of_its_names_that_is_saved(one_rank, tmp_path):
         (torch.complex64, torch.int64, False),
         (torch.int64, torch.float32, False),
         (torch.int32, torch.int64, True),
+        (torch.uint16, torch.int64, True),
+        (torch.int16, torch.uint16, False),
+        (torch.bool, torch.uint8, True),
         (torch.float64, torch.bfloat16, True),
     ],
 )
