@@ -317,13 +317,10 @@ def keep_from_being_stored(backward: torch.fx.GraphModule) -> None:
     """Keeps AOTAutograd from storing a partitioned backward beside what it is compiled to.
 
     Only compiled autograd, which is refused, would read it. A graph that is stored with graphs in
-    it is traced whenever it is loaded, and that fails if sizes are dynamic.
+    it is traced whenever it is loaded, and that fails if sizes are dynamic. The copy of the graph
+    that is compiled, and Inductor's key of it, are not concerned.
     """
-    backward.__reduce__ = _nothing_to_store  # type: ignore[method-assign]
-
-
-def _nothing_to_store() -> tuple[Callable[[], Any], tuple[()]]:
-    return _was_not_stored, ()
+    backward.__reduce__ = lambda: (_was_not_stored, ())  # type: ignore[method-assign]
 
 
 def _was_not_stored() -> Any:

@@ -119,8 +119,9 @@ class OwnedTensor(DTensor):
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         if name == "_amp_foreach_non_finite_check_and_unscale_":
             return _unscale(*args, **kwargs)
-        if args and name.startswith(("_foreach_", "_fused_")) and len(_meshes(args[0])) > 1:
-            return _on_each_mesh(func, args, kwargs)
+        has_lists = args and name.startswith(("_foreach_", "_fused_"))
+        if has_lists and len(places := _places_by_mesh(args[0])) > 1:
+            return _on_each_mesh(func, args, kwargs, places)
         try:
             with torch_internals.WithoutTorchFunction():
                 result = func(*args, **kwargs)
@@ -258,23 +259,25 @@ class _FromOwner(torch.autograd.Function):
         return result
 
 
-def _meshes(tensors: Sequence[torch.Tensor]) -> dict[DeviceMesh | None, list[int]]:
-    """Returns the meshes of tensors, None if they are plain, and the positions of those on each."""
+def _places_by_mesh(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Returns the positions of the tensors on each mesh, and of those that are plain."""
     found: dict[DeviceMesh | None, list[int]] = {}
     for position, each in enumerate(tensors):
         mesh = each.device_mesh if isinstance(each, DTensor) else None
         found.setdefault(mesh, []).append(position)
-    return found
+    return [*found.values()]
 
 
-def _on_each_mesh(func: Any, args: Any, kwargs: Any) -> list[Any] | None:
+def _on_each_mesh(
+    func: Any, args: Any, kwargs: Any, places: Sequence[Sequence[int]]
+) -> list[Any] | None:
     """Runs a function of lists of tensors for those of each mesh by themselves.
 
     A rank that is not in the mesh of the first would compute nothing with the others either.
     """
     count = len(args[0])
     results: list[Any] | None = None
-    for positions in _meshes(args[0]).values():
+    for positions in places:
         some = [
             [each[i] for i in positions]
             if isinstance(each, list | tuple) and len(each) == count

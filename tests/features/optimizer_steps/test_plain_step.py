@@ -25,6 +25,8 @@ from deepcompile_zero3.features.optimizer_steps.plain_step import may_take, take
 from deepcompile_zero3.tools.tracing.trace import Steps
 from deepcompile_zero3.torch_internals import local_tensor
 
+_ADAM = importlib.import_module("torch.optim.adam")  # torch.optim hides it
+
 
 class _Dispatches(TorchDispatchMode):
     """Counts operators on DTensors."""
@@ -132,8 +134,7 @@ def test_a_step_that_raises_keeps_what_it_has_changed(monkeypatch):
     groups = [{"params": model.head.parameters()}, {"params": model.blocks.parameters()}]
     optimizer = torch.optim.AdamW(groups, 0.1)
     mean_square(model, batch_of(2, 8)).backward()
-    module = importlib.import_module("torch.optim.adam")  # torch.optim hides it
-    whole = module._single_tensor_adam
+    whole = _ADAM._single_tensor_adam
     seen = []
 
     def fail_at_the_second(*args, **kwargs):
@@ -142,7 +143,7 @@ def test_a_step_that_raises_keeps_what_it_has_changed(monkeypatch):
             raise RuntimeError("no memory")
         whole(*args, **kwargs)
 
-    monkeypatch.setattr(module, "_single_tensor_adam", fail_at_the_second)
+    monkeypatch.setattr(_ADAM, "_single_tensor_adam", fail_at_the_second)
     before = model.head.weight.to_local().clone()
     with pytest.raises(RuntimeError, match="no memory"):
         optimizer.step()
@@ -214,8 +215,7 @@ def test_methods_of_others_are_called_with_dtensors():
 @pytest.mark.parametrize("name", ["step", "_init_group", "adam"])
 def test_functions_that_wrap_torchs_are_called_with_dtensors(monkeypatch, name):
     _, optimizer = _model_and_optimizer()
-    module = importlib.import_module("torch.optim.adam")
-    place = module if name == "adam" else torch.optim.AdamW
+    place = _ADAM if name == "adam" else torch.optim.AdamW
     whole = getattr(place, name)
     whole = getattr(whole, "__wrapped__", whole) if name == "step" else whole  # without hooks
     calls = []
@@ -254,14 +254,13 @@ def test_a_plain_gradient_of_a_scalar_is_stepped():
 def test_an_attribute_that_is_set_during_a_step_stays(monkeypatch):
     _, optimizer = _model_and_optimizer()
     optimizer.should_stop = False
-    module = importlib.import_module("torch.optim.adam")
-    whole = module._single_tensor_adam
+    whole = _ADAM._single_tensor_adam
 
     def step(*args, **kwargs):
         optimizer.should_stop = True  # as a handler of a signal does
         whole(*args, **kwargs)
 
-    monkeypatch.setattr(module, "_single_tensor_adam", step)
+    monkeypatch.setattr(_ADAM, "_single_tensor_adam", step)
     assert _dispatches(optimizer) == 0
     assert optimizer.should_stop
 
