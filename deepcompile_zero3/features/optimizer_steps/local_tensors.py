@@ -11,8 +11,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.features.optimizer_steps.flat_parameter import FlatParameter, flat_parameters
-from deepcompile_zero3.features.optimizer_steps.rank_states import NUMBERS, is_elsewhere, localized
-from deepcompile_zero3.features.owned.owned import rows_of
+from deepcompile_zero3.features.optimizer_steps.rank_states import NUMBERS, localized
+from deepcompile_zero3.features.owned.owned import is_elsewhere, rows_of
 from deepcompile_zero3.sharding.mesh_of_few import adopt
 from deepcompile_zero3.sharding.step_versions import has_hooks
 

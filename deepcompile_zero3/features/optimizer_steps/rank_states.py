@@ -31,7 +31,7 @@ from deepcompile_zero3.features.optimizer_steps.state_bytes import (
     sharded_dims,
     unpacked,
 )
-from deepcompile_zero3.features.owned.owned import OwnedTensor, OwnerMesh, rows_of
+from deepcompile_zero3.features.owned.owned import OwnedTensor, OwnerMesh, is_elsewhere, rows_of
 from deepcompile_zero3.sharding.mesh_of_few import adopt
 from deepcompile_zero3.transport.json_collectives import all_gather_alike
 
@@ -43,11 +43,6 @@ AS_TUPLE = "as a tuple"
 _Path = tuple[Any, ...]
 _Groups = tuple[dist.ProcessGroup, ...]
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
-def is_elsewhere(parameter: torch.Tensor) -> bool:
-    """Returns whether another rank owns ``parameter``."""
-    return isinstance(parameter, OwnedTensor) and parameter.device_mesh.get_coordinate() is None
 
 
 def localized(value: Any, parameter: DTensor) -> Any:

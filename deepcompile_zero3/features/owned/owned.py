@@ -90,7 +90,8 @@ class OwnerMesh(MeshOfFew):
         self.owner = owner
         shards = self.shard_group
         # Meshes of equal ranks and names are equal, and torch takes one for the other.
-        names = ("replicas", f"owned in {shards.group_name}")[-whole.ndim :]
+        among = dist.get_process_group_ranks(shards)
+        names = ("replicas", f"owned among ranks {among}")[-whole.ndim :]
         alone = neighbors(shards, 1)  # on all ranks: some backends split a group together
         replicas = [whole.get_group(dim) for dim in range(whole.ndim - 1)]
         groups = [*replicas, alone] if owner == shards.rank() else []
@@ -225,13 +226,18 @@ def _on_device(result: OwnedTensor, name: str, args: Any, kwargs: Any) -> OwnedT
     return cast(OwnedTensor, moved)
 
 
+def is_elsewhere(parameter: torch.Tensor) -> bool:
+    """Returns whether another rank owns ``parameter``."""
+    return isinstance(parameter, OwnedTensor) and parameter.device_mesh.get_coordinate() is None
+
+
 def rows_of(local: torch.Tensor, parameter: DTensor) -> torch.Tensor:
     """Returns a local tensor of ``parameter``, its gradient or state with all dimensions.
 
     torch's local tensors are [0] on ranks that are not in a mesh.
     """
-    is_elsewhere = isinstance(parameter, OwnedTensor) and local.shape == (0,)
-    return local.view(0, *parameter.shape[1:]) if is_elsewhere else local
+    is_empty = local.shape == (0,) and is_elsewhere(parameter)
+    return local.view(0, *parameter.shape[1:]) if is_empty else local
 
 
 class _FromOwner(torch.autograd.Function):

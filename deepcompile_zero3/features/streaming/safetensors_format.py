@@ -69,8 +69,13 @@ def file_name(index: int, number: int) -> str:
 def check_dtype(name: str, dtype: torch.dtype) -> None:
     """Raises Zero3Error if safetensors files have no such dtype."""
     if dtype not in _NAMES:
+        remedy = (
+            "pass dtype=, such as torch.float32"
+            if dtype.is_floating_point
+            else "convert it, or register it with persistent=False"
+        )
         raise Zero3Error(
-            f"'{name}' is {dtype}, which safetensors files do not have: pass dtype=, one of "
+            f"'{name}' is {dtype}, which safetensors files do not have: {remedy}. They have "
             f"{', '.join(map(str, _NAMES))}"
         )
 

@@ -130,6 +130,22 @@ def test_states_of_owners_load_on_any_number_of_ranks(run_ranks, tmp_path, name)
             torch.testing.assert_close(loaded, saved, rtol=0, atol=0)
 
 
+def _without_elements():
+    model, _, owners = owned(Stack())
+    matrices = [p for n, p in model.named_parameters() if n in owners.rank_of]
+    optimizer = Blockwise(matrices, table=0)
+    step_locally(optimizer)
+    _steps(model, optimizer, [0])
+    optimizer.load_state_dict(optimizer.state_dict())
+    _steps(model, optimizer, [1])
+    of_mine = [state["table"] for state in optimizer.state.values() if state]
+    assert of_mine and all(table.shape == (0,) for table in of_mine)
+
+
+def test_a_state_without_elements_keeps_its_shape(run_ranks):
+    run_ranks(2, _without_elements)
+
+
 def _without_a_local_step(name):
     model, _, owners = owned(Stack())
     matrices = [p for n, p in model.named_parameters() if n in owners.rank_of]
