@@ -138,17 +138,17 @@ class ParameterGroup:
         if _C.handles_signals():
             return parameter.shard  # a handler runs in no forward, even if it interrupts one
         forward = self.forward
+        is_trained = parameter.shard.requires_grad
         if forward is not None:
             self._enter(forward)
         elif not self.is_unsharded_by_user:
-            # A checkpoint may recompute activations without a forward of the module.
-            if _C.in_backward() and (torch.is_grad_enabled() or torch_internals.is_checkpointed()):
+            if _reads_in_backward_are_whole():
                 parameter.refresh()
                 republish_if_recomputing([parameter])
-                return parameter.value_of(gather_one(parameter))
+                with torch.set_grad_enabled(is_trained):  # as below
+                    return parameter.value_of(gather_one(parameter))
             return parameter.shard
         value = self._values.get(parameter)
-        is_trained = parameter.shard.requires_grad
         # As a parameter's, its gradient does not depend on where it was read, but on its use.
         has_grad = torch.is_grad_enabled() or (forward is not None and forward.has_grad)
         differentiable = is_trained and has_grad and not torch.is_inference_mode_enabled()
@@ -405,3 +405,16 @@ def group_of(parameter: ShardedParameter) -> ParameterGroup:
 
 def _alive(groups: list["weakref.ref[ParameterGroup]"]) -> list[ParameterGroup]:
     return [group for reference in groups if (group := reference()) is not None]
+
+
+def _reads_in_backward_are_whole() -> bool:
+    """Returns whether a backward runs, and a read outside of a forward is for its computation.
+
+    A checkpoint may recompute activations without a forward of the module, and a custom backward
+    may read parameters that no forward has saved. Hooks see DTensors.
+    """
+    return _C.in_backward() and (
+        torch.is_grad_enabled()
+        or torch_internals.is_checkpointed()
+        or torch_internals.is_in_custom_backward()
+    )

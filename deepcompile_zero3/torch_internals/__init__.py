@@ -81,6 +81,7 @@ _top_saved_tensors_hooks = private("torch._C._autograd", "_top_saved_tensors_def
 _why_no_saved_tensors_hooks: Callable[[], str | None] = private(
     "torch._C._autograd", "_saved_tensors_hooks_get_disabled_error_message"
 )
+_current_node: Callable[[], Any] = private("torch._C", "_current_autograd_node")
 _will_execute: Callable[[Any], bool] = private("torch._C", "_will_engine_execute_node")
 
 
@@ -155,6 +156,11 @@ def is_checkpointed() -> bool:
     """
     hooks = outer_saved_tensors_hooks()
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+
+
+def is_in_custom_backward() -> bool:
+    """Returns whether the ``backward`` of a ``torch.autograd.Function`` runs now, not a hook."""
+    return isinstance(_current_node(), torch.autograd.function.BackwardCFunction)
 
 
 def outer_saved_tensors_hooks() -> tuple[Callable, Callable] | None:

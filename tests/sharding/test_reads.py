@@ -67,8 +67,34 @@ class _Scaled(nn.Module):
             return self._by_value(x)
         if self.way == "number":
             return self._by_number(x)
+        if self.way.startswith("value, "):
+            return checkpoint(self._by_value, x.sin(), use_reentrant=self.way == "value, reentrant")
         use = self._by_number if self.way == "number, checkpointed" else self._by_mean
         return checkpoint(use, x.sin(), use_reentrant=False)
+
+
+class _ProductByModule(torch.autograd.Function):
+    """A product whose backward reads the weight in the module, in place of one that it saved."""
+
+    @staticmethod
+    def forward(ctx, x, weight, module):
+        ctx.module = module
+        ctx.save_for_backward(x)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return gradient @ ctx.module.weight.T, x.T @ gradient, None
+
+
+class _ReadAgain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(batch_of(6, 6, seed=1))
+
+    def forward(self, x):
+        return _ProductByModule.apply(x, self.weight, self)
 
 
 MODELS = {
@@ -78,6 +104,9 @@ MODELS = {
     "number": lambda: _Scaled("number"),
     "number, checkpointed": lambda: _Scaled("number, checkpointed"),
     "mean, checkpointed": lambda: _Scaled("mean, checkpointed"),
+    "value, checkpointed": lambda: _Scaled("value, checkpointed"),
+    "value, reentrant": lambda: _Scaled("value, reentrant"),
+    "custom backward": _ReadAgain,
 }
 
 
