@@ -61,9 +61,6 @@ def first_alone(key: str, patience: float = PATIENCE) -> Iterator[bool]:
     raises, the next one takes its place. If torch cannot store the graph, the others compile it,
     and so does a later process, without waiting.
 
-    A process that is killed while it compiles may leave half a shared object, which torch would
-    load for ever. The process that takes its place removes such objects.
-
     Args:
         key: the graph's key.
         patience: seconds after which a process that waits compiles too.
@@ -76,13 +73,24 @@ def first_alone(key: str, patience: float = PATIENCE) -> Iterator[bool]:
                 stack.enter_context(_locked(compiled.with_suffix(".lock"), patience))
             if compiled.exists():
                 stack.close()  # nobody need wait for this process
-            else:
-                stack.enter_context(_unfinished(compiled.with_suffix(".unfinished")))
         except OSError:
             pass  # no folder to write to, no locks in it, or the first one takes too long
         yield not compiled.exists()
         with contextlib.suppress(OSError):
             compiled.touch()
+
+
+def remove_unfinished() -> None:
+    """Removes the shared objects that compilers of C++ were writing when they were killed.
+
+    torch would load them for ever, and for any graph that has the same kernel.
+    """
+    with contextlib.suppress(OSError):
+        for lock, objects in compiler.unfinished_objects():
+            with contextlib.suppress(OSError), _locked(lock, patience=0):
+                for path in objects():
+                    path.unlink()
+                    _log.warning("removed %s: a process was killed while it wrote the file", path)
 
 
 @contextlib.contextmanager
@@ -117,27 +125,6 @@ def _try_lock(file: IO[str]) -> bool:
         _tell_of_no_locks(Path(file.name).parent, str(error))
         raise
     return True
-
-
-@contextlib.contextmanager
-def _unfinished(mark: Path) -> Iterator[None]:
-    """Leaves ``mark`` if the process dies in the block. Cleans up if another process has died."""
-    if mark.exists():
-        _clean_up()
-    mark.touch()
-    try:
-        yield
-    finally:
-        mark.unlink(missing_ok=True)
-
-
-def _clean_up() -> None:
-    """Removes what compilers of C++ were writing when they died."""
-    for lock, objects in compiler.unfinished_objects():
-        with contextlib.suppress(OSError), _locked(lock, patience=0):
-            for path in objects():
-                path.unlink()
-                _log.warning("removed %s: a process was killed while it wrote the file", path)
 
 
 @functools.cache

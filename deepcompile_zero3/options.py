@@ -122,14 +122,14 @@ class Options:
             raise ValueError(
                 f"option 'gathers_ahead' must be a positive integer, got {self.gathers_ahead!r}"
             )
-        for name, least, what in (
-            ("gather_bucket_mb", sys.float_info.min, "a positive number"),
-            ("keep_mb", 0, "a number of at least 0, or infinity"),
-            ("activations_mb", 0, "a number of at least 0, or infinity"),
+        infinity = float("inf")
+        for name, least, most, what in (
+            ("gather_bucket_mb", sys.float_info.min, 2**40, "a positive number, 2**40 at most"),
+            ("keep_mb", 0, infinity, "a number of at least 0, or infinity"),
+            ("activations_mb", 0, infinity, "a number of at least 0, or infinity"),
         ):
             value = getattr(self, name)
-            finite = value != float("inf") or name != "gather_bucket_mb"
-            if type(value) not in (int, float) or not (value >= least and finite):
+            if type(value) not in (int, float) or not least <= value <= most:
                 raise ValueError(f"option '{name}' must be {what}, got {value!r}")
 
     @property
@@ -140,7 +140,8 @@ class Options:
     @property
     def bytes_ahead(self) -> int:
         """Bytes of full parameters that may be in flight while a graph computes with others."""
-        return int(self.gathers_ahead * self.gather_bucket_mb * 2**20)
+        largest = 2**63 - 1
+        return min(int(min(self.gathers_ahead, largest) * self.gather_bucket_mb * 2**20), largest)
 
     def with_schedule(self, schedule: Schedule) -> "Options":
         """Returns these options with another schedule."""

@@ -13,7 +13,7 @@ from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.graph.capture import CapturedPass, capture_graphs
 from deepcompile_zero3.graph_inputs import passes_of
 from deepcompile_zero3.options import Options
-from deepcompile_zero3.passes.graph_pass import MAY_CHANGE, GraphPass, names_of
+from deepcompile_zero3.passes.graph_pass import MAY_CHANGE, GraphPass, check_passes, names_of
 from deepcompile_zero3.passes.verify.invariants import INVARIANTS
 from deepcompile_zero3.tools.arguments import load
 from deepcompile_zero3.tools.planning.graphs import fake_model, trace
@@ -52,8 +52,10 @@ def changes_of(name: str) -> list[CapturedPass]:
 
     Raises:
         Zero3Error: there is no such pass.
+        ValueError: the pass cannot stand among those of this library.
     """
     passes = [_load(name)] if ":" in name else []
+    check_passes(passes, passes_of())
     name = passes[0].name if passes else name
     known = dict.fromkeys(each for names in names_of(passes_of()).values() for each in names)
     if not passes and name not in known:

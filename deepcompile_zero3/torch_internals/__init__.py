@@ -149,6 +149,13 @@ def inline_only(function: _F) -> _F:
     return function
 
 
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the name and value of each buffer of ``module`` itself that is in state dicts."""
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in module._non_persistent_buffers_set:
+            yield name, buffer
+
+
 def is_checkpointed() -> bool:
     """Returns whether non-reentrant ``torch.utils.checkpoint`` packs what autograd saves now.
 

@@ -26,12 +26,14 @@ def test_passes_are_listed_and_shown(capsys, tmp_path):
         "        if 'tanh' in node.name:\n"
         "            node._rename('renamed')\n"
         "lambda_ = lambda gm, facts: None\n"
+        "late = graph_pass(after='nothing')(lambda gm, facts: None)\n"
     )
     assert __main__.main(["passes", f"{mine}:tanh"]) == 0
     assert "+renamed: f32[2, 16] = aten.tanh(" in capsys.readouterr().out
     for name, message in {
         "nothing": "there are choose_kept,",
         f"{mine}:none": "has no 'none'",
+        f"{mine}:late": "has after='nothing', which is no pass over the",
         f"{mine}:lambda_": "is a function, and not a GraphPass",
     }.items():
         assert __main__.main(["passes", name]) == 1

@@ -1,6 +1,6 @@
 """Compiler caches on disk speed up a second process and never return a wrong graph."""
 
-from contextlib import closing
+from contextlib import closing, nullcontext
 
 import pytest
 import torch
@@ -102,8 +102,28 @@ def test_one_rank_compiles_and_the_others_load(new_processes, tmp_path):
         assert not any("__avx_chk_kernel" in file.read_text() for file in tmp_path.rglob("*.cpp"))
 
 
+def _trains(keep_mb, is_captured):
+    model, reference = shard(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)))
+    run = compiled(model, "zero3", keep_mb=keep_mb)
+    with capture_graphs() if is_captured else nullcontext():
+        assert_same_step(model, reference, batch_of(4, 8), run=run)
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("is_captured", [False, True], ids=["other options", "captured"])
+def test_kernels_that_were_half_written_are_compiled_again(new_processes, tmp_path, is_captured):
+    new_processes(_trains, 0, False)
+    objects = list(tmp_path.glob("??/*.main.so"))
+    assert objects
+    for path in objects:  # what a process leaves that is killed while the linker writes
+        path.write_bytes(b"")
+        path.with_name(f"{path.stem}_CxxBuild").mkdir()
+    new_processes(_trains, 64, is_captured)
+
+
 def _gathers(keep_mb):
     """Returns how often a step gathers; runs differ in an option only."""
+    torch._dynamo.reset()  # which may know the graph, and not ask the cache
     model, _ = shard(torch.nn.Linear(8, 8), transport="c10d")
     run = compiled(model, "zero3", keep_mb=keep_mb)
     with record_collectives() as log:

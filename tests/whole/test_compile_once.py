@@ -15,7 +15,7 @@ import torch
 from support.pass_graphs import each_fact_changed, facts
 
 from deepcompile_zero3 import Options, compile_once, graph_pass
-from deepcompile_zero3.compile_once import first_alone, graph_key
+from deepcompile_zero3.compile_once import first_alone, graph_key, remove_unfinished
 from deepcompile_zero3.graph.log import logs_are_requested
 from deepcompile_zero3.graph_inputs import passes_of
 from deepcompile_zero3.passes import pipeline
@@ -99,30 +99,23 @@ def _half_an_object(folder, name):
     return place / f"{name}.main.so", lock
 
 
-def test_a_process_that_takes_the_place_of_a_dead_one_removes_what_is_half_written(folder, caplog):
+def test_what_was_half_written_by_killed_processes_is_removed(folder, caplog):
     half, _ = _half_an_object(folder, "cabhalf")
     under_way, lock = _half_an_object(folder, "cabother")  # by a process that lives
     whole = folder / "ab" / "cabwhole.main.so"
     whole.touch()
-    with first_alone("other"):
-        assert half.exists(), "nobody has died: a compiler may be writing the file"
-    first = Process()
-    first.kill()
     with lock.open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        with first_alone("key"):
-            assert not half.exists()
-            assert half.with_suffix(".cpp").exists()
-            assert under_way.exists()
-            assert whole.exists()
+        remove_unfinished()
+    assert not half.exists()
+    assert half.with_suffix(".cpp").exists()
+    assert under_way.exists()
+    assert whole.exists()
     assert f"removed {half}" in caplog.text
-    assert not list(folder.glob("zero3/*.unfinished"))
 
 
 def test_what_is_finished_while_others_take_its_lock_stays(folder, monkeypatch):
     finished, _ = _half_an_object(folder, "cabhalf")
-    first = Process()
-    first.kill()
     flock = fcntl.flock
 
     def finish(file, operation):
@@ -132,16 +125,8 @@ def test_what_is_finished_while_others_take_its_lock_stays(folder, monkeypatch):
         flock(file, operation)
 
     monkeypatch.setattr(fcntl, "flock", finish)
-    with first_alone("key"):
-        assert finished.exists()
-
-
-def test_a_process_that_raises_is_not_taken_for_a_dead_one(folder):
-    half, _ = _half_an_object(folder, "cabhalf")
-    with pytest.raises(RuntimeError), first_alone("key"):
-        raise RuntimeError
-    with first_alone("key"):
-        assert half.exists()
+    remove_unfinished()
+    assert finished.exists()
 
 
 def test_a_folder_without_locks_is_told_once_and_stops_nobody(folder, monkeypatch):

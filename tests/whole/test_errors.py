@@ -1,6 +1,7 @@
 """Errors come at once and name the module or parameter, the values and a remedy."""
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -49,6 +50,7 @@ def test_a_misspelt_option_is_refused_with_the_list_of_options(x):
         ("gather_bucket_mb", "64"),
         ("gather_bucket_mb", float("nan")),
         ("gather_bucket_mb", float("inf")),
+        ("gather_bucket_mb", sys.maxsize),
         ("gathers_ahead", 0),
         ("gathers_ahead", 1.0),
         ("gathers_ahead", True),

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error, check_bool
 from deepcompile_zero3.features.streaming.arguments import group_of_ranks, on_each_rank
-from deepcompile_zero3.features.streaming.pieces import Box, box_of, named_tensors
+from deepcompile_zero3.features.streaming.pieces import Box, box_of, local_of, named_tensors
 from deepcompile_zero3.features.streaming.safetensors_format import INDEX, ONE_FILE, MappedFile
 from deepcompile_zero3.sharding.module import groups_in
 from deepcompile_zero3.sharding.names import plain_name
@@ -83,7 +83,7 @@ def load_safetensors(
     """
     check_bool("strict", strict)
     ranks = group_of_ranks(_WHAT, group)
-    folder = os.fspath(folder)
+    folder = os.fsdecode(folder)
 
     def prepare() -> tuple[dict[str, MappedFile], list[_Target], IncompatibleKeys]:
         files, targets = _open(folder), _targets(model, ranks)
@@ -111,12 +111,14 @@ def _open(folder: str) -> dict[str, MappedFile]:
     try:
         with open(index) as opened:
             weight_map = json.load(opened)["weight_map"]
+        if not all(isinstance(name, str) for name in weight_map.values()):
+            raise TypeError("'weight_map' has names of files")
     except FileNotFoundError:
         raise Zero3Error(
             f"{folder} has neither {ONE_FILE} nor {INDEX}: nothing was saved there, or a save was "
             "interrupted"
         ) from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Zero3Error(f"{index} is no index of safetensors files: {error}") from error
     files = {}
     for name in sorted({*weight_map.values()}):
@@ -154,6 +156,8 @@ def _compare(
     unexpected = [name for name in files if name not in known]
     troubles = []
     for target in targets:
+        if _shares_elements(target.tensor):
+            troubles.append(f"elements of '{target.names[0]}' share memory, as expand() has them")
         for name in (name for name in target.names if name in files):
             file = files[name]
             place = file.places[name]
@@ -177,6 +181,12 @@ def _compare(
     return IncompatibleKeys(missing, unexpected)
 
 
+def _shares_elements(tensor: torch.Tensor) -> bool:
+    local = local_of(tensor)
+    steps = zip(local.shape, local.stride(), strict=True)
+    return any(size > 1 and step == 0 for size, step in steps)
+
+
 def _may_be_cast(dtype: torch.dtype, to: torch.dtype) -> bool:
     """Returns whether all numbers of ``dtype`` are numbers of ``to``, but for what is rounded."""
     kinds = [(each.is_floating_point, each.is_complex) for each in (dtype, to)]
@@ -196,8 +206,7 @@ def _read(files: dict[str, MappedFile], targets: Sequence[_Target]) -> None:
         name = next((name for name in target.names if name in files), None)
         if name is None or not target.box.numel:
             continue
-        tensor = target.tensor
-        local = torch_internals.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+        local = local_of(target.tensor)
         source = target.box.of(files[name].tensor(name))
         if not source.dim():
             local.copy_(source)

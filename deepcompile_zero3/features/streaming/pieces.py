@@ -133,8 +133,10 @@ def entries_of(
     for index, ((name, tensor), box, travels_in) in enumerate(
         zip(tensors, boxes, dtypes, strict=True)
     ):
-        sources = _sources(what, name, tensor.shape, [ranks[index] for ranks in everyones], index)
-        local = _local(tensor)
+        # Ranks have other values of what is not sharded: all of it is that of one rank.
+        turn = index if isinstance(tensor, DTensor) else 0
+        sources = _sources(what, name, tensor.shape, [ranks[index] for ranks in everyones], turn)
+        local = local_of(tensor)
         entries.append(Entry(name, tensor.shape, travels_in, local, box, sources))
     return entries
 
@@ -148,11 +150,10 @@ def named_tensors(model: nn.Module, buffers: bool) -> list[tuple[str, torch.Tens
         (plain_name(name), each) for name, each in model.named_parameters()
     ]
     if buffers:
-        persistent = set(map(plain_name, model.state_dict()))
         first: dict[int, tuple[str, torch.Tensor]] = {}
-        for name, each in model.named_buffers(remove_duplicate=False):
-            if (plain := plain_name(name)) in persistent:
-                first.setdefault(id(each), (plain, each))
+        for name, module in model.named_modules(remove_duplicate=False):
+            for own, each in torch_internals.persistent_buffers(module):
+                first.setdefault(id(each), (plain_name(f"{name}.{own}" if name else own), each))
         tensors += first.values()
     return tensors
 
@@ -163,14 +164,15 @@ def box_of(name: str, tensor: torch.Tensor, group: dist.ProcessGroup) -> Box:
     Raises:
         Zero3Error: see :func:`entries_of`.
     """
-    if _local(tensor).device.type == "meta":
+    local = local_of(tensor)
+    if local.device.type == "meta":
         raise Zero3Error(
             f"'{name}' is on the meta device: call model.to_empty(device=...) first, and give it "
             "values"
         )
-    if torch_internals.is_wrapper(_local(tensor)):
+    if torch_internals.is_wrapper(local):
         raise Zero3Error(
-            f"'{name}' is a {type(_local(tensor)).__name__}, a tensor subclass, which cannot be "
+            f"'{name}' is a {type(local).__name__}, a tensor subclass, which cannot be "
             "taken apart by its elements: save model.state_dict() with "
             "torch.distributed.checkpoint instead"
         )
@@ -193,9 +195,9 @@ def box_of(name: str, tensor: torch.Tensor, group: dist.ProcessGroup) -> Box:
         start = min(chunk * coordinate[i], sizes[dim])
         offsets[dim] += start
         sizes[dim] = min(chunk, sizes[dim] - start)
-    if tuple(sizes) != tuple(_local(tensor).shape):
+    if tuple(sizes) != tuple(local.shape):
         raise Zero3Error(
-            f"the local tensor of '{name}' has shape {list(_local(tensor).shape)} and should have "
+            f"the local tensor of '{name}' has shape {list(local.shape)} and should have "
             f"{sizes}, by its placements {placements} over {mesh}"
         )
     return Box(tuple(offsets), tuple(sizes))
@@ -234,7 +236,8 @@ def _order_of_sharding(
     return order
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the local tensor of a DTensor, or a plain tensor itself, without gradients."""
     local = torch_internals.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
     return local.detach()
 

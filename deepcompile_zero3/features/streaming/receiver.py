@@ -25,6 +25,7 @@ from deepcompile_zero3.features.streaming.buckets import Bucket, tensor_in
 from deepcompile_zero3.features.streaming.segments import Mapping, Segments
 
 _LENGTH = struct.Struct("<I")
+_LONGEST_ADDRESS = 108  # bytes, of a socket
 
 
 @dataclass(frozen=True)
@@ -60,15 +61,17 @@ class SharedMemoryReceiver:
         timeout: seconds to wait for a stream to begin, and for each of its buckets.
 
     Raises:
+        ValueError: the name is too long for a socket's.
         Zero3Error: another receiver has the name. In a loop: the ranks do not come, died or raised.
     """
 
     def __init__(self, name: str, *, timeout: float = 300.0) -> None:
         self._name = name
         self._timeout = timeout
+        address = _address(name)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._socket.bind(_address(name))
+            self._socket.bind(address)
         except OSError as error:
             self._socket.close()
             raise Zero3Error(
@@ -153,12 +156,13 @@ class Connection:
         self._to = to
         self._segments = segments
         self._known: set[int] = set()  # segments that the receiver has mapped
+        address = _address(to.name)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.settimeout(to.timeout)
         deadline = time.monotonic() + to.timeout
         while True:
             try:
-                self._socket.connect(_address(to.name))
+                self._socket.connect(address)
                 break
             except (ConnectionRefusedError, BlockingIOError):
                 if time.monotonic() > deadline:
@@ -213,7 +217,10 @@ class Connection:
 
 
 def _address(name: str) -> str:
-    return f"\0deepcompile_zero3/{os.getuid()}/{name}"  # abstract: no file is left behind
+    address = f"\0deepcompile_zero3/{os.getuid()}/{name}"  # abstract: no file is left behind
+    if (excess := len(address.encode()) - _LONGEST_ADDRESS) > 0:
+        raise ValueError(f"the name {name!r} of a receiver is {excess} bytes too long")
+    return address
 
 
 def _check_user(connection: socket.socket) -> None:

@@ -31,6 +31,7 @@ _DTYPES: dict[str, torch.dtype] = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "C64": torch.complex64,
     "I64": torch.int64,
     "I32": torch.int32,
@@ -132,6 +133,16 @@ class MappedFile:
                     f"{path} was cut off: '{name}' ends at byte {place.begin + place.nbytes} of "
                     f"{size}"
                 )
+        end = 8 + length
+        for name, place in sorted(self.places.items(), key=lambda item: item[1][2:]):
+            if place.begin != end:
+                raise Zero3Error(
+                    f"{path} is no safetensors file: '{name}' begins at byte {place.begin}, and "
+                    f"what is before it ends at {end}"
+                )
+            end += place.nbytes
+        if end != size:
+            raise Zero3Error(f"{path} has {size} B, and its tensors end at byte {end}")
 
     def tensor(self, name: str) -> torch.Tensor:
         """Returns a tensor over the file's pages; to copy a part of it reads that part alone."""
@@ -153,11 +164,13 @@ def _places(header: Mapping[str, Any], base: int) -> dict[str, Place]:
         if name == "__metadata__":
             continue
         if described["dtype"] not in _DTYPES:
-            raise Zero3Error(f"'{name}' is {described['dtype']}, a dtype that torch does not have")
+            raise ValueError(f"'{name}' is {described['dtype']}, which is no dtype of torch")
         dtype, shape = _DTYPES[described["dtype"]], tuple(described["shape"])
         begin, end = described["data_offsets"]
-        if end - begin != math.prod(shape) * dtype.itemsize or begin < 0:
-            raise Zero3Error(
+        if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
+            raise ValueError(f"'{name}' has shape {list(shape)} and bytes {begin} to {end}")
+        if end - begin != math.prod(shape) * dtype.itemsize:
+            raise ValueError(
                 f"'{name}' has shape {list(shape)} and {dtype}, but bytes {begin} to {end}"
             )
         places[name] = Place(dtype, shape, base + begin, end - begin)

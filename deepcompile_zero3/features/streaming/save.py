@@ -75,8 +75,8 @@ def save_safetensors(
     gathered, and beyond its shards a rank needs 16 MiB, or nothing where neither dtype nor device
     change. Of replicas, one writes.
 
-    The files have the parameters and persistent buffers of ``model.state_dict()``, by the names of
-    the model without ``torch.compile`` and ``checkpoint_wrapper``. Tied ones come once, under the
+    The files have the model's parameters and persistent buffers, by the names of the model without
+    ``torch.compile`` and ``checkpoint_wrapper``. Tied ones come once, under the
     first of their names in ``model.named_parameters()``, as ``save_pretrained`` writes them. A
     single file is ``model.safetensors``. Several are ``model-00001-of-00002.safetensors`` and so
     on, and ``model.safetensors.index.json`` says which has what. Save the config beside them, on
@@ -89,7 +89,8 @@ def save_safetensors(
 
     Args:
         model: a model with any layouts: rows or other dimensions of ZeRO-3, tensor parallelism,
-            replicas, owners, shards that are offloaded, and parameters that are not sharded.
+            replicas, owners, shards that are offloaded, and parameters that are not sharded: of
+            these, and of buffers, the values are those of the first rank.
         folder: a folder that all ranks see. It is made if it does not exist.
         max_shard_mb: size in MiB of a file that a further tensor may not exceed.
         dtype: a floating dtype to which floating tensors are cast, or None for their own.
@@ -103,7 +104,7 @@ def save_safetensors(
     """
     nbytes = check_megabytes("max_shard_mb", max_shard_mb)
     check_dtype_argument(dtype)
-    folder = os.fspath(folder)
+    folder = os.fsdecode(folder)
     ranks = group_of_ranks(_WHAT, group)
     arguments = [folder, max_shard_mb, str(dtype)]
     entries = entries_of(_WHAT, model, ranks, dtype=dtype, buffers=True, arguments=arguments)

@@ -1,7 +1,10 @@
 """Files and streams have the names of the model without wrappers, and all of its buffers."""
 
+from collections import OrderedDict
+
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -44,6 +47,40 @@ def test_wrappers_leave_names_and_buffers_as_they_are(one_rank, tmp_path, wrap):
         mean.zero_()
         load_safetensors(each, tmp_path)
         assert (mean == 5).all()
+
+
+def _without_inner(module, state_dict, prefix, metadata):
+    for name in [*state_dict]:
+        state_dict[name.replace("inner.", "")] = state_dict.pop(name)
+
+
+def test_buffers_whose_names_a_hook_changes_are_saved(one_rank, tmp_path):
+    model = nn.Sequential(OrderedDict(inner=_block()))
+    mean = model.inner[1].running_mean.fill_(5.0)
+    model.register_state_dict_post_hook(_without_inner)
+    save_safetensors(fully_shard(model), tmp_path)
+    mean.zero_()
+    load_safetensors(model, tmp_path)
+    assert (mean == 5).all()
+
+
+def _values_of_ranks(folder):
+    """Saves and streams tensors that ranks have for themselves: they are those of one rank."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    own = [*model[2].parameters()]
+    fully_shard(model, ignored_params={*own})
+    with torch.no_grad():
+        for each in (*own, *model.buffers()):
+            each.fill_(dist.get_rank())
+    names = [f"1.{name}" for name, _ in model[1].named_buffers()] + ["2.weight", "2.bias"]
+    save_safetensors(model, folder)
+    streamed = dict(stream_full_parameters(model, buffers=True))
+    for found in (load_file(f"{folder}/model.safetensors"), streamed):
+        assert all((found[name] == 0).all() for name in names)
+
+
+def test_values_that_differ_between_ranks_are_those_of_the_first(run_ranks, tmp_path):
+    run_ranks(2, _values_of_ranks, str(tmp_path))
 
 
 class _SharedBuffer(nn.Module):

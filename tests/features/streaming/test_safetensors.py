@@ -292,5 +292,5 @@ def test_wrong_arguments_are_refused(one_rank, tmp_path):
     with pytest.raises(ValueError, match="strict must be a bool"):
         load_safetensors(model, tmp_path, strict="no")
     model.register_buffer("phases", torch.ones(2, dtype=torch.complex128))
-    with pytest.raises(Zero3Error, match=r"'phases' is torch\.complex128, which .*: convert it, or"):
+    with pytest.raises(Zero3Error, match=r"'phases' is torch\.complex128, .*: convert it"):
         save_safetensors(model, tmp_path)
