@@ -85,7 +85,8 @@ def without_a_trace(model: nn.Module, parameters: Sequence[ShardedParameter]) ->
         for name, buffer in owner.named_buffers(recurse=False)
     ]
     devices = {p.handle.device.index for p in parameters if p.handle.device.type == "cuda"}
-    with torch.random.fork_rng(sorted(devices)), torch.enable_grad():
+    grads = torch.inference_mode(False), torch.enable_grad()  # wherever the call is
+    with torch.random.fork_rng(sorted(devices)), grads[0], grads[1]:
         try:
             yield
         finally:

@@ -25,12 +25,61 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.func import functional_call
 
 from deepcompile_zero3 import (
     Zero3Error,
     fully_shard,
     record_collectives,
 )
+
+# ---- gradients of gradients, and other parameters
+
+
+def _penalty(model, rows):
+    rows.requires_grad_()
+    output = model(rows)
+    [gradient] = torch.autograd.grad(output.sum(), rows, create_graph=True)
+    return output.mean() + (gradient.norm(dim=1) - 1).square().mean()
+
+
+def _penalized(transport, settings):
+    model = Stack()
+    model, reference = shard(model, model.blocks, transport=transport, **settings)
+    optimizers = optimizers_of(model, reference)
+    for seed in range(2):
+        batch = batch_of(8, 8, seed=seed)
+        _penalty(model, mine(batch)).backward()
+        _penalty(reference, batch).backward()
+        assert_same_gradients(model, reference)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@either_transport
+@pytest.mark.parametrize("settings", [{}, {"reshard_after_forward": False}], ids=["", "kept"])
+def test_gradients_of_an_input_may_be_penalized_in_eager_code(run_ranks, transport, settings):
+    run_ranks(2, _penalized, transport, settings)
+
+
+def _averaged(how):
+    model = Stack()
+    model, reference = shard(model, model.blocks)
+    run = compiled(model, how)
+    averages = {name: each.detach() / 2 for name, each in model.named_parameters()}
+    expected = {name: each.detach() / 2 for name, each in reference.named_parameters()}
+    batch = batch_of(8, 8)
+    for _ in range(2):
+        found = functional_call(run, averages, (mine(batch),))
+        torch.testing.assert_close(found, functional_call(reference, expected, (mine(batch),)))
+        assert_same_step(model, reference, batch, run=run)  # with its own again
+
+
+@each_way
+def test_a_forward_may_read_averages_of_parameters(run_ranks, how):
+    run_ranks(2, _averaged, how)
+
 
 # ---- set_gradient_divide_factor
 

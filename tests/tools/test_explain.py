@@ -137,6 +137,14 @@ def test_nothing_changes(fails):
 
 
 @needs_a_job
+def test_a_training_step_is_explained_in_inference_mode_too():
+    model, _ = shard_stack()
+    batch = batch_of(2, 8)
+    with torch.inference_mode():
+        assert len(explain(model, batch, options=OPTIONS).graphs) == 2
+
+
+@needs_a_job
 @pytest.mark.parametrize(
     "again",
     [*(pytest.param(again, marks=pytest.mark.long) for again in (True, False)), None],

@@ -32,7 +32,6 @@ def may_take(optimizer: torch.optim.Optimizer) -> bool:
     """
     return (
         is_unobserved(optimizer)
-        and not steps_in_parts(optimizer)
         and not any(group.get("differentiable") for group in optimizer.param_groups)
         and step_of_torch(optimizer) is not None
         and _has_our_shards(optimizer)
@@ -55,7 +54,9 @@ def take(optimizer: torch.optim.Optimizer) -> bool:
     if not all(_is_known(each, states.get(each)) for each in parameters):
         return False
     step = cast(Callable[[torch.optim.Optimizer], object], step_of_torch(optimizer))
-    tensors = LocalTensors(optimizer, has_known_states=True, may_be_flat=True)
+    # Parts of an optimizer come and go with their memory, each tensor by itself.
+    may_be_flat = not steps_in_parts(optimizer)
+    tensors = LocalTensors(optimizer, has_known_states=True, may_be_flat=may_be_flat)
     stand_in = cast(Any, object.__new__(type(optimizer)))
     before = dict(vars(optimizer))
     vars(stand_in).update(before)

@@ -135,5 +135,5 @@ def _check(fqn: str | None, parameter: torch.Tensor, in_rows: int) -> None:
             raise Zero3Error(
                 f"{what} is {placements} over {mesh}, so that ranks have parts of its matrices: "
                 "give each matrix to one rank by "
-                "fully_shard(shard_placement_fn=MatrixOwners(model))"
+                "fully_shard(shard_placement_fn=MatrixOwners(model, mesh))"
             )

@@ -45,7 +45,7 @@ class Owned(MakesLayout):
         if self.rank not in range(world_size):
             raise ValueError(
                 f"shard_placement_fn gave {self!r} for '{fqn}', which is sharded over "
-                f"{world_size} ranks, counted from 0"
+                f"{world_size} ranks, counted from 0; MatrixOwners takes the mesh too"
             )
         if kind_of(parameter) is not None:
             raise NotImplementedError(

@@ -30,6 +30,10 @@ def _resume(folder, policy):
     if policy is not None:
         offload_optimizer(model, optimizer, part_mb=0.5)
     get_optimizer_state_dict(model, optimizer)
+    return _losses(model, optimizer)
+
+
+def _losses(model, optimizer):
     losses = []
     for seed in range(3):
         loss = mean_square(model, mine(batch_of(2 * ROWS, WIDTH, seed=seed)))
@@ -103,6 +107,29 @@ def test_a_step_may_be_made_local_and_in_parts_in_any_order(run_ranks, tmp_path,
     for losses, steps in run_ranks(2, _any_order, str(tmp_path), calls):
         assert losses[0] > losses[1]
         assert steps > 4  # of parts
+
+
+_WITHOUT_RULES = {
+    "Rprop": lambda parameters: torch.optim.Rprop(parameters, 0.01),
+    "fused SGD": lambda parameters: torch.optim.SGD(parameters, 0.01, momentum=0.9, fused=True),
+}
+
+
+def _without_rules(name, policy):
+    model = shard(policy)
+    optimizer = _WITHOUT_RULES[name](model.parameters())
+    if policy is not None:
+        offload_optimizer(model, optimizer, part_mb=0.5)
+    return _losses(model, optimizer)
+
+
+def _both_without_rules(folder, name):
+    assert _without_rules(name, FileOffloadPolicy(folder)) == _without_rules(name, None)
+
+
+@pytest.mark.parametrize("name", _WITHOUT_RULES)
+def test_parts_are_stepped_on_local_tensors_where_dtensor_has_no_rules(run_ranks, tmp_path, name):
+    run_ranks(2, _both_without_rules, str(tmp_path), name)
 
 
 def _states_in_memory(folder, budget_mb, stepping):
