@@ -22,6 +22,7 @@ from deepcompile_zero3.tools.report import Report, report_of
 from deepcompile_zero3.torch_internals import compiler
 
 
+@torch.inference_mode(False)  # a step is explained wherever the call is
 def explain(
     model: nn.Module,
     *args: Any,
@@ -85,8 +86,7 @@ def without_a_trace(model: nn.Module, parameters: Sequence[ShardedParameter]) ->
         for name, buffer in owner.named_buffers(recurse=False)
     ]
     devices = {p.handle.device.index for p in parameters if p.handle.device.type == "cuda"}
-    grads = torch.inference_mode(False), torch.enable_grad()  # wherever the call is
-    with torch.random.fork_rng(sorted(devices)), grads[0], grads[1]:
+    with torch.random.fork_rng(sorted(devices)), torch.enable_grad():
         try:
             yield
         finally:
