@@ -11,6 +11,7 @@
 import contextlib
 import copy
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -38,6 +39,7 @@ from deepcompile_zero3.passes.region_facts import RegionFacts
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.first_actions import announce_at, nodes_of
 from deepcompile_zero3.sharding.group import compiled_forward, group_of
+from deepcompile_zero3.sharding.module import is_sharded_by_torch
 from deepcompile_zero3.sharding.parameter import ShardedParameter, keep_models_alive
 from deepcompile_zero3.sharding.reads import is_forward
 from deepcompile_zero3.sharding.source import Source, parameters_behind, source_of
@@ -143,6 +145,8 @@ class CompiledGraph:
         self._eager = copy.deepcopy(gm)
         forget_contracts(self._eager)
         sources = sharded_inputs(example_inputs)
+        if not sources and is_sharded_by_torch(module := torch_internals.traced_self()):
+            _tell_of_torchs_shards(type(module).__name__)
         if lift_unshards(gm) and not sources:
             raise Zero3Error(
                 "a graph computes with a sharded parameter, and none of its inputs is the "
@@ -225,6 +229,15 @@ class CompiledGraph:
             node.register_prehook(begin_backward)
         announce_at(nodes_of(outputs), parameters)
         return outputs
+
+
+@functools.cache  # once for a class
+def _tell_of_torchs_shards(name: str) -> None:
+    warnings.warn(
+        f"zero3: {name} was sharded by torch's fully_shard, which gathers in hooks: its graphs are "
+        "compiled as by Inductor alone. Import fully_shard from deepcompile_zero3",
+        stacklevel=2,
+    )
 
 
 @torch_internals.disable_dynamo  # compiled autograd would trace it

@@ -344,6 +344,11 @@ for _name, _method in vars(FSDPModule).items():
         setattr(Zero3Module, _name, refused(_name, "not there yet"))
 
 
+def is_sharded_by_torch(module: object) -> bool:
+    """Returns whether torch's ``fully_shard`` was called on ``module``, and not this library's."""
+    return isinstance(module, FSDPModule) and not isinstance(module, Zero3Module)
+
+
 def weak_groups_of(modules: Iterable[Any]) -> list[weakref.ref[ParameterGroup]]:
     """Returns the groups of ``modules``. Raises ValueError if one of them is not sharded."""
     modules = list(modules)

@@ -13,7 +13,9 @@ from deepcompile_zero3.backend import zero3
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.graph.capture import capture_graphs
 from deepcompile_zero3.graph_inputs import parse_options
+from deepcompile_zero3.sharding.group import group_or_none
 from deepcompile_zero3.sharding.model import by_fqn
+from deepcompile_zero3.sharding.module import groups_in
 from deepcompile_zero3.sharding.module_parameters import all_parameters_of
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.tools.planning.machine import Machine, machine_of
@@ -61,6 +63,12 @@ def explain(
     parse_options(options)  # raises here, where no compiler wraps the error
     model = getattr(model, "_orig_mod", model)  # the module of torch.compile(model)
     parameters = all_parameters_of(model, "explain")
+    groups = groups_in(model)
+    if outside := [each.fqn for each in parameters if group_or_none(each) not in groups]:
+        raise Zero3Error(
+            f"explain: '{outside[0]}' is gathered by a module around this one: call explain on a "
+            "module that fully_shard was called on"
+        )
     with (
         capture_graphs() as graphs,
         compiler.graph_breaks() as breaks,

@@ -331,6 +331,14 @@ def is_changed_in_trace(container: object) -> bool:
     return container in side_effects and side_effects.is_modified(side_effects[container])
 
 
+def traced_self() -> object:
+    """Returns what ``self`` is in the outermost frame that Dynamo traces now, None without any."""
+    try:
+        return _translator().output.root_tx.f_locals.get("self")
+    except AttributeError:  # a backend that is called by itself
+        return None
+
+
 def traced_input(node: Any) -> object:
     """Returns the value that an input of a graph of Dynamo's was traced with, or None."""
     argument = node.meta.get("grapharg")

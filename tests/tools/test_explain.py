@@ -246,5 +246,8 @@ def test_it_fits_80_columns_and_json():
 def test_unsharded_models_are_refused():
     with pytest.raises(Zero3Error, match="explain"):
         explain(nn.Linear(2, 2), torch.ones(1, 2))
+    head = fully_shard(Stack()).head
+    with pytest.raises(Zero3Error, match=r"'head\.weight' is gathered by a module around"):
+        explain(head, torch.ones(1, 8))
     with pytest.raises(TypeError):
         explain(lambda x: x, torch.ones(1, 2))

@@ -6,8 +6,10 @@ import sys
 import pytest
 import torch
 from support.job import needs_a_job
+from support.models import Stack
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from deepcompile_zero3 import Options, Zero3Error, fully_shard
@@ -107,6 +109,19 @@ def test_a_model_that_was_never_sharded_compiles_as_with_inductor():
 
     for ours, inductors in zip(results["zero3"], results["inductor"], strict=True):
         assert torch.equal(ours, inductors)
+
+
+def _shard_by_torch():
+    model = torch_fully_shard(Stack())
+    run = torch.compile(model, backend="zero3", options={"inductor": False})
+    told = "zero3: FSDPStack was sharded by torch's fully_shard, .* Import"
+    with pytest.warns(UserWarning, match=told):
+        run(torch.ones(1, 8)).sum().backward()
+    assert (model.head.bias.grad.full_tensor() == 1).all()
+
+
+def test_a_model_that_torch_has_sharded_is_told_of(run_ranks):
+    run_ranks(1, _shard_by_torch)
 
 
 # ---- a sharded model
