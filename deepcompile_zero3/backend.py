@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from deepcompile_zero3 import torch_internals
-from deepcompile_zero3.compile_once import first_alone, graph_key, remove_unfinished
+from deepcompile_zero3.compile_once import cleaning_up, first_alone, graph_key
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.grad_dtype import declare
 from deepcompile_zero3.graph.calls import calls_by_region
@@ -334,13 +334,11 @@ def _stored(
     if may_be_stored and not compiler.why_not_stored(of_user):
         key = graph_key(gm, example_inputs, pipeline.key, of_user)
     if key is None:
-        remove_unfinished()
-        with compiler.without_autograd_cache():
+        with cleaning_up(), compiler.without_autograd_cache():
             yield
         return
     # A rank that waits has not run the forward, so that the first one cannot run its backward.
-    with first_alone(key) as compiles, compiler.with_eager_backwards():
-        remove_unfinished()
+    with first_alone(key) as compiles, cleaning_up(), compiler.with_eager_backwards():
         if compiles and pipeline.inputs and _is_on_cpu(example_inputs):
             precompile_header(config)
         yield

@@ -5,6 +5,9 @@ import fcntl
 import functools
 import hashlib
 import logging
+import os
+import socket
+import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -80,17 +83,36 @@ def first_alone(key: str, patience: float = PATIENCE) -> Iterator[bool]:
             compiled.touch()
 
 
-def remove_unfinished() -> None:
-    """Removes the shared objects that compilers of C++ were writing when they were killed.
+@contextlib.contextmanager
+def cleaning_up() -> Iterator[None]:
+    """Leaves a mark if the process is killed in the block, and cleans up after others.
 
-    torch would load them for ever, and for any graph that has the same kernel.
+    A process that is killed while it compiles may leave half a shared object, which torch would
+    load for ever, and for any graph that has the same kernel. The next process of this host that
+    finds the mark removes such objects.
     """
-    with contextlib.suppress(OSError):
-        for lock, objects in compiler.unfinished_objects():
-            with contextlib.suppress(OSError), _locked(lock, patience=0):
-                for path in objects():
-                    path.unlink()
-                    _log.warning("removed %s: a process was killed while it wrote the file", path)
+    host = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:16]
+    folder = compiler.cache_folder() / "zero3"
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # no folder to write to, or no locks in it
+            folder.mkdir(parents=True, exist_ok=True)
+            for mark in folder.glob(f"{host}-*.compiles"):
+                with contextlib.suppress(TimeoutError), _locked(mark, patience=0):
+                    _remove_unfinished()
+                    mark.unlink(missing_ok=True)
+            mark = folder / f"{host}-{os.getpid()}-{threading.get_ident()}.compiles"
+            stack.enter_context(_locked(mark, patience=0))
+            stack.callback(mark.unlink, missing_ok=True)
+        yield
+
+
+def _remove_unfinished() -> None:
+    """Removes the shared objects that compilers of C++ have not finished, and do not write now."""
+    for lock, objects in compiler.unfinished_objects():
+        with contextlib.suppress(OSError), _locked(lock, patience=0):
+            for path in objects():
+                path.unlink()
+                _log.warning("removed %s: whoever wrote the file did not finish", path)
 
 
 @contextlib.contextmanager

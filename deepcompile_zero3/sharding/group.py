@@ -145,11 +145,12 @@ class ParameterGroup:
             if _reads_in_backward_are_whole():
                 parameter.refresh()
                 republish_if_recomputing([parameter])
-                with torch.set_grad_enabled(is_trained):  # as below
+                # Its gradient depends on its use, not on where it was read.
+                with torch.set_grad_enabled(is_trained):
                     return parameter.value_of(gather_one(parameter))
             return parameter.shard
         value = self._values.get(parameter)
-        # As a parameter's, its gradient does not depend on where it was read, but on its use.
+        # Likewise.
         has_grad = torch.is_grad_enabled() or (forward is not None and forward.has_grad)
         differentiable = is_trained and has_grad and not torch.is_inference_mode_enabled()
         if value is None or value.requires_grad != differentiable:

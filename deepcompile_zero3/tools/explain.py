@@ -24,7 +24,7 @@ from deepcompile_zero3.tools.report import Report, report_of
 from deepcompile_zero3.torch_internals import compiler
 
 
-@torch.inference_mode(False)  # a step is explained wherever the call is
+@torch.inference_mode(False)  # the step trains, even if the caller is in inference mode
 def explain(
     model: nn.Module,
     *args: Any,
@@ -69,6 +69,7 @@ def explain(
             f"explain: '{outside[0]}' is gathered by a module around this one: call explain on a "
             "module that fully_shard was called on"
         )
+    args, kwargs = torch_internals.tree_map_only(torch.Tensor, _as_normal, (args, kwargs))
     with (
         capture_graphs() as graphs,
         compiler.graph_breaks() as breaks,
@@ -83,6 +84,11 @@ def explain(
         )
     step = simulate(graphs, by_fqn(parameters), Assumptions(machine))
     return report_of(model, parameters, graphs, tuple(breaks), step.timeline)
+
+
+def _as_normal(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor that a backward may need, which one made in inference mode is not."""
+    return tensor.clone() if tensor.is_inference() else tensor
 
 
 @contextlib.contextmanager

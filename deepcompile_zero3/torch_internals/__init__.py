@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import datetime
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from types import CodeType
 from typing import Any, TypeVar
@@ -81,7 +82,13 @@ _top_saved_tensors_hooks = private("torch._C._autograd", "_top_saved_tensors_def
 _why_no_saved_tensors_hooks: Callable[[], str | None] = private(
     "torch._C._autograd", "_saved_tensors_hooks_get_disabled_error_message"
 )
-_current_node: Callable[[], Any] = private("torch._C", "_current_autograd_node")
+_engine_run_backward: Any = private("torch.autograd.graph", "_engine_run_backward")
+# The methods by which autograd calls the ``backward`` of a ``torch.autograd.Function``.
+_APPLY = {
+    method.__code__
+    for name, method in vars(torch.autograd.function.BackwardCFunction).items()
+    if name in ("apply", "apply_boxed")
+}
 _will_execute: Callable[[Any], bool] = private("torch._C", "_will_engine_execute_node")
 
 
@@ -166,8 +173,18 @@ def is_checkpointed() -> bool:
 
 
 def is_in_custom_backward() -> bool:
-    """Returns whether the ``backward`` of a ``torch.autograd.Function`` runs now, not a hook."""
-    return isinstance(_current_node(), torch.autograd.function.BackwardCFunction)
+    """Returns whether the caller is in the ``backward`` of a ``torch.autograd.Function``.
+
+    Hooks are not, nor is what a backward runs that was started in it. The backward of a compiled
+    graph, which is such a function, runs no code of users but hooks.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not _engine_run_backward.__code__:
+        if frame.f_code in _APPLY:
+            function = type(frame.f_locals["self"])._forward_cls
+            return not function.__module__.startswith("torch._functorch.")
+        frame = frame.f_back
+    return False
 
 
 def outer_saved_tensors_hooks() -> tuple[Callable, Callable] | None:

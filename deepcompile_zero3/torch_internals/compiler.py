@@ -268,7 +268,7 @@ def unfinished_objects() -> Iterator[tuple[pathlib.Path, Callable[[], list[pathl
     with the lock held: a compiler may finish before the lock is taken.
 
     torch removes the folder ``<name>_CxxBuild`` once ``<name>.so`` is complete, and compiles
-    nothing that exists. A folder that was left tells of a writer that was killed.
+    nothing that exists. A folder that was left tells of a writer that was killed or failed.
     """
 
     def objects(folder: pathlib.Path, name: str) -> list[pathlib.Path]:

@@ -14,6 +14,7 @@ from support.models import (
     shard,
 )
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 
@@ -126,6 +127,36 @@ def _trains(how, transport, name, settings):
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_depend_on_uses_not_on_reads(run_ranks, how, transport, name, settings):
     run_ranks(2, _trains, how, transport, name, settings)
+
+
+def _read_in_hooks(how):
+    """Returns the types of weights that hooks of a backward have read."""
+    blocks = nn.Sequential(_ReadAgain(), _ReadAgain(), nn.Linear(6, 6))
+    model, _ = shard(blocks, blocks[:2])
+    types = []
+
+    def look(*_):
+        types.extend(type(layer.weight) for layer in blocks)
+
+    model.register_forward_hook(lambda _, args, output: output.register_hook(look) and None)
+    run = compiled(model, how)
+    if how == "eager":
+        blocks[0].register_full_backward_hook(look)
+        blocks[1].weight.register_post_accumulate_grad_hook(look)
+        hidden = checkpoint(blocks[:2], mine(batch_of(4, 6)).requires_grad_(), use_reentrant=True)
+        hidden.register_hook(look)
+        hidden.sum().backward()
+    output = run(mine(batch_of(4, 6)))
+    output.register_hook(look)
+    output.sum().backward()
+    return types
+
+
+@each_way
+def test_hooks_of_a_backward_read_dtensors(run_ranks, how):
+    for types in run_ranks(2, _read_in_hooks, how):
+        assert len(types) >= (18 if how == "eager" else 3)
+        assert set(types) == {DTensor}
 
 
 def _freezes_after_a_sum(how, transport, thaws):

@@ -139,9 +139,8 @@ def test_nothing_changes(fails):
 @needs_a_job
 def test_a_training_step_is_explained_in_inference_mode_too():
     model, _ = shard_stack()
-    batch = batch_of(2, 8)
     with torch.inference_mode():
-        assert len(explain(model, batch, options=OPTIONS).graphs) == 2
+        assert len(explain(model, batch_of(2, 8), options=OPTIONS).graphs) == 2
 
 
 @needs_a_job

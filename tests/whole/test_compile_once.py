@@ -15,7 +15,7 @@ import torch
 from support.pass_graphs import each_fact_changed, facts
 
 from deepcompile_zero3 import Options, compile_once, graph_pass
-from deepcompile_zero3.compile_once import first_alone, graph_key, remove_unfinished
+from deepcompile_zero3.compile_once import cleaning_up, first_alone, graph_key
 from deepcompile_zero3.graph.log import logs_are_requested
 from deepcompile_zero3.graph_inputs import passes_of
 from deepcompile_zero3.passes import pipeline
@@ -33,13 +33,13 @@ def folder(tmp_path, monkeypatch):
 
 
 class Process:
-    """A forked process that enters ``first_alone("key")`` and stays there until it is killed."""
+    """A forked process that enters a block for a graph and stays there until it is killed."""
 
-    def __init__(self):
+    def __init__(self, block=lambda: first_alone("key")):
         entered, enters = os.pipe()
         self.pid = os.fork()
         if not self.pid:
-            with first_alone("key"):
+            with block():
                 os.write(enters, b"!")
                 time.sleep(60)
             os._exit(0)
@@ -83,7 +83,7 @@ def test_nobody_waits_for_what_was_compiled_before_unless_it_failed():
 
 def test_a_folder_that_cannot_be_written_stops_nobody(folder):
     (folder / "zero3").write_text("a file")
-    with first_alone("key"):
+    with first_alone("key"), cleaning_up():
         pass
 
 
@@ -99,23 +99,29 @@ def _half_an_object(folder, name):
     return place / f"{name}.main.so", lock
 
 
-def test_what_was_half_written_by_killed_processes_is_removed(folder, caplog):
+def test_a_process_removes_what_another_that_was_killed_has_half_written(folder, caplog):
     half, _ = _half_an_object(folder, "cabhalf")
     under_way, lock = _half_an_object(folder, "cabother")  # by a process that lives
     whole = folder / "ab" / "cabwhole.main.so"
     whole.touch()
+    first = Process(cleaning_up)
+    with cleaning_up():
+        assert half.exists(), "nobody has died: a compiler may be writing the file"
+    first.kill()
     with lock.open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        remove_unfinished()
-    assert not half.exists()
-    assert half.with_suffix(".cpp").exists()
-    assert under_way.exists()
-    assert whole.exists()
+        with cleaning_up():
+            assert not half.exists()
+            assert half.with_suffix(".cpp").exists()
+            assert under_way.exists()
+            assert whole.exists()
     assert f"removed {half}" in caplog.text
+    assert not list(folder.glob("zero3/*.compiles"))
 
 
 def test_what_is_finished_while_others_take_its_lock_stays(folder, monkeypatch):
     finished, _ = _half_an_object(folder, "cabhalf")
+    Process(cleaning_up).kill()
     flock = fcntl.flock
 
     def finish(file, operation):
@@ -125,8 +131,16 @@ def test_what_is_finished_while_others_take_its_lock_stays(folder, monkeypatch):
         flock(file, operation)
 
     monkeypatch.setattr(fcntl, "flock", finish)
-    remove_unfinished()
-    assert finished.exists()
+    with cleaning_up():
+        assert finished.exists()
+
+
+def test_a_process_that_raises_is_not_taken_for_a_dead_one(folder):
+    half, _ = _half_an_object(folder, "cabhalf")
+    with pytest.raises(RuntimeError), cleaning_up():
+        raise RuntimeError
+    with cleaning_up():
+        assert half.exists()
 
 
 def test_a_folder_without_locks_is_told_once_and_stops_nobody(folder, monkeypatch):
@@ -137,7 +151,7 @@ def test_a_folder_without_locks_is_told_once_and_stops_nobody(folder, monkeypatc
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for key in ("key", "other"):
-            with first_alone(key):
+            with first_alone(key), cleaning_up():
                 pass
     (warning,) = told
     assert f"{folder / 'zero3'} cannot be locked ([Errno 13] Permission denied)" in str(

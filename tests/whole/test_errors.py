@@ -68,6 +68,13 @@ def test_a_bad_value_of_an_option_is_refused_with_the_value(option, value):
     assert repr(value) in str(error.value)
 
 
+@pytest.mark.parametrize("settings", [(2.0**40, 1), (2**40, 10**30), (0.5, 10**400)])
+def test_any_number_of_bytes_ahead_is_one_for_the_runtime(settings):
+    bucket, ahead = settings
+    options = Options.parse({"gather_bucket_mb": bucket, "gathers_ahead": ahead})
+    assert 0 < options.bytes_ahead < 2**63
+
+
 def test_settings_for_inductor_without_inductor_are_refused():
     with pytest.raises(ValueError, match="'inductor_config' needs 'inductor': True"):
         Options.parse({"inductor": False, "inductor_config": {"max_autotune": True}})

@@ -45,7 +45,8 @@ class Owned(MakesLayout):
         if self.rank not in range(world_size):
             raise ValueError(
                 f"shard_placement_fn gave {self!r} for '{fqn}', which is sharded over "
-                f"{world_size} ranks, counted from 0; MatrixOwners takes the mesh too"
+                f"{world_size} ranks, counted from 0; if MatrixOwners chose the rank, pass it the "
+                "mesh: MatrixOwners(model, mesh)"
             )
         if kind_of(parameter) is not None:
             raise NotImplementedError(
@@ -90,8 +91,7 @@ class OwnerMesh(MeshOfFew):
         self.owner = owner
         shards = self.shard_group
         # Meshes of equal ranks and names are equal, and torch takes one for the other.
-        among = dist.get_process_group_ranks(shards)
-        names = ("replicas", f"owned among ranks {among}")[-whole.ndim :]
+        names = ("replicas", f"owned in {shards.group_name}")[-whole.ndim :]
         alone = neighbors(shards, 1)  # on all ranks: some backends split a group together
         replicas = [whole.get_group(dim) for dim in range(whole.ndim - 1)]
         groups = [*replicas, alone] if owner == shards.rank() else []

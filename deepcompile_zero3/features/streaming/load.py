@@ -77,8 +77,9 @@ def load_safetensors(
 
     Raises:
         Zero3Error: on all ranks alike, before any shard changes: names are missing or not expected,
-            shapes differ, a dtype has numbers that the model's lacks, a file is missing or was cut
-            off, or a parameter is on the meta device or a tensor subclass. The message names
+            shapes differ, a dtype has numbers that the model's lacks, a file is missing, wrong or
+            was cut off, elements of a buffer share memory, or a parameter is on the meta device or
+            a tensor subclass. The message names
             parameters and files.
     """
     check_bool("strict", strict)
@@ -112,7 +113,7 @@ def _open(folder: str) -> dict[str, MappedFile]:
         with open(index) as opened:
             weight_map = json.load(opened)["weight_map"]
         if not all(isinstance(name, str) for name in weight_map.values()):
-            raise TypeError("'weight_map' has names of files")
+            raise TypeError("'weight_map' does not map names of tensors to names of files")
     except FileNotFoundError:
         raise Zero3Error(
             f"{folder} has neither {ONE_FILE} nor {INDEX}: nothing was saved there, or a save was "
@@ -156,9 +157,9 @@ def _compare(
     unexpected = [name for name in files if name not in known]
     troubles = []
     for target in targets:
-        if _shares_elements(target.tensor):
-            troubles.append(f"elements of '{target.names[0]}' share memory, as expand() has them")
         for name in (name for name in target.names if name in files):
+            if _shares_elements(target.tensor):
+                troubles.append(f"elements of '{name}' share memory: replace it by its clone()")
             file = files[name]
             place = file.places[name]
             if place.shape != tuple(target.tensor.shape):
@@ -182,9 +183,10 @@ def _compare(
 
 
 def _shares_elements(tensor: torch.Tensor) -> bool:
+    """Returns whether there are more elements than places, as after ``expand()``."""
     local = local_of(tensor)
-    steps = zip(local.shape, local.stride(), strict=True)
-    return any(size > 1 and step == 0 for size, step in steps)
+    count, steps = local.numel(), zip(local.shape, local.stride(), strict=True)
+    return count > 1 and count > 1 + sum((size - 1) * step for size, step in steps)
 
 
 def _may_be_cast(dtype: torch.dtype, to: torch.dtype) -> bool:

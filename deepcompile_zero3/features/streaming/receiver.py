@@ -61,7 +61,7 @@ class SharedMemoryReceiver:
         timeout: seconds to wait for a stream to begin, and for each of its buckets.
 
     Raises:
-        ValueError: the name is too long for a socket's.
+        ValueError: the name is too long for the address of a socket.
         Zero3Error: another receiver has the name. In a loop: the ranks do not come, died or raised.
     """
 

@@ -73,7 +73,7 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
         remedy = (
             "pass dtype=, such as torch.float32"
             if dtype.is_floating_point
-            else "convert it, or register it with persistent=False"
+            else "convert it, or if it is a buffer, register it with persistent=False"
         )
         raise Zero3Error(
             f"'{name}' is {dtype}, which safetensors files do not have: {remedy}. They have "
@@ -142,7 +142,9 @@ class MappedFile:
                 )
             end += place.nbytes
         if end != size:
-            raise Zero3Error(f"{path} has {size} B, and its tensors end at byte {end}")
+            raise Zero3Error(
+                f"{path} is no safetensors file: it has {size} B, and its tensors end at byte {end}"
+            )
 
     def tensor(self, name: str) -> torch.Tensor:
         """Returns a tensor over the file's pages; to copy a part of it reads that part alone."""

@@ -76,11 +76,11 @@ def save_safetensors(
     change. Of replicas, one writes.
 
     The files have the model's parameters and persistent buffers, by the names of the model without
-    ``torch.compile`` and ``checkpoint_wrapper``. Tied ones come once, under the
-    first of their names in ``model.named_parameters()``, as ``save_pretrained`` writes them. A
-    single file is ``model.safetensors``. Several are ``model-00001-of-00002.safetensors`` and so
-    on, and ``model.safetensors.index.json`` says which has what. Save the config beside them, on
-    one rank: ``model.config.save_pretrained(folder)``.
+    ``torch.compile`` and ``checkpoint_wrapper``. Tied ones come once, under the first of their
+    names in ``model.named_parameters()``, as ``save_pretrained`` writes them. A single file is
+    ``model.safetensors``. Several are ``model-00001-of-00002.safetensors`` and so on, and
+    ``model.safetensors.index.json`` says which has what. Save the config beside them, on one rank:
+    ``model.config.save_pretrained(folder)``.
 
     Files have temporary names until all ranks have written, and are on the disk when they get their
     own. A rank or a disk that fails leaves an earlier model in ``folder`` as it was. An
@@ -89,8 +89,8 @@ def save_safetensors(
 
     Args:
         model: a model with any layouts: rows or other dimensions of ZeRO-3, tensor parallelism,
-            replicas, owners, shards that are offloaded, and parameters that are not sharded: of
-            these, and of buffers, the values are those of the first rank.
+            replicas, owners, shards that are offloaded, and parameters that are not sharded.
+            Values of these and of buffers are the first rank's.
         folder: a folder that all ranks see. It is made if it does not exist.
         max_shard_mb: size in MiB of a file that a further tensor may not exceed.
         dtype: a floating dtype to which floating tensors are cast, or None for their own.

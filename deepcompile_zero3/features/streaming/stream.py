@@ -75,8 +75,8 @@ def stream_full_parameters(
 
     Args:
         model: a model with any layouts: rows or other dimensions of ZeRO-3, tensor parallelism,
-            replicas, owners, shards that are offloaded, and parameters that are not sharded: of
-            these, and of buffers, the values are those of the first rank.
+            replicas, owners, shards that are offloaded, and parameters that are not sharded.
+            Values of these and of buffers are the first rank's.
         max_mb: half of the memory that the stream may take, in MiB.
         dtype: a floating dtype to which floating tensors are cast before they travel, or None for
             their own.

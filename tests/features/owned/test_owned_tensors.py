@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from support.mesh_models import replicas
 from support.models import (
     Stack,
     assert_same_gradients,
@@ -74,20 +73,6 @@ def _in_lists():
 
 def test_tensors_of_several_owners_are_computed_with_together(run_ranks):
     run_ranks(2, _in_lists)
-
-
-def _on_equal_meshes():
-    weights = batch_of(6, 4), batch_of(6, 4, seed=1)
-    layers = [nn.Linear(4, 6, bias=False) for _ in weights]
-    for layer, weight in zip(layers, weights, strict=True):
-        layer.weight = nn.Parameter(weight.clone())
-        fully_shard(layer, mesh=replicas(), shard_placement_fn=lambda p: Owned(0))
-    total = layers[0].weight + layers[1].weight
-    assert torch.equal(total.full_tensor(), sum(weights))
-
-
-def test_tensors_of_equal_meshes_are_computed_with_together(run_ranks):
-    run_ranks(2, _on_equal_meshes)
 
 
 def _kernels(kernel):

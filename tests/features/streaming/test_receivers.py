@@ -232,6 +232,8 @@ def test_a_name_has_one_receiver(tmp_path):
         pytest.raises(Zero3Error, match="exists already: give each another name"),
     ):
         SharedMemoryReceiver(str(tmp_path))
+    with pytest.raises(ValueError, match=r"the name 'n+' of a receiver is \d+ bytes too long"):
+        SharedMemoryReceiver("n" * 108)
     with (
         SharedMemoryReceiver(str(tmp_path), timeout=0.1) as receiver,
         pytest.raises(Zero3Error, match=r"no stream has come .* in 0\.1 s"),
