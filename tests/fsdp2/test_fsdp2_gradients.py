@@ -57,6 +57,7 @@ def _penalized(transport, settings):
             optimizer.zero_grad()
 
 
+@pytest.mark.thin
 @either_transport
 @pytest.mark.parametrize("settings", [{}, {"reshard_after_forward": False}], ids=["", "kept"])
 def test_gradients_of_an_input_may_be_penalized_in_eager_code(run_ranks, transport, settings):

@@ -104,10 +104,10 @@ MODELS = {
     "value": lambda: _Scaled("value"),
     "number": lambda: _Scaled("number"),
     "number, checkpointed": lambda: _Scaled("number, checkpointed"),
-    "mean, checkpointed": lambda: _Scaled("mean, checkpointed"),
     "value, checkpointed": lambda: _Scaled("value, checkpointed"),
-    "value, reentrant": lambda: _Scaled("value, reentrant"),
+    "mean, checkpointed": lambda: _Scaled("mean, checkpointed"),
     "custom backward": _ReadAgain,
+    "value, reentrant": lambda: _Scaled("value, reentrant"),
 }
 
 

@@ -122,7 +122,11 @@ def _is_killed_while_it_compiles(folder):
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("is_captured", [False, True], ids=["other options", "captured"])
+@pytest.mark.parametrize(
+    "is_captured",
+    [False, pytest.param(True, marks=pytest.mark.more)],
+    ids=["other options", "captured"],
+)
 def test_kernels_that_were_half_written_are_compiled_again(new_processes, tmp_path, is_captured):
     new_processes(_trains, 0, False)
     objects = list(tmp_path.glob("??/*.main.so"))
