@@ -219,6 +219,7 @@ def _backward_in_backward(how, settings):
     _train(_Stored(use_reentrant=False, shifts=3), how, **settings)
 
 
+@pytest.mark.thin
 @each_way
 @either_transport
 def test_such_gradients_ahead_of_a_backward_that_recomputes_nothing(run_ranks, how, transport):

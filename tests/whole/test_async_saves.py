@@ -140,7 +140,14 @@ def _resume(layout, how, folder):
     return loaded, training_digest(model, optimizers)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "shards",
+        pytest.param("owners", marks=pytest.mark.more),
+        pytest.param("replicas", marks=pytest.mark.long),
+    ],
+)
 def test_a_save_has_the_values_of_the_step_at_which_it_begins(run_ranks, tmp_path, layout):
     saved = run_ranks(2, _save_and_train_on, layout, "eager", str(tmp_path))
     loaded = run_ranks(2, _resume, layout, "eager", str(tmp_path))

@@ -124,7 +124,7 @@ def _is_killed_while_it_compiles(folder):
 @pytest.mark.inductor
 @pytest.mark.parametrize(
     "is_captured",
-    [False, pytest.param(True, marks=pytest.mark.more)],
+    [False, pytest.param(True, marks=pytest.mark.long)],
     ids=["other options", "captured"],
 )
 def test_kernels_that_were_half_written_are_compiled_again(new_processes, tmp_path, is_captured):

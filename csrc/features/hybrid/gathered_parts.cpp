@@ -161,23 +161,30 @@ void PartsOfModel::begin_forward() {
 }
 
 void PartsOfModel::agree(const Channel& channel, const std::vector<Member>& members) {
-  const auto is_fresh = [](auto& member) { return member.parts->is_fresh(); };
-  // Elsewhere the host would wait for the device in each step.
-  if (!channel.traits.is_point_to_point && std::ranges::none_of(members, is_fresh)) return;
   std::vector<uint8_t> changed;
   for (auto& [_, parts] : members) {
     if (const auto gathering = parts->gathering_) gathering->finish();
     changed.push_back(!parts->is_fresh() || parts->differs());
   }
+  // If all parts have changed here, as after a step, nothing that others say matters. They may need
+  // to know, but on a GPU this host must not wait for the device.
+  const bool listens = std::ranges::find(changed, 0) != changed.end();
   const auto count = static_cast<int64_t>(changed.size());
   const auto& first = *members.front().parameter;
   auto rows = pooled_empty({channel.world_size, count},
                            at::TensorOptions(at::kByte).device(first.device()));
-  rows[channel.rank].copy_(at::from_blob(changed.data(), {count}, at::kByte));
+  if (listens)
+    rows[channel.rank].copy_(at::from_blob(changed.data(), {count}, at::kByte));
+  else
+    rows[channel.rank].fill_(1);
   const auto exchange = channel.exchange();
   exchange->gather({{rows.unbind(), "changes of '" + first.fqn() + "' and " +
                                         std::to_string(count - 1) + " more"}});
   exchange->wait();
+  if (!listens) {
+    for (auto& member : members) member.parts->is_outdated_ = true;
+    return;
+  }
   rows = rows.cpu();
   const auto* of_all = rows.const_data_ptr<uint8_t>();
   for (int64_t i = 0; i < rows.numel(); ++i)

@@ -72,6 +72,27 @@ def test_a_write_is_seen_however_it_was_made(run_ranks, how, write):
     run_ranks(2, _written, how, write)
 
 
+def _written_on_one_replica(how):
+    model, reference = divided()
+    run = compiled(model, how)
+    with torch.no_grad():
+        assert_same_output(run, reference)
+        for parameter, whole in zip(model.parameters(), reference.parameters(), strict=True):
+            factor = torch.full_like(parameter, 1)
+            if dist.get_rank() == 0:
+                factor.to_local().fill_(0.5)
+                parameter.mul_(0.5)
+            whole.mul_(factor.full_tensor())
+        assert len(assert_same_output(run, reference)) == 1
+        assert len(assert_same_output(run, reference)) == 0
+
+
+@either_way
+def test_replicas_whose_parts_have_all_changed_tell_the_others(run_ranks, run_collectives, how):
+    run_ranks(2, _written_on_one_replica, how)
+    run_collectives(2, _written_on_one_replica, how)
+
+
 def _frozen(how):
     """A frozen part that a momentum update writes, beside one that an optimizer steps."""
     model, reference = divided()
