@@ -146,6 +146,7 @@ def _resume(layout, how, folder):
         "shards",
         pytest.param("owners", marks=pytest.mark.more),
         pytest.param("replicas", marks=pytest.mark.long),
+        *LAYOUTS[3:],
     ],
 )
 def test_a_save_has_the_values_of_the_step_at_which_it_begins(run_ranks, tmp_path, layout):
