@@ -349,11 +349,12 @@ def is_changed_in_trace(container: object) -> bool:
 
 
 def traced_self() -> object:
-    """Returns what ``self`` is in the outermost frame that Dynamo traces now, None without any."""
+    """Returns the first argument of the outermost frame that Dynamo traces now, or None."""
     try:
-        return _translator().output.root_tx.f_locals.get("self")
+        frame = _translator().output.root_tx
     except AttributeError:  # a backend that is called by itself
         return None
+    return frame.f_locals.get(next(iter(frame.f_code.co_varnames), None))
 
 
 def traced_input(node: Any) -> object:
