@@ -11,6 +11,7 @@ from deepcompile_zero3.errors import check_bool
 from deepcompile_zero3.guides import Guide
 from deepcompile_zero3.sharding.group import ParameterGroup
 from deepcompile_zero3.sharding.parameter import ShardedParameter
+from deepcompile_zero3.torch_internals import dynamo_trace
 
 
 class _NotForDynamo(property):
@@ -98,7 +99,7 @@ class FSDP2Methods(FSDPModule):
 
         Dynamo gets False. Given True, it would not trace the module, as it traces none of FSDP1.
         """
-        return torch.compiler.is_dynamo_compiling() or not torch_internals.dynamo_is_tracing()
+        return torch.compiler.is_dynamo_compiling() or not dynamo_trace.is_tracing()
 
     # transformers sets it to True, which it is anyway.
     _is_fsdp_managed_module = _NotForDynamo(_is_managed, lambda self, managed: None)

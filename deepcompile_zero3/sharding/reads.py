@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from deepcompile_zero3 import torch_internals
+from deepcompile_zero3.torch_internals import dynamo_trace
 
 # Key in the meta of a graph of Dynamo's: it reads tensors that eager code has gathered.
 _NO_FORWARD = "zero3_no_forward"
@@ -39,7 +39,7 @@ def marks_forward(function: Callable) -> Callable:
 
 def modules_in_traced_forward() -> Iterator[Any]:
     """Yields the modules whose calls Dynamo is tracing, innermost first."""
-    return torch_internals.traced_arguments(_FORWARDS)
+    return dynamo_trace.traced_arguments(_FORWARDS)
 
 
 def mark_no_forward(gm: fx.GraphModule) -> None:

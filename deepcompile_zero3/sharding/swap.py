@@ -26,6 +26,7 @@ from deepcompile_zero3.sharding.parameter import ShardedParameter, parameter_of
 from deepcompile_zero3.sharding.parameter_lists import bases_of_container
 from deepcompile_zero3.sharding.reads import mark_no_forward, modules_in_traced_forward
 from deepcompile_zero3.sharding.traced_writes import end_graph_if_changed, refuse_traced_writes
+from deepcompile_zero3.torch_internals import dynamo_trace
 from deepcompile_zero3.torch_release import RELEASE
 
 # Name of a parameter, whether it is read as gathered, and whether it has attributes to carry over.
@@ -175,7 +176,7 @@ def _contract_in_forward(placeholder: torch.Tensor) -> str | None:
 @torch_internals.assume_constant_result
 def _contract_outside_forward(placeholder: torch.Tensor) -> str:
     """Prepares a parameter that eager code has gathered, and returns its contract."""
-    torch_internals.when_traced(mark_no_forward)
+    dynamo_trace.when_traced(mark_no_forward)
     return _prepare(placeholder)
 
 
@@ -198,9 +199,9 @@ def _prepare(placeholder: torch.Tensor) -> str:
                 "Dynamo would leave it to eager code, and this release of torch then computes some "
                 "derivatives wrongly: decorate the code with torch.compiler.disable"
             )
-        torch_internals.refuse_to_be_traced("a sharded parameter that torch.func differentiates")
-    torch_internals.when_traced(refuse_traced_writes)
-    torch_internals.guard_on(_READ, "parameter", "leaf")
+        dynamo_trace.refuse_to_be_traced("a sharded parameter that torch.func differentiates")
+    dynamo_trace.when_traced(refuse_traced_writes)
+    dynamo_trace.guard_on(_READ, "parameter", "leaf")
     parameter = parameter_of(placeholder)
     if parameter is None:
         return ""  # its model was deleted: running the graph tells

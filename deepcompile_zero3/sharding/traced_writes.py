@@ -11,6 +11,7 @@ from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.graph.writes import storages_of, written_storages
 from deepcompile_zero3.runtime import ops
 from deepcompile_zero3.sharding.parameter import ShardedParameter, parameter_of
+from deepcompile_zero3.torch_internals import dynamo_trace
 
 
 def refuse_traced_writes(gm: fx.GraphModule) -> None:
@@ -38,9 +39,9 @@ def end_graph_if_changed(parameter: ShardedParameter) -> None:
     Dynamo applies what it has traced, such as another registered shard (``functional_call``) or a
     write to this one, after the graph. Once the graph has ended, the rest sees the change.
     """
-    is_replaced = any(map(torch_internals.is_changed_in_trace, parameter.registered.registries()))
-    if is_replaced or _is_written(torch_internals.traced_graph(), parameter):
-        torch_internals.refuse_to_be_traced(
+    is_replaced = any(map(dynamo_trace.is_changed_in_trace, parameter.registered.registries()))
+    if is_replaced or _is_written(dynamo_trace.traced_graph(), parameter):
+        dynamo_trace.refuse_to_be_traced(
             f"a read of '{parameter.fqn}' behind a change of it, which its gather would not see,"
         )
 
@@ -51,7 +52,7 @@ def _is_written(graph: fx.Graph, parameter: ShardedParameter) -> bool:
         value = node.meta.get("example_value")
         if (
             isinstance(value, DTensor)
-            and torch_internals.traced_input(node) is parameter.registered.latest
+            and dynamo_trace.traced_input(node) is parameter.registered.latest
         ):
             return not storages_of(value).isdisjoint(written_storages(graph))
     return False
@@ -65,5 +66,5 @@ def _traced_with(gm: fx.GraphModule, placeholder: Any) -> object:
     value = placeholder.meta.get("example_value")
     for given in gm.graph.find_nodes(op="placeholder"):
         if value is not None and given.meta.get("example_value") is value:
-            return torch_internals.traced_input(given)
+            return dynamo_trace.traced_input(given)
     return None

@@ -22,6 +22,7 @@ from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.sharding.layout import DataParallelRanks, Layout, MakesLayout
 from deepcompile_zero3.sharding.mesh_of_few import MeshOfFew, adopt
 from deepcompile_zero3.sharding.source import kind_of
+from deepcompile_zero3.torch_internals import dynamo_trace
 from deepcompile_zero3.transport.process_groups import neighbors
 
 
@@ -142,7 +143,7 @@ class OwnedTensor(DTensor):
 
     def __tensor_flatten__(self) -> Any:
         """See DTensor. Dynamo leaves a function that reads such a tensor to Python."""
-        torch_internals.refuse_to_be_traced("a tensor that one rank owns")
+        dynamo_trace.refuse_to_be_traced("a tensor that one rank owns")
         return super().__tensor_flatten__()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
