@@ -12,9 +12,9 @@ PARAMETER = "zero3_parameter"
 KEEP = "zero3_keep"
 #: The FQN of a parameter, on an input of a backward that its forward gathered and kept.
 KEPT_OF = "zero3_kept_of"
-# On the output of a forward: position of the first result that is saved for backward. torch loses
-# the descriptions of results where it makes random numbers functional.
-FIRST_SAVED = "zero3_first_saved"
+# On the output of a forward: number of results, the last ones, that are saved for backward. torch
+# loses the descriptions of results where it makes random numbers functional.
+NUM_SAVED = "zero3_num_saved"
 # On any node: the comment after its line in the graph's text.
 COMMENT = "zero3_comment"
 

@@ -141,7 +141,8 @@ def _save_for_backward(
     Returns the node that stands for each placeholder in backward.
     """
     outputs = _outputs(graph)[:num_outputs]
-    position = next((i for i, each in enumerate(outputs) if isinstance(each, fx.Node)), None)
+    nodes = ((i, each) for i, each in enumerate(outputs) if isinstance(each, fx.Node))
+    position = next((i for i, each in nodes if not _orders(each)), None)
     # Without an output there is no gradient.
     if position is None or not (placeholders or results):
         return {}
@@ -170,6 +171,12 @@ def _save_for_backward(
     marker.meta = dict(output.meta)
     _set_output(graph, position, marker)
     return result
+
+
+def _orders(output: fx.Node) -> bool:
+    """Returns whether ``output`` is a token that orders effects, which torch removes later."""
+    source: Any = output.args[0] if output.target is operator.getitem else None
+    return source is not None and getattr(source.target, "__name__", "") == "with_effects"
 
 
 def _only_for_backward(

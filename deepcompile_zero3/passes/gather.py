@@ -60,7 +60,7 @@ def insert_gathers(
     """
     graph = gm.graph
     order = {node: position for position, node in enumerate(graph.nodes)}
-    first_place = next(node for node in graph.nodes if node.op != "placeholder")
+    first_place = graph.find_nodes(op="placeholder")[-1].next
     buckets = list(_buckets(parameters, bucket_bytes))
     places = []
     place = graph.output_node()

@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.graph.metadata import FIRST_SAVED, PARAMETER
+from deepcompile_zero3.graph.metadata import NUM_SAVED, PARAMETER
 from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.torch_internals import compiler
 
@@ -60,8 +60,8 @@ def saved_names(graph: fx.Graph) -> dict[int, str]:
 def saved_positions(output: fx.Node) -> set[int]:
     """Returns the positions of a forward's outputs that are saved for backward."""
     results: Any = output.args[0]
-    if FIRST_SAVED in output.meta:
-        return set(range(output.meta[FIRST_SAVED], len(results)))
+    if NUM_SAVED in output.meta:
+        return set(range(len(results) - output.meta[NUM_SAVED], len(results)))
     return {  # another partitioner may have made a graph without parameters
         position
         for position, description in enumerate(output.meta.get("desc", ()))

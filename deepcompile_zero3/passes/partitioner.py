@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from torch import fx
 
 from deepcompile_zero3.graph.calls import graph_modules
-from deepcompile_zero3.graph.metadata import FIRST_SAVED
+from deepcompile_zero3.graph.metadata import NUM_SAVED
 from deepcompile_zero3.passes.backward_gathers import (
     decide_backward_gathers,
     recompute_functions_of_parameters,
@@ -77,7 +77,8 @@ class Partitioner(compiler.CustomPartitionerFn):  # type: ignore[misc]
         decide_backward_gathers(gm, nodes, tangents, num_outputs, metadata)
         forward, backward = partition(gm, joint_inputs, **kwargs)
         save_mutated_inputs_as_read(forward, backward, num_outputs)
-        forward.graph.output_node().meta[FIRST_SAVED] = num_outputs
+        output = forward.graph.output_node()
+        output.meta[NUM_SAVED] = len(output.args[0]) - num_outputs  # torch removes the first ones
         if len(graph_modules(backward)) > 1:
             compiler.keep_from_being_stored(backward)
         return forward, backward

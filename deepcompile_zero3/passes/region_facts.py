@@ -39,6 +39,10 @@ def mark_region(region: fx.GraphModule, name: str) -> None:
 
 def region_of(gm: fx.GraphModule) -> str | None:
     """Returns the name of the region that a joint graph was traced from, if any."""
+    # AOTAutograd describes the inputs of the outermost graph, and of no region. Nodes of that graph
+    # may have marks too: torch copies them to nodes of the backward, perhaps from other graphs.
+    if any("desc" in node.meta for node in gm.graph.find_nodes(op="placeholder")):
+        return None
     for node in gm.graph.nodes:
         name = node.meta.get("custom", {}).get(_REGION)
         if name is not None:

@@ -4,6 +4,7 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch._higher_order_ops import scan
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 WIDTH = 16
@@ -156,6 +157,40 @@ class WithoutGradient(Plain):
         return h - mean
 
 
+class Branches(Plain):
+    def inner(self, h):
+        return torch.cond(h.sum() > 0, lambda h: self.a(h).sin(), lambda h: self.a(h).cos(), (h,))
+
+
+class Loops(Plain):
+    def inner(self, h):
+        def step(last, row):
+            return self.a(last + row).tanh(), self.b(last).sin()
+
+        return scan(step, torch.zeros(WIDTH), h)[1]
+
+
+class Rotates(Plain):
+    """Rotates pairs, as attention does with positions."""
+
+    def inner(self, h):
+        turns = torch.polar(torch.ones(WIDTH // 2), torch.arange(WIDTH / 2))
+        pairs = torch.view_as_complex(h.view(-1, WIDTH // 2, 2))
+        return torch.view_as_real(pairs * turns).flatten(1)
+
+
+class Inverts(Plain):
+    """Raises for a matrix that has no inverse, which is an effect."""
+
+    def inner(self, h):
+        return h + torch.linalg.inv(self.a.weight + 9 * torch.eye(WIDTH))[: len(h)]
+
+
+class ReturnsAWeight(Plain):
+    def forward(self, x):
+        return super().forward(x), self.a.weight
+
+
 class ReturnsAView(Plain):
     def forward(self, x):
         return x.view(-1, WIDTH), super().forward(x)
@@ -182,6 +217,17 @@ class Model(nn.Module):
                 other = other.detach() if isinstance(block, ForLogging) else other
                 rest = rest + other.sum()
         return self.head(x).sum() + rest
+
+
+class ReturnsWeights(Model):
+    """A model that returns what its blocks have read."""
+
+    def forward(self, x):
+        weights = []
+        for block in self.blocks:
+            x, weight = block(x)
+            weights.append(weight)
+        return self.head(x).sum(), weights
 
 
 class InAutocast(Model):

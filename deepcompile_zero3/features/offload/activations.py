@@ -145,7 +145,7 @@ def load_saved(gm: fx.GraphModule, saved: SavedActivations, offload: Offload) ->
     pending = [node for use in sorted(needed, key=order.__getitem__) for node in needed[use]]
     resident = sum(each.nbytes for each in saved.resident)
     loads = _Loads(gm.graph, pending, resident, offload)
-    begin, token = next(node for node in nodes if node.op != "placeholder"), None
+    begin, token = gm.graph.find_nodes(op="placeholder")[-1].next, None
     loads.start(begin.prev, None)
     for node in nodes:
         for each in needed.get(node, ()):

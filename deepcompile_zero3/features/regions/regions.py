@@ -22,6 +22,7 @@ from deepcompile_zero3.options import Options
 from deepcompile_zero3.passes.blocks import IsBlock, blocks_around
 from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.passes.region_facts import RegionFacts, mark_region
+from deepcompile_zero3.runtime import ops
 from deepcompile_zero3.torch_internals import compiler, is_transformed, tree_leaves
 
 
@@ -208,9 +209,13 @@ def _differentiated(gm: fx.GraphModule) -> set[fx.Node]:
 
 def _differentiated_inputs(gm: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
     first: Any = node.args[0] if node.args else None
-    if not isinstance(node.target, torch_internals.HigherOrderOperator) or first.op != "get_attr":
+    is_call = isinstance(node.target, torch_internals.HigherOrderOperator)
+    # Operators with lists of arguments may run their bodies several times.
+    if not is_call or any(isinstance(each, list | tuple) for each in node.args):
         return node.all_input_nodes
-    body = getattr(gm, first.target)
+    if not isinstance(first, fx.Node) or first.op != "get_attr":
+        return node.all_input_nodes
+    body = getattr(gm, str(first.target))
     inside = _differentiated(body)
     inputs = body.graph.find_nodes(op="placeholder")
     arguments: Any = node.args[len(node.args) - len(inputs) :]
@@ -227,7 +232,8 @@ def _signature(
         arguments = map_aggregate(
             (node.args, node.kwargs), lambda a: _Name(numbers[a]) if isinstance(a, fx.Node) else a
         )
-        if node.target is compiler.invoke_subgraph:
+        # A weight that the whole graph returns is gathered by a node of its own.
+        if node.target in (compiler.invoke_subgraph, ops.unshard.default) or _has_effects(node):
             return None
         if node.op == "get_attr":
             nested = getattr(gm, str(node.target), None)
@@ -250,6 +256,15 @@ def _signature(
     return tuple(parts)
 
 
+def _has_effects(node: fx.Node) -> bool:
+    """Returns whether ``node`` prints, or raises for some values of matrices.
+
+    torch keeps such effects in order by a token, and computes no gradient of a region with one.
+    """
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return name.startswith("linalg_") or name in ("cholesky", "inverse", "print")
+
+
 class _Name(str):
     """The name of a node in a signature."""
 
@@ -260,6 +275,8 @@ class _Name(str):
 def _kind(value: Any) -> str | None:
     """Returns what a compiler may assume of ``value``, as text; None if no region can have it."""
     if isinstance(value, torch.Tensor):
+        if value.is_complex():
+            return None  # the backward may get a conjugate view, for which torch calls no region
         stride = value.stride() if value.layout is torch.strided else None
         return f"{value.dtype} {value.device} {tuple(value.shape)} {stride} {value.requires_grad}"
     if isinstance(value, tuple | list):

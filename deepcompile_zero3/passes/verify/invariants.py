@@ -254,7 +254,9 @@ def _reductions_once(graph: Rewritten, before: State) -> Iterator[Violation]:
             yield f"the gradient of '{fqn}' is not reduced", None
 
 
-@_invariant("gradients, and later what reductions get, stay: the runtime casts and scales them")
+@_invariant(
+    "gradients, and later inputs of reductions, do not change: the runtime casts and scales them"
+)
 def _gradients(graph: Rewritten, before: State) -> Iterator[Violation]:
     is_early = insert_reduces.__name__ not in graph.ran and "gradient_nodes" not in graph.changes
     for position in graph.gradient_positions if is_early else ():

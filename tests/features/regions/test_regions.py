@@ -10,6 +10,7 @@ from support.region_models import (
     WIDTH,
     Autocast,
     BatchNorm,
+    Branches,
     BreaksTheGraph,
     ChangesABuffer,
     Checkpointed,
@@ -18,12 +19,17 @@ from support.region_models import (
     Embeds,
     ForLogging,
     InAutocast,
+    Inverts,
+    Loops,
     Marked,
     Model,
     Plain,
     PostNorm,
     ReadsOutsideOfItsCheckpoint,
     ReturnsAView,
+    ReturnsAWeight,
+    ReturnsWeights,
+    Rotates,
     SavesNothing,
     SavesProducts,
     Splits,
@@ -45,6 +51,7 @@ from deepcompile_zero3.graph.alias import is_view
 from deepcompile_zero3.graph.calls import calls_by_region
 from deepcompile_zero3.graph.metadata import fqns_of
 from deepcompile_zero3.runtime import ops
+from deepcompile_zero3.torch_release import RELEASE
 
 
 def _freeze(*names):
@@ -91,6 +98,9 @@ def _step(
             batch = torch.randn(shape, requires_grad=True)
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
                 loss = run(batch)
+            if isinstance(loss, tuple):
+                loss, rest = loss
+                left += rest
             loss.backward()
             left += [loss.detach(), batch.grad]
     left += [None if p.grad is None else p.grad.to_local() for p in model.parameters()]
@@ -113,6 +123,9 @@ def _calls(graph):
     return sorted(calls)
 
 
+needs_scan_of_weights = pytest.mark.skipif(
+    RELEASE < (2, 13), reason="this torch refuses a scan that reads weights"
+)
 ONE_REGION = [[[3]], [[3]]]  # in forward and backward, called three times
 NONE = [[[]], [[]]]
 TWICE = [[[3], [3]], [[3], [3]]]  # two graphs: one of the first size, one of any
@@ -165,6 +178,11 @@ SEQUENCES = {"batches": ((2, 8, WIDTH), (2, 6, WIDTH))}
         pytest.param([Plain] * 3, {"build": InAutocast}, NONE, marks=pytest.mark.more),
         pytest.param([WithoutGradient] * 3, {}, NONE, marks=pytest.mark.more),
         ([ReturnsAView] * 3, {}, NONE),
+        ([ReturnsAWeight] * 3, {"build": ReturnsWeights}, NONE),
+        ([Branches] * 3, {}, ONE_REGION),
+        ([Rotates] * 3, {}, NONE),
+        ([Inverts] * 3, {}, NONE),
+        pytest.param([Loops] * 2, {}, None, marks=needs_scan_of_weights),
         pytest.param([ForLogging] * 3, {}, NONE, marks=pytest.mark.long),
         pytest.param([DetachesInside] * 3, {}, NONE, marks=pytest.mark.more),
         pytest.param([TakesASize] * 3, SEQUENCES | {"dynamic": True}, None, marks=pytest.mark.long),
