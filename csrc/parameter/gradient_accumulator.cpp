@@ -44,6 +44,11 @@ void GradientAccumulator::arrived() {
   pending_uses_ = std::max<int64_t>(pending_uses_ - 1, 0);
 }
 
+void GradientAccumulator::none_arrives() {
+  std::lock_guard lock(mutex_);
+  pending_uses_ = 0;
+}
+
 bool GradientAccumulator::awaits_one() const {
   std::lock_guard lock(mutex_);
   return pending_uses_ <= 1 && !sum_;

@@ -55,6 +55,8 @@ class GradientAccumulator {
   bool is_foreseen() const;
   // Notes that the gradient of a use has arrived.
   void arrived();
+  // Notes that no use on this rank brings a gradient in this backward: zero stands for them.
+  void none_arrives();
   // Whether the next gradient is the only one to come. Otherwise all are summed first, so that a
   // backward reduces a parameter once.
   bool awaits_one() const;

@@ -235,6 +235,8 @@ void Reduction::send_zero(const ParameterPtr& parameter) {
   const auto dtype =
       presence_checks_.dtype_on_all_ranks(parameter).value_or(parameter->source->dtype);
   const auto selected = select_bucket(*parameter, dtype, /*is_normalized=*/true);
+  arrived_.push_back(parameter);
+  parameter->gradients.none_arrives();
   auto& bucket = bucket_for(parameter, selected.key);
   bucket.add_zero(parameter, selected.normalized_dtype);
   buckets_.launch_if_full(bucket);
@@ -253,7 +255,6 @@ void Reduction::finish_backward() {
   std::vector<ParameterPtr> parameters;
   {
     std::lock_guard lock(mutex_);
-    for (auto& parameter : arrived_) parameter->gradients.end_backward();
     // Finishes all parameters of their models: micro-batches may have accumulated without sync.
     for (int64_t number : reduced_models())
       for (auto& parameter : Registry::get().of_model(number)) parameters.push_back(parameter);
@@ -264,7 +265,7 @@ void Reduction::finish_backward() {
       if (parameter->settings.reshard_after_backward) parameter->gathered.reshard_retained();
     }
   }
-  finish(parameters);
+  finish(parameters, /*ends_backward=*/true);
 }
 
 void Reduction::finish_deferred(const std::vector<ParameterPtr>& parameters) {
@@ -273,10 +274,10 @@ void Reduction::finish_deferred(const std::vector<ParameterPtr>& parameters) {
     std::lock_guard lock(mutex_);
     presence_checks_.exchange_deposited(parameters);
   }
-  finish(parameters);
+  finish(parameters, /*ends_backward=*/false);
 }
 
-void Reduction::finish(const std::vector<ParameterPtr>& parameters) {
+void Reduction::finish(const std::vector<ParameterPtr>& parameters, bool ends_backward) {
   const WithoutUserModes guard;
   const BelowAutograd below_autograd;
   std::unique_lock lock(mutex_);
@@ -285,6 +286,10 @@ void Reduction::finish(const std::vector<ParameterPtr>& parameters) {
   auto synced = parameters;
   std::erase_if(synced, [](auto& parameter) { return !parameter->is_reduced_now(); });
   for (auto& parameter : synced) send_accumulated(parameter);
+  // Uses without gradients are forgotten on a rank that has sent zeros as on those with gradients.
+  if (ends_backward)
+    for (auto& parameter : std::set(arrived_.begin(), arrived_.end()))
+      parameter->gradients.end_backward();
   buckets_.finish(std::move(synced));
   presence_checks_.clear();
   backwards_.end();

@@ -67,10 +67,10 @@ class Reduction {
 
   // Lets ranks tell each other which parameters have deposited gradients, then calls finish().
   void finish_deferred(const std::vector<ParameterPtr>& parameters);
-  // Sends the sums of `parameters`, launches the remaining buckets, waits and delivers.
-  void finish(const std::vector<ParameterPtr>& parameters);
 
  private:
+  // Sends the sums of `parameters`, launches the remaining buckets, waits and delivers.
+  void finish(const std::vector<ParameterPtr>& parameters, bool ends_backward);
   // The part of add() that needs the lock.
   void add_locked(const ParameterPtr& parameter, const at::Tensor& raw, bool owned);
   // Notes that a gradient of `parameter` arrives.
@@ -103,7 +103,7 @@ class Reduction {
 
   std::mutex mutex_;  // gradients on two devices arrive on two threads
   BegunBackwards backwards_;
-  std::vector<ParameterPtr> arrived_;
+  std::vector<ParameterPtr> arrived_;  // of gradients, zeros that stand for one included
   PresenceChecks presence_checks_{backwards_};
   bool has_sent_ = false;
   BucketQueue buckets_{backwards_, presence_checks_, delivery_};

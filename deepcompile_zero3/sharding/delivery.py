@@ -37,6 +37,8 @@ def _deliver(
             sums[parameter] = sums[parameter] + reduced if parameter in sums else reduced
     delivered = list(sums.items())
     if moment != _C.Moment.EARLY:
+        # Hooks may communicate, and gradients arrive in other orders on ranks that differ.
+        delivered.sort(key=lambda each: (each[0].handle.model_number, each[0].position))
         _check(delivered)
         _run_all_reduce_hooks(delivered)
     taken = [
@@ -129,15 +131,11 @@ def _run_all_reduce_hooks(reduced: Sequence[tuple[ShardedParameter, torch.Tensor
 
     Hooks may communicate: all ranks call them in one order, with parameters in one order.
     """
-    hooked = [
-        (parameter.position, group, gradient)
-        for parameter, gradient in reduced
-        if (group := group_or_none(parameter)) is not None and group.all_reduce_hook is not None
-    ]
     by_hook: dict[tuple[ParameterGroup, torch.dtype], list[torch.Tensor]] = {}
-    # Gradients arrive in other orders on ranks that compute them differently.
-    for _, group, gradient in sorted(hooked, key=lambda each: each[0]):
-        by_hook.setdefault((group, gradient.dtype), []).append(gradient)
+    for parameter, gradient in reduced:
+        group = group_or_none(parameter)
+        if group is not None and group.all_reduce_hook is not None:
+            by_hook.setdefault((group, gradient.dtype), []).append(gradient)
     for (group, _), gradients in by_hook.items():
         hook = cast(Callable[[torch.Tensor], None], group.all_reduce_hook)
         with torch.no_grad():

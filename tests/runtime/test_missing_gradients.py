@@ -5,23 +5,30 @@ test_collectives.py and ``--transport collectives`` run models of these tests, i
 """
 
 import copy
+import functools
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.experts import FOUR, THREE, TWO, loss_of_all, train_experts
+from support.experts import FOUR, THREE, TWO, loss_of_all, sharded, train_experts
 from support.models import (
     assert_same_gradients,
     batch_of,
     compiled,
     each_way,
+    either_transport,
     mean_square,
     mine,
 )
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from deepcompile_zero3 import MixedPrecisionPolicy, fully_shard
+from deepcompile_zero3 import (
+    MixedPrecisionPolicy,
+    fully_shard,
+    gradient_norms,
+    step_in_backward,
+)
 
 
 @pytest.mark.thin
@@ -200,3 +207,53 @@ def _kinds(transport):
 @pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
 def test_nothing_waits_for_a_first_gradient_that_is_missing_on_some_ranks(run_ranks, transport):
     run_ranks(2, _kinds, transport, timeout=60)
+
+
+def _communicating_hooks(transport):
+    """Each rank uses another expert, and hooks of all of them communicate."""
+    model, _ = sharded(transport=transport)
+    norms = {}
+
+    def sum_of_squares(name, parameter):
+        total = parameter.grad.to_local().square().sum()
+        dist.all_reduce(total)
+        norms[name] = total.sqrt().item()
+
+    for name, parameter in model.named_parameters():
+        hook = functools.partial(sum_of_squares, name)
+        parameter.register_post_accumulate_grad_hook(hook)
+    chosen = [(1,), (2,)][dist.get_rank()]
+    mean_square(lambda x: model(x, chosen), mine(batch_of(4, 8))).backward()
+    assert len(norms) == 8
+    for name, norm in gradient_norms(model).items():
+        assert norms[name] == pytest.approx(norm)
+
+
+@either_transport
+def test_hooks_run_in_one_order_on_all_ranks(run_ranks, transport):
+    run_ranks(2, _communicating_hooks, transport)
+
+
+def _one_head_now_and_then(transport):
+    """Returns the order of hooks in steps of which the first leaves a head out on rank 1."""
+    model = fully_shard(TwoHeads(), transport=transport)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step_in_backward(model, optimizer, bucket_mb=1e-5)
+    order = []
+    for name, parameter in model.named_parameters():
+        hook = functools.partial(lambda name, _: order.append(name), name)
+        parameter.register_post_accumulate_grad_hook(hook)
+    for number in range(3):
+        left, right = model(mine(batch_of(4, 8)))
+        loss = left.square().mean()
+        if number or dist.get_rank() == 0:
+            loss = loss + right.square().mean()
+        loss.backward()
+        order.append(number)
+    return order
+
+
+@either_transport
+def test_ranks_step_alike_after_a_backward_without_a_gradient(run_ranks, transport):
+    first, second = run_ranks(2, _one_head_now_and_then, transport)
+    assert first == second

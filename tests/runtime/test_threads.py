@@ -1,6 +1,7 @@
 """Two models of one process, each trained by a thread and over a process group of its own."""
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -18,6 +19,8 @@ from support.models import (
     shard,
 )
 from torch.distributed.device_mesh import DeviceMesh
+
+from deepcompile_zero3 import Zero3Error
 
 _BATCHES = [batch_of(4, 1024, seed=seed) for seed in range(8)]
 
@@ -73,3 +76,42 @@ def _train_in_two_threads(how, transport):
 )
 def test_two_threads_train_two_models(run_ranks, how, transport):
     run_ranks(2, _train_in_two_threads, how, transport)
+
+
+def _one_of_two_raises():
+    """Rank 1 raises in the backward of one model, while a thread of rank 0 stays in its own."""
+    (broken, _), (model, reference) = (
+        _sharded_and_trained(name, seed, "shared_memory") for seed, name in enumerate("ab")
+    )
+    is_first, entered, leaves = dist.get_rank() == 0, threading.Event(), threading.Event()
+
+    def stay_or_raise(gradient):
+        entered.set()
+        if not is_first:
+            raise ValueError("broken")
+        leaves.wait(60)
+
+    def watch(module, args, output):
+        output.register_hook(stay_or_raise)
+
+    broken.blocks[0].register_forward_hook(watch)
+
+    def break_backward():
+        mean_square(broken, mine(_BATCHES[0])).backward()
+
+    with ThreadPoolExecutor(1) as threads:
+        broke = threads.submit(break_backward)
+        assert entered.wait(60)
+        if not is_first:
+            assert isinstance(broke.exception(), ValueError)
+            time.sleep(0.5)  # the other rank waits meanwhile
+        optimizers = optimizers_of(model)
+        _train(model, *optimizers, [mine(batch) for batch in _BATCHES])
+        leaves.set()
+        if is_first:
+            assert isinstance(broke.exception(), Zero3Error)
+    assert_same_parameters(model, reference)
+
+
+def test_a_thread_gets_no_error_of_another_ones_model(run_ranks):
+    run_ranks(2, _one_of_two_raises)

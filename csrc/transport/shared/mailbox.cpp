@@ -44,8 +44,14 @@ void Mailbox::poll_everywhere() {
   std::unique_lock lock(mailboxes_mutex);
   const auto all = mailboxes;
   lock.unlock();
-  for (auto& weak : all)
-    if (auto mailbox = weak.lock(); mailbox && mailbox.get() != this) mailbox->poll(/*all=*/true);
+  for (auto& weak : all) {
+    auto mailbox = weak.lock();
+    if (!mailbox || mailbox.get() == this) continue;
+    try {
+      mailbox->poll(/*all=*/true);
+    } catch (const c10::Error&) {  // what waits there, perhaps on another thread, gets it too
+    }
+  }
 }
 
 Mailbox::Mailbox(std::shared_ptr<RankWaiter> waiter, at::Tensor memory)
