@@ -199,6 +199,10 @@ inline void bind_parameters(pybind11::module_& m) {
              ZERO3_CHECK(self.source->parts, "'", self.fqn(), "' is in no parts");
              self.source->parts->encode(codec_of(format));
            })
+      .def("encode_parts_like",
+           [](Parameter& self, const Parameter& other) {
+             if (self.source->parts) self.source->parts->encode(other.source->parts->codec());
+           })
       .def_property_readonly("has_parts",
                              [](const Parameter& self) { return self.source->parts != nullptr; })
       .def_property_readonly("substitute_transport",

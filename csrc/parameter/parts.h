@@ -33,6 +33,7 @@ class Parts {
   virtual void gradient_arrives() = 0;
   // Sets as which bytes parts travel from the next gather on; null: cast to the source's dtype.
   virtual void encode(const Codec* codec) = 0;
+  virtual const Codec* codec() const = 0;
   // Returns the shard, of the parts as they are now, or in a backward as they were in its forward.
   // All replicas call this at the same places.
   virtual at::Tensor shard() = 0;

@@ -85,7 +85,8 @@ class ParameterGroup:
         self._forward: EagerForward | None = None  # if the running forward began with this group
         self._unshard_called = False  # from unshard() until reshard() or the end of a forward
         self._gathering: AllGather | None = None
-        self._values: dict[ShardedParameter, torch.Tensor] = {}  # values that reads have returned
+        # Values that reads have returned, and where their elements were.
+        self._values: dict[ShardedParameter, tuple[torch.Tensor, int]] = {}
         self._children: list[weakref.ref[ParameterGroup]] = []
         self._reads = Reads()
         for parameter in parameters:
@@ -149,7 +150,7 @@ class ParameterGroup:
                 with torch.set_grad_enabled(is_trained):
                     return parameter.value_of(gather_one(parameter))
             return parameter.shard
-        value = self._values.get(parameter)
+        value, _ = self._values.get(parameter, (None, 0))
         # Likewise.
         has_grad = torch.is_grad_enabled() or (forward is not None and forward.has_grad)
         differentiable = is_trained and has_grad and not torch.is_inference_mode_enabled()
@@ -159,7 +160,7 @@ class ParameterGroup:
             self.gather()
             with torch.set_grad_enabled(differentiable):
                 value = parameter.value_of(_C.read_gathered(parameter.handle))
-            self._values[parameter] = value
+            self._values[parameter] = value, _address(value)
         return value
 
     def _enter(self, forward: EagerForward) -> None:
@@ -175,8 +176,8 @@ class ParameterGroup:
         _C.note_skipped_gathers([parameter.handle for parameter in self.parameters])
         if not _C.in_backward():
             for group in _alive(self.forward_prefetch):
-                group.start_gather()
-                forward.prefetched.append(group)
+                if group.start_gather():
+                    forward.prefetched.append(group)
 
     def _keeps(self, parameter: ShardedParameter) -> bool:
         """Returns whether an eager forward keeps what autograd saves of a parameter for backward.
@@ -217,15 +218,20 @@ class ParameterGroup:
         """Frees the gathered tensors.
 
         Raises:
-            Zero3Error: a gathered tensor was written to, and the write is lost.
+            Zero3Error: a gathered tensor was changed, and the change is lost.
         """
         _refuse_writes(self._reshard_parameters(self.parameters))
 
     def _reshard_parameters(self, parameters: Iterable[ShardedParameter]) -> list[str]:
         """Frees the gathered tensors of ``parameters``, and forgets all that was read.
 
-        Returns the FQNs of those that were written to.
+        Returns the FQNs of those that were changed.
         """
+        changed = [
+            parameter.fqn
+            for parameter, (value, was_at) in self._values.items()
+            if _address(value) != was_at and value.dtype == parameter.compute_dtype
+        ]  # others were converted for this forward
         self._unshard_called = False
         self._reads.are_whole = self.forward is not None
         self._gathering = None
@@ -233,15 +239,20 @@ class ParameterGroup:
         for group in self.ancestry():
             if group._forward is not None:
                 group._forward.saved.unwatch(self)
-        return [parameter.fqn for parameter in parameters if parameter.reshard()]
+        changed += [parameter.fqn for parameter in parameters if parameter.reshard()]
+        return changed
 
-    def start_gather(self) -> None:
-        """Starts to gather the parameters that are not gathered yet."""
-        if self._gathering is None:
-            missing = [p for p in self.parameters if p.handle.gathered is None]
-            if missing:
-                republish_if_recomputing(missing)
-                self._gathering = AllGather(missing)
+    def start_gather(self) -> bool:
+        """Starts to gather the parameters that are not gathered yet, if there are any.
+
+        Returns whether a gather has started, and none had before.
+        """
+        missing = [p for p in self.parameters if p.handle.gathered is None]
+        if self._gathering is not None or not missing:
+            return False
+        republish_if_recomputing(missing)
+        self._gathering = AllGather(missing)
+        return True
 
     @torch_internals.disable_dynamo
     def gather(self) -> None:
@@ -383,9 +394,15 @@ def _refuse_writes(fqns: list[str]) -> None:
     """Raises a Zero3Error that names ``fqns``, whose gathered tensors were written to, if any."""
     if fqns:
         raise Zero3Error(
-            f"{', '.join(map(repr, fqns))} was modified in place where it was a gathered copy, "
-            "which is freed now: modify the parameter outside of forward, while it is sharded"
+            f"{', '.join(map(repr, dict.fromkeys(fqns)))} was modified in place, or its .data was "
+            "replaced, where it was a gathered copy, which is freed now: modify the parameter "
+            "outside of forward, while it is sharded"
         )
+
+
+def _address(value: torch.Tensor) -> int:
+    """Returns where the elements of a value are that was read; 0 if it is of a subclass."""
+    return value.data_ptr() if type(value) is torch.Tensor else 0
 
 
 def group_or_none(parameter: ShardedParameter) -> ParameterGroup | None:

@@ -191,6 +191,7 @@ class ShardedParameter:
         self.registered.inherit_grad_dtype(shard, self.forward_grad_dtype)
         self.registered.dtype = shard.dtype
         self._build(full, shard.requires_grad, old.settings)
+        self.handle.encode_parts_like(old)
         if old.after_forward is not None:
             self._build_after_forward(connection)
         self._set_transport(connection)

@@ -12,6 +12,7 @@ from deepcompile_zero3 import grad_dtype, torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.sharding.blueprint import Blueprint
 from deepcompile_zero3.sharding.mesh_of_few import adopt
+from deepcompile_zero3.sharding.replicated_gradient import ReplicatedGradient
 
 
 class RegisteredShard:
@@ -216,5 +217,7 @@ class RegisteredShard:
 
     def _gradient(self, local: torch.Tensor, shard: DTensor) -> DTensor:
         gradient = torch_internals.dtensor_like(local, shard)
+        if self._layout.dim is None:
+            gradient.__class__ = ReplicatedGradient
         adopt(gradient)
         return gradient

@@ -165,8 +165,19 @@ def test_gradients_are_clipped_by_the_norm_of_all_of_them(run_ranks, norm_type, 
     run_ranks(2, _clipped, norm_type, foreach)
 
 
-def _scaled():
-    model, reference = shard(Stack())
+class _WithScalar(Stack):
+    """Its first parameter is a scalar, which all ranks have whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.9))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+def _scaled(build):
+    model, reference = shard(build())
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
     scalers = [torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1) for _ in range(2)]
     for seed in range(4):
@@ -187,8 +198,9 @@ def _scaled():
         assert_same_parameters(model, reference)
 
 
-def test_a_step_whose_gradients_overflow_on_one_rank_is_skipped_on_all(run_ranks):
-    run_ranks(2, _scaled)
+@pytest.mark.parametrize("build", [Stack, _WithScalar])
+def test_a_step_whose_gradients_overflow_on_one_rank_is_skipped_on_all(run_ranks, build):
+    run_ranks(2, _scaled, build)
 
 
 def _averaged():

@@ -100,3 +100,20 @@ def test_only_sharded_modules_can_be_prefetched():
     for method in (model.set_modules_to_forward_prefetch, model.set_modules_to_backward_prefetch):
         with pytest.raises(ValueError, match="Zero3Linear was not sharded: call fully_shard"):
             method([model[0]])
+
+
+@needs_a_job
+def test_a_hint_does_not_end_an_unshard():
+    model = layers_of(2, 2, 2)
+    first, second = model
+    for block in model:
+        fully_shard(block)
+    fully_shard(model)
+    first.set_modules_to_forward_prefetch([second])
+    handle = second.unshard(async_op=True)
+    first(torch.ones(1, 2))
+    handle.wait()
+    assert type(second.weight) is torch.Tensor
+    second.reshard()
+    first(torch.ones(1, 2))
+    assert gathered_fqns(model) == []

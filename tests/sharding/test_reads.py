@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.job import needs_a_job
 from support.models import (
     assert_same_gradients,
     assert_same_step,
@@ -16,6 +17,8 @@ from support.models import (
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
+
+from deepcompile_zero3 import Zero3Error, fully_shard
 
 
 class _Adversary(nn.Module):
@@ -210,3 +213,26 @@ def _is_frozen_before_its_backward(how, transport):
 @either_transport
 def test_a_parameter_that_is_frozen_before_its_backward_gets_no_gradient(run_ranks, how, transport):
     run_ranks(2, _is_frozen_before_its_backward, how, transport)
+
+
+class _OtherData(nn.Linear):
+    """Computes with other data from a forward on, as layers do that pack or convert a weight."""
+
+    def __init__(self, change):
+        super().__init__(4, 4, bias=False)
+        self.change = change
+
+    def forward(self, x):
+        self.weight.data = self.change(self.weight.data)
+        return x @ self.weight.to(x.dtype)
+
+
+@needs_a_job
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_data_that_replace_a_gathered_copy_are_refused(reshard_after_forward):
+    for change in (lambda data: data, lambda data: data.bfloat16()):
+        model = fully_shard(_OtherData(change), reshard_after_forward=reshard_after_forward)
+        model(torch.ones(1, 4)).sum().backward()
+    model = fully_shard(_OtherData(torch.clone), reshard_after_forward=reshard_after_forward)
+    with torch.no_grad(), pytest.raises(Zero3Error, match=r"weight' .* its .data was replaced"):
+        model(torch.ones(1, 4))

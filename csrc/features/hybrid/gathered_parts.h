@@ -29,6 +29,7 @@ class GatheredParts : public Parts {
   uint64_t version_of_shard() const override;
   void gradient_arrives() override;
   void encode(const Codec* codec) override;
+  const Codec* codec() const override { return codec_; }
   at::Tensor shard() override;
 
  private:

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -72,6 +72,7 @@ def _nonfinite_gradients(reduced: Sequence[tuple[ShardedParameter, torch.Tensor]
     for groups, members in by_mesh(found).items():
         in_order = sorted(each for member in members for each in found[member])
         told = all_gather_lines(_CHECK, told + [line for _, line in in_order], groups)
+    told = all_gather_lines(_CHECK, told, _groups_between_meshes(found))
     # A reduced gradient is not finite because one that arrived was not: causes come first.
     first = sorted(told, key=lambda each: _REDUCED in each)
     if not told:
@@ -80,6 +81,22 @@ def _nonfinite_gradients(reduced: Sequence[tuple[ShardedParameter, torch.Tensor]
         f"gradients are not finite. {shorten(first)}; the gradients of this backward were dropped: "
         f"skip the batch, or lower the learning rate or the loss scale. See {Guide.NAN}"
     )
+
+
+def _groups_between_meshes(parameters: Iterable[ShardedParameter]) -> list[dist.ProcessGroup]:
+    """Returns the groups of ranks with parts of one parameter on meshes of their own, in one order.
+
+    Ranks of tensor parallelism are such. Those of experts that are all on one mesh with other
+    parameters have told each other there.
+    """
+    models = dict.fromkeys(parameter.model for parameter in parameters)
+    layouts = [parameter.layout for model in models if model for parameter in model.parameters]
+    met = [set(layout.ranks.mesh.mesh.flatten().tolist()) for layout in layouts]
+    groups = dict.fromkeys(
+        group for layout in layouts if layout.inner for group in layout.inner.mesh.get_all_groups()
+    )
+    ranks_of = {group: dist.get_process_group_ranks(group) for group in groups}
+    return [group for group in groups if not any(each.issuperset(ranks_of[group]) for each in met)]
 
 
 def _described(what: str, nans: int, infinities: int, numel: int) -> str:

@@ -14,11 +14,13 @@ from deepcompile_zero3.features.optimizer_steps.local_tensors import LocalTensor
 from deepcompile_zero3.features.optimizer_steps.rank_states import NUMBERS
 from deepcompile_zero3.features.optimizer_steps.step_layers import steps_in_parts
 from deepcompile_zero3.sharding.model import live_shards
+from deepcompile_zero3.sharding.replicated_gradient import ReplicatedGradient
 from deepcompile_zero3.sharding.step_versions import TakesSteps
 from deepcompile_zero3.torch_internals import local_tensor, spec_of
 from deepcompile_zero3.torch_internals.optimizers import step_of_torch
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_DTENSORS = (DTensor, ReplicatedGradient)
 
 # The ids of the DTensors of an optimizer, all of which were shards of this library.
 _shards_of: "weakref.WeakKeyDictionary[torch.optim.Optimizer, frozenset[int]]" = (
@@ -111,12 +113,12 @@ def _is_known(parameter: torch.Tensor, state: dict[str, Any] | None) -> bool:
         return type(parameter) in _PLAIN
     if type(local_tensor(parameter)) not in _PLAIN:
         return False
-    if parameter.grad is not None and type(parameter.grad) is not DTensor:
+    if parameter.grad is not None and type(parameter.grad) not in _DTENSORS:
         return False  # a plain tensor, which a scalar may have
     mine = spec_of(parameter)
     for key, value in (("grad", parameter.grad), *(state.items() if state else ())):
         kind = type(value)
-        if kind is DTensor:
+        if kind in _DTENSORS:
             spec = spec_of(value)
             if spec is not mine and (spec.placements, spec.mesh) != (mine.placements, mine.mesh):
                 return False

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from support.mesh_models import data_and_tensor_parallel, sharded_by, tensor_parallel
 from support.models import (
     Stack,
     assert_same_step,
@@ -17,6 +18,7 @@ from support.models import (
 )
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from deepcompile_zero3 import (
     Zero3Error,
@@ -172,3 +174,22 @@ def _norms_of_one_row():
 
 def test_a_rank_without_rows_takes_part_in_norms_of_any_order(run_ranks):
     run_ranks(2, _norms_of_one_row, timeout=30)
+
+
+def _nan_in_a_part():
+    """A NaN of a gradient that is on one rank of tensor parallelism, and on no mesh of all."""
+    mesh = data_and_tensor_parallel()
+    model = sharded_by(fully_shard, tensor_parallel(Stack(), mesh["tp"]), mesh=mesh["dp"])
+    up = model.blocks[0].up.weight
+    whole = torch.ones(up.shape)
+    whole[-1] = torch.nan  # a row of the last rank of a column-wise layer
+    parts = distribute_tensor(whole, mesh["tp"], [Shard(0)])
+    with detect_nonfinite(model), pytest.raises(Zero3Error) as raised, defer_reduction(model):
+        deposit_grad(up, parts)
+    assert up.grad is None
+    return str(raised.value)
+
+
+def test_a_nan_of_one_rank_of_tensor_parallelism_is_told_to_the_others(run_ranks):
+    for told in run_ranks(4, _nan_in_a_part):
+        assert "the gradient of 'blocks.0.up.weight', before it was reduced, has 8 NaN" in told

@@ -59,3 +59,18 @@ def _refused():
 
 def test_a_model_without_parts_is_refused(run_ranks):
     run_ranks(2, _refused)
+
+
+def _converted():
+    model = Stack(width=128, depth=1)
+    fully_shard(model, mesh=replicas(), shard_optimizer_over_replicas=True)
+    quantize_replica_gathers(model, torch.int8)
+    model.to(torch.bfloat16)
+    with record_collectives() as log:
+        model(batch_of(4, 128).bfloat16())
+    return {c.dtype for c in log if c.op == "all_gather" and c.world_size == 2}
+
+
+def test_a_model_that_is_converted_stays_quantized(run_ranks):
+    for dtypes in run_ranks(2, _converted):
+        assert dtypes == {torch.uint8, torch.bfloat16}  # matrices, and vectors as they are
