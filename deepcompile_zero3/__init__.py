@@ -7,7 +7,10 @@ step = torch.compile(model, backend="zero3")         # one graph; collectives ar
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from deepcompile_zero3 import torch_release  # noqa: F401  (warns of an untried torch)
+from deepcompile_zero3 import (
+    source_key,  # noqa: F401  (reads the sources as they are now)
+    torch_release,  # noqa: F401  (warns of an untried torch)
+)
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.runtime import (
     BufferStats,

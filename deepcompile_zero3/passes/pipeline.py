@@ -5,12 +5,12 @@ import functools
 import os
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 from torch import fx
 
+from deepcompile_zero3 import source_key
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.graph.calls import graph_modules
 from deepcompile_zero3.graph.capture import add_capture, capture_pass
@@ -171,13 +171,15 @@ class Pipeline:
         """All that shapes what the passes make of a graph. Caches hold its ``repr``."""
         ours = [each.declared for passes in self.order.values() for each in passes]
         passes = [each.declared for each in self.passes]
-        return source_key(), self.inputs, sorted(self.metadata), self._limits, ours, passes
+        return source_key.AT_IMPORT, self.inputs, sorted(self.metadata), self._limits, ours, passes
 
     @property
     def may_be_stored(self) -> bool:
         """Whether caches may hold what the passes make of a graph."""
         ours = [each for passes in self.order.values() for each in passes]
-        return not (self.inputs and without_key([*self.passes, *ours]))
+        if not self.inputs:
+            return True
+        return source_key.is_unchanged() and not without_key([*self.passes, *ours])
 
     def __call__(self, graph_module: fx.GraphModule, is_backward: bool) -> Callable[[], None]:
         """Rewrites and numbers a graph that will run; gives it to captures, recordings and logs.
@@ -333,14 +335,6 @@ class _Run:
                 "None, or over a forward what it wants to know in the backward"
             )
         return returned
-
-
-@functools.cache
-def source_key() -> bytes:
-    """Returns a key of this library's sources."""
-    return compiler.get_hash_for_files(
-        tuple(sorted(map(str, Path(__file__).parents[1].rglob("*.py"))))
-    )
 
 
 def _name_placeholders(
