@@ -13,7 +13,7 @@ from rich.console import Console
 
 from bench.workloads import WORKLOADS
 
-console = Console(stderr=True)
+console = Console(stderr=True, emoji=False)
 
 MOST_WORKLOADS = [name for name in WORKLOADS if name != "tiny" and "depth" not in name]
 

@@ -132,6 +132,7 @@ class Parameter(_Gathered):
     @property
     def has_parts(self) -> bool: ...  # of its shard, on replicas
     def encode_parts(self, format: str) -> None: ...  # from the next gather of them on
+    def encode_parts_like(self, other: Parameter) -> None: ...
     @property
     def substitute_transport(self) -> Transport: ...  # of what is gathered in its place
     settings: Settings

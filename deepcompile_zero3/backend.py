@@ -26,7 +26,11 @@ from deepcompile_zero3.grad_dtype import declare
 from deepcompile_zero3.graph.calls import calls_by_region
 from deepcompile_zero3.graph.capture import is_capturing
 from deepcompile_zero3.graph.log import logs_are_requested
-from deepcompile_zero3.graph.recording import is_recording_graphs, run_recorded
+from deepcompile_zero3.graph.recording import (
+    is_recording_graphs,
+    is_recording_graphs_of,
+    run_recorded,
+)
 from deepcompile_zero3.graph_inputs import describe, parse_options, sharded_inputs
 from deepcompile_zero3.options import REFUSED_SETTINGS, Options, refused_setting
 from deepcompile_zero3.passes.contract import declare_grad_dtypes, forget_contracts
@@ -43,7 +47,7 @@ from deepcompile_zero3.sharding.module import is_sharded_by_torch
 from deepcompile_zero3.sharding.parameter import ShardedParameter, keep_models_alive
 from deepcompile_zero3.sharding.reads import is_forward
 from deepcompile_zero3.sharding.source import Source, parameters_behind, source_of
-from deepcompile_zero3.torch_internals import compiler
+from deepcompile_zero3.torch_internals import compiler, dynamo_trace
 from deepcompile_zero3.torch_internals.kernel_header import precompile_header
 from deepcompile_zero3.torch_internals.vector_instructions import known_vector_instructions
 
@@ -145,7 +149,7 @@ class CompiledGraph:
         self._eager = copy.deepcopy(gm)
         forget_contracts(self._eager)
         sources = sharded_inputs(example_inputs)
-        if not sources and is_sharded_by_torch(module := torch_internals.traced_self()):
+        if not sources and is_sharded_by_torch(module := dynamo_trace.traced_self()):
             _tell_of_torchs_shards(type(module).__name__)
         if lift_unshards(gm) and not sources:
             raise Zero3Error(
@@ -301,9 +305,15 @@ def _compile(
         return compiler.compile_fx(
             gm,
             example_inputs,
-            inner_compile=functools.partial(compile_graph, pipeline),
+            inner_compile=functools.partial(_compile_marked, compile_graph, pipeline),
             config_patches=config or None,
         )
+
+
+def _compile_marked(compile_graph: GraphCompiler, *args: Any, **kwargs: Any) -> Callable:
+    """Compiles a partitioned graph. A backward that is not stored comes here when it first runs."""
+    with cleaning_up():
+        return compile_graph(*args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -316,8 +326,8 @@ def _stored(
 ) -> Iterator[None]:
     """While the block runs, lets Inductor store the compiled graph, or load a stored one.
 
-    If rewritten graphs are captured, recorded or logged, nothing is stored or loaded: a graph that
-    is loaded is not rewritten.
+    If rewritten graphs are captured or logged, or those of its parameters are recorded, nothing is
+    stored or loaded: a graph that is loaded is not rewritten.
 
     Args:
         gm: the graph of Dynamo's.
@@ -326,7 +336,8 @@ def _stored(
         compile_graph: what compiles a partitioned graph.
         config: all changes to Inductor's settings, the user's and this library's.
     """
-    is_shown = is_capturing() or is_recording_graphs() or logs_are_requested()
+    parameters = parameters_behind(sharded_inputs(example_inputs).values())
+    is_shown = is_capturing() or is_recording_graphs_of(parameters) or logs_are_requested()
     is_shown |= compile_graph is not compile_with_inductor
     key = None
     of_user = pipeline.options.inductor_config
@@ -334,7 +345,7 @@ def _stored(
     if may_be_stored and not compiler.why_not_stored(of_user):
         key = graph_key(gm, example_inputs, pipeline.key, of_user)
     if key is None:
-        with cleaning_up(), compiler.without_autograd_cache():
+        with compiler.without_autograd_cache():
             yield
         return
     # A rank that waits has not run the forward, so that the first one cannot run its backward.

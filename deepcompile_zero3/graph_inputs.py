@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from deepcompile_zero3.graph.recording import is_recording_graphs
+from deepcompile_zero3.graph.recording import is_recording_graphs_of
 from deepcompile_zero3.options import Options
 from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.passes.graph_pass import Order, check_passes
@@ -84,7 +84,7 @@ def _check_devices(parameters: Iterable[ShardedParameter], options: Options) -> 
     if options.activations_mb == math.inf:
         return
     for each in parameters:
-        if is_recording_graphs() or each.schedule is not None:
+        if is_recording_graphs_of([each]) or each.schedule is not None:
             raise ValueError(
                 f"option 'activations_mb' is {options.activations_mb!r}, but MeasuredSchedule "
                 "takes no account of copies to host memory: use one of the two"

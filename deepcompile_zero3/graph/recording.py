@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -80,6 +80,11 @@ def record_graphs(parameters: Collection[object]) -> Iterator[Recording]:
 def is_recording_graphs() -> bool:
     """Returns whether a ``record_graphs`` block is open."""
     return bool(_active)
+
+
+def is_recording_graphs_of(parameters: Iterable[object]) -> bool:
+    """Returns whether a ``record_graphs`` block is open for one of ``parameters``."""
+    return any(not recording.parameters.isdisjoint(parameters) for recording in _active)
 
 
 def original_of(gm: fx.GraphModule) -> fx.GraphModule | None:

@@ -10,12 +10,15 @@ from typing import Any
 from warnings import catch_warnings, filterwarnings
 
 from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.torch_internals import compiler
+
+_TOLD = (Zero3Error, ImportError, OSError, ValueError, NotImplementedError)
 
 
 def add_outputs(parser: argparse.ArgumentParser, page: bool = True) -> None:
     """Adds ``--json`` and, if there is a page, ``--save``: the files of :meth:`Document.show`."""
     if page:
-        parser.add_argument("--save", type=new_file, metavar="PAGE.html", help="writes a page")
+        parser.add_argument("--save", type=_new_page, metavar="PAGE.html", help="writes a page")
     parser.add_argument("--json", type=new_file, metavar="FILE", help="writes the numbers")
 
 
@@ -52,7 +55,16 @@ def new_file(text: str) -> Path:
     path = Path(text).absolute()
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} is a folder: name a file in it")
     return path
+
+
+def _new_page(text: str) -> Path:
+    if importlib.util.find_spec("plotly") is None:
+        message = 'a page needs plotly: pip install "deepcompile_zero3[report]"'
+        raise argparse.ArgumentTypeError(message)
+    return new_file(text)
 
 
 def _number(text: str) -> tuple[str, float]:
@@ -83,12 +95,17 @@ def load(path: str, name: str, otherwise: str) -> Any:
 
 
 def run_plainly(run: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
-    """Runs a command. Errors of this library are a line; those of the user's code are raised."""
+    """Runs a command. Errors of this library are a line, also of its backend; those of the user's
+    code are raised.
+    """
     try:
         with catch_warnings():
             filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
             return run(arguments)
-    except (Zero3Error, ImportError, OSError, ValueError) as error:
+    except (compiler.BackendCompilerFailed, *_TOLD) as raised:
+        error = compiler.raised_in_backend(raised)
+        if not isinstance(error, _TOLD):
+            raise
         raised_in = [frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)]
         is_ours = isinstance(error, Zero3Error | OSError)
         if not (is_ours or Path(raised_in[-1]).is_relative_to(Path(__file__).parents[1])):

@@ -26,12 +26,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import deepcompile_zero3
-import deepcompile_zero3.torch_internals.compiler
 from deepcompile_zero3 import torch_release
+from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.guides import Guide
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.module_parameters import all_parameters_of
 from deepcompile_zero3.tools.progress import Tell, progress, say_nothing
+from deepcompile_zero3.torch_internals import compiler
 
 _TIMEOUT = datetime.timedelta(seconds=180)
 _OPTIONAL = ("transformers", "plotly", "matplotlib")  # for plans of configs, pages and pictures
@@ -61,7 +62,7 @@ def main() -> int:
         table.add_column(style=style, overflow="fold")
     for finding in findings:
         table.add_row(*map(escape, finding))
-    Console().print(table, highlight=False)
+    Console(emoji=False).print(table, highlight=False)
     wrong = sum(bool(finding.remedy) for finding in findings)
     if wrong:
         print(f"See {Guide.INSTALLATION}")
@@ -86,10 +87,11 @@ def _installed() -> Iterator[Finding]:
     backends = [name for name in ("gloo", "nccl") if dist.is_backend_available(name)]
     remedy = "" if "gloo" in backends else "torch needs gloo"
     yield Finding("process groups", ", ".join(backends), remedy)
-    compiler = os.environ.get("CXX", "g++")
-    path = shutil.which(shlex.split(compiler)[0])
-    remedy = "" if path else "Inductor needs one: install g++"
-    yield Finding("C++ compiler", path or f"no {compiler}", remedy)
+    command = os.environ.get("CXX", "g++").strip()
+    path = shutil.which(shlex.split(command)[0]) if command else None
+    cure = "install g++" if command else "unset CXX, which is empty"
+    remedy = "" if path else f"Inductor needs one: {cure}"
+    yield Finding("C++ compiler", path or f"no {command or 'compiler'}", remedy)
     yield Finding("optional", ", ".join(f"{name} {_version_of(name)}" for name in _OPTIONAL))
 
 
@@ -106,7 +108,17 @@ def _eager(model: nn.Module) -> Callable:
 
 def _compiled(model: nn.Module) -> Callable:
     # Into an empty folder, where Inductor also finds out what the C++ compiler can do.
-    return torch.compile(model, backend="zero3")
+    compiled = torch.compile(model, backend="zero3")
+
+    def run(batch: torch.Tensor) -> torch.Tensor:
+        before = compiler.count_of_graphs()
+        output = compiled(batch)
+        if compiler.count_of_graphs() == before:
+            why = compiler.why_not_compiled() or "torch does not say why"
+            raise Zero3Error(f"no graph was compiled: {why}")
+        return output
+
+    return run
 
 
 def try_steps(ways: Mapping[str, Callable], tell: Tell = say_nothing) -> Iterator[Finding]:

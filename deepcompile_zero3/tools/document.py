@@ -67,7 +67,7 @@ class Document:
 def text_of(parts: Iterable[str | Table]) -> str:
     """Returns the parts as rich prints them, 80 columns wide."""
     text = io.StringIO()
-    console = Console(file=text, width=80, color_system=None)
+    console = Console(file=text, width=80, color_system=None, emoji=False)
     for part in parts:
         shown = part.as_rich() if isinstance(part, Table) else part
         console.print(shown, highlight=False, markup=False)

@@ -101,4 +101,4 @@ def _print_list() -> None:
     table.add_row("invariants", "* a pass of yours may say that it changes this one")
     for name, (promise, _) in INVARIANTS.items():
         table.add_row(f"{'*' if name in MAY_CHANGE else ' '} {name}", escape(promise))
-    Console().print(table, highlight=False)
+    Console(emoji=False).print(table, highlight=False)

@@ -22,7 +22,7 @@ def progress() -> Iterator[Tell]:
     A terminal shows the present stage until the block ends. Elsewhere, each is a line with the
     seconds since the first one.
     """
-    console = Console(stderr=True)
+    console = Console(stderr=True, emoji=False)
     if console.is_terminal:
         with console.status("") as status:
             yield lambda stage: status.update(stage)

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import importlib
 import inspect
+import os
 import pathlib
 import pickle
 import traceback
@@ -49,9 +50,6 @@ SAVED_OUTPUTS: tuple[Any, ...] = tuple(
 )
 # Base class of partitioners for Inductor: a callable with a key for Inductor's cache.
 CustomPartitionerFn: Any = private("torch._inductor.custom_graph_pass", "CustomPartitionerFn")
-get_hash_for_files: Callable[..., bytes] = private(
-    "torch._inductor.custom_graph_pass", "get_hash_for_files"
-)
 
 autograd_function_apply: Any = private(
     "torch._functorch.autograd_function", "autograd_function_apply"
@@ -71,6 +69,9 @@ trace_structured: Callable[..., None] = private("torch._logging", "trace_structu
 _CompileContext: Any = private("torch._guards", "CompileContext")
 _TracingContext: Any = private("torch._guards", "TracingContext")
 REGION = "Torch-Compiled Region: "  # prefix of a compiled frame's range in a profile
+
+# An error that a backend raises comes as one of these.
+BackendCompilerFailed: Any = private("torch._dynamo.exc", "BackendCompilerFailed")
 
 _reset_code: Callable[..., None] = private("torch._dynamo.eval_frame", "reset_code")
 _counters: Any = private("torch._dynamo.utils", "counters")
@@ -288,6 +289,21 @@ def count_of_stored_graphs() -> int:
     return counts["autograd_cache_saved"] + counts["autograd_cache_hit"]
 
 
+def count_of_graphs() -> int:
+    """Returns how many graphs of Dynamo's this process has compiled."""
+    return _counters["stats"]["unique_graphs"]
+
+
+def why_not_compiled() -> str:
+    """Returns why ``torch.compile`` has left a call as it was, and the remedy; "" if unknown."""
+    config = torch._dynamo.config
+    if config.disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1":
+        return "torch.compile is off: unset TORCHDYNAMO_DISABLE and TORCH_COMPILE_DISABLE"
+    if config.suppress_errors:
+        return "its error was suppressed: unset TORCHDYNAMO_SUPPRESS_ERRORS to see it"
+    return ""
+
+
 def config_key(config: Mapping[str, Any]) -> tuple[str, *tuple[bytes, ...]] | None:
     """Returns torch's version and the settings of its compilers, None if one cannot be pickled.
 
@@ -404,6 +420,13 @@ def compile_id() -> str:
     In a profile, the ranges of its runs have the id after ``REGION``.
     """
     return str(_CompileContext.current_compile_id() or "")
+
+
+def raised_in_backend(error: BaseException) -> BaseException:
+    """Returns the error of a backend behind ``error``, or ``error`` if it is of no backend."""
+    while isinstance(error, BackendCompilerFailed):  # Inductor's is one in the other backend's
+        error = error.inner_exception
+    return error
 
 
 def call_compiled_apart(

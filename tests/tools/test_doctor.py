@@ -60,6 +60,33 @@ def test_a_step_that_fails_is_reported():
     assert finding == ("two ranks", "failed", "RuntimeError: no compiler today")
 
 
+@pytest.mark.more
+@pytest.mark.parametrize(
+    ("environment", "why"),
+    [
+        ({"TORCHDYNAMO_DISABLE": "1"}, "torch.compile is off: unset TORCHDYNAMO_DISABLE"),
+        (
+            {"TORCHDYNAMO_SUPPRESS_ERRORS": "1", "CXX": "/nowhere/g++"},
+            "its error was suppressed: unset TORCHDYNAMO_SUPPRESS_ERRORS",
+        ),
+    ],
+)
+def test_a_step_that_was_not_compiled_is_reported(monkeypatch, environment, why):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    [finding] = doctor.try_steps({"two ranks, compiled": doctor._compiled})
+    assert finding.found == "failed"
+    assert f"no graph was compiled: {why}" in finding.remedy
+
+
+@pytest.mark.parametrize("name", ["", " "])
+def test_a_compiler_without_a_name_is_reported(monkeypatch, name):
+    monkeypatch.setenv("CXX", name)
+    [finding] = [each for each in doctor._installed() if each.what == "C++ compiler"]
+    assert finding.found == "no compiler"
+    assert "unset CXX" in finding.remedy
+
+
 def test_a_finding_with_a_remedy_leads_to_the_page_that_helps(monkeypatch, capsys):
     lacks = doctor.Finding("C++ compiler", "no g++", "Inductor needs one: install g++")
     monkeypatch.setattr(doctor, "_installed", lambda: [lacks])

@@ -19,8 +19,15 @@ from deepcompile_zero3 import (
     fully_shard,
     record_collectives,
 )
+from deepcompile_zero3.tools.document import text_of
+from deepcompile_zero3.tools.table import Table
 
 OPTIONS = {"inductor": False, "gather_bucket_mb": 0.02, "keep_mb": 0.02}
+
+
+def test_a_place_in_a_file_is_no_emoji():
+    place = "models/gpt.py:100: call"
+    assert text_of([place, Table("", ("at",), [(place,)])]).split("\n") == [place, "at", place]
 
 
 class Tied(nn.Module):

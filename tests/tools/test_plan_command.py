@@ -1,5 +1,6 @@
 """``plan`` and ``explain`` on the command line."""
 
+import argparse
 import json
 import os
 import re
@@ -7,10 +8,15 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from support.command_line import call
 from support.paths import EXAMPLES
+from torch._dynamo.exc import BackendCompilerFailed
 
+from deepcompile_zero3 import Zero3Error, compile_ahead
 from deepcompile_zero3.__main__ import main
+from deepcompile_zero3.tools.arguments import run_plainly
+from deepcompile_zero3.tools.planning import sweep
 
 CONFIGS = EXAMPLES / "configs"
 
@@ -122,6 +128,15 @@ class Blocks(nn.Module):
 
 def broken():
     return Blocks(), {"x": torch.zeros(4, 64)}
+
+class Writes(nn.Linear):
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.mul_(2)
+        return super().forward(x)
+
+def writes():
+    return Writes(64, 64), {"x": torch.zeros(4, 64)}
 """
 
 
@@ -174,6 +189,90 @@ def test_a_folder_that_is_not_there_is_named_at_once(job):
     found = _run("plan", f"{job}:build", "--ranks", 4, "--save", "/nowhere/page.html")
     assert found.returncode == 2
     assert "--save: there is no folder /nowhere" in found.stderr
+
+
+def test_what_cannot_be_written_is_told_at_once(job, tmp_path, monkeypatch):
+    for name in ("plotly", "matplotlib.backend_bases"):
+        monkeypatch.setitem(sys.modules, name, None)
+    picture = ("--sweep", "ranks=2,4", "--picture")
+    for options, message in (
+        (("--json", tmp_path), f"--json: {tmp_path} is a folder: name a file in it"),
+        (("--save", tmp_path / "page.html"), "--save: a page needs plotly: pip install"),
+        ((*picture, tmp_path / "sweep.png"), "--picture: a picture needs matplotlib: pip install"),
+    ):
+        found = _run("plan", f"{job}:build", "--ranks", 4, *options)
+        assert found.returncode == 2
+        assert message in found.stderr
+
+
+def test_a_picture_of_an_unknown_format_is_refused_at_once(job):
+    found = _run("plan", f"{job}:build", "--ranks", 4, "--sweep", "ranks=2", "--picture", "a.jpx")
+    assert found.returncode == 2
+    assert "--picture: a name that ends in ." in found.stderr
+
+
+@pytest.mark.parametrize("knob", ["ranks", "batch", "sequence"])
+def test_a_sweep_is_of_positive_numbers(job, knob):
+    found = _run("plan", f"{job}:build", "--ranks", 4, "--sweep", f"{knob}=2,0")
+    assert found.returncode == 2
+    assert "--sweep: a positive number, got '0'" in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ("ranks=4,3", "replicas is a divisor of the number of ranks, 3; got 2"),
+        ("keep_mb=0,-1", "'keep_mb'"),
+    ],
+)
+def test_a_sweep_with_a_wrong_value_plans_nothing(job, values, message):
+    found = _run("plan", f"{job}:build", "--ranks", 4, "--replicas", 2, "--sweep", values)
+    assert found.returncode == 1
+    assert message in found.stderr
+    assert "reading the model" not in found.stderr
+
+
+def test_a_picture_that_fails_loses_no_number(job, tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(sweep, "draw", fail)
+    files = ("--json", tmp_path / "sweep.json", "--picture", tmp_path / "sweep.png")
+    found = _run("plan", f"{job}:build", "--ranks", 4, "--sweep", "ranks=2,4", *files)
+    assert found.returncode == 1
+    assert "the disk is full" in found.stderr
+    assert [each["ranks"] for each in json.loads((tmp_path / "sweep.json").read_text())] == [2, 4]
+
+
+def _compiles(error):
+    def backend(gm, example_inputs):
+        raise error
+
+    return lambda _: torch.compile(torch.neg, backend=backend)(torch.ones(1))
+
+
+def test_an_error_in_a_backend_is_a_line_if_it_is_ours(capsys):
+    assert run_plainly(_compiles(Zero3Error("shard it")), argparse.Namespace()) == 1
+    assert capsys.readouterr().err == "python -m deepcompile_zero3: shard it\n"
+    with pytest.raises(BackendCompilerFailed, match="not ours"):
+        run_plainly(_compiles(ValueError("not ours")), argparse.Namespace())
+
+
+def test_what_cannot_be_compiled_ahead_is_a_line(job):
+    found = _run("compile", f"{job}:writes", "--ranks", 4)
+    assert found.returncode == 1
+    assert "python -m deepcompile_zero3: " in found.stderr
+    assert "Traceback" not in found.stderr
+    found = _run("compile", f"{job}:build", "--ranks", 4, "--activations-mb", 8)
+    assert found.returncode == 2
+    assert "unrecognized arguments: --activations-mb" in found.stderr
+
+
+def test_compiling_ahead_warns_of_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    refused = pytest.raises(ValueError, match="a positive number of ranks, got 0")
+    with pytest.warns(UserWarning, match="the graphs are compiled for CPUs"), refused:
+        compile_ahead(torch.nn.Identity, {}, world_size=0)
 
 
 @pytest.mark.more

@@ -197,6 +197,64 @@ def test_optimizers_of_one_step_count_once(steps, ends):
     assert counted.ended == ends
 
 
+PARTS_OF_REPLICAS = """
+import torch
+from deepcompile_zero3 import fully_shard
+
+mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 1), mesh_dim_names=("r", "s"))
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+fully_shard(model, mesh=mesh, transport="c10d", shard_optimizer_over_replicas=True)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+run = torch.compile(model, backend="zero3", options={"inductor": False})
+for step in range(4):
+    run(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+"""
+
+
+def _trace_parts_of_replicas(folder):
+    script, told = folder / "parts.py", folder / f"{dist.get_rank()}.json"
+    script.write_text(PARTS_OF_REPLICAS)
+    assert _trace(folder, steps=0, script=str(script), machine="h100", json=str(told)) == 0
+    return json.loads(told.read_text()) if dist.get_rank() == 0 else None
+
+
+def test_parts_that_travel_between_replicas_are_predicted(run_ranks, tmp_path):
+    step, _ = run_ranks(2, _trace_parts_of_replicas, tmp_path)
+    assert step["remark"] == ""
+    assert {"all_gather over replicas", "reduce_scatter over replicas"} <= {
+        span["name"] for span in step["predicted"]["spans"]
+    }
+
+
+IN_PARTS = """
+import torch
+from deepcompile_zero3 import FileOffloadPolicy, fully_shard, offload_optimizer, step_in_backward
+
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+fully_shard(model, transport="c10d", offload_policy=FileOffloadPolicy({folder!r}))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+calls = []
+optimizer.register_step_post_hook(lambda *_: calls.append(optimizer))
+{how}
+for _ in range(5):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+assert len(calls) > 10
+"""
+PARTS = "offload_optimizer(model, optimizer, part_mb=1e-6)"
+BUCKETS = "step_in_backward(model, optimizer, bucket_mb=1e-6)"
+
+
+@pytest.mark.parametrize("how", [PARTS, BUCKETS, f"{PARTS}; {BUCKETS}"])
+def test_parts_of_one_step_count_once(one_rank, tmp_path, capsys, how):
+    script = tmp_path / "in_parts.py"
+    script.write_text(IN_PARTS.format(folder=str(tmp_path), how=how))
+    assert _trace(tmp_path, steps=0, script=str(script)) == 0
+    assert _trace(tmp_path, steps=0, script=str(script), count=4) == 1
+    assert "took 5 steps and ended" in capsys.readouterr().err
+
+
 def _remark(where):
     """Returns each rank's remark if rank 1 raises while it measures."""
     mesh = init_device_mesh("cpu", (2,))

@@ -24,9 +24,12 @@ from support.retained_graphs import compare_two_losses
 from torch import nn
 from torch._dynamo.utils import counters
 
-from deepcompile_zero3 import capture_graphs, record_collectives
+from deepcompile_zero3 import capture_graphs, fully_shard, record_collectives
 from deepcompile_zero3.__main__ import main
 from deepcompile_zero3.compile_once import cleaning_up
+from deepcompile_zero3.graph.recording import record_graphs
+from deepcompile_zero3.sharding.module_parameters import registered_in
+from deepcompile_zero3.torch_internals import compiler
 from deepcompile_zero3.torch_internals.vector_instructions import known_vector_instructions
 
 
@@ -138,6 +141,24 @@ def test_kernels_that_were_half_written_are_compiled_again(new_processes, tmp_pa
     assert any(path.stat().st_size for path in objects if path.exists())
 
 
+@pytest.mark.inductor
+def test_a_mark_is_there_while_graphs_compile_that_are_not_stored(one_rank, monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    marks, compile_graph = [], compiler.compile_fx_inner
+
+    def compile_and_see(*args, **kwargs):
+        marks.append(len(list(tmp_path.glob("zero3/*.compiles"))))
+        return compile_graph(*args, **kwargs)
+
+    monkeypatch.setattr(compiler, "compile_fx_inner", compile_and_see)
+    model = fully_shard(nn.Linear(4, 4))
+    with capture_graphs():
+        loss = torch.compile(model, backend="zero3")(torch.ones(2, 4)).sum()
+    loss.backward()
+    assert marks == [1, 1]
+    assert not list(tmp_path.glob("zero3/*.compiles"))
+
+
 def _gathers(keep_mb):
     """Returns how often a step gathers, and finds its graph; runs differ in an option only."""
     torch._dynamo.reset()  # it may know the graph, and not ask the cache
@@ -211,6 +232,19 @@ def test_ranks_find_what_was_compiled_for_them_ahead_of_time(new_processes, tmp_
     assert ran.returncode == 0, ran.stderr
     assert "2 x FSDPBlock_0" in ran.stdout
     assert new_processes(_step_by_messages) == [(1, 0)] * 2
+
+
+@pytest.mark.inductor
+def test_only_graphs_that_are_recorded_are_not_stored(one_rank):
+    recorded, other = (shard(Stack(depth=depth))[0] for depth in (1, 2))
+    stored = []
+    with record_graphs(registered_in(recorded)):
+        for model in (recorded, other):
+            torch.compiler.reset()
+            before = compiler.count_of_stored_graphs()
+            mean_square(compiled(model, "zero3"), batch_of(2, 8)).backward()
+            stored.append(compiler.count_of_stored_graphs() - before)
+    assert stored == [0, 1]
 
 
 @pytest.mark.inductor

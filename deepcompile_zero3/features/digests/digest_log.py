@@ -42,8 +42,8 @@ class DigestLog:
 
     ``python -m deepcompile_zero3 digest A.jsonl B.jsonl`` compares two such files. A line is
     written at once, so that a run that is killed leaves all lines before it, and half a line at the
-    end of a file is dropped. A run that goes on from a checkpoint appends to its file. If it takes
-    a step again, the later line counts.
+    end of a file is dropped. A run that goes on from a checkpoint appends to its file, and replaces
+    the digests of all steps after ``start``, also of those that it does not take again.
 
     Attributes:
         steps: number of steps taken: ``start`` and the calls of ``step``.
@@ -138,7 +138,8 @@ class Run:
 
     Attributes:
         settings: number of ranks and release of torch, of the latest start.
-        digests: the digest of each step that was logged, in order of steps.
+        digests: the digest of each logged step of the run that started last and of those that it
+            went on from, in order of steps.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
@@ -162,6 +163,8 @@ def read_log(path: str | os.PathLike[str]) -> Run:
                 run.digests[step] = TrainingDigest(**read)
             else:
                 run.settings = {"ranks": read["ranks"], "torch": read["torch"]}
+                # Steps after this start were another attempt's.
+                run.digests = {n: d for n, d in run.digests.items() if n <= read["start"]}
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise Zero3Error(
                 f"line {number} of {path} is not one of a DigestLog: {line[:80]!r}"

@@ -100,6 +100,7 @@ def offload_optimizer(
             for number, part in enumerate(parts):
                 for each in parts[number : number + 2]:
                     each.start_loading()
+                layers_of(optimizer).has_more_parts = number + 1 < len(parts)
                 with part.in_memory(), parameters_replaced(optimizer, part.parameters):
                     step()
                 for each in parts[max(number - 1, 0) : number]:

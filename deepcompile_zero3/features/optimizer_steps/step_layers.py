@@ -29,6 +29,8 @@ class StepLayers:
 
     Attributes:
         in_parts: steps some of the parameters at a time, or None.
+        has_more_parts: whether the call of the optimizer's own step is one of parts, and not the
+            last one.
         locally: puts other tensors in the place of DTensors, or None.
         has_step_of_its_class: whether nobody but a scheduler had put another function in place of
             ``step`` when the first layer came.
@@ -36,6 +38,7 @@ class StepLayers:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.in_parts: Layer | None = None
+        self.has_more_parts = False
         self.locally: Layer | None = None
         self.has_step_of_its_class = has_step_of_its_class(optimizer)
         own_step = function_of(optimizer.step)
@@ -78,6 +81,14 @@ def steps_in_parts(optimizer: torch.optim.Optimizer) -> bool:
     """Returns whether a layer of ``optimizer.step`` steps some of the parameters at a time."""
     layers = vars(optimizer).get(_LAYERS)
     return isinstance(layers, StepLayers) and layers.in_parts is not None
+
+
+def has_more_parts(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns whether a call of ``optimizer``'s own step, which hooks see, is of a part before the
+    last one.
+    """
+    layers = vars(optimizer).get(_LAYERS)
+    return isinstance(layers, StepLayers) and layers.has_more_parts
 
 
 def function_of(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,6 +1,7 @@
 """Compiles the graphs of a step for ranks that do not exist, so that theirs are found stored."""
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,7 +48,7 @@ class CompiledAhead(Document):
     graphs: list[GraphAhead] = field(default_factory=list)
 
     def _title(self) -> str:
-        return f"stored in {self.folder}"
+        return f"stored for ranks on CPUs, in {self.folder}"
 
     def _parts(self) -> Iterator[str | Table]:
         rows = []
@@ -77,11 +78,12 @@ def compile_ahead(
 ) -> CompiledAhead:
     """Compiles and stores the graphs of ``model(**call)`` and its backward.
 
-    The model has no data: its shards are memory that is never touched. Ranks that call
-    ``torch.compile(model, backend="zero3", options=options)(**call)`` on the same kind of machine,
-    with the same release of torch and the same folder of compiled code, and that exchange messages
-    (``transport="c10d"``), load what was stored. Resets Dynamo at its end, so that other compiled
-    code of this process is compiled or loaded again.
+    The model has no data: its shards are memory that is never touched. It is on the CPU, and so
+    are the graphs. Ranks that call ``torch.compile(model, backend="zero3",
+    options=options)(**call)`` on the CPU of the same kind of machine, with the same release of
+    torch and the same folder of compiled code, and that exchange messages (``transport="c10d"``),
+    load what was stored. Warns if this machine has a GPU. Resets Dynamo at its end, so that other
+    compiled code of this process is compiled or loaded again.
 
     Args:
         build, call, world_size, replicas, shard, options: see :func:`plan`.
@@ -101,6 +103,12 @@ def compile_ahead(
     if names := without_key(parsed.passes):
         raise Zero3Error(
             f"nothing that is compiled would be stored: uuid() of {', '.join(names)} returns None"
+        )
+    if torch.cuda.is_available():
+        warnings.warn(
+            "zero3: the graphs are compiled for CPUs, and ranks on this machine's GPUs would not "
+            "find them: let those compile in their first step",
+            stacklevel=2,
         )
     found = CompiledAhead(str(compiler.cache_folder()))
 

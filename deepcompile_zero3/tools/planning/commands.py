@@ -9,7 +9,6 @@ from typing import Any
 from deepcompile_zero3.tools.arguments import (
     add_numbers,
     add_outputs,
-    new_file,
     rate,
     run_plainly,
 )
@@ -27,7 +26,7 @@ def add_to(commands: Any) -> None:
     for name, run, about in (
         ("plan", _plan, "time and memory of a step on ranks that need not be there"),
         ("explain", _explain, "what the graphs of that step gather, keep and reduce"),
-        ("compile", _compile, "compiles the graphs of that step and stores them for its ranks"),
+        ("compile", _compile, "compiles the graphs of that step and stores them for ranks on CPUs"),
     ):
         command = commands.add_parser(name, help=about, description=about)
         command.set_defaults(run=functools.partial(run_plainly, run))
@@ -35,6 +34,7 @@ def add_to(commands: Any) -> None:
         add_outputs(command, page=name != "compile")
         add = command.add_argument
         if name != "compile":
+            add("--activations-mb", type=float, help="the option activations_mb of the backend")
             add("--machine", default="h100", choices=MACHINES, help="(default: h100)")
             add_numbers(command)
             within = "rate of a rank's link within its host, such as 400gbit"
@@ -49,7 +49,7 @@ def add_to(commands: Any) -> None:
         if name == "plan":
             knobs = f"a table of plans, one of {', '.join(sweep.KNOBS)} changed"
             add("--sweep", type=sweep.parse, metavar="NAME=A,B,...", help=knobs)
-            add("--picture", type=new_file, metavar="FILE", help="of the sweep")
+            add("--picture", type=sweep.picture, metavar="FILE", help="of the sweep")
 
 
 def _plan(arguments: argparse.Namespace) -> int:
@@ -67,23 +67,19 @@ def _sweep(arguments: argparse.Namespace, knob: str, values: list[sweep.Value]) 
             "--save writes the page of one plan: leave --sweep away, or take --picture"
         )
     machine = _machine(arguments)
-    plans = {
-        value: _planned(
-            arguments,
-            advise=False,
-            **sweep.arguments_of(knob, value, arguments.ranks, machine),
-        )
-        for value in values
-    }
+    asked = {v: sweep.arguments_of(knob, v, arguments.ranks, machine) for v in values}
+    for changes in asked.values():
+        job.check(argparse.Namespace(**vars(arguments) | changes))
+    plans = {v: _planned(arguments, advise=False, **changes) for v, changes in asked.items()}
     first = next(iter(plans.values()))
     told = ("", sweep.verdict(plans)) if knob == "layout" else ()
     print(text_of((sweep.table(knob, plans), *told, "", first.machine.provenance)))
-    if arguments.picture:
-        title = f"{first.report.model} on {first.machine.name}"
-        sweep.draw(title, knob, plans, arguments.picture)
     if arguments.json:
         found = [{knob: value} | plan.to_dict() for value, plan in plans.items()]
         arguments.json.write_text(json.dumps(found, indent=1))
+    if arguments.picture:
+        title = f"{first.report.model} on {first.machine.name}"
+        sweep.draw(title, knob, plans, arguments.picture)
     return 0
 
 

@@ -49,12 +49,7 @@ def fake_ranks(world_size: int, replicas: int = 1) -> Iterator[DeviceMesh]:
             "a plan needs a process without a process group, since it makes one of ranks that do "
             "not exist: make it in a process of its own, or call destroy_process_group() first"
         )
-    if world_size < 1:
-        raise ValueError(f"a plan needs a positive number of ranks, got {world_size}")
-    if replicas < 1 or world_size % replicas:
-        raise ValueError(
-            f"replicas is a divisor of the number of ranks, {world_size}; got {replicas}"
-        )
+    check_ranks(world_size, replicas)
     dist.init_process_group(
         "fake", rank=0, world_size=world_size, store=torch_internals.new_fake_store()
     )
@@ -63,6 +58,16 @@ def fake_ranks(world_size: int, replicas: int = 1) -> Iterator[DeviceMesh]:
         yield init_device_mesh("cpu", shape)
     finally:
         dist.destroy_process_group()
+
+
+def check_ranks(world_size: int, replicas: int) -> None:
+    """Raises ValueError if a number is not positive, or ``replicas`` does not divide the ranks."""
+    if world_size < 1:
+        raise ValueError(f"a plan needs a positive number of ranks, got {world_size}")
+    if replicas < 1 or world_size % replicas:
+        raise ValueError(
+            f"replicas is a divisor of the number of ranks, {world_size}; got {replicas}"
+        )
 
 
 @contextlib.contextmanager

@@ -16,8 +16,9 @@ from torch.distributed.tensor import Shard
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
+from deepcompile_zero3.graph_inputs import parse_options
 from deepcompile_zero3.tools.arguments import load, positive
-from deepcompile_zero3.tools.planning.graphs import ShardModel, shard_blocks
+from deepcompile_zero3.tools.planning.graphs import ShardModel, check_ranks, shard_blocks
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "as-built": None}
 _RESHARD = {"auto": None, "always": True, "never": False}
@@ -45,22 +46,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     spread = "shards parameters of fewer rows than ranks over their largest dimension"
     add("--spread", action="store_true", help=spread)
     add("--keep-mb", type=float, help="the option keep_mb of the backend")
-    add("--activations-mb", type=float, help="the option activations_mb of the backend")
     add("--gather-bucket-mb", type=float, help="the option gather_bucket_mb of the backend")
+
+
+def check(asked: argparse.Namespace) -> None:
+    """Raises ValueError if numbers of ranks or options of the backend are wrong."""
+    check_ranks(asked.ranks, asked.replicas)
+    parse_options(_options_of(asked))
+
+
+def _options_of(asked: argparse.Namespace) -> dict[str, float]:
+    names = ("keep_mb", "activations_mb", "gather_bucket_mb")
+    options = {name: vars(asked).get(name) for name in names}  # compile has no activations_mb
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def job_of(asked: argparse.Namespace) -> dict[str, Any]:
     """Returns the arguments of :func:`plan` and :func:`compile_ahead`, without the machine."""
     build, call, shard = _model_of(asked)
-    names = ("keep_mb", "activations_mb", "gather_bucket_mb")
-    options = {name: getattr(asked, name) for name in names}
     return {
         "build": build,
         "call": call,
         "world_size": asked.ranks,
         "replicas": asked.replicas,
         "shard": shard,
-        "options": {name: value for name, value in options.items() if value is not None},
+        "options": _options_of(asked),
     }
 
 

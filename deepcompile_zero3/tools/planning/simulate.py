@@ -28,6 +28,9 @@ from deepcompile_zero3.tools.planning.memory import KINDS, Memory
 from deepcompile_zero3.tools.planning.twins import Twin, names_in, twins_of
 from deepcompile_zero3.tools.timeline import Span, Timeline
 
+# Ends the kind of a collective between replicas that ranks of one replica have too.
+OVER_REPLICAS = " over replicas"
+
 
 @dataclass
 class Traffic:
@@ -353,7 +356,7 @@ class _Simulation:
     ) -> Span:
         seconds = self.machine.seconds_of_collective(op, nbytes, ranks)
         local, remote = self.machine.bytes_over_links(op, nbytes, ranks)
-        name = f"{op} over replicas" if over_replicas else op
+        name = op + OVER_REPLICAS if over_replicas else op
         start = max(self.now, self.link_free)
         self.link_free = start + seconds
         launched = Span(lane, name, start, self.link_free, names, nbytes)

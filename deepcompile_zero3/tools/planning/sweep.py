@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from deepcompile_zero3.tools.arguments import new_file, positive
 from deepcompile_zero3.tools.planning.machine import Machine
 from deepcompile_zero3.tools.planning.memory import KINDS
 from deepcompile_zero3.tools.planning.predicted import Plan
@@ -24,7 +25,7 @@ def _layout(text: str) -> str:
 LAYOUTS = ("flat", "replicas", "parts")
 _OF_BACKEND = ("keep_mb", "activations_mb", "gather_bucket_mb")
 KNOBS: dict[str, Callable[[str], Value]] = {
-    **dict.fromkeys(("ranks", "batch", "sequence"), int),
+    **dict.fromkeys(("ranks", "batch", "sequence"), positive),
     **dict.fromkeys(_OF_BACKEND, float),
     "layout": _layout,
 }
@@ -40,6 +41,19 @@ def parse(text: str) -> tuple[str, list[Value]]:
     except ValueError:
         of = ", ".join(LAYOUTS) if knob == "layout" else "numbers"
         raise argparse.ArgumentTypeError(f"NAME=A,B,... of {of}, got {text!r}") from None
+
+
+def picture(text: str) -> Path:
+    """Returns the absolute path of a new file that :func:`draw` can write."""
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:
+        message = "a picture needs matplotlib: pip install matplotlib"
+        raise argparse.ArgumentTypeError(message) from None
+    path, kinds = new_file(text), FigureCanvasBase.get_supported_filetypes()
+    if path.suffix.removeprefix(".").lower() not in kinds:
+        raise argparse.ArgumentTypeError(f"a name that ends in .{', .'.join(kinds)}, got {text!r}")
+    return path
 
 
 def arguments_of(knob: str, value: Value, ranks: int, machine: Machine) -> dict[str, Any]:
@@ -112,10 +126,8 @@ def verdict(plans: Mapping[Value, Plan]) -> str:
 
 def draw(title: str, knob: str, plans: Mapping[Value, Plan], path: Path) -> None:
     """Draws bars of the step's seconds and of the memory at the peak, for each value."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("a picture needs matplotlib: pip install matplotlib") from error
+    from matplotlib.figure import Figure
+
     names = list(map(str, plans))
     figure = Figure(figsize=(10, 4), layout="constrained")
     figure.suptitle(title)

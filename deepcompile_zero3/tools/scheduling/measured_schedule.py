@@ -30,6 +30,7 @@ from deepcompile_zero3.transport.json_collectives import all_gather_json
 from deepcompile_zero3.transport.on_all_ranks import ErrorOnARank, line_of, on_all_ranks
 
 _CALL = "MeasuredSchedule"
+_STAY = "the options stay"  # begins the reason, where no other schedule was chosen
 _WORTH = 0.01  # fraction of a step that a schedule has to save, by the clock
 _TRIED = 0.02  # fraction of a step that it has to save in the simulation, to be tried
 _VERSION = 1  # version of the file's format
@@ -84,7 +85,7 @@ class MeasuredSchedule:
         ValueError: ``skip``, ``steps`` or ``turns`` is not positive.
         Zero3Error: no parameter is sharded; parameters lie on several meshes or dimensions, or have
             a budget of memory; another schedule of the model is not settled; ranks give other
-            numbers of steps; or ``file`` is something else, or cannot be written.
+            numbers of steps; or ``file`` is something else, or is to be written and cannot.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class MeasuredSchedule:
         try:
             next(self._phases, None)
         except BaseException as error:
-            self._settle(None, f"the options stay: {line_of(error)}")
+            self._settle(None, f"{_STAY}: {line_of(error)}")
             raise
 
     def __repr__(self) -> str:
@@ -154,20 +155,18 @@ class MeasuredSchedule:
         try:
             first, best, saved = self._search(recording, steps)
         except ErrorOnARank as error:
-            self._settle(None, f"the options stay: {error}")
+            self._settle(None, f"{_STAY}: {error}")
             if self._group.rank() == 0:
                 _log.warning("MeasuredSchedule: %s", self.reason)
             return
         del recording, steps
         if best == first:
-            reason = f"the options stay: simulations save {saved} at best"
+            reason = f"{_STAY}: simulations save {saved} at best"
             self._settle(None, reason, saves=first)
             return
-        try:
-            yield from MeasuredSchedule._compare(self, parameters, first, best, saved)
-        except GeneratorExit:  # nobody waits for the choice any more
-            _apply(parameters, None)
-            raise
+        # If this is dropped, what was applied last stays, alike on all ranks: they collect
+        # garbage at different times.
+        yield from MeasuredSchedule._compare(self, parameters, first, best, saved)
 
     def _search(
         self, recording: Recording, steps: list[RecordedStep]
@@ -224,7 +223,7 @@ class MeasuredSchedule:
         if after < before * (1 - _WORTH):
             self._settle(best, text, saves=best)
         else:
-            self._settle(None, f"the options stay: {text}", saves=first)
+            self._settle(None, f"{_STAY}: {text}", saves=first)
 
     def _clock(self) -> float:
         if self._mesh.device_type != "cpu":
@@ -274,11 +273,13 @@ class MeasuredSchedule:
         counts = [self._skip, self._steps, self._turns]
         if any(theirs != counts for theirs in all_gather_json(_CALL, counts, self._group)):
             raise Zero3Error("MeasuredSchedule: ranks give other skip, steps or turns")
-        saved = all_gather_json(_CALL, on_all_ranks(_CALL, self._read, self._group), self._group)
         if not all(each.handle.can.sends_messages for each in self._parameters):
-            self._settle(None, "the options stay: ranks share memory, where gathers move nothing")
-        elif saved[0] is not None:
+            self._settle(None, f"{_STAY}: ranks share memory, where gathers move nothing")
+            return
+        saved = all_gather_json(_CALL, on_all_ranks(_CALL, self._read, self._group), self._group)
+        if saved[0] is not None:
             schedule, reason = saved[0]
+            reason = reason.replace(_STAY, "the options of the run that measured", 1)
             self._settle(Schedule(*schedule), f"taken from {self._file}: {reason}")
 
     def _read(self) -> Any:
@@ -291,25 +292,24 @@ class MeasuredSchedule:
         file = self._file
         if file is None or self._group.rank() > 0:
             return None
-        if not os.access(file.parent, os.W_OK):
+        if file.exists():
+            try:
+                saved = json.loads(file.read_text())
+                if (saved["version"], saved["model"]) == (_VERSION, self._key()):
+                    options = Options().with_schedule(Schedule(**saved["options"]))
+                    return options.schedule, str(saved["reason"])
+            except (OSError, ValueError, TypeError, KeyError) as error:
+                raise Zero3Error(
+                    f"MeasuredSchedule: {file} is not one of its files ({line_of(error)}): "
+                    "remove it"
+                ) from error
+            warnings.warn(
+                f"MeasuredSchedule: {file} is of another model, number of ranks or version: steps "
+                "are measured anew, and it is replaced",
+                stacklevel=5,
+            )
+        if not os.access(file.parent, os.W_OK):  # where the choice will be saved
             raise Zero3Error(f"MeasuredSchedule: {file.parent} is no folder that can be written to")
-        if not file.exists():
-            return None
-        try:
-            saved = json.loads(file.read_text())
-            is_ours = (saved["version"], saved["model"]) == (_VERSION, self._key())
-            if is_ours:
-                options = Options().with_schedule(Schedule(**saved["options"]))
-                return options.schedule, str(saved["reason"])
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise Zero3Error(
-                f"MeasuredSchedule: {file} is not one of its files ({line_of(error)}): remove it"
-            ) from error
-        warnings.warn(
-            f"MeasuredSchedule: {file} is of another model, number of ranks or version: steps are "
-            "measured anew, and it is replaced",
-            stacklevel=5,
-        )
         return None
 
 

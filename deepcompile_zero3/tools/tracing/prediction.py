@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.graph.capture import CapturedGraph, CapturedGraphs
 from deepcompile_zero3.graph.size import nbytes_of_tensor
-from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.model import sources_beside
 from deepcompile_zero3.sharding.source import Source, parameters_behind
 from deepcompile_zero3.tools.planning.kernels import Kernel, kernels_of
@@ -25,7 +24,12 @@ from deepcompile_zero3.tools.planning.measure import (
     measure_kernels,
     measure_links,
 )
-from deepcompile_zero3.tools.planning.simulate import Assumptions, gathered_by, simulate
+from deepcompile_zero3.tools.planning.simulate import (
+    OVER_REPLICAS,
+    Assumptions,
+    gathered_by,
+    simulate,
+)
 from deepcompile_zero3.tools.timeline import Timeline
 from deepcompile_zero3.tools.tracing.profile import Event, collectives_of
 from deepcompile_zero3.torch_internals import compiler, local_tensor
@@ -103,8 +107,6 @@ def _what_ran(
     if profiled is None:
         raise Zero3Error("a profile could not be read")
     events, step = profiled
-    if _C.in_backward():
-        raise Zero3Error("the optimizer steps inside of a backward")
     inside = [event.name for event in events if step.start <= event.start < step.end]
     runs = Counter(
         name.removeprefix(compiler.REGION) for name in inside if name.startswith(compiler.REGION)
@@ -130,7 +132,11 @@ def _what_ran(
         sent = collectives_of(events, step)
         any_machine = Assumptions(MACHINES["h100"])
         traffic = simulate(ran, parameters, any_machine).traffic
-        planned = {op: (each.number, each.nbytes) for op, each in traffic.items()}
+        planned: dict[str, tuple[int, int]] = {}
+        for kind, each in traffic.items():
+            op = kind.removesuffix(OVER_REPLICAS)  # as ranges of a profile name it
+            number, nbytes = planned.get(op, (0, 0))
+            planned[op] = number + each.number, nbytes + each.nbytes
         if sent != planned:
             raise Zero3Error(
                 f"the step sends {_told(sent)}, and its graphs {_told(planned)}: code that is not "

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import os
 import runpy
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from deepcompile_zero3.features.optimizer_steps.step_layers import has_more_parts
 from deepcompile_zero3.graph.capture import CapturedGraphs, capture_graphs
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.tools.arguments import add_numbers, add_outputs, positive
@@ -105,8 +105,6 @@ def _wrong_in(args: argparse.Namespace) -> str:
     """Returns the error in the arguments, if any, before the script is run."""
     if not os.path.isfile(args.script):
         return f"there is no file {args.script}"
-    if args.save and importlib.util.find_spec("plotly") is None:
-        return '--save needs plotly: pip install "deepcompile_zero3[report]"'
     if args.set and not args.machine:
         return "--set is of a --machine"
     try:
@@ -120,7 +118,9 @@ class Steps:
     """Counts a script's training steps by the steps of its optimizers.
 
     A training step ends when an optimizer steps that has already stepped at or after the previous
-    end, or when the first optimizer of all steps. Several optimizers of one step thus count once.
+    end, or when the first optimizer of all steps. Several optimizers of one step thus count once,
+    and so do the parts of an optimizer's step. What steps in a backward is a part, too: the call of
+    ``optimizer.step()`` after it counts, since torch's profiler does not survive a step there.
 
     Attributes:
         ended: the number of training steps that have ended.
@@ -136,6 +136,8 @@ class Steps:
 
     def __call__(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         """Notes that an optimizer has stepped."""
+        if _C.in_backward() or has_more_parts(optimizer):
+            return
         self.optimizers.add(optimizer)
         if not self._stepped or optimizer in self._stepped:
             self._stepped.clear()
@@ -217,7 +219,7 @@ def _too_short(ended: int, args: argparse.Namespace) -> str:
     text = (
         f"{args.script} took {ended} step{'' if ended == 1 else 's'} and ended, where --skip "
         f"{args.skip} and --steps {args.steps} need {args.skip + args.steps}. A step ends where "
-        "an optimizer of torch.optim has stepped"
+        "an optimizer of torch.optim has stepped, outside of a backward"
     )
     if ended == 0:
         text += (

@@ -72,6 +72,17 @@ def test_the_later_line_of_a_step_counts(tmp_path):
     assert found == {2: training_digest(_model(1.0)), 4: training_digest(_model(2.0))}
 
 
+def test_nothing_is_left_of_an_attempt_that_another_replaces(tmp_path):
+    path = tmp_path / "run.jsonl"
+    _log(path, 6, value=1.0)
+    _log(path, 2, value=2.0)
+    assert read_log(path).digests == {2: training_digest(_model(2.0))}
+
+    _log(path, 6, start=2, value=2.0)
+    _log(path, 4, start=4, value=3.0)
+    assert list(read_log(path).digests) == [2, 4]
+
+
 def _one_writes(path):
     model, _ = shard_stack()
     log = DigestLog(path, model, every=1)

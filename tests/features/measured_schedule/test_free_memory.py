@@ -1,7 +1,7 @@
 """``MeasuredSchedule`` takes what was free beside the measured steps, and no more."""
 
 import pytest
-from features.measured_schedule.test_measured_schedule import known, stack, train
+from support.measured_schedules import known, stack, train
 
 from deepcompile_zero3 import MeasuredSchedule
 

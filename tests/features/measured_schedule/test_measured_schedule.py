@@ -3,122 +3,24 @@
 Most tests replace the clocks of ranks and the machine's numbers, so that they know what is best.
 """
 
-import collections
-import contextlib
-import json
 import os
-import random
 import re
 import tempfile
-import warnings
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.extensions import Bf16Gathered, wrap
-from support.models import INDUCTOR_TOO, Stack, batch_of, mean_square, mine, optimizers_of, shard
+from support.measured_schedules import OPTIONS, STEPS, chosen, known, stack, train
+from support.models import INDUCTOR_TOO, batch_of, mean_square, mine
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
-from deepcompile_zero3 import (
-    FileOffloadPolicy,
-    Link,
-    Machine,
-    MeasuredSchedule,
-    Schedule,
-    Zero3Error,
-    fully_shard,
-    record_collectives,
-)
+from deepcompile_zero3 import FileOffloadPolicy, MeasuredSchedule, Zero3Error, fully_shard
 from deepcompile_zero3.graph.recording import is_recording_graphs
 from deepcompile_zero3.sharding.module_parameters import registered_in
 from deepcompile_zero3.tools.scheduling import measured_schedule
-from deepcompile_zero3.tools.scheduling.measured_step import MeasuredStep
-
-OPTIONS = {"inductor": False, "gather_bucket_mb": 4, "keep_mb": 0}
-STEPS = 40
-
-# Gathers take most of a step, so that it is worth to keep what was gathered.
-MACHINE = Machine(
-    name="slow links",
-    flops={torch.float32: 1e12},
-    bandwidth=1e11,
-    update_bandwidth=1e11,
-    launch=1e-6,
-    memory=float("inf"),
-    ranks_per_host=4,
-    local=Link(1e-5, 1e7),
-    remote=Link(1e-5, 1e7),
-    backend="gloo",
-)
-
-
-@contextlib.contextmanager
-def known(quicker, free=1 << 40):
-    """Gives this rank a clock and measurements of its own, with noise.
-
-    A step takes a second, and ``quicker`` of it with another schedule.
-    """
-    noise = random.Random(dist.get_rank())
-    now = collections.Counter()
-
-    def clock(schedule):
-        seconds = 1.0 if schedule._parameters[0].schedule is None else quicker
-        now[schedule] += seconds * noise.uniform(0.95, 1.05)
-        return now[schedule]
-
-    def measured(steps, times):
-        assert all(run.seconds > run.waited > 0 for step in steps for run in step.runs)
-        numbers = (0.1 / times, 0.2 / times, 0.6 / times)
-        return MeasuredStep(*(number * noise.uniform(0.9, 1.1) for number in numbers))
-
-    with (
-        mock.patch.object(MeasuredSchedule, "_clock", clock),
-        mock.patch.object(MeasuredSchedule, "_machine", return_value=MACHINE),
-        mock.patch.object(measured_schedule, "measured_step", measured),
-        mock.patch.object(measured_schedule, "free_bytes", return_value=free),
-        mock.patch.object(measured_schedule, "_MEASURING", 0),
-    ):
-        yield
-
-
-def stack(transport="c10d", depth=4, width=32):
-    torch.manual_seed(0)
-    model = Stack(width, depth)
-    model, _ = shard(model, model.blocks, transport=transport)
-    return model
-
-
-def train(model, schedule=None, options=OPTIONS, micro_batches=1, steps=STEPS):
-    """Returns the losses of steps of a model compiled now, and how often the last one gathered."""
-    torch.compiler.reset()
-    run = torch.compile(model, backend="zero3", options=options)
-    [optimizer] = optimizers_of(model)
-    losses = []
-    for number in range(steps):
-        with record_collectives() as log:
-            for _ in range(micro_batches):
-                loss = mean_square(run, mine(batch_of(4, model.head.in_features, seed=number)))
-                loss.backward()
-                losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-        if schedule is not None:
-            schedule.step()
-    return losses, sum(each.op == "all_gather" for each in log)
-
-
-def _chosen(quicker, micro_batches=1, file=None):
-    expected, gathers = train(stack(), micro_batches=micro_batches)
-    model = stack()
-    with known(quicker):
-        schedule = MeasuredSchedule(model, file)
-        losses, fewer = train(model, schedule, micro_batches=micro_batches)
-    assert schedule.is_settled
-    assert not is_recording_graphs()
-    assert losses == expected
-    return schedule.schedule, schedule.reason, gathers, fewer
 
 
 @pytest.mark.parametrize(
@@ -131,7 +33,7 @@ def _chosen(quicker, micro_batches=1, file=None):
 def test_ranks_agree_on_a_quicker_schedule_whatever_their_clocks_say(
     run_ranks, ranks, micro_batches
 ):
-    of_ranks = run_ranks(ranks, _chosen, 0.8, micro_batches)
+    of_ranks = run_ranks(ranks, chosen, 0.8, micro_batches)
     assert len(set(of_ranks)) == 1
     schedule, reason, gathers, fewer = of_ranks[0]
     assert schedule.keep_mb > 0
@@ -143,72 +45,18 @@ def test_ranks_agree_on_a_quicker_schedule_whatever_their_clocks_say(
 
 @pytest.mark.more
 def test_a_schedule_that_the_clock_does_not_find_quicker_is_taken_back(run_ranks):
-    for schedule, reason, gathers, fewer in run_ranks(2, _chosen, 1.2):
+    for schedule, reason, gathers, fewer in run_ranks(2, chosen, 1.2):
         assert schedule is None
         assert re.match(r"the options stay: .* ms with gather_bucket_mb=4, .*\(\+", reason)
         assert fewer == gathers
-
-
-def _twice(file):
-    first, *_ = _chosen(0.8, file=file)
-    model = stack()
-    schedule = MeasuredSchedule(model, file)
-    assert schedule.is_settled
-    assert not is_recording_graphs()
-    assert schedule.reason.startswith(f"taken from {file}: 1,")
-    with pytest.raises(BackendCompilerFailed, match="MeasuredSchedule takes no account"):
-        train(model, options={"inductor": False, "activations_mb": 8}, steps=1)
-    _, gathers = train(model, schedule, steps=2)
-    return first, schedule.schedule, gathers
-
-
-@pytest.mark.more
-def test_a_later_run_takes_the_choice_from_the_file(run_ranks, tmp_path):
-    file = tmp_path / "schedule.json"
-    of_ranks = run_ranks(2, _twice, str(file))
-    for first, second, gathers in of_ranks:
-        assert first == second
-        assert isinstance(second, Schedule)
-        assert gathers == of_ranks[0][2]
-    assert json.loads(file.read_text())["options"] == of_ranks[0][1]._asdict()
-    assert [each.name for each in tmp_path.iterdir()] == ["schedule.json"]
-
-
-def _another_model(file):
-    _chosen(1.2, file=file)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        schedule = MeasuredSchedule(stack(depth=3), file)
-    assert not schedule.is_settled
-    caught = [each for each in caught if "MeasuredSchedule" in str(each.message)]
-    assert all(each.filename == __file__ for each in caught)
-    return [str(each.message) for each in caught]
-
-
-@pytest.mark.more
-def test_a_file_of_another_model_is_told_and_replaced(run_ranks, tmp_path):
-    told, nothing = run_ranks(2, _another_model, str(tmp_path / "schedule.json"))
-    assert len(told) == 1
-    assert "is of another model, number of ranks or version" in told[0]
-    assert nothing == []
-
-
-def _unreadable(file):
-    with pytest.raises(Zero3Error, match=r"is not one of its files .*: remove it"):
-        MeasuredSchedule(stack(), file)
-
-
-@pytest.mark.parametrize("text", ["", "[]", '{"version": 1}', '{"model": "", "options": 3}'])
-def test_a_file_of_something_else_is_an_error_on_all_ranks(run_ranks, tmp_path, text):
-    (tmp_path / "schedule.json").write_text(text)
-    run_ranks(2, _unreadable, str(tmp_path / "schedule.json"))
 
 
 def _stays(case):
     model = stack("shared_memory" if case == "shared memory" else "c10d")
     if case == "compiled before":
         train(model, steps=1)
-    schedule = MeasuredSchedule(model, "unused.json")
+    file = "/nowhere/unused.json" if case == "shared memory" else "unused.json"
+    schedule = MeasuredSchedule(model, file)
     run = torch.compile(model, backend="zero3", options=OPTIONS)
     if case != "compiled before":
         torch.compiler.reset()
@@ -273,17 +121,32 @@ def _dropped_while_two_are_compared():
         schedule = MeasuredSchedule(model)
         train(model, schedule, steps=7)
         parameter = registered_in(model)[0]
-        assert parameter.schedule is not None
+        assert (applied := parameter.schedule) is not None
         with pytest.raises(Zero3Error, match="another one of this model"):
             MeasuredSchedule(model)
-        del schedule
-    assert parameter.schedule is None
+        del schedule  # at another time on each rank, if it is in a cycle
+    assert parameter.schedule == applied
     MeasuredSchedule(model)
+    assert parameter.schedule is None
 
 
 @pytest.mark.more
-def test_a_schedule_that_is_dropped_leaves_the_options(run_ranks):
+def test_a_schedule_that_is_dropped_changes_nothing(run_ranks):
     run_ranks(2, _dropped_while_two_are_compared)
+
+
+def _beside_another():
+    measured, other = stack(), stack(depth=3)
+    schedule = MeasuredSchedule(measured)
+    options = {"inductor": False, "activations_mb": 8}
+    for model, message in ((measured, "MeasuredSchedule takes no account"), (other, "on a CPU")):
+        with pytest.raises(BackendCompilerFailed, match=message):
+            train(model, options=options, steps=1)
+    assert not schedule.is_settled
+
+
+def test_other_models_may_have_options_that_it_refuses(run_ranks):
+    run_ranks(2, _beside_another)
 
 
 def _raising():
