@@ -26,5 +26,12 @@ class ReplicatedGradient(DTensor):
         with torch_internals.WithoutTorchFunction():
             return func(*args, **(kwargs or {}))
 
+    @staticmethod
+    def __tensor_unflatten__(*args: Any) -> "ReplicatedGradient":
+        """See DTensor: what Dynamo has taken apart gets its class back."""
+        result = DTensor.__tensor_unflatten__(*args)
+        result.__class__ = ReplicatedGradient
+        return result
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return memo.setdefault(id(self), self.detach().clone())

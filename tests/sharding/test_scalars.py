@@ -304,3 +304,14 @@ def _trains_empty(how, transport):
 @pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
 def test_parameters_without_elements_are_trained(run_ranks, how, transport):
     run_ranks(2, _trains_empty, how, transport)
+
+
+def test_a_compiled_step_of_an_optimizer_may_step_scalars(one_rank):
+    model, reference = shard(_Gated())
+    compiled_optimizer, optimizer = optimizers_of(model, reference)
+    compiled_step = torch.compile(compiled_optimizer.step, backend="aot_eager")
+    for seed in range(2):
+        for run, step in ((model, compiled_step), (reference, optimizer.step)):
+            mean_square(run, batch_of(4, 6, seed=seed)).backward()
+            step()
+        assert_same_parameters(model, reference)
