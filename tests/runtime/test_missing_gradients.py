@@ -237,6 +237,7 @@ def test_hooks_run_in_one_order_on_all_ranks(run_ranks, transport):
 def _one_head_now_and_then(transport):
     """Returns the order of hooks in steps of which the first leaves a head out on rank 1."""
     model = fully_shard(TwoHeads(), transport=transport)
+    model.set_reduce_scatter_unused_params(True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step_in_backward(model, optimizer, bucket_mb=1e-5)
     order = []
