@@ -12,7 +12,10 @@ def source_key() -> str:
     """Returns a hash of the names and contents of the Python files, as they are now."""
     found = hashlib.sha256()
     for path in sorted(_PACKAGE.rglob("*.py")):
-        content = path.read_bytes()
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:  # an editor's lock, or somebody is changing the files
+            continue
         found.update(f"{path.relative_to(_PACKAGE)}\0{len(content)}\0".encode() + content)
     return found.hexdigest()
 

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <exception>
 
 #include "kernels/sum.h"
 #include "support/error.h"
@@ -49,7 +50,7 @@ void Mailbox::poll_everywhere() {
     if (!mailbox || mailbox.get() == this) continue;
     try {
       mailbox->poll(/*all=*/true);
-    } catch (const c10::Error&) {  // what waits there, perhaps on another thread, gets it too
+    } catch (const std::exception&) {  // what waits there, perhaps on another thread, gets it too
     }
   }
 }

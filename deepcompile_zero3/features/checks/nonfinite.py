@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -83,7 +83,7 @@ def _nonfinite_gradients(reduced: Sequence[tuple[ShardedParameter, torch.Tensor]
     )
 
 
-def _groups_between_meshes(parameters: Iterable[ShardedParameter]) -> list[dist.ProcessGroup]:
+def _groups_between_meshes(parameters: Collection[ShardedParameter]) -> list[dist.ProcessGroup]:
     """Returns the groups of ranks with parts of one parameter on meshes of their own, in one order.
 
     Ranks of tensor parallelism are such. Those of experts that are all on one mesh with other
@@ -91,7 +91,8 @@ def _groups_between_meshes(parameters: Iterable[ShardedParameter]) -> list[dist.
     """
     models = dict.fromkeys(parameter.model for parameter in parameters)
     layouts = [parameter.layout for model in models if model for parameter in model.parameters]
-    met = [set(layout.ranks.mesh.mesh.flatten().tolist()) for layout in layouts]
+    meshes = dict.fromkeys(parameter.layout.ranks for parameter in parameters)
+    met = [set(ranks.mesh.mesh.flatten().tolist()) for ranks in meshes]
     groups = dict.fromkeys(
         group for layout in layouts if layout.inner for group in layout.inner.mesh.get_all_groups()
     )
