@@ -176,8 +176,8 @@ class ParameterGroup:
         _C.note_skipped_gathers([parameter.handle for parameter in self.parameters])
         if not _C.in_backward():
             for group in _alive(self.forward_prefetch):
-                if group.start_gather():
-                    forward.prefetched.append(group)
+                group.start_gather()
+                forward.prefetched.append(group)
 
     def _keeps(self, parameter: ShardedParameter) -> bool:
         """Returns whether an eager forward keeps what autograd saves of a parameter for backward.
@@ -242,17 +242,13 @@ class ParameterGroup:
         changed += [parameter.fqn for parameter in parameters if parameter.reshard()]
         return changed
 
-    def start_gather(self) -> bool:
-        """Starts to gather the parameters that are not gathered yet, if there are any.
-
-        Returns whether a gather has started, and none had before.
-        """
-        missing = [p for p in self.parameters if p.handle.gathered is None]
-        if self._gathering is not None or not missing:
-            return False
-        republish_if_recomputing(missing)
-        self._gathering = AllGather(missing)
-        return True
+    def start_gather(self) -> None:
+        """Starts to gather the parameters that are not gathered yet."""
+        if self._gathering is None:
+            missing = [p for p in self.parameters if p.handle.gathered is None]
+            if missing:
+                republish_if_recomputing(missing)
+                self._gathering = AllGather(missing)
 
     @torch_internals.disable_dynamo
     def gather(self) -> None:
@@ -347,7 +343,8 @@ class ParameterGroup:
             _C.wait_for_shards()  # no backward will
         groups = dict.fromkeys([self, *forward.saved.stop()])
         for group in forward.prefetched:
-            group._gathering = None  # no longer needed
+            if not group._unshard_called:
+                group._gathering = None  # no longer needed
         return list(groups)
 
 
