@@ -158,6 +158,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("end_forward", &GatherOrders::end_forward)
       .def("end_backward", &GatherOrders::end_backward)
       .def_readwrite("bytes_ahead", &GatherOrders::bytes_ahead);
+  struct RecordedForwardContext {
+    std::optional<RecordedForward> scope;
+  };
+  py::class_<RecordedForwardContext>(m, "RecordedForward")
+      .def(py::init<>())
+      .def("__enter__", [](RecordedForwardContext& context) { context.scope.emplace(); })
+      .def("__exit__",
+           [](RecordedForwardContext& context, const py::args&) { context.scope.reset(); });
   py::class_<ForwardEpochs>(m, "ForwardEpochs")
       .def(py::init([](const py::sequence& sources) {
         std::vector<SourcePtr> result;
@@ -222,7 +230,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
 
   m.def("announce_presences", &announce_presences, py::call_guard<py::gil_scoped_release>());
-  m.def("add_uses", &add_uses, py::call_guard<py::gil_scoped_release>());
+  m.def("exchange_presences", &exchange_presences, py::call_guard<py::gil_scoped_release>());
   m.def(
       "wait_for_shards", [] { wait_for_host_copies(CopyStream::kShards); },
       py::call_guard<py::gil_scoped_release>());
@@ -240,10 +248,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("running_backward", &running_backward);
   m.def("in_backward", &in_backward);
   m.def("handles_signals", &handles_signals);
-  m.def("forget_uses", [](int64_t model_number) {
-    for (auto& parameter : Registry::get().of_model(model_number))
-      parameter->gradients.forget_uses();
-  });
   m.def("live_model_numbers", [] { return Registry::get().live_model_numbers(); });
   m.def("read_gathered", &read_gathered, py::call_guard<py::gil_scoped_release>());
   m.def("read_as", &read_as, py::call_guard<py::gil_scoped_release>());

@@ -102,7 +102,7 @@ Tensor reduce_grad(const Tensor& grad, const Tensor& whose, const std::optional<
     parameter->deposit(grad);
   } else {
     check_reducible(*parameter, contract);
-    Reduction::current()->add(parameter, grad, /*owned=*/false);
+    Reduction::current()->add(parameter, grad, /*owned=*/false, /*is_only_one=*/use == 0);
   }
   return token(grad);
 }
@@ -188,8 +188,8 @@ Tensor plain_gradient(const Tensor& grad, const Tensor& whose) {
       .copy_(grad);
 }
 
-// Number of this use of a traced placeholder. A compiler merges two equal nodes, but the same
-// gradient for two uses must count twice.
+// Number of this use of a traced placeholder, from 1 on. A compiler merges two equal nodes, but the
+// same gradient for two uses must count twice. To autograd, they are one use, of the graph.
 int64_t next_traced_use(const Tensor& placeholder) {
   struct Uses {
     c10::weak_intrusive_ptr<c10::TensorImpl> traced;
@@ -203,7 +203,7 @@ int64_t next_traced_use(const Tensor& placeholder) {
                                  [](auto& uses) { return uses.traced._unsafe_get_target(); });
   if (found == all.end())
     found = all.insert(all.end(), {c10::weak_intrusive_ptr(placeholder.getIntrusivePtr()), 0});
-  return found->number++;
+  return ++found->number;
 }
 
 class Unshard : public torch::autograd::Function<Unshard> {
@@ -254,7 +254,7 @@ Tensor apply_unshard(const Tensor& placeholder, std::string contract,
   auto full = Unshard::apply(placeholder, contract, gathered, saves_ordinal);
   if (!full.requires_grad()) return full;
   declare_grad_dtype(full, contract_dtype(contract));
-  if (parameter) add_uses({parameter}, /*first=*/false);
+  if (parameter) exchange_presences({parameter});  // a recomputed forward may be the first action
   return full;
 }
 
@@ -325,11 +325,6 @@ TORCH_LIBRARY_IMPL(zero3, SparseCUDA, m) { m.impl("reduce_grad", reduce_grad); }
 TORCH_LIBRARY_IMPL(zero3, Autograd, m) {
   m.impl("unshard", unshard_autograd);
   m.impl("unshard_as", unshard_as_autograd);
-}
-
-void add_uses(const std::vector<ParameterPtr>& parameters, bool first) {
-  for (auto& parameter : parameters) parameter->add_use(first);
-  exchange_presences(parameters);
 }
 
 Tensor read_gathered(const ParameterPtr& parameter) {

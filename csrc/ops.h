@@ -8,10 +8,6 @@
 
 namespace zero3 {
 
-// Notes differentiable uses in a forward: see Parameter::add_use. A recomputed forward repeats uses
-// already noted, and is a moment to exchange_presences().
-void add_uses(const std::vector<ParameterPtr>& parameters, bool first);
-
 // Returns the gathered full tensor, differentiable like the result of zero3::unshard. For eager
 // code, which is trusted not to write to the tensor; a write is detected when the tensor is freed.
 at::Tensor read_gathered(const ParameterPtr& parameter);

@@ -190,8 +190,8 @@ class CompiledGraph:
         # Graphs of several models gather nothing ahead.
         if parameters and (model := parameters[0].model) is not None:
             model.gather_orders.bytes_ahead = self._bytes_ahead
-        with compiled_forward(parameters, self._is_forward) as is_whole:
-            return self._forward(args, sources, parameters, as_traced, is_whole)
+        with compiled_forward(parameters, self._is_forward):
+            return self._forward(args, sources, parameters, as_traced)
 
     def _forward(
         self,
@@ -199,7 +199,6 @@ class CompiledGraph:
         sources: list[Source],
         parameters: list[ShardedParameter],
         as_traced: bool,
-        is_whole: bool,
     ) -> Any:
         if not as_traced:
             # requires_grad or grad_dtype changed after the guards of this call were checked. The
@@ -214,14 +213,13 @@ class CompiledGraph:
             announce_at(nodes_of(outputs), parameters)
             return outputs
         has_backward = torch.is_grad_enabled()
-        if has_backward:
-            _C.add_uses(
-                [s.parameter.handle for s in sources if s.placeholder.requires_grad], is_whole
-            )
-        if is_recording_graphs():
-            outputs = run_recorded(self._run, args, self._pipeline.number, sources)
-        else:
-            outputs = self._run(*args)
+        if has_backward and _C.in_backward():  # the forward is recomputed
+            _C.exchange_presences([s.parameter.handle for s in sources])
+        with _C.RecordedForward() if has_backward else contextlib.nullcontext():
+            if is_recording_graphs():
+                outputs = run_recorded(self._run, args, self._pipeline.number, sources)
+            else:
+                outputs = self._run(*args)
         if not has_backward:
             _C.wait_for_shards()  # no backward does so
             return outputs

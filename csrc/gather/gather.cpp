@@ -13,6 +13,15 @@
 #include "transport/transport.h"
 
 namespace zero3 {
+namespace {
+
+thread_local bool in_recorded_forward = false;
+
+}  // namespace
+
+RecordedForward::RecordedForward() : is_inside_another_(std::exchange(in_recorded_forward, true)) {}
+
+RecordedForward::~RecordedForward() { in_recorded_forward = is_inside_another_; }
 
 Gather::Gather(std::vector<Gatherable> wanted, std::vector<const Codec*> codecs)
     : wanted_(std::move(wanted)),
@@ -103,7 +112,7 @@ void Gather::follow(std::shared_ptr<void> under_way, std::function<void()> start
 }
 
 std::vector<at::Tensor> Gather::finish(bool fresh) {
-  const bool is_recorded = at::GradMode::is_enabled();  // eager code records for a backward
+  const bool has_backward = at::GradMode::is_enabled() || in_recorded_forward;
   WithoutUserModes guard;
   if (!is_started_) start();
   under_way_.reset();
@@ -121,7 +130,6 @@ std::vector<at::Tensor> Gather::finish(bool fresh) {
       fulls[place] = full_of(place, gathered[i]);
       if (!wanted_[place].parameter) continue;
       auto& parameter = *wanted_[place].parameter;
-      const bool has_backward = is_recorded || parameter.gradients.pending_uses() > 0;
       const bool is_rounded = codecs_[place];
       if (is_rounded && !in_backward() && !has_backward) parameter.substitutes.forget_encoded();
       retain(parameter, fulls[place], !fresh, versions[place], has_backward, is_rounded);

@@ -75,6 +75,19 @@ void note_skipped_gathers(const std::vector<ParameterPtr>& parameters);
 // Call when a forward ends. Reshards the retained `parameters` that do not outlive it.
 void reshard_retained_after_forward(const std::vector<ParameterPtr>& parameters);
 
+// While an instance lives, this thread runs a compiled forward that a backward follows: autograd,
+// which tells as much of an eager one, is off in it.
+class RecordedForward {
+ public:
+  RecordedForward();
+  ~RecordedForward();
+  RecordedForward(const RecordedForward&) = delete;
+  RecordedForward& operator=(const RecordedForward&) = delete;
+
+ private:
+  const bool is_inside_another_;
+};
+
 // Starts a gather, and calls finish_owned().
 at::Tensor gather(Gatherable wanted);
 

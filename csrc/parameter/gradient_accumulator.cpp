@@ -1,58 +1,11 @@
 #include "parameter/gradient_accumulator.h"
 
-#include <algorithm>
 #include <utility>
 
 #include "support/memory.h"
 #include "support/user_state.h"
 
 namespace zero3 {
-
-void GradientAccumulator::add_use(bool first) {
-  std::lock_guard lock(mutex_);
-  if (first) forget_uses_locked();
-  ++pending_uses_;
-}
-
-void GradientAccumulator::forget_uses() {
-  std::lock_guard lock(mutex_);
-  forget_uses_locked();
-}
-
-void GradientAccumulator::forget_uses_locked() {
-  has_forgotten_ |= std::exchange(pending_uses_, 0) > 0;
-}
-
-void GradientAccumulator::end_backward() {
-  std::lock_guard lock(mutex_);
-  forget_uses_locked();
-  had_forgotten_ = std::exchange(has_forgotten_, false);
-}
-
-bool GradientAccumulator::is_foreseen() const {
-  std::lock_guard lock(mutex_);
-  return pending_uses_ > 0 && !has_forgotten_ && !had_forgotten_;
-}
-
-int64_t GradientAccumulator::pending_uses() const {
-  std::lock_guard lock(mutex_);
-  return pending_uses_;
-}
-
-void GradientAccumulator::arrived() {
-  std::lock_guard lock(mutex_);
-  pending_uses_ = std::max<int64_t>(pending_uses_ - 1, 0);
-}
-
-void GradientAccumulator::none_arrives() {
-  std::lock_guard lock(mutex_);
-  pending_uses_ = 0;
-}
-
-bool GradientAccumulator::awaits_one() const {
-  std::lock_guard lock(mutex_);
-  return pending_uses_ <= 1 && !sum_;
-}
 
 void GradientAccumulator::add(const at::Tensor& raw, const GradientDtypes& dtypes, bool owned) {
   WithoutUserModes guard;
@@ -147,8 +100,6 @@ std::optional<Nonfinite> GradientAccumulator::take_nonfinite() {
 
 void GradientAccumulator::drop() {
   std::lock_guard lock(mutex_);
-  pending_uses_ = 0;
-  has_forgotten_ = had_forgotten_ = false;
   sum_.reset();
   partial_.reset();
   nonfinite_.reset();

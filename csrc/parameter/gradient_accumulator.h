@@ -43,24 +43,6 @@ struct Nonfinite {
 // Thread-safe. No thread waits for the GIL while it holds `mutex_`.
 class GradientAccumulator {
  public:
-  // Notes that a forward has used the parameter; `first` forgets earlier uses. Only a hint: if the
-  // gradient of a use never arrives, the others wait until the end of the backward.
-  void add_use(bool first);
-  // Forgets the uses of earlier forwards. Their backwards may have been given up, or may come yet.
-  void forget_uses();
-  void end_backward();
-  int64_t pending_uses() const;
-  // Whether a forward has noted the use whose gradient comes next, and no gradient of a forward
-  // that was given up can follow: none was given up since the end of the last backward but one.
-  bool is_foreseen() const;
-  // Notes that the gradient of a use has arrived.
-  void arrived();
-  // Notes that no use on this rank brings a gradient in this backward: zero stands for them.
-  void none_arrives();
-  // Whether the next gradient is the only one to come. Otherwise all are summed first, so that a
-  // backward reduces a parameter once.
-  bool awaits_one() const;
-
   // Adds a raw full gradient, cast to the leaf's dtype. The sum's dtype holds all of `dtypes`, so
   // that it is never narrower than a gradient or the result. The sum may take the memory of an
   // `owned` gradient.
@@ -97,12 +79,7 @@ class GradientAccumulator {
   bool take_dropped();
 
  private:
-  void forget_uses_locked();
-
   mutable std::mutex mutex_;
-  int64_t pending_uses_ = 0;    // uses whose gradients have not arrived
-  bool has_forgotten_ = false;  // since the last backward
-  bool had_forgotten_ = false;  // between that and the one before
   std::optional<Sum> sum_;
   std::optional<PartialGradient> partial_;
   std::optional<Nonfinite> nonfinite_;

@@ -44,10 +44,6 @@ bool Parameter::is_wanted() const {
   return !placeholder().defined() || zero3::is_wanted(placeholder());
 }
 
-void Parameter::add_use(bool first) {
-  if (!in_backward()) gradients.add_use(first);
-}
-
 void Parameter::deposit(const at::Tensor& raw) {
   check_gradient(raw);
   if (settings.detects_nonfinite) gradients.detect_nonfinite(raw);

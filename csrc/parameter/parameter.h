@@ -86,8 +86,6 @@ struct Parameter {
   // Whether the running backward was asked for its gradient. A compiled backward computes all
   // gradients regardless.
   bool is_wanted() const;
-  // Notes a use in forward. A recomputation inside a backward repeats a use already noted.
-  void add_use(bool first);
   void drop_gradients();
 };
 

@@ -28,10 +28,10 @@ Delivery::~Delivery() {
   forget_delivered();
 }
 
-void Delivery::arrives(const ParameterPtr& parameter) {
+void Delivery::arrives(const ParameterPtr& parameter, bool is_foreseen) {
   if (!parameter->settings.delivers_early) return;
   delivers_early_ = true;
-  if (!parameter->gradients.is_foreseen()) unforeseen_.push_back(parameter);
+  if (!is_foreseen) unforeseen_.push_back(parameter);
 }
 
 void Delivery::deliver_early(std::unique_lock<std::mutex> lock) {

@@ -31,8 +31,9 @@ class Delivery {
   // After finish(), there is nothing to do. Otherwise the backward raised.
   ~Delivery();
 
-  // Notes that a gradient of `parameter` arrives.
-  void arrives(const ParameterPtr& parameter);
+  // Notes that a gradient of `parameter` arrives. Unless it `is_foreseen`, more may come that were
+  // not counted.
+  void arrives(const ParameterPtr& parameter, bool is_foreseen);
   // Reduced gradients to be delivered.
   std::vector<ReducedGradient>& results() { return results_; }
   // Delivers those that need not wait for the end of the backward.
@@ -44,8 +45,7 @@ class Delivery {
   void forget_delivered();
 
   std::vector<ReducedGradient> results_;
-  // Parameters with a gradient of a use that no forward has noted: more may come.
-  std::vector<ParameterPtr> unforeseen_;
+  std::vector<ParameterPtr> unforeseen_;  // see arrives()
   bool delivers_early_ = false;          // some parameter that has arrived
   std::vector<ParameterPtr> delivered_;  // until the end
 };

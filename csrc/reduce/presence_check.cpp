@@ -1,6 +1,7 @@
 #include "reduce/presence_check.h"
 
 #include <algorithm>
+#include <ranges>
 
 #include "support/autograd.h"
 #include "support/error.h"
@@ -12,7 +13,7 @@
 namespace zero3 {
 namespace {
 
-Presence announce(const Parameter& parameter, Occasion occasion) {
+Presence announce(const Parameter& parameter, Occasion occasion, const GradientsToCome& to_come) {
   const auto& placeholder = parameter.placeholder();
   const auto dtype = parameter.gradients.arrived_dtype();
   const auto state = [&] {
@@ -22,7 +23,9 @@ Presence announce(const Parameter& parameter, Occasion occasion) {
       return PresenceState::kGradient;
     return dtype ? PresenceState::kSum : PresenceState::kNothing;
   }();
-  return {state, dtype ? static_cast<int8_t>(*dtype) : Presence::kNoDtype};
+  const auto place = std::min<size_t>(to_come.place_of(placeholder).value_or(0), UINT16_MAX);
+  return {state, dtype ? static_cast<int8_t>(*dtype) : Presence::kNoDtype,
+          static_cast<uint16_t>(place)};
 }
 
 // Combines the presences of two ranks, or of two sets of ranks.
@@ -54,7 +57,27 @@ Presences combine(const std::vector<Presences>& ranks) {
   for (auto& of_rank : ranks)
     for (size_t i = 0; i < result.size(); ++i)
       result[i] = {combine(result[i].state, of_rank[i].state),
-                   promote(result[i].sum_dtype, of_rank[i].sum_dtype)};
+                   promote(result[i].sum_dtype, of_rank[i].sum_dtype),
+                   std::max(result[i].place, of_rank[i].place)};
+  return result;
+}
+
+// Combines the presences of ranks that reach their gradients in one order. Gradients that come in
+// another order on some rank are kOnAll.
+Presences combine_ordered(const std::vector<Presences>& ranks) {
+  auto result = combine(ranks);
+  std::vector<size_t> to_come;
+  for (size_t i = 0; i < result.size(); ++i)
+    if (result[i].state == PresenceState::kGradient) to_come.push_back(i);
+  std::ranges::stable_sort(to_come, {}, [&](size_t i) { return result[i].place; });
+  std::vector<uint16_t> latest(ranks.size(), 0);  // places on each rank
+  for (const size_t i : to_come) {
+    const auto comes_later = [&](size_t rank) { return ranks[rank][i].place >= latest[rank]; };
+    if (std::ranges::all_of(std::views::iota(size_t{0}, ranks.size()), comes_later))
+      for (size_t rank = 0; rank < ranks.size(); ++rank) latest[rank] = ranks[rank][i].place;
+    else
+      result[i].state = PresenceState::kOnAll;
+  }
   return result;
 }
 
@@ -107,10 +130,10 @@ std::vector<std::vector<ParameterPtr>> PresenceCheck::groups_of(
 }
 
 PresenceCheck::PresenceCheck(std::vector<ParameterPtr> parameters, Backward& backward,
-                             Occasion occasion)
+                             Occasion occasion, const GradientsToCome& to_come)
     : parameters_(std::move(parameters)), occasion_(occasion) {
   const ProfilerRange range([&] { return scope_name(parameters_, "presence start"); });
-  for (auto& parameter : parameters_) mine_.push_back(announce(*parameter, occasion));
+  for (auto& parameter : parameters_) mine_.push_back(announce(*parameter, occasion, to_come));
   gather_ = backward.gather_presences(parameters_, mine_, occasion);
 }
 
@@ -119,13 +142,14 @@ void PresenceCheck::finish() {
   const bool is_replicated = parameters_.front()->replicas != nullptr;
   const bool is_ordered = !parameters_.front()->transport()->can.reduces_in_any_order;
   const auto ranks = std::exchange(gather_, nullptr)->finish();
-  auto all = combine(ranks);
+  const bool has_order = is_replicated || parameters_.front()->transport()->can.sends_messages;
+  auto all = has_order ? combine_ordered(ranks) : combine(ranks);
   if (is_replicated)
-    all = combine(
+    all = combine_ordered(
         gather_presences(*parameters_.front()->replicas, parameters_, all, occasion_)->finish());
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const auto& parameter = parameters_[i];
-    const auto [state, sum_dtype] = all[i];
+    const auto [state, sum_dtype, _] = all[i];
     const bool has_sums = sum_dtype != Presence::kNoDtype;
     if (has_sums) sums_.emplace_back(parameter, static_cast<at::ScalarType>(sum_dtype));
     // A parameter that was frozen since has its sum reduced all the same.
@@ -146,8 +170,8 @@ void PresenceCheck::finish() {
     const auto& dtypes = parameter->settings.gradient_dtypes;
     ZERO3_CHECK(!is_ordered || dtypes.leaf || dtypes.wire, "ranks bring different gradients of '",
                 parameter->fqn(),
-                "', and cannot know each other's dtypes, since its grad_dtype is None: set "
-                "grad_dtype, or reduce_dtype of MixedPrecisionPolicy");
+                "', or in another order, and cannot know each other's dtypes, since its grad_dtype "
+                "is None: set grad_dtype, or reduce_dtype of MixedPrecisionPolicy");
     if (mine_[i].state != PresenceState::kGradient && mine_[i].sum_dtype == Presence::kNoDtype)
       missing_.push_back(parameter);
   }

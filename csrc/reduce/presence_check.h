@@ -13,6 +13,7 @@
 namespace zero3 {
 
 class Backward;
+class GradientsToCome;
 
 // Compares the gradients that the ranks of one transport, and their replicas, have in a backward.
 class PresenceCheck {
@@ -22,7 +23,8 @@ class PresenceCheck {
       const std::vector<ParameterPtr>& parameters);
 
   // Begins the check. `parameters` are of one model, reduced together, in order of registration.
-  PresenceCheck(std::vector<ParameterPtr> parameters, Backward& backward, Occasion occasion);
+  PresenceCheck(std::vector<ParameterPtr> parameters, Backward& backward, Occasion occasion,
+                const GradientsToCome& to_come);
 
   bool is_finished() const { return gather_ == nullptr; }
 
@@ -30,7 +32,7 @@ class PresenceCheck {
   void finish();
 
   // After finish(): whether ranks send their gradients of `parameter` at different times, since
-  // some have none, or a sum of earlier backwards.
+  // some have none, or a sum of earlier backwards, or use it at another point of their forwards.
   bool is_mixed(const ParameterPtr& parameter) const;
   const std::vector<ParameterPtr>& mixed() const { return mixed_; }
   // Mixed parameters of which this rank has no gradient, in order of registration.

@@ -112,7 +112,8 @@ PresenceChecks::Checks PresenceChecks::checks_of(const std::vector<ParameterPtr>
   Checks checks;
   for (auto& group : PresenceCheck::groups_of(parameters)) {
     auto& backward = backwards_.of(*group.front());
-    checks.push_back(std::make_unique<PresenceCheck>(std::move(group), backward, occasion));
+    checks.push_back(
+        std::make_unique<PresenceCheck>(std::move(group), backward, occasion, to_come_));
   }
   return checks;
 }

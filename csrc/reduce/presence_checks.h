@@ -9,13 +9,15 @@
 
 #include "reduce/begun_backwards.h"
 #include "reduce/presence_check.h"
+#include "support/autograd.h"
 
 namespace zero3 {
 
 // Owned by a Reduction, which calls it with its mutex locked.
 class PresenceChecks {
  public:
-  explicit PresenceChecks(BegunBackwards& backwards) : backwards_(backwards) {}
+  PresenceChecks(BegunBackwards& backwards, const GradientsToCome& to_come)
+      : backwards_(backwards), to_come_(to_come) {}
 
   // Whether the checks of the parameter's model have begun.
   bool have_begun(const Parameter& parameter) const {
@@ -56,6 +58,7 @@ class PresenceChecks {
   Checks checks_of(const std::vector<ParameterPtr>& parameters, Occasion occasion);
 
   BegunBackwards& backwards_;
+  const GradientsToCome& to_come_;
   bool has_ended_ = false;
   std::set<int64_t> checked_;    // models
   std::set<int64_t> in_graph_;   // see models_in_graph()

@@ -87,21 +87,23 @@ Reduction::~Reduction() {
     for (auto& parameter : Registry::get().of_model(number)) parameter->drop_gradients();
 }
 
-void Reduction::add(const ParameterPtr& parameter, const at::Tensor& raw, bool owned) {
+void Reduction::add(const ParameterPtr& parameter, const at::Tensor& raw, bool owned,
+                    bool is_only_one) {
   parameter->check_gradient(raw);
   if (!parameter->is_wanted()) return;
   {
     WithoutUserModes guard;
     if (parameter->settings.detects_nonfinite) parameter->gradients.detect_nonfinite(raw);
     std::lock_guard lock(mutex_);
-    add_locked(parameter, raw, owned);
+    add_locked(parameter, raw, owned, is_only_one);
   }
   delivery_.deliver_early(std::unique_lock(mutex_));
 }
 
-void Reduction::add_locked(const ParameterPtr& parameter, const at::Tensor& raw, bool owned) {
+void Reduction::add_locked(const ParameterPtr& parameter, const at::Tensor& raw, bool owned,
+                           bool is_only_one) {
   const bool at_once = goes_at_once(*parameter);
-  arrives(parameter);
+  arrives(parameter, is_only_one);
   if (!parameter->transport()->can.reduces_in_any_order) finish_presence_checks();
   const bool is_sent_last = presence_checks_.is_sent_last(parameter);
   if (at_once && !is_sent_last) {
@@ -110,16 +112,19 @@ void Reduction::add_locked(const ParameterPtr& parameter, const at::Tensor& raw,
     return;
   }
   parameter->gradients.add(raw, parameter->settings.gradient_dtypes, owned);
-  if (parameter->is_reduced_now() && !is_sent_last && parameter->gradients.pending_uses() == 0)
+  if (parameter->is_reduced_now() && !is_sent_last && to_come_.number_of(parameter->placeholder()) == 0)
     send_accumulated(parameter);
 }
 
-void Reduction::arrives(const ParameterPtr& parameter) {
+void Reduction::arrives(const ParameterPtr& parameter, bool is_only_one) {
   if (parameter->device().is_cpu()) keep_heap();
   arrived_.push_back(parameter);
   if (parameter->is_reduced_now()) begin_presence_checks(*parameter);
-  delivery_.arrives(parameter);
-  parameter->gradients.arrived();
+  const auto& leaf = parameter->placeholder();
+  // A backward around this one, which began first, may bring more gradients of the parameter.
+  delivery_.arrives(parameter,
+                    is_only_one && to_come_.number_of(leaf) > 0 && running_around().empty());
+  to_come_.arrives(leaf);
 }
 
 void Reduction::add_product(const ParameterPtr& parameter, const at::Tensor& left,
@@ -137,7 +142,7 @@ void Reduction::add_product(const ParameterPtr& parameter, const at::Tensor& lef
     const WithoutUserModes guard;
     std::unique_lock lock(mutex_);
     if (goes_at_once(*parameter)) {
-      arrives(parameter);
+      arrives(parameter, /*is_only_one=*/true);
       auto& bucket = bucket_for(parameter, selected.key);
       bucket.add_product(parameter, left, right);
       buckets_.launch_if_full(bucket);
@@ -151,18 +156,19 @@ void Reduction::add_product(const ParameterPtr& parameter, const at::Tensor& lef
 }
 
 bool Reduction::goes_at_once(const Parameter& parameter) const {
-  return parameter.is_reduced_now() && parameter.gradients.awaits_one();
+  return parameter.is_reduced_now() && !parameter.gradients.has_sum() &&
+         to_come_.number_of(parameter.placeholder()) <= 1;
 }
 
 at::Tensor Reduction::empty_for(const Parameter& parameter, at::IntArrayRef sizes,
                                 const at::TensorOptions& options) {
   WithoutUserModes guard;
-  if (!goes_at_once(parameter) || !parameter.is_wanted()) return pooled_empty(sizes, options);
-  // empty() may wait for room, and sums other ranks' gradients meanwhile, which may wait for those
-  // that this rank lacks.
-  if (parameter.transport()->can.empty_waits) {
+  {
     std::lock_guard lock(mutex_);
-    if (has_sent_) finish_presence_checks();
+    if (!goes_at_once(parameter) || !parameter.is_wanted()) return pooled_empty(sizes, options);
+    // empty() may wait for room, and sums other ranks' gradients meanwhile, which may wait for
+    // those that this rank lacks.
+    if (parameter.transport()->can.empty_waits && has_sent_) finish_presence_checks();
   }
   return parameter.transport()->empty(parameter, sizes, options);
 }
@@ -236,7 +242,6 @@ void Reduction::send_zero(const ParameterPtr& parameter) {
       presence_checks_.dtype_on_all_ranks(parameter).value_or(parameter->source->dtype);
   const auto selected = select_bucket(*parameter, dtype, /*is_normalized=*/true);
   arrived_.push_back(parameter);
-  parameter->gradients.none_arrives();
   auto& bucket = bucket_for(parameter, selected.key);
   bucket.add_zero(parameter, selected.normalized_dtype);
   buckets_.launch_if_full(bucket);
@@ -265,7 +270,7 @@ void Reduction::finish_backward() {
       if (parameter->settings.reshard_after_backward) parameter->gathered.reshard_retained();
     }
   }
-  finish(parameters, /*ends_backward=*/true);
+  finish(parameters);
 }
 
 void Reduction::finish_deferred(const std::vector<ParameterPtr>& parameters) {
@@ -274,10 +279,10 @@ void Reduction::finish_deferred(const std::vector<ParameterPtr>& parameters) {
     std::lock_guard lock(mutex_);
     presence_checks_.exchange_deposited(parameters);
   }
-  finish(parameters, /*ends_backward=*/false);
+  finish(parameters);
 }
 
-void Reduction::finish(const std::vector<ParameterPtr>& parameters, bool ends_backward) {
+void Reduction::finish(const std::vector<ParameterPtr>& parameters) {
   const WithoutUserModes guard;
   const BelowAutograd below_autograd;
   std::unique_lock lock(mutex_);
@@ -286,10 +291,6 @@ void Reduction::finish(const std::vector<ParameterPtr>& parameters, bool ends_ba
   auto synced = parameters;
   std::erase_if(synced, [](auto& parameter) { return !parameter->is_reduced_now(); });
   for (auto& parameter : synced) send_accumulated(parameter);
-  // Uses without gradients are forgotten on a rank that has sent zeros as on those with gradients.
-  if (ends_backward)
-    for (auto& parameter : std::set(arrived_.begin(), arrived_.end()))
-      parameter->gradients.end_backward();
   buckets_.finish(std::move(synced));
   presence_checks_.clear();
   backwards_.end();

@@ -22,6 +22,7 @@
 #include "reduce/bucket_queue.h"
 #include "reduce/delivery.h"
 #include "reduce/presence_checks.h"
+#include "support/autograd.h"
 
 namespace zero3 {
 
@@ -51,8 +52,9 @@ class Reduction {
                        const at::TensorOptions& options);
 
   // Adds a raw gradient of the full shape, in any gradient dtype and strides. If `owned`, the
-  // reduction takes over its memory.
-  void add(const ParameterPtr& parameter, const at::Tensor& raw, bool owned);
+  // reduction takes over its memory. Unless `is_only_one`, it is one of several of a single use.
+  void add(const ParameterPtr& parameter, const at::Tensor& raw, bool owned,
+           bool is_only_one = true);
 
   Reduction() = default;
   Reduction(const Reduction&) = delete;
@@ -70,12 +72,14 @@ class Reduction {
 
  private:
   // Sends the sums of `parameters`, launches the remaining buckets, waits and delivers.
-  void finish(const std::vector<ParameterPtr>& parameters, bool ends_backward);
+  void finish(const std::vector<ParameterPtr>& parameters);
   // The part of add() that needs the lock.
-  void add_locked(const ParameterPtr& parameter, const at::Tensor& raw, bool owned);
+  void add_locked(const ParameterPtr& parameter, const at::Tensor& raw, bool owned,
+                  bool is_only_one);
   // Notes that a gradient of `parameter` arrives.
-  void arrives(const ParameterPtr& parameter);
-  // Whether the next gradient of `parameter` is reduced now, and the only one to come.
+  void arrives(const ParameterPtr& parameter, bool is_only_one);
+  // Whether the next gradient of `parameter` is reduced now, and the only one to come. Otherwise
+  // all are summed first, so that a backward reduces a parameter once.
   bool goes_at_once(const Parameter& parameter) const;
   // Begins the presence checks of the parameter's model, unless they have begun.
   void begin_presence_checks(const Parameter& parameter);
@@ -102,9 +106,10 @@ class Reduction {
   static std::vector<std::shared_ptr<Reduction>> running_around();
 
   std::mutex mutex_;  // gradients on two devices arrive on two threads
+  GradientsToCome to_come_;
   BegunBackwards backwards_;
   std::vector<ParameterPtr> arrived_;  // of gradients, zeros that stand for one included
-  PresenceChecks presence_checks_{backwards_};
+  PresenceChecks presence_checks_{backwards_, to_come_};
   bool has_sent_ = false;
   BucketQueue buckets_{backwards_, presence_checks_, delivery_};
   Delivery delivery_;  // last: says that a backward has raised before buckets are dropped

@@ -6,6 +6,8 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <functional>
+#include <set>
 #include <utility>
 
 #include "support/error.h"
@@ -53,6 +55,56 @@ bool is_in_graph(const at::Tensor& leaf) {
   const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
   const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(leaf);
   return accumulator && nodes != nullptr && nodes->contains(accumulator.get());
+}
+
+GradientsToCome::GradientsToCome() {
+  const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+  if (nodes == nullptr) return;
+  const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
+  const auto count = [&](torch::autograd::Node* node) {
+    if (chosen != nullptr && !chosen->empty()) {
+      const auto found = chosen->find(node);
+      if (found == chosen->end() || !found->second.should_execute()) return;
+    }
+    for (auto& [next, _] : node->next_edges()) {
+      if (!next || next->num_outputs() > 0) continue;
+      auto& of_leaf = by_accumulator_[next.get()];
+      ++of_leaf.number;
+      of_leaf.first_use = std::min(of_leaf.first_use, node->sequence_nr());
+    }
+  };
+  for (auto* node : *nodes) count(node);
+  // The first node is not among those that edges lead to.
+  const auto node = torch::autograd::get_current_node();
+  if (node && !nodes->contains(node.get())) count(node.get());
+  // A backward runs the nodes of a forward from the last to the first.
+  std::set<uint64_t, std::greater<>> uses;
+  for (auto& [_, of_leaf] : by_accumulator_) uses.insert(of_leaf.first_use);
+  std::unordered_map<uint64_t, size_t> places;
+  for (const auto use : uses) places.emplace(use, places.size());
+  for (auto& [_, of_leaf] : by_accumulator_) of_leaf.place = places.at(of_leaf.first_use);
+}
+
+const GradientsToCome::OfLeaf* GradientsToCome::find(const at::Tensor& leaf) const {
+  if (!leaf.defined()) return nullptr;
+  const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(leaf);
+  const auto found = by_accumulator_.find(accumulator.get());
+  return found == by_accumulator_.end() ? nullptr : &found->second;
+}
+
+int64_t GradientsToCome::number_of(const at::Tensor& leaf) const {
+  const auto* of_leaf = find(leaf);
+  return of_leaf ? of_leaf->number : 0;
+}
+
+void GradientsToCome::arrives(const at::Tensor& leaf) {
+  auto* of_leaf = const_cast<OfLeaf*>(find(leaf));
+  if (of_leaf) of_leaf->number = std::max<int64_t>(of_leaf->number - 1, 0);
+}
+
+std::optional<size_t> GradientsToCome::place_of(const at::Tensor& leaf) const {
+  const auto* of_leaf = find(leaf);
+  return of_leaf ? std::optional(of_leaf->place) : std::nullopt;
 }
 
 void declare_grad_dtype(const at::Tensor& tensor, std::optional<at::ScalarType> dtype) {

@@ -6,6 +6,7 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <unordered_map>
 
 namespace zero3 {
 
@@ -32,6 +33,31 @@ bool is_wanted(const at::Tensor& leaf);
 
 // Whether `leaf` is in the graph of the running backward.
 bool is_in_graph(const at::Tensor& leaf);
+
+// The gradients of leaves that are still to come in a backward: one for each use that it reaches.
+class GradientsToCome {
+ public:
+  // Of the running backward. None, outside of one.
+  GradientsToCome();
+
+  int64_t number_of(const at::Tensor& leaf) const;
+  // Call when one has arrived.
+  void arrives(const at::Tensor& leaf);
+
+  // Place of a leaf's last gradient among the last ones of all leaves, from 0 on; nullopt if none
+  // comes. Uses in one compiled graph have one place.
+  std::optional<size_t> place_of(const at::Tensor& leaf) const;
+
+ private:
+  struct OfLeaf {
+    int64_t number = 0;
+    uint64_t first_use = UINT64_MAX;  // in the forward, as its node is numbered
+    size_t place = 0;
+  };
+  const OfLeaf* find(const at::Tensor& leaf) const;
+
+  std::unordered_map<const void*, OfLeaf> by_accumulator_;  // the leaves' nodes
+};
 
 // Makes the engine cast gradients that reach `tensor` to `dtype` (nullopt: leave them as they are)
 // before it sums them, as for a leaf with that `Tensor.grad_dtype`. Also accepts non-leaves.

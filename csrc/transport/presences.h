@@ -30,6 +30,8 @@ enum class PresenceState : uint8_t {
 struct Presence {
   PresenceState state = PresenceState::kNothing;
   int8_t sum_dtype = kNoDtype;  // holds all that arrived, if there is a sum
+  // Of kGradient: the gradient's place among those of the backward. Combined: the last of them.
+  uint16_t place = 0;
 
   static constexpr int8_t kNoDtype = -1;
 };

@@ -281,7 +281,6 @@ class ParameterGroup:
         if self.forward is None:
             recomputes = _C.in_backward()
             if not recomputes and self.model is not None:
-                _C.forget_uses(self.model.number)
                 self.model.gather_orders.begin_forward()
                 self.model.begin_forward()
             forward = EagerForward()
@@ -351,27 +350,27 @@ class ParameterGroup:
 @contextlib.contextmanager
 def compiled_forward(
     parameters: Sequence[ShardedParameter], is_forward: bool = True
-) -> Iterator[bool]:
+) -> Iterator[None]:
     """Enters and leaves a forward of a compiled graph, which gathers for itself.
 
-    Yields whether the graph is the whole forward: an eager forward around it reshards by itself.
-    Without ``is_forward`` the graph runs inside of one, or between ``unshard()`` and ``reshard()``.
+    An eager forward around it reshards by itself. Without ``is_forward`` the graph runs inside of
+    one, or between ``unshard()`` and ``reshard()``.
     """
     republish_if_recomputing(parameters)
     groups = dict.fromkeys(map(group_of, parameters))  # in one order
     if any(group.forward is not None for group in groups):
-        yield False
+        yield
         return
     unsharded = [group for group in groups if group.is_unsharded_by_user]
     for group in unsharded:
         group.gather()
     if not is_forward:
-        yield False
+        yield
         return
     for model in filter(None, dict.fromkeys(parameter.model for parameter in parameters)):
         model.begin_forward()
     try:
-        yield True
+        yield
     finally:
         _C.reshard_retained_after_forward([parameter.handle for parameter in parameters])
         _reshard_after_forward(unsharded)

@@ -10,7 +10,16 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from support.experts import FOUR, THREE, TWO, loss_of_all, sharded, train_experts
+from support.experts import (
+    FOUR,
+    SEVERAL,
+    THREE,
+    TWO,
+    loss_of_all,
+    sharded,
+    train_experts,
+    train_in_several_forwards,
+)
 from support.models import (
     assert_same_gradients,
     batch_of,
@@ -51,6 +60,20 @@ def test_no_bucket_waits_for_what_some_ranks_have(run_ranks, width):
 @pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
 def test_experts_that_some_replicas_use_are_trained(run_ranks, transport, micro_batches):
     run_ranks(4, train_experts, FOUR, 8, transport, micro_batches, (2, 2))
+
+
+@pytest.mark.thin
+@pytest.mark.parametrize("backwards", [1, 2])
+@pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
+@pytest.mark.parametrize("width", [8, 256])
+def test_ranks_may_use_experts_in_other_forwards(run_ranks, width, transport, backwards):
+    run_ranks(2, train_in_several_forwards, SEVERAL, width, transport, (2,), backwards)
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
+def test_replicas_may_use_experts_in_other_forwards(run_ranks, transport):
+    steps = [[choices + choices[::-1] for choices in step] for step in SEVERAL]
+    run_ranks(4, train_in_several_forwards, steps, 8, transport, (2, 2), 1)
 
 
 class TwoHeads(nn.Module):

@@ -23,6 +23,15 @@ TWO = [((0, 1), (1,)), ((), (2, 0)), ((2,), (2,)), ((0,), ())]
 THREE = [((0,), (1,), ()), ((0, 1, 2), (), (1, 2)), ((), (2,), ()), ((1,), (1,), (0, 2))]
 FOUR = [((0,), (0,), (1,), ()), ((), (), (0, 2), (2, 0)), ((1,), (), (), ()), ((), (), (), ())]
 
+# Of several forwards before a backward: those that each of two ranks uses in each.
+SEVERAL = [
+    [((0, 1), (1, 0))],
+    [((1,), (1,)), ((1,), ())],
+    [((1,), ()), ((), (1,))],
+    [((0, 1), ()), ((0,), (2,)), ((), (0, 2))],
+    TWO,
+]
+
 
 class Experts(nn.Module):
     """A model whose forward uses the given experts."""
@@ -77,3 +86,25 @@ def train_experts(steps, width, transport, micro_batches, mesh_shape, bucket_byt
             optimizer.zero_grad()
         assert_same_parameters(model, reference)
     assert model.experts[3].weight.grad is None
+
+
+def train_in_several_forwards(steps, width, transport, mesh_shape, backwards):
+    """Runs several forwards in each step, and then ``backwards`` of their graph."""
+    mesh = init_device_mesh("cpu", mesh_shape)
+    model, reference = sharded(width, transport=transport, mesh=mesh)
+    optimizers = optimizers_of(model, reference)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for seed, forwards in enumerate(steps):
+        loss = expected = 0
+        for index, choices in enumerate(forwards):
+            batch = batch_of(2 * world_size, width, seed=10 * seed + index)
+            loss += mean_square(lambda x, c=choices[rank]: model(x, c), mine(batch))
+            expected += loss_of_all(reference, batch, choices)
+        for retains in [True] * (backwards - 1) + [False]:
+            loss.backward(retain_graph=retains)
+            expected.backward(retain_graph=retains)
+        assert_same_gradients(model, reference)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_parameters(model, reference)

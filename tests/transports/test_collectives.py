@@ -11,7 +11,16 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from support.experts import FOUR, THREE, TWO, Experts, loss_of_all, train_experts
+from support.experts import (
+    FOUR,
+    SEVERAL,
+    THREE,
+    TWO,
+    Experts,
+    loss_of_all,
+    train_experts,
+    train_in_several_forwards,
+)
 from support.mesh_models import replicas
 from support.models import (
     Stack,
@@ -190,6 +199,11 @@ def test_each_gradient_that_some_ranks_have_may_fill_a_bucket(run_collectives):
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_experts_that_some_replicas_use_are_trained(run_collectives, micro_batches):
     run_collectives(4, train_experts, FOUR, 8, "c10d", micro_batches, (2, 2))
+
+
+@pytest.mark.parametrize("width", [8, 256])
+def test_ranks_may_use_experts_in_other_forwards(run_collectives, width):
+    run_collectives(2, train_in_several_forwards, SEVERAL, width, "c10d", (2,), 2)
 
 
 def test_random_backwards_give_exact_means(run_collectives):

@@ -38,7 +38,7 @@ SharedPresences::SharedPresences(const std::vector<ParameterPtr>& parameters, ui
     return {{std::move(readers), "it has begun a backward, and sent one gradient or none"}};
   });
   for (size_t i = 0; i < mine.size(); ++i)
-    progress(i)[one_host_->waiter->rank()].presence.store(std::bit_cast<uint16_t>(mine[i]),
+    progress(i)[one_host_->waiter->rank()].presence.store(std::bit_cast<uint32_t>(mine[i]),
                                                           std::memory_order_relaxed);
   round_ = one_host_->announcements.next(backward);
   one_host_->announcements.announce(round_, topic_);

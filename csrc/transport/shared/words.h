@@ -49,7 +49,7 @@ struct alignas(kCacheLine) Progress {
   uint64_t offset;               // at this place, in bytes
   int8_t dtype;
   int8_t wire_dtype;
-  std::atomic<uint16_t> presence;  // announced in this rank's latest round of Announcements
+  std::atomic<uint32_t> presence;  // announced in this rank's latest round of Announcements
   std::atomic<uint64_t> consumed;  // this rank will read no gradient up to this epoch
 };
 static_assert(std::atomic<uint64_t>::is_always_lock_free && sizeof(Progress) == kCacheLine);

@@ -6,7 +6,7 @@ bucket is sent.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -145,12 +145,14 @@ class _Simulation:
 
     def run(self, forwards: Sequence[CapturedGraph], backwards: Sequence[CapturedGraph]) -> Step:
         try:
-            for captured in forwards:
-                used = self.stepped.keys() & gathered_by(captured)
-                _C.add_uses([self._parameter(name) for name in sorted(used)], False)
-                self._run_graph(captured)
+            uses = []
+            with _C.RecordedForward():
+                for captured in forwards:
+                    used = self.stepped.keys() & gathered_by(captured)
+                    uses += [self.twins[name].placeholder for name in sorted(used)]
+                    self._run_graph(captured)
             self.memory.forget_results()
-            self._run_in_backward(backwards)
+            self._run_in_backward(backwards, uses)
             self._follow_reductions()
         finally:
             self.log.stop()
@@ -180,18 +182,23 @@ class _Simulation:
         self.memory.moved_out += stepped
         self.memory.moved_in += stepped
 
-    def _run_in_backward(self, graphs: Sequence[CapturedGraph]) -> None:
-        """Runs graphs inside a backward of autograd, where the runtime expects gradients."""
+    def _run_in_backward(
+        self, graphs: Sequence[CapturedGraph], uses: Sequence[torch.Tensor]
+    ) -> None:
+        """Runs graphs inside a backward of autograd, where the runtime expects gradients.
 
-        def run(_: torch.Tensor) -> None:
+        Args:
+            uses: the parameters' placeholders, each as often as forward graphs use it.
+        """
+
+        def run() -> None:
             self.factor = self.assumed.slower.backward
             for captured in graphs:
                 self._run_graph(captured)
 
         with torch.enable_grad():
-            root = torch.zeros(1, device="cpu", requires_grad=True).clone()
-            root.register_hook(run)
-            root.backward()
+            root = torch.zeros(1, device="cpu", requires_grad=True)
+            _Backward.apply(run, root, *uses).backward()
 
     def _run_graph(self, captured: CapturedGraph) -> None:
         graph = captured.inlined.graph
@@ -390,6 +397,20 @@ class _Simulation:
         seconds = self.machine.launch + nbytes / self.machine.update_bandwidth
         self._compute("optimizer", nbytes, seconds=seconds)
         self.memory.change("gradients", -self.memory.alive["gradients"])
+
+
+class _Backward(torch.autograd.Function):
+    """Calls ``run`` in backward, in place of what would bring ``uses`` their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[], None], root: torch.Tensor, *uses: torch.Tensor) -> Any:
+        ctx.run, ctx.num_inputs = run, 2 + len(uses)
+        return root.clone()
+
+    @staticmethod
+    def backward(ctx: Any, _: Any) -> Any:
+        ctx.run()
+        return (None,) * ctx.num_inputs
 
 
 def gathered_by(captured: CapturedGraph) -> set[str]:

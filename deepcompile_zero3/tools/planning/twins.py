@@ -40,6 +40,7 @@ def twins_of(sources: Mapping[str, Source], backend: str) -> Iterator[dict[str, 
                 rank=handle.rank,
                 layout=handle.layout,
                 transport=_C.Messages(shards, shards),
+                placeholder=_leaf_like(source.placeholder),
                 fqn=_PREFIX + name,
             )
             shard = handle.shard
@@ -65,6 +66,13 @@ def twins_of(sources: Mapping[str, Source], backend: str) -> Iterator[dict[str, 
         yield twins
     finally:
         twins.clear()
+
+
+def _leaf_like(placeholder: torch.Tensor) -> torch.Tensor:
+    leaf = torch.empty_strided(
+        placeholder.shape, placeholder.stride(), dtype=placeholder.dtype, device="meta"
+    )
+    return leaf.requires_grad_(placeholder.requires_grad)
 
 
 def names_in(record: _C.Collective) -> tuple[str, ...]:

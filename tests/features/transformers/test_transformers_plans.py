@@ -149,8 +149,8 @@ def _differences(name, tied, how, folder):
     return differences.amax(0).tolist()
 
 
-# Each model in eager code and in a graph, with tied and with untied embeddings; all pairs of these for
-# one model of a kind. Run as a program, this file tries any of them.
+# Each model in eager code and in a graph, with tied and with untied embeddings; all pairs of these
+# for one model of a kind. Run as a program, this file tries any of them.
 WAYS = [
     *((name, "eager", "untied") for name in NAMES),
     *((name, "interpreted", "tied") for name in NAMES),
