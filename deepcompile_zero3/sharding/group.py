@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -27,6 +27,9 @@ from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.sharding.reads import Reads
 from deepcompile_zero3.sharding.saved import SavedTensors
 from deepcompile_zero3.transport.connection import Connector
+
+# Where the elements of a tensor are.
+_Place: TypeAlias = tuple[int, torch.Size, tuple[int, ...]] | None
 
 
 @dataclasses.dataclass
@@ -86,7 +89,7 @@ class ParameterGroup:
         self._unshard_called = False  # from unshard() until reshard() or the end of a forward
         self._gathering: AllGather | None = None
         # Values that reads have returned, and where their elements were.
-        self._values: dict[ShardedParameter, tuple[torch.Tensor, int]] = {}
+        self._values: dict[ShardedParameter, tuple[torch.Tensor, _Place]] = {}
         self._children: list[weakref.ref[ParameterGroup]] = []
         self._reads = Reads()
         for parameter in parameters:
@@ -150,17 +153,18 @@ class ParameterGroup:
                 with torch.set_grad_enabled(is_trained):
                     return parameter.value_of(gather_one(parameter))
             return parameter.shard
-        value, _ = self._values.get(parameter, (None, 0))
+        value, _ = self._values.get(parameter, (None, None))
         # Likewise.
         has_grad = torch.is_grad_enabled() or (forward is not None and forward.has_grad)
         differentiable = is_trained and has_grad and not torch.is_inference_mode_enabled()
         if value is None or value.requires_grad != differentiable:
+            self._forget_values([parameter])
             if value is None or is_trained:  # else it was frozen after uses that train it
                 parameter.prepare_forward()
             self.gather()
             with torch.set_grad_enabled(differentiable):
                 value = parameter.value_of(_C.read_gathered(parameter.handle))
-            self._values[parameter] = value, _address(value)
+            self._values[parameter] = value, _place(value)
         return value
 
     def _enter(self, forward: EagerForward) -> None:
@@ -168,9 +172,9 @@ class ParameterGroup:
         self.gather()
         if forward.saved.is_watching(self):
             return
+        self._forget_values(list(self._values))  # the contract may have changed since
         resharded = [parameter for parameter in self.parameters if not self._keeps(parameter)]
         forward.saved.watch(self, resharded, _alive(self.backward_prefetch))
-        self._values.clear()  # the contract may have changed since these were read
         for parameter in self.parameters:
             parameter.prepare_forward()  # also unread ones: other ranks may read them
         _C.note_skipped_gathers([parameter.handle for parameter in self.parameters])
@@ -227,20 +231,33 @@ class ParameterGroup:
 
         Returns the FQNs of those that were changed.
         """
-        changed = [
-            parameter.fqn
-            for parameter, (value, was_at) in self._values.items()
-            if _address(value) != was_at and value.dtype == parameter.compute_dtype
-        ]  # others were converted for this forward
+        changed = self._take_replaced(list(self._values))
         self._unshard_called = False
         self._reads.are_whole = self.forward is not None
         self._gathering = None
-        self._values.clear()
         for group in self.ancestry():
             if group._forward is not None:
                 group._forward.saved.unwatch(self)
         changed += [parameter.fqn for parameter in parameters if parameter.reshard()]
         return changed
+
+    def _forget_values(self, parameters: Iterable[ShardedParameter]) -> None:
+        """Forgets what was read of ``parameters``.
+
+        Raises:
+            Zero3Error: its ``.data`` was replaced, and the change is lost.
+        """
+        _refuse_writes(self._take_replaced(parameters))
+
+    def _take_replaced(self, parameters: Iterable[ShardedParameter]) -> list[str]:
+        """Forgets what was read of ``parameters``; returns the FQNs of those with other data."""
+        read = [(p, *self._values.pop(p)) for p in parameters if p in self._values]
+        return [
+            parameter.fqn
+            for parameter, value, place in read
+            # One of another dtype was converted for this forward.
+            if _place(value) != place and value.dtype == parameter.compute_dtype
+        ]
 
     def start_gather(self) -> None:
         """Starts to gather the parameters that are not gathered yet."""
@@ -396,9 +413,11 @@ def _refuse_writes(fqns: list[str]) -> None:
         )
 
 
-def _address(value: torch.Tensor) -> int:
-    """Returns where the elements of a value are that was read; 0 if it is of a subclass."""
-    return value.data_ptr() if type(value) is torch.Tensor else 0
+def _place(value: torch.Tensor) -> _Place:
+    """Returns where the elements of a value are that was read; None if it is of a subclass."""
+    if type(value) is not torch.Tensor:
+        return None
+    return value.data_ptr(), value.shape, value.stride()
 
 
 def group_or_none(parameter: ShardedParameter) -> ParameterGroup | None:

@@ -79,7 +79,10 @@ def test_two_threads_train_two_models(run_ranks, how, transport):
 
 
 def _one_of_two_raises():
-    """Rank 1 raises in the backward of one model, while a thread of rank 0 stays in its own."""
+    """Rank 1 raises in the backward of one model, and a thread of rank 0 stays further on in it.
+
+    There, gradients wait that rank 1 will never send.
+    """
     (broken, _), (model, reference) = (
         _sharded_and_trained(name, seed, "shared_memory") for seed, name in enumerate("ab")
     )
@@ -94,7 +97,7 @@ def _one_of_two_raises():
     def watch(module, args, output):
         output.register_hook(stay_or_raise)
 
-    broken.blocks[0].register_forward_hook(watch)
+    broken.blocks[0 if is_first else 1].register_forward_hook(watch)
 
     def break_backward():
         mean_square(broken, mine(_BATCHES[0])).backward()

@@ -233,6 +233,14 @@ def test_data_that_replace_a_gathered_copy_are_refused(reshard_after_forward):
     for change in (lambda data: data, lambda data: data.bfloat16()):
         model = fully_shard(_OtherData(change), reshard_after_forward=reshard_after_forward)
         model(torch.ones(1, 4)).sum().backward()
-    model = fully_shard(_OtherData(torch.clone), reshard_after_forward=reshard_after_forward)
-    with torch.no_grad(), pytest.raises(Zero3Error, match=r"weight' .* its .data was replaced"):
+    replaced = r"weight' .* its .data was replaced"
+    for change in (torch.clone, torch.t):
+        model = fully_shard(_OtherData(change), reshard_after_forward=reshard_after_forward)
+        with torch.no_grad(), pytest.raises(Zero3Error, match=replaced):
+            model(torch.ones(1, 4))
+    model = fully_shard(nn.Linear(4, 4), reshard_after_forward=reshard_after_forward)
+    model.unshard()
+    model.weight.data = model.weight.data.clone()
+    with pytest.raises(Zero3Error, match=replaced):
         model(torch.ones(1, 4))
+    model(torch.ones(1, 4)).sum().backward()

@@ -5,9 +5,20 @@ from functools import partial
 import torch
 from torch import nn
 from torch._higher_order_ops import scan
+from torch._higher_order_ops.effects import _EffectType as EffectType
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 WIDTH = 16
+
+
+@torch.library.custom_op("zero3_tests::noted", mutates_args=())
+def noted(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+noted.register_fake(torch.empty_like)
+if hasattr(noted, "register_effect"):
+    noted.register_effect(EffectType.ORDERED)
 
 
 class Plain(nn.Module):
@@ -184,6 +195,27 @@ class Inverts(Plain):
 
     def inner(self, h):
         return h + torch.linalg.inv(self.a.weight + 9 * torch.eye(WIDTH))[: len(h)]
+
+
+class TakesAPower(Plain):
+    """Inverts a matrix as :class:`Inverts` does."""
+
+    def inner(self, h):
+        return h + torch.matrix_power(self.a.weight + 9 * torch.eye(WIDTH), -1)[: len(h)]
+
+
+class HasANorm(Plain):
+    """Computes by ``torch.linalg`` without an effect."""
+
+    def inner(self, h):
+        return h / torch.linalg.vector_norm(self.a.weight)
+
+
+class CallsAnOperator(Plain):
+    """Calls an operator that is registered with an effect."""
+
+    def inner(self, h):
+        return h + noted(h.detach())
 
 
 class ReturnsAWeight(Plain):

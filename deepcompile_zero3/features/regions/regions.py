@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.node import map_aggregate
+from torch.fx.node import map_aggregate, map_arg
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.graph.calls import calls_by_region
@@ -23,7 +23,11 @@ from deepcompile_zero3.passes.blocks import IsBlock, blocks_around
 from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.passes.region_facts import RegionFacts, mark_region
 from deepcompile_zero3.runtime import ops
-from deepcompile_zero3.torch_internals import compiler, is_transformed, tree_leaves
+from deepcompile_zero3.torch_internals import compiler, effects, is_transformed, tree_leaves
+
+_OPERATORS = (torch_internals.OpOverload, torch_internals.HigherOrderOperator)
+# Functions beside those of torch.linalg that check matrices, or print.
+_MAY_HAVE_EFFECTS = ("cholesky", "inverse", "matrix_power", "print")
 
 
 @dataclass(frozen=True)
@@ -261,8 +265,14 @@ def _has_effects(node: fx.Node) -> bool:
 
     torch keeps such effects in order by a token, and computes no gradient of a region with one.
     """
+    args, kwargs = map_arg((node.args, node.kwargs), _value)
+    if isinstance(node.target, _OPERATORS):
+        return effects.has_effects(node.target, args, kwargs)
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return name.startswith("linalg_") or name in ("cholesky", "inverse", "print")
+    if not (name.startswith("linalg_") or name in _MAY_HAVE_EFFECTS):
+        return False
+    function = getattr(torch.Tensor, name) if node.op == "call_method" else node.target
+    return effects.calls_effects(function, args, kwargs)
 
 
 class _Name(str):
