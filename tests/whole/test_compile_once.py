@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 from support.pass_graphs import each_fact_changed, facts
+from torch import nn
 
-from deepcompile_zero3 import Options, compile_once, graph_pass, source_key
+from deepcompile_zero3 import Options, Zero3Error, compile_once, graph_pass, source_key
 from deepcompile_zero3.compile_once import cleaning_up, first_alone, graph_key
 from deepcompile_zero3.graph.log import logs_are_requested
 from deepcompile_zero3.graph_inputs import passes_of
@@ -24,6 +25,7 @@ from deepcompile_zero3.passes import pipeline
 from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.passes.partitioner import Partitioner
 from deepcompile_zero3.passes.pipeline import Pipeline
+from deepcompile_zero3.tools.planning.ahead import compile_ahead
 from deepcompile_zero3.torch_internals import compiler
 
 
@@ -277,11 +279,21 @@ def test_all_that_shapes_a_graph_is_in_the_key_of_stored_graphs(monkeypatch):
     assert len(set(keys)) == len(keys) == 9 + len(dataclasses.fields(ParameterFacts))
 
 
-def test_the_sources_of_all_passes_are_in_the_key(monkeypatch, tmp_path):
-    package = tmp_path / "package"
+@pytest.fixture
+def package(monkeypatch, tmp_path):
+    """A copy of the package, in place of its files."""
+    copy = tmp_path / "package"
+    ignored = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(Path(source_key.__file__).parent, copy, ignore=ignored)
+    monkeypatch.setattr(source_key, "_PACKAGE", copy)
+    monkeypatch.setattr(source_key, "AT_IMPORT", source_key.source_key())
+    source_key.is_unchanged.cache_clear()
+    yield copy
+    source_key.is_unchanged.cache_clear()
+
+
+def test_the_sources_of_all_passes_are_in_the_key(package):
     sources = Path(source_key.__file__).parent
-    shutil.copytree(sources, package, ignore=shutil.ignore_patterns("*.so"))
-    monkeypatch.setattr(source_key, "_PACKAGE", package)
     keys = {source_key.source_key()}
     for module in (pipeline, compile_once, compiler):
         path = package / Path(module.__file__).relative_to(sources)
@@ -291,12 +303,12 @@ def test_the_sources_of_all_passes_are_in_the_key(monkeypatch, tmp_path):
     assert len({*keys, source_key.source_key()}) == 5
 
 
-def test_no_graph_is_stored_once_the_sources_have_changed(monkeypatch):
+def test_no_graph_is_stored_once_the_sources_have_changed(package):
     passes = Pipeline({0: facts("fc.weight")}, Options(), 1.0, order=passes_of(options=Options()))
-    source_key.is_unchanged.cache_clear()
     assert passes.may_be_stored
-    monkeypatch.setattr(source_key, "AT_IMPORT", "older")
+    (package / "another.py").touch()
     source_key.is_unchanged.cache_clear()
     with pytest.warns(UserWarning, match="have changed since this process imported them"):
         assert not passes.may_be_stored
-    source_key.is_unchanged.cache_clear()
+    with pytest.raises(Zero3Error, match="nothing that is compiled would be stored"):
+        compile_ahead(lambda: nn.Linear(4, 4), {"input": torch.ones(2, 4)}, world_size=2)

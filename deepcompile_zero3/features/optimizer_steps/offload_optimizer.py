@@ -95,6 +95,7 @@ def offload_optimizer(
         most = budget.bytes_for_states(parameters)
         failure = None
         with contextlib.ExitStack() as at_end:  # whatever is raised, the file is left as written
+            at_end.callback(setattr, layers_of(optimizer), "has_more_parts", False)
             for part in parts:
                 at_end.callback(part.wait_for_stores)
             for number, part in enumerate(parts):

@@ -271,7 +271,7 @@ def _has_effects(node: fx.Node) -> bool:
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     if not (name.startswith("linalg_") or name in _MAY_HAVE_EFFECTS):
         return False
-    function = getattr(torch.Tensor, name) if node.op == "call_method" else node.target
+    function: Any = getattr(torch.Tensor, name) if node.op == "call_method" else node.target
     return effects.calls_effects(function, args, kwargs)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from deepcompile_zero3 import source_key
 from deepcompile_zero3.backend import CompiledGraph, compile_with_inductor
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.graph_inputs import parse_options
@@ -92,8 +93,8 @@ def compile_ahead(
     Raises:
         TypeError: ``build`` does not return a module, or ``call`` is not a mapping.
         ValueError: an option is unknown, asks for no compiler, or a number of ranks is wrong.
-        Zero3Error: the process has a process group, no graph was compiled, or a setting of torch
-            prevents that graphs are stored.
+        Zero3Error: the process has a process group, no graph was compiled, or a setting of torch,
+            or a change of this package's files, prevents that graphs are stored.
     """
     parsed = parse_options(options)
     if not parsed.inductor:
@@ -104,6 +105,8 @@ def compile_ahead(
         raise Zero3Error(
             f"nothing that is compiled would be stored: uuid() of {', '.join(names)} returns None"
         )
+    if not source_key.is_unchanged():
+        raise Zero3Error("nothing that is compiled would be stored: start again, see the warning")
     if torch.cuda.is_available():
         warnings.warn(
             "zero3: the graphs are compiled for CPUs, and ranks on this machine's GPUs would not "
