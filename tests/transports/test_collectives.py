@@ -239,7 +239,7 @@ def test_a_gradient_that_only_some_ranks_have_may_be_an_error(run_collectives):
 
 
 def test_zeros_need_a_dtype_that_all_ranks_know(run_collectives):
-    message = "different gradients of 'experts.0.weight', and .* grad_dtype is None"
+    message = "different gradients of 'experts.0.weight', .* grad_dtype is None"
     run_collectives(2, _raises, message, False, None)
 
 
