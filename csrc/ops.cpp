@@ -102,7 +102,7 @@ Tensor reduce_grad(const Tensor& grad, const Tensor& whose, const std::optional<
     parameter->deposit(grad);
   } else {
     check_reducible(*parameter, contract);
-    Reduction::current()->add(parameter, grad, /*owned=*/false, /*is_only_one=*/use == 0);
+    Reduction::current()->add(parameter, grad, /*owned=*/false, use);
   }
   return token(grad);
 }

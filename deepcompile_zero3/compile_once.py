@@ -20,7 +20,7 @@ from torch import fx
 from deepcompile_zero3.torch_internals import compiler
 
 PATIENCE = 600.0  # seconds that a process waits for another that compiles
-TELL_AFTER = 30.0  # seconds after which a process says that it waits
+TELL_AFTER = 60.0  # seconds after which a process says that it waits
 
 _log = logging.getLogger(__name__)
 

@@ -25,11 +25,10 @@ void set_interrupted(Interrupted function) { interrupted = std::move(function); 
 
 Delivery::~Delivery() {
   if (!delivered_.empty() && interrupted) interrupted(model_numbers_of(delivered_));
-  forget_delivered();
+  forget(delivered_);
 }
 
 void Delivery::arrives(const ParameterPtr& parameter, bool is_foreseen) {
-  if (!parameter->settings.delivers_early) return;
   delivers_early_ = true;
   if (!is_foreseen) unforeseen_.push_back(parameter);
 }
@@ -52,17 +51,20 @@ void Delivery::deliver_early(std::unique_lock<std::mutex> lock) {
   if (!early.empty() && deliver) deliver(early, Moment::kEarly, {});
 }
 
-void Delivery::finish(Moment moment, std::unique_lock<std::mutex> lock) {
+std::vector<ParameterPtr> Delivery::finish(Moment moment, std::unique_lock<std::mutex> lock) {
   unforeseen_.clear();
   for (auto& result : results_) delivered_.push_back(result.parameter);
   lock.unlock();
   if (deliver) deliver(std::exchange(results_, {}), moment, model_numbers_of(delivered_));
-  forget_delivered();
+  return std::exchange(delivered_, {});
 }
 
-void Delivery::forget_delivered() {
-  for (auto& parameter : std::exchange(delivered_, {}))
-    parameter->gradients.is_delivered_early = false;
+void Delivery::include(std::vector<ParameterPtr> delivered) {
+  std::ranges::move(delivered, std::back_inserter(delivered_));
+}
+
+void Delivery::forget(const std::vector<ParameterPtr>& delivered) {
+  for (auto& parameter : delivered) parameter->gradients.is_delivered_early = false;
 }
 
 }  // namespace zero3

@@ -1,7 +1,6 @@
 #include "reduce/presence_check.h"
 
 #include <algorithm>
-#include <ranges>
 
 #include "support/autograd.h"
 #include "support/error.h"
@@ -23,7 +22,7 @@ Presence announce(const Parameter& parameter, Occasion occasion, const Gradients
       return PresenceState::kGradient;
     return dtype ? PresenceState::kSum : PresenceState::kNothing;
   }();
-  const auto place = std::min<size_t>(to_come.place_of(placeholder).value_or(0), UINT16_MAX);
+  const auto place = std::min<size_t>(to_come.place_of(placeholder), UINT16_MAX);
   return {state, dtype ? static_cast<int8_t>(*dtype) : Presence::kNoDtype,
           static_cast<uint16_t>(place)};
 }
@@ -66,17 +65,26 @@ Presences combine(const std::vector<Presences>& ranks) {
 // another order on some rank are kOnAll.
 Presences combine_ordered(const std::vector<Presences>& ranks) {
   auto result = combine(ranks);
-  std::vector<size_t> to_come;
-  for (size_t i = 0; i < result.size(); ++i)
-    if (result[i].state == PresenceState::kGradient) to_come.push_back(i);
-  std::ranges::stable_sort(to_come, {}, [&](size_t i) { return result[i].place; });
-  std::vector<uint16_t> latest(ranks.size(), 0);  // places on each rank
-  for (const size_t i : to_come) {
-    const auto comes_later = [&](size_t rank) { return ranks[rank][i].place >= latest[rank]; };
-    if (std::ranges::all_of(std::views::iota(size_t{0}, ranks.size()), comes_later))
-      for (size_t rank = 0; rank < ranks.size(); ++rank) latest[rank] = ranks[rank][i].place;
+  struct Gradient {
+    size_t index;
+    std::vector<uint16_t> places;  // the last of all, and then that on each rank
+  };
+  std::vector<Gradient> to_come;
+  for (size_t i = 0; i < result.size(); ++i) {
+    if (result[i].state != PresenceState::kGradient) continue;
+    auto& places = to_come.emplace_back(i).places;
+    places.push_back(result[i].place);
+    for (auto& of_rank : ranks) places.push_back(of_rank[i].place);
+  }
+  std::ranges::stable_sort(to_come, {}, &Gradient::places);
+  const Gradient* latest = nullptr;
+  for (auto& each : to_come) {
+    // Gradients of one place come from one graph, in its order.
+    if (!latest || latest->places == each.places ||
+        std::ranges::equal(latest->places, each.places, std::ranges::less{}))
+      latest = &each;
     else
-      result[i].state = PresenceState::kOnAll;
+      result[each.index].state = PresenceState::kOnAll;
   }
   return result;
 }

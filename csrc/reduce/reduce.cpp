@@ -49,17 +49,21 @@ std::shared_ptr<Reduction> Reduction::current() {
               "a signal handler cannot run the backward of a sharded model, since other ranks do "
               "not: set a flag, and act between steps");
   ZERO3_CHECK(task != -1, "zero3::reduce_grad was called outside of a backward");
-  std::lock_guard lock(running_mutex);
-  auto reduction = running_reductions[task].reduction.lock();
-  if (!reduction) {
-    std::erase_if(running_reductions, [task](auto& item) {
-      return item.first != task && item.second.reduction.expired();
-    });
-    reduction = std::make_shared<Reduction>();
-    running_reductions[task] = {reduction, std::this_thread::get_id()};
-    // The engine's task owns the reduction from here on.
-    at_end_of_backward([reduction] { reduction->finish_backward(); });
+  const auto running = [task] {  // with the mutex locked
+    const auto found = running_reductions.find(task);
+    return found == running_reductions.end() ? nullptr : found->second.reduction.lock();
+  };
+  {
+    std::lock_guard lock(running_mutex);
+    if (auto reduction = running()) return reduction;
   }
+  auto reduction = std::make_shared<Reduction>();  // reads the whole graph
+  std::lock_guard lock(running_mutex);
+  if (auto other = running()) return other;  // another device's thread was faster
+  std::erase_if(running_reductions, [](auto& item) { return item.second.reduction.expired(); });
+  running_reductions[task] = {reduction, std::this_thread::get_id()};
+  // The engine's task owns the reduction from here on.
+  at_end_of_backward([reduction] { reduction->finish_backward(); });
   return reduction;
 }
 
@@ -87,23 +91,22 @@ Reduction::~Reduction() {
     for (auto& parameter : Registry::get().of_model(number)) parameter->drop_gradients();
 }
 
-void Reduction::add(const ParameterPtr& parameter, const at::Tensor& raw, bool owned,
-                    bool is_only_one) {
+void Reduction::add(const ParameterPtr& parameter, const at::Tensor& raw, bool owned, int64_t use) {
   parameter->check_gradient(raw);
   if (!parameter->is_wanted()) return;
   {
     WithoutUserModes guard;
     if (parameter->settings.detects_nonfinite) parameter->gradients.detect_nonfinite(raw);
     std::lock_guard lock(mutex_);
-    add_locked(parameter, raw, owned, is_only_one);
+    add_locked(parameter, raw, owned, use);
   }
   delivery_.deliver_early(std::unique_lock(mutex_));
 }
 
 void Reduction::add_locked(const ParameterPtr& parameter, const at::Tensor& raw, bool owned,
-                           bool is_only_one) {
-  const bool at_once = goes_at_once(*parameter);
-  arrives(parameter, is_only_one);
+                           int64_t use) {
+  const bool at_once = use <= 1 && goes_at_once(*parameter);
+  arrives(parameter, use);
   if (!parameter->transport()->can.reduces_in_any_order) finish_presence_checks();
   const bool is_sent_last = presence_checks_.is_sent_last(parameter);
   if (at_once && !is_sent_last) {
@@ -112,19 +115,20 @@ void Reduction::add_locked(const ParameterPtr& parameter, const at::Tensor& raw,
     return;
   }
   parameter->gradients.add(raw, parameter->settings.gradient_dtypes, owned);
-  if (parameter->is_reduced_now() && !is_sent_last && to_come_.number_of(parameter->placeholder()) == 0)
-    send_accumulated(parameter);
+  const bool is_last = use <= 1 && to_come_.number_of(parameter->placeholder()) == 0;
+  if (parameter->is_reduced_now() && !is_sent_last && is_last) send_accumulated(parameter);
 }
 
-void Reduction::arrives(const ParameterPtr& parameter, bool is_only_one) {
+void Reduction::arrives(const ParameterPtr& parameter, int64_t use) {
   if (parameter->device().is_cpu()) keep_heap();
   arrived_.push_back(parameter);
   if (parameter->is_reduced_now()) begin_presence_checks(*parameter);
   const auto& leaf = parameter->placeholder();
   // A backward around this one, which began first, may bring more gradients of the parameter.
-  delivery_.arrives(parameter,
-                    is_only_one && to_come_.number_of(leaf) > 0 && running_around().empty());
-  to_come_.arrives(leaf);
+  if (parameter->settings.delivers_early)
+    delivery_.arrives(parameter,
+                      use == 0 && to_come_.number_of(leaf) > 0 && running_around().empty());
+  if (use <= 1) to_come_.arrives(leaf);
 }
 
 void Reduction::add_product(const ParameterPtr& parameter, const at::Tensor& left,
@@ -142,7 +146,7 @@ void Reduction::add_product(const ParameterPtr& parameter, const at::Tensor& lef
     const WithoutUserModes guard;
     std::unique_lock lock(mutex_);
     if (goes_at_once(*parameter)) {
-      arrives(parameter, /*is_only_one=*/true);
+      arrives(parameter, /*use=*/0);
       auto& bucket = bucket_for(parameter, selected.key);
       bucket.add_product(parameter, left, right);
       buckets_.launch_if_full(bucket);
@@ -163,13 +167,15 @@ bool Reduction::goes_at_once(const Parameter& parameter) const {
 at::Tensor Reduction::empty_for(const Parameter& parameter, at::IntArrayRef sizes,
                                 const at::TensorOptions& options) {
   WithoutUserModes guard;
+  bool is_sent = parameter.is_wanted();
   {
     std::lock_guard lock(mutex_);
-    if (!goes_at_once(parameter) || !parameter.is_wanted()) return pooled_empty(sizes, options);
+    is_sent = is_sent && goes_at_once(parameter);
     // empty() may wait for room, and sums other ranks' gradients meanwhile, which may wait for
     // those that this rank lacks.
-    if (parameter.transport()->can.empty_waits && has_sent_) finish_presence_checks();
+    if (is_sent && parameter.transport()->can.empty_waits && has_sent_) finish_presence_checks();
   }
+  if (!is_sent) return pooled_empty(sizes, options);
   return parameter.transport()->empty(parameter, sizes, options);
 }
 
@@ -295,7 +301,14 @@ void Reduction::finish(const std::vector<ParameterPtr>& parameters) {
   presence_checks_.clear();
   backwards_.end();
   arrived_.clear();
-  delivery_.finish(is_nested() ? Moment::kNestedEnd : Moment::kEnd, std::move(lock));
+  const auto moment = is_nested() ? Moment::kNestedEnd : Moment::kEnd;
+  auto delivered = delivery_.finish(moment, std::move(lock));
+  if (const auto around = running_around(); !around.empty()) {
+    std::lock_guard lock_around(around.back()->mutex_);
+    around.back()->delivery_.include(std::move(delivered));
+  } else {
+    Delivery::forget(delivered);
+  }
 }
 
 std::set<int64_t> Reduction::reduced_models() const {

@@ -52,9 +52,10 @@ class Reduction {
                        const at::TensorOptions& options);
 
   // Adds a raw gradient of the full shape, in any gradient dtype and strides. If `owned`, the
-  // reduction takes over its memory. Unless `is_only_one`, it is one of several of a single use.
-  void add(const ParameterPtr& parameter, const at::Tensor& raw, bool owned,
-           bool is_only_one = true);
+  // reduction takes over its memory. A graph of another backend is one use to autograd, and may
+  // bring several gradients. It numbers them by `use`, from the last to the first: 1 comes last. All
+  // others are 0.
+  void add(const ParameterPtr& parameter, const at::Tensor& raw, bool owned, int64_t use = 0);
 
   Reduction() = default;
   Reduction(const Reduction&) = delete;
@@ -74,10 +75,9 @@ class Reduction {
   // Sends the sums of `parameters`, launches the remaining buckets, waits and delivers.
   void finish(const std::vector<ParameterPtr>& parameters);
   // The part of add() that needs the lock.
-  void add_locked(const ParameterPtr& parameter, const at::Tensor& raw, bool owned,
-                  bool is_only_one);
+  void add_locked(const ParameterPtr& parameter, const at::Tensor& raw, bool owned, int64_t use);
   // Notes that a gradient of `parameter` arrives.
-  void arrives(const ParameterPtr& parameter, bool is_only_one);
+  void arrives(const ParameterPtr& parameter, int64_t use);
   // Whether the next gradient of `parameter` is reduced now, and the only one to come. Otherwise
   // all are summed first, so that a backward reduces a parameter once.
   bool goes_at_once(const Parameter& parameter) const;

@@ -13,6 +13,14 @@
 #include "support/error.h"
 
 namespace zero3 {
+namespace {
+
+const void* accumulator_of(const at::Tensor& leaf) {
+  if (!leaf.defined()) return nullptr;  // of a parameter in a plan
+  return torch::autograd::impl::try_get_grad_accumulator(leaf).get();
+}
+
+}  // namespace
 
 int running_backward() { return torch::autograd::get_current_graph_task_id(); }
 
@@ -85,27 +93,21 @@ GradientsToCome::GradientsToCome() {
   for (auto& [_, of_leaf] : by_accumulator_) of_leaf.place = places.at(of_leaf.first_use);
 }
 
-const GradientsToCome::OfLeaf* GradientsToCome::find(const at::Tensor& leaf) const {
-  if (!leaf.defined()) return nullptr;
-  const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(leaf);
-  const auto found = by_accumulator_.find(accumulator.get());
-  return found == by_accumulator_.end() ? nullptr : &found->second;
+GradientsToCome::OfLeaf GradientsToCome::find(const at::Tensor& leaf) const {
+  const auto found = by_accumulator_.find(accumulator_of(leaf));
+  return found == by_accumulator_.end() ? OfLeaf{} : found->second;
 }
 
 int64_t GradientsToCome::number_of(const at::Tensor& leaf) const {
-  const auto* of_leaf = find(leaf);
-  return of_leaf ? of_leaf->number : 0;
+  return find(leaf).number;
 }
 
 void GradientsToCome::arrives(const at::Tensor& leaf) {
-  auto* of_leaf = const_cast<OfLeaf*>(find(leaf));
-  if (of_leaf) of_leaf->number = std::max<int64_t>(of_leaf->number - 1, 0);
+  const auto found = by_accumulator_.find(accumulator_of(leaf));
+  if (found != by_accumulator_.end() && found->second.number > 0) --found->second.number;
 }
 
-std::optional<size_t> GradientsToCome::place_of(const at::Tensor& leaf) const {
-  const auto* of_leaf = find(leaf);
-  return of_leaf ? std::optional(of_leaf->place) : std::nullopt;
-}
+size_t GradientsToCome::place_of(const at::Tensor& leaf) const { return find(leaf).place; }
 
 void declare_grad_dtype(const at::Tensor& tensor, std::optional<at::ScalarType> dtype) {
   auto edge = torch::autograd::impl::gradient_edge(tensor);

@@ -34,7 +34,8 @@ bool is_wanted(const at::Tensor& leaf);
 // Whether `leaf` is in the graph of the running backward.
 bool is_in_graph(const at::Tensor& leaf);
 
-// The gradients of leaves that are still to come in a backward: one for each use that it reaches.
+// The gradients of leaves that are still to come in a backward: one for each use that it reaches, as
+// far as the graph tells. A node may bring none in the end.
 class GradientsToCome {
  public:
   // Of the running backward. None, outside of one.
@@ -44,9 +45,9 @@ class GradientsToCome {
   // Call when one has arrived.
   void arrives(const at::Tensor& leaf);
 
-  // Place of a leaf's last gradient among the last ones of all leaves, from 0 on; nullopt if none
-  // comes. Uses in one compiled graph have one place.
-  std::optional<size_t> place_of(const at::Tensor& leaf) const;
+  // Place of a leaf's last gradient among the last ones of all leaves, from 0 on; 0 if none comes.
+  // Uses in one compiled graph have one place.
+  size_t place_of(const at::Tensor& leaf) const;
 
  private:
   struct OfLeaf {
@@ -54,7 +55,7 @@ class GradientsToCome {
     uint64_t first_use = UINT64_MAX;  // in the forward, as its node is numbered
     size_t place = 0;
   };
-  const OfLeaf* find(const at::Tensor& leaf) const;
+  OfLeaf find(const at::Tensor& leaf) const;
 
   std::unordered_map<const void*, OfLeaf> by_accumulator_;  // the leaves' nodes
 };

@@ -300,6 +300,7 @@ class ParameterGroup:
             if not recomputes and self.model is not None:
                 self.model.gather_orders.begin_forward()
                 self.model.begin_forward()
+                self.model.count_forward()
             forward = EagerForward()
             # A checkpoint must save as many tensors when it recomputes, with or without a forward
             # of the model around it: nothing is packed inside of a checkpointed block. An outermost
@@ -386,6 +387,8 @@ def compiled_forward(
         return
     for model in filter(None, dict.fromkeys(parameter.model for parameter in parameters)):
         model.begin_forward()
+        if not _C.in_backward():
+            model.count_forward()
     try:
         yield
     finally:

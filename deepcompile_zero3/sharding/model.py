@@ -4,6 +4,8 @@ import weakref
 from collections.abc import Collection, Iterable, Sequence, Set
 from typing import Protocol, cast
 
+import torch
+
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.sharding.source import Source
@@ -28,6 +30,7 @@ class ShardedModel:
         parameters: the parameters, in one order on all ranks.
         nbytes: size in bytes of their full tensors in their compute dtypes.
         is_last_backward: whether the next backward is the last one of a step.
+        num_forwards: number of forwards since the end of the last backward that brought gradients.
         gather_orders: the orders in which forwards and backwards gather.
         watchers: what takes note of forwards.
     """
@@ -36,6 +39,7 @@ class ShardedModel:
         self.number = number
         self.parameters = tuple(parameters)
         self.is_last_backward = True
+        self.num_forwards = 0
         self.gather_orders = _C.GatherOrders()
         self.watchers: list[Watcher] = []
         self.update()
@@ -50,6 +54,19 @@ class ShardedModel:
             parameter.refresh()
         for watcher in self.watchers:
             watcher.begin_forward()
+
+    def count_forward(self) -> None:
+        """Notes a forward, unless no backward follows.
+
+        With several, no gradient is delivered early: each may have a backward of its own, inside of
+        another one.
+        """
+        if not torch.is_grad_enabled():
+            return
+        self.num_forwards += 1
+        if self.num_forwards == 2:
+            for parameter in self.parameters:
+                parameter.deliver_early_if_possible()
 
     def update(self) -> None:
         """Recomputes ``nbytes``, positions, presence ids and facts.

@@ -260,13 +260,14 @@ class ShardedParameter:
     def deliver_early_if_possible(self) -> None:
         """Sets whether the runtime delivers the gradient before the end of a backward.
 
-        Call it when ``sink`` or ``checks`` have changed.
+        Call it when ``sink``, ``checks`` or the model's facts about backwards have changed.
         """
         is_possible = (
             self.sink is not None
             and not self.checks
             and self.model is not None
             and self.model.is_last_backward
+            and self.model.num_forwards <= 1
         )
         if self.settings.delivers_early != is_possible:  # another thread's backward may read them
             self.settings = self.settings.replace(delivers_early=is_possible)

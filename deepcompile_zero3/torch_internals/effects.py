@@ -1,11 +1,13 @@
 """Operators that torch keeps in order by a token, since they print or may raise."""
 
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from deepcompile_zero3.torch_internals import tree_leaves
 from deepcompile_zero3.torch_release import private
 
 _TorchDispatchMode: Any = private("torch.utils._python_dispatch", "TorchDispatchMode")
@@ -30,7 +32,16 @@ def has_effects(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool
 
 
 def calls_effects(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping) -> bool:
-    """Returns whether ``function`` calls an operator with an effect. Fake tensors tell."""
-    with torch.no_grad(), _Finder() as finder:
-        function(*args, **kwargs)
+    """Returns whether ``function`` calls an operator with an effect, as far as fake tensors tell.
+
+    True if it cannot be called with these.
+    """
+    leaves = tree_leaves((args, kwargs))
+    modes = [leaf.fake_mode for leaf in leaves if hasattr(leaf, "fake_mode")]
+    fake_mode = modes[0] if modes else contextlib.nullcontext()
+    try:
+        with torch.no_grad(), fake_mode, _Finder() as finder:
+            function(*args, **kwargs)
+    except Exception:  # for one of many reasons
+        return True
     return finder.found

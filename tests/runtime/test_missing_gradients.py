@@ -76,6 +76,47 @@ def test_replicas_may_use_experts_in_other_forwards(run_ranks, transport):
     run_ranks(4, train_in_several_forwards, steps, 8, transport, (2, 2), 1)
 
 
+class TwoGraphs(nn.Module):
+    """Two functions of shared weights, each a graph of its own."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.randn(width, width) / width) for _ in range(2))
+
+    def forward(self, x, both):
+        return (x @ self.b @ self.a @ self.a).sin().mean() if both else (x @ self.a).cos().mean()
+
+
+def _reach_unequally_many_graphs(backend, transport, width, steps):
+    """The first rank's loss reaches a graph more, in which a weight comes that is last of all."""
+    torch.manual_seed(0)
+    reference = TwoGraphs(width)
+    model = fully_shard(copy.deepcopy(reference), transport=transport, reshard_after_forward=False)
+    model.set_reduce_scatter_unused_params(True)
+    options = {"inductor": False} if backend == "zero3" else None
+    run = torch.compile(model, backend=backend, options=options)
+
+    def loss(function, rows, rank):
+        one, both = function(rows, False), function(rows, True)
+        return one + both if rank == 0 else both
+
+    for seed in range(steps):
+        batch = batch_of(4, width, seed=seed)
+        loss(run, mine(batch), dist.get_rank()).backward()
+        sum(loss(reference, rows, rank) for rank, rows in enumerate(batch.chunk(2))).div(
+            2
+        ).backward()
+        assert_same_gradients(model, reference)
+
+
+@pytest.mark.thin
+@pytest.mark.parametrize("backend", ["zero3", "aot_eager"])
+@pytest.mark.parametrize("transport", ["shared_memory", "c10d"])
+@pytest.mark.parametrize("width", [8, 256])
+def test_ranks_may_reach_unequally_many_graphs(run_ranks, backend, transport, width):
+    run_ranks(2, _reach_unequally_many_graphs, backend, transport, width, 2)
+
+
 class TwoHeads(nn.Module):
     def __init__(self):
         super().__init__()

@@ -208,7 +208,8 @@ class HasANorm(Plain):
     """Computes by ``torch.linalg`` without an effect."""
 
     def inner(self, h):
-        return h / torch.linalg.vector_norm(self.a.weight)
+        rank = torch.linalg.matrix_rank(self.b.weight, rtol=1e-3)
+        return h * rank / torch.linalg.vector_norm(self.a.weight)
 
 
 class CallsAnOperator(Plain):

@@ -26,8 +26,8 @@ from deepcompile_zero3.runtime import ops
 from deepcompile_zero3.torch_internals import compiler, effects, is_transformed, tree_leaves
 
 _OPERATORS = (torch_internals.OpOverload, torch_internals.HigherOrderOperator)
-# Functions beside those of torch.linalg that check matrices, or print.
-_MAY_HAVE_EFFECTS = ("cholesky", "inverse", "matrix_power", "print")
+# Functions beside those of torch.linalg that raise for some matrices.
+_MAY_CHECK_MATRICES = ("cholesky", "inverse", "matrix_power", "pinverse")
 
 
 @dataclass(frozen=True)
@@ -269,7 +269,9 @@ def _has_effects(node: fx.Node) -> bool:
     if isinstance(node.target, _OPERATORS):
         return effects.has_effects(node.target, args, kwargs)
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    if not (name.startswith("linalg_") or name in _MAY_HAVE_EFFECTS):
+    if name == "print":
+        return True
+    if not (name.startswith("linalg_") or name in _MAY_CHECK_MATRICES):
         return False
     function: Any = getattr(torch.Tensor, name) if node.op == "call_method" else node.target
     return effects.calls_effects(function, args, kwargs)

@@ -278,3 +278,21 @@ def _shared(use_reentrant, transport):
 @either_transport
 def test_checkpoints_and_shared_weights_are_stepped_once(run_ranks, use_reentrant, transport):
     run_ranks(2, _shared, use_reentrant, transport)
+
+
+def _in_a_checkpoint(transport):
+    """All gradients come in backwards inside of another one."""
+    models, optimizers = plain_and_early("adamw", transport=transport)
+    for seed in range(2):
+        batch = mine(batch_of(8, 16, seed=seed)).requires_grad_()
+        for model, optimizer in zip(models, optimizers, strict=True):
+            parts = [checkpoint(model, k * batch, use_reentrant=True) for k in (1, 2)]
+            sum(part.square().mean() for part in parts).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same_bits(models)
+
+
+@either_transport
+def test_a_model_in_a_checkpoint_is_stepped(run_ranks, transport):
+    run_ranks(2, _in_a_checkpoint, transport)

@@ -186,7 +186,7 @@ SEQUENCES = {"batches": ((2, 8, WIDTH), (2, 6, WIDTH))}
         ([Rotates] * 3, {}, NONE),
         ([Inverts] * 3, {}, NONE),
         ([TakesAPower] * 3, {}, NONE),
-        ([HasANorm] * 3, {}, ONE_REGION),
+        ([HasANorm] * 3, {}, None),
         ([CallsAnOperator] * 3, {}, NONE),
         pytest.param([Loops] * 2, {}, None, marks=needs_scan_of_weights),
         pytest.param([ForLogging] * 3, {}, NONE, marks=pytest.mark.long),
