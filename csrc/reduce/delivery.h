@@ -31,15 +31,15 @@ class Delivery {
   // After finish(), there is nothing to do. Otherwise the backward raised.
   ~Delivery();
 
-  // Notes that a gradient of `parameter`, which delivers early, arrives. Unless it `is_foreseen`, more
-  // may come that were not counted.
+  // Notes that a gradient of `parameter`, which delivers early, arrives. Unless it `is_foreseen`,
+  // more may come that were not counted.
   void arrives(const ParameterPtr& parameter, bool is_foreseen);
   // Reduced gradients to be delivered.
   std::vector<ReducedGradient>& results() { return results_; }
   // Delivers those that need not wait for the end of the backward.
   void deliver_early(std::unique_lock<std::mutex> lock);
-  // Delivers the rest. Returns all parameters whose gradients were delivered: give them to forget(),
-  // or to include() of the backward around this one, which ends for them too.
+  // Delivers the rest. Returns all parameters whose gradients were delivered: give them to
+  // forget(), or to include() of the backward around this one, which ends for them too.
   std::vector<ParameterPtr> finish(Moment moment, std::unique_lock<std::mutex> lock);
   void include(std::vector<ParameterPtr> delivered);
   static void forget(const std::vector<ParameterPtr>& delivered);
@@ -47,8 +47,8 @@ class Delivery {
  private:
   std::vector<ReducedGradient> results_;
   std::vector<ParameterPtr> unforeseen_;  // see arrives()
-  bool delivers_early_ = false;          // some parameter that has arrived
-  std::vector<ParameterPtr> delivered_;  // until the end
+  bool delivers_early_ = false;           // some parameter that has arrived
+  std::vector<ParameterPtr> delivered_;   // until the end
 };
 
 }  // namespace zero3

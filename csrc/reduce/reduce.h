@@ -53,8 +53,8 @@ class Reduction {
 
   // Adds a raw gradient of the full shape, in any gradient dtype and strides. If `owned`, the
   // reduction takes over its memory. A graph of another backend is one use to autograd, and may
-  // bring several gradients. It numbers them by `use`, from the last to the first: 1 comes last. All
-  // others are 0.
+  // bring several gradients. It numbers them by `use`, from the last to the first: 1 comes last.
+  // All others are 0.
   void add(const ParameterPtr& parameter, const at::Tensor& raw, bool owned, int64_t use = 0);
 
   Reduction() = default;

@@ -98,9 +98,7 @@ GradientsToCome::OfLeaf GradientsToCome::find(const at::Tensor& leaf) const {
   return found == by_accumulator_.end() ? OfLeaf{} : found->second;
 }
 
-int64_t GradientsToCome::number_of(const at::Tensor& leaf) const {
-  return find(leaf).number;
-}
+int64_t GradientsToCome::number_of(const at::Tensor& leaf) const { return find(leaf).number; }
 
 void GradientsToCome::arrives(const at::Tensor& leaf) {
   const auto found = by_accumulator_.find(accumulator_of(leaf));

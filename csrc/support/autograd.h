@@ -34,8 +34,8 @@ bool is_wanted(const at::Tensor& leaf);
 // Whether `leaf` is in the graph of the running backward.
 bool is_in_graph(const at::Tensor& leaf);
 
-// The gradients of leaves that are still to come in a backward: one for each use that it reaches, as
-// far as the graph tells. A node may bring none in the end.
+// The gradients of leaves that are still to come in a backward: one for each use that it reaches,
+// as far as the graph tells. A node may bring none in the end.
 class GradientsToCome {
  public:
   // Of the running backward. None, outside of one.

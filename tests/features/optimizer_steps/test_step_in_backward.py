@@ -288,6 +288,7 @@ def _in_a_checkpoint(transport):
         for model, optimizer in zip(models, optimizers, strict=True):
             parts = [checkpoint(model, k * batch, use_reentrant=True) for k in (1, 2)]
             sum(part.square().mean() for part in parts).backward()
+            assert model is models[0] or all(p.grad is None for p in model.parameters())
             optimizer.step()
             optimizer.zero_grad()
         assert_same_bits(models)
