@@ -100,7 +100,7 @@ def _let_sinks_take(
     if moment == _C.Moment.END:
         for each in models_numbered(model_numbers):
             each.gather_orders.end_backward()
-            each.num_forwards = 0
+            each.forwards.clear()
             parameters.update(dict.fromkeys(each.parameters))
     by_sink: dict[Sink, list[ShardedParameter]] = {}
     for parameter in parameters:

@@ -113,6 +113,12 @@ class ParameterGroup:
             yield group
             group = group.parent
 
+    def _subtree(self) -> Iterator["ParameterGroup"]:
+        """Yields this group and those inside of its modules."""
+        yield self
+        for child in _alive(self._children):
+            yield from child._subtree()
+
     @property
     def forward(self) -> EagerForward | None:
         """The eager forward that the group's module or an enclosing one is in, if any."""
@@ -300,7 +306,7 @@ class ParameterGroup:
             if not recomputes and self.model is not None:
                 self.model.gather_orders.begin_forward()
                 self.model.begin_forward()
-                self.model.count_forward()
+                self.model.count_forward(self._subtree())
             forward = EagerForward()
             # A checkpoint must save as many tensors when it recomputes, with or without a forward
             # of the model around it: nothing is packed inside of a checkpointed block. An outermost
@@ -388,7 +394,7 @@ def compiled_forward(
     for model in filter(None, dict.fromkeys(parameter.model for parameter in parameters)):
         model.begin_forward()
         if not _C.in_backward():
-            model.count_forward()
+            model.count_forward(group for group in groups if group.model is model)
     try:
         yield
     finally:

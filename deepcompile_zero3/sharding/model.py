@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Collection, Iterable, Sequence, Set
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
@@ -10,6 +10,9 @@ from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.sharding.source import Source
 from deepcompile_zero3.sharding.step_versions import count_steps_while_alive
+
+if TYPE_CHECKING:
+    from deepcompile_zero3.sharding.group import ParameterGroup
 
 
 class Watcher(Protocol):
@@ -30,7 +33,8 @@ class ShardedModel:
         parameters: the parameters, in one order on all ranks.
         nbytes: size in bytes of their full tensors in their compute dtypes.
         is_last_backward: whether the next backward is the last one of a step.
-        num_forwards: number of forwards since the end of the last backward that brought gradients.
+        forwards: how many forwards have computed with each group of parameters since the end of the
+            last backward that brought gradients.
         gather_orders: the orders in which forwards and backwards gather.
         watchers: what takes note of forwards.
     """
@@ -39,7 +43,7 @@ class ShardedModel:
         self.number = number
         self.parameters = tuple(parameters)
         self.is_last_backward = True
-        self.num_forwards = 0
+        self.forwards: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self.gather_orders = _C.GatherOrders()
         self.watchers: list[Watcher] = []
         self.update()
@@ -55,18 +59,19 @@ class ShardedModel:
         for watcher in self.watchers:
             watcher.begin_forward()
 
-    def count_forward(self) -> None:
-        """Notes a forward, unless no backward follows.
+    def count_forward(self, groups: Iterable["ParameterGroup"]) -> None:
+        """Notes a forward of ``groups``, unless no backward follows.
 
-        With several, no gradient is delivered early: each may have a backward of its own, inside of
-        another one.
+        After several, their gradients are not delivered early: each forward may have a backward of
+        its own, inside of another one.
         """
         if not torch.is_grad_enabled():
             return
-        self.num_forwards += 1
-        if self.num_forwards == 2:
-            for parameter in self.parameters:
-                parameter.deliver_early_if_possible()
+        for group in groups:
+            self.forwards[group] = self.forwards.get(group, 0) + 1
+            if self.forwards[group] == 2:
+                for parameter in group.parameters:
+                    parameter.deliver_early_if_possible()
 
     def update(self) -> None:
         """Recomputes ``nbytes``, positions, presence ids and facts.

@@ -262,12 +262,13 @@ class ShardedParameter:
 
         Call it when ``sink``, ``checks`` or the model's facts about backwards have changed.
         """
+        group = None if self.group is None else self.group()
         is_possible = (
             self.sink is not None
             and not self.checks
             and self.model is not None
             and self.model.is_last_backward
-            and self.model.num_forwards <= 1
+            and (group is None or self.model.forwards.get(group, 0) <= 1)
         )
         if self.settings.delivers_early != is_possible:  # another thread's backward may read them
             self.settings = self.settings.replace(delivers_early=is_possible)
