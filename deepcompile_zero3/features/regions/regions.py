@@ -265,14 +265,15 @@ def _has_effects(node: fx.Node) -> bool:
 
     torch keeps such effects in order by a token, and computes no gradient of a region with one.
     """
-    args, kwargs = map_arg((node.args, node.kwargs), _value)
-    if isinstance(node.target, _OPERATORS):
-        return effects.has_effects(node.target, args, kwargs)
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     if name == "print":
         return True
-    if not (name.startswith("linalg_") or name in _MAY_CHECK_MATRICES):
+    is_operator = isinstance(node.target, _OPERATORS)
+    if not (is_operator or name.startswith("linalg_") or name in _MAY_CHECK_MATRICES):
         return False
+    args, kwargs = map_arg((node.args, node.kwargs), _value)
+    if is_operator:
+        return effects.has_effects(node.target, args, kwargs)
     function: Any = getattr(torch.Tensor, name) if node.op == "call_method" else node.target
     return effects.calls_effects(function, args, kwargs)
 
