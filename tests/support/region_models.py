@@ -3,7 +3,7 @@
 from functools import partial
 
 import torch
-from torch import nn
+from torch import library, nn
 from torch._higher_order_ops import scan
 from torch._higher_order_ops.effects import _EffectType as EffectType
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 WIDTH = 16
 
 
-@torch.library.custom_op("zero3_tests::noted", mutates_args=())
+@library.custom_op("zero3_tests::noted", mutates_args=())
 def noted(x: torch.Tensor) -> torch.Tensor:
     return x.clone()
 
