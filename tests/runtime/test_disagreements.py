@@ -21,6 +21,7 @@ from support.models import (
     shard,
 )
 from torch import nn
+from torch._dynamo.callback import on_compile_end
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from deepcompile_zero3 import (
@@ -378,6 +379,10 @@ def _eager_beside_compiled(in_blocks):
         model, model.blocks if in_blocks else (), mesh=mesh, transport="shared_memory"
     )
     run = compiled(model, "eager" if dist.get_rank() == 1 else "interpreted")
+    if dist.get_rank() == 0:
+        on_compile_end(lambda at: at.callback_trigger.name != "DYNAMO" or dist.barrier())
+    else:
+        dist.barrier()  # to compile the forward may take longer than the timeout
     batch = batch_of(4, 8)
     if not in_blocks:
         assert_same_step(model, reference, batch, run=run)
