@@ -17,7 +17,8 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
-from torch import fx
+import torch.distributed as dist
+from torch import fx, nn
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.compile_once import cleaning_up, first_alone, graph_key
@@ -43,6 +44,7 @@ from deepcompile_zero3.passes.region_facts import RegionFacts
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.first_actions import announce_at, nodes_of
 from deepcompile_zero3.sharding.group import compiled_forward, group_of
+from deepcompile_zero3.sharding.model import live_models
 from deepcompile_zero3.sharding.module import is_sharded_by_torch
 from deepcompile_zero3.sharding.parameter import ShardedParameter, keep_models_alive
 from deepcompile_zero3.sharding.reads import is_forward
@@ -149,8 +151,8 @@ class CompiledGraph:
         self._eager = copy.deepcopy(gm)
         forget_contracts(self._eager)
         sources = sharded_inputs(example_inputs)
-        if not sources and is_sharded_by_torch(module := dynamo_trace.traced_self()):
-            _tell_of_torchs_shards(type(module).__name__)
+        if not sources:
+            _tell_unless_sharded(dynamo_trace.traced_self())
         if lift_unshards(gm) and not sources:
             raise Zero3Error(
                 "a graph computes with a sharded parameter, and none of its inputs is the "
@@ -233,13 +235,36 @@ class CompiledGraph:
         return outputs
 
 
-@functools.cache  # once for a class
-def _tell_of_torchs_shards(name: str) -> None:
-    warnings.warn(
-        f"zero3: {name} was sharded by torch's fully_shard, which gathers in hooks: its graphs are "
-        "compiled as by Inductor alone. Import fully_shard from deepcompile_zero3",
-        stacklevel=2,
-    )
+def _tell_unless_sharded(module: object) -> None:
+    """Warns once of a class whose graph has no sharded parameters, if that is likely a mistake.
+
+    Args:
+        module: the module that is compiled; anything else if it is a function.
+    """
+    why = None
+    if is_sharded_by_torch(module):
+        why = "was sharded by torch's fully_shard, which gathers in hooks"
+    elif (
+        isinstance(module, nn.Module)
+        and any(parameter.requires_grad for parameter in module.parameters())
+        and _has_several_ranks()
+        and not live_models()
+    ):
+        why = "is compiled on several ranks, and no module of this process is sharded"
+    if why is not None:
+        _warn_once(
+            f"zero3: {type(module).__name__} {why}: its graphs are compiled as by Inductor alone. "
+            "Call fully_shard of deepcompile_zero3 first"
+        )
+
+
+def _has_several_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    warnings.warn(text, stacklevel=2)
 
 
 @torch_internals.disable_dynamo  # compiled autograd would trace it

@@ -55,14 +55,14 @@ def blueprint_of(
     full = layout.full_like(parameter, policy.param_dtype)
     reshard, _ = resolve_reshard(reshard_after_forward, layout.ranks)
     described = (
-        f"'{fqn}' {list(full.shape)} of {full.dtype}, strides {full.stride()}, "
-        f"requires_grad={parameter.requires_grad}, grad_dtype={parameter.grad_dtype}, "
-        f"reduce_dtype={policy.reduce_dtype}, {layout.described}, "
+        f"'{fqn}'; shape={list(full.shape)}; dtype={full.dtype}; strides={list(full.stride())}; "
+        f"requires_grad={parameter.requires_grad}; grad_dtype={parameter.grad_dtype}; "
+        f"reduce_dtype={policy.reduce_dtype}; placements={layout.placements}; {layout.described}; "
         f"reshard_after_forward={reshard_after_forward}"
     )
     if (kind := kind_of(parameter)) is not None:
         of_kind = kind.described(fqn, parameter, policy.param_dtype)
-        described += f", {of_kind}" if of_kind else ""
+        described += f"; {of_kind}" if of_kind else ""
     return Blueprint(parameter, module, attribute, layout, policy, full, reshard, described)
 
 

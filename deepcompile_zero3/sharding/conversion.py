@@ -96,7 +96,7 @@ def _rebuild_converted(group: ParameterGroup) -> None:
         if not members:
             continue
         described = [
-            f"'{p.fqn}' converted from {p.registered.dtype} to {p.shard.dtype}" for p, _ in members
+            f"'{p.fqn}'; converted from {p.registered.dtype} to {p.shard.dtype}" for p, _ in members
         ]
         for process_group in ranks.process_groups:
             check_all_alike(

@@ -146,7 +146,7 @@ def check_all_alike(
 
     Args:
         what: the call that all ranks make.
-        described: for each parameter, a description.
+        described: for each parameter, its name and facts, with ``"; "`` between them.
         group: process group of the ranks.
         remedy: end of the message.
     """
@@ -156,8 +156,23 @@ def check_all_alike(
             continue
         for position, (one, another) in enumerate(itertools.zip_longest(described, theirs)):
             if one != another:
+                mine, others = _differing(one, another)
                 raise Zero3Error(
-                    f"ranks disagree on the module's parameter {position}: it is {one} on rank "
-                    f"{names[dist.get_rank(group)]} and {another} on rank {other}; {remedy}. "
+                    f"ranks disagree on the module's parameter {position}: it is {mine} on rank "
+                    f"{names[dist.get_rank(group)]} and {others} on rank {other}; {remedy}. "
                     f"See {Guide.DISAGREEMENT}"
                 )
+
+
+def _differing(one: str | None, another: str | None) -> tuple[str, str]:
+    """Returns the two names of a parameter, or its name with the facts that differ."""
+    (name, *facts), (other_name, *other_facts) = (
+        ("missing" if each is None else each).split("; ") for each in (one, another)
+    )
+    if name != other_name:
+        return name, other_name
+    facts, other_facts = (
+        [fact for fact in mine if fact not in theirs]
+        for mine, theirs in ((facts, other_facts), (other_facts, facts))
+    )
+    return ", ".join([name, *facts]), ", ".join([name, *other_facts])

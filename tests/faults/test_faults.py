@@ -254,29 +254,55 @@ def _of_another_grad_dtype(model):
 
 
 DIFFERENCES = {
-    "name": (_renamed, {}),
-    "order": (_reordered, {}),
-    "shape": (_smaller, {}),
-    "dtype": (_narrower, {}),
-    "number": (_fewer, {}),
-    "requires_grad": (_frozen, {}),
-    "grad_dtype": (_of_another_grad_dtype, {}),
-    "param_dtype": (None, {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}),
-    "reduce_dtype": (None, {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float64)}),
-    "reshard_after_forward": (None, {"reshard_after_forward": False}),
-    "placement": (None, {"shard_placement_fn": lambda p: Shard(p.dim() - 1)}),
+    "name": (_renamed, {}, "'head.weight' on rank 0 and 'tail.weight' on"),
+    "order": (_reordered, {}, "'blocks.0.up.weight' on rank 0 and 'blocks.0.up.bias' on"),
+    "shape": (
+        _smaller,
+        {},
+        "'head.weight', shape=[8, 8] on rank 0 and 'head.weight', shape=",
+    ),
+    "dtype": (_narrower, {}, "'head.weight', dtype=torch.float32, "),
+    "number": (_fewer, {}, "'head.bias' on rank 0 and missing on"),
+    "requires_grad": (
+        _frozen,
+        {},
+        "'head.weight', requires_grad=True on rank 0",
+    ),
+    "grad_dtype": (_of_another_grad_dtype, {}, ", grad_dtype=torch.float64 on"),
+    "param_dtype": (
+        None,
+        {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
+        ", dtype=torch.bfloat16 on",
+    ),
+    "reduce_dtype": (
+        None,
+        {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float64)},
+        ", reduce_dtype=torch.float64 on",
+    ),
+    "reshard_after_forward": (
+        None,
+        {"reshard_after_forward": False},
+        ", reshard_after_forward=False on",
+    ),
+    "placement": (
+        None,
+        {"shard_placement_fn": lambda p: Shard(p.dim() - 1)},
+        ", placements=(Shard(dim=1),)",
+    ),
 }
 
 
 def _differ(what, transport):
-    change, settings = DIFFERENCES[what]
+    change, settings, told = DIFFERENCES[what]
     is_other = dist.get_rank() == 1
     model = Stack()
     if is_other and change is not None:
         change(model)
     start = time.monotonic()
-    with pytest.raises(Zero3Error, match="ranks disagree on the module's parameter"):
+    with pytest.raises(Zero3Error, match="ranks disagree on the module's parameter") as raised:
         fully_shard(model, transport=transport, **(settings if is_other else {}))
+    if not is_other:
+        assert told in str(raised.value)
     seconds = time.monotonic() - start
     assert type(model) is Stack
     assert all(type(parameter) is nn.Parameter for parameter in model.parameters())

@@ -92,7 +92,7 @@ def test_replicas_may_be_converted(run_ranks):
 def _to_different_dtypes(transport):
     model = fully_shard(_model(), transport=transport)
     told = (
-        r"'0\.weight' converted from torch\.float32 to .*; convert the module to one dtype on all "
+        r"'0\.weight', converted from torch\.float32 to .*; convert the module to one dtype on all "
         "ranks"
     )
     with pytest.raises(Zero3Error, match=told):

@@ -2,6 +2,7 @@
 
 import copy
 import sys
+import warnings
 
 import pytest
 import torch
@@ -126,7 +127,7 @@ class Named(Stack):
 def _shard_by_torch():
     model = torch_fully_shard(Named())
     run = torch.compile(model, backend="zero3", options={"inductor": False})
-    told = "zero3: FSDPNamed was sharded by torch's fully_shard, .* Import"
+    told = "zero3: FSDPNamed was sharded by torch's fully_shard, .* Call fully_shard of"
     with pytest.warns(UserWarning, match=told):
         run(torch.ones(1, 8)).sum().backward()
     assert (model.head.bias.grad.full_tensor() == 1).all()
@@ -134,6 +135,23 @@ def _shard_by_torch():
 
 def test_a_model_that_torch_has_sharded_is_told_of(run_ranks):
     run_ranks(1, _shard_by_torch)
+
+
+def _forget_to_shard():
+    """Returns what is warned of when no module is sharded, and when another one is."""
+    options, x = {"inductor": False}, torch.ones(1, 8)
+    run = torch.compile(Named(), backend="zero3", options=options)
+    with pytest.warns(UserWarning, match="zero3: Named is compiled on several ranks, and no"):
+        run(x)
+    teacher, model = nn.Linear(8, 8), Stack()
+    fully_shard(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.compile(teacher, backend="zero3", options=options)(x)
+
+
+def test_a_model_that_was_never_sharded_is_told_of_where_ranks_are_several(run_ranks):
+    run_ranks(2, _forget_to_shard)
 
 
 # ---- a sharded model
