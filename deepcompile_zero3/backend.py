@@ -49,7 +49,7 @@ from deepcompile_zero3.sharding.module import is_sharded_by_torch
 from deepcompile_zero3.sharding.parameter import ShardedParameter, keep_models_alive
 from deepcompile_zero3.sharding.reads import is_forward
 from deepcompile_zero3.sharding.source import Source, parameters_behind, source_of
-from deepcompile_zero3.torch_internals import compiler, dynamo_trace
+from deepcompile_zero3.torch_internals import compiler, dynamo_trace, stored_graphs
 from deepcompile_zero3.torch_internals.kernel_header import precompile_header
 from deepcompile_zero3.torch_internals.vector_instructions import known_vector_instructions
 
@@ -318,11 +318,11 @@ def _compile(
         # It reorders the 4-D ancestors of a convolution and would read a placeholder.
         config["layout_optimization"] = False
     if any(facts.declares_grad_dtype for facts in pipeline.inputs.values()):
-        config |= compiler.may_be_stored(declare, config)
+        config |= stored_graphs.may_be_stored(declare, config)
     if not all(facts.is_gathered for facts in pipeline.inputs.values()):
-        config |= compiler.may_be_stored(attach, config)
+        config |= stored_graphs.may_be_stored(attach, config)
     if calls_again:
-        config |= compiler.may_be_stored(call_again, config)
+        config |= stored_graphs.may_be_stored(call_again, config)
     stored = _stored(gm, example_inputs, pipeline, compile_graph, config)
     with compiler.noting_donations(), stored:
         return compiler.compile_fx(
@@ -365,10 +365,10 @@ def _stored(
     key = None
     of_user = pipeline.options.inductor_config
     may_be_stored = pipeline.may_be_stored and not is_shown
-    if may_be_stored and not compiler.why_not_stored(of_user):
+    if may_be_stored and not stored_graphs.why_not_stored(of_user):
         key = graph_key(gm, example_inputs, pipeline.key, of_user)
     if key is None:
-        with compiler.without_autograd_cache():
+        with stored_graphs.without_autograd_cache():
             yield
         return
     # A rank that waits has not run the forward, so that the first one cannot run its backward.
@@ -396,7 +396,7 @@ def _interpreted(
 
         return rewritten
 
-    with compiler.noting_donations(), compiler.without_autograd_cache():
+    with compiler.noting_donations(), stored_graphs.without_autograd_cache():
         return compiler.aot_autograd(
             fw_compiler=interpret(False),
             bw_compiler=interpret(True),

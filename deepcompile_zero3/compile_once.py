@@ -17,7 +17,7 @@ from typing import IO, Any
 import torch
 from torch import fx
 
-from deepcompile_zero3.torch_internals import compiler
+from deepcompile_zero3.torch_internals import stored_graphs
 
 PATIENCE = 600.0  # seconds that a process waits for another that compiles
 TELL_AFTER = 60.0  # seconds after which a process says that it waits
@@ -40,7 +40,7 @@ def graph_key(
         settings: other inputs of the passes, whose ``repr`` is the same in every process.
         config: changes to Inductor's settings.
     """
-    config_key = compiler.config_key(config)
+    config_key = stored_graphs.config_key(config)
     if config_key is None:
         return None
     inputs = [
@@ -68,7 +68,7 @@ def first_alone(key: str, patience: float = PATIENCE) -> Iterator[bool]:
         key: the graph's key.
         patience: seconds after which a process that waits compiles too.
     """
-    compiled = compiler.cache_folder() / "zero3" / f"{key}.compiled"
+    compiled = stored_graphs.cache_folder() / "zero3" / f"{key}.compiled"
     with contextlib.ExitStack() as stack:
         try:
             compiled.parent.mkdir(parents=True, exist_ok=True)
@@ -92,7 +92,7 @@ def cleaning_up() -> Iterator[None]:
     finds the mark removes such objects.
     """
     host = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:16]
-    folder = compiler.cache_folder() / "zero3"
+    folder = stored_graphs.cache_folder() / "zero3"
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # no folder to write to, or no locks in it
             folder.mkdir(parents=True, exist_ok=True)
@@ -108,7 +108,7 @@ def cleaning_up() -> Iterator[None]:
 
 def _remove_unfinished() -> None:
     """Removes the shared objects that compilers of C++ have not finished, and do not write now."""
-    for lock, objects in compiler.unfinished_objects():
+    for lock, objects in stored_graphs.unfinished_objects():
         with contextlib.suppress(OSError), _locked(lock, patience=0):
             for path in objects():
                 path.unlink()

@@ -12,7 +12,7 @@ from deepcompile_zero3.graph.calls import copied, inlined
 from deepcompile_zero3.graph.metadata import KEEP
 from deepcompile_zero3.graph.peak import gathered_peak
 from deepcompile_zero3.graph.text import graph_text
-from deepcompile_zero3.torch_internals import compiler
+from deepcompile_zero3.torch_internals import dynamo_runs
 
 
 @dataclass(frozen=True)
@@ -147,6 +147,6 @@ def _text_with_marks(gm: fx.GraphModule) -> str:
 def add_capture(gm: fx.GraphModule, is_backward: bool, number: int) -> None:
     """Adds a rewritten graph to all open ``capture_graphs`` blocks."""
     for graphs in _active:
-        compile_id = "" if is_backward else compiler.compile_id()
+        compile_id = "" if is_backward else dynamo_runs.compile_id()
         graph = CapturedGraph(copied(gm), number, compile_id)
         (graphs.backward if is_backward else graphs.forward).append(graph)

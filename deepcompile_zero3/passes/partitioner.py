@@ -18,7 +18,7 @@ from deepcompile_zero3.passes.mutated_inputs import save_mutated_inputs_as_read
 from deepcompile_zero3.passes.pipeline import Pipeline
 from deepcompile_zero3.passes.region_facts import RegionFacts, region_of
 from deepcompile_zero3.passes.region_results import separate_results
-from deepcompile_zero3.torch_internals import compiler
+from deepcompile_zero3.torch_internals import compiler, stored_graphs
 
 _Key = TypeVar("_Key")
 
@@ -80,7 +80,7 @@ class Partitioner(compiler.CustomPartitionerFn):  # type: ignore[misc]
         output = forward.graph.output_node()
         output.meta[NUM_SAVED] = len(output.args[0]) - num_outputs  # torch removes the first ones
         if len(graph_modules(backward)) > 1:
-            compiler.keep_from_being_stored(backward)
+            stored_graphs.keep_from_being_stored(backward)
         return forward, backward
 
     def uuid(self) -> Any:

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,12 +24,10 @@ from deepcompile_zero3.sharding.first_actions import announce_at, nodes_of
 from deepcompile_zero3.sharding.layout import DataParallelRanks
 from deepcompile_zero3.sharding.model import ShardedModel
 from deepcompile_zero3.sharding.parameter import ShardedParameter
+from deepcompile_zero3.sharding.read_values import ReadValues, refuse_writes
 from deepcompile_zero3.sharding.reads import Reads
 from deepcompile_zero3.sharding.saved import SavedTensors
 from deepcompile_zero3.transport.connection import Connector
-
-# Where the elements of a tensor are.
-_Place: TypeAlias = tuple[int, torch.Size, tuple[int, ...]] | None
 
 
 @dataclasses.dataclass
@@ -88,8 +86,7 @@ class ParameterGroup:
         self._forward: EagerForward | None = None  # if the running forward began with this group
         self._unshard_called = False  # from unshard() until reshard() or the end of a forward
         self._gathering: AllGather | None = None
-        # Values that reads have returned, and where their elements were.
-        self._values: dict[ShardedParameter, tuple[torch.Tensor, _Place]] = {}
+        self._values = ReadValues()
         self._children: list[weakref.ref[ParameterGroup]] = []
         self._reads = Reads()
         for parameter in parameters:
@@ -159,18 +156,18 @@ class ParameterGroup:
                 with torch.set_grad_enabled(is_trained):
                     return parameter.value_of(gather_one(parameter))
             return parameter.shard
-        value, _ = self._values.get(parameter, (None, None))
+        value = self._values.get(parameter)
         # Likewise.
         has_grad = torch.is_grad_enabled() or (forward is not None and forward.has_grad)
         differentiable = is_trained and has_grad and not torch.is_inference_mode_enabled()
         if value is None or value.requires_grad != differentiable:
-            self._forget_values([parameter])
+            self._values.forget([parameter])
             if value is None or is_trained:  # else it was frozen after uses that train it
                 parameter.prepare_forward()
             self.gather()
             with torch.set_grad_enabled(differentiable):
                 value = parameter.value_of(_C.read_gathered(parameter.handle))
-            self._values[parameter] = value, _place(value)
+            self._values.put(parameter, value)
         return value
 
     def _enter(self, forward: EagerForward) -> None:
@@ -178,7 +175,7 @@ class ParameterGroup:
         self.gather()
         if forward.saved.is_watching(self):
             return
-        self._forget_values(list(self._values))  # the contract may have changed since
+        self._values.forget()  # the contract may have changed since
         resharded = [parameter for parameter in self.parameters if not self._keeps(parameter)]
         forward.saved.watch(self, resharded, _alive(self.backward_prefetch))
         for parameter in self.parameters:
@@ -230,14 +227,14 @@ class ParameterGroup:
         Raises:
             Zero3Error: a gathered tensor was changed, and the change is lost.
         """
-        _refuse_writes(self._reshard_parameters(self.parameters))
+        refuse_writes(self._reshard_parameters(self.parameters))
 
     def _reshard_parameters(self, parameters: Iterable[ShardedParameter]) -> list[str]:
         """Frees the gathered tensors of ``parameters``, and forgets all that was read.
 
         Returns the FQNs of those that were changed.
         """
-        changed = self._take_replaced(list(self._values))
+        changed = self._values.take_replaced()
         self._unshard_called = False
         self._reads.are_whole = self.forward is not None
         self._gathering = None
@@ -246,24 +243,6 @@ class ParameterGroup:
                 group._forward.saved.unwatch(self)
         changed += [parameter.fqn for parameter in parameters if parameter.reshard()]
         return changed
-
-    def _forget_values(self, parameters: Iterable[ShardedParameter]) -> None:
-        """Forgets what was read of ``parameters``.
-
-        Raises:
-            Zero3Error: its ``.data`` was replaced, and the change is lost.
-        """
-        _refuse_writes(self._take_replaced(parameters))
-
-    def _take_replaced(self, parameters: Iterable[ShardedParameter]) -> list[str]:
-        """Forgets what was read of ``parameters``; returns the FQNs of those with other data."""
-        read = [(p, *self._values.pop(p)) for p in parameters if p in self._values]
-        return [
-            parameter.fqn
-            for parameter, value, place in read
-            # One of another dtype was converted for this forward.
-            if _place(value) != place and value.dtype == parameter.compute_dtype
-        ]
 
     def start_gather(self) -> None:
         """Starts to gather the parameters that are not gathered yet."""
@@ -409,24 +388,7 @@ def _reshard_after_forward(groups: Iterable[ParameterGroup]) -> None:
         handles = ((p, p.handle) for p in group.parameters)
         leaving = [p for p, h in handles if h.was_written() or not h.outlives_forward()]
         written += group._reshard_parameters(leaving)
-    _refuse_writes(written)
-
-
-def _refuse_writes(fqns: list[str]) -> None:
-    """Raises a Zero3Error that names ``fqns``, whose gathered tensors were written to, if any."""
-    if fqns:
-        raise Zero3Error(
-            f"{', '.join(map(repr, dict.fromkeys(fqns)))} was modified in place, or its .data was "
-            "replaced, where it was a gathered copy, which is freed now: modify the parameter "
-            "outside of forward, while it is sharded"
-        )
-
-
-def _place(value: torch.Tensor) -> _Place:
-    """Returns where the elements of a value are that was read; None if it is of a subclass."""
-    if type(value) is not torch.Tensor:
-        return None
-    return value.data_ptr(), value.shape, value.stride()
+    refuse_writes(written)
 
 
 def group_or_none(parameter: ShardedParameter) -> ParameterGroup | None:

@@ -10,7 +10,7 @@ from typing import Any
 from warnings import catch_warnings, filterwarnings
 
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.torch_internals import compiler
+from deepcompile_zero3.torch_internals import dynamo_runs
 
 _TOLD = (Zero3Error, ImportError, OSError, ValueError, NotImplementedError)
 
@@ -102,8 +102,8 @@ def run_plainly(run: Callable[[argparse.Namespace], int], arguments: argparse.Na
         with catch_warnings():
             filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
             return run(arguments)
-    except (compiler.BackendCompilerFailed, *_TOLD) as raised:
-        error = compiler.raised_in_backend(raised)
+    except (dynamo_runs.BackendCompilerFailed, *_TOLD) as raised:
+        error = dynamo_runs.raised_in_backend(raised)
         if not isinstance(error, _TOLD):
             raise
         raised_in = [frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)]

@@ -32,7 +32,7 @@ from deepcompile_zero3.guides import Guide
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.module_parameters import all_parameters_of
 from deepcompile_zero3.tools.progress import Tell, progress, say_nothing
-from deepcompile_zero3.torch_internals import compiler
+from deepcompile_zero3.torch_internals import dynamo_runs
 
 _TIMEOUT = datetime.timedelta(seconds=180)
 _OPTIONAL = ("transformers", "plotly", "matplotlib")  # for plans of configs, pages and pictures
@@ -111,10 +111,10 @@ def _compiled(model: nn.Module) -> Callable:
     compiled = torch.compile(model, backend="zero3")
 
     def run(batch: torch.Tensor) -> torch.Tensor:
-        before = compiler.count_of_graphs()
+        before = dynamo_runs.count_of_graphs()
         output = compiled(batch)
-        if compiler.count_of_graphs() == before:
-            why = compiler.why_not_compiled() or "torch does not say why"
+        if dynamo_runs.count_of_graphs() == before:
+            why = dynamo_runs.why_not_compiled() or "torch does not say why"
             raise Zero3Error(f"no graph was compiled: {why}")
         return output
 

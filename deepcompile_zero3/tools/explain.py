@@ -21,7 +21,7 @@ from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.tools.planning.machine import Machine, machine_of
 from deepcompile_zero3.tools.planning.simulate import Assumptions, simulate
 from deepcompile_zero3.tools.report import Report, report_of
-from deepcompile_zero3.torch_internals import compiler
+from deepcompile_zero3.torch_internals import dynamo_runs
 
 
 @torch.inference_mode(False)  # the step trains, even if the caller is in inference mode
@@ -72,11 +72,11 @@ def explain(
     args, kwargs = torch_internals.tree_map_only(torch.Tensor, _as_normal, (args, kwargs))
     with (
         capture_graphs() as graphs,
-        compiler.graph_breaks() as breaks,
+        dynamo_runs.graph_breaks() as breaks,
         without_a_trace(model, parameters),
     ):
         backend = functools.partial(zero3, options=options)
-        compiler.call_compiled_apart(model, backend, args, kwargs)
+        dynamo_runs.call_compiled_apart(model, backend, args, kwargs)
     if not graphs.forward:
         raise Zero3Error(
             "explain has nothing to say: no graph was compiled. Is torch.compile disabled, as by "

@@ -1,5 +1,8 @@
-"""Private names of torch that training uses. ``compiler`` has those of torch.compile, and
-``dynamo_trace`` what forwards ask Dynamo while it traces them."""
+"""Private names of torch that training uses.
+
+``compiler`` has those of torch.compile, ``stored_graphs`` those of its caches, ``dynamo_trace``
+what forwards ask Dynamo while it traces them, and ``dynamo_runs`` what it has compiled.
+"""
 
 import contextlib
 import datetime

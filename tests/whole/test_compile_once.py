@@ -26,7 +26,7 @@ from deepcompile_zero3.passes.facts import ParameterFacts
 from deepcompile_zero3.passes.partitioner import Partitioner
 from deepcompile_zero3.passes.pipeline import Pipeline
 from deepcompile_zero3.tools.planning.ahead import compile_ahead
-from deepcompile_zero3.torch_internals import compiler
+from deepcompile_zero3.torch_internals import compiler, stored_graphs
 
 
 @pytest.fixture(autouse=True)
@@ -217,13 +217,13 @@ def test_keys_tell_graphs_inputs_and_settings_apart(monkeypatch):
 
 @pytest.mark.smoke
 def test_a_graph_is_stored_only_where_ranks_need_not_compile_together():
-    assert compiler.why_not_stored({}) == ""
-    assert "caches are off" in compiler.why_not_stored({"force_disable_caches": True})
-    first, *_ = compiler.COMMUNICATING_IN_AOT  # the other one is of torch 2.15
-    settings = [(torch._inductor.config, name) for name in compiler.COMMUNICATING]
+    assert stored_graphs.why_not_stored({}) == ""
+    assert "caches are off" in stored_graphs.why_not_stored({"force_disable_caches": True})
+    first, *_ = stored_graphs.COMMUNICATING_IN_AOT  # the other one is of torch 2.15
+    settings = [(torch._inductor.config, name) for name in stored_graphs.COMMUNICATING]
     for config, name in [*settings, (torch._functorch.config, first)]:
         with config.patch({name: True}):  # raises if there is no such setting
-            assert f": {name} is set" in compiler.why_not_stored({})
+            assert f": {name} is set" in stored_graphs.why_not_stored({})
 
 
 @pytest.mark.parametrize(

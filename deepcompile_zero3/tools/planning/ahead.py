@@ -23,7 +23,7 @@ from deepcompile_zero3.tools.planning.graphs import (
 )
 from deepcompile_zero3.tools.progress import Tell, say_nothing
 from deepcompile_zero3.tools.table import Table
-from deepcompile_zero3.torch_internals import compiler
+from deepcompile_zero3.torch_internals import dynamo_runs, stored_graphs
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def compile_ahead(
     parsed = parse_options(options)
     if not parsed.inductor:
         raise ValueError("option 'inductor': False compiles nothing, and nothing can be stored")
-    if reason := compiler.why_not_stored(parsed.inductor_config):
+    if reason := stored_graphs.why_not_stored(parsed.inductor_config):
         raise Zero3Error(f"nothing that is compiled would be stored: {reason}")
     if names := without_key(parsed.passes):
         raise Zero3Error(
@@ -113,7 +113,7 @@ def compile_ahead(
             "find them: let those compile in their first step",
             stacklevel=2,
         )
-    found = CompiledAhead(str(compiler.cache_folder()))
+    found = CompiledAhead(str(stored_graphs.cache_folder()))
 
     def backend(gm: fx.GraphModule, example_inputs: Any) -> Callable:
         outputs = [
@@ -121,14 +121,14 @@ def compile_ahead(
             for node in gm.graph.output_node().args[0]  # type: ignore[union-attr]
         ]
         tell(f"compiling graph {len(found.graphs)} and its backward")
-        before, start = compiler.count_of_stored_graphs(), time.perf_counter()
+        before, start = dynamo_runs.count_of_stored_graphs(), time.perf_counter()
         compiled = CompiledGraph(gm, example_inputs, parsed, compile_with_inductor)
         found.graphs.append(
             GraphAhead(
                 seconds=time.perf_counter() - start,
                 parameters=compiled.num_parameters,
                 regions=compiled.calls,
-                is_stored=compiler.count_of_stored_graphs() > before,
+                is_stored=dynamo_runs.count_of_stored_graphs() > before,
             )
         )
         return lambda *_: [zeros_like(output) for output in outputs]

@@ -27,7 +27,7 @@ from deepcompile_zero3.sharding.source import Source, parameters_behind
 from deepcompile_zero3.tools.explain import without_a_trace
 from deepcompile_zero3.tools.progress import Tell, say_nothing
 from deepcompile_zero3.tools.report import line_of_break
-from deepcompile_zero3.torch_internals import compiler
+from deepcompile_zero3.torch_internals import compiler, dynamo_runs
 
 ShardModel: TypeAlias = Callable[[nn.Module, DeviceMesh], Any]
 
@@ -198,8 +198,8 @@ def trace(model: nn.Module, call: Mapping[str, Any], tell: Tell = say_nothing) -
 
     try:
         tell("tracing the model")
-        with compiler.graph_breaks() as breaks, without_a_trace(model, parameters):
-            compiler.call_compiled_apart(model, backend, (), dict(call))
+        with dynamo_runs.graph_breaks() as breaks, without_a_trace(model, parameters):
+            dynamo_runs.call_compiled_apart(model, backend, (), dict(call))
     except Zero3Error as error:
         if not breaks:
             raise

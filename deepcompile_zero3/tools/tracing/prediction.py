@@ -32,7 +32,7 @@ from deepcompile_zero3.tools.planning.simulate import (
 )
 from deepcompile_zero3.tools.timeline import Timeline
 from deepcompile_zero3.tools.tracing.profile import Event, collectives_of
-from deepcompile_zero3.torch_internals import compiler, local_tensor
+from deepcompile_zero3.torch_internals import dynamo_runs, local_tensor
 from deepcompile_zero3.transport.json_collectives import all_gather_json
 from deepcompile_zero3.transport.on_all_ranks import line_of, on_all_ranks
 
@@ -109,7 +109,9 @@ def _what_ran(
     events, step = profiled
     inside = [event.name for event in events if step.start <= event.start < step.end]
     runs = Counter(
-        name.removeprefix(compiler.REGION) for name in inside if name.startswith(compiler.REGION)
+        name.removeprefix(dynamo_runs.REGION)
+        for name in inside
+        if name.startswith(dynamo_runs.REGION)
     )
     # A region that was compiled again, after a reset, is represented by its latest graph.
     latest = {graph.compile_id: graph for graph in captured.forward}
