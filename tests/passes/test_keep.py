@@ -51,11 +51,16 @@ def test_forward_keeps_what_fits_and_never_overrules(run_ranks, keep_mb, choices
         assert again == expected
 
 
+class _Block(nn.Sequential):
+    def forward(self, x):  # torch 2.11 compiles no module whose forward is torch's
+        return super().forward(x)
+
+
 def _kept_block_by_block(depth, holds_first):
     def linear():
         return nn.Linear(256, 256, bias=False)  # 256 KiB
 
-    blocks = [nn.Sequential(linear(), nn.Tanh(), linear(), nn.Tanh()) for _ in range(depth)]
+    blocks = [_Block(linear(), nn.Tanh(), linear(), nn.Tanh()) for _ in range(depth)]
     model, reference = shard(nn.Sequential(*blocks), blocks, transport="c10d")
     for block in blocks:
         block.compile(backend="zero3", options={"keep_mb": 1.0, "inductor": False})
