@@ -62,9 +62,9 @@ if TYPE_CHECKING:
     )
     from deepcompile_zero3.options import Options, Schedule
     from deepcompile_zero3.passes.graph_pass import GraphFacts, GraphPass, graph_pass
-    from deepcompile_zero3.sharding.clip import clip_grad_norm_
-    from deepcompile_zero3.sharding.defer import defer_reduction, deposit_grad
     from deepcompile_zero3.sharding.fully_shard import fully_shard
+    from deepcompile_zero3.sharding.gradients.clip import clip_grad_norm_
+    from deepcompile_zero3.sharding.gradients.defer import defer_reduction, deposit_grad
     from deepcompile_zero3.sharding.module import Zero3Module
     from deepcompile_zero3.tools.explain import explain
     from deepcompile_zero3.tools.planning.ahead import CompiledAhead, compile_ahead
@@ -162,9 +162,9 @@ _LATER = {
     "DigestLog": "deepcompile_zero3.features.digests.digest_log",
     "TrainingDigest": "deepcompile_zero3.features.digests.training_digest",
     "training_digest": "deepcompile_zero3.features.digests.training_digest",
-    "clip_grad_norm_": "deepcompile_zero3.sharding.clip",
-    "defer_reduction": "deepcompile_zero3.sharding.defer",
-    "deposit_grad": "deepcompile_zero3.sharding.defer",
+    "clip_grad_norm_": "deepcompile_zero3.sharding.gradients.clip",
+    "defer_reduction": "deepcompile_zero3.sharding.gradients.defer",
+    "deposit_grad": "deepcompile_zero3.sharding.gradients.defer",
     "Zero3Module": "deepcompile_zero3.sharding.module",
     "step_in_backward": "deepcompile_zero3.features.optimizer_steps.step_in_backward",
     "step_locally": "deepcompile_zero3.features.optimizer_steps.local_step",

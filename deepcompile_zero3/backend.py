@@ -42,12 +42,12 @@ from deepcompile_zero3.passes.pipeline import Pipeline
 from deepcompile_zero3.passes.region_calls import call_again, check_regions_once
 from deepcompile_zero3.passes.region_facts import RegionFacts
 from deepcompile_zero3.runtime import _C
-from deepcompile_zero3.sharding.first_actions import announce_at, nodes_of
+from deepcompile_zero3.sharding.forward.reads import is_forward
+from deepcompile_zero3.sharding.gradients.first_actions import announce_at, nodes_of
 from deepcompile_zero3.sharding.group import compiled_forward, group_of
 from deepcompile_zero3.sharding.model import live_models
 from deepcompile_zero3.sharding.module import is_sharded_by_torch
 from deepcompile_zero3.sharding.parameter import ShardedParameter, keep_models_alive
-from deepcompile_zero3.sharding.reads import is_forward
 from deepcompile_zero3.sharding.source import Source, parameters_behind, source_of
 from deepcompile_zero3.torch_internals import compiler, dynamo_trace, stored_graphs
 from deepcompile_zero3.torch_internals.kernel_header import precompile_header

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from deepcompile_zero3 import torch_internals
+from deepcompile_zero3.sharding.forward.reads import marks_forward
 from deepcompile_zero3.sharding.module import Zero3Module, weak_groups_of
-from deepcompile_zero3.sharding.reads import marks_forward
 
 
 def share_comm_ctx(modules: Iterable[Zero3Module]) -> None:

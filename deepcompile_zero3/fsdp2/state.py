@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.sharding.defer import defer_reduction
+from deepcompile_zero3.sharding.gradients.defer import defer_reduction
 from deepcompile_zero3.sharding.group import ParameterGroup
 
 

@@ -2,7 +2,8 @@
 
 from deepcompile_zero3.features.extensions.extension import GatheredAsOthers
 from deepcompile_zero3.features.hybrid.divided import OVER_REPLICAS
-from deepcompile_zero3.sharding import placement, source
+from deepcompile_zero3.sharding import source
+from deepcompile_zero3.sharding.setup import placement
 
 source.KINDS += [
     GatheredAsOthers(),

@@ -2,7 +2,7 @@
 
 from deepcompile_zero3.features.checks import unsharded
 from deepcompile_zero3.features.optimizer_steps import plain_step
-from deepcompile_zero3.sharding import step_versions
+from deepcompile_zero3.sharding.gradients import step_versions
 
 step_versions.LOOKS += [
     unsharded.warn_of_unsharded,

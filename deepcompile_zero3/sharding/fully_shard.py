@@ -13,28 +13,30 @@ import deepcompile_zero3.plugins.sources  # adds kinds of parameters, and layout
 import deepcompile_zero3.plugins.steps  # noqa: F401 (adds what looks at steps)
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.fsdp2.state import FsdpState
-from deepcompile_zero3.sharding import arguments, conversion, delivery
-from deepcompile_zero3.sharding.blueprint import blueprint_of, resolve_reshard
+from deepcompile_zero3.sharding import conversion
 from deepcompile_zero3.sharding.budget import BudgetPolicy
-from deepcompile_zero3.sharding.build import (
+from deepcompile_zero3.sharding.forward.casts import ForwardCasts
+from deepcompile_zero3.sharding.forward.swap import original_class, swap_class
+from deepcompile_zero3.sharding.gradients import delivery
+from deepcompile_zero3.sharding.group import ParameterGroup
+from deepcompile_zero3.sharding.layouts.layout import DataParallelRanks, Layout
+from deepcompile_zero3.sharding.layouts.replicas import compare_replicas
+from deepcompile_zero3.sharding.model import ShardedModel
+from deepcompile_zero3.sharding.module import groups_in
+from deepcompile_zero3.sharding.module_parameters import modules_to_shard, parameters_of
+from deepcompile_zero3.sharding.parameter import ShardedParameter
+from deepcompile_zero3.sharding.setup import arguments
+from deepcompile_zero3.sharding.setup.blueprint import blueprint_of, resolve_reshard
+from deepcompile_zero3.sharding.setup.build import (
     agree_on_model_number,
     build,
     caught,
     process_groups_of,
     raise_on_all_ranks,
 )
-from deepcompile_zero3.sharding.casts import ForwardCasts
-from deepcompile_zero3.sharding.group import ParameterGroup
-from deepcompile_zero3.sharding.layout import DataParallelRanks, Layout
-from deepcompile_zero3.sharding.model import ShardedModel
-from deepcompile_zero3.sharding.module import groups_in
-from deepcompile_zero3.sharding.module_parameters import modules_to_shard, parameters_of
-from deepcompile_zero3.sharding.parameter import ShardedParameter
-from deepcompile_zero3.sharding.placement import CHANGES, resolve_layout
-from deepcompile_zero3.sharding.private_references import check_private_references
-from deepcompile_zero3.sharding.replaced_parameters import ignore, replace, sharded_as
-from deepcompile_zero3.sharding.replicas import compare_replicas
-from deepcompile_zero3.sharding.swap import original_class, swap_class
+from deepcompile_zero3.sharding.setup.placement import CHANGES, resolve_layout
+from deepcompile_zero3.sharding.setup.private_references import check_private_references
+from deepcompile_zero3.sharding.setup.replaced_parameters import ignore, replace, sharded_as
 from deepcompile_zero3.transport.choice import TransportName, resolve
 from deepcompile_zero3.transport.connection import Connector
 from deepcompile_zero3.transport.timeouts import warn_of_default_timeouts

@@ -18,15 +18,19 @@ from torch import nn
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.runtime import _C
-from deepcompile_zero3.sharding.all_gather import AllGather, gather_one, republish_if_recomputing
-from deepcompile_zero3.sharding.casts import ForwardCasts, tensors_in
-from deepcompile_zero3.sharding.first_actions import announce_at, nodes_of
-from deepcompile_zero3.sharding.layout import DataParallelRanks
+from deepcompile_zero3.sharding.forward.all_gather import (
+    AllGather,
+    gather_one,
+    republish_if_recomputing,
+)
+from deepcompile_zero3.sharding.forward.casts import ForwardCasts, tensors_in
+from deepcompile_zero3.sharding.forward.read_values import ReadValues, refuse_writes
+from deepcompile_zero3.sharding.forward.reads import Reads
+from deepcompile_zero3.sharding.forward.saved import SavedTensors
+from deepcompile_zero3.sharding.gradients.first_actions import announce_at, nodes_of
+from deepcompile_zero3.sharding.layouts.layout import DataParallelRanks
 from deepcompile_zero3.sharding.model import ShardedModel
 from deepcompile_zero3.sharding.parameter import ShardedParameter
-from deepcompile_zero3.sharding.read_values import ReadValues, refuse_writes
-from deepcompile_zero3.sharding.reads import Reads
-from deepcompile_zero3.sharding.saved import SavedTensors
 from deepcompile_zero3.transport.connection import Connector
 
 

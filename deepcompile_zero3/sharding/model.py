@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 
 from deepcompile_zero3.runtime import _C
+from deepcompile_zero3.sharding.gradients.step_versions import count_steps_while_alive
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.sharding.source import Source
-from deepcompile_zero3.sharding.step_versions import count_steps_while_alive
 
 if TYPE_CHECKING:
     from deepcompile_zero3.sharding.group import ParameterGroup

@@ -13,13 +13,13 @@ from deepcompile_zero3.errors import Zero3Error, check_bool
 from deepcompile_zero3.fsdp2.methods import FSDP2Methods, refused
 from deepcompile_zero3.runtime import _C
 from deepcompile_zero3.sharding.conversion import convert
-from deepcompile_zero3.sharding.defer import reduce_deferred
+from deepcompile_zero3.sharding.forward.reads import marks_forward
+from deepcompile_zero3.sharding.gradients.defer import reduce_deferred
+from deepcompile_zero3.sharding.gradients.sink import refuse_if_taken
 from deepcompile_zero3.sharding.group import ParameterGroup
 from deepcompile_zero3.sharding.handles import GatherHandle, GradientReductionHandle
 from deepcompile_zero3.sharding.module_parameters import registered_in
 from deepcompile_zero3.sharding.parameter import ShardedParameter
-from deepcompile_zero3.sharding.reads import marks_forward
-from deepcompile_zero3.sharding.sink import refuse_if_taken
 
 
 class Zero3Module(FSDP2Methods):

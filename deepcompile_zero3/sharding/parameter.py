@@ -24,10 +24,10 @@ from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.facts import LeafFacts, SourceFacts, guard_key
 from deepcompile_zero3.options import Schedule
 from deepcompile_zero3.runtime import _C
-from deepcompile_zero3.sharding.blueprint import Blueprint
 from deepcompile_zero3.sharding.budget import Budget
-from deepcompile_zero3.sharding.reads import Reads
+from deepcompile_zero3.sharding.forward.reads import Reads
 from deepcompile_zero3.sharding.registered_shard import RegisteredShard
+from deepcompile_zero3.sharding.setup.blueprint import Blueprint
 from deepcompile_zero3.sharding.source import (
     Source,
     Substitute,
@@ -39,9 +39,9 @@ from deepcompile_zero3.sharding.source import (
 from deepcompile_zero3.transport.connection import Connection, channel_of
 
 if TYPE_CHECKING:
+    from deepcompile_zero3.sharding.gradients.sink import Check, Sink
     from deepcompile_zero3.sharding.group import ParameterGroup
     from deepcompile_zero3.sharding.model import ShardedModel
-    from deepcompile_zero3.sharding.sink import Check, Sink
 
 # Key in the metadata of an autograd node: the models whose gradients it computes.
 _MODELS = "zero3_models"

@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import grad_dtype, torch_internals
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.sharding.blueprint import Blueprint
-from deepcompile_zero3.sharding.mesh_of_few import adopt
-from deepcompile_zero3.sharding.replicated_gradient import ReplicatedGradient
+from deepcompile_zero3.sharding.layouts.mesh_of_few import adopt
+from deepcompile_zero3.sharding.layouts.replicated_gradient import ReplicatedGradient
+from deepcompile_zero3.sharding.setup.blueprint import Blueprint
 
 
 class RegisteredShard:

@@ -18,8 +18,8 @@ from deepcompile_zero3.facts import SourceFacts
 from deepcompile_zero3.runtime import _C
 
 if TYPE_CHECKING:
-    from deepcompile_zero3.sharding.blueprint import Blueprint
     from deepcompile_zero3.sharding.parameter import ShardedParameter
+    from deepcompile_zero3.sharding.setup.blueprint import Blueprint
 
 # Attribute of a placeholder: a weak reference to its source.
 _PLACEHOLDER_OF = "_zero3_placeholder_of"

@@ -9,9 +9,9 @@ from torch import nn
 
 from deepcompile_zero3.graph.capture import CapturedGraphs
 from deepcompile_zero3.graph.size import nbytes_in_memory, nbytes_of_tensor
+from deepcompile_zero3.sharding.forward.swap import original_class
 from deepcompile_zero3.sharding.model import by_fqn
 from deepcompile_zero3.sharding.parameter import ShardedParameter
-from deepcompile_zero3.sharding.swap import original_class
 from deepcompile_zero3.tools.document import Document
 from deepcompile_zero3.tools.graph_report import Graph, graph_of
 from deepcompile_zero3.tools.quantized import Quantized, quantized, table_of

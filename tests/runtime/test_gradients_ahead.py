@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from deepcompile_zero3 import fully_shard
-from deepcompile_zero3.sharding import first_actions
+from deepcompile_zero3.sharding.gradients import first_actions
 from deepcompile_zero3.transport import one_host
 
 KEPT = {"reshard_after_forward": False, "reshards": False}  # gathered for the next forward too

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from deepcompile_zero3 import Zero3Error, fully_shard, torch_internals
-from deepcompile_zero3.sharding.layout import Layout
+from deepcompile_zero3.sharding.layouts.layout import Layout
 from deepcompile_zero3.sharding.module_parameters import parameters_of
 from deepcompile_zero3.transport import json_collectives
 

@@ -39,8 +39,8 @@ from deepcompile_zero3 import (
     fully_shard,
     record_collectives,
 )
-from deepcompile_zero3.sharding import arguments
 from deepcompile_zero3.sharding.module_parameters import parameters_of
+from deepcompile_zero3.sharding.setup import arguments
 
 # ---- a group of several modules
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
 from deepcompile_zero3 import Zero3Error, fully_shard
-from deepcompile_zero3.sharding.checksum import checksum
+from deepcompile_zero3.sharding.layouts.checksum import checksum
 
 
 def _initialized_apart(how):

@@ -2,8 +2,8 @@
 
 from torch import nn
 
+from deepcompile_zero3.sharding.gradients.norms import gradient_norm
 from deepcompile_zero3.sharding.module_parameters import all_parameters_of
-from deepcompile_zero3.sharding.norms import gradient_norm
 
 
 def gradient_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, float]:

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3.guides import Guide
 from deepcompile_zero3.sharding.model import live_shards
-from deepcompile_zero3.sharding.replaced_parameters import not_ignored
+from deepcompile_zero3.sharding.setup.replaced_parameters import not_ignored
 from deepcompile_zero3.transport.json_collectives import shorten
 
 # What each optimizer stepped beside how many shards, when it was looked at; None once it was told.

@@ -29,8 +29,8 @@ from deepcompile_zero3.features.extensions.inner_tensors import (
 )
 from deepcompile_zero3.features.extensions.own_methods import OwnMethods
 from deepcompile_zero3.runtime import _C
-from deepcompile_zero3.sharding.blueprint import Blueprint
 from deepcompile_zero3.sharding.parameter import ShardedParameter
+from deepcompile_zero3.sharding.setup.blueprint import Blueprint
 from deepcompile_zero3.sharding.source import (
     Source,
     facts_of_source,

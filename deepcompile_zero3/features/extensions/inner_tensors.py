@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.runtime import _C
-from deepcompile_zero3.sharding.checksum import checksum
+from deepcompile_zero3.sharding.layouts.checksum import checksum
 
 
 def says_what_to_gather(tensor: torch.Tensor) -> bool:

@@ -12,7 +12,7 @@ from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.features.extensions.attributes_of_shard import follow
 from deepcompile_zero3.features.extensions.inner_tensors import says_what_to_gather
 from deepcompile_zero3.runtime import _C
-from deepcompile_zero3.sharding.blueprint import Blueprint
+from deepcompile_zero3.sharding.setup.blueprint import Blueprint
 
 
 class OwnMethods:

@@ -22,8 +22,8 @@ from torch import nn
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 
 from deepcompile_zero3.runtime import _C
-from deepcompile_zero3.sharding.checksum import checksum
-from deepcompile_zero3.sharding.layout import DataParallelRanks, Layout, chunk_of
+from deepcompile_zero3.sharding.layouts.checksum import checksum
+from deepcompile_zero3.sharding.layouts.layout import DataParallelRanks, Layout, chunk_of
 from deepcompile_zero3.sharding.model import ShardedModel
 from deepcompile_zero3.sharding.source import kind_of
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.runtime import _C
-from deepcompile_zero3.sharding.norms import SMALL
+from deepcompile_zero3.sharding.gradients.norms import SMALL
 from deepcompile_zero3.torch_internals import local_tensor, spec_of
 
 # torch computes whole vectors, and the remaining elements in another way. Shards of a multiple of

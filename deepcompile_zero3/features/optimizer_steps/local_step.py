@@ -23,8 +23,8 @@ from deepcompile_zero3.features.optimizer_steps.step_layers import (
 )
 from deepcompile_zero3.features.owned.muon import Muon
 from deepcompile_zero3.features.owned.owned import OwnedTensor
-from deepcompile_zero3.sharding.replaced_parameters import refuse_replaced
-from deepcompile_zero3.sharding.step_versions import REFUSES_REPLACED, count_writes
+from deepcompile_zero3.sharding.gradients.step_versions import REFUSES_REPLACED, count_writes
+from deepcompile_zero3.sharding.setup.replaced_parameters import refuse_replaced
 
 
 def step_locally(optimizer: torch.optim.Optimizer, *, is_elementwise: bool = False) -> None:

@@ -13,8 +13,8 @@ from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.features.optimizer_steps.flat_parameter import FlatParameter, flat_parameters
 from deepcompile_zero3.features.optimizer_steps.rank_states import NUMBERS, localized
 from deepcompile_zero3.features.owned.owned import is_elsewhere, rows_of
-from deepcompile_zero3.sharding.mesh_of_few import adopt
-from deepcompile_zero3.sharding.step_versions import has_hooks
+from deepcompile_zero3.sharding.gradients.step_versions import has_hooks
+from deepcompile_zero3.sharding.layouts.mesh_of_few import adopt
 
 # Optimizers of torch that update an element by its own gradient and state.
 ELEMENTWISE = (

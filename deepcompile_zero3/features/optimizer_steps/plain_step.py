@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 from deepcompile_zero3.features.optimizer_steps.local_tensors import LocalTensors, is_unobserved
 from deepcompile_zero3.features.optimizer_steps.rank_states import NUMBERS
 from deepcompile_zero3.features.optimizer_steps.step_layers import steps_in_parts
+from deepcompile_zero3.sharding.gradients.step_versions import TakesSteps
+from deepcompile_zero3.sharding.layouts.replicated_gradient import ReplicatedGradient
 from deepcompile_zero3.sharding.model import live_shards
-from deepcompile_zero3.sharding.replicated_gradient import ReplicatedGradient
-from deepcompile_zero3.sharding.step_versions import TakesSteps
 from deepcompile_zero3.torch_internals import local_tensor, spec_of
 from deepcompile_zero3.torch_internals.optimizers import step_of_torch
 

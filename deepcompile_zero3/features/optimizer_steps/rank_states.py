@@ -32,7 +32,7 @@ from deepcompile_zero3.features.optimizer_steps.state_bytes import (
     unpacked,
 )
 from deepcompile_zero3.features.owned.owned import OwnedTensor, OwnerMesh, is_elsewhere, rows_of
-from deepcompile_zero3.sharding.mesh_of_few import adopt
+from deepcompile_zero3.sharding.layouts.mesh_of_few import adopt
 from deepcompile_zero3.transport.json_collectives import all_gather_alike
 
 # Names of floating states of no dimensions that are equal on all ranks.

@@ -10,10 +10,10 @@ from torch import nn
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.features.optimizer_steps.local_step import check_optimizer
 from deepcompile_zero3.features.optimizer_steps.step_layers import parameters_replaced
+from deepcompile_zero3.sharding.gradients.sink import say_taken
 from deepcompile_zero3.sharding.group import group_of
 from deepcompile_zero3.sharding.module_parameters import parameters_in
 from deepcompile_zero3.sharding.parameter import ShardedParameter
-from deepcompile_zero3.sharding.sink import say_taken
 
 
 def step_in_backward(

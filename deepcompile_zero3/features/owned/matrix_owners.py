@@ -10,7 +10,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from deepcompile_zero3.features.owned.owned import Owned
-from deepcompile_zero3.sharding.arguments import default_mesh
+from deepcompile_zero3.sharding.setup.arguments import default_mesh
 
 
 def newton_schulz_cost(parameter: torch.Tensor) -> float:

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Replicate
 
 from deepcompile_zero3 import grad_dtype, torch_internals
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.sharding.layout import DataParallelRanks, Layout, MakesLayout
-from deepcompile_zero3.sharding.mesh_of_few import MeshOfFew, adopt
+from deepcompile_zero3.sharding.layouts.layout import DataParallelRanks, Layout, MakesLayout
+from deepcompile_zero3.sharding.layouts.mesh_of_few import MeshOfFew, adopt
 from deepcompile_zero3.sharding.source import kind_of
 from deepcompile_zero3.torch_internals import dynamo_trace
 from deepcompile_zero3.transport.process_groups import neighbors

@@ -15,7 +15,7 @@ from torch.optim.adamw import adamw
 from deepcompile_zero3.graph.alias import is_view
 from deepcompile_zero3.graph.text import graph_text
 from deepcompile_zero3.runtime import _C, ops
-from deepcompile_zero3.sharding.all_gather import AllGather
+from deepcompile_zero3.sharding.forward.all_gather import AllGather
 from deepcompile_zero3.sharding.fully_shard import fully_shard
 from deepcompile_zero3.sharding.module_parameters import all_parameters_of
 from deepcompile_zero3.tools.planning.kernels import Kernel, aten, is_inlined, results_of

@@ -10,11 +10,11 @@ from torch.distributed.tensor import DTensor
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.runtime import _C
-from deepcompile_zero3.sharding.all_gather import republish_if_recomputing
+from deepcompile_zero3.sharding.forward.all_gather import republish_if_recomputing
+from deepcompile_zero3.sharding.gradients.sink import Check, Sink
 from deepcompile_zero3.sharding.group import ParameterGroup, group_of, group_or_none
 from deepcompile_zero3.sharding.model import models_numbered
 from deepcompile_zero3.sharding.parameter import ShardedParameter, parameter_of
-from deepcompile_zero3.sharding.sink import Check, Sink
 from deepcompile_zero3.sharding.source import source_of
 
 

@@ -18,14 +18,17 @@ from torch.distributed.tensor import DTensor
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.runtime import _C, ops
-from deepcompile_zero3.sharding.flat_weights import ReadsFlatWeights, forget_flat_weights
+from deepcompile_zero3.sharding.forward.flat_weights import ReadsFlatWeights, forget_flat_weights
+from deepcompile_zero3.sharding.forward.parameter_lists import bases_of_container
+from deepcompile_zero3.sharding.forward.reads import mark_no_forward, modules_in_traced_forward
+from deepcompile_zero3.sharding.forward.traced_writes import (
+    end_graph_if_changed,
+    refuse_traced_writes,
+)
 from deepcompile_zero3.sharding.group import ParameterGroup, group_of, group_or_none
 from deepcompile_zero3.sharding.module import Zero3Module
 from deepcompile_zero3.sharding.module_parameters import parameters_of
 from deepcompile_zero3.sharding.parameter import ShardedParameter, parameter_of
-from deepcompile_zero3.sharding.parameter_lists import bases_of_container
-from deepcompile_zero3.sharding.reads import mark_no_forward, modules_in_traced_forward
-from deepcompile_zero3.sharding.traced_writes import end_graph_if_changed, refuse_traced_writes
 from deepcompile_zero3.torch_internals import dynamo_trace
 from deepcompile_zero3.torch_release import RELEASE
 

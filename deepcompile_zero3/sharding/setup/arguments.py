@@ -15,7 +15,9 @@ from torch.distributed.tensor import DTensor
 from deepcompile_zero3 import grad_dtype, torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.sharding.budget import BudgetPolicy
-from deepcompile_zero3.sharding.layout import Layout
+from deepcompile_zero3.sharding.forward.swap import original_class
+from deepcompile_zero3.sharding.layouts.layout import Layout
+from deepcompile_zero3.sharding.layouts.spmd_mesh import SpmdMesh
 from deepcompile_zero3.sharding.module import Zero3Module, groups_in
 from deepcompile_zero3.sharding.module_parameters import (
     modules_to_shard,
@@ -23,8 +25,6 @@ from deepcompile_zero3.sharding.module_parameters import (
     registered_in,
 )
 from deepcompile_zero3.sharding.source import kind_of
-from deepcompile_zero3.sharding.spmd_mesh import SpmdMesh
-from deepcompile_zero3.sharding.swap import original_class
 from deepcompile_zero3.transport.process_groups import exists
 from deepcompile_zero3.transport.timeouts import timeout_of
 

@@ -33,9 +33,9 @@ from torch.distributed.tensor.placement_types import Placement
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.runtime import _C
-from deepcompile_zero3.sharding.checksum import checksum
-from deepcompile_zero3.sharding.first_of_equal import FirstOfEqual
-from deepcompile_zero3.sharding.mesh_of_few import MeshOfFew, adopt
+from deepcompile_zero3.sharding.layouts.checksum import checksum
+from deepcompile_zero3.sharding.layouts.first_of_equal import FirstOfEqual
+from deepcompile_zero3.sharding.layouts.mesh_of_few import MeshOfFew, adopt
 from deepcompile_zero3.sharding.source import kind_of
 
 if TYPE_CHECKING:

@@ -3,7 +3,12 @@
 from torch.distributed.tensor import DeviceMesh, DTensor, Partial
 
 from deepcompile_zero3 import torch_internals
-from deepcompile_zero3.sharding.layout import DataParallelRanks, Inner, Layout, placement_over
+from deepcompile_zero3.sharding.layouts.layout import (
+    DataParallelRanks,
+    Inner,
+    Layout,
+    placement_over,
+)
 from deepcompile_zero3.transport.process_groups import flat_submesh
 
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from deepcompile_zero3 import grad_dtype
-from deepcompile_zero3.sharding.norms import GradientPart, ProcessGroups, total_norm
-from deepcompile_zero3.sharding.sink import refuse_if_taken
+from deepcompile_zero3.sharding.gradients.norms import GradientPart, ProcessGroups, total_norm
+from deepcompile_zero3.sharding.gradients.sink import refuse_if_taken
 
 
 @torch.no_grad()

@@ -9,10 +9,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.sharding import arguments
-from deepcompile_zero3.sharding.layout import DataParallelRanks, Layout, MakesLayout
+from deepcompile_zero3.sharding.layouts.layout import DataParallelRanks, Layout, MakesLayout
+from deepcompile_zero3.sharding.layouts.spmd_mesh import SpmdMesh
+from deepcompile_zero3.sharding.setup import arguments
 from deepcompile_zero3.sharding.source import kind_of
-from deepcompile_zero3.sharding.spmd_mesh import SpmdMesh
 
 # Changes of a layout that arguments of ``fully_shard`` ask for, by the name of the argument. Each
 # takes a name, a parameter and its layout.

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook as register_
 from torch.optim.optimizer import register_optimizer_step_pre_hook as register_pre_hook
 
 from deepcompile_zero3 import torch_internals
-from deepcompile_zero3.sharding.replaced_parameters import refuse_replaced, sharded_as
+from deepcompile_zero3.sharding.setup.replaced_parameters import refuse_replaced, sharded_as
 from deepcompile_zero3.torch_internals.optimizers import is_stepping, step_hooks
 
 # Attribute of an optimizer whose step refuses replaced parameters itself, before it puts other

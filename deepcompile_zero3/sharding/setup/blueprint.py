@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from deepcompile_zero3.sharding.layout import DataParallelRanks, Layout
+from deepcompile_zero3.sharding.layouts.layout import DataParallelRanks, Layout
 from deepcompile_zero3.sharding.source import kind_of
 
 

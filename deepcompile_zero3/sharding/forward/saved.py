@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.runtime import _C
-from deepcompile_zero3.sharding.all_gather import AllGather
+from deepcompile_zero3.sharding.forward.all_gather import AllGather
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.runtime import _C
-from deepcompile_zero3.sharding.mesh_of_few import MeshOfFew
+from deepcompile_zero3.sharding.layouts.mesh_of_few import MeshOfFew
 
 # Bytes of a tensor up to which a copy takes less time than operators on the tensor by itself.
 SMALL = 16 << 10

@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor
 
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.runtime import _C
-from deepcompile_zero3.sharding.blueprint import Blueprint
-from deepcompile_zero3.sharding.layout import DataParallelRanks
+from deepcompile_zero3.sharding.layouts.layout import DataParallelRanks
 from deepcompile_zero3.sharding.module import groups_in
 from deepcompile_zero3.sharding.parameter import ShardedParameter
+from deepcompile_zero3.sharding.setup.blueprint import Blueprint
 from deepcompile_zero3.transport.connection import Connection, Connector
 from deepcompile_zero3.transport.json_collectives import all_gather_json, check_all_alike
 from deepcompile_zero3.transport.rank_names import learn_hosts, this_rank

@@ -14,7 +14,7 @@ from torch import nn
 
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
-from deepcompile_zero3.sharding.swap import original_class
+from deepcompile_zero3.sharding.forward.swap import original_class
 
 _log = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""What becomes of reduced gradients: delivery, norms, and steps that follow."""
