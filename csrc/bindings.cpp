@@ -148,6 +148,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            }),
            py::arg("sources"), py::arg("formats") = "")
       .def("snapshot", &Gather::snapshot, py::call_guard<py::gil_scoped_release>())
+      .def("start_again_if_lost", &Gather::start_again_if_lost,
+           py::call_guard<py::gil_scoped_release>())
       .def("finish", &Gather::finish, py::arg("fresh"), py::call_guard<py::gil_scoped_release>());
 
   py::class_<GatherOrders, std::shared_ptr<GatherOrders>>(m, "GatherOrders")

@@ -98,12 +98,32 @@ void Gather::snapshot() {
 
 bool Gather::is_up_to_date() const {
   for (size_t i = 0; i < wanted_.size(); ++i) {
-    const auto& [source, parameter] = wanted_[i];
-    if (!source->shard.is_same(shards_[i]) || source->version_to_gather() != versions_[i] ||
-        (parameter && !parameter->gathered.full().is_same(unsharded_[i])))
+    const auto& parameter = wanted_[i].parameter;
+    if (parameter && !parameter->gathered.full().is_same(unsharded_[i])) return false;
+  }
+  return has_same_shards() && !is_lost();
+}
+
+bool Gather::has_same_shards() const {
+  for (size_t i = 0; i < wanted_.size(); ++i) {
+    const auto& source = wanted_[i].source;
+    if (!source->shard.is_same(shards_[i]) || source->version_to_gather() != versions_[i])
       return false;
   }
-  return std::ranges::none_of(buckets_, [](auto& each) { return each.bucket->is_lost(); });
+  return true;
+}
+
+bool Gather::is_lost() const {
+  return std::ranges::any_of(buckets_, [](auto& each) { return each.bucket->is_lost(); });
+}
+
+void Gather::start_again_if_lost() {
+  if (!is_started_ || !is_lost() || !has_same_shards()) return;
+  buckets_.clear();
+  unsharded_.clear();
+  versions_.clear();
+  shards_.clear();
+  start();
 }
 
 void Gather::follow(std::shared_ptr<void> under_way, std::function<void()> start_next) {

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from deepcompile_zero3 import torch_internals
 from deepcompile_zero3.errors import Zero3Error
 from deepcompile_zero3.sharding.group import ParameterGroup, group_of
-from deepcompile_zero3.sharding.module_parameters import parameters_of
+from deepcompile_zero3.sharding.module_parameters import parameters_of, registered_in
 from deepcompile_zero3.sharding.parameter import ShardedParameter
 from deepcompile_zero3.transport.connection import Connection
 from deepcompile_zero3.transport.json_collectives import check_all_alike
@@ -66,15 +66,17 @@ def _groups_of(module: nn.Module) -> Iterable[ParameterGroup]:
 def after_load(module: nn.Module, incompatible_keys: object) -> None:
     """Takes over the shards that ``load_state_dict(assign=True)`` has registered. Collective."""
     group: ParameterGroup = module._zero3_group  # type: ignore[assignment]
-    for parameter in group.parameters:
+    # A tied parameter that another group gathers may have been loaded here too, and later.
+    loaded = dict.fromkeys((*group.parameters, *registered_in(module)))
+    for parameter in loaded:
         parameter.registered.tie_again()
     _rebuild_converted(group)
-    follow_registered_shards(group)
+    follow_registered_shards(loaded)
 
 
-def follow_registered_shards(group: ParameterGroup) -> None:
-    """Makes the parameters of ``group`` use the shards that are registered now, where possible."""
-    for parameter in group.parameters:
+def follow_registered_shards(parameters: Iterable[ShardedParameter]) -> None:
+    """Makes ``parameters`` use the shards that are registered now, where possible."""
+    for parameter in parameters:
         with contextlib.suppress(Zero3Error):  # the next forward raises it
             parameter.refresh()
 

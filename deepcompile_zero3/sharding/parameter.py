@@ -345,6 +345,7 @@ class ShardedParameter:
             not, they are updated now.
         """
         shard = self.refresh()
+        self.registered.check_tied()
         if not self.has_run and self.substitute is None:
             self._check_kind()
         if self.budget is not None:

@@ -71,6 +71,20 @@ class RegisteredShard:
                 self._register(shard)
                 return
 
+    def check_tied(self) -> None:
+        """Raises Zero3Error if one of several places registers another parameter than the first."""
+        if len(self._places) == 1:
+            return
+        shard = self.shard
+        for module, name in self._registering():
+            other = module._parameters[name]
+            if other is not shard and not self._layout.is_local_part(other, self.local):
+                raise Zero3Error(
+                    f"'{self.fqn}' was tied when it was sharded, and the attribute '{name}' of a "
+                    f"{module._get_name()} is another parameter now: assign one parameter to all "
+                    "modules that share it, or untie them before fully_shard"
+                )
+
     def _register(self, shard: DTensor) -> None:
         for module, name in self._registering():
             module._parameters[name] = cast(nn.Parameter, shard)

@@ -195,6 +195,28 @@ def test_an_unshard_may_be_waited_for_later(run_ranks, transport):
     run_ranks(2, _asynchronous_unshard, transport)
 
 
+def _unshard_ahead_of_a_backward(how, transport, waits):
+    model, reference = shard(layers_of(8, 8, 4), transport=transport, reshard_after_forward=True)
+    run = compiled(model, how)
+    batch = batch_of(4, 8)
+    loss = mean_square(run, mine(batch))
+    handle = model.unshard(async_op=True)
+    loss.backward()  # gathers the same
+    if waits:
+        handle.wait()
+    mean_square(run, mine(batch)).backward()
+    for _ in range(2):
+        mean_square(reference, batch).backward()
+    assert_same_gradients(model, reference)
+
+
+@each_way
+@either_transport
+@pytest.mark.parametrize("waits", [True, False])
+def test_an_unshard_may_be_waited_for_after_a_backward(run_ranks, how, transport, waits):
+    run_ranks(2, _unshard_ahead_of_a_backward, how, transport, waits)
+
+
 def _unshard_then_forward(how, transport):
     model, reference = shard(layers_of(8, 8, 4), transport=transport)
     run = compiled(model, how)

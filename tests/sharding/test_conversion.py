@@ -156,14 +156,16 @@ def test_a_parameter_loaded_with_another_dtype_inherits_a_grad_dtype(run_ranks, 
 
 
 @needs_a_job
+@pytest.mark.parametrize("apart", [[3], [0, 3], [3, 0]], ids=str)
 @pytest.mark.parametrize("missing", ["0.weight", "3.weight", None])
-def test_a_tied_parameter_stays_tied_when_it_is_loaded(missing):
+def test_a_tied_parameter_stays_tied_when_it_is_loaded(missing, apart):
     reference = _model()
-    state = fully_shard(copy.deepcopy(reference)).state_dict()
-    state.pop(missing, None)
+    loaded = fully_shard(copy.deepcopy(reference)).state_dict()
+    state = {name: value.clone() for name, value in loaded.items() if name != missing}
     with torch.device("meta"):
         model = _model()
-    fully_shard(model[3])
+    for layer in apart:
+        fully_shard(model[layer])
     fully_shard(model)
     model.load_state_dict(state, assign=True, strict=False)
     assert model[0]._parameters["weight"] is model[3]._parameters["weight"]
@@ -199,6 +201,23 @@ def test_a_state_dict_reshards_what_is_unsharded(how, part):
         for tensor in state.values():
             tensor.zero_()
     assert torch.equal(run(batch_of(2, 4)), torch.zeros(2, 4))
+
+
+@needs_a_job
+@each_way
+@pytest.mark.parametrize("places", [[0], [3], [0, 3]], ids=str)
+def test_a_tied_parameter_may_not_be_untied_later(how, places):
+    model = fully_shard(_model())
+    run = compiled(model, how)
+    run(batch_of(2, 8)).sum().backward()
+    for place in places:
+        model[place].weight = nn.Parameter(2 * model[0].weight.detach())
+    with pytest.raises(
+        Zero3Error, match=r"'0\.weight' was tied .*'weight' of a Zero3Linear is ano"
+    ):
+        run(batch_of(2, 8))
+    model[3].weight = model[0].weight
+    run(batch_of(2, 8)).sum().backward()
 
 
 @needs_a_job

@@ -67,4 +67,4 @@ def shard_in_transformers() -> Iterator[None]:
     # Loading has replaced the shards. A forward of experts may hide them: see `is_local_part`.
     for module in sharded:
         if isinstance(module, Zero3Module):  # not if it lies inside another of its list
-            follow_registered_shards(module._zero3_group)
+            follow_registered_shards(module._zero3_group.parameters)

@@ -28,7 +28,11 @@ class AllGather:
         self._gather.snapshot()
 
     def wait(self) -> dict[ShardedParameter, torch.Tensor]:
-        """Waits, and returns the full tensors, [rows, ...] each in its compute dtype."""
+        """Waits, and returns the full tensors, [rows, ...] each in its compute dtype.
+
+        All ranks wait: ranks that share memory gather again if later gathers needed that memory.
+        """
+        self._gather.start_again_if_lost()
         gathered = iter(self._gather.finish(fresh=True))
         fulls = {}
         for parameter in self.parameters:
