@@ -25,8 +25,8 @@ class Gather {
 
   // Before finish(): whether a gather that started now would give the same, and this one still can.
   bool is_up_to_date() const;
-  // Before finish(): starts again if later gathers have taken the place of what this one gathers. If
-  // the shards have changed since, it does not, and finish() raises.
+  // Before finish(): starts again if later gathers have taken the place of what this one gathers.
+  // If the shards have changed since, it does not, and finish() raises.
   void start_again_if_lost();
   // Holds `under_way` until finish(), which then calls `start_next` before it waits.
   void follow(std::shared_ptr<void> under_way, std::function<void()> start_next);
