@@ -241,9 +241,10 @@ def _tell_unless_sharded(module: object) -> None:
     Args:
         module: the module that is compiled; anything else if it is a function.
     """
-    why = None
+    why, remedy = None, "Call fully_shard of deepcompile_zero3 first"
     if is_sharded_by_torch(module):
         why = "was sharded by torch's fully_shard, which gathers in hooks"
+        remedy = "Import fully_shard from deepcompile_zero3"
     elif (
         isinstance(module, nn.Module)
         and any(parameter.requires_grad for parameter in module.parameters())
@@ -254,7 +255,7 @@ def _tell_unless_sharded(module: object) -> None:
     if why is not None:
         _warn_once(
             f"zero3: {type(module).__name__} {why}: its graphs are compiled as by Inductor alone. "
-            "Call fully_shard of deepcompile_zero3 first"
+            f"{remedy}"
         )
 
 

@@ -262,6 +262,7 @@ class ParameterGroup:
         self.start_gather()
         if self._gathering is not None:
             gathering, self._gathering = self._gathering, None
+            gathering.start_again_if_lost()
             for parameter, full in gathering.wait().items():
                 if parameter.handle.gathered is None:
                     parameter.handle.hold(full)

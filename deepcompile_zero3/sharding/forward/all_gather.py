@@ -27,12 +27,12 @@ class AllGather:
         """Lets the shards change before ``wait``, which still returns their present values."""
         self._gather.snapshot()
 
-    def wait(self) -> dict[ShardedParameter, torch.Tensor]:
-        """Waits, and returns the full tensors, [rows, ...] each in its compute dtype.
-
-        All ranks wait: ranks that share memory gather again if later gathers needed that memory.
-        """
+    def start_again_if_lost(self) -> None:
+        """Gathers again if later gathers needed the memory that ranks share. All ranks call it."""
         self._gather.start_again_if_lost()
+
+    def wait(self) -> dict[ShardedParameter, torch.Tensor]:
+        """Waits, and returns the full tensors, [rows, ...] each in its compute dtype."""
         gathered = iter(self._gather.finish(fresh=True))
         fulls = {}
         for parameter in self.parameters:
