@@ -1,1 +1,1 @@
-"""Sharded modules, parameters and gradients, and their life in eager code."""
+"""Sharded modules, their groups and parameters, and what becomes of gradients."""

@@ -3,7 +3,7 @@
 Groups form a tree: the group of the outermost sharded module, and below it the groups of the blocks
 that were sharded before it. The parameters of a group are gathered together when the first of them
 is read in a forward, and freed when that forward ends. Backward gathers the saved ones again (see
-``saved``). Compiled graphs gather by operators, in a :func:`compiled_forward`.
+``forward.saved``). Compiled graphs gather by operators, in a :func:`compiled_forward`.
 """
 
 import contextlib

@@ -6,7 +6,7 @@
     shard         [shard_rows, ...]  a DTensor nn.Parameter, in the layout of torch.chunk
     placeholder   [rows, ...]        full shape, compute dtype and strides; zero bytes of storage
 
-Rows run along the sharded dimension, which comes first here whichever it is: see ``layout``.
+Rows run along the sharded dimension, which comes first here whichever it is: see ``layouts``.
 """
 
 import sys
